@@ -1,0 +1,36 @@
+"""Training in FP8 with PyTorch Lightning, by one word: ``Trainer(precision="fp8-delayed")``.
+
+Importing the package registers the precision string with Lightning; see :func:`register` and :func:`unregister`.
+"""
+
+import warnings
+
+from lightning_fp8.callbacks import ScaleFactorLogger
+from lightning_fp8.convert import convert, describe, scaling_state, unconvert
+from lightning_fp8.modules import Fp8Linear
+from lightning_fp8.plugins import Fp8FabricPrecision, Fp8FSDPPrecision, Fp8Precision, register, unregister
+from lightning_fp8.recipe import DelayedScaling
+from lightning_fp8.scaling import ScalingState
+
+__version__ = "0.1.0"
+__all__ = [
+    "DelayedScaling",
+    "Fp8FSDPPrecision",
+    "Fp8FabricPrecision",
+    "Fp8Linear",
+    "Fp8Precision",
+    "ScaleFactorLogger",
+    "ScalingState",
+    "convert",
+    "describe",
+    "register",
+    "scaling_state",
+    "unconvert",
+    "unregister",
+]
+
+try:
+    register()
+except RuntimeError as error:
+    # Everything but the strings still works, so the import goes through and says what to do instead.
+    warnings.warn(str(error), stacklevel=2)

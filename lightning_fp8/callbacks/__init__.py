@@ -1,0 +1,5 @@
+"""Callbacks that show what FP8 does to a run."""
+
+from lightning_fp8.callbacks.scale_factor_logger import ScaleFactorLogger
+
+__all__ = ["ScaleFactorLogger"]

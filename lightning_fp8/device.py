@@ -1,0 +1,34 @@
+"""Which devices can run FP8, and what to say about the others."""
+
+from __future__ import annotations
+
+import torch
+
+# Ada: the first generation with FP8 matrix units
+MIN_CAPABILITY = (8, 9)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise if FP8 layers cannot run on ``device``.
+
+    Raises:
+        RuntimeError: for a CUDA device below compute capability 8.9, or a device other than a CPU or a CUDA GPU.
+    """
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < MIN_CAPABILITY:
+            name = torch.cuda.get_device_name(device)
+            raise RuntimeError(
+                f"`fp8-delayed` needs a GPU of compute capability {_dotted(MIN_CAPABILITY)} or newer (Ada, Hopper,"
+                f" Blackwell), but {device} is {name}, {_dotted(capability)}."
+                ' Use `precision="bf16-mixed"` there ("16-mixed" before compute capability 8.0).'
+            )
+    elif device.type != "cpu":
+        raise RuntimeError(
+            f"`fp8-delayed` runs on CUDA GPUs and, as a reference, on the CPU; got {device}."
+            ' Use `precision="bf16-mixed"` there.'
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

@@ -1,0 +1,68 @@
+"""Real text that every machine with Python has: the source of Python's own standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+
+class Windows(Dataset[Tensor]):
+    """Consecutive windows of ``length`` bytes of a text ``[bytes] uint8``; what is left at its end is dropped."""
+
+    def __init__(self, text: Tensor, length: int) -> None:
+        self.rows = text[: len(text) // length * length].view(-1, length)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+
+class StdlibText(LightningDataModule):
+    """Bytes of the modules of Python's standard library: batches ``[batch_size, context + 1] uint8``.
+
+    Every tenth file, in alphabetical order, is held out for validation.
+
+    Args:
+        context: input length of the model, in bytes; a window has one more, the last target.
+        batch_size: windows per batch.
+        val_windows: windows in the validation set, taken evenly from the held-out files.
+        max_bytes: read at most this much training text.
+    """
+
+    def __init__(
+        self, context: int = 128, batch_size: int = 32, val_windows: int = 512, max_bytes: int = 8_000_000
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.context = context
+        self.batch_size = batch_size
+        self.val_windows = val_windows
+        self.max_bytes = max_bytes
+
+    def setup(self, stage: str) -> None:
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        if len(files) < 20:
+            raise RuntimeError(f"Found {len(files)} modules of the standard library in {sysconfig.get_path('stdlib')}.")
+        length = self.context + 1
+        held_out = Windows(_read(files[9::10]), length)
+        every = max(1, len(held_out) // self.val_windows)
+        self.val_set = torch.utils.data.Subset(held_out, range(0, len(held_out), every)[: self.val_windows])
+        training = [file for position, file in enumerate(files) if position % 10 != 9]
+        self.train_set = Windows(_read(training)[: self.max_bytes], length)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.train_set, self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.val_set, self.batch_size)
+
+
+def _read(files: list[Path]) -> Tensor:
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)

@@ -1,0 +1,33 @@
+"""The two FP8 formats and the roles a tensor plays in a linear layer. Plain values, no ``torch.nn``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Role = Literal["input", "weight", "grad_output"]
+ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """One 8-bit floating point format.
+
+    Attributes:
+        name: how operators and messages call it, ``"e4m3"`` or ``"e5m2"``.
+        dtype: the torch dtype of one element.
+        max: largest finite value; the cast saturates to it.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, table 1.
+    """
+
+    name: str
+    dtype: torch.dtype
+    max: float
+
+
+E4M3 = Fp8Format("e4m3", torch.float8_e4m3fn, 448.0)
+E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 57344.0)
+FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}

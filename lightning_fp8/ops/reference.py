@@ -1,0 +1,217 @@
+"""The CPU implementation in plain torch: what every other implementation is checked against.
+
+Casts are bit-exact to the specification. GEMMs multiply FP8 values exactly and accumulate in fp32; only the order of
+the accumulation is the library's own.
+
+Everything runs over blocks of rows with a few buffers of about a megabyte: temporaries as large as the tensors would be
+mapped and cleared by the kernel at every call, which takes longer than the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.formats import FORMATS, Fp8Format
+
+FP32_MAX = torch.finfo(torch.float32).max
+_BLOCK_ELEMENTS = 1 << 20
+_HAS_BF16_GEMM: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+# Dequantized values are kept divided by these powers of two: exact, and cheaper than shifting exponents back.
+_DEQUANTIZED_SHIFT = {"e4m3": 256.0, "e5m2": 1.0}
+
+
+def cast(
+    x: Tensor, scale: Tensor, amax_history: Tensor, amax: Tensor | None, index: Tensor, format: str
+) -> tuple[Tensor, Tensor]:
+    """``sat(x * scale)``; see the operator ``lightning_fp8::cast``."""
+    used, current = _scale_to_use(x, scale, amax_history, amax, index, FORMATS[format])
+    return saturating_cast(x, used, FORMATS[format], current), used.reciprocal()
+
+
+def _scale_to_use(
+    x: Tensor, scale: Tensor, amax_history: Tensor, amax: Tensor | None, index: Tensor, fmt: Fp8Format
+) -> tuple[Tensor, Tensor | None]:
+    """The scale of this cast and, where it had to be known, ``max|x|``. Host branches cost nothing on the CPU."""
+    row = int(index.item())
+    has_history = bool(amax_history[0, row] > 0)
+    current = max_abs(x) if amax is not None or not has_history else None
+    if amax is not None and current is not None:
+        torch.maximum(amax[row], current, out=amax[row])
+    if has_history or current is None:
+        return scale[row].clone(), current
+    return scale_of_current(current, fmt), current
+
+
+def max_abs(x: Tensor) -> Tensor:
+    """Largest absolute value of ``x`` as ``[] float32``: 0 for an empty tensor, NaN if any element is NaN."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    low, high = torch.aminmax(x)
+    return torch.maximum(low.abs(), high.abs()).float()
+
+
+def scale_of_current(amax: Tensor, fmt: Fp8Format) -> Tensor:
+    """``FP8_MAX / amax`` for a tensor without a history; 1 where ``amax`` is not finite: finite elements survive."""
+    return torch.where(amax.isfinite(), (fmt.max / amax).clamp(max=FP32_MAX), 1.0)
+
+
+def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:
+    """``x * scale`` in fp32, saturated to ±max, rounded to nearest even, as contiguous ``uint8``. NaN stays NaN.
+
+    ``amax``, where it is known already, saves the saturating pass over tensors that fit.
+    """
+    payload = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    saturate = _may_saturate(scale, fmt, amax)
+    for rows in _row_blocks(*x.shape):
+        payload[rows] = _scaled(x[rows], scale, fmt, saturate)
+    return payload.view(torch.uint8)
+
+
+def _may_saturate(scale: Tensor, fmt: Fp8Format, amax: Tensor | None) -> bool:
+    # `not <=` rather than `>`: a NaN amax says nothing about the other elements
+    return amax is None or not bool(amax * scale <= fmt.max)
+
+
+def _scaled(x: Tensor, scale: Tensor, fmt: Fp8Format, saturate: bool) -> Tensor:
+    values = x * scale if x.dtype == torch.float32 else x.float().mul_(scale)
+    return values.clamp_(-fmt.max, fmt.max) if saturate else values
+
+
+def dequantize(payload: Tensor, format: str, may_have_nan: bool = True) -> Tensor:
+    """``uint8`` payload -> fp32 values divided by ``_DEQUANTIZED_SHIFT[format]``, exactly; NaN and inf stay.
+
+    An FP8 pattern shifted into the fields of fp16 is the same number with another exponent bias, denormals included.
+    torch's own conversion of ``float8_e4m3fn`` on the CPU takes seven times as long.
+    """
+    if format == "e5m2":
+        return payload.to(torch.int16).bitwise_left_shift_(8).view(torch.float16).float()
+    bits = payload.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
+    values = (
+        bits.bitwise_and_(-0x4001).view(torch.float16).float()
+    )  # without the sign's copy in fp16's top exponent bit
+    if may_have_nan and has_nan(payload, format):
+        values.masked_fill_(payload.bitwise_and(0x7F) == 0x7F, float("nan"))
+    return values
+
+
+def has_nan(payload: Tensor, format: str) -> bool:
+    """Whether any element is NaN."""
+    if format == "e5m2" or payload.numel() == 0:
+        return bool(payload.view(FORMATS[format].dtype).isnan().any())
+    # E4M3's two NaN patterns, 0x7F and 0xFF, are the largest signed and the largest unsigned byte.
+    return payload.view(torch.int8).amax().item() == 0x7F or payload.amax().item() == 0xFF
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    a_format: str,
+    b_format: str,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """``(a @ b^T) * a_scale_inv * b_scale_inv + bias``; see the operator ``lightning_fp8::scaled_mm``."""
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    operand_dtype = _operand_dtype(out_dtype)
+    b_values = dequantize(b, b_format).to(operand_dtype).t()
+    scale_inv = _gemm_scale_inv(a_scale_inv, b_scale_inv, a_format, b_format)
+    addend = None if bias is None else bias.to(operand_dtype)
+    a_has_nan = a_format == "e4m3" and has_nan(a, a_format)
+    for rows in _row_blocks(a.shape[0], max(a.shape[1], b.shape[0])):
+        a_values = dequantize(a[rows], a_format, a_has_nan).to(operand_dtype)
+        _mm_into(out[rows], a_values, b_values, scale_inv, addend)
+    return out
+
+
+def linear_backward(
+    dy: Tensor,
+    x_fp8: Tensor | None,
+    x_scale_inv: Tensor,
+    w_fp8: Tensor | None,
+    w_scale_inv: Tensor,
+    scale: Tensor,
+    amax_history: Tensor,
+    amax: Tensor | None,
+    index: Tensor,
+    format: str,
+    dx_dtype: torch.dtype,
+    dw_dtype: torch.dtype,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dgrad, wgrad and bias gradient, each block of ``dy`` cast once; see ``lightning_fp8::linear_backward``."""
+    fmt = FORMATS[format]
+    (m, n), k = dy.shape, 0 if x_fp8 is None else x_fp8.shape[1]
+    used, current = _scale_to_use(dy, scale, amax_history, amax, index, fmt)
+    saturate, dy_scale_inv = _may_saturate(used, fmt, current), used.reciprocal()
+    dx = dy.new_empty(0, 0, dtype=dx_dtype) if w_fp8 is None else dy.new_empty(m, w_fp8.shape[1], dtype=dx_dtype)
+    dw, db = dy.new_zeros(n, k, dtype=torch.float32), dy.new_zeros(n if bias else 0, dtype=torch.float32)
+    w_values = None if w_fp8 is None else dequantize(w_fp8, "e4m3").to(_operand_dtype(dx_dtype))
+    dx_scale_inv = _gemm_scale_inv(dy_scale_inv, w_scale_inv, format, "e4m3")
+    dw_scale_inv = _gemm_scale_inv(dy_scale_inv, x_scale_inv, format, "e4m3")
+    dy_has_nan = format == "e4m3" and (current is None or bool(current.isnan()))
+    x_has_nan = x_fp8 is not None and has_nan(x_fp8, "e4m3")
+    for rows in _row_blocks(m, max(n, k, dx.shape[1])):
+        values = dy[rows].float()
+        if bias:
+            db += values.sum(dim=0)
+        if w_values is None and x_fp8 is None:
+            continue
+        payload = _scaled(values, used, fmt, saturate).to(fmt.dtype).view(torch.uint8)
+        values = dequantize(payload, format, dy_has_nan)
+        if w_values is not None:
+            _mm_into(dx[rows], values.to(w_values.dtype), w_values, dx_scale_inv)
+        if x_fp8 is not None:
+            with _bf16_multiply():
+                torch.addmm(dw, values.t(), dequantize(x_fp8[rows], "e4m3", x_has_nan), alpha=dw_scale_inv, out=dw)
+    return dx, dw.to(dw_dtype), db
+
+
+def _gemm_scale_inv(a_scale_inv: Tensor, b_scale_inv: Tensor, a_format: str, b_format: str) -> float:
+    return (a_scale_inv * b_scale_inv * (_DEQUANTIZED_SHIFT[a_format] * _DEQUANTIZED_SHIFT[b_format])).item()
+
+
+def _operand_dtype(out_dtype: torch.dtype) -> torch.dtype:
+    """bf16 holds every FP8 value exactly, so it serves where CPU and library have a bf16 GEMM; else fp32 does."""
+    return torch.bfloat16 if out_dtype == torch.bfloat16 and _HAS_BF16_GEMM else torch.float32
+
+
+def _mm_into(out: Tensor, a: Tensor, b: Tensor, scale_inv: float, bias: Tensor | None = None) -> None:
+    """``out = (a @ b) * scale_inv + bias``: the factor and the bias meet the fp32 sums, which are rounded once.
+
+    Autocast, which would turn operands and results to bf16, leaves the ``out=`` form alone.
+    """
+    target = out if out.dtype == a.dtype else out.new_empty(out.shape, dtype=a.dtype)
+    with _bf16_multiply():
+        torch.addmm(target if bias is None else bias, a, b, beta=0 if bias is None else 1, alpha=scale_inv, out=target)
+    if target is not out:
+        out.copy_(target)
+
+
+def _row_blocks(rows: int, columns: int) -> Iterator[slice]:
+    """Equal blocks of rows, together all of them."""
+    blocks = max(1, rows * columns // _BLOCK_ELEMENTS)
+    step = max(1, -(-rows // blocks))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+@contextmanager
+def _bf16_multiply() -> Iterator[None]:
+    """Let oneDNN multiply fp32 operands as bf16 and accumulate in fp32: exact here, as every FP8 value is a bf16 value.
+
+    On CPUs with bf16 units it is four times as fast; the others keep their fp32 GEMM.
+    """
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

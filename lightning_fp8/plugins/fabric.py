@@ -1,0 +1,82 @@
+"""The precision plugins of ``lightning.fabric.Fabric``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision
+from lightning.fabric.plugins.precision.fsdp import FSDPPrecision
+from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
+from lightning.fabric.utilities.types import Optimizable
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+from typing_extensions import override
+
+from lightning_fp8.plugins.core import PrecisionCore, to_bf16
+from lightning_fp8.plugins.trainer import fsdp_mixed_precision
+
+
+class Fp8FabricPrecision(PrecisionCore):
+    """:class:`~lightning_fp8.Fp8Precision` for Fabric: scales of every model set up are updated at ``optimizer.step``.
+
+    ``Fabric(precision="fp8-delayed")`` makes one, and so does ``Fabric(plugins=Fp8Precision(...))``. As with Fabric's
+    own mixed precision, floating point inputs of ``forward`` arrive in bf16 and outputs leave in the default dtype. To
+    checkpoint the scales, add them to what ``fabric.save`` gets:
+    ``{"model": model, "scaling": scaling_state(model)}``.
+    """
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return to_bf16(data)
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=torch.get_default_dtype())
+
+    @override
+    def optimizer_step(self, optimizer: Optimizable, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        if closure is None:
+            self._update_scales()
+            return optimizer.step(**kwargs)
+
+        def closure_then_update() -> Any:
+            result = closure()
+            self._update_scales()
+            return result
+
+        return optimizer.step(closure=closure_then_update, **kwargs)
+
+
+class Bf16MixedFabricPrecision(Fp8FabricPrecision, MixedPrecision):
+    """Fabric's ``MixedPrecision`` in bf16 with what this package adds."""
+
+    def __init__(self, precision: Any = "bf16-mixed", *args: Any, **kwargs: Any) -> None:
+        PrecisionCore.__init__(self, precision, *args, **kwargs)
+        MixedPrecision.__init__(self, "bf16-mixed", device=self._device_type())
+
+
+class Bf16TrueFabricPrecision(Fp8FabricPrecision, HalfPrecision):
+    """Fabric's ``HalfPrecision`` in bf16 with what this package adds."""
+
+    def __init__(self, precision: Any = "bf16-true", *args: Any, **kwargs: Any) -> None:
+        PrecisionCore.__init__(self, precision, *args, **kwargs)
+        HalfPrecision.__init__(self, "bf16-true")
+
+
+Fp8FabricPrecision._variants = {"bf16-mixed": Bf16MixedFabricPrecision, "bf16-true": Bf16TrueFabricPrecision}
+
+
+class Fp8FabricFSDPPrecision(Fp8FabricPrecision, FSDPPrecision):
+    """:class:`Fp8FabricPrecision` for Fabric's ``FSDPStrategy``."""
+
+    def __init__(self, precision: Any = "fp8-delayed", *args: Any, **kwargs: Any) -> None:
+        FSDPPrecision.__init__(self, "bf16-true" if precision == "bf16-true" else "bf16-mixed")
+        PrecisionCore.__init__(self, precision, *args, **kwargs)
+
+    @property
+    @override
+    def mixed_precision_config(self) -> FSDPMixedPrecision:
+        return fsdp_mixed_precision()

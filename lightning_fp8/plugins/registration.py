@@ -1,0 +1,154 @@
+"""The one seam in Lightning: where a precision string, or a plugin, becomes the plugin that a strategy works with.
+
+Lightning has no registry for precisions. What is replaced here, and put back by :func:`unregister`:
+
+- ``_check_and_init_precision`` of the Trainer's and of Fabric's connector, which makes the plugin;
+- ``_PRECISION_INPUT_STR`` in Fabric's connector, the strings that both accept (and name when they refuse one);
+- the annotation of ``Trainer(precision=...)``, by which the Lightning CLI checks a configuration.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import lightning
+import lightning.fabric.connector as fabric_connector
+import lightning.pytorch.trainer.connectors.accelerator_connector as trainer_connector
+from lightning.fabric import strategies as fabric_strategies
+from lightning.pytorch import Trainer
+from lightning.pytorch import strategies as trainer_strategies
+
+from lightning_fp8.plugins.core import PRECISIONS, PrecisionCore
+from lightning_fp8.plugins.fabric import Fp8FabricFSDPPrecision, Fp8FabricPrecision
+from lightning_fp8.plugins.trainer import Fp8FSDPPrecision, Fp8Precision
+
+_METHOD = "_check_and_init_precision"
+_STRINGS = "_PRECISION_INPUT_STR"
+
+
+class _FrontEnd(NamedTuple):
+    """Names of what the Trainer and Fabric call differently, and which of our plugins they take."""
+
+    name: str
+    connector: tuple[Any, str]
+    string_attribute: str
+    plugin_attribute: str
+    foreign_strategies: tuple[type, ...]
+    fsdp_strategy: type
+    plugin: type[PrecisionCore]
+    fsdp_plugin: type[PrecisionCore]
+
+
+_FRONT_ENDS = (
+    _FrontEnd(
+        "Trainer",
+        (trainer_connector, "_AcceleratorConnector"),
+        "_precision_flag",
+        "_precision_plugin_flag",
+        (
+            trainer_strategies.SingleDeviceXLAStrategy,
+            trainer_strategies.XLAStrategy,
+            trainer_strategies.DeepSpeedStrategy,
+        ),
+        trainer_strategies.FSDPStrategy,
+        Fp8Precision,
+        Fp8FSDPPrecision,
+    ),
+    _FrontEnd(
+        "Fabric",
+        (fabric_connector, "_Connector"),
+        "_precision_input",
+        "_precision_instance",
+        (
+            fabric_strategies.SingleDeviceXLAStrategy,
+            fabric_strategies.XLAStrategy,
+            fabric_strategies.XLAFSDPStrategy,
+            fabric_strategies.DeepSpeedStrategy,
+        ),
+        fabric_strategies.FSDPStrategy,
+        Fp8FabricPrecision,
+        Fp8FabricFSDPPrecision,
+    ),
+)
+
+# what puts Lightning back, newest last; empty when nothing is registered
+_undo: list[Callable[[], None]] = []
+
+
+def register() -> None:
+    """Make ``"fp8-delayed"`` a precision of Lightning, and ``"bf16-mixed"`` and ``"bf16-true"`` ours. Idempotent.
+
+    Raises:
+        RuntimeError: if the installed Lightning no longer has the places that this needs; nothing is changed then.
+    """
+    if _undo:
+        return
+    missing = _missing_places()
+    if missing:
+        raise RuntimeError(
+            f"lightning {lightning.__version__} has no {', no '.join(missing)}, so the precision strings of"
+            " lightning_fp8 cannot be registered. Pass the plugin instead:"
+            " `Trainer(plugins=lightning_fp8.Fp8Precision())`; and please report this version."
+        )
+    for front_end in _FRONT_ENDS:
+        connector = getattr(*front_end.connector)
+        _replace(connector, _METHOD, _plugin_maker(front_end, getattr(connector, _METHOD)))
+    strings = Literal[(*get_args(getattr(fabric_connector, _STRINGS)), "fp8-delayed")]  # type: ignore[valid-type]
+    _replace(fabric_connector, _STRINGS, strings)
+    annotations = inspect.unwrap(Trainer.__init__).__annotations__
+    before = annotations["precision"]
+    annotations["precision"] = before | Literal["fp8-delayed"]
+    _undo.append(lambda: annotations.update(precision=before))
+
+
+def unregister() -> None:
+    """Put Lightning back exactly as it was."""
+    while _undo:
+        _undo.pop()()
+
+
+def _missing_places() -> list[str]:
+    missing = []
+    for front_end in _FRONT_ENDS:
+        module, name = front_end.connector
+        if not callable(getattr(getattr(module, name, None), _METHOD, None)):
+            missing.append(f"`{module.__name__}.{name}.{_METHOD}`")
+    if not get_args(getattr(fabric_connector, _STRINGS, None)):
+        missing.append(f"`{fabric_connector.__name__}.{_STRINGS}`")
+    if "precision" not in inspect.unwrap(Trainer.__init__).__annotations__:
+        missing.append("annotated `precision` argument of `Trainer`")
+    return missing
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    _undo.append(lambda: setattr(owner, name, before))
+
+
+def _plugin_maker(front_end: _FrontEnd, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _check_and_init_precision(connector: Any) -> Any:
+        strategy = connector.strategy
+        plugin, string = getattr(connector, front_end.plugin_attribute), getattr(connector, front_end.string_attribute)
+        is_fsdp = isinstance(strategy, front_end.fsdp_strategy)
+        wanted = front_end.fsdp_plugin if is_fsdp else front_end.plugin
+        if isinstance(plugin, PrecisionCore):
+            string = plugin.precision
+        elif plugin is not None or string not in PRECISIONS:
+            return original(connector)
+        if isinstance(strategy, front_end.foreign_strategies):
+            if string == "fp8-delayed" or plugin is not None:
+                raise ValueError(
+                    f"`precision={string!r}` by lightning_fp8 does not run under {type(strategy).__name__}, which"
+                    " brings its own precision. Use a single-device, DDP, FSDP or ModelParallel strategy, or, with this"
+                    f' one, `{front_end.name}(precision="bf16-mixed")`.'
+                )
+            return original(connector)
+        if plugin is None:
+            return wanted(precision=string)
+        # A plugin made for the other front end, or for another strategy: its settings are what counts.
+        return plugin if isinstance(plugin, wanted) else wanted(**plugin.settings)
+
+    return _check_and_init_precision

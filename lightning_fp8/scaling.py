@@ -1,0 +1,175 @@
+"""The scaling state of a model: the one place where scales live and change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_fp8.formats import ROLES, Role
+from lightning_fp8.recipe import DelayedScaling
+
+_FP32_MAX = torch.finfo(torch.float32).max
+_TENSORS = ("amax", "amax_history", "scale", "nonfinite_steps")
+
+
+class ScalingState:
+    """Scales and amax histories of all R tensors of a model together, three tensors for each converted module.
+
+    Forward and backward only read ``scale`` and only max into ``amax``; everything else happens in :meth:`update`,
+    once per optimizer step. So activation recomputation sees the scales of the first pass, and recording a tensor twice
+    changes nothing. The state is not made of module buffers: ``.to(bfloat16)`` would cast them, DDP would broadcast
+    them, and the model's ``state_dict`` would no longer be the plain model's.
+
+    Args:
+        module_names: path of each converted module, in order.
+        recipe: the recipe that :meth:`update` follows.
+        device: where the tensors live.
+
+    Attributes:
+        names: R names, ``<module path>.<role>`` with the roles input, weight and grad_output.
+        amax: ``[R] float32``, largest absolute value recorded since the last update.
+        amax_history: ``[amax_history_len, R] float32``, newest first; 0 where nothing has been pushed yet.
+        scale: ``[R] float32``, multiplier before the cast; 1 until a tensor has a history.
+        nonfinite_steps: ``[R] int64``, updates at which the tensor's amax was inf or NaN and was left out.
+        version: counts the changes of ``scale``; what was cast under an older version is stale.
+    """
+
+    def __init__(self, module_names: Sequence[str], recipe: DelayedScaling, device: torch.device | str = "cpu") -> None:
+        self.recipe = recipe
+        self.module_names = tuple(module_names)
+        self.names = tuple(tensor_name(path, role) for path in module_names for role in ROLES)
+        count = len(self.names)
+        # A state made inside `torch.inference_mode()` could never be updated outside of it.
+        with torch.inference_mode(False):
+            fp8_max = [recipe.format_of(role).max for _ in module_names for role in ROLES]
+            self.fp8_max = torch.tensor(fp8_max, dtype=torch.float32, device=device)
+            self.amax = torch.zeros(count, dtype=torch.float32, device=device)
+            self.amax_history = torch.zeros(recipe.amax_history_len, count, dtype=torch.float32, device=device)
+            self.scale = torch.ones(count, dtype=torch.float32, device=device)
+            self.nonfinite_steps = torch.zeros(count, dtype=torch.int64, device=device)
+        self.version = 0
+
+    def __repr__(self) -> str:
+        return f"ScalingState({len(self.names)} tensors of {len(self.module_names)} modules, {self.recipe})"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self.amax.device
+
+    @torch.no_grad()
+    def to(self, device: torch.device | str) -> ScalingState:
+        """Move all tensors to ``device`` and return the state. Dtypes never change."""
+        with torch.inference_mode(False):
+            for field in (*_TENSORS, "fp8_max"):
+                setattr(self, field, getattr(self, field).to(device))
+        self.version += 1
+        return self
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Turn the recorded amaxes into the next step's scales. Call once per optimizer step, after backward.
+
+        For each tensor with a finite ``amax > 0``: push ``amax`` into its history, then
+        ``scale = FP8_MAX / (m * 2**margin)`` with ``m`` the maximum (or the newest entry) of the history; an infinite
+        result becomes the largest finite fp32. A tensor with ``amax == 0`` did not run and keeps everything; one with a
+        non-finite ``amax`` keeps everything and counts in ``nonfinite_steps``. ``amax`` is zeroed at the end.
+
+        Under ``torch.distributed`` (and ``reduce_amax``) every rank must call it: one ``all_reduce(MAX)`` of the whole
+        vector makes the scales agree bit for bit. Nothing here waits for the device.
+        """
+        self._reduce_amax()
+        finite = torch.isfinite(self.amax)
+        push = finite & (self.amax > 0)
+        self.nonfinite_steps += ~finite
+        pushed = torch.cat([self.amax[None], self.amax_history[:-1]])
+        self.amax_history.copy_(torch.where(push, pushed, self.amax_history))
+        newest_or_max = self.amax_history[0] if self._most_recent else self.amax_history.amax(dim=0)
+        # m * 2**margin may leave fp32; a scale of 0 would turn the whole tensor into NaN
+        denominator = (newest_or_max * 2.0**self.recipe.margin).clamp(max=_FP32_MAX)
+        scale = (self.fp8_max / denominator).clamp(max=_FP32_MAX)
+        self.scale.copy_(torch.where(push, scale, self.scale))
+        self.amax.zero_()
+        self.version += 1
+
+    @property
+    def _most_recent(self) -> bool:
+        return self.recipe.amax_compute_algo == "most_recent"
+
+    def _reduce_amax(self) -> None:
+        if self.recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # As integers, the bits of non-negative floats order as finite < inf < NaN, so no non-finite value is lost.
+            dist.all_reduce(self.amax.view(torch.int32), op=dist.ReduceOp.MAX)
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """A copy on the CPU, keyed by tensor name: ``amax``, ``scale``, ``nonfinite_steps`` and the filled part of
+        ``amax_history``, newest first. Plain dicts and tensors, so ``torch.load(weights_only=True)`` reads it."""
+        amax, history, scale, nonfinite = (getattr(self, field).detach().to("cpu", copy=True) for field in _TENSORS)
+        # One entry is pushed at a time from the front, so the filled part is as long as the number of non-zero entries.
+        longest = int((history > 0).sum(dim=0).max()) if len(self.names) else 0
+        columns = history[:longest].t().contiguous()
+        return {
+            name: {
+                "amax": amax[row],
+                "amax_history": columns[row],
+                "scale": scale[row],
+                "nonfinite_steps": nonfinite[row],
+            }
+            for row, name in enumerate(self.names)
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over the values of :meth:`state_dict`. A shorter window keeps the newest entries.
+
+        Raises:
+            ValueError: if the tensors are not the same ones, or an entry is not well formed; the message names them,
+                and nothing has been changed.
+        """
+        missing = [name for name in self.names if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in set(self.names)]
+        if missing or unexpected:
+            raise ValueError(
+                "The scaling state does not fit this model."
+                + _listing("In the model but not in the checkpoint", missing)
+                + _listing("In the checkpoint but not in the model", unexpected)
+                + " Convert the same modules as in the run that saved it (`ignore_modules`), or load the weights only."
+            )
+        fresh = ScalingState(self.module_names, self.recipe, "cpu")
+        for row, name in enumerate(self.names):
+            _load_row(fresh, row, name, state_dict[name])
+        for field in _TENSORS:
+            getattr(self, field).copy_(getattr(fresh, field))
+        self.version += 1
+
+    def copy_rows(self, row: int, other: ScalingState, other_row: int) -> None:
+        """Take over one module's three tensors from another state with the same recipe."""
+        mine, theirs = slice(row, row + len(ROLES)), slice(other_row, other_row + len(ROLES))
+        for field in _TENSORS:
+            getattr(self, field)[..., mine] = getattr(other, field)[..., theirs].to(self.device)
+
+
+def tensor_name(path: str, role: Role) -> str:
+    """``<module path>.<role>``; just the role where the converted module is the root itself."""
+    return f"{path}.{role}" if path else role
+
+
+def _load_row(state: ScalingState, row: int, name: str, entry: Mapping[str, Any]) -> None:
+    wrong = [field for field in _TENSORS if not isinstance(entry.get(field), Tensor)]
+    if wrong:
+        raise ValueError(f"The scaling state of {name!r} lacks the tensors {', '.join(wrong)}.")
+    history = entry["amax_history"].flatten()[: state.recipe.amax_history_len]
+    state.amax_history[: len(history), row] = history
+    for field in ("amax", "scale", "nonfinite_steps"):
+        getattr(state, field)[row] = entry[field].reshape(())
+
+
+def _listing(title: str, names: Sequence[str], most: int = 10) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f" {title}: {', '.join(names[:most])}{more}."
