@@ -1,6 +1,7 @@
 """Models and data to try the package with; ordinary Lightning classes that know nothing of FP8."""
 
 from lightning_fp8.examples.byte_gpt import ByteGPT
+from lightning_fp8.examples.loggers import tensorboard_if_present
 from lightning_fp8.examples.stdlib_text import StdlibText
 
-__all__ = ["ByteGPT", "StdlibText"]
+__all__ = ["ByteGPT", "StdlibText", "tensorboard_if_present"]

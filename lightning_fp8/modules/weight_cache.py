@@ -69,8 +69,9 @@ def _key(weight: Tensor, scaling_version: int) -> tuple[Any, ...]:
 
 
 def _fingerprint(weight: Tensor) -> tuple[Tensor, ...]:
-    """Sums of the weight's bits, modulo 2**32, over rows and over columns. On a GPU comparing would wait."""
+    """Sums of the bits over rows, modulo 2**32, and of the values over columns. On a GPU comparing would wait."""
     if weight.device.type != "cpu":
         return ()
     bits = weight.detach().view(torch.int32 if weight.element_size() == 4 else torch.int16)
-    return bits.sum(dim=0, dtype=torch.int32), bits.sum(dim=1, dtype=torch.int32)
+    # a change of sign is a multiple of 2**31, which the first sum may miss and the second does not
+    return bits.sum(dim=0, dtype=torch.int32), weight.detach().sum(dim=1)

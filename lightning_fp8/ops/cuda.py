@@ -79,12 +79,11 @@ def linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::linear_backward``."""
     dx, dw = dy.new_empty(0, dtype=dx_dtype), dy.new_empty(dy.shape[1], 0, dtype=dw_dtype)
-    if x_fp8 is not None or w_fp8 is not None:
-        dy_fp8, dy_scale_inv = cast(dy, scale, amax_history, amax, index, format)
-        if w_fp8 is not None:
-            dx = scaled_mm(dy_fp8, w_fp8.t(), dy_scale_inv, w_scale_inv, None, format, "e4m3", dx_dtype, False)
-        if x_fp8 is not None:
-            dw = scaled_mm(dy_fp8.t(), x_fp8.t(), dy_scale_inv, x_scale_inv, None, format, "e4m3", dw_dtype, False)
+    dy_fp8, dy_scale_inv = cast(dy, scale, amax_history, amax, index, format)
+    if w_fp8 is not None:
+        dx = scaled_mm(dy_fp8, w_fp8.t(), dy_scale_inv, w_scale_inv, None, format, "e4m3", dx_dtype, False)
+    if x_fp8 is not None:
+        dw = scaled_mm(dy_fp8.t(), x_fp8.t(), dy_scale_inv, x_scale_inv, None, format, "e4m3", dw_dtype, False)
     db = dy.sum(dim=0, dtype=torch.float32) if bias else dy.new_empty(0, dtype=torch.float32)
     return dx, dw, db
 

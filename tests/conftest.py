@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    without, needing = [], []
+    for item in items:
+        (needing if "cuda" in item.keywords else without).append(item)
+    config.hook.pytest_deselected(items=needing)
+    items[:] = without
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _two_threads() -> None:
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+    # Lightning says once per run that a loader has no workers
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+
+
+def sqnr(actual: Tensor, expected: Tensor) -> float:
+    """Signal to quantization noise, in dB."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return 10 * math.log10(expected.square().sum() / (actual - expected).square().sum())
+
+
+def small_mlp(width: int = 32) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, 4))

@@ -1,0 +1,141 @@
+"""The cast, bit for bit against FP8 computed from its definition in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fp8_numpy import code_values, saturating_cast
+
+from lightning_fp8 import DelayedScaling, ScalingState, ops
+from lightning_fp8.formats import FORMATS
+from lightning_fp8.ops import cuda, reference
+
+SCALES = [1.0, 0.37, 224.0, 1e-3, 3.0e38, 1.2e-38]
+
+
+def with_canonical_nan(codes: np.ndarray, fmt: str) -> np.ndarray:
+    return np.where(np.isnan(code_values(fmt)[codes]), 0x7F, codes)
+
+
+def all_patterns(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(256, 256)
+
+
+def random_fp32() -> torch.Tensor:
+    bits = torch.randint(-(1 << 31), 1 << 31, (400, 500), dtype=torch.int64).to(torch.int32)
+    return bits.view(torch.float32)
+
+
+CASES = {
+    "bf16": lambda: all_patterns(torch.bfloat16),
+    "fp16": lambda: all_patterns(torch.float16),
+    "fp32": random_fp32,
+    # midpoints between neighbouring codes, where rounding to even decides
+    "ties": lambda: torch.from_numpy(np.sort(code_values("e4m3")[:127])).unfold(0, 2, 1).mean(1).float()[None],
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_equal_the_definition(case: str, fmt: str, scale: float) -> None:
+    x = CASES[case]()
+    expected = saturating_cast(x.float().numpy(), np.float32(scale), fmt)
+    for implementation in (reference, cuda):
+        payload = implementation.saturating_cast(x, torch.tensor(scale), FORMATS[fmt])
+        assert payload.dtype == torch.uint8
+        np.testing.assert_array_equal(with_canonical_nan(payload.numpy(), fmt), with_canonical_nan(expected, fmt))
+
+
+def test_infinities_saturate_and_nan_stays() -> None:
+    x = torch.tensor([[float("inf"), -float("inf"), float("nan"), 1e30, -1e30, -0.0]])
+    for fmt in FORMATS.values():
+        values = reference.saturating_cast(x, torch.tensor(1.0), fmt).view(fmt.dtype).float()[0]
+        assert values[:2].tolist() == [fmt.max, -fmt.max]
+        assert values[2].isnan()
+        assert values[3:].tolist() == [fmt.max, -fmt.max, 0.0]
+        assert torch.signbit(values[5])
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_dequantize_gives_every_code_its_value(fmt: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
+    values = reference.dequantize(codes, fmt).double() * reference._DEQUANTIZED_SHIFT[fmt]
+    np.testing.assert_array_equal(values.flatten().numpy(), code_values(fmt))
+    assert reference.has_nan(codes, fmt)
+    assert not reference.has_nan(codes[:7], fmt)
+
+
+@pytest.mark.parametrize("values", [[1.0, -3.0], [float("inf"), 1.0], [float("nan"), float("inf")], [], [-0.0]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_recorded_amax_is_non_finite_exactly_when_an_element_is(values: list[float], dtype: torch.dtype) -> None:
+    x = torch.tensor(values, dtype=dtype).reshape(-1, 1)
+    expected = np.abs(np.array([0.0, *values])).max()
+    for implementation in (reference, cuda):
+        state = ScalingState(["a"], DelayedScaling())
+        state.amax[1] = 2.0
+        implementation.cast(x, state.scale, state.amax_history, state.amax, torch.tensor([0]), "e4m3")
+        np.testing.assert_array_equal(state.amax.numpy(), np.array([expected, 2.0, 0.0], dtype=np.float32))
+        # recording is a maximum: a smaller tensor changes nothing, not even after NaN
+        implementation.cast(x * 0 + 0.5, state.scale, state.amax_history, state.amax, torch.tensor([0]), "e4m3")
+        again = np.maximum(expected, 0.5) if np.isfinite(expected) and values else expected
+        if np.isfinite(expected):
+            np.testing.assert_array_equal(state.amax[0].numpy(), np.float32(again))
+
+
+def test_scale_comes_from_the_history_and_else_from_the_tensor() -> None:
+    x = torch.tensor([[1.0, -4.0]])
+    for implementation in (reference, cuda):
+        state = ScalingState(["a"], DelayedScaling())
+        index = torch.tensor([1])
+        payload, scale_inv = implementation.cast(x, state.scale, state.amax_history, None, index, "e4m3")
+        assert scale_inv == 4 / 448
+        assert payload.view(torch.float8_e4m3fn).float().tolist() == [[112, -448]]
+        state.amax[1] = 2.0
+        state.update()
+        payload, scale_inv = implementation.cast(x, state.scale, state.amax_history, None, index, "e4m3")
+        assert scale_inv == 1 / 224
+        assert payload.view(torch.float8_e4m3fn).float().tolist() == [[224, -448]]  # -4 saturates
+
+
+def test_scale_inv_is_a_copy() -> None:
+    state = ScalingState(["a"], DelayedScaling())
+    state.amax[0] = 2.0
+    state.update()
+    for implementation in (reference, cuda):
+        _, scale_inv = implementation.cast(torch.ones(1, 1), state.scale, state.amax_history, None, torch.tensor([0]), "e4m3")
+        state.scale.mul_(2)
+        assert scale_inv == 1 / 224
+        state.scale.div_(2)
+
+
+def test_first_use_without_a_finite_amax_keeps_the_finite_elements() -> None:
+    x = torch.tensor([[float("inf"), 2.0, float("nan")]])
+    for implementation in (reference, cuda):
+        state = ScalingState(["a"], DelayedScaling())
+        payload, scale_inv = implementation.cast(x, state.scale, state.amax_history, None, torch.tensor([0]), "e4m3")
+        values = payload.view(torch.float8_e4m3fn).float()[0]
+        assert scale_inv == 1
+        assert values[:2].tolist() == [448, 2]
+        assert values[2].isnan()
+
+
+def test_zero_tensor_at_first_use_is_zero() -> None:
+    for implementation in (reference, cuda):
+        state = ScalingState(["a"], DelayedScaling())
+        payload, scale_inv = implementation.cast(
+            torch.zeros(2, 2), state.scale, state.amax_history, state.amax, torch.tensor([0]), "e4m3"
+        )
+        assert payload.count_nonzero() == 0
+        assert scale_inv.isfinite()
+        assert state.amax[0] == 0
+
+
+def test_non_contiguous_input_gives_a_contiguous_payload() -> None:
+    x = torch.randn(40, 24)
+    state = ScalingState(["a"], DelayedScaling())
+    straight, _ = ops.cast(x.t().contiguous(), state.scale, state.amax_history, None, torch.tensor([0]), "e4m3")
+    strided, _ = ops.cast(x.t(), state.scale, state.amax_history, None, torch.tensor([0]), "e4m3")
+    assert torch.equal(straight, strided)
+    assert strided.is_contiguous()

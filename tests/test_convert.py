@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import small_mlp
+from torch import nn
+
+from lightning_fp8 import DelayedScaling, Fp8Linear, convert, describe, scaling_state, unconvert
+from lightning_fp8 import device as fp8_device
+
+
+def test_same_objects_and_same_state_dict() -> None:
+    model = small_mlp()
+    model.eval()
+    layers, parameters = list(model), dict(model.named_parameters())
+    keys = list(model.state_dict())
+    assert convert(model) is model
+    assert all(a is b for a, b in zip(model, layers, strict=True))
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+    assert list(model.state_dict()) == keys
+    assert [type(layer) for layer in model] == [Fp8Linear, nn.GELU, Fp8Linear]
+    assert isinstance(model[0], nn.Linear)
+    assert not model[0].training
+    unconverted = small_mlp()
+    unconverted.load_state_dict(model.state_dict())
+
+
+def test_hooks_stay() -> None:
+    model, calls = small_mlp(), []
+    model[0].register_forward_hook(lambda *_: calls.append("forward"))
+    convert(model)(torch.randn(2, 32))
+    assert calls == ["forward"]
+
+
+def test_tied_weights_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, 16)
+            self.body = nn.Linear(16, 16)
+            self.head = nn.Linear(16, 10, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(self.embedding(tokens)))
+
+    model = convert(Tied())
+    assert model.head.weight is model.embedding.weight
+    model(torch.tensor([[1, 2]])).sum().backward()
+    assert model.embedding.weight.grad is not None
+    assert copy.deepcopy(model).head.weight is not model.head.weight
+
+
+def test_subclasses_and_replaced_forwards_are_left_alone() -> None:
+    class Special(nn.Linear):
+        pass
+
+    model = nn.ModuleDict({"plain": nn.Linear(4, 4), "special": Special(4, 4), "patched": nn.Linear(4, 4)})
+    model["attention"] = nn.MultiheadAttention(4, 1)
+    model["patched"].forward = lambda x: x  # type: ignore[method-assign]
+    convert(model)
+    rows = {row.path: row for row in describe(model)}
+    assert {path for path, row in rows.items() if row.converted} == {"plain"}
+    assert "only nn.Linear itself" in rows["special"].reason
+    assert "was replaced on the object" in rows["patched"].reason
+    assert "reads its projection weights directly" in rows["attention"].reason
+    assert rows["attention.out_proj"].kind == "NonDynamicallyQuantizableLinear"
+    assert str(rows["plain"]).startswith("fp8 plain (Linear)")
+
+
+def test_ignore_modules() -> None:
+    model = nn.ModuleDict({"encoder": small_mlp(), "head": nn.Linear(4, 2)})
+    convert(model, ignore_modules=("head", "encoder.2"))
+    assert scaling_state(model).module_names == ("encoder.0",)
+    reasons = {row.path: row.reason for row in describe(model, ("head", "encoder.2"))}
+    assert reasons["head"] == "matches `ignore_modules`"
+    assert type(model["head"]) is nn.Linear
+
+
+def test_a_pattern_that_matches_nothing_raises() -> None:
+    model = small_mlp()
+    with pytest.raises(ValueError, match=r"pattern 'haed' matches no module .* layers are: 0, 2"):
+        convert(model, ignore_modules=("haed",))
+    assert type(model[0]) is nn.Linear
+    with pytest.raises(TypeError, match="sequence of patterns"):
+        convert(model, ignore_modules="head")
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), nn.Sequential(nn.Conv2d(1, 1, 1)), nn.Sequential()])
+def test_nothing_to_convert_raises(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match="nothing to convert"):
+        convert(model)
+
+
+def test_everything_ignored_raises_and_says_why() -> None:
+    with pytest.raises(ValueError, match="matches `ignore_modules`"):
+        convert(small_mlp(), ignore_modules=("*",))
+
+
+def test_fp64_parameters_raise_and_are_named() -> None:
+    model = small_mlp().double()
+    with pytest.raises(TypeError, match=r"0\.weight is torch.float64"):
+        convert(model)
+    assert type(model[0]) is nn.Linear
+
+
+def test_bad_recipe_type() -> None:
+    with pytest.raises(TypeError, match="must be a DelayedScaling, got dict"):
+        convert(small_mlp(), {"margin": 1})  # type: ignore[arg-type]
+
+
+def test_unconvert_restores_the_plain_model() -> None:
+    model, x = small_mlp(), torch.randn(4, 32)
+    expected = model(x)
+    assert unconvert(convert(model)) is model
+    assert torch.equal(model(x), expected)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.GELU, nn.Linear]
+    assert not hasattr(model[0], "fp8")
+
+
+def test_converting_again_keeps_scales_and_takes_in_new_layers() -> None:
+    model = convert(small_mlp(), DelayedScaling(amax_history_len=4))
+    state = scaling_state(model)
+    model(torch.randn(4, 32)).sum().backward()
+    state.update()
+    assert scaling_state(convert(model)) is state
+    model.append(nn.Linear(4, 4))
+    joined = scaling_state(convert(model))
+    assert joined.module_names == ("0", "2", "3")
+    assert joined.recipe == state.recipe
+    assert torch.equal(joined.scale[:6], state.scale)
+    assert torch.equal(joined.amax_history[:, :6], state.amax_history)
+    with pytest.raises(ValueError, match="already converted"):
+        convert(model, DelayedScaling(margin=1))
+    convert(model, ignore_modules=("3",))
+    assert type(model[3]) is nn.Linear
+
+
+def test_parts_converted_one_by_one_are_joined() -> None:
+    model = nn.ModuleList([convert(nn.Linear(4, 4)), convert(nn.Linear(4, 4))])
+    with pytest.raises(ValueError, match="2 scaling states"):
+        scaling_state(model)
+    assert scaling_state(convert(model)).module_names == ("0", "1")
+
+
+def test_scaling_state_of_a_plain_model_raises() -> None:
+    with pytest.raises(ValueError, match="no FP8 layers"):
+        scaling_state(small_mlp())
+
+
+def test_names_do_not_depend_on_wrappers() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4))), torch.compile(nn.Linear(4, 4)))
+    assert scaling_state(convert(model)).module_names == ("0.0", "1")
+
+
+def test_gpus_without_fp8_are_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(RuntimeError, match=r"8\.9 or newer .* cuda:0 is NVIDIA A100, 8\.0.*bf16-mixed"):
+        fp8_device.check_device(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    fp8_device.check_device(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="runs on CUDA GPUs"):
+        fp8_device.check_device(torch.device("mps"))

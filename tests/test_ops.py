@@ -1,0 +1,173 @@
+"""The operators: torch's own checks, and GEMMs against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import sqnr
+from fp8_numpy import code_values
+
+from lightning_fp8 import DelayedScaling, ScalingState, ops
+from lightning_fp8.ops import cuda, reference
+
+INPUT, WEIGHT, GRAD = torch.tensor([0]), torch.tensor([1]), torch.tensor([2])
+SIZES = [(32, 16, 48), (1, 1, 1), (17, 15, 129), (130, 33, 7), (5, 3, 0), (0, 16, 32)]
+
+
+def state_with_history() -> ScalingState:
+    state = ScalingState(["a"], DelayedScaling())
+    state.amax.fill_(4.0)
+    state.update()
+    return state
+
+
+def values(payload: torch.Tensor, fmt: str) -> torch.Tensor:
+    return torch.from_numpy(code_values(fmt))[payload.long()]
+
+
+def random_payload(rows: int, columns: int, fmt: str) -> torch.Tensor:
+    payload = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
+    return torch.where(values(payload, fmt).isfinite(), payload, 0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
+@pytest.mark.parametrize("bias", [False, True])
+def test_scaled_mm_equals_fp64_within_one_rounding(
+    size: tuple[int, int, int], out_dtype: torch.dtype, formats: tuple[str, str], bias: bool
+) -> None:
+    m, n, k = size
+    a, b = random_payload(m, k, formats[0]), random_payload(n, k, formats[1])
+    # fp16 holds these products, too
+    a_inv, b_inv = torch.tensor(3e-4), torch.tensor(7e-5)
+    addend = torch.randn(n).bfloat16().float() if bias else None
+    exact = values(a, formats[0]) @ values(b, formats[1]).T * (a_inv * b_inv).double()
+    exact = exact if addend is None else exact + addend
+    out = reference.scaled_mm(a, b, a_inv, b_inv, addend, *formats, out_dtype, True)
+    assert out.dtype == out_dtype
+    assert out.shape == (m, n)
+    # half a unit in the last place, and what fp32 accumulation leaves
+    magnitude = values(a, formats[0]).abs() @ values(b, formats[1]).T.abs() * (a_inv * b_inv).double()
+    allowed = exact.abs() * torch.finfo(out_dtype).eps / 2 + magnitude * 2e-6 + 1e-7
+    assert ((out.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("size", [(32, 16, 48), (17, 15, 129), (5, 3, 0), (0, 16, 32)])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_cuda_path_pads_every_size(size: tuple[int, int, int], out_dtype: torch.dtype) -> None:
+    # `torch._scaled_mm` exists on the CPU: what surrounds it can be checked here
+    m, n, k = size
+    a, b = random_payload(m, k, "e4m3"), random_payload(n, k, "e4m3")
+    args = (a, b, torch.tensor(3e-4), torch.tensor(7e-5))
+    for bias in (None, torch.randn(n).bfloat16().float()):
+        expected = reference.scaled_mm(*args, bias, "e4m3", "e4m3", out_dtype, True)
+        actual = cuda.scaled_mm(*args, bias, "e4m3", "e4m3", out_dtype, True)
+        assert actual.shape == expected.shape
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-5)
+
+
+def test_cuda_path_backward_equals_the_reference() -> None:
+    state, dy = state_with_history(), torch.randn(20, 12)
+    x_fp8, w_fp8 = random_payload(20, 18, "e4m3"), random_payload(12, 18, "e4m3")
+    one = torch.tensor(0.01)
+    for x, w in ((x_fp8, w_fp8), (None, w_fp8), (x_fp8, None), (None, None)):
+        results = []
+        for implementation in (reference, cuda):
+            amax = torch.zeros(3)
+            args = (dy, x, one, w, one, state.scale, state.amax_history, amax, GRAD, "e4m3", torch.float32, torch.float32)
+            results.append((*implementation.linear_backward(*args, True), amax))
+        for expected, actual in zip(*results, strict=True):
+            assert actual.numel() == expected.numel()
+            torch.testing.assert_close(actual.flatten(), expected.flatten(), rtol=1e-4, atol=1e-4)
+
+
+def test_nan_spreads_through_the_gemm_as_in_any_other() -> None:
+    a, b = random_payload(4, 8, "e4m3"), random_payload(3, 8, "e4m3")
+    a[1, 2], b[2, 3] = 0x7F, 0xFF
+    one = torch.tensor(1.0)
+    out = reference.scaled_mm(a, b, one, one, None, "e4m3", "e4m3", torch.float32, True)
+    expected = torch.zeros(4, 3, dtype=torch.bool)
+    expected[1], expected[:, 2] = True, True
+    assert torch.equal(out.isnan(), expected)
+
+
+def test_blocks_cover_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, dy = state_with_history(), torch.randn(37, 20)
+    x_fp8, w_fp8, one = random_payload(37, 24, "e4m3"), random_payload(20, 24, "e4m3"), torch.tensor(0.01)
+    args = (dy, x_fp8, one, w_fp8, one, state.scale, state.amax_history, None, GRAD, "e5m2")
+    whole = reference.linear_backward(*args, torch.float32, torch.float32, True)
+    y = reference.scaled_mm(x_fp8, w_fp8, one, one, None, "e4m3", "e4m3", torch.float32, True)
+    monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 100)
+    for blocked, expected in zip(reference.linear_backward(*args, torch.float32, torch.float32, True), whole, strict=True):
+        torch.testing.assert_close(blocked, expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(reference.scaled_mm(x_fp8, w_fp8, one, one, None, "e4m3", "e4m3", torch.float32, True), y)
+
+
+def test_gemm_leaves_the_matmul_precision_as_it_was() -> None:
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    a = random_payload(4, 8, "e4m3")
+    one = torch.tensor(1.0)
+    reference.scaled_mm(a, a, one, one, None, "e4m3", "e4m3", torch.float32, True)
+    with pytest.raises(RuntimeError):
+        reference.scaled_mm(a, a[:, :3], one, one, None, "e4m3", "e4m3", torch.float32, True)
+    assert matmul.fp32_precision == before
+
+
+def op_samples() -> list[tuple[object, tuple[object, ...]]]:
+    state = state_with_history()
+    arenas = (state.scale, state.amax_history)
+    x, w, b, dy = torch.randn(12, 16), torch.randn(8, 16), torch.randn(8), torch.randn(12, 8)
+    x_fp8, x_inv = ops.cast(x, *arenas, None, INPUT, "e4m3")
+    w_fp8, w_inv = ops.cast(w, *arenas, None, WEIGHT, "e4m3")
+    grad = [t.clone().requires_grad_() for t in (x, w, b)]
+    casts = (x_fp8, x_inv, w_fp8, w_inv)
+    return [
+        (ops.cast, (x, *arenas, state.amax, INPUT, "e4m3")),
+        (ops.cast, (x.bfloat16(), *arenas, None, INPUT, "e5m2")),
+        (ops.scaled_mm, (x_fp8, w_fp8, x_inv, w_inv, b, "e4m3", "e4m3", torch.bfloat16, True)),
+        (ops.scaled_mm, (x_fp8, w_fp8, x_inv, w_inv, None, "e4m3", "e4m3", torch.float32, False)),
+        (ops.linear, (*grad, *casts, *arenas, state.amax, GRAD, "e5m2", False, torch.float32)),
+        (ops.linear, (grad[0], w, None, *casts, *arenas, state.amax, GRAD, "e5m2", False, torch.float32)),
+        (
+            ops.linear_backward,
+            (dy, x_fp8, x_inv, w_fp8, w_inv, *arenas, state.amax, GRAD, "e5m2", torch.float32, torch.float32, True),
+        ),
+        (
+            ops.linear_backward,
+            (dy, None, x_inv, w_fp8, w_inv, *arenas, None, GRAD, "e5m2", torch.bfloat16, torch.float32, False),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("sample", range(len(op_samples())))
+def test_opcheck(sample: int) -> None:
+    op, args = op_samples()[sample]
+    torch.library.opcheck(op, args)
+
+
+def test_every_operator_is_checked() -> None:
+    checked = {str(op) for op, _ in op_samples()}
+    assert checked == {f"lightning_fp8.{name}.default" for name in ("cast", "scaled_mm", "linear", "linear_backward")}
+
+
+def test_one_layer_reaches_28_and_24_db() -> None:
+    # operands and gradients of N(0, 1), every tensor at its first use
+    state = ScalingState(["a"], DelayedScaling())
+    arenas = (state.scale, state.amax_history)
+    x, w = (torch.randn(*shape).requires_grad_() for shape in ((1024, 1024), (1024, 1024)))
+    dy = torch.randn(1024, 1024)
+    x_fp8, x_inv = ops.cast(x.detach(), *arenas, None, INPUT, "e4m3")
+    w_fp8, w_inv = ops.cast(w.detach(), *arenas, None, WEIGHT, "e4m3")
+    y = ops.linear(x, w, None, x_fp8, x_inv, w_fp8, w_inv, *arenas, state.amax, GRAD, "e5m2", False, torch.float32)
+    y.backward(dy)
+    found = (
+        sqnr(y, x.double() @ w.double().T),
+        sqnr(x.grad, dy.double() @ w.double()),
+        sqnr(w.grad, dy.double().T @ x.double()),
+    )
+    print("SQNR in dB:", found)
+    assert found[0] >= 28
+    assert min(found[1:]) >= 24

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from lightning_fp8 import DelayedScaling
+from lightning_fp8.formats import E4M3, E5M2
+
+
+def test_defaults_are_those_of_the_reference_implementation() -> None:
+    recipe = DelayedScaling()
+    assert (recipe.margin, recipe.fp8_format, recipe.amax_history_len) == (0, "HYBRID", 1024)
+    assert (recipe.amax_compute_algo, recipe.reduce_amax) == ("max", True)
+
+
+def test_recipe_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        DelayedScaling().margin = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("margin", -1, "an integer from 0 to 127"),
+        ("margin", 128, "an integer from 0 to 127"),
+        ("margin", True, "an integer from 0 to 127"),
+        ("margin", 0.5, "an integer from 0 to 127"),
+        ("fp8_format", "E5M2", "one of 'HYBRID', 'E4M3'"),
+        ("fp8_format", None, "one of 'HYBRID', 'E4M3'"),
+        ("amax_history_len", 0, "an integer of at least 1"),
+        ("amax_history_len", "16", "an integer of at least 1"),
+        ("amax_compute_algo", "mean", "one of 'max', 'most_recent'"),
+        ("reduce_amax", 1, "True or False"),
+    ],
+)
+def test_bad_field_names_field_rule_and_value(field: str, value: object, rule: str) -> None:
+    with pytest.raises(ValueError, match="DelayedScaling") as error:
+        DelayedScaling(**{field: value})  # type: ignore[arg-type]
+    assert f"`{field}`" in str(error.value)
+    assert rule in str(error.value)
+    assert repr(value) in str(error.value)
+
+
+def test_formats_by_role() -> None:
+    hybrid, e4m3 = DelayedScaling(), DelayedScaling(fp8_format="E4M3")
+    assert [hybrid.format_of(role) for role in ("input", "weight", "grad_output")] == [E4M3, E4M3, E5M2]
+    assert [e4m3.format_of(role) for role in ("input", "weight", "grad_output")] == [E4M3, E4M3, E4M3]
