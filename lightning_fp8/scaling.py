@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,8 @@ from lightning_fp8.recipe import DelayedScaling
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _TENSORS = ("amax", "amax_history", "scale", "nonfinite_steps")
+_handles = itertools.count(1)
+_states: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 
 
 class ScalingState:
@@ -36,6 +40,7 @@ class ScalingState:
         scale: ``[R] float32``, multiplier before the cast; 1 until a tensor has a history.
         nonfinite_steps: ``[R] int64``, updates at which the tensor's amax was inf or NaN and was left out.
         version: counts the changes of ``scale``; what was cast under an older version is stale.
+        handle: by which operators find the state to record in, see :func:`amax_of`.
     """
 
     def __init__(self, module_names: Sequence[str], recipe: DelayedScaling, device: torch.device | str = "cpu") -> None:
@@ -52,6 +57,16 @@ class ScalingState:
             self.scale = torch.ones(count, dtype=torch.float32, device=device)
             self.nonfinite_steps = torch.zeros(count, dtype=torch.int64, device=device)
         self.version = 0
+        self._take_handle()
+
+    def _take_handle(self) -> None:
+        self.handle = next(_handles)
+        _states[self.handle] = self
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        # copies and unpickled states record in themselves
+        self.__dict__.update(attributes)
+        self._take_handle()
 
     def __repr__(self) -> str:
         return f"ScalingState({len(self.names)} tensors of {len(self.module_names)} modules, {self.recipe})"
@@ -87,12 +102,13 @@ class ScalingState:
         push = finite & (self.amax > 0)
         self.nonfinite_steps += ~finite
         pushed = torch.cat([self.amax[None], self.amax_history[:-1]])
-        self.amax_history.copy_(torch.where(push, pushed, self.amax_history))
+        # Through `.data`: a compiled graph may hold these for its backward, which reads them as they are then.
+        self.amax_history.data.copy_(torch.where(push, pushed, self.amax_history))
         newest_or_max = self.amax_history[0] if self._most_recent else self.amax_history.amax(dim=0)
         # m * 2**margin may leave fp32; a scale of 0 would turn the whole tensor into NaN
         denominator = (newest_or_max * 2.0**self.recipe.margin).clamp(max=_FP32_MAX)
         scale = (self.fp8_max / denominator).clamp(max=_FP32_MAX)
-        self.scale.copy_(torch.where(push, scale, self.scale))
+        self.scale.data.copy_(torch.where(push, scale, self.scale))
         self.amax.zero_()
         self.version += 1
 
@@ -143,7 +159,7 @@ class ScalingState:
         for row, name in enumerate(self.names):
             _load_row(fresh, row, name, state_dict[name])
         for field in _TENSORS:
-            getattr(self, field).copy_(getattr(fresh, field))
+            getattr(self, field).data.copy_(getattr(fresh, field))
         self.version += 1
 
     def copy_rows(self, row: int, other: ScalingState, other_row: int) -> None:
@@ -151,6 +167,21 @@ class ScalingState:
         mine, theirs = slice(row, row + len(ROLES)), slice(other_row, other_row + len(ROLES))
         for field in _TENSORS:
             getattr(self, field)[..., mine] = getattr(other, field)[..., theirs].to(self.device)
+
+
+def amax_of(handle: int) -> Tensor | None:
+    """The ``amax`` to record in, ``[R] float32``: that of the state with this handle, or None for handle 0.
+
+    Recording goes by handle and not by tensor: to a compiled graph it is no mutation of an input, which would order all
+    layers' graphs one after the other and fail where their backward passes interleave. A maximum may be taken twice,
+    and in any order, so nothing is lost by that.
+    """
+    if handle == 0:
+        return None
+    state = _states.get(handle)
+    if state is None:
+        raise RuntimeError("lightning_fp8: the scaling state that this forward recorded in is gone.")
+    return state.amax
 
 
 def tensor_name(path: str, role: Role) -> str:

@@ -29,7 +29,7 @@ def code_values(fmt: str) -> np.ndarray:
 
 
 def saturating_cast(x: np.ndarray, scale: np.float32, fmt: str) -> np.ndarray:
-    """``sat(x * scale)`` as codes ``uint8``: the product in fp32, the nearest value, ties to the even code; NaN is 0x7F."""
+    """``sat(x * scale)`` as ``uint8`` codes: product in fp32, nearest value, ties to the even code; NaN is 0x7F."""
     maximum = DEFINITIONS[fmt][3]
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = x.astype(np.float32) * np.float32(scale)

@@ -75,9 +75,10 @@ def test_cuda_path_backward_equals_the_reference() -> None:
     for x, w in ((x_fp8, w_fp8), (None, w_fp8), (x_fp8, None), (None, None)):
         results = []
         for implementation in (reference, cuda):
-            amax = torch.zeros(3)
-            args = (dy, x, one, w, one, state.scale, state.amax_history, amax, GRAD, "e4m3", torch.float32, torch.float32)
-            results.append((*implementation.linear_backward(*args, True), amax))
+            state.amax.zero_()
+            args = (dy, x, one, w, one, state.scale, state.amax_history, GRAD, "e4m3", state.handle)
+            gradients = implementation.linear_backward(*args, torch.float32, torch.float32, True)
+            results.append((*gradients, state.amax.clone()))
         for expected, actual in zip(*results, strict=True):
             assert actual.numel() == expected.numel()
             torch.testing.assert_close(actual.flatten(), expected.flatten(), rtol=1e-4, atol=1e-4)
@@ -96,13 +97,17 @@ def test_nan_spreads_through_the_gemm_as_in_any_other() -> None:
 def test_blocks_cover_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     state, dy = state_with_history(), torch.randn(37, 20)
     x_fp8, w_fp8, one = random_payload(37, 24, "e4m3"), random_payload(20, 24, "e4m3"), torch.tensor(0.01)
-    args = (dy, x_fp8, one, w_fp8, one, state.scale, state.amax_history, None, GRAD, "e5m2")
+    args = (dy, x_fp8, one, w_fp8, one, state.scale, state.amax_history, GRAD, "e5m2", 0)
     whole = reference.linear_backward(*args, torch.float32, torch.float32, True)
     y = reference.scaled_mm(x_fp8, w_fp8, one, one, None, "e4m3", "e4m3", torch.float32, True)
     monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 100)
-    for blocked, expected in zip(reference.linear_backward(*args, torch.float32, torch.float32, True), whole, strict=True):
+    for blocked, expected in zip(
+        reference.linear_backward(*args, torch.float32, torch.float32, True), whole, strict=True
+    ):
         torch.testing.assert_close(blocked, expected, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(reference.scaled_mm(x_fp8, w_fp8, one, one, None, "e4m3", "e4m3", torch.float32, True), y)
+    torch.testing.assert_close(
+        reference.scaled_mm(x_fp8, w_fp8, one, one, None, "e4m3", "e4m3", torch.float32, True), y
+    )
 
 
 def test_gemm_leaves_the_matmul_precision_as_it_was() -> None:
@@ -116,28 +121,31 @@ def test_gemm_leaves_the_matmul_precision_as_it_was() -> None:
     assert matmul.fp32_precision == before
 
 
+SAMPLE_STATE = state_with_history()
+
+
 def op_samples() -> list[tuple[object, tuple[object, ...]]]:
-    state = state_with_history()
+    state = SAMPLE_STATE
     arenas = (state.scale, state.amax_history)
     x, w, b, dy = torch.randn(12, 16), torch.randn(8, 16), torch.randn(8), torch.randn(12, 8)
-    x_fp8, x_inv = ops.cast(x, *arenas, None, INPUT, "e4m3")
-    w_fp8, w_inv = ops.cast(w, *arenas, None, WEIGHT, "e4m3")
+    x_fp8, x_inv = ops.cast(x, *arenas, INPUT, "e4m3", 0)
+    w_fp8, w_inv = ops.cast(w, *arenas, WEIGHT, "e4m3", 0)
     grad = [t.clone().requires_grad_() for t in (x, w, b)]
     casts = (x_fp8, x_inv, w_fp8, w_inv)
     return [
-        (ops.cast, (x, *arenas, state.amax, INPUT, "e4m3")),
-        (ops.cast, (x.bfloat16(), *arenas, None, INPUT, "e5m2")),
+        (ops.cast, (x, *arenas, INPUT, "e4m3", state.handle)),
+        (ops.cast, (x.bfloat16(), *arenas, INPUT, "e5m2", 0)),
         (ops.scaled_mm, (x_fp8, w_fp8, x_inv, w_inv, b, "e4m3", "e4m3", torch.bfloat16, True)),
         (ops.scaled_mm, (x_fp8, w_fp8, x_inv, w_inv, None, "e4m3", "e4m3", torch.float32, False)),
-        (ops.linear, (*grad, *casts, *arenas, state.amax, GRAD, "e5m2", False, torch.float32)),
-        (ops.linear, (grad[0], w, None, *casts, *arenas, state.amax, GRAD, "e5m2", False, torch.float32)),
+        (ops.linear, (*grad, *casts, *arenas, GRAD, "e5m2", state.handle, torch.float32)),
+        (ops.linear, (grad[0], w, None, *casts, *arenas, GRAD, "e5m2", state.handle, torch.float32)),
         (
             ops.linear_backward,
-            (dy, x_fp8, x_inv, w_fp8, w_inv, *arenas, state.amax, GRAD, "e5m2", torch.float32, torch.float32, True),
+            (dy, x_fp8, x_inv, w_fp8, w_inv, *arenas, GRAD, "e5m2", state.handle, torch.float32, torch.float32, True),
         ),
         (
             ops.linear_backward,
-            (dy, None, x_inv, w_fp8, w_inv, *arenas, None, GRAD, "e5m2", torch.bfloat16, torch.float32, False),
+            (dy, None, x_inv, w_fp8, w_inv, *arenas, GRAD, "e5m2", 0, torch.bfloat16, torch.float32, False),
         ),
     ]
 
@@ -159,9 +167,9 @@ def test_one_layer_reaches_28_and_24_db() -> None:
     arenas = (state.scale, state.amax_history)
     x, w = (torch.randn(*shape).requires_grad_() for shape in ((1024, 1024), (1024, 1024)))
     dy = torch.randn(1024, 1024)
-    x_fp8, x_inv = ops.cast(x.detach(), *arenas, None, INPUT, "e4m3")
-    w_fp8, w_inv = ops.cast(w.detach(), *arenas, None, WEIGHT, "e4m3")
-    y = ops.linear(x, w, None, x_fp8, x_inv, w_fp8, w_inv, *arenas, state.amax, GRAD, "e5m2", False, torch.float32)
+    x_fp8, x_inv = ops.cast(x.detach(), *arenas, INPUT, "e4m3", 0)
+    w_fp8, w_inv = ops.cast(w.detach(), *arenas, WEIGHT, "e4m3", 0)
+    y = ops.linear(x, w, None, x_fp8, x_inv, w_fp8, w_inv, *arenas, GRAD, "e5m2", state.handle, torch.float32)
     y.backward(dy)
     found = (
         sqnr(y, x.double() @ w.double().T),

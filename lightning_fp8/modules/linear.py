@@ -78,14 +78,18 @@ class Fp8Linear(nn.Linear):
         """x ``[*, in_features]`` -> y ``[*, out_features]``; see the class."""
         self._check_input(x)
         fp8, state = self.fp8, self.fp8.state
-        record = self.training and torch.is_grad_enabled()
-        amax = state.amax if record else None
+        record_to = state.handle if self.training and torch.is_grad_enabled() else 0
         x_2d = x.reshape(x.numel() // self.in_features, self.in_features)
         recipe = state.recipe
         x_fp8, x_scale_inv = ops.cast(
-            x_2d.detach(), state.scale, state.amax_history, amax, fp8.index["input"], recipe.format_of("input").name
+            x_2d.detach(),
+            state.scale,
+            state.amax_history,
+            fp8.index["input"],
+            recipe.format_of("input").name,
+            record_to,
         )
-        w_fp8, w_scale_inv = self._cast_weight(amax)
+        w_fp8, w_scale_inv = self._cast_weight(record_to)
         y = ops.linear(
             x_2d,
             self.weight,
@@ -96,26 +100,25 @@ class Fp8Linear(nn.Linear):
             w_scale_inv,
             state.scale,
             state.amax_history,
-            state.amax,
             fp8.index["grad_output"],
             recipe.format_of("grad_output").name,
-            record,
+            record_to,
             _output_dtype(x),
         )
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _cast_weight(self, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _cast_weight(self, record_to: int) -> tuple[Tensor, Tensor]:
         fp8, state = self.fp8, self.fp8.state
         # Only a recording forward uses the cache: in evaluation weights are swapped (EMA, averaging) in ways that leave
         # no trace. A compiled graph casts at each call, as nothing in it can see whether a copy is stale.
-        use_cache = amax is not None and not torch.compiler.is_compiling()
+        use_cache = record_to != 0 and not torch.compiler.is_compiling()
         if use_cache:
             cached = fp8.weight_cache.get(self.weight, state.version)
             if cached is not None:
                 return cached
         weight_format = state.recipe.format_of("weight").name
         cast: tuple[Tensor, Tensor] = ops.cast(
-            self.weight.detach(), state.scale, state.amax_history, amax, fp8.index["weight"], weight_format
+            self.weight.detach(), state.scale, state.amax_history, fp8.index["weight"], weight_format, record_to
         )
         if use_cache:
             fp8.weight_cache.put(self.weight, state.version, cast)

@@ -30,9 +30,10 @@ def _define(schema: str) -> str:
 
 # cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, scale_inv [] float32)
 #   payload = sat(x * scale[index]) in fp32, rounded to nearest even; where amax_history[0, index] is 0 (no history yet)
-#   with FP8_MAX / max|x| instead. `amax`, if given, becomes max(amax[index], max|x|). `index` is [1] int64.
+#   with FP8_MAX / max|x| instead. `index` is [1] int64. `record_to` is the handle of the state whose amax[index]
+#   becomes max(amax[index], max|x|), 0 for none.
 _CAST = _define(
-    "cast(Tensor x, Tensor scale, Tensor amax_history, Tensor(a!)? amax, Tensor index, str format) -> (Tensor, Tensor)"
+    "cast(Tensor x, Tensor scale, Tensor amax_history, Tensor index, str format, int record_to) -> (Tensor, Tensor)"
 )
 # scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype
 _SCALED_MM = _define(
@@ -41,10 +42,10 @@ _SCALED_MM = _define(
 )
 # linear: fprop with the gradients of x [M, K], weight [N, K] and bias [N]. These three give the graph its edges and the
 #   gradients their dtypes; what is computed with, and kept for backward, are their FP8 casts.
-#   scale, amax_history, amax, index, format: how backward casts the gradient of y; `record`: whether it records amax.
+#   scale, amax_history, index, format, record_to: how backward casts the gradient of y, and where it records its amax.
 _LINEAR = _define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor x_fp8, Tensor x_scale_inv, Tensor w_fp8, Tensor w_scale_inv, "
-    "Tensor scale, Tensor amax_history, Tensor amax, Tensor index, str format, bool record, ScalarType out_dtype) "
+    "Tensor scale, Tensor amax_history, Tensor index, str format, int record_to, ScalarType out_dtype) "
     "-> Tensor"
 )
 
@@ -52,7 +53,7 @@ _LINEAR = _define(
 #   Without w_fp8 there is no dgrad, without x_fp8 no wgrad, without `bias` no sum: empty tensors in their places.
 _LINEAR_BACKWARD = _define(
     "linear_backward(Tensor dy, Tensor? x_fp8, Tensor x_scale_inv, Tensor? w_fp8, Tensor w_scale_inv, Tensor scale, "
-    "Tensor amax_history, Tensor(a!)? amax, Tensor index, str format, ScalarType dx_dtype, ScalarType dw_dtype, "
+    "Tensor amax_history, Tensor index, str format, int record_to, ScalarType dx_dtype, ScalarType dw_dtype, "
     "bool bias) -> (Tensor, Tensor, Tensor)"
 )
 
@@ -77,10 +78,9 @@ def _linear(
     w_scale_inv: Tensor,
     scale: Tensor,
     amax_history: Tensor,
-    amax: Tensor,
     index: Tensor,
     format: str,
-    record: bool,
+    record_to: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
     return scaled_mm(x_fp8, w_fp8, x_scale_inv, w_scale_inv, bias, "e4m3", "e4m3", out_dtype, True)
@@ -91,7 +91,7 @@ _LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
 
 @torch.library.register_fake(_CAST, lib=_LIBRARY)
 def _cast_fake(
-    x: Tensor, scale: Tensor, amax_history: Tensor, amax: Tensor | None, index: Tensor, format: str
+    x: Tensor, scale: Tensor, amax_history: Tensor, index: Tensor, format: str, record_to: int
 ) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, dtype=torch.uint8, device=x.device), x.new_empty((), dtype=torch.float32)
 
@@ -120,9 +120,9 @@ def _linear_backward_fake(
     w_scale_inv: Tensor,
     scale: Tensor,
     amax_history: Tensor,
-    amax: Tensor | None,
     index: Tensor,
     format: str,
+    record_to: int,
     dx_dtype: torch.dtype,
     dw_dtype: torch.dtype,
     bias: bool,
@@ -139,7 +139,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     # One byte an element, and only what a gradient will be taken with.
     ctx.save_for_backward(x_fp8 if needs_weight else None, x_scale_inv, w_fp8 if needs_x else None, w_scale_inv)
     # The state's tensors change in place by design, which saved tensors may not: backward reads them as they are then.
-    ctx.scale, ctx.amax_history, ctx.amax, ctx.index, ctx.format, ctx.record = inputs[7:13]
+    ctx.scale, ctx.amax_history, ctx.index, ctx.format, ctx.record_to = inputs[7:12]
     ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
 
 
@@ -152,16 +152,15 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x_fp8, x_scale_inv, w_fp8, w_scale_inv = ctx.saved_tensors
     x_dtype, weight_dtype, bias_dtype = ctx.dtypes
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    amax = ctx.amax if ctx.record else None
     dx, dw, db = linear_backward(
-        dy, x_fp8, x_scale_inv, w_fp8, w_scale_inv, ctx.scale, ctx.amax_history, amax, ctx.index, ctx.format,
+        dy, x_fp8, x_scale_inv, w_fp8, w_scale_inv, ctx.scale, ctx.amax_history, ctx.index, ctx.format, ctx.record_to,
         x_dtype, weight_dtype, needs_bias,
     )  # fmt: skip
     return (
         dx if needs_x else None,
         dw if needs_weight else None,
         db.to(bias_dtype) if needs_bias else None,
-        *(None,) * 11,
+        *(None,) * 10,
     )
 
 

@@ -8,16 +8,18 @@ from torch import Tensor
 
 from lightning_fp8.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.reference import scale_of_current
+from lightning_fp8.scaling import amax_of
 
 # cuBLASLt takes FP8 operands whose rows are a multiple of 16 bytes
 _ALIGNMENT = 16
 
 
 def cast(
-    x: Tensor, scale: Tensor, amax_history: Tensor, amax: Tensor | None, index: Tensor, format: str
+    x: Tensor, scale: Tensor, amax_history: Tensor, index: Tensor, format: str, record_to: int
 ) -> tuple[Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast``."""
     current = x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
+    amax = amax_of(record_to)
     if amax is not None:
         # The bits of non-negative floats as integers: NaN > inf > every finite value, so nothing non-finite is lost.
         amax.view(torch.int32).scatter_reduce_(0, index, current.view(torch.int32)[None], "amax")
@@ -70,16 +72,16 @@ def linear_backward(
     w_scale_inv: Tensor,
     scale: Tensor,
     amax_history: Tensor,
-    amax: Tensor | None,
     index: Tensor,
     format: str,
+    record_to: int,
     dx_dtype: torch.dtype,
     dw_dtype: torch.dtype,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::linear_backward``."""
     dx, dw = dy.new_empty(0, dtype=dx_dtype), dy.new_empty(dy.shape[1], 0, dtype=dw_dtype)
-    dy_fp8, dy_scale_inv = cast(dy, scale, amax_history, amax, index, format)
+    dy_fp8, dy_scale_inv = cast(dy, scale, amax_history, index, format, record_to)
     if w_fp8 is not None:
         dx = scaled_mm(dy_fp8, w_fp8.t(), dy_scale_inv, w_scale_inv, None, format, "e4m3", dx_dtype, False)
     if x_fp8 is not None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import FORMATS, Fp8Format
+from lightning_fp8.scaling import amax_of
 
 FP32_MAX = torch.finfo(torch.float32).max
 _BLOCK_ELEMENTS = 1 << 20
@@ -25,18 +26,18 @@ _DEQUANTIZED_SHIFT = {"e4m3": 256.0, "e5m2": 1.0}
 
 
 def cast(
-    x: Tensor, scale: Tensor, amax_history: Tensor, amax: Tensor | None, index: Tensor, format: str
+    x: Tensor, scale: Tensor, amax_history: Tensor, index: Tensor, format: str, record_to: int
 ) -> tuple[Tensor, Tensor]:
     """``sat(x * scale)``; see the operator ``lightning_fp8::cast``."""
-    used, current = _scale_to_use(x, scale, amax_history, amax, index, FORMATS[format])
+    used, current = _scale_to_use(x, scale, amax_history, index, FORMATS[format], record_to)
     return saturating_cast(x, used, FORMATS[format], current), used.reciprocal()
 
 
 def _scale_to_use(
-    x: Tensor, scale: Tensor, amax_history: Tensor, amax: Tensor | None, index: Tensor, fmt: Fp8Format
+    x: Tensor, scale: Tensor, amax_history: Tensor, index: Tensor, fmt: Fp8Format, record_to: int
 ) -> tuple[Tensor, Tensor | None]:
     """The scale of this cast and, where it had to be known, ``max|x|``. Host branches cost nothing on the CPU."""
-    row = int(index.item())
+    row, amax = int(index.item()), amax_of(record_to)
     has_history = bool(amax_history[0, row] > 0)
     current = max_abs(x) if amax is not None or not has_history else None
     if amax is not None and current is not None:
@@ -138,9 +139,9 @@ def linear_backward(
     w_scale_inv: Tensor,
     scale: Tensor,
     amax_history: Tensor,
-    amax: Tensor | None,
     index: Tensor,
     format: str,
+    record_to: int,
     dx_dtype: torch.dtype,
     dw_dtype: torch.dtype,
     bias: bool,
@@ -148,7 +149,7 @@ def linear_backward(
     """dgrad, wgrad and bias gradient, each block of ``dy`` cast once; see ``lightning_fp8::linear_backward``."""
     fmt = FORMATS[format]
     (m, n), k = dy.shape, 0 if x_fp8 is None else x_fp8.shape[1]
-    used, current = _scale_to_use(dy, scale, amax_history, amax, index, fmt)
+    used, current = _scale_to_use(dy, scale, amax_history, index, fmt, record_to)
     saturate, dy_scale_inv = _may_saturate(used, fmt, current), used.reciprocal()
     dx = dy.new_empty(0, 0, dtype=dx_dtype) if w_fp8 is None else dy.new_empty(m, w_fp8.shape[1], dtype=dx_dtype)
     dw, db = dy.new_zeros(n, k, dtype=torch.float32), dy.new_zeros(n if bias else 0, dtype=torch.float32)

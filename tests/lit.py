@@ -1,0 +1,78 @@
+"""Small Lightning models and data for the tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from conftest import small_mlp
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fp8  # noqa: F401
+
+
+class Regression(pl.LightningModule):
+    """Fits a fixed random function; records its training losses in ``losses``."""
+
+    def __init__(self, width: int = 32, lr: float = 1e-2) -> None:
+        super().__init__()
+        self.net = small_mlp(width)
+        self.lr = lr
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self(x).float(), y.float())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.step(batch)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.step(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.step(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def dataset(rows: int = 64, width: int = 32) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, width, generator=generator)
+    return TensorDataset(x, torch.sin(x[:, :4] * 2))
+
+
+def loader(rows: int = 64, batch_size: int = 16, **kwargs: Any) -> DataLoader[Any]:
+    return DataLoader(dataset(rows), batch_size=batch_size, **kwargs)
+
+
+def make_trainer(path: Path, **kwargs: Any) -> pl.Trainer:
+    defaults: dict[str, Any] = {
+        "precision": None if "plugins" in kwargs else "fp8-delayed",
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": path,
+    }
+    return pl.Trainer(**{**defaults, **kwargs})
+
+
+def seeded(cls: type[Regression] = Regression, **kwargs: Any) -> Any:
+    torch.manual_seed(7)
+    return cls(**kwargs)

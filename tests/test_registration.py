@@ -1,0 +1,245 @@
+"""The precision strings in Trainer, Fabric and every strategy, and their removal."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.fabric as lf
+import lightning.fabric.connector as fabric_connector
+import lightning.fabric.plugins.precision as fabric_stock
+import lightning.pytorch as pl
+import lightning.pytorch.plugins.precision as stock
+import lightning.pytorch.trainer.connectors.accelerator_connector as trainer_connector
+import pytest
+import torch
+from lightning.fabric import strategies as fabric_strategies
+from lightning.fabric.plugins.precision.fsdp import FSDPPrecision as FabricFSDPPrecision
+from lightning.pytorch import strategies
+
+import lightning_fp8
+from lightning_fp8 import Fp8FabricPrecision, Fp8FSDPPrecision, Fp8Precision
+from lightning_fp8.plugins.core import PRECISIONS
+from lightning_fp8.plugins.fabric import Fp8FabricFSDPPrecision
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+STOCK = {"bf16-mixed": stock.MixedPrecision, "bf16-true": stock.HalfPrecision}
+FABRIC_STOCK = {"bf16-mixed": fabric_stock.MixedPrecision, "bf16-true": fabric_stock.HalfPrecision}
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    lightning_fp8.register()
+    yield
+    lightning_fp8.unregister()
+    lightning_fp8.register()
+
+
+def trainer(**kwargs: Any) -> pl.Trainer:
+    return pl.Trainer(**{"devices": 1, **QUIET, **kwargs})
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "ddp_find_unused_parameters_true", "ddp_spawn"])
+def test_trainer_string(precision: str, strategy: str) -> None:
+    made = trainer(precision=precision, strategy=strategy)
+    assert made.precision == precision
+    assert isinstance(made.precision_plugin, Fp8Precision)
+    assert isinstance(made.precision_plugin, STOCK.get(precision, Fp8Precision))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "strategy", [strategies.SingleDeviceStrategy, strategies.DDPStrategy, strategies.ModelParallelStrategy]
+)
+def test_trainer_strategy_object(precision: str, strategy: Any) -> None:
+    made = trainer(
+        precision=precision, strategy=strategy() if strategy is not strategies.SingleDeviceStrategy else "auto"
+    )
+    assert type(made.precision_plugin).__mro__[0] is type(Fp8Precision(precision))
+    assert made.strategy.precision_plugin is made.precision_plugin
+    by_plugin = trainer(plugins=Fp8Precision(precision), strategy=made.strategy.__class__() if strategy
+                        is not strategies.SingleDeviceStrategy else "auto")  # fmt: skip
+    assert by_plugin.precision == precision
+
+
+def with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough of a GPU for connectors that refuse to build FSDP without one."""
+    for module in (pl.accelerators.CUDAAccelerator, lf.accelerators.CUDAAccelerator):
+        monkeypatch.setattr(module, "is_available", staticmethod(lambda: True))
+        monkeypatch.setattr(module, "auto_device_count", staticmethod(lambda: 1))
+        monkeypatch.setattr(module, "parse_devices", staticmethod(lambda devices: [0]))
+        monkeypatch.setattr(module, "get_parallel_devices", staticmethod(lambda d: [torch.device("cuda", 0)]))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", ["fsdp", strategies.FSDPStrategy])
+def test_trainer_fsdp(monkeypatch: pytest.MonkeyPatch, precision: str, strategy: Any) -> None:
+    with_cuda(monkeypatch)
+    for choice in ({"precision": precision}, {"plugins": Fp8Precision(precision, ignore_modules=["head"])}):
+        chosen = strategy if isinstance(strategy, str) else strategy()
+        made = trainer(accelerator="cuda", strategy=chosen, **choice)
+        plugin = made.precision_plugin
+        assert isinstance(plugin, Fp8FSDPPrecision)
+        assert isinstance(plugin, stock.FSDPPrecision)
+        assert made.precision == precision
+        assert plugin.ignore_modules == (("head",) if "plugins" in choice else ())
+        config = plugin.mixed_precision_config
+        assert (config.param_dtype, config.reduce_dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_fabric_fsdp(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    with_cuda(monkeypatch)
+    made = lf.Fabric(accelerator="cuda", devices=1, strategy="fsdp", precision=precision)  # type: ignore[arg-type]
+    assert isinstance(made._precision, Fp8FabricFSDPPrecision)
+    assert isinstance(made._precision, FabricFSDPPrecision)
+    assert made._precision.precision == precision
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", ["auto", "ddp", fabric_strategies.ModelParallelStrategy])
+def test_fabric(precision: str, strategy: Any) -> None:
+    def chosen() -> Any:
+        return strategy if isinstance(strategy, str) else strategy(parallelize_fn=lambda model, mesh: model)
+
+    made = lf.Fabric(accelerator="cpu", devices=1, strategy=chosen(), precision=precision)  # type: ignore[arg-type]
+    assert isinstance(made._precision, Fp8FabricPrecision)
+    assert isinstance(made._precision, FABRIC_STOCK.get(precision, Fp8FabricPrecision))
+    assert made._precision.precision == precision
+    plugin = Fp8Precision(precision, recipe={"margin": 2})  # type: ignore[arg-type]
+    from_plugin = lf.Fabric(accelerator="cpu", devices=1, strategy=chosen(), plugins=plugin)
+    assert isinstance(from_plugin._precision, Fp8FabricPrecision)
+    assert from_plugin._precision.recipe == plugin.recipe
+
+
+class _Connector:
+    """A connector as the replaced method sees it, with a strategy that cannot be built on this machine."""
+
+    def __init__(self, strategy: type, precision: str | None, plugin: Any, fabric: bool) -> None:
+        self.strategy = object.__new__(strategy)
+        self._strategy_flag = self.strategy
+        self.accelerator = None
+        names = ("_precision_input", "_precision_instance") if fabric else ("_precision_flag", "_precision_plugin_flag")
+        for name, value in zip(names, (precision, plugin), strict=True):
+            setattr(self, name, value)
+
+    def _validate_precision_choice(self) -> None:
+        pass
+
+
+FOREIGN = [
+    (trainer_connector._AcceleratorConnector, strategies.DeepSpeedStrategy, False, "DeepSpeedPrecision"),
+    (trainer_connector._AcceleratorConnector, strategies.XLAStrategy, False, "XLAPrecision"),
+    (trainer_connector._AcceleratorConnector, strategies.SingleDeviceXLAStrategy, False, "XLAPrecision"),
+    (fabric_connector._Connector, fabric_strategies.DeepSpeedStrategy, True, "DeepSpeedPrecision"),
+    (fabric_connector._Connector, fabric_strategies.XLAFSDPStrategy, True, "XLAPrecision"),
+]
+
+
+@pytest.mark.parametrize(("connector", "strategy", "fabric", "plugin_name"), FOREIGN)
+def test_xla_and_deepspeed(
+    monkeypatch: pytest.MonkeyPatch, connector: Any, strategy: type, fabric: bool, plugin_name: str
+) -> None:
+    module = fabric_connector if fabric else trainer_connector
+    monkeypatch.setattr(module, plugin_name, lambda precision: ("Lightning's own", precision))
+    method = connector._check_and_init_precision
+    for string in ("bf16-mixed", "bf16-true"):
+        assert method(_Connector(strategy, string, None, fabric)) == ("Lightning's own", string)
+    for plugin, string in ((None, "fp8-delayed"), (Fp8Precision(), "32-true")):
+        with pytest.raises(ValueError, match=f"'fp8-delayed'.* does not run under {strategy.__name__}"):
+            method(_Connector(strategy, string, plugin, fabric))
+
+
+@pytest.mark.parametrize("make", [trainer, lf.Fabric])
+def test_unknown_string_fails_and_the_message_lists_ours(make: Any) -> None:
+    with pytest.raises(ValueError, match="fp8-delyed") as error:
+        make(precision="fp8-delyed")
+    assert "'fp8-delayed'" in str(error.value)
+    assert "'bf16-mixed'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("precision", "cls"),
+    [("32-true", stock.Precision), ("16-true", stock.HalfPrecision), ("64-true", stock.DoublePrecision)],
+)
+def test_other_strings_stay_lightnings(precision: Any, cls: type) -> None:
+    assert type(trainer(precision=precision).precision_plugin) is cls
+    assert type(trainer(plugins=cls() if cls is not stock.HalfPrecision else cls("16-true")).precision_plugin) is cls
+
+
+def test_plugin_and_string_together_are_refused_by_lightning() -> None:
+    with pytest.raises(ValueError, match="Choose one"):
+        trainer(precision="fp8-delayed", plugins=Fp8Precision())
+
+
+def seam() -> list[Any]:
+    return [
+        vars(trainer_connector._AcceleratorConnector)["_check_and_init_precision"],
+        vars(fabric_connector._Connector)["_check_and_init_precision"],
+        fabric_connector._PRECISION_INPUT_STR,
+        inspect.unwrap(pl.Trainer.__init__).__annotations__["precision"],
+    ]
+
+
+def test_register_is_idempotent_and_unregister_restores_lightning_exactly() -> None:
+    registered = seam()
+    lightning_fp8.register()
+    assert all(a is b for a, b in zip(seam(), registered, strict=True))
+    lightning_fp8.unregister()
+    original = seam()
+    assert all(a is not b for a, b in zip(original, registered, strict=True))
+    assert not any("lightning_fp8" in getattr(place, "__module__", "") for place in original)
+    lightning_fp8.unregister()
+    with pytest.raises(ValueError, match="is invalid"):
+        trainer(precision="fp8-delayed")
+    assert type(trainer(precision="bf16-mixed").precision_plugin) is stock.MixedPrecision
+    lightning_fp8.register()
+    lightning_fp8.unregister()
+    assert all(a is b for a, b in zip(seam(), original, strict=True))
+
+
+def test_a_lightning_without_the_seam_is_told_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning_fp8.unregister()
+    before = seam()[1:]
+    monkeypatch.delattr(trainer_connector._AcceleratorConnector, "_check_and_init_precision")
+    with pytest.raises(RuntimeError, match=r"has no `.*_AcceleratorConnector._check_and_init_precision`") as error:
+        lightning_fp8.register()
+    assert "Trainer(plugins=lightning_fp8.Fp8Precision())" in str(error.value)
+    monkeypatch.undo()
+    assert all(a is b for a, b in zip(seam()[1:], before, strict=True))
+
+
+def test_env_variable_of_fabric() -> None:
+    os.environ["LT_CLI_USED"], os.environ["LT_PRECISION"] = "1", "fp8-delayed"
+    try:
+        assert lf.Fabric(accelerator="cpu", devices=1)._precision.precision == "fp8-delayed"
+    finally:
+        del os.environ["LT_CLI_USED"], os.environ["LT_PRECISION"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_plugins_copy_and_pickle(precision: Any) -> None:
+    plugin = Fp8Precision(precision, ignore_modules=["a"])
+    for other in (copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))):
+        assert type(other) is type(plugin)
+        assert other.settings == plugin.settings
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "words"),
+    [
+        ({"precision": "fp8"}, ValueError, "'fp8-delayed', 'bf16-mixed', 'bf16-true', got 'fp8'"),
+        ({"param_dtype": torch.float16}, ValueError, "torch.float32 or torch.bfloat16, got torch.float16"),
+        ({"recipe": {"margin": -1}}, ValueError, "`margin`"),
+        ({"recipe": "default"}, TypeError, "DelayedScaling or a mapping"),
+        ({"ignore_modules": "head"}, TypeError, "sequence of patterns"),
+    ],
+)
+def test_bad_arguments(kwargs: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Fp8Precision(**kwargs)

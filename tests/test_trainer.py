@@ -1,0 +1,248 @@
+"""Everything a Trainer does, in ``fp8-delayed``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.tuner import Tuner
+from lit import Regression, loader, make_trainer, seeded
+from torch import nn
+
+from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8Precision, convert, scaling_state, unconvert
+
+
+def by_hand(steps: int, accumulate: int = 1, clip: float | None = None) -> Regression:
+    """The same training as a plain PyTorch loop."""
+    model = seeded()
+    convert(model)
+    optimizer = model.configure_optimizers()
+    for index, batch in enumerate(loader()):
+        if index == steps * accumulate:
+            break
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model.step(batch) / accumulate
+        loss.backward()
+        if (index + 1) % accumulate == 0:
+            scaling_state(model).update()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    weights = all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    one, other = scaling_state(a), scaling_state(b)
+    return weights and torch.equal(one.scale, other.scale) and torch.equal(one.amax_history, other.amax_history)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip": 0.1}])
+def test_fit_equals_a_plain_loop_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = seeded()
+    trainer = make_trainer(
+        tmp_path,
+        accumulate_grad_batches=options.get("accumulate", 1),
+        gradient_clip_val=options.get("clip"),
+    )
+    trainer.fit(model, loader())
+    assert trainer.precision == "fp8-delayed"
+    assert trainer.global_step == 4 // options.get("accumulate", 1)
+    assert same(model, by_hand(trainer.global_step, **options))
+    # one entry of history per optimizer step
+    assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [trainer.global_step] * 6
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    model = seeded()
+    make_trainer(tmp_path, max_epochs=30).fit(model, loader())
+    assert torch.stack(model.losses[-4:]).mean() < 0.25 * torch.stack(model.losses[:4]).mean()
+
+
+def test_parameters_are_fp32_masters_and_the_rest_runs_in_bf16(tmp_path: Path) -> None:
+    class Checked(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            assert torch.is_autocast_enabled("cpu")
+            assert self(batch[0]).dtype == torch.bfloat16
+            return super().training_step(batch, batch_idx)
+
+    model = seeded(Checked)
+    trainer = make_trainer(tmp_path)
+    trainer.fit(model, loader())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    optimizer_state = trainer.optimizers[0].state[model.net[0].weight]
+    assert optimizer_state["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "torch.bfloat16"])
+def test_param_dtype_on_request(tmp_path: Path, dtype: Any) -> None:
+    model = seeded()
+    model.register_buffer("counter", torch.ones(3, dtype=torch.float32))
+    weight = model.net[0].weight
+    trainer = make_trainer(tmp_path, plugins=Fp8Precision(param_dtype=dtype))
+    with trainer.init_module():
+        assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
+    trainer.fit(model, loader())
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.net[0].weight is weight
+    assert model.counter.dtype == torch.float32
+
+
+def test_bf16_weights_become_masters(tmp_path: Path) -> None:
+    model = seeded().bfloat16()
+    make_trainer(tmp_path).fit(model, loader())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_fp64_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"'net.0.weight' is float64"):
+        make_trainer(tmp_path).fit(seeded().double(), loader())
+
+
+def test_validate_test_and_predict_run_fp8_and_move_no_scale(tmp_path: Path) -> None:
+    model, trainer = seeded(), make_trainer(tmp_path)
+    trainer.fit(model, loader())
+    before = {
+        name: {k: v.clone() for k, v in entry.items()} for name, entry in scaling_state(model).state_dict().items()
+    }
+    calls: list[str] = []
+    model.net[0].register_forward_hook(lambda module, *_: calls.append(type(module).__name__))
+    validated = trainer.validate(model, loader(), verbose=False)[0]["val_loss"]
+    tested = trainer.test(model, loader(), verbose=False)[0]["test_loss"]
+    predicted = trainer.predict(model, loader())
+    assert validated == tested
+    assert calls == ["Fp8Linear"] * 12
+    assert predicted[0].shape == (16, 4)
+    after = scaling_state(model).state_dict()
+    assert all(torch.equal(after[name][k], v) for name, entry in before.items() for k, v in entry.items())
+
+
+def test_validation_inside_training_changes_nothing(tmp_path: Path) -> None:
+    plain, validated = seeded(), seeded()
+    make_trainer(tmp_path, max_epochs=2).fit(plain, loader())
+    make_trainer(tmp_path, max_epochs=2, val_check_interval=1).fit(validated, loader(), loader())
+    assert same(plain, validated)
+
+
+def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
+    class Gan(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.generator = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+            self.critic = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for_generator, for_critic = self.optimizers()
+            fake = self.generator(torch.randn(16, 8))
+            self.toggle_optimizer(for_generator)
+            self.manual_backward(-self.critic(fake).mean())
+            for_generator.step()
+            for_generator.zero_grad()
+            self.untoggle_optimizer(for_generator)
+            self.toggle_optimizer(for_critic)
+            self.manual_backward((self.critic(fake.detach()) - self.critic(batch[1])).mean())
+            for_critic.step()
+            for_critic.zero_grad()
+            self.untoggle_optimizer(for_critic)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=1e-2) for part in (self.generator, self.critic)]
+
+    model = Gan()
+    start = {name: p.clone() for name, p in model.named_parameters()}
+    make_trainer(tmp_path).fit(model, loader())
+    assert all(not torch.equal(p, start[name]) for name, p in model.named_parameters() if name.endswith("weight"))
+    entries = dict(
+        zip(scaling_state(model).names, (scaling_state(model).amax_history > 0).sum(0).tolist(), strict=True)
+    )
+    # four batches: the critic runs before both steps of each, the generator before the first
+    assert entries["critic.0.input"] == entries["critic.0.grad_output"] == 8
+    assert entries["generator.0.input"] == entries["generator.0.grad_output"] == 4
+
+
+def test_skipped_training_step(tmp_path: Path) -> None:
+    class Skipping(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    model = seeded(Skipping)
+    make_trainer(tmp_path).fit(model, loader())
+    assert scaling_state(model).scale.isfinite().all()
+
+
+def test_overfit_batches(tmp_path: Path) -> None:
+    model = seeded()
+    make_trainer(tmp_path, overfit_batches=1, max_epochs=60).fit(model, loader())
+    assert model.losses[-1] < 0.1 * model.losses[0]
+
+
+def test_lr_find_restores_weights_and_scales(tmp_path: Path) -> None:
+    model = seeded()
+    weights = [p.clone() for p in model.parameters()]
+    trainer = make_trainer(tmp_path)
+    found = Tuner(trainer).lr_find(model, loader(), num_training=20, early_stop_threshold=None, update_attr=False)
+    assert found is not None
+    rates = found.results["lr"]
+    assert len(rates) > 3
+    assert rates == sorted(rates)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), weights, strict=True))
+    trainer.fit(model, loader())
+    assert same(model, by_hand(4))
+
+
+def test_recipe_and_ignore_modules_through_the_plugin(tmp_path: Path) -> None:
+    model = seeded()
+    plugin = Fp8Precision(recipe={"amax_history_len": 3, "margin": 1}, ignore_modules=["net.2"])
+    make_trainer(tmp_path, plugins=plugin).fit(model, loader())
+    assert scaling_state(model).recipe == DelayedScaling(amax_history_len=3, margin=1)
+    assert scaling_state(model).module_names == ("net.0",)
+    with pytest.raises(ValueError, match="already converted with"):
+        make_trainer(tmp_path, plugins=Fp8Precision(recipe=DelayedScaling(margin=5))).fit(model, loader())
+
+
+def test_a_model_converted_by_hand_stays_as_it_is(tmp_path: Path) -> None:
+    model = seeded()
+    convert(model.net[0], DelayedScaling(margin=3))
+    make_trainer(tmp_path).fit(model, loader())
+    assert [type(layer) for layer in model.net] == [Fp8Linear, nn.GELU, nn.Linear]
+    assert scaling_state(model).recipe.margin == 3
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bf16_after_fp8_is_really_bf16(tmp_path: Path, precision: str) -> None:
+    model, reference = seeded(), seeded()
+    make_trainer(tmp_path).fit(model, loader())
+    reference.load_state_dict(model.state_dict())
+    trainer = make_trainer(tmp_path, precision=precision)
+    found = trainer.validate(model, loader(), verbose=False)
+    assert not any(isinstance(module, Fp8Linear) for module in model.modules())
+    assert found == make_trainer(tmp_path, precision=precision).validate(reference, loader(), verbose=False)
+    assert trainer.precision == precision
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bf16_precisions_train_as_lightnings_own(tmp_path: Path, precision: str) -> None:
+    import lightning_fp8
+
+    ours, stock = seeded(), seeded()
+    make_trainer(tmp_path, precision=precision, max_epochs=2).fit(ours, loader())
+    lightning_fp8.unregister()
+    try:
+        make_trainer(tmp_path, precision=precision, max_epochs=2).fit(stock, loader())
+    finally:
+        lightning_fp8.register()
+    assert torch.equal(torch.stack(ours.losses), torch.stack(stock.losses))
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), stock.parameters(), strict=True))
+
+
+def test_unconvert_after_fit_gives_the_plain_model(tmp_path: Path) -> None:
+    model, plain = seeded(), seeded()
+    make_trainer(tmp_path).fit(model, loader())
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(3, 32)
+    assert torch.equal(unconvert(model)(x), plain(x))
