@@ -1,0 +1,66 @@
+"""Two processes on the CPU: scales agree on every rank, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch, lightning.pytorch as pl, torch.distributed as dist
+from lit import Regression, loader, make_trainer, seeded
+from lightning_fp8 import scaling_state
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+
+
+class Sharded(Regression):
+    def configure_model(self):
+        if self.device_mesh is not None:
+            fully_shard(self.net[0], mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+torch.set_num_threads(1)
+kind = sys.argv[1]
+model = seeded(Sharded if kind == "model_parallel" else Regression)
+strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if kind == "model_parallel" else kind
+trainer = make_trainer({path!r}, strategy=strategy, devices=2, max_epochs=2)
+trainer.fit(model, loader(), loader())
+state = scaling_state(model)
+weight = model.net[0].weight
+torch.save(
+    {{
+        "amax_history": state.amax_history, "scale": state.scale, "precision": trainer.precision,
+        "weight": (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach(),
+        "losses": torch.stack(model.losses), "steps": trainer.global_step,
+    }},
+    {path!r} + f"/rank{{dist.get_rank()}}.pt",
+)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "ddp_find_unused_parameters_true", "model_parallel"])
+def test_scales_agree_on_every_rank(kind: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(tests=str(ROOT / "tests"), path=str(tmp_path)))
+    run = subprocess.run(
+        [sys.executable, str(script), kind], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert first["precision"] == "fp8-delayed"
+    assert first["steps"] == 4
+    assert torch.equal(first["scale"], second["scale"])
+    assert torch.equal(first["amax_history"], second["amax_history"])
+    assert torch.equal(first["weight"], second["weight"])
+    # the ranks saw different data, so agreement is not an accident
+    assert not torch.equal(first["losses"], second["losses"])
+    assert (first["amax_history"] > 0).sum(0).tolist() == [4] * 6
