@@ -23,7 +23,6 @@ from torch.distributed.fsdp import fully_shard
 class Sharded(Regression):
     def configure_model(self):
         if self.device_mesh is not None:
-            fully_shard(self.net[0], mesh=self.device_mesh["data_parallel"])
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 

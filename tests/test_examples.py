@@ -59,13 +59,16 @@ def test_validation_loss_within_one_percent_of_bf16(tmp_path: Path) -> None:
     fp8 = final_losses("fp8-delayed", tmp_path)["val_loss"]
     bf16 = final_losses("bf16-mixed", tmp_path)["val_loss"]
     print(f"validation loss: fp8-delayed {fp8:.4f}, bf16-mixed {bf16:.4f}, {100 * (fp8 / bf16 - 1):+.2f}%")
-    assert bf16 < 2.6  # nats per byte; an untrained model has 5.55
+    assert bf16 < 2.5  # nats per byte; an untrained model has 5.55
     assert abs(fp8 / bf16 - 1) < 0.01
 
 
 def small(config: Path, tmp_path: Path) -> Path:
     """The configuration as it stands, but for a few steps."""
     parsed = yaml.safe_load(config.read_text())
+    for callback in parsed["trainer"].get("callbacks", ()):
+        if "every_n_steps" in callback.get("init_args", {}):
+            callback["init_args"]["every_n_steps"] = 2
     parsed["trainer"].update(max_steps=4, val_check_interval=2, limit_val_batches=2, accelerator="cpu")
     path = tmp_path / config.name
     path.write_text(yaml.safe_dump(parsed))
@@ -82,7 +85,7 @@ def test_every_configuration_runs_from_the_command_line(config: Path, tmp_path: 
     assert re.search(r"val_loss: \d\.\d{4}", output)
     log_dir = re.search(r"logs: (\S+)", output)
     assert log_dir is not None
-    assert "fp8/" in (tmp_path / log_dir[1] / "metrics.csv").read_text() or "bf16" in config.stem
+    assert "fp8/blocks.0.qkv.input/scale" in (tmp_path / log_dir[1] / "metrics.csv").read_text()
 
 
 def cli(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:

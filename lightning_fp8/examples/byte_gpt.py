@@ -54,7 +54,7 @@ class ByteGPT(LightningModule):
         width: int = 128,
         heads: int = 4,
         context: int = 128,
-        learning_rate: float = 2e-3,
+        learning_rate: float = 1e-3,
         warmup_steps: int = 30,
     ) -> None:
         super().__init__()
