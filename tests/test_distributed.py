@@ -34,9 +34,14 @@ trainer = make_trainer({path!r}, strategy=strategy, devices=2, max_epochs=2)
 trainer.fit(model, loader(), loader())
 state = scaling_state(model)
 weight = model.net[0].weight
+trained = {{"scale": state.scale.clone(), "amax_history": state.amax_history.clone()}}
+# a NaN on one rank only: every rank must leave that tensor alone
+state.amax[:2] = torch.tensor([float("nan"), 1.0]) if dist.get_rank() else torch.tensor([5.0, 1e3])
+state.update()
 torch.save(
     {{
-        "amax_history": state.amax_history, "scale": state.scale, "precision": trainer.precision,
+        **trained, "precision": trainer.precision, "after_nan": state.scale,
+        "nonfinite_steps": state.nonfinite_steps,
         "weight": (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach(),
         "losses": torch.stack(model.losses), "steps": trainer.global_step,
     }},
@@ -63,3 +68,7 @@ def test_scales_agree_on_every_rank(kind: str, tmp_path: Path) -> None:
     # the ranks saw different data, so agreement is not an accident
     assert not torch.equal(first["losses"], second["losses"])
     assert (first["amax_history"] > 0).sum(0).tolist() == [4] * 6
+    for rank in (first, second):
+        assert rank["nonfinite_steps"].tolist() == [1, 0, 0, 0, 0, 0]
+        assert rank["after_nan"][0] == first["scale"][0]
+        assert rank["after_nan"][1] == torch.tensor(448 / 1e3)

@@ -53,6 +53,14 @@ def test_scaled_mm_equals_fp64_within_one_rounding(
     assert ((out.double() - exact).abs() <= allowed).all()
 
 
+def test_scaled_mm_without_bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, inv = random_payload(17, 40, "e4m3"), random_payload(9, 40, "e4m3"), torch.tensor(1e-3)
+    args = (a, b, inv, inv, torch.randn(9).bfloat16().float(), "e4m3", "e4m3", torch.bfloat16, True)
+    expected = reference.scaled_mm(*args)
+    monkeypatch.setattr(reference, "_HAS_BF16_GEMM", False)
+    torch.testing.assert_close(reference.scaled_mm(*args), expected, rtol=2**-8, atol=1e-6)
+
+
 @pytest.mark.parametrize("size", [(32, 16, 48), (17, 15, 129), (5, 3, 0), (0, 16, 32)])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_cuda_path_pads_every_size(size: tuple[int, int, int], out_dtype: torch.dtype) -> None:

@@ -128,6 +128,26 @@ def test_all_layers_of_a_kind_share_one_graph() -> None:
     assert counter.frame_count <= 3
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_forwards_before_their_backwards_and_an_update_between(backend: str) -> None:
+    torch._dynamo.reset()
+    # ReLU: inductor computes GELU in fp32 by another formula than torch
+    eager = convert(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)))
+    compiled = copy.deepcopy(eager)
+    call = torch.compile(compiled, fullgraph=True, backend=backend)
+    x = torch.randn(3, 8, 32)
+    for run, model in ((eager, eager), (call, compiled)):
+        run(x[0]).sum().backward()
+        scaling_state(model).update()
+        outputs = [run(x[1]), run(2 * x[2])]
+        scaling_state(model).update()  # as by another optimizer's step
+        for y in outputs:
+            y.sum().backward()
+        scaling_state(model).update()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(eager.parameters(), compiled.parameters(), strict=True))
+    assert torch.equal(scaling_state(eager).amax_history, scaling_state(compiled).amax_history)
+
+
 def test_compiled_gpt_trains() -> None:
     torch._dynamo.reset()
     model = ByteGPT(layers=1, width=32, heads=2, context=16)

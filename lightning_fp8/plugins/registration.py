@@ -28,6 +28,11 @@ _METHOD = "_check_and_init_precision"
 _STRINGS = "_PRECISION_INPUT_STR"
 
 
+def _classes(module: Any, *names: str) -> tuple[type, ...]:
+    # a Lightning that has dropped one of them has no need to refuse it
+    return tuple(getattr(module, name) for name in names if hasattr(module, name))
+
+
 class _FrontEnd(NamedTuple):
     """Names of what the Trainer and Fabric call differently, and which of our plugins they take."""
 
@@ -47,11 +52,7 @@ _FRONT_ENDS = (
         (trainer_connector, "_AcceleratorConnector"),
         "_precision_flag",
         "_precision_plugin_flag",
-        (
-            trainer_strategies.SingleDeviceXLAStrategy,
-            trainer_strategies.XLAStrategy,
-            trainer_strategies.DeepSpeedStrategy,
-        ),
+        _classes(trainer_strategies, "SingleDeviceXLAStrategy", "XLAStrategy", "DeepSpeedStrategy"),
         trainer_strategies.FSDPStrategy,
         Fp8Precision,
         Fp8FSDPPrecision,
@@ -61,12 +62,7 @@ _FRONT_ENDS = (
         (fabric_connector, "_Connector"),
         "_precision_input",
         "_precision_instance",
-        (
-            fabric_strategies.SingleDeviceXLAStrategy,
-            fabric_strategies.XLAStrategy,
-            fabric_strategies.XLAFSDPStrategy,
-            fabric_strategies.DeepSpeedStrategy,
-        ),
+        _classes(fabric_strategies, "SingleDeviceXLAStrategy", "XLAStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"),
         fabric_strategies.FSDPStrategy,
         Fp8FabricPrecision,
         Fp8FabricFSDPPrecision,
