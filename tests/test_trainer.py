@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,24 @@ def test_validate_test_and_predict_run_fp8_and_move_no_scale(tmp_path: Path) -> 
     assert predicted[0].shape == (16, 4)
     after = scaling_state(model).state_dict()
     assert all(torch.equal(after[name][k], v) for name, entry in before.items() for k, v in entry.items())
+
+
+def test_plugin_can_be_pickled_after_a_run(tmp_path: Path) -> None:
+    # as launchers that spawn processes do at a second `fit`
+    trainer = make_trainer(tmp_path)
+    trainer.fit(seeded(), loader())
+    other = pickle.loads(pickle.dumps(trainer.precision_plugin))
+    assert set(other.state_dict()) == set(trainer.precision_plugin.state_dict())
+
+
+def test_contexts_restore_the_default_dtype() -> None:
+    for precision in ("fp8-delayed", "bf16-mixed", "bf16-true"):
+        plugin = Fp8Precision(precision, param_dtype=torch.bfloat16)
+        for context in (plugin.forward_context, plugin.tensor_init_context, plugin.module_init_context):
+            with pytest.raises(KeyError), context():
+                raise KeyError
+            assert torch.get_default_dtype() == torch.float32
+            assert not torch.is_autocast_enabled("cpu")
 
 
 def test_validation_inside_training_changes_nothing(tmp_path: Path) -> None:

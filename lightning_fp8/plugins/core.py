@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from lightning.fabric.plugins.precision.precision import Precision
-from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -66,6 +65,9 @@ class PrecisionCore(Precision):
         self._module: weakref.ref[nn.Module] | None = None
         self.precision = precision  # type: ignore[assignment]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_module": None}  # a weak reference cannot be pickled, as launchers that spawn do
+
     @property
     def settings(self) -> dict[str, Any]:
         """The constructor arguments, to make a plugin of another family with the same behaviour."""
@@ -121,11 +123,20 @@ class PrecisionCore(Precision):
         for state in self._states:
             state.update()
 
+    def _updating_scales(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def closure_then_update() -> Any:
+            # The closure runs forward and backward (in manual optimization they have run before); weights change next.
+            result = closure()
+            self._update_scales()
+            return result
+
+        return closure_then_update
+
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         if self.precision == "bf16-mixed":
             return nullcontext()
-        return _DtypeContextManager(self.param_dtype if self._is_fp8 else torch.bfloat16)
+        return _default_dtype(self.param_dtype if self._is_fp8 else torch.bfloat16)
 
     @override
     def module_init_context(self) -> AbstractContextManager[Any]:
@@ -134,7 +145,7 @@ class PrecisionCore(Precision):
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
         if self.precision == "bf16-true":
-            return _DtypeContextManager(torch.bfloat16)
+            return _default_dtype(torch.bfloat16)
         return torch.autocast(self._device_type(), dtype=torch.bfloat16, cache_enabled=False)
 
     def _device_type(self) -> str:
@@ -146,9 +157,19 @@ class PrecisionCore(Precision):
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def to_bf16(data: Any) -> Any:
-    """Floating point tensors of a batch as bf16, everything else as it is."""
-    return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=torch.bfloat16)
+def as_dtype(data: Any, dtype: torch.dtype) -> Any:
+    """The floating point tensors of a batch in ``dtype``, everything else as it is."""
+    return apply_to_collection(data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _as_recipe(recipe: Any) -> DelayedScaling | None:

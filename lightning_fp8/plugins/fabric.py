@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.fabric.plugins.precision.fsdp import FSDPPrecision
-from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
 from lightning.fabric.utilities.types import Optimizable
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing_extensions import override
 
-from lightning_fp8.plugins.core import PrecisionCore, to_bf16
+from lightning_fp8.plugins.core import PrecisionCore, as_dtype
 from lightning_fp8.plugins.trainer import fsdp_mixed_precision
 
 
@@ -30,24 +27,18 @@ class Fp8FabricPrecision(PrecisionCore):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        return to_bf16(data)
+        return as_dtype(data, torch.bfloat16)
 
     @override
     def convert_output(self, data: Any) -> Any:
-        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=torch.get_default_dtype())
+        return as_dtype(data, torch.get_default_dtype())
 
     @override
     def optimizer_step(self, optimizer: Optimizable, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        if closure is None:
-            self._update_scales()
-            return optimizer.step(**kwargs)
-
-        def closure_then_update() -> Any:
-            result = closure()
-            self._update_scales()
-            return result
-
-        return optimizer.step(closure=closure_then_update, **kwargs)
+        if closure is not None:
+            return optimizer.step(closure=self._updating_scales(closure), **kwargs)
+        self._update_scales()
+        return optimizer.step(**kwargs)
 
 
 class Bf16MixedFabricPrecision(Fp8FabricPrecision, MixedPrecision):

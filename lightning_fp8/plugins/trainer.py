@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fp8.convert import scaling_state
-from lightning_fp8.plugins.core import PrecisionCore, to_bf16
+from lightning_fp8.plugins.core import PrecisionCore, as_dtype
 
 
 class _TrainerPrecision(PrecisionCore, Precision):
@@ -30,19 +30,14 @@ class _TrainerPrecision(PrecisionCore, Precision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        return to_bf16(data) if self.precision == "bf16-true" else data
+        return as_dtype(data, torch.bfloat16) if self.precision == "bf16-true" else data
 
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        def closure_then_update() -> Any:
-            # The closure runs forward and backward (in manual optimization they have run before); weights change next.
-            result = closure()
-            self._update_scales()
-            return result
-
-        return super().optimizer_step(optimizer, model=model, closure=closure_then_update, **kwargs)
+        closure = self._updating_scales(closure)
+        return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
