@@ -8,7 +8,7 @@ import torch
 from conftest import sqnr
 from torch import nn
 
-from lightning_fp8 import DelayedScaling, Fp8Linear, convert, scaling_state
+from lightning_fp8 import DelayedScaling, Fp8Linear, convert, scaling_state, unconvert
 
 
 def pair(inputs: int, outputs: int, bias: bool = True) -> tuple[nn.Linear, Fp8Linear]:
@@ -192,6 +192,14 @@ def test_input_shapes_that_cannot_work_are_named(shape: tuple[int, ...]) -> None
     with pytest.raises(ValueError, match=r"Fp8Linear '0': the last dimension .* in_features=16") as error:
         model(torch.ones(shape))
     assert str(shape) in str(error.value)
+
+
+def test_unconverted_between_forward_and_backward() -> None:
+    model = convert(nn.Sequential(nn.Linear(16, 8)))
+    y = model(torch.randn(4, 16))
+    unconvert(model)
+    y.sum().backward()
+    assert model[0].weight.grad.isfinite().all()
 
 
 def test_double_backward_is_refused() -> None:

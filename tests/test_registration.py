@@ -214,6 +214,21 @@ def test_a_lightning_without_the_seam_is_told_plainly(monkeypatch: pytest.Monkey
     assert all(a is b for a, b in zip(seam()[1:], before, strict=True))
 
 
+@pytest.mark.parametrize(
+    "choice", [["--trainer.precision=fp8-delayed"], ["--trainer.plugins=lightning_fp8.Fp8Precision"]]
+)
+def test_stock_lightning_cli(monkeypatch: pytest.MonkeyPatch, choice: list[str]) -> None:
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    args = [*choice, "--trainer.accelerator=cpu", "--trainer.logger=false"]
+    assert LightningCLI(BoringModel, run=False, args=args).trainer.precision == "fp8-delayed"
+    lightning_fp8.unregister()
+    if "precision" in choice[0]:
+        with pytest.raises(SystemExit):
+            LightningCLI(BoringModel, run=False, args=args)
+
+
 def test_env_variable_of_fabric() -> None:
     os.environ["LT_CLI_USED"], os.environ["LT_PRECISION"] = "1", "fp8-delayed"
     try:

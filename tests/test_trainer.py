@@ -58,6 +58,15 @@ def test_fit_equals_a_plain_loop_bit_for_bit(tmp_path: Path, options: dict[str, 
     assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [trainer.global_step] * 6
 
 
+def test_compiled_model_trains_the_same(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    eager, compiled = seeded(), seeded()
+    make_trainer(tmp_path, max_epochs=2).fit(eager, loader(), loader())
+    make_trainer(tmp_path, max_epochs=2).fit(torch.compile(compiled, backend="aot_eager"), loader(), loader())
+    assert torch.equal(torch.stack(eager.losses), torch.stack(compiled.losses))
+    assert same(eager, compiled)
+
+
 def test_training_learns(tmp_path: Path) -> None:
     model = seeded()
     make_trainer(tmp_path, max_epochs=30).fit(model, loader())
