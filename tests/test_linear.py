@@ -40,6 +40,27 @@ def test_inputs_of_one_to_five_dimensions_and_empty_ones(shape: tuple[int, ...],
             torch.testing.assert_close(fp8.bias.grad, plain.bias.grad)
 
 
+@pytest.mark.parametrize("recipe", [DelayedScaling(), DelayedScaling(fp8_format="E4M3"), DelayedScaling(margin=3)])
+def test_delayed_scales_keep_the_accuracy(recipe: DelayedScaling) -> None:
+    plain = nn.Linear(128, 64)
+    fp8 = convert(copy.deepcopy(plain), recipe)
+    state = scaling_state(fp8)
+    for _ in range(4):
+        plain.zero_grad()
+        fp8.zero_grad()
+        x = torch.randn(256, 128)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        dy = torch.randn(256, 64) * 1e-3
+        expected, actual = plain(inputs[0]), fp8(inputs[1])
+        expected.backward(dy)
+        actual.backward(dy)
+        state.update()
+        assert sqnr(actual, expected) > 27
+        assert sqnr(inputs[1].grad, inputs[0].grad) > 23
+        assert sqnr(fp8.weight.grad, plain.weight.grad) > 23
+    assert (state.amax_history > 0).sum(0).tolist() == [4, 4, 4]
+
+
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 5), (17, 33), (130, 31)])
 def test_sizes_that_are_no_multiples_of_16(sizes: tuple[int, int]) -> None:
     plain, fp8 = pair(*sizes)
