@@ -147,6 +147,37 @@ def test_contexts_restore_the_default_dtype() -> None:
                 raise KeyError
             assert torch.get_default_dtype() == torch.float32
             assert not torch.is_autocast_enabled("cpu")
+            assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_transformer_encoder_validates_with_the_fp8_layers_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Encoder(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(self.encoder(x[:, None])[:, 0])
+
+    # counted at the class: a hook on a layer would itself switch torch's fast path off
+    calls: list[tuple[str, bool]] = []
+    original = Fp8Linear.forward
+
+    def counting(self: Fp8Linear, x: torch.Tensor) -> torch.Tensor:
+        calls.append((self.fp8.module_name, self.training))
+        return original(self, x)
+
+    monkeypatch.setattr(Fp8Linear, "forward", counting)
+    model, trainer = seeded(Encoder), make_trainer(tmp_path)
+    trainer.fit(model, loader(), loader())
+    for name in ("encoder.layers.0.linear1", "encoder.layers.1.linear2"):
+        # four batches; in evaluation two more, of the sanity check
+        assert calls.count((name, True)) == 4
+        assert calls.count((name, False)) == 4 + 2
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_validation_inside_training_changes_nothing(tmp_path: Path) -> None:

@@ -146,7 +146,8 @@ class PrecisionCore(Precision):
     def forward_context(self) -> AbstractContextManager[Any]:
         if self.precision == "bf16-true":
             return _default_dtype(torch.bfloat16)
-        return torch.autocast(self._device_type(), dtype=torch.bfloat16, cache_enabled=False)
+        autocast = torch.autocast(self._device_type(), dtype=torch.bfloat16, cache_enabled=False)
+        return _layers_own_forwards(autocast) if self._is_fp8 else autocast
 
     def _device_type(self) -> str:
         # Asked for at each step: plugins convert a model before the strategy moves it.
@@ -160,6 +161,21 @@ class PrecisionCore(Precision):
 def as_dtype(data: Any, dtype: torch.dtype) -> Any:
     """The floating point tensors of a batch in ``dtype``, everything else as it is."""
     return apply_to_collection(data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+@contextmanager
+def _layers_own_forwards(inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """``inner`` without the fast path that ``nn.TransformerEncoder`` takes in evaluation.
+
+    It reads the weights of ``linear1`` and ``linear2`` directly: validation would measure another model than training.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with inner:
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager
