@@ -19,7 +19,7 @@ lint: $(INSTALLED)
 
 # a step of the demo's model beside plain bf16 and torchao's emulated float8, in one run
 bench: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[bench]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/cpu_step.py
 
 $(INSTALLED): pyproject.toml constraints.txt
