@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_fp8.device import check_device
-from lightning_fp8.formats import ROLES
+from lightning_fp8.formats import CASTABLE_DTYPES, ROLES
 from lightning_fp8.modules.linear import Fp8Linear, Fp8Rows
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.scaling import ScalingState
@@ -66,9 +66,7 @@ def convert(module: ModuleT, recipe: DelayedScaling | None = None, ignore_module
     recipe = _settle_recipe(module, recipe)
     chosen: list[tuple[str, nn.Linear]] = []
     for path, layer in _named_modules(module):
-        if type(layer) is Fp8Linear and _matches(path, ignore_modules):
-            _restore(layer)
-        elif isinstance(layer, nn.Linear) and _reason_against(path, layer, ignore_modules) is None:
+        if isinstance(layer, nn.Linear) and _reason_against(path, layer, ignore_modules) is None:
             _check_dtype(path, layer)
             chosen.append((path, layer))
     if not chosen:
@@ -76,15 +74,18 @@ def convert(module: ModuleT, recipe: DelayedScaling | None = None, ignore_module
             f"There is nothing to convert in {type(module).__name__}: FP8 needs at least one plain `nn.Linear`."
             + "".join(f"\n  {row}" for row in describe(module, ignore_modules)[:10])
         )
+    # Nothing has been changed up to here, so an error above loses no scales.
+    for path, layer in _converted(module):
+        if _matches(path, ignore_modules):
+            _restore(layer)
     _attach(chosen, recipe)
     return module
 
 
 def unconvert(module: ModuleT) -> ModuleT:
     """Make every converted layer a plain ``nn.Linear`` again, in place. The scaling state is dropped."""
-    for _, layer in _named_modules(module):
-        if type(layer) is Fp8Linear:
-            _restore(layer)
+    for _, layer in _converted(module):
+        _restore(layer)
     return module
 
 
@@ -167,7 +168,7 @@ def _reason_against(path: str, layer: nn.Module, ignore_modules: Sequence[str]) 
 
 def _check_dtype(path: str, layer: nn.Linear) -> None:
     for name, parameter in (("weight", layer.weight), ("bias", layer.bias)):
-        if parameter is not None and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if parameter is not None and parameter.dtype not in CASTABLE_DTYPES:
             raise TypeError(
                 f"{path or '(root)'}.{name} is {parameter.dtype}, and FP8 layers take float32, bfloat16 or float16"
                 " parameters. Call `model.float()` first, or leave the layer out with `ignore_modules`."

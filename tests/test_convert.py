@@ -99,6 +99,18 @@ def test_everything_ignored_raises_and_says_why() -> None:
         convert(small_mlp(), ignore_modules=("*",))
 
 
+def test_a_conversion_that_fails_changes_nothing() -> None:
+    model = convert(small_mlp())
+    state = scaling_state(model)
+    with pytest.raises(ValueError, match="nothing to convert"):
+        convert(model, ignore_modules=("*",))
+    model.append(nn.Linear(4, 4).double())
+    with pytest.raises(TypeError, match=r"3\.weight is torch.float64"):
+        convert(model, ignore_modules=("0",))
+    assert scaling_state(model) is state
+    assert [type(layer) for layer in model] == [Fp8Linear, nn.GELU, Fp8Linear, nn.Linear]
+
+
 def test_fp64_parameters_raise_and_are_named() -> None:
     model = small_mlp().double()
     with pytest.raises(TypeError, match=r"0\.weight is torch.float64"):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.device import check_device
-from lightning_fp8.formats import ROLES, Role
+from lightning_fp8.formats import CASTABLE_DTYPES, ROLES, Role
 from lightning_fp8.modules.weight_cache import WeightCache
 from lightning_fp8.scaling import ScalingState
 
@@ -125,7 +125,7 @@ class Fp8Linear(nn.Linear):
         return cast
 
     def _check_input(self, x: Tensor) -> None:
-        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if x.dtype not in CASTABLE_DTYPES:
             raise TypeError(
                 f"{self._described()}: the input must be float32, bfloat16 or float16, got {x.dtype}. Convert it before"
                 " this layer, or leave the layer unconverted with `ignore_modules`."

@@ -3,8 +3,8 @@
 Casts are bit-exact to the specification. GEMMs multiply FP8 values exactly and accumulate in fp32; only the order of
 the accumulation is the library's own.
 
-Everything runs over blocks of rows with a few buffers of about a megabyte: temporaries as large as the tensors would be
-mapped and cleared by the kernel at every call, which takes longer than the arithmetic.
+Everything runs over blocks of rows, with temporaries of a few megabytes: some as large as the tensors would be mapped
+and cleared by the operating system again and again, which can take longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -91,9 +91,8 @@ def dequantize(payload: Tensor, format: str, may_have_nan: bool = True) -> Tenso
     if format == "e5m2":
         return payload.to(torch.int16).bitwise_left_shift_(8).view(torch.float16).float()
     bits = payload.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
-    values = (
-        bits.bitwise_and_(-0x4001).view(torch.float16).float()
-    )  # without the sign's copy in fp16's top exponent bit
+    # The mask drops the copy of the sign that the shift leaves in fp16's top exponent bit.
+    values = bits.bitwise_and_(-0x4001).view(torch.float16).float()
     if may_have_nan and has_nan(payload, format):
         values.masked_fill_(payload.bitwise_and(0x7F) == 0x7F, float("nan"))
     return values
@@ -186,6 +185,7 @@ def _operand_dtype(out_dtype: torch.dtype) -> torch.dtype:
 def _mm_into(out: Tensor, a: Tensor, b: Tensor, scale_inv: float, bias: Tensor | None = None) -> None:
     """``out = (a @ b) * scale_inv + bias``: the factor and the bias meet the fp32 sums, which are rounded once.
 
+    The bias itself comes in the operands' dtype: for a bf16 result as bf16, as under autocast.
     Autocast, which would turn operands and results to bf16, leaves the ``out=`` form alone.
     """
     target = out if out.dtype == a.dtype else out.new_empty(out.shape, dtype=a.dtype)

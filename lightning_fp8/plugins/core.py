@@ -12,6 +12,7 @@ from lightning.fabric.plugins.precision.precision import Precision
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing_extensions import Self, override
 
 from lightning_fp8.convert import convert, describe, is_converted, scaling_state, unconvert
@@ -161,6 +162,11 @@ class PrecisionCore(Precision):
 def as_dtype(data: Any, dtype: torch.dtype) -> Any:
     """The floating point tensors of a batch in ``dtype``, everything else as it is."""
     return apply_to_collection(data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def fsdp_mixed_precision() -> FSDPMixedPrecision:
+    """bf16 for computation, fp32 for the sum over ranks; buffers as they are."""
+    return FSDPMixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from lightning.fabric.utilities.types import Optimizable
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing_extensions import override
 
-from lightning_fp8.plugins.core import PrecisionCore, as_dtype
-from lightning_fp8.plugins.trainer import fsdp_mixed_precision
+from lightning_fp8.plugins.core import PrecisionCore, as_dtype, fsdp_mixed_precision
 
 
 class Fp8FabricPrecision(PrecisionCore):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fp8.convert import scaling_state
-from lightning_fp8.plugins.core import PrecisionCore, as_dtype
+from lightning_fp8.plugins.core import PrecisionCore, as_dtype, fsdp_mixed_precision
 
 
 class _TrainerPrecision(PrecisionCore, Precision):
@@ -112,8 +112,3 @@ class Fp8FSDPPrecision(_TrainerPrecision, FSDPPrecision):
     @override
     def mixed_precision_config(self) -> FSDPMixedPrecision:
         return fsdp_mixed_precision()
-
-
-def fsdp_mixed_precision() -> FSDPMixedPrecision:
-    """bf16 for computation, fp32 for the sum over ranks; buffers as they are."""
-    return FSDPMixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
