@@ -7,8 +7,15 @@ import warnings
 
 from lightning_fp8.callbacks import ScaleFactorLogger
 from lightning_fp8.convert import convert, describe, scaling_state, unconvert
-from lightning_fp8.modules import Fp8Linear
-from lightning_fp8.plugins import Fp8FabricPrecision, Fp8FSDPPrecision, Fp8Precision, register, unregister
+from lightning_fp8.modules import Fp8Linear, Fp8MultiheadAttention
+from lightning_fp8.plugins import (
+    Fp8FabricPrecision,
+    Fp8FSDPPrecision,
+    Fp8Precision,
+    fsdp2_policy,
+    register,
+    unregister,
+)
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.scaling import ScalingState
 
@@ -18,11 +25,13 @@ __all__ = [
     "Fp8FSDPPrecision",
     "Fp8FabricPrecision",
     "Fp8Linear",
+    "Fp8MultiheadAttention",
     "Fp8Precision",
     "ScaleFactorLogger",
     "ScalingState",
     "convert",
     "describe",
+    "fsdp2_policy",
     "register",
     "scaling_state",
     "unconvert",

@@ -1,23 +1,28 @@
-"""Conversion of a model's linear layers to FP8 and back, in place, by class."""
+"""Conversion of a model's linear and attention layers to FP8 and back, in place, by class."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_fp8.device import check_device
+from lightning_fp8.fast_path import keep_own_forwards, restore_fast_path
 from lightning_fp8.formats import CASTABLE_DTYPES, ROLES
-from lightning_fp8.modules.linear import Fp8Linear, Fp8Rows
+from lightning_fp8.modules.attention import Fp8MultiheadAttention
+from lightning_fp8.modules.gemm import Fp8Module, Fp8Rows
+from lightning_fp8.modules.linear import Fp8Linear
+from lightning_fp8.paths import check_patterns, named_modules, topmost_matches
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.scaling import ScalingState
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# Wrappers add these to a module's path; without them names stay the same with and without the wrapper.
-_WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 class Candidate(NamedTuple):
@@ -40,16 +45,18 @@ class Candidate(NamedTuple):
 
 
 def convert(module: ModuleT, recipe: DelayedScaling | None = None, ignore_modules: Sequence[str] = ()) -> ModuleT:
-    """Run every ``nn.Linear`` of a model in FP8 from now on: in place, by class, on the same objects.
+    """Run a model's linear and attention layers in FP8 from now on: in place, by class, on the same objects.
 
-    Same parameters, hooks, training flags and ``state_dict`` keys; tied weights stay tied; subclasses of ``nn.Linear``
-    are left alone (:func:`describe` names them). Converting a converted model again keeps its scales and takes in
-    layers that have been added since.
+    Converted are ``nn.Linear``, ``nn.MultiheadAttention`` with its ``out_proj``, and the ``Conv1D`` of Hugging Face.
+    Same parameters, hooks, training flags and ``state_dict`` keys; tied weights stay tied; subclasses are left alone
+    (:func:`describe` names them). Converting a converted model again keeps its scales and takes in layers that have
+    been added since.
 
     Args:
         module: the model; converted in place.
         recipe: how scales follow the tensors; ``DelayedScaling()``, or for a converted model the one it has.
-        ignore_modules: ``fnmatch`` patterns on module paths; what they match stays (or becomes again) a plain layer.
+        ignore_modules: ``fnmatch`` patterns on module paths; what they match stays (or becomes again) plain, and so
+            does all that is inside.
 
     Returns:
         The same object.
@@ -62,11 +69,11 @@ def convert(module: ModuleT, recipe: DelayedScaling | None = None, ignore_module
     >>> [type(layer).__name__ for layer in model]
     ['Fp8Linear', 'ReLU', 'Linear']
     """
-    _check_patterns(module, ignore_modules)
+    check_patterns(module, ignore_modules, "ignore_modules")
     recipe = _settle_recipe(module, recipe)
-    chosen: list[tuple[str, nn.Linear]] = []
-    for path, layer in _named_modules(module):
-        if isinstance(layer, nn.Linear) and _reason_against(path, layer, ignore_modules) is None:
+    chosen: list[tuple[str, nn.Module]] = []
+    for path, layer, reason in _candidates(module, ignore_modules):
+        if reason is None:
             _check_dtype(path, layer)
             chosen.append((path, layer))
     if not chosen:
@@ -75,35 +82,49 @@ def convert(module: ModuleT, recipe: DelayedScaling | None = None, ignore_module
             + "".join(f"\n  {row}" for row in describe(module, ignore_modules)[:10])
         )
     # Nothing has been changed up to here, so an error above loses no scales.
-    for path, layer in _converted(module):
-        if _matches(path, ignore_modules):
+    kept = {id(layer) for _, layer in chosen}
+    for _, layer in _converted(module):
+        if id(layer) not in kept:
             _restore(layer)
     _attach(chosen, recipe)
+    keep_own_forwards(module, Fp8Module)
     return module
 
 
 def unconvert(module: ModuleT) -> ModuleT:
-    """Make every converted layer a plain ``nn.Linear`` again, in place. The scaling state is dropped."""
-    for _, layer in _converted(module):
+    """Make every converted layer a plain one again, in place. The scaling state is dropped.
+
+    Raises:
+        RuntimeError: if a layer has been parametrized since it was converted; nothing is changed then.
+    """
+    layers = list(_converted(module))
+    for path, layer in layers:
+        if is_parametrized(layer):
+            raise RuntimeError(
+                f"{path or '(root)'} has been parametrized since it was converted. Call"
+                " `torch.nn.utils.parametrize.remove_parametrizations` on it first."
+            )
+    for _, layer in layers:
         _restore(layer)
+    restore_fast_path(module)
     return module
 
 
 def describe(module: nn.Module, ignore_modules: Sequence[str] = ()) -> list[Candidate]:
     """A row for each layer that could run in FP8: converted, or why not. ``print(*describe(model), sep="\\n")``."""
     rows = []
-    for path, layer in _named_modules(module):
-        if type(layer) is Fp8Linear:
-            rows.append(Candidate(path, "Linear", True, f"converted, {layer.in_features} -> {layer.out_features}"))
-        elif isinstance(layer, nn.Linear | nn.MultiheadAttention | nn.Bilinear):
-            reason = _reason_against(path, layer, ignore_modules) or "not converted yet: call `convert`"
-            rows.append(Candidate(path, type(layer).__name__, False, reason))
+    for path, layer, reason in _candidates(module, ignore_modules):
+        if isinstance(layer, Fp8Module):
+            sizes = " and ".join("{1} -> {0}".format(*weight.shape) for weight in _weights(layer))
+            rows.append(Candidate(path, layer.plain_class.__name__, True, f"converted, {sizes}"))
+        else:
+            rows.append(Candidate(path, type(layer).__name__, False, reason or "not converted yet: call `convert`"))
     return rows
 
 
 def is_converted(module: nn.Module) -> bool:
     """Whether any layer of the model runs in FP8."""
-    return any(type(layer) is Fp8Linear for layer in module.modules())
+    return any(isinstance(layer, Fp8Module) for layer in module.modules())
 
 
 def scaling_state(module: nn.Module) -> ScalingState:
@@ -112,7 +133,7 @@ def scaling_state(module: nn.Module) -> ScalingState:
     Raises:
         ValueError: if the model is not converted, or is put together of parts converted one by one.
     """
-    states = {id(layer.fp8.state): layer.fp8.state for _, layer in _converted(module)}
+    states = {id(layer.scaling_state): layer.scaling_state for _, layer in _converted(module)}
     if not states:
         raise ValueError(f"{type(module).__name__} has no FP8 layers: call `lightning_fp8.convert` on it first.")
     if len(states) > 1:
@@ -123,52 +144,75 @@ def scaling_state(module: nn.Module) -> ScalingState:
     return next(iter(states.values()))
 
 
-def _named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, layer in module.named_modules():
-        yield ".".join(segment for segment in path.split(".") if segment not in _WRAPPER_SEGMENTS), layer
+def _fp8_classes() -> dict[type[nn.Module], type[Fp8Module]]:
+    classes: dict[type[nn.Module], type[Fp8Module]] = {
+        nn.Linear: Fp8Linear,
+        nn.MultiheadAttention: Fp8MultiheadAttention,
+    }
+    # whoever has such a layer has imported its module; nobody else needs transformers
+    hugging_face = sys.modules.get("transformers.pytorch_utils")
+    if hasattr(hugging_face, "Conv1D"):
+        from lightning_fp8.modules.conv1d import Conv1D, Fp8Conv1D
+
+        classes[Conv1D] = Fp8Conv1D
+    return classes
 
 
-def _converted(module: nn.Module) -> Iterator[tuple[str, Fp8Linear]]:
-    for path, layer in _named_modules(module):
-        if type(layer) is Fp8Linear:
+def _candidates(module: nn.Module, ignore_modules: Sequence[str]) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Path, layer and the reason against its conversion, None for those to convert, parents before children."""
+    classes = _fp8_classes()
+    kinds = tuple(classes)
+    ignored = {part for layer in topmost_matches(module, ignore_modules) for part in layer.modules()}
+    outputs_of_converted: set[nn.Module] = set()
+    for path, layer in named_modules(module):
+        if not isinstance(layer, (*kinds, nn.Bilinear)):
+            continue
+        reason: str | None = "matches `ignore_modules`"
+        if layer not in ignored:
+            reason = _reason_against(layer, kinds, is_output=layer in outputs_of_converted)
+        if reason is None and isinstance(layer, nn.MultiheadAttention):
+            outputs_of_converted.add(layer.out_proj)
+        yield path, layer, reason
+
+
+def _converted(module: nn.Module) -> Iterator[tuple[str, Fp8Module]]:
+    for path, layer in named_modules(module):
+        if isinstance(layer, Fp8Module):
             yield path, layer
 
 
-def _matches(path: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(path, pattern) for pattern in patterns)
-
-
-def _check_patterns(module: nn.Module, patterns: Sequence[str]) -> None:
-    if isinstance(patterns, str):
-        raise TypeError(f"`ignore_modules` must be a sequence of patterns, got the string {patterns!r}.")
-    paths = [path for path, _ in _named_modules(module)]
-    for pattern in patterns:
-        if not any(fnmatchcase(path, pattern) for path in paths):
-            linear = [path for path, layer in _named_modules(module) if isinstance(layer, nn.Linear)]
-            raise ValueError(
-                f"The `ignore_modules` pattern {pattern!r} matches no module of {type(module).__name__}."
-                f" Its linear layers are: {', '.join(linear[:10])}{', ...' if len(linear) > 10 else ''}."
-            )
-
-
-def _reason_against(path: str, layer: nn.Module, ignore_modules: Sequence[str]) -> str | None:
-    """Why this layer is not to be converted; None if it is to be."""
-    if isinstance(layer, nn.MultiheadAttention):
-        return "nn.MultiheadAttention reads its projection weights directly, so they run in the compute dtype"
-    if type(layer) not in (nn.Linear, Fp8Linear):
-        return f"a {type(layer).__name__}, and only nn.Linear itself is converted"
-    if _matches(path, ignore_modules):
-        return "matches `ignore_modules`"
+def _reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_output: bool) -> str | None:
+    """Why this layer is not to be converted; None if it is to be. ``is_output``: of an attention that is converted."""
+    if isinstance(layer, Fp8Module):
+        left = layer.plain_class is NonDynamicallyQuantizableLinear and not is_output
+        return "nn.MultiheadAttention, which is not converted, reads its weight directly" if left else None
+    if isinstance(layer, LazyModuleMixin):
+        return "is not initialised yet: run a batch through the model before it is converted"
+    if is_parametrized(layer):
+        return "is parametrized: its weight is made anew at each forward by code of its own"
+    if type(layer) is NonDynamicallyQuantizableLinear:
+        return None if is_output else "nn.MultiheadAttention, which is not converted, reads its weight directly"
+    if type(layer) not in kinds:
+        names = ", ".join(f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn") else kind.__name__
+                          for kind in kinds)  # fmt: skip
+        return f"a {type(layer).__name__}; converted are {names}, and no subclass of them"
     if "forward" in vars(layer):
         return "its `forward` was replaced on the object, and a conversion by class would have no effect"
-    if layer.in_features == 0 or layer.out_features == 0:
+    if any(weight.numel() == 0 for weight in _weights(layer)):
         return "has no elements"
     return None
 
 
-def _check_dtype(path: str, layer: nn.Linear) -> None:
-    for name, parameter in (("weight", layer.weight), ("bias", layer.bias)):
-        if parameter is not None and parameter.dtype not in CASTABLE_DTYPES:
+def _weights(layer: nn.Module) -> list[torch.Tensor]:
+    """The weights of the layer's own GEMMs; that of an attention's ``out_proj`` is the latter's."""
+    if isinstance(layer, nn.MultiheadAttention):
+        return [getattr(layer, f"{gemm}_weight") for gemm in Fp8MultiheadAttention.gemm_names(layer)]
+    return [cast(torch.Tensor, layer.weight)]
+
+
+def _check_dtype(path: str, layer: nn.Module) -> None:
+    for name, parameter in layer.named_parameters(recurse=False):
+        if parameter.dtype not in CASTABLE_DTYPES:
             raise TypeError(
                 f"{path or '(root)'}.{name} is {parameter.dtype}, and FP8 layers take float32, bfloat16 or float16"
                 " parameters. Call `model.float()` first, or leave the layer out with `ignore_modules`."
@@ -179,7 +223,7 @@ def _settle_recipe(module: nn.Module, recipe: DelayedScaling | None) -> DelayedS
     if recipe is not None and not isinstance(recipe, DelayedScaling):
         raise TypeError(f"`recipe` must be a DelayedScaling, got {type(recipe).__name__}: {recipe!r}.")
     for path, layer in _converted(module):
-        existing = layer.fp8.state.recipe
+        existing = layer.scaling_state.recipe
         recipe = recipe or existing
         if recipe != existing:
             raise ValueError(
@@ -189,26 +233,38 @@ def _settle_recipe(module: nn.Module, recipe: DelayedScaling | None) -> DelayedS
     return recipe or DelayedScaling()
 
 
-def _attach(chosen: list[tuple[str, nn.Linear]], recipe: DelayedScaling) -> None:
+def _attach(chosen: list[tuple[str, nn.Module]], recipe: DelayedScaling) -> None:
     """Give all chosen layers one scaling state, keeping the rows of those that had one."""
-    rows = {path: len(ROLES) * position for position, (path, _) in enumerate(chosen)}
-    states = {id(layer.fp8.state) if isinstance(layer, Fp8Linear) else None for _, layer in chosen}
-    first = chosen[0][1]
-    if len(states) == 1 and isinstance(first, Fp8Linear) and first.fp8.state.module_names == tuple(rows):
+    classes: dict[type[nn.Module], type[Fp8Module]] = {**_fp8_classes(), NonDynamicallyQuantizableLinear: Fp8Linear}
+    gemms = [
+        (layer, gemm, ".".join(filter(None, (path, gemm))))
+        for path, layer in chosen
+        for gemm in (layer.fp8 if isinstance(layer, Fp8Module) else classes[type(layer)].gemm_names(layer))
+    ]
+    names = tuple(name for _, _, name in gemms)
+    states = {layer.scaling_state if isinstance(layer, Fp8Module) else None for _, layer in chosen}
+    known = next(iter(states))
+    if len(states) == 1 and known is not None and known.module_names == names:
         return
-    device = next(
-        (layer.weight.device for _, layer in chosen if layer.weight.device.type != "meta"), torch.device("cpu")
-    )
+    devices = (weight.device for _, layer in chosen for weight in _weights(layer))
+    device = next((device for device in devices if device.type != "meta"), torch.device("cpu"))
     check_device(device)
-    state = ScalingState(tuple(rows), recipe, device)
-    for path, layer in chosen:
-        if isinstance(layer, Fp8Linear):
-            state.copy_rows(rows[path], layer.fp8.state, layer.fp8.row)
-        converted = cast(Fp8Linear, layer)
-        converted.__class__ = Fp8Linear
-        converted.fp8 = Fp8Rows(state, rows[path])
+    state = ScalingState(names, recipe, device)
+    new_rows: dict[nn.Module, dict[str, Fp8Rows]] = {layer: {} for _, layer in chosen}
+    for position, (layer, gemm, _) in enumerate(gemms):
+        row = len(ROLES) * position
+        if isinstance(layer, Fp8Module):
+            state.copy_rows(row, layer.scaling_state, layer.fp8[gemm].row)
+        new_rows[layer][gemm] = Fp8Rows(state, row)
+    for layer, rows in new_rows.items():
+        converted = cast(Fp8Module, layer)
+        if not isinstance(layer, Fp8Module):
+            converted.plain_class = type(layer)
+            converted.__class__ = classes[converted.plain_class]
+        converted.fp8 = rows
 
 
-def _restore(layer: Fp8Linear) -> None:
-    del layer.fp8
-    cast(nn.Linear, layer).__class__ = nn.Linear
+def _restore(layer: Fp8Module) -> None:
+    plain_class = layer.plain_class
+    del layer.fp8, layer.plain_class
+    cast(nn.Module, layer).__class__ = plain_class

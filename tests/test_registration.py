@@ -23,8 +23,8 @@ from lightning.pytorch import strategies
 
 import lightning_fp8
 from lightning_fp8 import Fp8FabricPrecision, Fp8FSDPPrecision, Fp8Precision
-from lightning_fp8.plugins.core import PRECISIONS
 from lightning_fp8.plugins.fabric import Fp8FabricFSDPPrecision
+from lightning_fp8.plugins.settings import PRECISIONS
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 STOCK = {"bf16-mixed": stock.MixedPrecision, "bf16-true": stock.HalfPrecision}

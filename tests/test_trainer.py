@@ -167,7 +167,7 @@ def test_transformer_encoder_validates_with_the_fp8_layers_it_trains(
     original = Fp8Linear.forward
 
     def counting(self: Fp8Linear, x: torch.Tensor) -> torch.Tensor:
-        calls.append((self.fp8.module_name, self.training))
+        calls.append((self.fp8[""].name, self.training))
         return original(self, x)
 
     monkeypatch.setattr(Fp8Linear, "forward", counting)

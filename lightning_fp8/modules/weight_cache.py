@@ -1,4 +1,4 @@
-"""The FP8 copy of a weight: cast once per optimizer step, whatever the number of micro-batches, and never stale."""
+"""The cast of a weight: made once per optimizer step, whatever the number of micro-batches, and never stale."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class _Entry(NamedTuple):
     alias: Tensor
     key: tuple[Any, ...]
     fingerprint: tuple[Tensor, ...]
-    cast: tuple[Tensor, Tensor]
+    cast: tuple[Tensor, ...]
 
 
 class WeightCache:
-    """Holds ``(payload, scale_inv)`` of one weight for as long as weight and scales are surely the same.
+    """Holds what was made of one weight for as long as weight and scales are surely the same.
 
     A copy is dropped after any optimizer step, any update of the scales, a change in place, a new ``.data``, a move, or
     another parameter in its place. On the CPU the bits themselves are compared as well, which also catches changes in
@@ -41,7 +41,7 @@ class WeightCache:
     def __init__(self) -> None:
         self._entry: _Entry | None = None
 
-    def get(self, weight: Tensor, scaling_version: int) -> tuple[Tensor, Tensor] | None:
+    def get(self, weight: Tensor, scaling_version: int) -> tuple[Tensor, ...] | None:
         """The copy of ``weight`` under these scales, or None where there is none or a doubt."""
         entry = self._entry
         if entry is None or entry.weight() is not weight:
@@ -52,7 +52,7 @@ class WeightCache:
             return None
         return entry.cast
 
-    def put(self, weight: Tensor, scaling_version: int, cast: tuple[Tensor, Tensor]) -> None:
+    def put(self, weight: Tensor, scaling_version: int, cast: tuple[Tensor, ...]) -> None:
         """Keep ``cast``, made of ``weight`` just now."""
         # Only a parameter is known to be the same tensor at the next call; a parametrized weight is made each time.
         if isinstance(weight, nn.Parameter) and not weight.is_inference():

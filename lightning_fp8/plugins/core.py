@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal, get_args
+from inspect import signature
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins.precision.precision import Precision
@@ -15,30 +16,29 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing_extensions import Self, override
 
+from lightning_fp8.attention_dtypes import AttentionDtypes, DtypeMismatch
 from lightning_fp8.convert import convert, describe, is_converted, scaling_state, unconvert
+from lightning_fp8.dtypes import agree_inputs, float64_parameter, release_inputs, store_parameters
+from lightning_fp8.fast_path import layers_own_forwards
+from lightning_fp8.modules.weight_copy import drop_copies, keep_copies
+from lightning_fp8.paths import as_patterns, check_patterns, topmost_matches
+from lightning_fp8.plugins.settings import (
+    PrecisionString,
+    as_recipe,
+    as_torch_dtype,
+    check_dtype_mismatch,
+    check_dtypes,
+    check_precision,
+    check_weight_copy,
+)
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.scaling import ScalingState
-
-PrecisionString = Literal["fp8-delayed", "bf16-mixed", "bf16-true"]
-PRECISIONS: tuple[PrecisionString, ...] = get_args(PrecisionString)
-# fp16 masters are refused: without loss scaling their gradients underflow
-_PARAM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class PrecisionCore(Precision):
     """Settings, conversion and contexts of the three precisions.
 
-    Args:
-        precision: ``"fp8-delayed"``, ``"bf16-mixed"`` or ``"bf16-true"``.
-        recipe: how scales follow the tensors, as :class:`~lightning_fp8.DelayedScaling` or a mapping of its fields.
-        ignore_modules: ``fnmatch`` patterns on module paths; what they match is not converted.
-        param_dtype: dtype in which parameters are stored, ``torch.float32`` (masters) or ``torch.bfloat16``.
-
-    ``recipe``, ``ignore_modules`` and ``param_dtype`` concern ``"fp8-delayed"`` only.
-
-    Raises:
-        ValueError: for another precision or ``param_dtype``, or a recipe field outside its rule.
-        TypeError: for a recipe of another kind.
+    Args: see :class:`~lightning_fp8.Fp8Precision`.
     """
 
     # filled in by each family's base class: the class that is also a subclass of Lightning's own plugin
@@ -53,31 +53,36 @@ class PrecisionCore(Precision):
         precision: PrecisionString = "fp8-delayed",
         recipe: DelayedScaling | dict[str, Any] | None = None,
         ignore_modules: Sequence[str] = (),
-        param_dtype: torch.dtype | str = torch.float32,
+        param_dtype: torch.dtype | str | None = None,
+        compute_dtype: torch.dtype | str = torch.bfloat16,
+        keep_fp32: Sequence[str] = (),
+        dtype_mismatch: DtypeMismatch = "align",
+        weight_copy: bool = False,
+        reduce_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        if precision not in PRECISIONS:
-            raise ValueError(f"`precision` must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}.")
-        if isinstance(ignore_modules, str):
-            raise TypeError(f"`ignore_modules` must be a sequence of patterns, got the string {ignore_modules!r}.")
-        self.recipe = _as_recipe(recipe)
-        self.ignore_modules = tuple(ignore_modules)
-        self.param_dtype = _as_param_dtype(param_dtype)
-        self._states: list[ScalingState] = []
-        self._module: weakref.ref[nn.Module] | None = None
+        check_precision(precision)
+        check_dtype_mismatch(dtype_mismatch)
+        self.recipe = as_recipe(recipe)
+        self.ignore_modules = as_patterns(ignore_modules, "ignore_modules")
+        default = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        self._asked_param_dtype = None if param_dtype is None else as_torch_dtype("param_dtype", param_dtype)
+        self.param_dtype = self._asked_param_dtype or default
+        self.compute_dtype = as_torch_dtype("compute_dtype", compute_dtype)
+        self.keep_fp32 = as_patterns(keep_fp32, "keep_fp32")
+        self.dtype_mismatch = dtype_mismatch
+        self.weight_copy = weight_copy
+        self.reduce_dtype = as_torch_dtype("reduce_dtype", reduce_dtype)
+        check_dtypes(precision, self.param_dtype, self.compute_dtype)
+        check_weight_copy(precision, self.param_dtype, weight_copy)
         self.precision = precision  # type: ignore[assignment]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_module": None}  # a weak reference cannot be pickled, as launchers that spawn do
+        self._states: list[ScalingState] = []
+        self._attention = AttentionDtypes(self.compute_dtype, dtype_mismatch)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The constructor arguments, to make a plugin of another family with the same behaviour."""
-        return {
-            "precision": self.precision,
-            "recipe": self.recipe,
-            "ignore_modules": self.ignore_modules,
-            "param_dtype": self.param_dtype,
-        }
+        names = [name for name in signature(PrecisionCore.__init__).parameters if name != "self"]
+        return {**{name: getattr(self, name) for name in names}, "param_dtype": self._asked_param_dtype}
 
     @property
     def _is_fp8(self) -> bool:
@@ -85,22 +90,46 @@ class PrecisionCore(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        self._module = weakref.ref(module)
+        for patterns, argument in ((self.ignore_modules, "ignore_modules"), (self.keep_fp32, "keep_fp32")):
+            check_patterns(module, patterns, argument)
+        self._attention.model = weakref.ref(module)
+        # what an earlier run may have left, under this precision or another
+        drop_copies(module)
+        release_inputs(module)
         if self._is_fp8:
-            _store_parameters_as(module, self.param_dtype)
+            self._refuse_float64(module)
+            store_parameters(module, self.param_dtype, self.keep_fp32)
             self._convert(module)
             self._add_state(scaling_state(module))
-            return module
+        else:
+            self._make_plain(module)
+            # under bf16-mixed parameters stay as they came, as with Lightning's own, unless a dtype was asked for
+            if self.precision == "bf16-true" or self._asked_param_dtype or self.keep_fp32:
+                store_parameters(module, self.param_dtype, self.keep_fp32)
+            if self.weight_copy:
+                kept = {part for layer in topmost_matches(module, self.keep_fp32) for part in layer.modules()}
+                keep_copies(module, leave_alone=kept)
+        agree_inputs(module, self.keep_fp32)
+        return module
+
+    def _refuse_float64(self, module: nn.Module) -> None:
+        name = float64_parameter(module)
+        if name is not None:
+            raise TypeError(
+                f"The parameter {name!r} is float64, which `fp8-delayed` would round."
+                " Call `model.float()` first if that is what you want."
+            )
+
+    def _make_plain(self, module: nn.Module) -> None:
         if is_converted(module):
             rank_zero_info(
                 f"The model was converted to FP8 before; for {self.precision!r} its layers become plain again."
             )
             unconvert(module)
-        return module.to(torch.bfloat16) if self.precision == "bf16-true" else module
 
     def _convert(self, module: nn.Module) -> None:
         if not is_converted(module):
-            convert(module, self.recipe, self.ignore_modules)
+            convert(module, self.recipe, self._not_converted)
             rows = describe(module)
             rank_zero_info(
                 f"fp8-delayed: {sum(row.converted for row in rows)} of {len(rows)} linear layers run in FP8."
@@ -113,8 +142,12 @@ class PrecisionCore(Precision):
                 f"The model is already converted with {existing}, but this plugin has {self.recipe}."
                 " Call `lightning_fp8.unconvert(model)` first; the scales start anew then."
             )
-        if self.ignore_modules:
-            convert(module, existing, self.ignore_modules)
+        if self._not_converted:
+            convert(module, existing, self._not_converted)
+
+    @property
+    def _not_converted(self) -> tuple[str, ...]:
+        return (*self.ignore_modules, *self.keep_fp32)
 
     def _add_state(self, state: ScalingState) -> None:
         if not any(state is known for known in self._states):
@@ -135,24 +168,45 @@ class PrecisionCore(Precision):
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        if self.precision == "bf16-mixed":
+        if self.precision == "bf16-mixed" and not self._asked_param_dtype:
             return nullcontext()
-        return _default_dtype(self.param_dtype if self._is_fp8 else torch.bfloat16)
+        return _default_dtype(self.param_dtype)
 
     @override
     def module_init_context(self) -> AbstractContextManager[Any]:
         return self.tensor_init_context()
 
     @override
-    def forward_context(self) -> AbstractContextManager[Any]:
-        if self.precision == "bf16-true":
-            return _default_dtype(torch.bfloat16)
-        autocast = torch.autocast(self._device_type(), dtype=torch.bfloat16, cache_enabled=False)
-        return _layers_own_forwards(autocast) if self._is_fp8 else autocast
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:  # type: ignore[override]
+        """Computation in the compute dtype, encoders without torch's fast path, attention operands in one dtype."""
+        with self.recomputation_context(), self._autocast():
+            yield
+
+    @contextmanager
+    def recomputation_context(self) -> Iterator[None]:
+        """What a forward needs that runs inside backward; autocast is brought back by the checkpointing itself."""
+        default_dtype = _default_dtype(torch.bfloat16) if self.precision == "bf16-true" else nullcontext()
+        with layers_own_forwards(), self._attention.context(), default_dtype:
+            yield
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with self.recomputation_context():
+            super().backward(*args, **kwargs)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.precision == "bf16-true" or self.compute_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self._device_type(), dtype=self.compute_dtype, cache_enabled=False)
+
+    def _fsdp_config(self) -> FSDPMixedPrecision:
+        """What is gathered for computation, and what gradients are summed in over the ranks; buffers stay."""
+        return FSDPMixedPrecision(param_dtype=self.compute_dtype, reduce_dtype=self.reduce_dtype)
 
     def _device_type(self) -> str:
         # Asked for at each step: plugins convert a model before the strategy moves it.
-        module = self._module() if self._module is not None else None
+        module = self._attention.model() if self._attention.model is not None else None
         parameter = next(module.parameters(), None) if module is not None else None
         if parameter is not None and parameter.device.type != "meta":
             return parameter.device.type
@@ -164,26 +218,6 @@ def as_dtype(data: Any, dtype: torch.dtype) -> Any:
     return apply_to_collection(data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def fsdp_mixed_precision() -> FSDPMixedPrecision:
-    """bf16 for computation, fp32 for the sum over ranks; buffers as they are."""
-    return FSDPMixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-@contextmanager
-def _layers_own_forwards(inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """``inner`` without the fast path that ``nn.TransformerEncoder`` takes in evaluation.
-
-    It reads the weights of ``linear1`` and ``linear2`` directly: validation would measure another model than training.
-    """
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with inner:
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -192,30 +226,3 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _as_recipe(recipe: Any) -> DelayedScaling | None:
-    if isinstance(recipe, Mapping):
-        return DelayedScaling(**recipe)
-    if recipe is None or isinstance(recipe, DelayedScaling):
-        return recipe
-    raise TypeError(f"`recipe` must be a DelayedScaling or a mapping of its fields, got {recipe!r}.")
-
-
-def _as_param_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    name = str(dtype).removeprefix("torch.")
-    if name not in _PARAM_DTYPES:
-        raise ValueError(f"`param_dtype` must be torch.float32 or torch.bfloat16, got {dtype!r}.")
-    return _PARAM_DTYPES[name]
-
-
-def _store_parameters_as(module: nn.Module, dtype: torch.dtype) -> None:
-    """Give every floating point parameter the storage dtype, on the same ``Parameter`` objects. Buffers stay."""
-    for name, parameter in module.named_parameters():
-        if parameter.dtype == torch.float64:
-            raise TypeError(
-                f"The parameter {name!r} is float64, which `fp8-delayed` would round."
-                " Call `model.float()` first if that is what you want."
-            )
-        if parameter.is_floating_point() and parameter.dtype != dtype and parameter.element_size() >= 2:
-            parameter.data = parameter.data.to(dtype)

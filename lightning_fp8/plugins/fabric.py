@@ -12,7 +12,7 @@ from lightning.fabric.utilities.types import Optimizable
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing_extensions import override
 
-from lightning_fp8.plugins.core import PrecisionCore, as_dtype, fsdp_mixed_precision
+from lightning_fp8.plugins.core import PrecisionCore, as_dtype
 
 
 class Fp8FabricPrecision(PrecisionCore):
@@ -69,4 +69,4 @@ class Fp8FabricFSDPPrecision(Fp8FabricPrecision, FSDPPrecision):
     @property
     @override
     def mixed_precision_config(self) -> FSDPMixedPrecision:
-        return fsdp_mixed_precision()
+        return self._fsdp_config()

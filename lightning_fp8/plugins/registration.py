@@ -20,8 +20,9 @@ from lightning.fabric import strategies as fabric_strategies
 from lightning.pytorch import Trainer
 from lightning.pytorch import strategies as trainer_strategies
 
-from lightning_fp8.plugins.core import PRECISIONS, PrecisionCore
+from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.fabric import Fp8FabricFSDPPrecision, Fp8FabricPrecision
+from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import Fp8FSDPPrecision, Fp8Precision
 
 _METHOD = "_check_and_init_precision"

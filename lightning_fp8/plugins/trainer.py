@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fp8.convert import scaling_state
-from lightning_fp8.plugins.core import PrecisionCore, as_dtype, fsdp_mixed_precision
+from lightning_fp8.plugins.core import PrecisionCore, as_dtype
 
 
 class _TrainerPrecision(PrecisionCore, Precision):
@@ -63,22 +63,35 @@ class Fp8Precision(_TrainerPrecision):
 
     ``Trainer(precision="fp8-delayed")`` makes one with the defaults; pass one as ``plugins=`` for anything else.
 
-    In ``"fp8-delayed"`` every ``nn.Linear`` computes in FP8 (:func:`lightning_fp8.convert`), all other operations in
-    bf16 by autocast, and parameters are fp32 masters. Scales are updated once per optimizer step, after backward;
-    evaluation moves none. The scaling state is part of the Lightning checkpoint.
+    In ``"fp8-delayed"`` linear and attention layers compute in FP8 (:func:`lightning_fp8.convert`), all other
+    operations in bf16 by autocast, and parameters are fp32 masters. Scales are updated once per optimizer step, after
+    backward; evaluation moves none. The scaling state is part of the Lightning checkpoint.
 
     With ``precision="bf16-mixed"`` or ``"bf16-true"`` the plugin is also an instance of Lightning's ``MixedPrecision``
-    or ``HalfPrecision`` and does what these do.
+    or ``HalfPrecision`` and trains with the numbers of these.
+
+    In all three, evaluation runs what training runs (``nn.TransformerEncoder`` included), and the operands of
+    ``scaled_dot_product_attention`` come in one dtype.
 
     Args:
-        precision: ``"fp8-delayed"``, ``"bf16-mixed"`` or ``"bf16-true"``. The other arguments concern the first only.
+        precision: ``"fp8-delayed"``, ``"bf16-mixed"`` or ``"bf16-true"``.
         recipe: how scales follow the tensors, as :class:`~lightning_fp8.DelayedScaling` or a mapping of its fields.
-        ignore_modules: ``fnmatch`` patterns on module paths; what they match is not converted.
-        param_dtype: dtype in which parameters are stored, ``torch.float32`` (masters) or ``torch.bfloat16``.
+        ignore_modules: ``fnmatch`` patterns on module paths; what they match, and what is inside, is not converted.
+        param_dtype: dtype in which parameters are stored, ``torch.float32`` or ``torch.bfloat16``. Without it: bf16 in
+            ``"bf16-true"``, fp32 masters in ``"fp8-delayed"``, as they came in ``"bf16-mixed"``.
+        compute_dtype: dtype of everything that is not FP8; ``torch.float32`` is for ``"fp8-delayed"`` only.
+        keep_fp32: patterns on module paths; what they match is stored and runs in fp32, is not converted, and gives
+            its outputs in the dtype of its input.
+        dtype_mismatch: what to do where query, key, value or mask of ``scaled_dot_product_attention`` differ in dtype:
+            ``"align"`` brings them to the compute dtype, ``"warn"`` also says where, ``"error"`` raises.
+        weight_copy: for ``"bf16-mixed"``, keep a bf16 copy of linear and attention weights, made once per optimizer
+            step: gradient accumulation pays for the cast once, two bytes a parameter pay for it.
+        reduce_dtype: dtype in which FSDP sums gradients over the ranks.
 
     Raises:
-        ValueError: for another precision or ``param_dtype``, or a recipe field outside its rule.
-        TypeError: for a recipe of another kind.
+        ValueError: for another precision, dtype or word, settings that contradict each other, a recipe field outside
+            its rule; at set-up for a pattern that matches no module.
+        TypeError: for a recipe of another kind, a string in place of a sequence of patterns.
     """
 
 
@@ -102,7 +115,10 @@ Fp8Precision._variants = {"bf16-mixed": Bf16MixedPrecision, "bf16-true": Bf16Tru
 
 
 class Fp8FSDPPrecision(_TrainerPrecision, FSDPPrecision):
-    """:class:`Fp8Precision` for ``FSDPStrategy``: parameters are gathered in bf16, gradients are reduced in fp32."""
+    """:class:`Fp8Precision` for ``FSDPStrategy``: parameters are gathered in bf16, gradients are reduced in fp32.
+
+    ``compute_dtype`` and ``reduce_dtype`` say otherwise.
+    """
 
     def __init__(self, precision: Any = "fp8-delayed", *args: Any, **kwargs: Any) -> None:
         FSDPPrecision.__init__(self, "bf16-true" if precision == "bf16-true" else "bf16-mixed")
@@ -111,4 +127,4 @@ class Fp8FSDPPrecision(_TrainerPrecision, FSDPPrecision):
     @property
     @override
     def mixed_precision_config(self) -> FSDPMixedPrecision:
-        return fsdp_mixed_precision()
+        return self._fsdp_config()

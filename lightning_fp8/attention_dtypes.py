@@ -1,0 +1,173 @@
+"""Query, key, value and mask of ``scaled_dot_product_attention`` in one dtype, however the function was imported.
+
+The function is a builtin that any module may hold under any name, so it is met where torch dispatches it. The
+dispatch key of a backend that no longer exists is switched on for the current thread inside our contexts; for that key
+there is one kernel, that of this operator, and every other operator falls through at no cost. ``torch.compile`` traces
+through it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import GraphModule
+
+from lightning_fp8.paths import plain_path
+
+DtypeMismatch = Literal["align", "warn", "error"]
+DTYPE_MISMATCH: tuple[DtypeMismatch, ...] = get_args(DtypeMismatch)
+
+# how the tracer begins the path of a module that it finds in a local variable
+_TRACED_ROOT = re.compile(r"^L\['\w+'\]\.?")
+_KEY = torch._C.DispatchKey.AutocastIPU  # type: ignore[attr-defined]
+_KEY_SET = torch._C.DispatchKeySet(_KEY)
+
+
+class AttentionDtypes:
+    """What happens to floating point operands of different dtypes inside :meth:`context`.
+
+    Args:
+        compute_dtype: the dtype that query, key and value are brought to where they differ. A floating point mask
+            always follows them.
+        mismatch: ``"align"`` says nothing; ``"warn"`` says once per place which dtypes came; ``"error"`` raises.
+
+    Raises:
+        TypeError: by the attention call, with ``mismatch="error"``.
+    """
+
+    def __init__(self, compute_dtype: torch.dtype, mismatch: DtypeMismatch = "align") -> None:
+        self.compute_dtype = compute_dtype
+        self.mismatch = mismatch
+        self.model: weakref.ref[nn.Module] | None = None
+        self._said: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "model": None}  # a weak reference cannot be pickled
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Inside, in this thread; what was before comes back at the end, after an exception too."""
+        global _active
+        before = _active
+        included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
+        _active = self
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
+        try:
+            yield
+        finally:
+            torch._C._dispatch_tls_set_dispatch_key_included(_KEY, included)
+            torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, excluded)
+            _active = before
+
+    def report(self, operands: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """Say, or raise, that these operands have different dtypes."""
+        if self.mismatch == "align":
+            return
+        place = self._place(next(iter(operands.values())))
+        if place is None:
+            return
+        came = ", ".join(f"{name} {_short(tensor.dtype)}" for name, tensor in operands.items())
+        message = f"scaled_dot_product_attention in {place} got {came}"
+        if self.mismatch == "error":
+            raise TypeError(f"{message}. Bring them to one dtype, or use `dtype_mismatch='align'`.")
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(f"{message}: brought to {_short(dtype)}.", stacklevel=3)
+
+    def _place(self, operand: Tensor) -> str | None:
+        """The module whose forward is running, by its path in the model; None where it has been named before."""
+        running = _running_module()
+        if isinstance(running, str):
+            return running
+        if isinstance(operand, FakeTensor | FunctionalTensor) or isinstance(running, GraphModule):
+            return None  # a graph on its way through the compiler, whose trace has been through here
+        if running is None:
+            return f"a function ({_call_site()})"
+        model = self.model() if self.model is not None else None
+        layers = () if model is None else model.named_modules()
+        path = next((plain_path(path) for path, layer in layers if layer is running), "")
+        return f"{path or '(root)'} ({type(running).__name__})"
+
+
+# the innermost context; a plain global, as backward threads of the same step have to see it too
+_active: AttentionDtypes | None = None
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    with torch._C._ExcludeDispatchKeyGuard(_KEY_SET):
+        if _active is not None:
+            query, key, value, attn_mask = _agreed(_active, query, key, value, attn_mask)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def _agreed(
+    active: AttentionDtypes, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    floating_mask = mask if mask is not None and mask.is_floating_point() else None
+    same = query.dtype == key.dtype == value.dtype
+    if same and (floating_mask is None or floating_mask.dtype == query.dtype):
+        return query, key, value, mask
+    dtype = query.dtype if same else active.compute_dtype
+    operands = {"query": query, "key": key, "value": value}
+    if floating_mask is not None:
+        operands["attn_mask"] = mask = floating_mask.to(dtype)
+    active.report({**operands, **({} if floating_mask is None else {"attn_mask": floating_mask})}, dtype)
+    return query.to(dtype), key.to(dtype), value.to(dtype), mask
+
+
+def _running_module() -> nn.Module | str | None:
+    """The innermost module on the Python stack; under ``torch.compile`` its path, as the tracer knows it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, nn.Module):
+            return candidate
+        stack = getattr(candidate, "nn_module_stack", None)
+        if stack and frame.f_code.co_filename.endswith("symbolic_convert.py"):
+            path, kind = list(stack.values())[-1]
+            return f"{plain_path(_TRACED_ROOT.sub('', path)) or '(root)'} ({kind.__name__})"
+        frame = frame.f_back
+    return None
+
+
+def _call_site() -> str:
+    """The innermost line that is not of this module."""
+    entry = next(entry for entry in reversed(traceback.extract_stack()) if entry.filename != __file__)
+    return f"{entry.filename}:{entry.lineno}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_FALLTHROUGH = torch.library.Library("_", "IMPL")
+_FALLTHROUGH.fallback(torch.library.fallthrough_kernel, "AutocastIPU")
+_ATEN = torch.library.Library("aten", "IMPL")
+_ATEN.impl("scaled_dot_product_attention", _attention, "AutocastIPU")

@@ -1,0 +1,151 @@
+"""Which dtype a parameter is stored in, and that the inputs of plain ``torch.nn`` layers agree with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_fp8.modules.gemm import Fp8Module
+from lightning_fp8.paths import topmost_matches
+
+# Layers of torch that refuse an input of another floating dtype than their parameters, at least on some device. Only
+# what would fail is brought to the parameters' dtype, so no model that runs changes its numerics.
+_STRICT_LAYERS = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.modules.conv._ConvNd,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._NormBase,
+    nn.PReLU,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.RNNCellBase,
+)
+# Autocast brings the operands of the others together.
+_STRICT_UNDER_AUTOCAST = (nn.Bilinear,)
+_HANDLES = "_dtype_handles"
+_AUTOCAST_OFF = "_autocast_off"
+
+
+def store_parameters(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[str] = ()) -> None:
+    """Give floating point parameters their storage dtype, on the same ``Parameter`` objects.
+
+    What ``keep_fp32`` matches is stored in fp32. Buffers stay as they are, but for the running statistics of
+    normalisations, which torch wants in the dtype of the weight beside them.
+    """
+    kept = {id(p) for layer in topmost_matches(module, keep_fp32) for p in layer.parameters()}
+    dtypes: dict[int, torch.dtype] = {}
+    for parameter in module.parameters():
+        # two bytes at least: quantized and FP8 parameters are no business of ours
+        if parameter.is_floating_point() and parameter.element_size() >= 2:
+            dtypes[id(parameter)] = torch.float32 if id(parameter) in kept else dtype
+            if parameter.grad is not None:
+                dtypes[id(parameter.grad)] = dtypes[id(parameter)]
+    for statistics, weight in _running_statistics(module):
+        dtypes[id(statistics)] = dtypes[id(weight)]
+    # `_apply` is what `module.to` goes through: sharded and converted modules take part
+    module._apply(lambda tensor: tensor.to(dtypes.get(id(tensor), tensor.dtype)))
+
+
+def _running_statistics(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.weight is not None:
+            for statistics in (layer.running_mean, layer.running_var):
+                if statistics is not None and statistics.is_floating_point():
+                    yield statistics, layer.weight
+
+
+def float64_parameter(module: nn.Module) -> str | None:
+    """The name of a float64 parameter; None if there is none."""
+    return next((name for name, p in module.named_parameters() if p.dtype == torch.float64), None)
+
+
+def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = ()) -> None:
+    """Make inputs agree with parameters, by hooks.
+
+    - A plain layer of torch with parameters of two bytes gets its floating point inputs in their dtype.
+    - What ``keep_fp32`` matches runs in fp32, without autocast, on fp32 inputs; its outputs come back in the dtype of
+      its first floating point input (without one, in the default dtype).
+
+    Converted layers take any input. A model whose parameters are all fp32 gets no hook but for ``nn.Bilinear``.
+    """
+    release_inputs(module)
+    kept = topmost_matches(module, keep_fp32)
+    inside_kept = {part for layer in kept for part in layer.modules()}
+    for layer in kept:
+        if next(layer.parameters(), None) is not None:
+            vars(layer)[_AUTOCAST_OFF] = []
+            vars(layer)[_HANDLES] = (
+                layer.register_forward_pre_hook(_enter_fp32, with_kwargs=True),
+                layer.register_forward_hook(_leave_fp32, with_kwargs=True, always_call=True),
+            )
+    for layer in module.modules():
+        if layer not in inside_kept and _must_agree(layer):
+            vars(layer)[_HANDLES] = (layer.register_forward_pre_hook(_to_parameter_dtype, with_kwargs=True),)
+
+
+def release_inputs(module: nn.Module) -> None:
+    """Undo :func:`agree_inputs`."""
+    for layer in module.modules():
+        for handle in vars(layer).pop(_HANDLES, ()):
+            handle.remove()
+        vars(layer).pop(_AUTOCAST_OFF, None)
+
+
+def _must_agree(layer: nn.Module) -> bool:
+    if not isinstance(layer, _STRICT_LAYERS) or isinstance(layer, Fp8Module):
+        return False
+    parameter = next(layer.parameters(), None)
+    if parameter is None or is_lazy(parameter):
+        return False
+    return parameter.element_size() == 2 or isinstance(layer, _STRICT_UNDER_AUTOCAST)
+
+
+def _to_parameter_dtype(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _inputs_to(args, kwargs, next(layer.parameters()).dtype)
+
+
+def _enter_fp32(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    came_in = next((x.dtype for x in tensors if x.is_floating_point()), None)
+    off = torch.autocast(next(layer.parameters()).device.type, enabled=False)
+    vars(layer)[_AUTOCAST_OFF].append((off, came_in or torch.get_default_dtype()))
+    off.__enter__()
+    return _inputs_to(args, kwargs, torch.float32)
+
+
+def _leave_fp32(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    entered = vars(layer)[_AUTOCAST_OFF]
+    if not entered:  # called because an earlier hook failed
+        return None
+    off, dtype = entered.pop()
+    off.__exit__(None, None, None)
+    return _floating_to(output, dtype, [])
+
+
+def _inputs_to(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    done: list[tuple[Tensor, Tensor]] = []
+    return _floating_to(args, dtype, done), _floating_to(kwargs, dtype, done)
+
+
+def _floating_to(data: Any, dtype: torch.dtype, done: list[tuple[Tensor, Tensor]]) -> Any:
+    """Floating point tensors in ``dtype``; one object stays one object, by which attention knows self-attention."""
+    if isinstance(data, Tensor):
+        if not data.is_floating_point() or data.dtype == dtype:
+            return data
+        for tensor, cast in done:
+            if tensor is data:
+                return cast
+        done.append((data, data.to(dtype)))
+        return done[-1][1]
+    if type(data) in (tuple, list):
+        return type(data)(_floating_to(item, dtype, done) for item in data)
+    if type(data) is dict:
+        return {key: _floating_to(item, dtype, done) for key, item in data.items()}
+    return data.to(dtype) if isinstance(data, PackedSequence) else data

@@ -1,0 +1,202 @@
+"""``nn.MultiheadAttention`` with its projections as GEMMs of our own and its core in ``scaled_dot_product_attention``.
+
+torch's module never calls the ``forward`` of its ``out_proj`` and multiplies with ``in_proj_weight`` itself, so a swap
+of linear layers does not reach it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fp8.modules.gemm import Fp8Module, Fp8Weight, cast_weight, check_input, fp8_linear
+
+
+class SdpaMultiheadAttention(nn.MultiheadAttention):
+    """The forward of ``nn.MultiheadAttention``; subclasses say how an input is projected.
+
+    Shapes, arguments and results are those of ``nn.MultiheadAttention``. Masks come in any floating dtype or as bool.
+    """
+
+    def _in_operand(self, gemm: str) -> Any:
+        """What :meth:`_project` multiplies with, made once per forward for ``in_proj``, or q_proj, k_proj, v_proj."""
+        raise NotImplementedError
+
+    def _project(self, gemm: str, x: Tensor, operand: Any, rows: slice, bias: Tensor | None) -> Tensor:
+        """x ``[*, features]`` times some rows of the operand, plus bias."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """query ``[L, E]``, ``[L, B, E]`` or, with ``batch_first``, ``[B, L, E]`` -> output of that shape, weights."""
+        self._check(query, key, value, attn_mask, is_causal)
+        is_batched, batch_first = query.dim() == 3, self.batch_first
+        q, k, v = (self._heads(x, is_batched, batch_first) for x in self._in_projections(query, key, value))
+        if is_causal and key_padding_mask is None and not need_weights:
+            mask = None  # the hint says that attn_mask is the causal mask
+        else:
+            mask, is_causal = self._merged_mask(q, k, attn_mask, key_padding_mask), False
+        k, v, mask = self._extended(k, v, mask)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            attended, weights = _attend_with_weights(q, k, v, mask, dropout)
+            weights = weights.mean(dim=1) if average_attn_weights else weights
+            weights = weights if is_batched else weights.squeeze(0)
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+        # [B, H, L, D] -> the layout of the query
+        order = (0, 2, 1, 3) if batch_first or not is_batched else (2, 0, 1, 3)
+        attended = attended.permute(order).flatten(2)
+        return self.out_proj(attended if is_batched else attended.squeeze(0)), weights
+
+    def _in_projections(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """q, k and v, each ``[*, embed_dim]``: one GEMM for as many neighbours as share their input."""
+        inputs, width = (query, key, value), self.embed_dim
+        if self.in_proj_weight is None:
+            gemms = [(gemm, at, at + 1) for at, gemm in enumerate(("q_proj", "k_proj", "v_proj"))]
+            operands = {gemm: self._in_operand(gemm) for gemm, _, _ in gemms}
+        else:
+            first_of_value = 2 if key is not value else 1 if query is not key else 0
+            first_of_key = 1 if query is not key else 0
+            starts = sorted({0, first_of_key, first_of_value})
+            gemms = [("in_proj", start, end) for start, end in zip(starts, [*starts[1:], 3], strict=True)]
+            operands = {"in_proj": self._in_operand("in_proj")}
+        projected: list[Tensor] = []
+        for gemm, start, end in gemms:
+            rows = slice(start * width, end * width)
+            bias: Tensor | None = self.in_proj_bias
+            if bias is not None and end - start < 3:
+                bias = bias[rows]
+            weight_rows = rows if gemm == "in_proj" else slice(0, width)
+            y = self._project(gemm, inputs[start], operands[gemm], weight_rows, bias)
+            projected.extend(y.chunk(end - start, dim=-1))
+        return projected
+
+    def _heads(self, x: Tensor, is_batched: bool, batch_first: bool) -> Tensor:
+        """``[L, E]``, ``[L, B, E]`` or ``[B, L, E]`` -> ``[B, H, L, D]``."""
+        x = x if is_batched else x[None]
+        split = x.unflatten(-1, (self.num_heads, self.head_dim))
+        return split.permute((0, 2, 1, 3) if batch_first or not is_batched else (1, 2, 0, 3))
+
+    def _merged_mask(
+        self, q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
+    ) -> Tensor | None:
+        """Both masks as one to add, broadcastable to ``[B, H, L, S]``, in the dtype of q."""
+        mask = None
+        (batch, heads, length, _), source = q.shape, k.shape[2]
+        if attn_mask is not None:
+            self._check_mask("attn_mask", attn_mask, (length, source), (batch * heads, length, source))
+            mask = _additive(attn_mask, q.dtype)
+            mask = mask.view(batch, heads, length, source) if mask.dim() == 3 else mask[None, None]
+        if key_padding_mask is not None:
+            self._check_mask("key_padding_mask", key_padding_mask, (batch, source), (source,) if batch == 1 else ())
+            padding = _additive(key_padding_mask, q.dtype).view(batch, 1, 1, source)
+            mask = padding if mask is None else mask + padding
+        return mask
+
+    def _check_mask(self, name: str, mask: Tensor, *shapes: tuple[int, ...]) -> None:
+        if tuple(mask.shape) not in shapes:
+            allowed = " or ".join(str(shape) for shape in shapes if shape)
+            raise ValueError(f"{type(self).__name__}: `{name}` must have shape {allowed}, got {tuple(mask.shape)}.")
+
+    def _extended(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """k, v and mask with the entries of ``bias_k``, ``bias_v`` and ``add_zero_attn`` behind those of the input."""
+        shape = (k.shape[0], self.num_heads, 1, self.head_dim)
+        added: list[tuple[Tensor, Tensor]] = []
+        if self.bias_k is not None and self.bias_v is not None:
+            bias_k, bias_v = (
+                bias.view(1, self.num_heads, 1, self.head_dim).expand(shape) for bias in (self.bias_k, self.bias_v)
+            )
+            added.append((bias_k, bias_v))
+        if self.add_zero_attn:
+            added.append((k.new_zeros(shape), v.new_zeros(shape)))
+        if added:
+            k = torch.cat([k, *(extra.to(k.dtype) for extra, _ in added)], dim=2)
+            v = torch.cat([v, *(extra.to(v.dtype) for _, extra in added)], dim=2)
+            mask = None if mask is None else F.pad(mask, (0, len(added)))
+        return k, v, mask
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise TypeError(
+                f"{type(self).__name__} takes padded tensors with a `key_padding_mask`, not nested tensors."
+            )
+        if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
+            raise ValueError(
+                f"{type(self).__name__}: query, key and value must all have 2 dimensions (one sequence) or 3 (a batch),"
+                f" got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
+            )
+        if key.shape[:-1] != value.shape[:-1]:
+            raise ValueError(
+                f"{type(self).__name__}: key and value must have the same length and batch size, got"
+                f" {tuple(key.shape)} and {tuple(value.shape)}."
+            )
+        if is_causal and attn_mask is None:
+            raise ValueError(
+                f"{type(self).__name__}: `is_causal` is a hint about `attn_mask`, which must be given too."
+            )
+
+
+class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
+    """``nn.MultiheadAttention`` with all its projections in FP8.
+
+    Never constructed: :func:`lightning_fp8.convert` turns an ``nn.MultiheadAttention`` into it by class, on the same
+    object, with the same parameters and ``state_dict`` keys. Its tensors are called ``<path>.in_proj.<role>``, or
+    ``<path>.q_proj.<role>``, ``k_proj`` and ``v_proj`` where ``kdim`` or ``vdim`` makes them separate; ``out_proj``
+    becomes an :class:`~lightning_fp8.Fp8Linear`. A packed weight has one scale, also where query and key differ.
+
+    Shape, arguments and results: those of ``nn.MultiheadAttention``; inputs fp32, bf16 or fp16, outputs in autocast's
+    dtype where autocast is on. The core is ``scaled_dot_product_attention`` in the dtype of the projections.
+
+    Raises:
+        TypeError: for an input that is not fp32, bf16 or fp16, or is nested.
+        ValueError: for shapes that do not fit, or ``is_causal`` without ``attn_mask``.
+    """
+
+    @staticmethod
+    def gemm_names(layer: nn.Module) -> tuple[str, ...]:
+        """``in_proj``, or ``q_proj``, ``k_proj`` and ``v_proj``."""
+        return ("q_proj", "k_proj", "v_proj") if layer.in_proj_weight is None else ("in_proj",)
+
+    def _in_operand(self, gemm: str) -> Fp8Weight:
+        return cast_weight(self.fp8[gemm], getattr(self, f"{gemm}_weight"), self.recording_handle())
+
+    def _project(self, gemm: str, x: Tensor, operand: Fp8Weight, rows: slice, bias: Tensor | None) -> Tensor:
+        return fp8_linear(self.fp8[gemm], x, operand.rows(rows), bias, self.recording_handle())
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
+        super()._check(query, key, value, attn_mask, is_causal)
+        check_input(self, "query", query, self.embed_dim, "embed_dim")
+        check_input(self, "key", key, self.kdim, "kdim")
+        check_input(self, "value", value, self.vdim, "vdim")
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to add to attention scores: ``-inf`` where a bool mask says True."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+    if not mask.is_floating_point():
+        raise TypeError(f"Attention masks must be bool or floating point, got {mask.dtype}.")
+    return mask.to(dtype)
+
+
+def _attend_with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
+    """Attention written out, ``[B, H, L, D]`` and the weights ``[B, H, L, S]``, which the fused kernels do not give."""
+    scores = torch.matmul(q * math.sqrt(1.0 / q.shape[-1]), k.transpose(-2, -1))
+    scores = scores if mask is None else scores + mask
+    weights = F.dropout(torch.softmax(scores, dim=-1), dropout)
+    return torch.matmul(weights, v), weights

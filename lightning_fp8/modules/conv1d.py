@@ -1,0 +1,29 @@
+"""``Fp8Conv1D``: the linear layer of Hugging Face's GPT-2, whose weight is kept transposed. Needs ``transformers``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from lightning_fp8.modules.gemm import Fp8Module, cast_weight, check_input, fp8_linear
+
+
+class Fp8Conv1D(Fp8Module, Conv1D):
+    """``y = x @ weight + bias`` as :class:`~lightning_fp8.Fp8Linear` computes it; weight ``[nx, nf]``.
+
+    Shape:
+        x ``[*, nx]`` fp32, bf16 or fp16; y ``[*, nf]``, in autocast's dtype where autocast is on, else in that of x.
+
+    Raises:
+        TypeError: for an input that is not fp32, bf16 or fp16.
+        ValueError: for an input whose last dimension is not ``nx``.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[*, nx]`` -> y ``[*, nf]``; see the class."""
+        check_input(self, "input", x, self.weight.shape[0], "nx")
+        rows, record_to = self.fp8[""], self.recording_handle()
+        return fp8_linear(rows, x, cast_weight(rows, self.weight, record_to, transposed=True), self.bias, record_to)
+
+    def __repr__(self) -> str:
+        return f"Fp8Conv1D(nf={self.nf}, nx={self.nx}, {self.extra_repr()})"

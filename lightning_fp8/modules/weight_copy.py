@@ -1,0 +1,115 @@
+"""fp32 masters with a bf16 copy of each linear and attention weight, cast once per optimizer step.
+
+Autocast casts a weight at every use of it. Here the copy outlives the forward, so that gradient accumulation and
+activation recomputation pay for the cast once; two bytes a parameter is what it costs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from lightning_fp8.modules.attention import SdpaMultiheadAttention
+from lightning_fp8.modules.weight_cache import WeightCache
+
+
+class WeightCopyModule(nn.Module):
+    """A module that multiplies with copies of its weights in autocast's dtype. Never constructed.
+
+    Attributes:
+        copies: the copy of each of its own GEMM weights, by parameter name.
+        plain_class: the class it had before, and gets back.
+    """
+
+    copies: dict[str, WeightCache]
+    plain_class: type[nn.Module]
+
+    def copied(self, name: str) -> Tensor:
+        """The weight in autocast's dtype, connected to the parameter; without autocast the parameter itself."""
+        parameter: Tensor = getattr(self, name)
+        device = parameter.device.type
+        # In evaluation weights are swapped (averaging) in ways that leave no trace, and a compiled graph cannot see
+        # whether a copy is stale: there autocast casts, as without a copy.
+        if not (self.training and torch.is_grad_enabled() and torch.is_autocast_enabled(device)):
+            return parameter
+        dtype = torch.get_autocast_dtype(device)
+        if torch.compiler.is_compiling() or parameter.dtype == dtype:
+            return parameter
+        cache = self.copies[name]
+        kept = cache.get(parameter, 0)
+        if kept is None or kept[0].dtype != dtype:
+            kept = (parameter.detach().to(dtype),)
+            cache.put(parameter, 0, kept)
+        return _CopyOf.apply(parameter, kept[0])
+
+
+class WeightCopyLinear(WeightCopyModule, nn.Linear):
+    """``nn.Linear`` that multiplies with a copy of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[*, in_features]`` -> y ``[*, out_features]``."""
+        return F.linear(x, self.copied("weight"), self.bias)
+
+
+class WeightCopyMultiheadAttention(WeightCopyModule, SdpaMultiheadAttention):
+    """``nn.MultiheadAttention`` that projects with copies of its weights."""
+
+    def _in_operand(self, gemm: str) -> Tensor:
+        return self.copied(f"{gemm}_weight")
+
+    def _project(self, gemm: str, x: Tensor, operand: Tensor, rows: slice, bias: Tensor | None) -> Tensor:
+        whole = rows.start == 0 and rows.stop == len(operand)
+        return F.linear(x, operand if whole else operand[rows], bias)
+
+
+class _CopyOf(torch.autograd.Function):
+    """The copy, with the parameter's place in the graph: what a differentiable cast would give."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = parameter.dtype
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+class _Change(NamedTuple):
+    layer: nn.Module
+    new_class: type[WeightCopyModule]
+    weights: tuple[str, ...]
+
+
+def keep_copies(module: nn.Module, leave_alone: set[nn.Module]) -> None:
+    """Give every plain linear and attention layer copies of its weights: in place, by class, same parameters."""
+    changes: list[_Change] = []
+    for layer in module.modules():
+        if layer in leave_alone or "forward" in vars(layer):
+            continue
+        if type(layer) is nn.Linear:
+            changes.append(_Change(layer, WeightCopyLinear, ("weight",)))
+        elif type(layer) is nn.MultiheadAttention:
+            packed = layer.in_proj_weight is not None
+            names = ("in_proj_weight",) if packed else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+            changes.append(_Change(layer, WeightCopyMultiheadAttention, names))
+            if type(layer.out_proj) is NonDynamicallyQuantizableLinear:
+                changes.append(_Change(layer.out_proj, WeightCopyLinear, ("weight",)))
+    for layer, new_class, weights in changes:
+        changed = cast(WeightCopyModule, layer)
+        changed.plain_class = type(layer)
+        changed.copies = {name: WeightCache() for name in weights}
+        changed.__class__ = new_class
+
+
+def drop_copies(module: nn.Module) -> None:
+    """Undo :func:`keep_copies`."""
+    for layer in module.modules():
+        if isinstance(layer, WeightCopyModule):
+            plain_class = layer.plain_class
+            del layer.copies, layer.plain_class
+            cast(nn.Module, layer).__class__ = plain_class

@@ -1,0 +1,67 @@
+"""Module paths, and the patterns by which users choose modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+# Wrappers add these to a module's path; without them names stay the same with and without the wrapper.
+_WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def plain_path(path: str) -> str:
+    """A module's path without the segments that wrappers add."""
+    return ".".join(segment for segment in path.split(".") if segment not in _WRAPPER_SEGMENTS)
+
+
+def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``module.named_modules()`` by plain paths, parents before children."""
+    for path, layer in module.named_modules():
+        yield plain_path(path), layer
+
+
+def matches(path: str, patterns: Sequence[str]) -> bool:
+    """Whether any ``fnmatch`` pattern matches the path; a leading ``*.`` also matches at the top level."""
+    rooted = f".{path}" if path else ""
+    return any(fnmatchcase(path, pattern) or fnmatchcase(rooted, pattern) for pattern in patterns)
+
+
+def topmost_matches(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """The modules that a pattern matches and that lie in no other such module."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for path, layer in named_modules(module):
+        if layer not in inside and matches(path, patterns):
+            found.append(layer)
+            inside.update(layer.modules())
+    return found
+
+
+def as_patterns(patterns: Sequence[str], argument: str) -> tuple[str, ...]:
+    """The patterns as a tuple.
+
+    Raises:
+        TypeError: for a single string, whose characters would each be a pattern.
+    """
+    if isinstance(patterns, str):
+        raise TypeError(f"`{argument}` must be a sequence of patterns, got the string {patterns!r}.")
+    return tuple(patterns)
+
+
+def check_patterns(module: nn.Module, patterns: Sequence[str], argument: str) -> None:
+    """Refuse patterns that choose nothing.
+
+    Raises:
+        TypeError: for a single string.
+        ValueError: if a pattern matches no module; the message names the pattern and what there is.
+    """
+    layers = list(named_modules(module))
+    for pattern in as_patterns(patterns, argument):
+        if not any(matches(path, (pattern,)) for path, _ in layers):
+            own = [path for path, layer in layers if next(layer.parameters(recurse=False), None) is not None]
+            raise ValueError(
+                f"The `{argument}` pattern {pattern!r} matches no module of {type(module).__name__}."
+                f" Its layers are: {', '.join(own[:10])}{', ...' if len(own) > 10 else ''}."
+            )

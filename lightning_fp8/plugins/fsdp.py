@@ -1,0 +1,28 @@
+"""What ``fully_shard`` is told about dtypes."""
+
+from __future__ import annotations
+
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_fp8.plugins.core import PrecisionCore
+from lightning_fp8.plugins.settings import PrecisionString
+from lightning_fp8.plugins.trainer import Fp8Precision
+
+
+def fsdp2_policy(precision: PrecisionString | PrecisionCore = "fp8-delayed") -> MixedPrecisionPolicy:
+    """The ``mp_policy`` for ``torch.distributed.fsdp.fully_shard`` that belongs to a precision.
+
+    Parameters are gathered in the precision's compute dtype (bf16), gradients are reduced in its ``reduce_dtype``
+    (fp32); shards keep the dtype in which parameters are stored, and so does the optimizer.
+
+    Args:
+        precision: one of the three strings, or a plugin with settings of its own.
+
+    Raises:
+        ValueError: for another string.
+
+    >>> fsdp2_policy("bf16-mixed").reduce_dtype
+    torch.float32
+    """
+    plugin = precision if isinstance(precision, PrecisionCore) else Fp8Precision(precision)
+    return MixedPrecisionPolicy(param_dtype=plugin.compute_dtype, reduce_dtype=plugin.reduce_dtype)

@@ -1,0 +1,296 @@
+"""``Fp8MultiheadAttention`` beside torch's own module."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from conftest import sqnr
+from torch import Tensor, nn
+
+from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8MultiheadAttention, convert, describe, scaling_state, unconvert
+from lightning_fp8.modules.weight_copy import WeightCopyMultiheadAttention, drop_copies, keep_copies
+
+WIDTH, HEADS, BATCH, LENGTH, SOURCE = 32, 4, 3, 6, 5
+pytestmark = pytest.mark.filterwarnings("ignore:.*mismatched.*")
+
+
+def module(**options: Any) -> nn.MultiheadAttention:
+    torch.manual_seed(1)
+    made = nn.MultiheadAttention(WIDTH, HEADS, **options)
+    for name, parameter in made.named_parameters():
+        if name.endswith("bias"):  # torch begins with zeros, which would hide a bias that is left out
+            nn.init.normal_(parameter, std=0.5)
+    return made
+
+
+def operands(batch_first: bool, kdim: int = WIDTH, vdim: int = WIDTH, batched: bool = True) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((LENGTH, WIDTH), (SOURCE, kdim), (SOURCE, vdim))
+    made = [torch.randn(BATCH, *shape, generator=generator) for shape in shapes]
+    made = [x if batch_first else x.transpose(0, 1) for x in made]
+    return [(x if batched else x.select(0 if batch_first else 1, 0)).clone().requires_grad_() for x in made]
+
+
+def mask(kind: str, shape: tuple[int, ...]) -> Tensor | None:
+    chosen = torch.rand(shape, generator=torch.Generator().manual_seed(4)) < 0.3
+    chosen[..., 0] = False
+    additive = torch.randn(shape, generator=torch.Generator().manual_seed(5)).masked_fill(chosen, float("-inf"))
+    return {"none": None, "bool": chosen, "float": additive}[kind]
+
+
+def run(
+    model: nn.MultiheadAttention, inputs: list[Tensor], **options: Any
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Output, weights, and the gradients of inputs and parameters."""
+    leaves = [*dict.fromkeys(inputs), *model.parameters()]
+    y, weights = model(*inputs, **options)
+    loss = (y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum()
+    if weights is not None:
+        loss = loss + weights.float().square().sum()
+    return y, weights, list(torch.autograd.grad(loss, leaves))
+
+
+CASES = {
+    "self": lambda q, k, v: [q, q, q],
+    "key is value": lambda q, k, v: [q, k, k],
+    "query is key": lambda q, k, v: [q, q, (2 * q).detach().requires_grad_()],
+    "all different": lambda q, k, v: [q, k, v],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("batched", [True, False])
+def test_forward_is_torchs_with_plain_projections(case: str, batch_first: bool, batched: bool) -> None:
+    """The part that is not FP8: the same class with exact projections beside torch, gradients too, in fp32."""
+    for bias, extra, need_weights in itertools.product((True, False), (True, False), (True, False)):
+        plain = module(bias=bias, add_bias_kv=extra, add_zero_attn=extra, batch_first=batch_first)
+        ours = copy.deepcopy(plain)
+        keep_copies(ours, set())
+        assert type(ours) is WeightCopyMultiheadAttention
+        inputs = CASES[case](*operands(batch_first, batched=batched))
+        length, source = LENGTH, inputs[1].shape[1 if batch_first and batched else 0]
+        per_head = (BATCH * HEADS if batched else HEADS, length, source)
+        for kind, shape, pad in itertools.product(
+            ("none", "bool", "float"), ((length, source), per_head), ("none", "bool", "float")
+        ):
+            options = {
+                "attn_mask": mask(kind, shape),
+                "key_padding_mask": mask(pad, (BATCH, source) if batched else (source,)),
+                "need_weights": need_weights,
+                "average_attn_weights": len(shape) == 2,
+            }
+            y, weights, grads = run(ours, inputs, **options)
+            expected_y, expected_weights, expected_grads = run(plain, inputs, **options)
+            torch.testing.assert_close(y, expected_y)
+            assert (weights is None) == (expected_weights is None) == (not need_weights)
+            if weights is not None:
+                torch.testing.assert_close(weights, expected_weights)
+            torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-5)
+        drop_copies(ours)
+        assert type(ours) is nn.MultiheadAttention
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_causal_hint_dropout_and_bf16(need_weights: bool, dropout: float) -> None:
+    plain = module(dropout=dropout, batch_first=True)
+    ours = copy.deepcopy(plain)
+    keep_copies(ours, set())
+    x = operands(True)[0]
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    outputs = []
+    for model in (ours, plain):
+        torch.manual_seed(6)
+        y, _, grads = run(model, [x, x, x], attn_mask=causal, is_causal=True, need_weights=need_weights)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.manual_seed(6)
+            outputs.append((y, grads, *run(model, [x, x, x], attn_mask=causal, need_weights=need_weights)))
+    (y, grads, in_bf16, _, grads_in_bf16), (t, t_grads, t_in_bf16, _, t_grads_in_bf16) = outputs
+    torch.testing.assert_close(y, t)
+    torch.testing.assert_close(grads, t_grads, rtol=1e-4, atol=1e-5)
+    assert in_bf16.dtype == t_in_bf16.dtype == torch.bfloat16
+    assert sqnr(in_bf16, t_in_bf16) > 40
+    assert min(map(sqnr, grads_in_bf16, t_grads_in_bf16)) > 35
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_fp8_beside_torch(case: str, kind: str, need_weights: bool) -> None:
+    plain = module(batch_first=True)
+    fp8 = convert(copy.deepcopy(plain))
+    inputs = CASES[case](*operands(True))
+    options = {"attn_mask": mask(kind, (LENGTH, inputs[1].shape[1])), "need_weights": need_weights}
+    y, weights, grads = run(fp8, inputs, **options)
+    expected_y, expected_weights, expected_grads = run(plain, inputs, **options)
+    assert y.dtype == torch.float32
+    assert sqnr(y, expected_y) > 24
+    if weights is not None and expected_weights is not None:
+        assert sqnr(weights, expected_weights) > 24
+    # through two FP8 GEMMs and the softmax between them
+    names = ["input"] * len(dict.fromkeys(inputs)) + [name for name, _ in plain.named_parameters()]
+    found = {name: sqnr(g, e) for name, g, e in zip(names, grads, expected_grads, strict=True)}
+    assert min(found.values()) > 17, found
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        in_bf16, _, _ = run(fp8, inputs, **options)
+    assert in_bf16.dtype == torch.bfloat16
+    assert sqnr(in_bf16, expected_y) > 22
+
+
+@pytest.mark.parametrize(("kdim", "vdim"), [(24, 40), (None, 16), (48, None)])
+def test_separate_projections(kdim: int | None, vdim: int | None) -> None:
+    plain = module(kdim=kdim, vdim=vdim, batch_first=True)
+    fp8 = convert(copy.deepcopy(plain))
+    assert scaling_state(fp8).module_names == ("q_proj", "k_proj", "v_proj", "out_proj")
+    inputs = operands(True, kdim or WIDTH, vdim or WIDTH)
+    y, _, grads = run(fp8, inputs)
+    expected, _, expected_grads = run(plain, inputs)
+    assert sqnr(y, expected) > 24
+    assert min(map(sqnr, grads, expected_grads)) > 17
+
+
+def test_projections_are_those_of_fp8_linear_bit_for_bit() -> None:
+    attention = convert(module(batch_first=True))
+    linear = nn.Linear(WIDTH, 3 * WIDTH)
+    linear.load_state_dict({"weight": attention.in_proj_weight, "bias": attention.in_proj_bias})
+    convert(linear)
+    x = operands(True)[0].detach()
+    q, k, v = attention._in_projections(x, x, x)
+    assert torch.equal(torch.cat([q, k, v], dim=-1), linear(x))
+    q.sum().backward()
+    linear(x)[..., :WIDTH].sum().backward()
+    assert torch.equal(attention.in_proj_weight.grad, linear.weight.grad)
+
+
+def test_parameters_keys_and_objects_stay() -> None:
+    encoder = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, batch_first=True)
+    keys, parameters, layer = list(encoder.state_dict()), list(encoder.parameters()), encoder.self_attn
+    convert(encoder)
+    assert list(encoder.state_dict()) == keys
+    assert all(a is b for a, b in zip(encoder.parameters(), parameters, strict=True))
+    assert encoder.self_attn is layer
+    assert type(layer) is Fp8MultiheadAttention
+    assert type(layer.out_proj) is type(encoder.linear1) is type(encoder.linear2) is Fp8Linear
+    assert isinstance(layer, nn.MultiheadAttention)
+    names = ("self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2")
+    assert scaling_state(encoder).module_names == names
+    assert [row.path for row in describe(encoder) if row.converted] == [
+        "self_attn",
+        "self_attn.out_proj",
+        "linear1",
+        "linear2",
+    ]
+    unconvert(encoder)
+    assert type(layer) is nn.MultiheadAttention
+    assert type(layer.out_proj).__name__ == "NonDynamicallyQuantizableLinear"
+    assert not vars(encoder).keys() & {"_own_forward_handle"}
+    nn.TransformerEncoderLayer(WIDTH, HEADS, 48, batch_first=True).load_state_dict(encoder.state_dict())
+
+
+def test_ignored_attention_is_torchs_own_and_an_ignored_out_proj_a_plain_linear() -> None:
+    encoder = convert(nn.TransformerEncoderLayer(WIDTH, HEADS, 48), ignore_modules=("self_attn",))
+    assert scaling_state(encoder).module_names == ("linear1", "linear2")
+    assert type(encoder.self_attn) is nn.MultiheadAttention
+    rows = {row.path: row.reason for row in describe(encoder, ("self_attn",))}
+    assert rows["self_attn.out_proj"] == rows["self_attn"] == "matches `ignore_modules`"
+    convert(encoder)
+    assert type(encoder.self_attn) is Fp8MultiheadAttention
+    convert(encoder, ignore_modules=("*.out_proj",))
+    assert scaling_state(encoder).module_names == ("self_attn.in_proj", "linear1", "linear2")
+    assert encoder(torch.randn(3, 2, WIDTH)).isfinite().all()
+    convert(encoder, ignore_modules=("self_attn",))
+    assert type(encoder.self_attn.out_proj).__name__ == "NonDynamicallyQuantizableLinear"
+
+
+def test_each_tensor_is_recorded_in_training_only_and_the_weight_is_cast_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = convert(module(batch_first=True), DelayedScaling(amax_history_len=4))
+    state = scaling_state(attention)
+    query, key, value = operands(True)
+    attention.eval()
+    attention(query, key, value)
+    attention.train()
+    with torch.no_grad():
+        attention(query, key, value)
+    assert state.amax.tolist() == [0.0] * 6
+    casts: list[Any] = []
+    put = type(attention.fp8["in_proj"].weight_cache).put
+    monkeypatch.setattr(
+        type(attention.fp8["in_proj"].weight_cache), "put", lambda self, *a: (casts.append(a[0]), put(self, *a))
+    )
+    for _ in range(3):
+        attention(query, key, value)[0].sum().backward()
+    assert len(casts) == 2  # in_proj, out_proj
+    recorded = dict(zip(state.names, state.amax.tolist(), strict=True))
+    # one scale for the packed weight and its three inputs
+    assert recorded["in_proj.input"] == max(x.abs().max().item() for x in (query, key, value))
+    assert recorded["in_proj.weight"] == attention.in_proj_weight.abs().max().item()
+    assert min(recorded.values()) > 0
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend: str) -> None:
+    torch._dynamo.reset()
+    eager = convert(nn.TransformerEncoderLayer(WIDTH, HEADS, 48, 0.0, batch_first=True))
+    compiled = copy.deepcopy(eager)
+    call = torch.compile(compiled, fullgraph=True, backend=backend)
+    x = operands(True)[0].detach()
+    pad, target = mask("bool", (BATCH, LENGTH)), torch.randn(BATCH, LENGTH, WIDTH)
+    for _ in range(2):
+        for run_it, model in ((eager, eager), (call, compiled)):
+            (run_it(x, src_key_padding_mask=pad) * target).sum().backward()
+            scaling_state(model).update()
+    assert torch.allclose(scaling_state(eager).scale, scaling_state(compiled).scale, rtol=1e-2)
+    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert sqnr(q.grad, p.grad) > 25
+
+
+def test_bad_input_is_named() -> None:
+    attention = convert(nn.ModuleDict({"a": module(batch_first=True)}))["a"]
+    x = torch.randn(2, 3, WIDTH)
+    with pytest.raises(
+        TypeError, match=r"'a\.in_proj': the query must be float32, bfloat16 or float16, got torch.int64"
+    ):
+        attention(x.long(), x, x)
+    with pytest.raises(ValueError, match=r"last dimension of the key must be kdim=32, got the shape \(2, 3, 7\)"):
+        attention(x, x[..., :7], x[..., :7])
+    with pytest.raises(ValueError, match=r"2 dimensions .* or 3"):
+        attention(x[None], x[None], x[None])
+    with pytest.raises(ValueError, match="same length and batch size"):
+        attention(x, x, x[:, :2])
+    with pytest.raises(ValueError, match=r"`attn_mask` must have shape \(3, 3\) or \(8, 3, 3\), got \(1, 3\)"):
+        attention(x, x, x, attn_mask=torch.zeros(1, 3))
+    with pytest.raises(ValueError, match=r"`key_padding_mask` must have shape \(2, 3\), got \(3, 2\)"):
+        attention(x, x, x, key_padding_mask=torch.zeros(3, 2))
+    with pytest.raises(TypeError, match=r"must be bool or floating point, got torch.int64"):
+        attention(x, x, x, attn_mask=torch.zeros(3, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"`is_causal` is a hint"):
+        attention(x, x, x, is_causal=True)
+    with pytest.raises(TypeError, match="not nested tensors"):
+        attention(*[torch.nested.nested_tensor([x[0], x[1, :2]])] * 3)
+
+
+def test_plain_loop_evaluates_what_it_trains() -> None:
+    """Outside our contexts too a converted encoder stays off torch's fast path, which would go around its layers."""
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2)
+    x, pad = operands(True)[0].detach(), torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    pad[0, -2:] = True
+    plain = copy.deepcopy(encoder)
+    for ignored in ((), ("*.self_attn",)):
+        fp8 = convert(copy.deepcopy(plain), ignore_modules=ignored)
+        for model in (fp8, copy.deepcopy(fp8)):
+            with torch.no_grad():
+                trained = model.train()(x, src_key_padding_mask=pad)
+                evaluated = model.eval()(x, src_key_padding_mask=pad)
+            assert torch.equal(trained, evaluated)
+            assert torch.backends.mha.get_fastpath_enabled()
+    unconvert(fp8)
+    assert fp8.use_nested_tensor
+    with torch.no_grad():
+        expected = plain.eval()(x, src_key_padding_mask=pad)
+        assert torch.equal(fp8.eval()(x, src_key_padding_mask=pad), expected)

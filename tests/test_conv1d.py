@@ -1,0 +1,75 @@
+"""``Fp8Conv1D``: the transposed linear layer of Hugging Face's GPT-2."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformer_models import made
+from transformers.pytorch_utils import Conv1D
+
+from lightning_fp8 import Fp8Linear, convert, scaling_state, unconvert
+from lightning_fp8.modules.conv1d import Fp8Conv1D
+
+
+def test_gpt2_keeps_its_parameters() -> None:
+    model, _ = made("gpt2")
+    plain = copy.deepcopy(model)
+    convert(model)
+    layers = {path: layer for path, layer in plain.named_modules() if isinstance(layer, Conv1D)}
+    assert len(layers) == 8
+    for path, layer in layers.items():
+        converted = model.get_submodule(path)
+        assert type(converted) is Fp8Conv1D
+        assert converted.weight.shape == (layer.nx, layer.nf)
+    assert model.net.lm_head.weight is model.net.transformer.wte.weight
+    before, after = plain.state_dict(), model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_conv1d_equals_linear_of_the_transposed_weight(autocast: bool) -> None:
+    layers: list[Any] = [Conv1D(40, 24), nn.Linear(24, 40)]
+    with torch.no_grad():
+        layers[0].weight.mul_(10)
+        layers[0].bias.normal_()
+        layers[1].weight.copy_(layers[0].weight.t())
+        layers[1].bias.copy_(layers[0].bias)
+    for layer in layers:
+        convert(layer)
+    assert [type(layer) for layer in layers] == [Fp8Conv1D, Fp8Linear]
+    states = [scaling_state(layer) for layer in layers]
+    x, dy = torch.randn(2, 5, 24), torch.randn(2, 5, 40) * 1e-2
+    for _ in range(2):
+        inputs = [x.clone().requires_grad_() for _ in layers]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            outputs = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+        assert outputs[0].dtype == (torch.bfloat16 if autocast else torch.float32)
+        for layer, y, state in zip(layers, outputs, states, strict=True):
+            layer.zero_grad()
+            y.backward(dy.to(y.dtype))
+            state.update()
+        assert torch.equal(*outputs)
+        assert torch.equal(inputs[0].grad, inputs[1].grad)
+        assert torch.equal(layers[0].weight.grad.t(), layers[1].weight.grad)
+        assert torch.equal(layers[0].bias.grad, layers[1].bias.grad)
+        assert torch.equal(states[0].scale, states[1].scale)
+    assert (states[0].amax_history > 0).sum(0).tolist() == [2, 2, 2]
+    assert (states[0].scale != 1).all()
+
+
+def test_unconvert_gives_conv1d_back() -> None:
+    layer = Conv1D(40, 24)
+    plain, x = copy.deepcopy(layer), torch.randn(5, 24)
+    weight = layer.weight
+    convert(layer)
+    assert not torch.equal(layer(x), plain(x))
+    unconvert(layer)
+    assert type(layer) is Conv1D
+    assert layer.weight is weight
+    assert vars(layer).keys() == vars(plain).keys()
+    assert torch.equal(layer(x), plain(x))

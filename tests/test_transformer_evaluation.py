@@ -1,0 +1,248 @@
+"""Evaluation is training with dropout off, for every transformer module of torch, in every mode and precision."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8 import Fp8Precision
+from lightning_fp8.modules import attention, linear
+from lightning_fp8.plugins.settings import PRECISIONS
+
+WIDTH, HEADS, BATCH, LENGTH, SOURCE = 16, 2, 2, 5, 4
+GRAD_MODES: tuple[Callable[[], Any], ...] = (torch.enable_grad, torch.no_grad, torch.inference_mode)
+pytestmark = pytest.mark.filterwarnings("ignore:.*(mismatched|enable_nested_tensor|nested tensors).*")
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return torch.relu(x) ** 2
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Thousands of operations on tensors of a few bytes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def gemms(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the FP8 layers that ran, in order."""
+    calls: list[str] = []
+    original = linear.fp8_linear
+
+    def counting(rows: Any, *args: Any) -> Tensor:
+        calls.append(rows.name)
+        return original(rows, *args)
+
+    monkeypatch.setattr(linear, "fp8_linear", counting)
+    monkeypatch.setattr(attention, "fp8_linear", counting)
+    return calls
+
+
+def prepared(plugin: Fp8Precision, make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    with plugin.module_init_context():
+        return plugin.convert_module(make())
+
+
+def causal(kind: str, length: int = LENGTH) -> Tensor | None:
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return {"none": None, "bool": mask, "float": torch.zeros(length, length).masked_fill(mask, float("-inf"))}[kind]
+
+
+def padding(kind: str, length: int = LENGTH) -> Tensor | None:
+    mask = torch.zeros(BATCH, length, dtype=torch.bool)
+    mask[0, length - 2 :] = True
+    return {"none": None, "bool": mask, "float": torch.zeros(BATCH, length).masked_fill(mask, float("-inf"))}[kind]
+
+
+def agree(
+    plugin: Fp8Precision, model: nn.Module, call: Callable[[], Any], gemms: list[str], expected_gemms: int
+) -> None:
+    """All six ways to call the model give the same numbers, in one dtype, by the same FP8 GEMMs."""
+    outputs: list[Tensor] = []
+    for training, mode in itertools.product((True, False), GRAD_MODES):
+        model.train(training)
+        gemms.clear()
+        with plugin.forward_context(), mode():
+            output = call()
+            # attention gives its weights as well
+            outputs.extend(part for part in (output if isinstance(output, tuple) else [output]) if part is not None)
+        assert len(gemms) == expected_gemms
+    assert torch.backends.mha.get_fastpath_enabled()
+    kinds = len(outputs) // 6
+    for kind in range(kinds):
+        first = outputs[kind].detach()
+        assert first.isfinite().all()
+        for output in outputs[kind::kinds]:
+            assert output.dtype == first.dtype
+            # one path for all; the fused attention kernels for training and inference may round differently
+            torch.testing.assert_close(output.clone(), first, rtol=2**-7, atol=2**-7)
+
+
+def inputs(batch_first: bool, length: int, dtype: torch.dtype) -> Tensor:
+    x = torch.randn(BATCH, length, WIDTH, generator=torch.Generator().manual_seed(length)).to(dtype)
+    return x if batch_first else x.transpose(0, 1)
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+MASKS = ("none", "bool", "float")
+
+
+def hints(mask: str) -> tuple[bool | None, ...]:
+    return (None, False, True) if mask != "none" else (None,)
+
+
+KINDS = {"relu": "relu", "gelu": "gelu", "callable": squared_relu}
+
+
+@pytest.mark.parametrize("activation", KINDS)
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_encoder(precision: Any, norm_first: bool, activation: str, gemms: list[str]) -> None:
+    count = 4 if precision == "fp8-delayed" else 0
+    for batch_first, bias, nested in itertools.product((True, False), repeat=3):
+        plugin = Fp8Precision(precision)
+        sizes = (WIDTH, HEADS, 24, 0.0, KINDS[activation])
+        options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
+        layer = partial(nn.TransformerEncoderLayer, *sizes, **options)
+        encoder = prepared(plugin, lambda: nn.TransformerEncoder(layer(), 1, enable_nested_tensor=nested))  # noqa: B023
+        for dtype, mask, pad in itertools.product(DTYPES, MASKS, MASKS):
+            x, src_mask, kpm = inputs(batch_first, LENGTH, dtype), causal(mask), padding(pad)
+            for hint in hints(mask):
+                agree(plugin, encoder, partial(encoder, x, src_mask, kpm, is_causal=hint), gemms, count)
+                if nested:
+                    one = encoder.layers[0]
+                    agree(plugin, one, partial(one, x, src_mask, kpm, is_causal=bool(hint)), gemms, count)
+
+
+@pytest.mark.parametrize("activation", KINDS)
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_decoder(precision: Any, norm_first: bool, activation: str, gemms: list[str]) -> None:
+    # self-attention: in and out; cross-attention: query, key with value, out; then two linear layers
+    count = 7 if precision == "fp8-delayed" else 0
+    for batch_first, bias in itertools.product((True, False), repeat=2):
+        plugin = Fp8Precision(precision)
+        sizes = (WIDTH, HEADS, 24, 0.0, KINDS[activation])
+        options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
+        layer = partial(nn.TransformerDecoderLayer, *sizes, **options)
+        decoder = prepared(plugin, lambda: nn.TransformerDecoder(layer(), 1))  # noqa: B023
+        for dtype, mask, pad in itertools.product(DTYPES, MASKS, MASKS):
+            x, memory = inputs(batch_first, LENGTH, dtype), inputs(batch_first, SOURCE, dtype)
+            masks = (causal(mask), None, padding(pad), padding(pad, SOURCE))
+            for hint in hints(mask):
+                agree(plugin, decoder, partial(decoder, x, memory, *masks, tgt_is_causal=hint), gemms, count)
+                if batch_first:
+                    one = decoder.layers[0]
+                    agree(plugin, one, partial(one, x, memory, *masks, tgt_is_causal=bool(hint)), gemms, count)
+
+
+@pytest.mark.parametrize("activation", KINDS)
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_transformer(precision: Any, norm_first: bool, activation: str, gemms: list[str]) -> None:
+    for batch_first, bias in itertools.product((True, False), repeat=2):
+        plugin = Fp8Precision(precision)
+        sizes = (WIDTH, HEADS, 1, 1, 24, 0.0, KINDS[activation])
+        options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
+        model = prepared(plugin, partial(nn.Transformer, *sizes, **options))
+        for dtype, mask, pad in itertools.product(DTYPES, MASKS, MASKS):
+            x, y = inputs(batch_first, SOURCE, dtype), inputs(batch_first, LENGTH, dtype)
+            masks = {
+                "src_mask": causal(mask, SOURCE),
+                "tgt_mask": causal(mask),
+                "src_key_padding_mask": padding(pad, SOURCE),
+                "memory_key_padding_mask": padding(pad, SOURCE),
+                "tgt_key_padding_mask": padding(pad),
+            }
+            for hint in hints(mask):
+                call = partial(model, x, y, **masks, tgt_is_causal=hint, src_is_causal=hint)
+                agree(plugin, model, call, gemms, 11 if precision == "fp8-delayed" else 0)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_attention(precision: Any, need_weights: bool, gemms: list[str]) -> None:
+    for batch_first, bias, extra in itertools.product((True, False), repeat=3):
+        plugin = Fp8Precision(precision)
+        options = {"add_bias_kv": extra, "add_zero_attn": extra, "batch_first": batch_first}
+        model = prepared(plugin, partial(nn.MultiheadAttention, WIDTH, HEADS, 0.0, bias, **options))
+        for dtype, mask, pad in itertools.product(DTYPES, MASKS, MASKS):
+            x = inputs(batch_first, LENGTH, dtype)
+            for hint in hints(mask):
+                call = partial(model, x, x, x, padding(pad), need_weights, causal(mask), is_causal=bool(hint))
+                agree(plugin, model, call, gemms, 2 if precision == "fp8-delayed" else 0)
+
+
+def encoder_inputs() -> tuple[nn.Module, Tensor, Tensor | None]:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 24, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 1).eval(), inputs(True, LENGTH, torch.float32), padding("bool")
+
+
+def test_without_our_context_the_encoder_still_fails_as_torch_has_it() -> None:
+    encoder, x, mask = encoder_inputs()
+    with pytest.raises(RuntimeError), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        encoder(x, src_key_padding_mask=mask)
+    with torch.no_grad(), Fp8Precision("bf16-mixed").forward_context():
+        assert encoder(x, src_key_padding_mask=mask).isfinite().all()
+
+
+@pytest.fixture(params=[True, False])
+def fast_path(request: pytest.FixtureRequest) -> Iterator[bool]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(request.param)
+    yield request.param
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_switches_come_back_after_an_exception_and_out_of_nesting(precision: Any, fast_path: bool) -> None:
+    def state() -> tuple[Any, ...]:
+        key = torch._C.DispatchKey.AutocastIPU
+        return (
+            torch.backends.mha.get_fastpath_enabled(),
+            torch.get_default_dtype(),
+            torch.is_autocast_enabled("cpu"),
+            torch._C._dispatch_tls_is_dispatch_key_included(key),
+            torch._C._dispatch_tls_is_dispatch_key_excluded(key),
+        )
+
+    def enter_and_fail() -> None:
+        with Fp8Precision(precision).forward_context():
+            inside = state()
+            with Fp8Precision("bf16-mixed").forward_context():
+                assert not torch.backends.mha.get_fastpath_enabled()
+            assert state() == inside
+            raise KeyError
+
+    before = state()
+    with pytest.raises(KeyError):
+        enter_and_fail()
+    assert state() == before
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_outside_the_context_a_prepared_model_is_torchs_own(precision: Any) -> None:
+    encoder, x, mask = encoder_inputs()
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    encoder.to(dtype)
+    with torch.no_grad():
+        expected = encoder(x.to(dtype), src_key_padding_mask=mask)
+        prepared = Fp8Precision(precision).convert_module(encoder)
+        actual = prepared(x.to(dtype), src_key_padding_mask=mask)
+    if precision == "fp8-delayed":
+        # padded positions: torch's fast path gives zeros, the layers' own forward what it computes
+        assert expected[0, -1].abs().max() == 0
+        assert actual[0, -1].abs().max() > 0
+    else:
+        assert torch.equal(actual, expected)

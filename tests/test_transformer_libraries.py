@@ -1,0 +1,111 @@
+"""Models of other people's libraries train and validate in the three precisions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import sqnr
+from lit import make_trainer
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader
+from transformer_models import MODELS, Batch, made
+from transformers.pytorch_utils import Conv1D
+
+from lightning_fp8 import Fp8Linear, Fp8Precision, describe, scaling_state
+from lightning_fp8.modules import gemm
+from lightning_fp8.modules.conv1d import Fp8Conv1D
+
+DTYPES = {"fp8-delayed": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
+LINEAR, FP8 = (nn.Linear, Conv1D), (Fp8Linear, Fp8Conv1D)
+HOLDERS = ("linear", "attention", "conv1d")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    # the tensors are too small to share; beside other work two threads take ten times as long
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def loader(batch: Batch) -> DataLoader[Any]:
+    return DataLoader([batch], batch_size=None)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_and_validates(tmp_path: Path, name: str, precision: str) -> None:
+    model, batch = made(name)
+    trainer = make_trainer(tmp_path, precision=precision, max_epochs=10, check_val_every_n_epoch=5)
+    trainer.fit(model, loader(batch), loader(batch))
+    plugin = trainer.precision_plugin
+    assert isinstance(plugin, Fp8Precision)
+    assert trainer.precision == precision
+    assert len(model.losses) == 10
+    assert len(model.validation_losses) == 3
+    assert all(map(math.isfinite, model.losses + model.validation_losses))
+    assert model.losses[-1] < 0.85 * model.losses[0]
+    assert model.validation_losses[-1] < 0.85 * model.validation_losses[0]
+    assert {p.dtype for p in model.parameters() if p.is_floating_point()} == {DTYPES[precision]}
+    assert not model.bad_gradients
+
+    inputs = plugin.convert_input(batch)
+
+    def forward(train: bool, gradients: bool) -> tuple[Tensor, Tensor]:
+        model.train(train)
+        with torch.set_grad_enabled(gradients), plugin.forward_context():
+            return model.logits(inputs).detach(), model.loss(inputs).detach()
+
+    for trained, evaluated in zip(forward(True, False), forward(False, False), strict=True):
+        assert torch.equal(trained, evaluated)
+    assert precision != "fp8-delayed" or not scaling_state(model).amax.any()
+    # with gradients torch chooses another kernel for a mask that is learned, such as a position bias
+    with sdpa_kernel(SDPBackend.MATH):
+        for trained, evaluated in zip(forward(True, True), forward(False, False), strict=True):
+            assert torch.equal(trained, evaluated)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_validation_runs_the_fp8_gemms_of_training(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = made(name)
+    linear = [path for path, layer in model.named_modules() if isinstance(layer, LINEAR)]
+    calls: list[tuple[str, bool]] = []
+    original = gemm.fp8_linear
+
+    def counting(rows: Any, x: Tensor, weight: Any, bias: Tensor | None, record_to: int) -> Tensor:
+        calls.append((rows.name, record_to != 0))
+        return original(rows, x, weight, bias, record_to)
+
+    for module in HOLDERS:
+        monkeypatch.setattr(f"lightning_fp8.modules.{module}.fp8_linear", counting)
+    make_trainer(tmp_path, num_sanity_val_steps=0).fit(model, loader(batch), loader(batch))
+    training = [path for path, recorded in calls if recorded]
+    validation = [path for path, recorded in calls if not recorded]
+    assert len(model.losses) == len(model.validation_losses) == 1
+    assert len(training) > 0
+    assert validation == training
+    assert sorted(training) == sorted(linear)
+    rows = describe(model)
+    assert all(row.converted for row in rows)
+    assert [row.path for row in rows] == linear
+    assert all(isinstance(model.get_submodule(path), FP8) for path in linear)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fp8_validates_near_bf16(tmp_path: Path, name: str) -> None:
+    losses: dict[str, float] = {}
+    logits: dict[str, Tensor] = {}
+    for precision in ("fp8-delayed", "bf16-mixed"):
+        model, batch = made(name)
+        trainer = make_trainer(tmp_path, precision=precision)
+        losses[precision] = trainer.validate(model, loader(batch), verbose=False)[0]["val_loss"]
+        (logits[precision],) = trainer.predict(model, loader(batch))
+    assert losses["fp8-delayed"] == pytest.approx(losses["bf16-mixed"], rel=0.02)
+    assert 18 < sqnr(logits["fp8-delayed"], logits["bf16-mixed"]) < 40
