@@ -5,7 +5,8 @@ Importing the package registers the precision string with Lightning; see :func:`
 
 import warnings
 
-from lightning_fp8.callbacks import ScaleFactorLogger
+from lightning_fp8.audit import audit
+from lightning_fp8.callbacks import DtypeAudit, ScaleFactorLogger
 from lightning_fp8.convert import convert, describe, scaling_state, unconvert
 from lightning_fp8.modules import Fp8Linear, Fp8MultiheadAttention
 from lightning_fp8.plugins import (
@@ -22,6 +23,7 @@ from lightning_fp8.scaling import ScalingState
 __version__ = "0.1.0"
 __all__ = [
     "DelayedScaling",
+    "DtypeAudit",
     "Fp8FSDPPrecision",
     "Fp8FabricPrecision",
     "Fp8Linear",
@@ -29,6 +31,7 @@ __all__ = [
     "Fp8Precision",
     "ScaleFactorLogger",
     "ScalingState",
+    "audit",
     "convert",
     "describe",
     "fsdp2_policy",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_fp8.modules.gemm import Fp8Module
@@ -43,17 +43,18 @@ def store_parameters(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[
     dtypes: dict[int, torch.dtype] = {}
     for parameter in module.parameters():
         # two bytes at least: quantized and FP8 parameters are no business of ours
-        if parameter.is_floating_point() and parameter.element_size() >= 2:
+        if parameter.is_floating_point() and parameter.dtype.itemsize >= 2:
             dtypes[id(parameter)] = torch.float32 if id(parameter) in kept else dtype
             if parameter.grad is not None:
                 dtypes[id(parameter.grad)] = dtypes[id(parameter)]
-    for statistics, weight in _running_statistics(module):
+    for statistics, weight in running_statistics(module):
         dtypes[id(statistics)] = dtypes[id(weight)]
     # `_apply` is what `module.to` goes through: sharded and converted modules take part
     module._apply(lambda tensor: tensor.to(dtypes.get(id(tensor), tensor.dtype)))
 
 
-def _running_statistics(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+def running_statistics(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Running means and variances of normalisations, each with the weight whose dtype torch wants it to have."""
     for layer in module.modules():
         if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.weight is not None:
             for statistics in (layer.running_mean, layer.running_var):
@@ -102,9 +103,9 @@ def _must_agree(layer: nn.Module) -> bool:
     if not isinstance(layer, _STRICT_LAYERS) or isinstance(layer, Fp8Module):
         return False
     parameter = next(layer.parameters(), None)
-    if parameter is None or is_lazy(parameter):
+    if parameter is None:
         return False
-    return parameter.element_size() == 2 or isinstance(layer, _STRICT_UNDER_AUTOCAST)
+    return parameter.dtype.itemsize == 2 or isinstance(layer, _STRICT_UNDER_AUTOCAST)
 
 
 def _to_parameter_dtype(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -114,9 +115,9 @@ def _to_parameter_dtype(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, 
 def _enter_fp32(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
     came_in = next((x.dtype for x in tensors if x.is_floating_point()), None)
-    off = torch.autocast(next(layer.parameters()).device.type, enabled=False)
+    # the functions by which torch.compile itself writes autocast into a graph; `autocast.__enter__` it does not trace
+    off = _enter_autocast(next(layer.parameters()).device.type, None, False, None)
     vars(layer)[_AUTOCAST_OFF].append((off, came_in or torch.get_default_dtype()))
-    off.__enter__()
     return _inputs_to(args, kwargs, torch.float32)
 
 
@@ -125,7 +126,7 @@ def _leave_fp32(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     if not entered:  # called because an earlier hook failed
         return None
     off, dtype = entered.pop()
-    off.__exit__(None, None, None)
+    _exit_autocast(off)
     return _floating_to(output, dtype, [])
 
 

@@ -62,10 +62,10 @@ def test_subclasses_and_replaced_forwards_are_left_alone() -> None:
     model["patched"].forward = lambda x: x  # type: ignore[method-assign]
     convert(model)
     rows = {row.path: row for row in describe(model)}
-    assert {path for path, row in rows.items() if row.converted} == {"plain"}
-    assert "only nn.Linear itself" in rows["special"].reason
+    assert {path for path, row in rows.items() if row.converted} == {"plain", "attention", "attention.out_proj"}
+    assert "a Special; converted are nn.Linear," in rows["special"].reason
     assert "was replaced on the object" in rows["patched"].reason
-    assert "reads its projection weights directly" in rows["attention"].reason
+    assert rows["attention"].reason == "converted, 4 -> 12"
     assert rows["attention.out_proj"].kind == "NonDynamicallyQuantizableLinear"
     assert str(rows["plain"]).startswith("fp8 plain (Linear)")
 
@@ -178,3 +178,10 @@ def test_gpus_without_fp8_are_refused_with_advice(monkeypatch: pytest.MonkeyPatc
     fp8_device.check_device(torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match="runs on CUDA GPUs"):
         fp8_device.check_device(torch.device("mps"))
+
+
+def test_ignoring_a_module_ignores_all_that_is_inside() -> None:
+    model = nn.ModuleDict({"encoder": nn.Sequential(small_mlp()), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)})
+    assert scaling_state(convert(model, ignore_modules=("encoder",))).module_names == ("head",)
+    # a leading `*.` also matches at the top level
+    assert scaling_state(convert(model, ignore_modules=("*.head",))).module_names == ("encoder.0.0", "encoder.0.2")

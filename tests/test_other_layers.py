@@ -1,0 +1,153 @@
+"""Linear layers in the hands of other code: parametrized, wrapped for LoRA, lazily initialised, normalised."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from conftest import sqnr
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from lightning_fp8 import Fp8Linear, Fp8Precision, convert, describe, scaling_state, unconvert
+from lightning_fp8.plugins.settings import PRECISIONS
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def trains(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x)
+    y.float().square().mean().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    return y.detach()
+
+
+def test_parametrized_before_conversion_is_left_alone_and_named() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), parametrizations.weight_norm(nn.Linear(16, 16)))
+    convert(model)
+    rows = {row.path: row for row in describe(model)}
+    assert rows["0"].converted
+    assert not rows["1"].converted
+    assert "is parametrized" in rows["1"].reason
+    trains(model, torch.randn(4, 16))
+
+
+def test_parametrized_after_conversion_runs_in_fp8_with_the_weight_of_each_forward() -> None:
+    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)))
+    plain, x = copy.deepcopy(model[0]), torch.randn(4, 16)
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    expected = nn.functional.linear(x, 2 * plain.weight, plain.bias)
+    assert sqnr(model[0](x), expected) > 24
+    assert not torch.equal(model[0](x), expected)
+    trains(model, x)
+    assert (scaling_state(model).amax > 0).all()
+    with pytest.raises(RuntimeError, match="0 has been parametrized since it was converted"):
+        unconvert(model)
+    assert type(model[1]) is Fp8Linear
+    parametrize.remove_parametrizations(model[0], "weight")
+    unconvert(model)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
+
+
+def test_weight_norm_by_hook_runs_in_fp8() -> None:
+    with pytest.warns(FutureWarning):
+        layer, plain = (nn.utils.weight_norm(nn.Linear(16, 16)) for _ in range(2))
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(4, 16)
+    model = convert(nn.Sequential(layer))
+    assert type(layer) is Fp8Linear
+    assert sqnr(trains(model, x), plain(x)) > 24
+    with torch.no_grad():
+        layer.weight_g.mul_(3)
+        plain.weight_g.mul_(3)
+    assert sqnr(trains(model, x), plain(x)) > 24
+    assert layer.weight_g.grad is not None
+
+
+class LoraLinear(nn.Module):
+    """As PEFT wraps a layer: the frozen base beside a product of two narrow ones."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_a = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_b = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.lora_b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_b(self.lora_a(x))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("ignored", [(), ("*.lora_*",)])
+def test_lora(precision: Any, ignored: tuple[str, ...]) -> None:
+    model = nn.Sequential(LoraLinear(nn.Linear(32, 32)), nn.GELU(), LoraLinear(nn.Linear(32, 32)))
+    plain, x = copy.deepcopy(model), torch.randn(8, 32)
+    plugin = Fp8Precision(precision, ignore_modules=ignored)
+    plugin.convert_module(model)
+    if precision == "fp8-delayed":
+        converted = {row.path.rpartition(".")[2] for row in describe(model) if row.converted}
+        assert converted == ({"base_layer"} if ignored else {"base_layer", "lora_a", "lora_b"})
+    with plugin.forward_context():
+        y = trains(model, x)
+    assert sqnr(y, plain(x)) > (22 if precision == "fp8-delayed" else 40)
+    assert model[0].base_layer.weight.grad is None
+    # lora_b starts at zero, so only it has a gradient at first, but the one behind a base layer reaches the front
+    assert model[0].lora_b.weight.grad.abs().max() > 0
+    if precision == "fp8-delayed":
+        scaling_state(model).update()
+        with plugin.forward_context():
+            trains(model, x)
+
+
+def test_lazy_layers_are_named_until_they_are_initialised() -> None:
+    model = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.Linear(16, 4))
+    for precision in PRECISIONS:
+        plugin = Fp8Precision(precision)
+        plugin.convert_module(model)
+        assert isinstance(model[0], nn.LazyLinear)
+    plugin = Fp8Precision()
+    plugin.convert_module(model)
+    rows = {row.path: row for row in describe(model)}
+    assert "is not initialised yet: run a batch through the model" in rows["0"].reason
+    assert rows["2"].converted
+    with plugin.forward_context():
+        model(torch.randn(2, 8))
+    assert type(model[0]) is nn.Linear
+    convert(model)
+    assert type(model[0]) is Fp8Linear
+    assert scaling_state(model).module_names == ("0", "2")
+
+
+def test_bf16_true_reaches_lazy_parameters() -> None:
+    model = nn.Sequential(nn.LazyLinear(16), nn.Linear(16, 4))
+    plugin = Fp8Precision("bf16-true")
+    plugin.convert_module(model)
+    with plugin.forward_context():
+        model(torch.randn(2, 8, dtype=torch.bfloat16))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_subclasses_with_a_forward_of_their_own_are_named() -> None:
+    class Special(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    class SpecialAttention(nn.MultiheadAttention):
+        pass
+
+    model = nn.ModuleDict(
+        {"a": Special(8, 8), "b": SpecialAttention(8, 2), "c": nn.Linear(8, 8), "d": nn.Bilinear(2, 2, 2)}
+    )
+    convert(model)
+    rows = {row.path: row for row in describe(model)}
+    assert [path for path, row in rows.items() if row.converted] == ["c"]
+    assert "a Special; converted are nn.Linear, nn.MultiheadAttention" in rows["a"].reason
+    assert "no subclass of them" in rows["b"].reason
+    assert "which is not converted" in rows["b.out_proj"].reason
+    assert rows["d"].kind == "Bilinear"

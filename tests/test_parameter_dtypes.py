@@ -1,0 +1,307 @@
+"""Parameters have the dtype that was asked for, from their creation on, and inputs agree with them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.fabric as lf
+import lightning.pytorch as pl
+import pytest
+import torch
+from lit import Regression, loader, make_trainer, seeded
+from torch import Tensor, nn
+
+from lightning_fp8 import Fp8Linear, Fp8Precision
+from lightning_fp8.plugins.settings import PRECISIONS
+
+# precision, param_dtype asked for, dtype promised
+ASKED = [
+    ("fp8-delayed", None, torch.float32),
+    ("fp8-delayed", "float32", torch.float32),
+    ("fp8-delayed", "bfloat16", torch.bfloat16),
+    ("bf16-mixed", None, torch.float32),
+    ("bf16-mixed", torch.bfloat16, torch.bfloat16),
+    ("bf16-true", None, torch.bfloat16),
+    ("bf16-true", "bfloat16", torch.bfloat16),
+]
+
+
+class Everything(nn.Module):
+    """Weights, biases, norm scales, an embedding, a free parameter; buffers floating and not; running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 16)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.batch_norm = nn.BatchNorm1d(16)
+        self.group_norm = nn.GroupNorm(2, 16)
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 24, 0.0, batch_first=True)
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.bilinear = nn.Bilinear(16, 16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 4)
+        self.gain = nn.Parameter(torch.ones(16))
+        self.register_buffer("positions", torch.linspace(0, 1, 16, dtype=torch.float32).clone())
+        self.register_buffer("steps", torch.tensor(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions
+        x = self.group_norm(self.batch_norm(self.conv(x.transpose(1, 2)))).transpose(1, 2)
+        x = self.encoder(x * self.gain)
+        x = self.lstm(x)[0]
+        return self.head(self.norm(self.bilinear(x, self.positions + x)))
+
+
+TOKENS = torch.arange(10).view(2, 5) % 7
+
+
+def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: p.dtype for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("precision", "asked", "promised"), ASKED)
+@pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+@pytest.mark.parametrize("empty", [False, True, None])
+def test_init_module(precision: Any, asked: Any, promised: torch.dtype, front_end: str, empty: bool | None) -> None:
+    plugin = Fp8Precision(precision, param_dtype=asked)
+    if front_end == "trainer":
+        runner: Any = pl.Trainer(plugins=plugin, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    else:
+        runner = lf.Fabric(plugins=plugin, accelerator="cpu", devices=1)
+    with runner.init_module(empty_init=empty):
+        model = Everything()
+        assert torch.zeros(2).dtype == promised
+    assert set(dtypes(model).values()) == {promised}
+    assert model.positions.dtype == torch.float32
+    assert model.steps.dtype == torch.int64
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(("precision", "asked", "promised"), ASKED)
+def test_meta_device_and_materialisation(precision: Any, asked: Any, promised: torch.dtype) -> None:
+    plugin = Fp8Precision(precision, param_dtype=asked)
+    with torch.device("meta"), plugin.module_init_context():
+        model = Everything()
+    assert set(dtypes(model).values()) == {promised}
+    model = plugin.convert_module(model).to_empty(device="cpu")
+    assert set(dtypes(model).values()) == {promised}
+    with torch.no_grad():
+        for tensor in itertools.chain(model.parameters(), (b for b in model.buffers() if b.is_floating_point())):
+            tensor.fill_(0.5)
+    with plugin.forward_context():
+        assert model(TOKENS).isfinite().all()
+
+
+@pytest.mark.parametrize(("precision", "asked", "promised"), ASKED)
+def test_configure_model(tmp_path: Path, precision: Any, asked: Any, promised: torch.dtype) -> None:
+    class Configured(Regression):
+        def configure_model(self) -> None:
+            if not hasattr(self, "late"):
+                self.late = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32))
+                self.created = set(dtypes(self.late).values())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(self.late(x))
+
+    model = seeded(Configured)
+    trainer = make_trainer(tmp_path, plugins=Fp8Precision(precision, param_dtype=asked))
+    trainer.fit(model, loader(), loader())
+    assert model.created == {promised}
+    # `net` was made in the constructor, before anybody knew; it is brought to the promise at set-up
+    assert set(dtypes(model).values()) == {promised}
+    optimizer = trainer.optimizers[0]
+    floating = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
+    assert {value.dtype for value in floating} == {promised}
+
+
+@pytest.mark.parametrize(("precision", "asked", "promised"), ASKED)
+def test_every_kind_of_layer_trains_and_evaluates(precision: Any, asked: Any, promised: torch.dtype) -> None:
+    plugin = Fp8Precision(precision, param_dtype=asked)
+    torch.manual_seed(0)
+    model = Everything()
+    identities = {name: id(p) for name, p in model.named_parameters()}
+    positions = model.positions.clone()
+    model = plugin.convert_module(model)
+    assert {name: id(p) for name, p in model.named_parameters()} == identities
+    assert set(dtypes(model).values()) == {promised}
+    assert torch.equal(model.positions, positions)
+    assert model.positions.dtype == torch.float32
+    assert (model.steps.dtype, model.batch_norm.num_batches_tracked.dtype) == (torch.int64, torch.int64)
+    # torch refuses running statistics in another dtype than the weight beside them
+    assert model.batch_norm.running_mean.dtype == promised
+    with plugin.forward_context():
+        loss = model(TOKENS).float().square().mean()
+    loss.backward()
+    assert {name: p.grad.dtype for name, p in model.named_parameters()} == dtypes(model)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    model.eval()
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with plugin.forward_context(), mode():
+            assert model(TOKENS).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_keep_fp32(precision: Any) -> None:
+    """What matches is stored and runs in fp32, is not converted, and hands on the dtype it was given."""
+    patterns = ("*.norm*", "head")
+    plugin = Fp8Precision(precision, keep_fp32=patterns, param_dtype=torch.bfloat16)
+    model = plugin.convert_module(Everything())
+    kept = {"norm", "encoder.norm1", "encoder.norm2", "head"}
+    for name, dtype in dtypes(model).items():
+        assert dtype == (torch.float32 if name.rpartition(".")[0] in kept else torch.bfloat16)
+    assert type(model.head) is nn.Linear
+    assert precision != "fp8-delayed" or type(model.encoder.linear1) is Fp8Linear
+    seen: dict[str, tuple[Any, ...]] = {}
+
+    def watch(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen[layer.name] = (args[0].dtype, output.dtype, torch.is_autocast_enabled("cpu"))
+
+    for name in kept:
+        layer = model.get_submodule(name)
+        layer.name = name
+        layer.register_forward_hook(watch, prepend=True)
+    with plugin.forward_context():
+        y = model(TOKENS)
+        assert torch.is_autocast_enabled("cpu") == (precision != "bf16-true")
+    y.float().sum().backward()
+    # inside fp32 without autocast; outside the dtype of the input
+    assert set(seen.values()) == {(torch.float32, torch.float32, False)}
+    assert seen.keys() == kept
+    assert y.dtype == torch.bfloat16
+    assert {name: p.grad.dtype for name, p in model.named_parameters()} == dtypes(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(plugin.convert_module(Everything())))):
+        with plugin.forward_context():
+            assert other(TOKENS).dtype == torch.bfloat16
+
+
+def test_kept_module_computes_in_fp32() -> None:
+    x, plain = torch.randn(4, 32), nn.Linear(32, 8)
+    expected, of_bf16 = plain(x), plain(x.bfloat16().float()).bfloat16()
+    for precision in PRECISIONS:
+        model = nn.ModuleDict({"head": copy.deepcopy(plain), "other": nn.Linear(2, 2)})
+        plugin = Fp8Precision(precision, keep_fp32=("head",))
+        plugin.convert_module(model)
+        with plugin.forward_context():
+            assert torch.equal(model["head"](x), expected)
+            assert torch.equal(model["head"](x.bfloat16()), of_bf16)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_autocast_comes_back_when_a_kept_module_fails(precision: Any) -> None:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError
+
+    model = nn.ModuleDict({"kept": Failing(), "other": nn.Linear(2, 2)})
+    plugin = Fp8Precision(precision, keep_fp32=("kept",))
+    plugin.convert_module(model)
+    with plugin.forward_context():
+        before = torch.is_autocast_enabled("cpu")
+        with pytest.raises(KeyError):
+            model["kept"](torch.zeros(1, 2))
+        assert torch.is_autocast_enabled("cpu") == before
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_kept_modules_compile(precision: Any) -> None:
+    torch._dynamo.reset()
+    plugin = Fp8Precision(precision, keep_fp32=("1",), param_dtype=torch.bfloat16)
+    model = plugin.convert_module(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)))
+    x = torch.randn(3, 16, dtype=torch.bfloat16)
+    with plugin.forward_context(), torch.no_grad():
+        expected = model(x)
+        actual = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(actual, expected)
+    assert actual.dtype == torch.bfloat16
+
+
+def test_a_model_in_fp32_gets_no_hooks_and_a_later_run_drops_those_of_an_earlier() -> None:
+    def hooks(model: nn.Module) -> int:
+        return sum(len(layer._forward_pre_hooks) + len(layer._forward_hooks) for layer in model.modules())
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Conv1d(8, 8, 1))
+    Fp8Precision("bf16-mixed").convert_module(model)
+    assert hooks(model) == 0
+    Fp8Precision("bf16-true", keep_fp32=("1",)).convert_module(model)
+    assert hooks(model) == 4
+    Fp8Precision("bf16-true").convert_module(model)
+    assert hooks(model) == 3
+    Fp8Precision().convert_module(model)
+    assert hooks(model) == 0
+    assert set(dtypes(model).values()) == {torch.float32}
+
+
+def test_inputs_of_another_dtype_in_bf16_true_keep_their_identity_and_structure() -> None:
+    plugin = Fp8Precision("bf16-true")
+    attention = plugin.convert_module(nn.MultiheadAttention(16, 2, batch_first=True))
+    x = torch.randn(2, 3, 16)
+    with plugin.forward_context():
+        _, weights = attention(query=x, key=x, value=x, attn_mask=torch.zeros(3, 3))
+        assert weights.dtype == torch.bfloat16
+    lstm = plugin.convert_module(nn.LSTM(16, 4))
+    packed = nn.utils.rnn.pack_sequence([torch.randn(3, 16), torch.randn(2, 16)])
+    state = (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
+    assert lstm(packed, state)[0].data.dtype == torch.bfloat16
+
+
+def test_tied_parameters_and_gradients_follow() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 8), "head": nn.Linear(8, 5, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    model["head"](torch.randn(2, 8)).sum().backward()
+    Fp8Precision("bf16-true").convert_module(model)
+    assert model["head"].weight is model["embedding"].weight
+    assert model["head"].weight.grad.dtype == model["head"].weight.dtype == torch.bfloat16
+
+
+def test_bf16_mixed_leaves_parameters_as_they_came_unless_asked() -> None:
+    model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).double())
+    Fp8Precision("bf16-mixed").convert_module(model)
+    assert [layer.weight.dtype for layer in model] == [torch.bfloat16, torch.float64]
+    Fp8Precision("bf16-mixed", param_dtype="float32").convert_module(model)
+    assert [layer.weight.dtype for layer in model] == [torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"param_dtype": torch.float16}, "`param_dtype` must be torch.float32 or torch.bfloat16, got torch.float16"),
+        ({"compute_dtype": "float16"}, "`compute_dtype` must be torch.float32 or torch.bfloat16, got 'float16'"),
+        ({"reduce_dtype": "fp32"}, "`reduce_dtype` must be torch.float32 or torch.bfloat16, got 'fp32'"),
+        ({"precision": "bf16-true", "param_dtype": "float32"}, "`bf16-true` stores parameters in bfloat16"),
+        ({"precision": "bf16-mixed", "compute_dtype": "float32"}, "`bf16-mixed` computes in bfloat16"),
+        ({"compute_dtype": "float32", "param_dtype": "bfloat16"}, "needs `param_dtype=torch.float32`"),
+        ({"weight_copy": True}, "belongs to `bf16-mixed` with fp32 parameters, got 'fp8-delayed'"),
+        ({"precision": "bf16-mixed", "weight_copy": True, "param_dtype": "bfloat16"}, "belongs to `bf16-mixed`"),
+    ],
+)
+def test_settings_that_contradict(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Fp8Precision(**arguments)
+
+
+@pytest.mark.parametrize("argument", ["keep_fp32", "ignore_modules"])
+def test_patterns(argument: str) -> None:
+    with pytest.raises(TypeError, match=f"`{argument}` must be a sequence of patterns, got the string 'norm'"):
+        Fp8Precision(**{argument: "norm"})
+    for precision in PRECISIONS:
+        model = Everything()
+        before = dtypes(model)
+        with pytest.raises(ValueError, match=rf"`{argument}` pattern .nrom. matches no module .*conv"):
+            Fp8Precision(precision, **{argument: ("nrom",)}).convert_module(model)
+        assert dtypes(model) == before
+
+
+def test_compute_dtype_fp32() -> None:
+    plugin = Fp8Precision(compute_dtype=torch.float32)
+    model = plugin.convert_module(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)))
+    with plugin.forward_context():
+        assert model(torch.randn(2, 16)).dtype == torch.float32
+        assert not torch.is_autocast_enabled("cpu")
