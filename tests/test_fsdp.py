@@ -1,0 +1,168 @@
+"""FSDP in the three precisions, two processes on the CPU: what is stored, gathered and reduced, and in which dtype."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+
+from lightning_fp8 import Fp8FSDPPrecision, fsdp2_policy
+from lightning_fp8.plugins.settings import PRECISIONS
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch, torch.distributed as dist
+from torch import nn
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from lightning_fp8 import DtypeAudit, Fp8FSDPPrecision, Fp8Precision, fsdp2_policy, scaling_state
+from lit import Regression, loader, make_trainer, seeded
+
+api, precision, reduce_dtype = sys.argv[1:]
+torch.set_num_threads(1)
+gathered = set()
+
+
+def watch(layer, args):
+    gathered.add(layer.weight.dtype)
+
+
+class Encoder(Regression):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(32, 2, 48, 0.0, batch_first=True)
+        # its gradient on rank 0 is 1, on rank 1 2**-9: a sum in bf16 loses the latter
+        self.probe = nn.Linear(32, 1, bias=False)
+
+    def forward(self, x):
+        return self.net(self.encoder(x[:, None])[:, 0])
+
+    def training_step(self, batch, batch_idx):
+        share = 1.0 if dist.get_rank() == 0 else 2.0**-9
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.probe(torch.full((1, 32), share, dtype=batch[0].dtype)).float().sum()
+
+    def on_before_optimizer_step(self, optimizer):
+        grad = self.probe.weight.grad
+        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        self.probe_gradient = grad.float().flatten()[:1].clone() if grad is not None and grad.numel() else None
+
+    def configure_model(self):
+        if api == "fsdp2" and self.device_mesh is not None and not hasattr(self, "sharded"):
+            self.sharded = True
+            policy = fsdp2_policy(plugin)
+            for part in (self.encoder, self.net, self.probe):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
+
+
+plugin = Fp8Precision(precision, reduce_dtype=reduce_dtype, ignore_modules=("probe",))
+model = seeded(Encoder)
+result = {{}}
+if api == "fsdp2":
+    model.encoder.linear1.register_forward_pre_hook(watch)
+    audit = DtypeAudit(on_violation="raise")
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    trainer = make_trainer({path!r}, plugins=plugin, strategy=strategy, devices=2, max_epochs=2, callbacks=[audit])
+    trainer.fit(model, loader(), loader())
+    result["losses"] = torch.stack(model.losses)
+    # the shards: after a forward without gradients torch leaves some of what was gathered in their place
+    result["stored"] = sorted({{str(row.dtype) for row in audit.report.rows if row.kind == "parameter"}})
+    result["optimizer"] = sorted({{str(row.dtype) for row in audit.report.rows if row.kind == "optimizer state"}})
+    result["probe_gradient"] = model.probe_gradient
+    result["val_loss"] = trainer.callback_metrics["val_loss"]
+else:
+    dist.init_process_group("gloo")
+    plugin = Fp8FSDPPrecision(**plugin.settings)
+    config = plugin.mixed_precision_config
+    plugin.convert_module(model)
+    sharded = FullyShardedDataParallel(
+        model, mixed_precision=config, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    model.encoder.linear1.register_forward_pre_hook(watch)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    losses = []
+    for x, y in list(loader())[dist.get_rank() :: 2] * 4:
+        x = plugin.convert_input(x)
+        with plugin.forward_context():
+            loss = nn.functional.mse_loss(sharded(x).float(), y)
+        loss.backward()
+        if precision == "fp8-delayed":
+            scaling_state(model).update()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    with torch.no_grad(), plugin.forward_context():
+        sharded.eval()
+        result["val_loss"] = nn.functional.mse_loss(sharded(x).float(), y)
+    result["losses"] = torch.stack(losses)
+    result["stored"] = sorted(str(p.dtype) for p in sharded.parameters())
+result["gathered"] = sorted(map(str, gathered))
+torch.save(result, {path!r} + f"/rank{{dist.get_rank()}}.pt")
+"""
+
+
+def run(api: str, precision: str, reduce_dtype: str, path: Path) -> list[dict[str, Any]]:
+    script = path / "train.py"
+    script.write_text(SCRIPT.format(tests=str(ROOT / "tests"), path=str(path)))
+    command = [sys.executable, str(script), api, precision, reduce_dtype]
+    if api == "fsdp1":
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command = [sys.executable, *launcher, *command[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [torch.load(path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_fsdp2(precision: str, reduce_dtype: str, tmp_path: Path) -> None:
+    first, second = run("fsdp2", precision, reduce_dtype, tmp_path)
+    assert torch.stack([first["val_loss"], second["val_loss"]]).isfinite().all()
+    assert not torch.equal(first["losses"], second["losses"])
+    assert first["losses"][-2:].mean() < first["losses"][:2].mean()
+    stored = "torch.bfloat16" if precision == "bf16-true" else "torch.float32"
+    assert set(first["stored"]) == {stored}
+    assert first["optimizer"] == [stored]
+    assert first["gathered"] == ["torch.bfloat16"]
+    exact = (1 + 2**-9) / 2
+    kept = reduce_dtype == "float32" and precision != "bf16-true"
+    assert first["probe_gradient"].tolist() == [exact if kept else 0.5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_fsdp1(precision: str, tmp_path: Path) -> None:
+    """torch's own wrapper with the plugin's configuration; Lightning's strategy around it asks for a GPU."""
+    first, second = run("fsdp1", precision, "float32", tmp_path)
+    assert not torch.equal(first["losses"], second["losses"])
+    for rank in (first, second):
+        assert rank["losses"][-2:].mean() < rank["losses"][:2].mean()
+        assert rank["val_loss"].isfinite()
+        assert rank["gathered"] == ["torch.bfloat16"]
+        assert set(rank["stored"]) == {"torch.bfloat16" if precision == "bf16-true" else "torch.float32"}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_dtypes_by_default_and_on_request(precision: Any) -> None:
+    policy = fsdp2_policy(precision)
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    plugin = Fp8FSDPPrecision(precision, reduce_dtype="bfloat16")
+    assert fsdp2_policy(plugin).reduce_dtype == torch.bfloat16
+    for made, reduce_dtype in ((plugin, torch.bfloat16), (Fp8FSDPPrecision(precision), torch.float32)):
+        config = made.mixed_precision_config
+        assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (torch.bfloat16, reduce_dtype, None)
+    with pytest.raises(ValueError, match="`precision` must be one of"):
+        fsdp2_policy("fp8")  # type: ignore[arg-type]
+
+
+def test_compute_dtype_is_what_is_gathered() -> None:
+    plugin = Fp8FSDPPrecision(compute_dtype="float32")
+    assert plugin.mixed_precision_config.param_dtype == torch.float32
+    assert fsdp2_policy(plugin).param_dtype == torch.float32
