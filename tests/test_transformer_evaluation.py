@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lit import Regression, loader, make_trainer, seeded
 from torch import Tensor, nn
 
+import lightning_fp8
 from lightning_fp8 import Fp8Precision
 from lightning_fp8.modules import attention, linear
 from lightning_fp8.plugins.settings import PRECISIONS
@@ -246,3 +249,46 @@ def test_outside_the_context_a_prepared_model_is_torchs_own(precision: Any) -> N
         assert actual[0, -1].abs().max() > 0
     else:
         assert torch.equal(actual, expected)
+
+
+class Padded(Regression):
+    """An encoder over sequences of several lengths: the model of pytorch#132613."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 2, 48, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.validated: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(self.step(batch).item())
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = torch.zeros(len(x), 4, dtype=torch.bool)
+        padded[::2, 2:] = True
+        encoded = self.encoder(x[:, None].expand(-1, 4, -1), src_key_padding_mask=padded)
+        return self.net(encoded[:, 0])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_trainer_validates_what_it_trains(tmp_path: Path, precision: Any) -> None:
+    model = seeded(Padded)
+    trainer = make_trainer(tmp_path, precision=precision)
+    trainer.fit(model, loader(), loader())
+    model.validated.clear()
+    trainer.validate(model, loader(), verbose=False)
+    with torch.no_grad(), trainer.precision_plugin.forward_context():
+        model.train()
+        batches = [trainer.precision_plugin.convert_input(batch) for batch in loader()]
+        assert [model.step(batch).item() for batch in batches] == model.validated
+    assert len(model.validated) == 4
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_lightnings_own_bf16_mixed_fails_in_validation(tmp_path: Path) -> None:
+    lightning_fp8.unregister()
+    try:
+        with pytest.raises(RuntimeError, match=r"expected scalar type|same dtype"):
+            make_trainer(tmp_path, precision="bf16-mixed").fit(seeded(Padded), loader(), loader())
+    finally:
+        lightning_fp8.register()
