@@ -277,9 +277,9 @@ def test_trainer_validates_what_it_trains(tmp_path: Path, precision: Any) -> Non
     trainer.fit(model, loader(), loader())
     model.validated.clear()
     trainer.validate(model, loader(), verbose=False)
+    batches = [trainer.precision_plugin.convert_input(batch) for batch in loader()]
     with torch.no_grad(), trainer.precision_plugin.forward_context():
         model.train()
-        batches = [trainer.precision_plugin.convert_input(batch) for batch in loader()]
         assert [model.step(batch).item() for batch in batches] == model.validated
     assert len(model.validated) == 4
     assert torch.backends.mha.get_fastpath_enabled()
