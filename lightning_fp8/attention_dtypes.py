@@ -44,6 +44,9 @@ class AttentionDtypes:
             always follows them.
         mismatch: ``"align"`` says nothing; ``"warn"`` says once per place which dtypes came; ``"error"`` raises.
 
+    Attributes:
+        models: in which to look for the path of a module; no path is named without them.
+
     Raises:
         TypeError: by the attention call, with ``mismatch="error"``.
     """
@@ -51,11 +54,11 @@ class AttentionDtypes:
     def __init__(self, compute_dtype: torch.dtype, mismatch: DtypeMismatch = "align") -> None:
         self.compute_dtype = compute_dtype
         self.mismatch = mismatch
-        self.model: weakref.ref[nn.Module] | None = None
+        self.models: list[weakref.ref[nn.Module]] = []
         self._said: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "model": None}  # a weak reference cannot be pickled
+        return {**self.__dict__, "models": []}  # a weak reference cannot be pickled
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -98,8 +101,8 @@ class AttentionDtypes:
             return None  # a graph on its way through the compiler, whose trace has been through here
         if running is None:
             return f"a function ({_call_site()})"
-        model = self.model() if self.model is not None else None
-        layers = () if model is None else model.named_modules()
+        models = (model for reference in self.models if (model := reference()) is not None)
+        layers = (found for model in models for found in model.named_modules())
         path = next((plain_path(path) for path, layer in layers if layer is running), "")
         return f"{path or '(root)'} ({type(running).__name__})"
 

@@ -67,14 +67,15 @@ def float64_parameter(module: nn.Module) -> str | None:
     return next((name for name, p in module.named_parameters() if p.dtype == torch.float64), None)
 
 
-def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = ()) -> None:
+def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = (), under_autocast: bool = True) -> None:
     """Make inputs agree with parameters, by hooks.
 
-    - A plain layer of torch with parameters of two bytes gets its floating point inputs in their dtype.
+    - A plain layer of torch gets its floating point inputs in the dtype of its parameters. Under autocast, which brings
+      the operands of most of them together, only one with parameters of two bytes does.
     - What ``keep_fp32`` matches runs in fp32, without autocast, on fp32 inputs; its outputs come back in the dtype of
       its first floating point input (without one, in the default dtype).
 
-    Converted layers take any input. A model whose parameters are all fp32 gets no hook but for ``nn.Bilinear``.
+    Converted layers take any input. Under autocast a model in fp32 gets no hook but for ``nn.Bilinear``.
     """
     release_inputs(module)
     kept = topmost_matches(module, keep_fp32)
@@ -87,7 +88,7 @@ def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = ()) -> None:
                 layer.register_forward_hook(_leave_fp32, with_kwargs=True, always_call=True),
             )
     for layer in module.modules():
-        if layer not in inside_kept and _must_agree(layer):
+        if layer not in inside_kept and _must_agree(layer, under_autocast):
             vars(layer)[_HANDLES] = (layer.register_forward_pre_hook(_to_parameter_dtype, with_kwargs=True),)
 
 
@@ -99,13 +100,11 @@ def release_inputs(module: nn.Module) -> None:
         vars(layer).pop(_AUTOCAST_OFF, None)
 
 
-def _must_agree(layer: nn.Module) -> bool:
-    if not isinstance(layer, _STRICT_LAYERS) or isinstance(layer, Fp8Module):
-        return False
+def _must_agree(layer: nn.Module, under_autocast: bool) -> bool:
     parameter = next(layer.parameters(), None)
-    if parameter is None:
+    if parameter is None or not isinstance(layer, _STRICT_LAYERS) or isinstance(layer, Fp8Module):
         return False
-    return parameter.dtype.itemsize == 2 or isinstance(layer, _STRICT_UNDER_AUTOCAST)
+    return not under_autocast or parameter.dtype.itemsize == 2 or isinstance(layer, _STRICT_UNDER_AUTOCAST)
 
 
 def _to_parameter_dtype(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

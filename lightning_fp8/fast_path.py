@@ -36,11 +36,13 @@ def keep_own_forwards(module: nn.Module, converted: type[nn.Module]) -> None:
     """
     restore_fast_path(module)
     for layer in module.modules():
+        if not isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerEncoder):
+            continue
         if not any(isinstance(part, converted) for part in layer.modules()):
             continue
         if isinstance(layer, nn.TransformerEncoderLayer):
             vars(layer)[_HANDLE] = layer.register_forward_pre_hook(_take_own_forward)
-        elif isinstance(layer, nn.TransformerEncoder) and getattr(layer, "use_nested_tensor", False):
+        elif getattr(layer, "use_nested_tensor", False):
             vars(layer)[_USED_NESTED_TENSOR] = True
             vars(layer)["use_nested_tensor"] = False
 

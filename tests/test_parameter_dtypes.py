@@ -305,3 +305,27 @@ def test_compute_dtype_fp32() -> None:
     with plugin.forward_context():
         assert model(torch.randn(2, 16)).dtype == torch.float32
         assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_weight_tied_to_a_kept_module(precision: Any) -> None:
+    model = nn.ModuleDict(
+        {"embedding": nn.Embedding(5, 8), "norm": nn.LayerNorm(8), "head": nn.Linear(8, 5, bias=False)}
+    )
+    model["head"].weight = model["embedding"].weight
+    plugin = Fp8Precision(
+        precision, keep_fp32=("embedding",), ignore_modules=("head",) if precision[:3] == "bf1" else ()
+    )
+    plugin.convert_module(model)
+    assert model["head"].weight.dtype == torch.float32
+    with plugin.forward_context():
+        y = model["head"](model["norm"](model["embedding"](torch.tensor([1, 2]))))
+    y.float().sum().backward()
+    assert model["head"].weight.grad.dtype == torch.float32
+
+
+def test_compute_dtype_fp32_takes_other_inputs() -> None:
+    plugin = Fp8Precision(compute_dtype="float32", ignore_modules=("1",))
+    model = plugin.convert_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)))
+    with plugin.forward_context():
+        assert model(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.float32

@@ -92,7 +92,7 @@ class PrecisionCore(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         for patterns, argument in ((self.ignore_modules, "ignore_modules"), (self.keep_fp32, "keep_fp32")):
             check_patterns(module, patterns, argument)
-        self._attention.model = weakref.ref(module)
+        self._attention.models.append(weakref.ref(module))
         # what an earlier run may have left, under this precision or another
         drop_copies(module)
         release_inputs(module)
@@ -109,7 +109,7 @@ class PrecisionCore(Precision):
             if self.weight_copy:
                 kept = {part for layer in topmost_matches(module, self.keep_fp32) for part in layer.modules()}
                 keep_copies(module, leave_alone=kept)
-        agree_inputs(module, self.keep_fp32)
+        agree_inputs(module, self.keep_fp32, under_autocast=self._autocasts)
         return module
 
     def _refuse_float64(self, module: nn.Module) -> None:
@@ -196,9 +196,13 @@ class PrecisionCore(Precision):
             super().backward(*args, **kwargs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.precision == "bf16-true" or self.compute_dtype == torch.float32:
+        if not self._autocasts:
             return nullcontext()
         return torch.autocast(self._device_type(), dtype=self.compute_dtype, cache_enabled=False)
+
+    @property
+    def _autocasts(self) -> bool:
+        return self.precision != "bf16-true" and self.compute_dtype == torch.bfloat16
 
     def _fsdp_config(self) -> FSDPMixedPrecision:
         """What is gathered for computation, and what gradients are summed in over the ranks; buffers stay."""
@@ -206,7 +210,7 @@ class PrecisionCore(Precision):
 
     def _device_type(self) -> str:
         # Asked for at each step: plugins convert a model before the strategy moves it.
-        module = self._attention.model() if self._attention.model is not None else None
+        module = self._attention.models[-1]() if self._attention.models else None
         parameter = next(module.parameters(), None) if module is not None else None
         if parameter is not None and parameter.device.type != "meta":
             return parameter.device.type
