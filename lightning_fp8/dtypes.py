@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_fp8.modules.gemm import Fp8Module
@@ -30,7 +30,7 @@ _STRICT_LAYERS = (
 # Autocast brings the operands of the others together.
 _STRICT_UNDER_AUTOCAST = (nn.Bilinear,)
 _HANDLES = "_dtype_handles"
-_AUTOCAST_OFF = "_autocast_off"
+_FORWARD_BEFORE = "_forward_before"
 
 
 def store_parameters(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[str] = ()) -> None:
@@ -68,10 +68,10 @@ def float64_parameter(module: nn.Module) -> str | None:
 
 
 def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = (), under_autocast: bool = True) -> None:
-    """Make inputs agree with parameters, by hooks.
+    """Make inputs agree with parameters.
 
-    - A plain layer of torch gets its floating point inputs in the dtype of its parameters. Under autocast, which brings
-      the operands of most of them together, only one with parameters of two bytes does.
+    - A plain layer of torch gets its floating point inputs in the dtype of its parameters, by a hook. Under autocast,
+      which brings the operands of most of them together, only one with parameters of two bytes does.
     - What ``keep_fp32`` matches runs in fp32, without autocast, on fp32 inputs; its outputs come back in the dtype of
       its first floating point input (without one, in the default dtype).
 
@@ -82,11 +82,9 @@ def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = (), under_autocas
     inside_kept = {part for layer in kept for part in layer.modules()}
     for layer in kept:
         if next(layer.parameters(), None) is not None:
-            vars(layer)[_AUTOCAST_OFF] = []
-            vars(layer)[_HANDLES] = (
-                layer.register_forward_pre_hook(_enter_fp32, with_kwargs=True),
-                layer.register_forward_hook(_leave_fp32, with_kwargs=True, always_call=True),
-            )
+            # on the object rather than by hooks, which torch.compile does not let switch autocast
+            vars(layer)[_FORWARD_BEFORE] = before = vars(layer).get("forward")
+            vars(layer)["forward"] = partial(_forward_in_fp32, layer, before)
     for layer in module.modules():
         if layer not in inside_kept and _must_agree(layer, under_autocast):
             vars(layer)[_HANDLES] = (layer.register_forward_pre_hook(_to_parameter_dtype, with_kwargs=True),)
@@ -97,7 +95,10 @@ def release_inputs(module: nn.Module) -> None:
     for layer in module.modules():
         for handle in vars(layer).pop(_HANDLES, ()):
             handle.remove()
-        vars(layer).pop(_AUTOCAST_OFF, None)
+        if _FORWARD_BEFORE in vars(layer):
+            before = vars(layer).pop(_FORWARD_BEFORE)
+            del vars(layer)["forward"]
+            vars(layer).update({} if before is None else {"forward": before})
 
 
 def _must_agree(layer: nn.Module, under_autocast: bool) -> bool:
@@ -111,22 +112,13 @@ def _to_parameter_dtype(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, 
     return _inputs_to(args, kwargs, next(layer.parameters()).dtype)
 
 
-def _enter_fp32(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _forward_in_fp32(layer: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-    came_in = next((x.dtype for x in tensors if x.is_floating_point()), None)
-    # the functions by which torch.compile itself writes autocast into a graph; `autocast.__enter__` it does not trace
-    off = _enter_autocast(next(layer.parameters()).device.type, None, False, None)
-    vars(layer)[_AUTOCAST_OFF].append((off, came_in or torch.get_default_dtype()))
-    return _inputs_to(args, kwargs, torch.float32)
-
-
-def _leave_fp32(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    entered = vars(layer)[_AUTOCAST_OFF]
-    if not entered:  # called because an earlier hook failed
-        return None
-    off, dtype = entered.pop()
-    _exit_autocast(off)
-    return _floating_to(output, dtype, [])
+    came_in = next((x.dtype for x in tensors if x.is_floating_point()), torch.get_default_dtype())
+    args, kwargs = _inputs_to(args, kwargs, torch.float32)
+    with torch.autocast(next(layer.parameters()).device.type, enabled=False):
+        output = type(layer).forward(layer, *args, **kwargs) if forward is None else forward(*args, **kwargs)
+    return _floating_to(output, came_in, [])
 
 
 def _inputs_to(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as held_under_another_name
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import Fp8Precision
+from lightning_fp8 import Fp8Precision, attention_dtypes
+from lightning_fp8.examples import ByteGPT
 from lightning_fp8.plugins.settings import PRECISIONS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -204,3 +205,18 @@ def test_bad_words_and_pickling() -> None:
     other = pickle.loads(pickle.dumps(plugin))
     with other.forward_context(), pytest.warns(UserWarning, match=r"\(Rotary\) got query float32"):
         model(torch.randn(2, 5, 16, dtype=torch.bfloat16))
+
+
+def test_only_attention_calls_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of ours runs for any other operator; `benchmarks/attention_dtypes.py` measures what a call costs."""
+    calls: list[int] = []
+    original = attention_dtypes._agreed
+    monkeypatch.setattr(attention_dtypes, "_agreed", lambda *args: (calls.append(1), original(*args))[1])
+    plugin, model = Fp8Precision(), ByteGPT(layers=3, width=32, heads=2, context=16)
+    plugin.convert_module(model)
+    batch = torch.randint(0, 256, (2, 17), dtype=torch.uint8)
+    with plugin.forward_context():
+        model.loss(batch).backward()
+    assert len(calls) == 3
+    model.loss(batch).backward()
+    assert len(calls) == 3

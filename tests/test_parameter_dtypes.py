@@ -145,7 +145,7 @@ def test_every_kind_of_layer_trains_and_evaluates(precision: Any, asked: Any, pr
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_keep_fp32(precision: Any) -> None:
+def test_keep_fp32(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What matches is stored and runs in fp32, is not converted, and hands on the dtype it was given."""
     patterns = ("*.norm*", "head")
     plugin = Fp8Precision(precision, keep_fp32=patterns, param_dtype=torch.bfloat16)
@@ -155,27 +155,35 @@ def test_keep_fp32(precision: Any) -> None:
         assert dtype == (torch.float32 if name.rpartition(".")[0] in kept else torch.bfloat16)
     assert type(model.head) is nn.Linear
     assert precision != "fp8-delayed" or type(model.encoder.linear1) is Fp8Linear
-    seen: dict[str, tuple[Any, ...]] = {}
+    inside: list[tuple[Any, ...]] = []
+    outside: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
-    def watch(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        seen[layer.name] = (args[0].dtype, output.dtype, torch.is_autocast_enabled("cpu"))
+    def spy(function: Any) -> Any:
+        def seen(x: Tensor, *args: Any) -> Tensor:
+            y = function(x, *args)
+            inside.append((x.dtype, y.dtype, torch.is_autocast_enabled("cpu")))
+            return y
 
+        return seen
+
+    monkeypatch.setattr(nn.functional, "layer_norm", spy(nn.functional.layer_norm))
     for name in kept:
         layer = model.get_submodule(name)
         layer.name = name
-        layer.register_forward_hook(watch, prepend=True)
+        layer.register_forward_hook(lambda layer, x, y: outside.update({layer.name: (x[0].dtype, y.dtype)}))
     with plugin.forward_context():
         y = model(TOKENS)
         assert torch.is_autocast_enabled("cpu") == (precision != "bf16-true")
     y.float().sum().backward()
-    # inside fp32 without autocast; outside the dtype of the input
-    assert set(seen.values()) == {(torch.float32, torch.float32, False)}
-    assert seen.keys() == kept
+    assert inside == [(torch.float32, torch.float32, False)] * 3
+    assert outside.keys() == kept
+    assert all(given == handed_on for given, handed_on in outside.values())
     assert y.dtype == torch.bfloat16
     assert {name: p.grad.dtype for name, p in model.named_parameters()} == dtypes(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(plugin.convert_module(Everything())))):
         with plugin.forward_context():
             assert other(TOKENS).dtype == torch.bfloat16
+        assert other.norm.forward.args[0] is other.norm
 
 
 def test_kept_module_computes_in_fp32() -> None:
@@ -231,9 +239,11 @@ def test_a_model_in_fp32_gets_no_hooks_and_a_later_run_drops_those_of_an_earlier
     Fp8Precision("bf16-mixed").convert_module(model)
     assert hooks(model) == 0
     Fp8Precision("bf16-true", keep_fp32=("1",)).convert_module(model)
-    assert hooks(model) == 4
+    assert hooks(model) == 2
+    assert "forward" in vars(model[1])
     Fp8Precision("bf16-true").convert_module(model)
     assert hooks(model) == 3
+    assert not any("forward" in vars(layer) for layer in model)
     Fp8Precision().convert_module(model)
     assert hooks(model) == 0
     assert set(dtypes(model).values()) == {torch.float32}

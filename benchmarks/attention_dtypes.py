@@ -1,0 +1,118 @@
+"""What it costs to watch the dtypes of attention operands: an eager step of the demo's model, with and without.
+
+    python benchmarks/attention_dtypes.py [--config configs/tiny_gpt_fp8.yaml] [--rounds 20] [--out FILE]
+
+Steps with and without take turns in one process, so that both see the same machine; their losses are the same, bit for
+bit, which is checked. Their difference is smaller than what steps differ by anyway, so the cost is also measured where
+it lies: one attention call on tensors of a few bytes, and one entry into the context, times how often a step has them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from harness import append, environment, parser
+from torch import Tensor
+
+from lightning_fp8 import Fp8Precision, scaling_state
+from lightning_fp8.examples import ByteGPT
+
+PRECISIONS = ("fp8-delayed", "bf16-mixed")
+CALLS = 3000
+
+
+def microseconds(run: Callable[[], Any], times: int = CALLS) -> float:
+    """Median over five rounds of what one call takes."""
+    found = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(times):
+            run()
+        found.append(1e6 * (time.perf_counter() - start) / times)
+    return statistics.median(found)
+
+
+def cost_of_a_call_and_an_entry(plugin: Fp8Precision) -> tuple[float, float]:
+    """In microseconds: what an attention call takes more inside the context, and what entering and leaving takes."""
+    context = plugin._attention.context
+    x = torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16)
+    attend = torch.no_grad()(lambda: F.scaled_dot_product_attention(x, x, x))
+    attend()
+    plain = microseconds(attend)
+    with context():
+        watched = microseconds(attend)
+
+    def enter() -> None:
+        with context():
+            pass
+
+    return watched - plain, microseconds(enter)
+
+
+def step(plugin: Fp8Precision, model: ByteGPT, optimizer: torch.optim.Optimizer, batch: Tensor) -> tuple[float, float]:
+    """Milliseconds and loss of one eager training step as a Trainer makes it."""
+    start = time.perf_counter()
+    with plugin.forward_context():
+        loss = model.loss(batch)
+    with plugin.recomputation_context():
+        loss.backward()
+    if plugin.precision == "fp8-delayed":
+        scaling_state(model).update()
+    optimizer.step()
+    optimizer.zero_grad()
+    return 1e3 * (time.perf_counter() - start), loss.item()
+
+
+def compare(precision: Any, config: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """One row: both medians, and the cost where it lies as a share of a step."""
+    data = config["data"]["init_args"]
+    batch = torch.randint(0, 256, (data["batch_size"], data["context"] + 1), dtype=torch.uint8)
+    variants = []
+    for watched in (True, False):
+        torch.manual_seed(0)
+        plugin, model = Fp8Precision(precision), ByteGPT(**config["model"]["init_args"])
+        plugin.convert_module(model)
+        if not watched:
+            plugin._attention.context = nullcontext  # type: ignore[method-assign]
+        variants.append((plugin, model, torch.optim.AdamW(model.parameters()), [], []))
+    for _ in range(rounds + 2):
+        for plugin, model, optimizer, times, losses in variants:
+            milliseconds, loss = step(plugin, model, optimizer, batch)
+            times.append(milliseconds)
+            losses.append(loss)
+    assert variants[0][4] == variants[1][4], "watching changed the training"
+    watched, unwatched = (statistics.median(times[2:]) for *_, times, _ in variants)
+    call, entry = cost_of_a_call_and_an_entry(Fp8Precision(precision))
+    added = config["model"]["init_args"]["layers"] * call + 2 * entry
+    return {
+        "variant": precision,
+        "p50_ms": watched,
+        "p50_without_ms": unwatched,
+        "call_us": call,
+        "entry_us": entry,
+        "added_us_per_step": added,
+        "added_share": added / (1e3 * unwatched),
+    }
+
+
+def main() -> None:
+    """Parse, compare, print, and append rows to ``--out``."""
+    arguments = parser(__doc__, PRECISIONS, steps=1).parse_args()
+    config = yaml.safe_load(arguments.config.read_text())
+    rows = [{**compare(precision, config, arguments.rounds), **environment()} for precision in PRECISIONS]
+    for row in rows:
+        print("{variant:12} step {p50_ms:.1f} ms, without {p50_without_ms:.1f} ms; ".format(**row), end="")
+        print("attention call +{call_us:.1f} us, context {entry_us:.1f} us, ".format(**row), end="")
+        print("together {added_us_per_step:.0f} us a step: {added_share:.3%}".format(**row))
+    append(rows, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
