@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import statistics
-import subprocess
-import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from harness import append, environment, parser, percentiles, take_turns
 
 VARIANTS = ("bf16-mixed", "fp8-delayed", "torchao emulated")
 WARM_UP = 3
@@ -66,62 +62,21 @@ def train(variant: str, config: dict[str, Any], steps: int) -> dict[str, Any]:
 
 def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of percentiles, one per variant, each with its ratio to fp8-delayed."""
-    runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS}
-    for _ in range(arguments.rounds):
-        for variant in VARIANTS:
-            command = [sys.executable, __file__, "--config", str(arguments.config), "--steps", str(arguments.steps)]
-            child = subprocess.run([*command, "--variant", variant], check=True, capture_output=True, text=True)
-            runs[variant].append(json.loads(child.stdout.splitlines()[-1]))
+    runs = take_turns(VARIANTS, arguments.rounds)
     expected = runs["bf16-mixed"][0]["losses"][-1]
     rows = []
     for variant in VARIANTS:
         loss = runs[variant][0]["losses"][-1]
         assert abs(loss / expected - 1) < 0.05, f"{variant}: loss {loss}, bf16 {expected}"
-        p20, p50, p80 = statistics.quantiles([t for run in runs[variant] for t in run["times"]], n=10)[1::3]
         faults = round(statistics.median(run["page_faults"] for run in runs[variant]))
-        rows.append(
-            {"variant": variant, "p20_ms": p20, "p50_ms": p50, "p80_ms": p80, "page_faults": faults, "loss": loss}
-        )
+        rows.append({"variant": variant, **percentiles(runs[variant]), "page_faults": faults, "loss": loss})
     ours = next(row["p50_ms"] for row in rows if row["variant"] == "fp8-delayed")
-    return [{**row, "times_fp8_delayed": row["p50_ms"] / ours, **environment()} for row in rows]
-
-
-def environment() -> dict[str, Any]:
-    """What a row needs to be read later."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    try:
-        torchao = version("torchao")
-    except PackageNotFoundError:
-        torchao = None
-    return {
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "torchao": torchao,
-        "commit": git.stdout.strip(),
-        "command": " ".join(["python", *sys.argv]),
-    }
-
-
-def cpu_name() -> str:
-    """The CPU, with the matrix extension that bf16 speed depends on."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.processor()
-    text = info.read_text()
-    name = next((line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")), "")
-    return name + (" with amx_bf16" if "amx_bf16" in text else " with avx512_bf16" if "avx512_bf16" in text else "")
+    return [{**row, "times_fp8_delayed": row["p50_ms"] / ours, **environment("torchao")} for row in rows]
 
 
 def main() -> None:
     """Parse, compare, print, and append rows to ``--out``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=Path(__file__).parent.parent / "configs" / "tiny_gpt_fp8.yaml")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, VARIANTS, steps=8).parse_args()
     if arguments.variant:
         result = train(arguments.variant, yaml.safe_load(arguments.config.read_text()), arguments.steps)
         print(json.dumps(result))
@@ -130,9 +85,7 @@ def main() -> None:
     for row in rows:
         print("{variant:18} p20 {p20_ms:7.1f}  p50 {p50_ms:7.1f}  p80 {p80_ms:7.1f} ms,".format(**row), end=" ")
         print("{times_fp8_delayed:.2f} x fp8-delayed, {page_faults} page faults a step".format(**row))
-    if arguments.out:
-        with arguments.out.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    append(rows, arguments.out)
 
 
 if __name__ == "__main__":

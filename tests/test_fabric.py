@@ -80,3 +80,20 @@ def test_init_module() -> None:
         assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
     with fabric(precision="fp8-delayed").init_module():
         assert nn.Linear(2, 2).weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed", "bf16-true"])
+def test_transformer_encoder_evaluates_what_it_trains(precision: Any) -> None:
+    runner = fabric(precision=precision)
+    with runner.init_module():
+        layer = nn.TransformerEncoderLayer(32, 2, 48, 0.0, batch_first=True)
+        net = nn.TransformerEncoder(layer, 2)
+    model = runner.setup(net)
+    x, padded = torch.randn(3, 5, 32), torch.zeros(3, 5, dtype=torch.bool)
+    padded[0, 3:] = True
+    with torch.no_grad():
+        trained = model.train()(x, src_key_padding_mask=padded)
+        evaluated = model.eval()(x, src_key_padding_mask=padded)
+    assert torch.equal(trained, evaluated)
+    assert trained.dtype == torch.float32
+    assert torch.backends.mha.get_fastpath_enabled()

@@ -1,0 +1,215 @@
+"""Which bf16 mode is right for me: one model in fp32, the bf16 precisions and fp8-delayed, in one run.
+
+    python benchmarks/precisions.py [--config configs/tiny_gpt_fp8.yaml] [--accumulate 4] [--rounds 3] [--steps 6]
+                                    [--device auto|cpu|cuda] [--markdown] [--out FILE]
+
+A step is ``--accumulate`` micro-batches of random bytes, the same at each step and for each variant, then AdamW with
+the model's own settings. Each variant trains in a process of its own, the variants take turns, and the first steps of
+each process do not count. Before anything is timed, each variant's first loss and gradient are checked against fp32's.
+
+One more step, not timed, gives the figures of memory, in which each storage counts once:
+
+- weight copies: what layers keep of their weights in another dtype, until the next optimizer step has passed.
+- saved: what one forward leaves for its backward, without parameters, kept copies and the FP8 state.
+- peak: of torch's allocator over the timed steps; torch does not count it on the CPU.
+- loss: of the first micro-batch, after that step.
+- unchanged: of the parameter elements with a non-zero gradient, those that this step left as they were. In bf16 an
+  update below half a unit in the last place is lost; the smaller the learning rate, the more of them are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import yaml
+from harness import append, environment, parser, percentiles, table, take_turns
+from torch import Tensor
+
+import lightning_fp8
+from lightning_fp8.examples import ByteGPT
+from lightning_fp8.modules.gemm import Fp8Module
+from lightning_fp8.modules.weight_copy import WeightCopyModule
+
+# arguments of `Fp8Precision`; None: no plugin
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "32-true": None,
+    "bf16-true": {"precision": "bf16-true"},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "bf16-mixed, weight_copy": {"precision": "bf16-mixed", "weight_copy": True},
+    "fp8-delayed": {"precision": "fp8-delayed"},
+}
+WARM_UP = 3
+MIB = 2**20
+# title, unit and format
+COLUMNS: dict[str, tuple[str, float, str]] = {
+    "p20_ms": ("p20 ms", 1, ".1f"),
+    "p50_ms": ("p50 ms", 1, ".1f"),
+    "p80_ms": ("p80 ms", 1, ".1f"),
+    "times_bf16_mixed": ("x bf16-mixed", 1, ".2f"),
+    "parameter_bytes": ("parameters MiB", MIB, ".2f"),
+    "gradient_bytes": ("gradients MiB", MIB, ".2f"),
+    "optimizer_bytes": ("optimizer MiB", MIB, ".2f"),
+    "weight_copy_bytes": ("weight copies MiB", MIB, ".2f"),
+    "saved_bytes": ("saved MiB", MIB, ".1f"),
+    "peak_bytes": ("peak MiB", MIB, ".1f"),
+    "loss": ("loss", 1, ".4f"),
+    "unchanged_fraction": ("unchanged", 1, ".4%"),
+}
+
+
+class Training:
+    """One variant's model, optimizer and micro-batches, stepped as a Trainer steps them."""
+
+    def __init__(self, variant: str, arguments: argparse.Namespace) -> None:
+        config = yaml.safe_load(arguments.config.read_text())
+        torch.manual_seed(0)
+        self.model = ByteGPT(**config["model"]["init_args"])
+        data = config["data"]["init_args"]
+        shape = (arguments.accumulate, data["batch_size"], data["context"] + 1)
+        self.batches = torch.randint(0, 256, shape, dtype=torch.uint8).to(arguments.device)
+        settings = VARIANTS[variant]
+        self.plugin = lightning_fp8.Fp8Precision(**settings) if settings else None
+        if self.plugin:
+            self.plugin.convert_module(self.model)
+        self.model.to(arguments.device)
+        self.scaling = lightning_fp8.scaling_state(self.model) if variant == "fp8-delayed" else None
+        # as in the model's `configure_optimizers`, without the schedule
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.model.learning_rate, betas=(0.9, 0.95))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """The loss of a micro-batch, in the variant's precision."""
+        with self.plugin.forward_context() if self.plugin else nullcontext():
+            return self.model.loss(batch)
+
+    def accumulate(self) -> None:
+        """Gradients of all micro-batches."""
+        for batch in self.batches:
+            (self.loss(batch) / len(self.batches)).backward()
+
+    def step(self) -> None:
+        """Change the weights; the gradients stay."""
+        if self.scaling is not None:
+            self.scaling.update()
+        self.optimizer.step()
+
+    def weight_copies(self) -> list[Tensor]:
+        """What layers keep of their weights: bf16 copies, or FP8 ones with their scales."""
+        caches = []
+        for module in self.model.modules():
+            if isinstance(module, WeightCopyModule):
+                caches += module.copies.values()
+            elif isinstance(module, Fp8Module):
+                caches += [rows.weight_cache for rows in module.fp8.values()]
+        return [tensor for cache in caches if cache._entry is not None for tensor in cache._entry.cast]
+
+    def saved_bytes(self) -> int:
+        """What one forward leaves for its backward, besides what is there anyway."""
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda x: x):
+            self.loss(self.batches[0])
+        state = vars(self.scaling).values() if self.scaling is not None else ()
+        there = [*self.model.parameters(), *self.weight_copies(), *(x for x in state if isinstance(x, Tensor))]
+        return bytes_of([*saved, *there]) - bytes_of(there)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all storages, each counted once."""
+    storages = {(x.device, x.untyped_storage().data_ptr()): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+def train(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Step times in ms, and the figures of one more step, of one variant in this process."""
+    on_cuda = arguments.device == "cuda"
+    wait = torch.cuda.synchronize if on_cuda else lambda: None
+    training = Training(variant, arguments)
+    times = []
+    for step in range(WARM_UP + arguments.steps):
+        if on_cuda and step == WARM_UP:
+            torch.cuda.reset_peak_memory_stats()
+        wait()
+        start = time.perf_counter()
+        training.accumulate()
+        training.step()
+        training.optimizer.zero_grad()
+        wait()
+        times.append(1e3 * (time.perf_counter() - start))
+    peak = torch.cuda.max_memory_allocated() if on_cuda else None
+    return {"times": times[WARM_UP:], "peak_bytes": peak, **one_more_step(training)}
+
+
+def one_more_step(training: Training) -> dict[str, Any]:
+    """Bytes by purpose, the share of elements that the step left as they were, and the loss after it."""
+    parameters = list(training.model.parameters())
+    training.accumulate()
+    before = [parameter.detach().clone() for parameter in parameters]
+    training.step()
+    gradients = [parameter.grad for parameter in parameters]
+    counted = [gradient != 0 for gradient in gradients]
+    unchanged = [(was == now) & count for was, now, count in zip(before, parameters, counted)]
+    moments = [x for state in training.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+    return {
+        "parameter_bytes": bytes_of(parameters),
+        "gradient_bytes": bytes_of(gradients),
+        "optimizer_bytes": bytes_of(moments),
+        "weight_copy_bytes": bytes_of(training.weight_copies()),
+        "saved_bytes": training.saved_bytes(),
+        "loss": training.loss(training.batches[0]).item(),
+        "unchanged_fraction": sum(int(x.sum()) for x in unchanged) / sum(int(x.sum()) for x in counted),
+        "learning_rate": training.model.learning_rate,
+    }
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Each first loss is within 5 % of fp32's, as any untrained model's would be, and the gradient within 20 %."""
+    expected: list[Tensor] = []
+    for variant in VARIANTS:
+        training = Training(variant, arguments)
+        loss = training.loss(training.batches[0])
+        loss.backward()
+        gradient = torch.cat([parameter.grad.float().flatten() for parameter in training.model.parameters()])
+        expected = expected or [loss.detach(), gradient]
+        for name, got, fp32, limit in zip(("loss", "gradient"), (loss, gradient), expected, (0.05, 0.2)):
+            error = ((got - fp32).norm() / fp32.norm()).item()
+            assert error < limit, f"{variant}: the first {name} is {error:.1%} away from that of fp32"
+
+
+def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of percentiles and bytes, one per variant, each with its ratio to bf16-mixed."""
+    rows = []
+    for variant, runs in take_turns(VARIANTS, arguments.rounds).items():
+        rows.append({"variant": variant, **percentiles(runs), **{k: x for k, x in runs[0].items() if k != "times"}})
+    mixed = next(row["p50_ms"] for row in rows if row["variant"] == "bf16-mixed")
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
+    settings = {"accumulate": arguments.accumulate, "device": device, **environment()}
+    return [{**row, "times_bf16_mixed": row["p50_ms"] / mixed, **settings} for row in rows]
+
+
+def main() -> None:
+    """Parse, check, compare, print, and append rows to ``--out``."""
+    options = parser(__doc__, VARIANTS, steps=6)
+    options.add_argument("--accumulate", type=int, default=4)
+    options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options.add_argument("--markdown", action="store_true", help="print the table for a Markdown file")
+    arguments = options.parse_args()
+    if arguments.device == "auto":
+        arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    if arguments.variant:
+        print(json.dumps(train(arguments.variant, arguments)))
+        return
+    check(arguments)
+    rows = compare(arguments)
+    print(table(rows, COLUMNS, arguments.markdown))
+    append(rows, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
