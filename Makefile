@@ -17,10 +17,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# a step of the demo's model beside plain bf16 and torchao's emulated float8, in one run
+# a step of the demo's model beside plain bf16 and torchao's emulated float8; then the precisions side by side
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/cpu_step.py
+	$(BIN)/python benchmarks/precisions.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
