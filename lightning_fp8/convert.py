@@ -204,10 +204,8 @@ def _reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_out
 
 
 def _weights(layer: nn.Module) -> list[torch.Tensor]:
-    """The weights of the layer's own GEMMs; that of an attention's ``out_proj`` is the latter's."""
-    if isinstance(layer, nn.MultiheadAttention):
-        return [getattr(layer, f"{gemm}_weight") for gemm in Fp8MultiheadAttention.gemm_names(layer)]
-    return [cast(torch.Tensor, layer.weight)]
+    kind = Fp8MultiheadAttention if isinstance(layer, nn.MultiheadAttention) else Fp8Module
+    return list(kind.gemm_weights(layer).values())
 
 
 def _check_dtype(path: str, layer: nn.Module) -> None:
@@ -239,7 +237,7 @@ def _attach(chosen: list[tuple[str, nn.Module]], recipe: DelayedScaling) -> None
     gemms = [
         (layer, gemm, ".".join(filter(None, (path, gemm))))
         for path, layer in chosen
-        for gemm in (layer.fp8 if isinstance(layer, Fp8Module) else classes[type(layer)].gemm_names(layer))
+        for gemm in (layer.fp8 if isinstance(layer, Fp8Module) else classes[type(layer)].gemm_weights(layer))
     ]
     names = tuple(name for _, _, name in gemms)
     states = {layer.scaling_state if isinstance(layer, Fp8Module) else None for _, layer in chosen}

@@ -108,15 +108,29 @@ def _must_agree(layer: nn.Module, under_autocast: bool) -> bool:
     return not under_autocast or parameter.dtype.itemsize == 2 or isinstance(layer, _STRICT_UNDER_AUTOCAST)
 
 
-def _to_parameter_dtype(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return _inputs_to(args, kwargs, next(layer.parameters()).dtype)
+def _to_parameter_dtype(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    # asked for at each call: sharding gathers parameters in another dtype than they are stored in
+    dtype = _dtype_of(layer)
+    # the ordinary call, in a moment
+    if dtype is None or (not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype == dtype):
+        return None
+    return _inputs_to(args, kwargs, dtype)
+
+
+def _dtype_of(layer: nn.Module) -> torch.dtype | None:
+    for parameter in layer._parameters.values():
+        if parameter is not None:
+            return parameter.dtype
+    # a parametrization, or a flat parameter of FSDP, stands behind the weight
+    weight = getattr(layer, "weight", None)
+    return weight.dtype if isinstance(weight, Tensor) else None
 
 
 def _forward_in_fp32(layer: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     came_in = next((x.dtype for x in tensors if x.is_floating_point()), torch.get_default_dtype())
     args, kwargs = _inputs_to(args, kwargs, torch.float32)
-    with torch.autocast(next(layer.parameters()).device.type, enabled=False):
+    with torch.autocast((tensors[0] if tensors else next(layer.parameters())).device.type, enabled=False):
         output = type(layer).forward(layer, *args, **kwargs) if forward is None else forward(*args, **kwargs)
     return _floating_to(output, came_in, [])
 

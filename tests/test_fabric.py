@@ -97,3 +97,12 @@ def test_transformer_encoder_evaluates_what_it_trains(precision: Any) -> None:
     assert torch.equal(trained, evaluated)
     assert trained.dtype == torch.float32
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_inputs_arrive_in_the_compute_dtype() -> None:
+    for compute_dtype in (torch.float32, torch.bfloat16):
+        seen: list[torch.dtype] = []
+        net = seeded()
+        net.net[0].register_forward_pre_hook(lambda layer, args, seen=seen: seen.append(args[0].dtype))
+        fabric(plugins=Fp8Precision(compute_dtype=compute_dtype)).setup(net)(torch.randn(2, 32))
+        assert seen == [compute_dtype]

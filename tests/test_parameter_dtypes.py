@@ -339,3 +339,22 @@ def test_compute_dtype_fp32_takes_other_inputs() -> None:
     model = plugin.convert_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)))
     with plugin.forward_context():
         assert model(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_weights_that_are_no_parameters() -> None:
+    """As under FSDP with flat parameters, or behind a parametrization."""
+    plugin = Fp8Precision("bf16-true")
+    model = nn.Sequential(
+        nn.Linear(8, 8, bias=False), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
+    )
+    plugin.convert_module(model)
+    flat = model[0].weight.detach().clone()
+    del model[0]._parameters["weight"]
+    model[0].weight = flat
+    with plugin.forward_context():
+        assert model(torch.randn(2, 8)).dtype == torch.bfloat16
+    fp8 = Fp8Precision().convert_module(nn.Sequential(nn.Linear(8, 8, bias=False)))
+    flat = fp8[0].weight.detach().clone()
+    del fp8[0]._parameters["weight"]
+    fp8[0].weight = flat
+    assert fp8.to("cpu")(torch.randn(2, 8)).isfinite().all()

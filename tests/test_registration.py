@@ -80,7 +80,8 @@ def with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", strategies.FSDPStrategy])
 def test_trainer_fsdp(monkeypatch: pytest.MonkeyPatch, precision: str, strategy: Any) -> None:
     with_cuda(monkeypatch)
-    for choice in ({"precision": precision}, {"plugins": Fp8Precision(precision, ignore_modules=["head"])}):
+    asked = Fp8Precision(precision, ignore_modules=["head"], reduce_dtype="bfloat16")
+    for choice in ({"precision": precision}, {"plugins": asked}):
         chosen = strategy if isinstance(strategy, str) else strategy()
         made = trainer(accelerator="cuda", strategy=chosen, **choice)
         plugin = made.precision_plugin
@@ -89,7 +90,8 @@ def test_trainer_fsdp(monkeypatch: pytest.MonkeyPatch, precision: str, strategy:
         assert made.precision == precision
         assert plugin.ignore_modules == (("head",) if "plugins" in choice else ())
         config = plugin.mixed_precision_config
-        assert (config.param_dtype, config.reduce_dtype) == (torch.bfloat16, torch.float32)
+        reduce_dtype = torch.bfloat16 if "plugins" in choice else torch.float32
+        assert (config.param_dtype, config.reduce_dtype) == (torch.bfloat16, reduce_dtype)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -168,9 +168,10 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
     """
 
     @staticmethod
-    def gemm_names(layer: nn.Module) -> tuple[str, ...]:
-        """``in_proj``, or ``q_proj``, ``k_proj`` and ``v_proj``."""
-        return ("q_proj", "k_proj", "v_proj") if layer.in_proj_weight is None else ("in_proj",)
+    def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
+        """Of ``in_proj``, or of ``q_proj``, ``k_proj`` and ``v_proj``; that of ``out_proj`` is the latter's."""
+        gemms = ("q_proj", "k_proj", "v_proj") if layer.in_proj_weight is None else ("in_proj",)
+        return {gemm: getattr(layer, f"{gemm}_weight") for gemm in gemms}
 
     def _in_operand(self, gemm: str) -> Fp8Weight:
         return cast_weight(self.fp8[gemm], getattr(self, f"{gemm}_weight"), self.recording_handle())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,9 +66,9 @@ class Fp8Module(nn.Module):
     plain_class: type[nn.Module]
 
     @staticmethod
-    def gemm_names(layer: nn.Module) -> tuple[str, ...]:
-        """Names of the GEMM weights that a plain ``layer`` holds itself."""
-        return ("",)
+    def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
+        """The GEMM weights that a layer holds itself, converted or plain, by name."""
+        return {"": cast(Tensor, layer.weight)}
 
     @property
     def scaling_state(self) -> ScalingState:
@@ -82,7 +82,7 @@ class Fp8Module(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # `.to()`, `.cuda()`, `.to_empty()` and friends: scales follow the weight to its device and keep their dtype.
         module = super()._apply(fn, recurse)
-        device = next(self.parameters()).device
+        device = next(iter(self.gemm_weights(self).values())).device
         if device.type != "meta":
             for rows in self.fp8.values():
                 rows.to(device)

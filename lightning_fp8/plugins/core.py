@@ -92,7 +92,8 @@ class PrecisionCore(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         for patterns, argument in ((self.ignore_modules, "ignore_modules"), (self.keep_fp32, "keep_fp32")):
             check_patterns(module, patterns, argument)
-        self._attention.models.append(weakref.ref(module))
+        others = [known for known in self._attention.models if known() not in (None, module)]
+        self._attention.models = [*others, weakref.ref(module)]
         # what an earlier run may have left, under this precision or another
         drop_copies(module)
         release_inputs(module)

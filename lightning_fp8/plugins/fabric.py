@@ -19,14 +19,14 @@ class Fp8FabricPrecision(PrecisionCore):
     """:class:`~lightning_fp8.Fp8Precision` for Fabric: scales of every model set up are updated at ``optimizer.step``.
 
     ``Fabric(precision="fp8-delayed")`` makes one, and so does ``Fabric(plugins=Fp8Precision(...))``. As with Fabric's
-    own mixed precision, floating point inputs of ``forward`` arrive in bf16 and outputs leave in the default dtype. To
-    checkpoint the scales, add them to what ``fabric.save`` gets:
+    own mixed precision, floating point inputs of ``forward`` arrive in the compute dtype, and outputs leave in the
+    default dtype. To checkpoint the scales, add them to what ``fabric.save`` gets:
     ``{"model": model, "scaling": scaling_state(model)}``.
     """
 
     @override
     def convert_input(self, data: Any) -> Any:
-        return as_dtype(data, torch.bfloat16)
+        return as_dtype(data, self.compute_dtype)
 
     @override
     def convert_output(self, data: Any) -> Any:
