@@ -56,9 +56,10 @@ class AttentionDtypes:
         self.mismatch = mismatch
         self.models: list[weakref.ref[nn.Module]] = []
         self._said: set[str] = set()
+        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "models": []}  # a weak reference cannot be pickled
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AttentionDtypes, (self.compute_dtype, self.mismatch)  # weak references cannot be pickled
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -101,10 +102,11 @@ class AttentionDtypes:
             return None  # a graph on its way through the compiler, whose trace has been through here
         if running is None:
             return f"a function ({_call_site()})"
-        models = (model for reference in self.models if (model := reference()) is not None)
-        layers = (found for model in models for found in model.named_modules())
-        path = next((plain_path(path) for path, layer in layers if layer is running), "")
-        return f"{path or '(root)'} ({type(running).__name__})"
+        if running not in self._paths:
+            models = (model for reference in self.models if (model := reference()) is not None)
+            layers = (found for model in models for found in model.named_modules())
+            self._paths[running] = next((plain_path(path) for path, layer in layers if layer is running), "")
+        return f"{self._paths[running] or '(root)'} ({type(running).__name__})"
 
 
 # the innermost context; a plain global, as backward threads of the same step have to see it too
