@@ -358,3 +358,13 @@ def test_weights_that_are_no_parameters() -> None:
     del fp8[0]._parameters["weight"]
     fp8[0].weight = flat
     assert fp8.to("cpu")(torch.randn(2, 8)).isfinite().all()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_kept_in_fp32(training: bool) -> None:
+    plugin = Fp8Precision("bf16-true", keep_fp32=("1",))
+    model = plugin.convert_module(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))).train(training)
+    assert {model[1].weight.dtype, model[1].running_mean.dtype, model[1].running_var.dtype} == {torch.float32}
+    with plugin.forward_context():
+        assert model(torch.randn(4, 8)).dtype == torch.bfloat16
+    assert (model[1].running_mean.abs().max() > 0) == training
