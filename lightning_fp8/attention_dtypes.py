@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import GraphModule
 
+from lightning_fp8.formats import dtype_name
 from lightning_fp8.paths import plain_path
 
 DtypeMismatch = Literal["align", "warn", "error"]
@@ -85,13 +86,13 @@ class AttentionDtypes:
         place = self._place(next(iter(operands.values())))
         if place is None:
             return
-        came = ", ".join(f"{name} {_short(tensor.dtype)}" for name, tensor in operands.items())
+        came = ", ".join(f"{name} {dtype_name(tensor.dtype)}" for name, tensor in operands.items())
         message = f"scaled_dot_product_attention in {place} got {came}"
         if self.mismatch == "error":
             raise TypeError(f"{message}. Bring them to one dtype, or use `dtype_mismatch='align'`.")
         if message not in self._said:
             self._said.add(message)
-            warnings.warn(f"{message}: brought to {_short(dtype)}.", stacklevel=3)
+            warnings.warn(f"{message}: brought to {dtype_name(dtype)}.", stacklevel=3)
 
     def _place(self, operand: Tensor) -> str | None:
         """The module whose forward is running, by its path in the model; None where it has been named before."""
@@ -166,10 +167,6 @@ def _call_site() -> str:
     """The innermost line that is not of this module."""
     entry = next(entry for entry in reversed(traceback.extract_stack()) if entry.filename != __file__)
     return f"{entry.filename}:{entry.lineno}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _FALLTHROUGH = torch.library.Library("_", "IMPL")

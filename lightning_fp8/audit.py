@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_fp8.dtypes import running_statistics
+from lightning_fp8.formats import dtype_name
 from lightning_fp8.paths import check_patterns, plain_path, topmost_matches
 
 
@@ -63,10 +64,12 @@ class DtypeReport(NamedTuple):
             elements = sum(row.elements for row in rows)
             verdict = "" if promised is None else "kept" if rows[0].kept else "NOT KEPT"
             counts = (f"{len(rows):,}", f"{elements:,}", f"{elements * dtype.itemsize:,}")
-            lines.append(_line(kind, _short(dtype), "-" if promised is None else _short(promised), *counts, verdict))
+            lines.append(
+                _line(kind, dtype_name(dtype), "-" if promised is None else dtype_name(promised), *counts, verdict)
+            )
         for row in self.violations[:10]:
-            wanted = _short(row.promised) if row.promised else ""
-            lines.append(f"  {row.kind} {row.name} is {_short(row.dtype)}, promised was {wanted}")
+            wanted = dtype_name(row.promised) if row.promised else ""
+            lines.append(f"  {row.kind} {row.name} is {dtype_name(row.dtype)}, promised was {wanted}")
         if len(self.violations) > 10:
             lines.append(f"  and {len(self.violations) - 10} more")
         return "\n".join(lines)
@@ -142,7 +145,3 @@ def _row(kind: str, name: str, tensor: Tensor, promised: torch.dtype | None) -> 
 def _line(*cells: Any) -> str:
     what, dtype, promised, tensors, elements, size, verdict = cells
     return f"{what:16} {dtype:10} {promised:10} {tensors:>8} {elements:>16} {size:>18}  {verdict}".rstrip()
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -33,3 +33,8 @@ E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 57344.0)
 # what a cast takes in: wider types would be rounded twice
 CASTABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
