@@ -143,8 +143,9 @@ def _agreed(
     dtype = query.dtype if same else active.compute_dtype
     operands = {"query": query, "key": key, "value": value}
     if floating_mask is not None:
-        operands["attn_mask"] = mask = floating_mask.to(dtype)
-    active.report({**operands, **({} if floating_mask is None else {"attn_mask": floating_mask})}, dtype)
+        operands["attn_mask"] = floating_mask
+        mask = floating_mask.to(dtype)
+    active.report(operands, dtype)
     return query.to(dtype), key.to(dtype), value.to(dtype), mask
 
 

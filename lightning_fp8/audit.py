@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_fp8.dtypes import running_statistics
+from lightning_fp8.dtypes import kept_parameters, running_statistics
 from lightning_fp8.formats import dtype_name
-from lightning_fp8.paths import check_patterns, plain_path, topmost_matches
+from lightning_fp8.paths import check_patterns, plain_path
 
 
 class DtypeRow(NamedTuple):
@@ -102,7 +102,7 @@ def audit(
     weight
     """
     check_patterns(model, keep_fp32, "keep_fp32")
-    kept = {id(p) for layer in topmost_matches(model, keep_fp32) for p in layer.parameters()}
+    kept = kept_parameters(model, keep_fp32)
     rows: list[DtypeRow] = []
     for name, parameter in model.named_parameters():
         promised = torch.float32 if id(parameter) in kept else param_dtype

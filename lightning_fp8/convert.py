@@ -18,7 +18,7 @@ from lightning_fp8.formats import CASTABLE_DTYPES, ROLES
 from lightning_fp8.modules.attention import Fp8MultiheadAttention
 from lightning_fp8.modules.gemm import Fp8Module, Fp8Rows
 from lightning_fp8.modules.linear import Fp8Linear
-from lightning_fp8.paths import check_patterns, named_modules, topmost_matches
+from lightning_fp8.paths import check_patterns, modules_inside, named_modules
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.scaling import ScalingState
 
@@ -64,6 +64,7 @@ def convert(module: ModuleT, recipe: DelayedScaling | None = None, ignore_module
     Raises:
         ValueError: if nothing is left to convert, a pattern matches no module, or a converted model has another recipe.
         TypeError: if a layer to convert has parameters that are not fp32, bf16 or fp16.
+        RuntimeError: if a converted layer that is to be plain again has been parametrized since.
 
     >>> model = convert(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), ignore_modules=("2",))
     >>> [type(layer).__name__ for layer in model]
@@ -81,11 +82,9 @@ def convert(module: ModuleT, recipe: DelayedScaling | None = None, ignore_module
             f"There is nothing to convert in {type(module).__name__}: FP8 needs at least one plain `nn.Linear`."
             + "".join(f"\n  {row}" for row in describe(module, ignore_modules)[:10])
         )
-    # Nothing has been changed up to here, so an error above loses no scales.
-    kept = {id(layer) for _, layer in chosen}
-    for _, layer in _converted(module):
-        if id(layer) not in kept:
-            _restore(layer)
+    kept = {layer for _, layer in chosen}
+    # Nothing is changed before all checks have passed, so an error loses no scales.
+    _restore([(path, layer) for path, layer in _converted(module) if layer not in kept])
     _attach(chosen, recipe)
     keep_own_forwards(module, Fp8Module)
     return module
@@ -97,15 +96,7 @@ def unconvert(module: ModuleT) -> ModuleT:
     Raises:
         RuntimeError: if a layer has been parametrized since it was converted; nothing is changed then.
     """
-    layers = list(_converted(module))
-    for path, layer in layers:
-        if is_parametrized(layer):
-            raise RuntimeError(
-                f"{path or '(root)'} has been parametrized since it was converted. Call"
-                " `torch.nn.utils.parametrize.remove_parametrizations` on it first."
-            )
-    for _, layer in layers:
-        _restore(layer)
+    _restore(list(_converted(module)))
     restore_fast_path(module)
     return module
 
@@ -162,7 +153,7 @@ def _candidates(module: nn.Module, ignore_modules: Sequence[str]) -> Iterator[tu
     """Path, layer and the reason against its conversion, None for those to convert, parents before children."""
     classes = _fp8_classes()
     kinds = tuple(classes)
-    ignored = {part for layer in topmost_matches(module, ignore_modules) for part in layer.modules()}
+    ignored = modules_inside(module, ignore_modules)
     outputs_of_converted: set[nn.Module] = set()
     for path, layer in named_modules(module):
         if not isinstance(layer, (*kinds, nn.Bilinear)):
@@ -262,7 +253,14 @@ def _attach(chosen: list[tuple[str, nn.Module]], recipe: DelayedScaling) -> None
         converted.fp8 = rows
 
 
-def _restore(layer: Fp8Module) -> None:
-    plain_class = layer.plain_class
-    del layer.fp8, layer.plain_class
-    cast(nn.Module, layer).__class__ = plain_class
+def _restore(layers: Sequence[tuple[str, Fp8Module]]) -> None:
+    for path, layer in layers:
+        if is_parametrized(layer):
+            raise RuntimeError(
+                f"{path or '(root)'} has been parametrized since it was converted. Call"
+                " `torch.nn.utils.parametrize.remove_parametrizations` on it first."
+            )
+    for _, layer in layers:
+        plain_class = layer.plain_class
+        del layer.fp8, layer.plain_class
+        cast(nn.Module, layer).__class__ = plain_class

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_fp8.modules.gemm import Fp8Module
-from lightning_fp8.paths import topmost_matches
+from lightning_fp8.paths import modules_inside, topmost_matches
 
 # Layers of torch that refuse an input of another floating dtype than their parameters, at least on some device. Only
 # what would fail is brought to the parameters' dtype, so no model that runs changes its numerics.
@@ -39,7 +39,7 @@ def store_parameters(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[
     What ``keep_fp32`` matches is stored in fp32. Buffers stay as they are, but for the running statistics of
     normalisations, which torch wants in the dtype of the weight beside them.
     """
-    kept = {id(p) for layer in topmost_matches(module, keep_fp32) for p in layer.parameters()}
+    kept = kept_parameters(module, keep_fp32)
     dtypes: dict[int, torch.dtype] = {}
     for parameter in module.parameters():
         # two bytes at least: quantized and FP8 parameters are no business of ours
@@ -51,6 +51,11 @@ def store_parameters(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[
         dtypes[id(statistics)] = dtypes[id(weight)]
     # `_apply` is what `module.to` goes through: sharded and converted modules take part
     module._apply(lambda tensor: tensor.to(dtypes.get(id(tensor), tensor.dtype)))
+
+
+def kept_parameters(module: nn.Module, keep_fp32: Sequence[str]) -> set[int]:
+    """The ``id`` of each parameter inside what ``keep_fp32`` matches."""
+    return {id(p) for layer in topmost_matches(module, keep_fp32) for p in layer.parameters()}
 
 
 def running_statistics(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
@@ -78,13 +83,12 @@ def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = (), under_autocas
     Converted layers take any input. Under autocast a model in fp32 gets no hook but for ``nn.Bilinear``.
     """
     release_inputs(module)
-    kept = topmost_matches(module, keep_fp32)
-    inside_kept = {part for layer in kept for part in layer.modules()}
-    for layer in kept:
+    for layer in topmost_matches(module, keep_fp32):
         if next(layer.parameters(), None) is not None:
             # on the object rather than by hooks, which torch.compile does not let switch autocast
             vars(layer)[_FORWARD_BEFORE] = before = vars(layer).get("forward")
             vars(layer)["forward"] = partial(_forward_in_fp32, layer, before)
+    inside_kept = modules_inside(module, keep_fp32)
     for layer in module.modules():
         if layer not in inside_kept and _must_agree(layer, under_autocast):
             vars(layer)[_HANDLES] = (layer.register_forward_pre_hook(_to_parameter_dtype, with_kwargs=True),)

@@ -39,6 +39,11 @@ def topmost_matches(module: nn.Module, patterns: Sequence[str]) -> list[nn.Modul
     return found
 
 
+def modules_inside(module: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
+    """The modules that a pattern matches, and all that is inside of them."""
+    return {part for layer in topmost_matches(module, patterns) for part in layer.modules()}
+
+
 def as_patterns(patterns: Sequence[str], argument: str) -> tuple[str, ...]:
     """The patterns as a tuple.
 

@@ -19,12 +19,18 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
 
 
-def test_rows_of_parameters_gradients_buffers_and_optimizer_state() -> None:
+def trained() -> tuple[nn.Sequential, dict[str, torch.dtype], torch.optim.Optimizer]:
+    """The model after one step, the dtypes that its buffers had before, and its optimizer."""
     net = model()
     before = buffer_dtypes_of(net)
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.randn(4, 8)).sum().backward()
     optimizer.step()
+    return net, before, optimizer
+
+
+def test_rows_of_parameters_gradients_buffers_and_optimizer_state() -> None:
+    net, before, optimizer = trained()
     report = audit(net, torch.float32, optimizers=[optimizer], buffer_dtypes=before)
     assert report.violations == ()
     kinds = [row.kind for row in report.rows]
@@ -37,11 +43,7 @@ def test_rows_of_parameters_gradients_buffers_and_optimizer_state() -> None:
 
 
 def test_each_kind_of_violation_is_named() -> None:
-    net = model()
-    before = buffer_dtypes_of(net)
-    optimizer = torch.optim.AdamW(net.parameters())
-    net(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
+    net, before, optimizer = trained()
     net[1].running_mean = net[1].running_mean.double()
     optimizer.state[net[0].weight]["exp_avg"] = optimizer.state[net[0].weight]["exp_avg"].bfloat16()
     net[2].weight.grad = None

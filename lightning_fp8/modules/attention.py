@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8.modules.gemm import Fp8Module, Fp8Weight, cast_weight, check_input, fp8_linear
+from lightning_fp8.modules.gemm import Fp8Module, Fp8Weight, cast_weight, check_input, fp8_linear, take_rows
 
 
 class SdpaMultiheadAttention(nn.MultiheadAttention):
@@ -66,21 +66,19 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
     def _in_projections(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v, each ``[*, embed_dim]``: one GEMM for as many neighbours as share their input."""
         inputs, width = (query, key, value), self.embed_dim
+        names = in_gemms(self)
+        operands = {gemm: self._in_operand(gemm) for gemm in names}
         if self.in_proj_weight is None:
-            gemms = [(gemm, at, at + 1) for at, gemm in enumerate(("q_proj", "k_proj", "v_proj"))]
-            operands = {gemm: self._in_operand(gemm) for gemm, _, _ in gemms}
+            gemms = [(gemm, at, at + 1) for at, gemm in enumerate(names)]
         else:
             first_of_value = 2 if key is not value else 1 if query is not key else 0
             first_of_key = 1 if query is not key else 0
             starts = sorted({0, first_of_key, first_of_value})
             gemms = [("in_proj", start, end) for start, end in zip(starts, [*starts[1:], 3], strict=True)]
-            operands = {"in_proj": self._in_operand("in_proj")}
         projected: list[Tensor] = []
         for gemm, start, end in gemms:
             rows = slice(start * width, end * width)
-            bias: Tensor | None = self.in_proj_bias
-            if bias is not None and end - start < 3:
-                bias = bias[rows]
+            bias = None if self.in_proj_bias is None else take_rows(self.in_proj_bias, rows)
             weight_rows = rows if gemm == "in_proj" else slice(0, width)
             y = self._project(gemm, inputs[start], operands[gemm], weight_rows, bias)
             projected.extend(y.chunk(end - start, dim=-1))
@@ -170,8 +168,7 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
     @staticmethod
     def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
         """Of ``in_proj``, or of ``q_proj``, ``k_proj`` and ``v_proj``; that of ``out_proj`` is the latter's."""
-        gemms = ("q_proj", "k_proj", "v_proj") if layer.in_proj_weight is None else ("in_proj",)
-        return {gemm: getattr(layer, f"{gemm}_weight") for gemm in gemms}
+        return {gemm: getattr(layer, f"{gemm}_weight") for gemm in in_gemms(layer)}
 
     def _in_operand(self, gemm: str) -> Fp8Weight:
         return cast_weight(self.fp8[gemm], getattr(self, f"{gemm}_weight"), self.recording_handle())
@@ -184,6 +181,11 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
         check_input(self, "query", query, self.embed_dim, "embed_dim")
         check_input(self, "key", key, self.kdim, "kdim")
         check_input(self, "value", value, self.vdim, "vdim")
+
+
+def in_gemms(layer: nn.Module) -> tuple[str, ...]:
+    """Names of an attention's input projections; ``<name>_weight`` is the weight of each."""
+    return ("q_proj", "k_proj", "v_proj") if layer.in_proj_weight is None else ("in_proj",)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -103,8 +103,12 @@ class Fp8Weight(NamedTuple):
 
     def rows(self, rows: slice) -> Fp8Weight:
         """Some of the N rows; the scale is that of the whole weight."""
-        whole = rows.start == 0 and rows.stop == len(self.weight)
-        return self if whole else Fp8Weight(self.weight[rows], self.payload[rows], self.scale_inv)
+        return Fp8Weight(take_rows(self.weight, rows), take_rows(self.payload, rows), self.scale_inv)
+
+
+def take_rows(tensor: Tensor, rows: slice) -> Tensor:
+    """Some of the first dimension; the tensor itself, and no node in the graph, where that is all of it."""
+    return tensor if rows.start == 0 and rows.stop == len(tensor) else tensor[rows]
 
 
 def cast_weight(rows: Fp8Rows, parameter: Tensor, record_to: int, transposed: bool = False) -> Fp8Weight:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_fp8.modules.attention import SdpaMultiheadAttention
+from lightning_fp8.modules.attention import SdpaMultiheadAttention, in_gemms
+from lightning_fp8.modules.gemm import take_rows
 from lightning_fp8.modules.weight_cache import WeightCache
 
 
@@ -62,8 +63,7 @@ class WeightCopyMultiheadAttention(WeightCopyModule, SdpaMultiheadAttention):
         return self.copied(f"{gemm}_weight")
 
     def _project(self, gemm: str, x: Tensor, operand: Tensor, rows: slice, bias: Tensor | None) -> Tensor:
-        whole = rows.start == 0 and rows.stop == len(operand)
-        return F.linear(x, operand if whole else operand[rows], bias)
+        return F.linear(x, take_rows(operand, rows), bias)
 
 
 class _CopyOf(torch.autograd.Function):
@@ -94,8 +94,7 @@ def keep_copies(module: nn.Module, leave_alone: set[nn.Module]) -> None:
         if type(layer) is nn.Linear:
             changes.append(_Change(layer, WeightCopyLinear, ("weight",)))
         elif type(layer) is nn.MultiheadAttention:
-            packed = layer.in_proj_weight is not None
-            names = ("in_proj_weight",) if packed else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+            names = tuple(f"{gemm}_weight" for gemm in in_gemms(layer))
             changes.append(_Change(layer, WeightCopyMultiheadAttention, names))
             if type(layer.out_proj) is NonDynamicallyQuantizableLinear:
                 changes.append(_Change(layer.out_proj, WeightCopyLinear, ("weight",)))

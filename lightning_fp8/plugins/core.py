@@ -21,7 +21,7 @@ from lightning_fp8.convert import convert, describe, is_converted, scaling_state
 from lightning_fp8.dtypes import agree_inputs, float64_parameter, release_inputs, store_parameters
 from lightning_fp8.fast_path import layers_own_forwards
 from lightning_fp8.modules.weight_copy import drop_copies, keep_copies
-from lightning_fp8.paths import as_patterns, check_patterns, topmost_matches
+from lightning_fp8.paths import as_patterns, check_patterns, modules_inside
 from lightning_fp8.plugins.settings import (
     PrecisionString,
     as_recipe,
@@ -108,8 +108,7 @@ class PrecisionCore(Precision):
             if self.precision == "bf16-true" or self._asked_param_dtype or self.keep_fp32:
                 store_parameters(module, self.param_dtype, self.keep_fp32)
             if self.weight_copy:
-                kept = {part for layer in topmost_matches(module, self.keep_fp32) for part in layer.modules()}
-                keep_copies(module, leave_alone=kept)
+                keep_copies(module, leave_alone=modules_inside(module, self.keep_fp32))
         agree_inputs(module, self.keep_fp32, under_autocast=self._autocasts)
         return module
 
