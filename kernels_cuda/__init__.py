@@ -1,11 +1,10 @@
-"""The CUDA half of the operators: ``.cu`` sources, compiled at run time. Knows torch and CuPy, nothing of Lightning.
-
-Nothing is launched from here yet: on a GPU the operators run on torch's own kernels and ``torch._scaled_mm``.
-"""
+"""The CUDA half of the operators: ``.cu`` sources, compiled at run time. Knows torch and CuPy, nothing of Lightning."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+_FOLDER = Path(__file__).parent
 
 
 def source(kernel: str) -> str:
@@ -14,9 +13,8 @@ def source(kernel: str) -> str:
     Raises:
         ValueError: if there is none of that name; the message lists those there are.
     """
-    folder = Path(__file__).parent
-    path = folder / f"{kernel}.cu"
+    path = _FOLDER / f"{kernel}.cu"
     if not path.is_file():
-        known = ", ".join(sorted(found.stem for found in folder.glob("*.cu")))
+        known = ", ".join(sorted(found.stem for found in _FOLDER.glob("*.cu")))
         raise ValueError(f"There is no kernel source {kernel!r}; there are: {known}.")
     return path.read_text()

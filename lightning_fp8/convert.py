@@ -16,8 +16,10 @@ from lightning_fp8.device import check_device
 from lightning_fp8.fast_path import keep_own_forwards, restore_fast_path
 from lightning_fp8.formats import CASTABLE_DTYPES, ROLES
 from lightning_fp8.modules.attention import Fp8MultiheadAttention
+from lightning_fp8.modules.feed_forward import fuse_feed_forward
 from lightning_fp8.modules.gemm import Fp8Module, Fp8Rows
 from lightning_fp8.modules.linear import Fp8Linear
+from lightning_fp8.modules.weight_group import WeightGroup
 from lightning_fp8.paths import check_patterns, modules_inside, named_modules
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.scaling import ScalingState
@@ -86,6 +88,7 @@ def convert(module: ModuleT, recipe: DelayedScaling | None = None, ignore_module
     # Nothing is changed before all checks have passed, so an error loses no scales.
     _restore([(path, layer) for path, layer in _converted(module) if layer not in kept])
     _attach(chosen, recipe)
+    fuse_feed_forward(module)
     keep_own_forwards(module, Fp8Module)
     return module
 
@@ -97,6 +100,7 @@ def unconvert(module: ModuleT) -> ModuleT:
         RuntimeError: if a layer has been parametrized since it was converted; nothing is changed then.
     """
     _restore(list(_converted(module)))
+    fuse_feed_forward(module)
     restore_fast_path(module)
     return module
 
@@ -239,18 +243,21 @@ def _attach(chosen: list[tuple[str, nn.Module]], recipe: DelayedScaling) -> None
     device = next((device for device in devices if device.type != "meta"), torch.device("cpu"))
     check_device(device)
     state = ScalingState(names, recipe, device)
+    group = WeightGroup()
     new_rows: dict[nn.Module, dict[str, Fp8Rows]] = {layer: {} for _, layer in chosen}
     for position, (layer, gemm, _) in enumerate(gemms):
         row = len(ROLES) * position
         if isinstance(layer, Fp8Module):
             state.copy_rows(row, layer.scaling_state, layer.fp8[gemm].row)
-        new_rows[layer][gemm] = Fp8Rows(state, row)
+        new_rows[layer][gemm] = Fp8Rows(state, row, group)
     for layer, rows in new_rows.items():
         converted = cast(Fp8Module, layer)
         if not isinstance(layer, Fp8Module):
             converted.plain_class = type(layer)
             converted.__class__ = classes[converted.plain_class]
         converted.fp8 = rows
+        for gemm, placed in rows.items():
+            placed.belong_to(converted, gemm)
 
 
 def _restore(layers: Sequence[tuple[str, Fp8Module]]) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_fp8.formats import ROLES, Role
 from lightning_fp8.recipe import DelayedScaling
 
-_FP32_MAX = torch.finfo(torch.float32).max
 _TENSORS = ("amax", "amax_history", "scale", "nonfinite_steps")
 _handles = itertools.count(1)
 _states: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
@@ -40,7 +39,7 @@ class ScalingState:
         scale: ``[R] float32``, multiplier before the cast; 1 until a tensor has a history.
         nonfinite_steps: ``[R] int64``, updates at which the tensor's amax was inf or NaN and was left out.
         version: counts the changes of ``scale``; what was cast under an older version is stale.
-        handle: by which operators find the state to record in, see :func:`amax_of`.
+        handle: by which operators find the state, see :func:`state_of`.
     """
 
     def __init__(self, module_names: Sequence[str], recipe: DelayedScaling, device: torch.device | str = "cpu") -> None:
@@ -57,6 +56,8 @@ class ScalingState:
             self.scale = torch.ones(count, dtype=torch.float32, device=device)
             self.nonfinite_steps = torch.zeros(count, dtype=torch.int64, device=device)
         self.version = 0
+        self._recorded_ahead: set[int] = set()
+        self._watch_histories()
         self._take_handle()
 
     def _take_handle(self) -> None:
@@ -66,6 +67,7 @@ class ScalingState:
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         # copies and unpickled states record in themselves
         self.__dict__.update(attributes)
+        self._watch_histories()
         self._take_handle()
 
     def __repr__(self) -> str:
@@ -82,8 +84,32 @@ class ScalingState:
         with torch.inference_mode(False):
             for field in (*_TENSORS, "fp8_max"):
                 setattr(self, field, getattr(self, field).to(device))
+        self._watch_histories()
         self.version += 1
         return self
+
+    def _watch_histories(self) -> None:
+        self._every_tensor_has_history = False
+        with torch.inference_mode(False):
+            self._seen_from_host = torch.zeros((), dtype=torch.bool, pin_memory=self.device.type == "cuda")
+
+    @property
+    def every_tensor_has_history(self) -> bool:
+        """True once that is known here; on a GPU the news comes a step or two late, as nobody waits for it.
+
+        So False means that a tensor may lack one: whoever casts it lets the device find out.
+        """
+        if not self._every_tensor_has_history:
+            self._every_tensor_has_history = bool(self._seen_from_host)
+        return self._every_tensor_has_history
+
+    def record_ahead(self, row: int) -> None:
+        """The amax of tensor ``row`` has been recorded although its module has not run yet in this step."""
+        self._recorded_ahead.add(row)
+
+    def confirm(self, row: int) -> None:
+        """The module of tensor ``row`` has run."""
+        self._recorded_ahead.discard(row)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -97,24 +123,27 @@ class ScalingState:
         Under ``torch.distributed`` (and ``reduce_amax``) every rank must call it: one ``all_reduce(MAX)`` of the whole
         vector makes the scales agree bit for bit. Nothing here waits for the device.
         """
+        self._forget_unconfirmed()
         self._reduce_amax()
-        finite = torch.isfinite(self.amax)
-        push = finite & (self.amax > 0)
-        self.nonfinite_steps += ~finite
-        pushed = torch.cat([self.amax[None], self.amax_history[:-1]])
-        # Through `.data`: a compiled graph may hold these for its backward, which reads them as they are then.
-        self.amax_history.data.copy_(torch.where(push, pushed, self.amax_history))
-        newest_or_max = self.amax_history[0] if self._most_recent else self.amax_history.amax(dim=0)
-        # m * 2**margin may leave fp32; a scale of 0 would turn the whole tensor into NaN
-        denominator = (newest_or_max * 2.0**self.recipe.margin).clamp(max=_FP32_MAX)
-        scale = (self.fp8_max / denominator).clamp(max=_FP32_MAX)
-        self.scale.data.copy_(torch.where(push, scale, self.scale))
-        self.amax.zero_()
+        # By name, as the operators are built on this module. Through `.data`: a compiled graph may hold these for its
+        # backward, which reads them as they are then.
+        torch.ops.lightning_fp8.update_scales(
+            self.amax.data,
+            self.amax_history.data,
+            self.scale.data,
+            self.fp8_max,
+            self.nonfinite_steps.data,
+            self.recipe.amax_compute_algo == "most_recent",
+            2.0**self.recipe.margin,
+        )
+        if not self._every_tensor_has_history:
+            self._seen_from_host.copy_((self.amax_history[0] > 0).all(), non_blocking=True)
         self.version += 1
 
-    @property
-    def _most_recent(self) -> bool:
-        return self.recipe.amax_compute_algo == "most_recent"
+    def _forget_unconfirmed(self) -> None:
+        if self._recorded_ahead:
+            self.amax[sorted(self._recorded_ahead)] = 0
+            self._recorded_ahead.clear()
 
     def _reduce_amax(self) -> None:
         if self.recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -160,6 +189,8 @@ class ScalingState:
             _load_row(fresh, row, name, state_dict[name])
         for field in _TENSORS:
             getattr(self, field).data.copy_(getattr(fresh, field))
+        self._watch_histories()
+        self._recorded_ahead.clear()
         self.version += 1
 
     def copy_rows(self, row: int, other: ScalingState, other_row: int) -> None:
@@ -169,15 +200,19 @@ class ScalingState:
             getattr(self, field)[..., mine] = getattr(other, field)[..., theirs].to(self.device)
 
 
-def amax_of(handle: int) -> Tensor | None:
-    """The ``amax`` to record in, ``[R] float32``: that of the state with this handle; None for handle 0.
+def state_of(handle: int) -> ScalingState | None:
+    """The state with this handle; None where it is gone with its model, or the handle is 0.
 
     Recording goes by handle and not by tensor: to a compiled graph it is no mutation of an input, which would order all
     layers' graphs one after the other and fail where their backward passes interleave. A maximum may be taken twice,
     and in any order, so nothing is lost by that.
     """
-    state = _states.get(handle)
-    # gone with its model, between a forward and its backward: nobody is left to ask for the record
+    return _states.get(handle)
+
+
+def amax_of(handle: int, record: bool) -> Tensor | None:
+    """The ``amax`` to record in, ``[R] float32``; None where nothing is to be recorded."""
+    state = state_of(handle) if record else None
     return None if state is None else state.amax
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent))
+
+from host_kernels import HostKernel  # noqa: E402
+
+from lightning_fp8.ops import kernels  # noqa: E402
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,6 +38,27 @@ def _two_threads() -> None:
     torch.set_num_threads(min(2, torch.get_num_threads()))
     # Lightning says once per run that a loader has no workers
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+
+
+@pytest.fixture
+def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """``lightning_fp8.ops.cuda`` with kernels that run on the CPU, from their own sources; the names of those loaded."""
+    loaded: list[str] = []
+
+    def load(family: str, defines: Sequence[str], layout: str, block: int, device: int) -> HostKernel:
+        loaded.append(" ".join((family, *defines)))
+        return HostKernel((family, tuple(defines)), layout, block, device)
+
+    def forget() -> None:
+        for function in (kernels.backend, kernels.cast_kernel, kernels.weights_kernel, kernels.update_kernel):
+            function.cache_clear()
+
+    monkeypatch.setattr(kernels.load, "load", load)
+    monkeypatch.setattr(kernels.load, "has_passed", lambda *_: True)
+    monkeypatch.setattr(kernels.load, "remember_pass", lambda *_: None)
+    forget()
+    yield loaded
+    forget()
 
 
 def sqnr(actual: Tensor, expected: Tensor) -> float:

@@ -9,7 +9,7 @@ from fp8_numpy import code_values, saturating_cast
 
 from lightning_fp8 import DelayedScaling, ScalingState, ops
 from lightning_fp8.formats import FORMATS
-from lightning_fp8.ops import cuda, reference
+from lightning_fp8.ops import cuda, plain, reference
 
 SCALES = [1.0, 0.37, 224.0, 1e-3, 3.0e38, 1.2e-38]
 
@@ -42,7 +42,7 @@ CASES = {
 def test_bytes_equal_the_definition(case: str, fmt: str, scale: float) -> None:
     x = CASES[case]()
     expected = saturating_cast(x.float().numpy(), np.float32(scale), fmt)
-    for implementation in (reference, cuda):
+    for implementation in (reference, plain):
         payload = implementation.saturating_cast(x, torch.tensor(scale), FORMATS[fmt])
         assert payload.dtype == torch.uint8
         np.testing.assert_array_equal(with_canonical_nan(payload.numpy(), fmt), with_canonical_nan(expected, fmt))
@@ -69,65 +69,70 @@ def test_dequantize_gives_every_code_its_value(fmt: str) -> None:
 
 @pytest.mark.parametrize("values", [[1.0, -3.0], [float("inf"), 1.0], [float("nan"), float("inf")], [], [-0.0]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("host_kernels")
 def test_recorded_amax_is_non_finite_exactly_when_an_element_is(values: list[float], dtype: torch.dtype) -> None:
     x = torch.tensor(values, dtype=dtype).reshape(-1, 1)
     expected = np.abs(np.array([0.0, *values])).max()
-    for implementation in (reference, cuda):
+    for implementation in (reference, plain, cuda):
         state = ScalingState(["a"], DelayedScaling())
         state.amax[1] = 2.0
-        implementation.cast(x, state.scale, state.amax_history, torch.tensor([0]), "e4m3", state.handle)
+        implementation.cast(x, state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "rows", state.handle, True)
         np.testing.assert_array_equal(state.amax.numpy(), np.array([expected, 2.0, 0.0], dtype=np.float32))
         # recording is a maximum: a smaller tensor changes nothing, not even after NaN
-        implementation.cast(x * 0 + 0.5, state.scale, state.amax_history, torch.tensor([0]), "e4m3", state.handle)
+        implementation.cast(x * 0 + 0.5, state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "rows", state.handle, True)
         again = np.maximum(expected, 0.5) if np.isfinite(expected) and values else expected
         if np.isfinite(expected):
             np.testing.assert_array_equal(state.amax[0].numpy(), np.float32(again))
 
 
+@pytest.mark.usefixtures("host_kernels")
 def test_scale_comes_from_the_history_and_else_from_the_tensor() -> None:
     x = torch.tensor([[1.0, -4.0]])
-    for implementation in (reference, cuda):
+    for implementation in (reference, plain, cuda):
         state = ScalingState(["a"], DelayedScaling())
         index = torch.tensor([1])
-        payload, scale_inv = implementation.cast(x, state.scale, state.amax_history, index, "e4m3", 0)
+        payload, _, scale_inv = implementation.cast(x, state.scale, state.amax_history, index, "e4m3", "none", "rows", 0, False)
         assert scale_inv == 4 / 448
         assert payload.view(torch.float8_e4m3fn).float().tolist() == [[112, -448]]
         state.amax[1] = 2.0
         state.update()
-        payload, scale_inv = implementation.cast(x, state.scale, state.amax_history, index, "e4m3", 0)
+        payload, _, scale_inv = implementation.cast(x, state.scale, state.amax_history, index, "e4m3", "none", "rows", 0, False)
         assert scale_inv == 1 / 224
         assert payload.view(torch.float8_e4m3fn).float().tolist() == [[224, -448]]  # -4 saturates
 
 
+@pytest.mark.usefixtures("host_kernels")
 def test_scale_inv_is_a_copy() -> None:
     state = ScalingState(["a"], DelayedScaling())
     state.amax[0] = 2.0
     state.update()
-    for implementation in (reference, cuda):
-        _, scale_inv = implementation.cast(
-            torch.ones(1, 1), state.scale, state.amax_history, torch.tensor([0]), "e4m3", 0
+    for implementation in (reference, plain, cuda):
+        _, _, scale_inv = implementation.cast(
+            torch.ones(1, 1), state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "rows", 0, False
         )
         state.scale.mul_(2)
         assert scale_inv == 1 / 224
         state.scale.div_(2)
 
 
+@pytest.mark.usefixtures("host_kernels")
 def test_first_use_without_a_finite_amax_keeps_the_finite_elements() -> None:
     x = torch.tensor([[float("inf"), 2.0, float("nan")]])
-    for implementation in (reference, cuda):
+    for implementation in (reference, plain, cuda):
         state = ScalingState(["a"], DelayedScaling())
-        payload, scale_inv = implementation.cast(x, state.scale, state.amax_history, torch.tensor([0]), "e4m3", 0)
+        payload, _, scale_inv = implementation.cast(x, state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "rows", 0, False)
         values = payload.view(torch.float8_e4m3fn).float()[0]
         assert scale_inv == 1
         assert values[:2].tolist() == [448, 2]
         assert values[2].isnan()
 
 
+@pytest.mark.usefixtures("host_kernels")
 def test_zero_tensor_at_first_use_is_zero() -> None:
-    for implementation in (reference, cuda):
+    for implementation in (reference, plain, cuda):
         state = ScalingState(["a"], DelayedScaling())
-        payload, scale_inv = implementation.cast(
-            torch.zeros(2, 2), state.scale, state.amax_history, torch.tensor([0]), "e4m3", state.handle
+        payload, _, scale_inv = implementation.cast(
+            torch.zeros(2, 2), state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "rows", state.handle, True
         )
         assert payload.count_nonzero() == 0
         assert scale_inv.isfinite()
@@ -137,7 +142,7 @@ def test_zero_tensor_at_first_use_is_zero() -> None:
 def test_non_contiguous_input_gives_a_contiguous_payload() -> None:
     x = torch.randn(40, 24)
     state = ScalingState(["a"], DelayedScaling())
-    straight, _ = ops.cast(x.t().contiguous(), state.scale, state.amax_history, torch.tensor([0]), "e4m3", 0)
-    strided, _ = ops.cast(x.t(), state.scale, state.amax_history, torch.tensor([0]), "e4m3", 0)
+    straight, *_ = ops.cast(x.t().contiguous(), state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "rows", 0, False)
+    strided, *_ = ops.cast(x.t(), state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "rows", 0, False)
     assert torch.equal(straight, strided)
     assert strided.is_contiguous()

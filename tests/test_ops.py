@@ -76,6 +76,7 @@ def test_cuda_path_pads_every_size(size: tuple[int, int, int], out_dtype: torch.
         torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-5)
 
 
+@pytest.mark.usefixtures("host_kernels")
 def test_cuda_path_backward_equals_the_reference() -> None:
     state, dy = state_with_history(), torch.randn(20, 12)
     x_fp8, w_fp8 = random_payload(20, 18, "e4m3"), random_payload(12, 18, "e4m3")
@@ -84,7 +85,9 @@ def test_cuda_path_backward_equals_the_reference() -> None:
         results = []
         for implementation in (reference, cuda):
             state.amax.zero_()
-            args = (dy, x, one, w, one, state.scale, state.amax_history, GRAD, "e4m3", state.handle)
+            x_t, w_t = (None if payload is None else payload.t() for payload in (x, w))
+            operands = (dy, None, "none", x_t, one, w_t, one)
+            args = (*operands, state.scale, state.amax_history, GRAD, "e4m3", state.handle, True)
             gradients = implementation.linear_backward(*args, torch.float32, torch.float32, True)
             results.append((*gradients, state.amax.clone()))
         for expected, actual in zip(*results, strict=True):
@@ -105,7 +108,8 @@ def test_nan_spreads_through_the_gemm_as_in_any_other() -> None:
 def test_blocks_cover_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     state, dy = state_with_history(), torch.randn(37, 20)
     x_fp8, w_fp8, one = random_payload(37, 24, "e4m3"), random_payload(20, 24, "e4m3"), torch.tensor(0.01)
-    args = (dy, x_fp8, one, w_fp8, one, state.scale, state.amax_history, GRAD, "e5m2", 0)
+    operands = (dy, None, "none", x_fp8.t(), one, w_fp8.t(), one)
+    args = (*operands, state.scale, state.amax_history, GRAD, "e5m2", 0, False)
     whole = reference.linear_backward(*args, torch.float32, torch.float32, True)
     y = reference.scaled_mm(x_fp8, w_fp8, one, one, None, "e4m3", "e4m3", torch.float32, True)
     monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 100)
@@ -136,24 +140,37 @@ def op_samples() -> list[tuple[object, tuple[object, ...]]]:
     state = SAMPLE_STATE
     arenas = (state.scale, state.amax_history)
     x, w, b, dy = torch.randn(12, 16), torch.randn(8, 16), torch.randn(8), torch.randn(12, 8)
-    x_fp8, x_inv = ops.cast(x, *arenas, INPUT, "e4m3", 0)
-    w_fp8, w_inv = ops.cast(w, *arenas, WEIGHT, "e4m3", 0)
-    grad = [t.clone().requires_grad_() for t in (x, w, b)]
-    casts = (x_fp8, x_inv, w_fp8, w_inv)
+    w_2, b_2 = torch.randn(16, 8), torch.randn(16)
+    kept = ("none", "both", 0, False)
+    x_casts, w_casts = ops.cast(x, *arenas, INPUT, "e4m3", *kept), ops.cast(w, *arenas, WEIGHT, "e4m3", *kept)
+    (x_fp8, x_fp8_t, x_inv), (w_fp8, w_fp8_t, w_inv) = x_casts, w_casts
+    grad = [t.clone().requires_grad_() for t in (x, w, b, w_2, b_2)]
+    casts = (*x_casts, *w_casts)
+    recorded = ("e5m2", state.handle, True)
+    mlp = (*casts, *ops.cast(w_2, *arenas, WEIGHT, "e4m3", *kept), *arenas, INPUT, GRAD, GRAD, "gelu", "e4m3")
+    backward = (dy, None, "none", x_fp8_t, x_inv, w_fp8_t, w_inv, *arenas, GRAD)
     return [
-        (ops.cast, (x, *arenas, INPUT, "e4m3", state.handle)),
-        (ops.cast, (x.bfloat16(), *arenas, INPUT, "e5m2", 0)),
+        (ops.cast, (x, *arenas, INPUT, "e4m3", "none", "rows", state.handle, True)),
+        (ops.cast, (x.bfloat16(), *arenas, INPUT, "e5m2", "gelu", "both", 0, False)),
+        (ops.cast, (x.bfloat16(), *arenas, INPUT, "e4m3", "swiglu", "columns", 0, False)),
         (ops.scaled_mm, (x_fp8, w_fp8, x_inv, w_inv, b, "e4m3", "e4m3", torch.bfloat16, True)),
         (ops.scaled_mm, (x_fp8, w_fp8, x_inv, w_inv, None, "e4m3", "e4m3", torch.float32, False)),
-        (ops.linear, (*grad, *casts, *arenas, GRAD, "e5m2", state.handle, torch.float32)),
-        (ops.linear, (grad[0], w, None, *casts, *arenas, GRAD, "e5m2", state.handle, torch.float32)),
+        (ops.linear, (*grad[:3], *casts, *arenas, GRAD, *recorded, torch.float32)),
+        (ops.linear, (grad[0], w, None, *casts, *arenas, GRAD, *recorded, torch.float32)),
+        (ops.mlp, (*grad, *mlp, *recorded, True, torch.float32)),
+        (ops.mlp, (grad[0], w, None, w_2, None, *mlp, *recorded, True, torch.float32)),
+        (ops.linear_backward, (*backward, *recorded, torch.float32, torch.float32, True)),
+        (ops.linear_backward, (dy, dy, "silu", *backward[3:], *recorded, torch.float32, torch.float32, True)),
         (
             ops.linear_backward,
-            (dy, x_fp8, x_inv, w_fp8, w_inv, *arenas, GRAD, "e5m2", state.handle, torch.float32, torch.float32, True),
+            (dy, None, "none", None, *backward[4:], "e5m2", 0, False, torch.bfloat16, torch.float32, False),
         ),
         (
-            ops.linear_backward,
-            (dy, None, x_inv, w_fp8, w_inv, *arenas, GRAD, "e5m2", 0, torch.bfloat16, torch.float32, False),
+            ops.update_scales,
+            (
+                *(torch.rand(6), torch.rand(4, 6), torch.rand(6), torch.full((6,), 448.0)),
+                *(torch.zeros(6, dtype=torch.int64), False, 1.0),
+            ),
         ),
     ]
 
@@ -166,7 +183,8 @@ def test_opcheck(sample: int) -> None:
 
 def test_every_operator_is_checked() -> None:
     checked = {str(op) for op, _ in op_samples()}
-    assert checked == {f"lightning_fp8.{name}.default" for name in ("cast", "scaled_mm", "linear", "linear_backward")}
+    names = ("cast", "scaled_mm", "linear", "linear_backward", "mlp", "update_scales")
+    assert checked == {f"lightning_fp8.{name}.default" for name in names}
 
 
 def test_one_layer_reaches_28_and_24_db() -> None:
@@ -175,9 +193,8 @@ def test_one_layer_reaches_28_and_24_db() -> None:
     arenas = (state.scale, state.amax_history)
     x, w = (torch.randn(*shape).requires_grad_() for shape in ((1024, 1024), (1024, 1024)))
     dy = torch.randn(1024, 1024)
-    x_fp8, x_inv = ops.cast(x.detach(), *arenas, INPUT, "e4m3", 0)
-    w_fp8, w_inv = ops.cast(w.detach(), *arenas, WEIGHT, "e4m3", 0)
-    y = ops.linear(x, w, None, x_fp8, x_inv, w_fp8, w_inv, *arenas, GRAD, "e5m2", state.handle, torch.float32)
+    casts = [ops.cast(t.detach(), *arenas, i, "e4m3", "none", "both", 0, False) for t, i in ((x, INPUT), (w, WEIGHT))]
+    y = ops.linear(x, w, None, *casts[0], *casts[1], *arenas, GRAD, "e5m2", state.handle, True, torch.float32)
     y.backward(dy)
     found = (
         sqnr(y, x.double() @ w.double().T),

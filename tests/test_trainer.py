@@ -14,6 +14,7 @@ from lit import Regression, loader, make_trainer, seeded
 from torch import nn
 
 from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8Precision, convert, scaling_state, unconvert
+from lightning_fp8.modules import feed_forward
 
 
 def by_hand(steps: int, accumulate: int = 1, clip: float | None = None) -> Regression:
@@ -162,15 +163,15 @@ def test_transformer_encoder_validates_with_the_fp8_layers_it_trains(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.net(self.encoder(x[:, None])[:, 0])
 
-    # counted at the class: a hook on a layer would itself switch torch's fast path off
+    # counted where both linear layers run as one: a hook on a layer would itself switch torch's fast path off
     calls: list[tuple[str, bool]] = []
-    original = Fp8Linear.forward
+    original = feed_forward.fp8_feed_forward
 
-    def counting(self: Fp8Linear, x: torch.Tensor) -> torch.Tensor:
-        calls.append((self.fp8[""].name, self.training))
-        return original(self, x)
+    def counting(first: Fp8Linear, activation: str, second: Fp8Linear, x: torch.Tensor) -> torch.Tensor:
+        calls.extend((layer.fp8[""].name, layer.training) for layer in (first, second))
+        return original(first, activation, second, x)
 
-    monkeypatch.setattr(Fp8Linear, "forward", counting)
+    monkeypatch.setattr(feed_forward, "fp8_feed_forward", counting)
     model, trainer = seeded(Encoder), make_trainer(tmp_path)
     trainer.fit(model, loader(), loader())
     for name in ("encoder.layers.0.linear1", "encoder.layers.1.linear2"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import Fp8Precision
-from lightning_fp8.modules import attention, linear
+from lightning_fp8.modules import attention, feed_forward, linear
 from lightning_fp8.plugins.settings import PRECISIONS
 
 WIDTH, HEADS, BATCH, LENGTH, SOURCE = 16, 2, 2, 5, 4
@@ -48,6 +48,13 @@ def gemms(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(linear, "fp8_linear", counting)
     monkeypatch.setattr(attention, "fp8_linear", counting)
+    fused = feed_forward.fp8_feed_forward
+
+    def counting_both(first: Any, activation: str, second: Any, x: Tensor) -> Tensor:
+        calls.extend(layer.fp8[""].name for layer in (first, second))
+        return fused(first, activation, second, x)
+
+    monkeypatch.setattr(feed_forward, "fp8_feed_forward", counting_both)
     return calls
 
 

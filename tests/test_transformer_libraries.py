@@ -79,9 +79,9 @@ def test_validation_runs_the_fp8_gemms_of_training(tmp_path: Path, name: str, mo
     calls: list[tuple[str, bool]] = []
     original = gemm.fp8_linear
 
-    def counting(rows: Any, x: Tensor, weight: Any, bias: Tensor | None, record_to: int) -> Tensor:
-        calls.append((rows.name, record_to != 0))
-        return original(rows, x, weight, bias, record_to)
+    def counting(rows: Any, x: Tensor, weight: Any, bias: Tensor | None, record: bool) -> Tensor:
+        calls.append((rows.name, record))
+        return original(rows, x, weight, bias, record)
 
     for module in HOLDERS:
         monkeypatch.setattr(f"lightning_fp8.modules.{module}.fp8_linear", counting)

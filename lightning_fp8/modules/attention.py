@@ -171,10 +171,10 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
         return {gemm: getattr(layer, f"{gemm}_weight") for gemm in in_gemms(layer)}
 
     def _in_operand(self, gemm: str) -> Fp8Weight:
-        return cast_weight(self.fp8[gemm], getattr(self, f"{gemm}_weight"), self.recording_handle())
+        return cast_weight(self.fp8[gemm], getattr(self, f"{gemm}_weight"), self.records)
 
     def _project(self, gemm: str, x: Tensor, operand: Fp8Weight, rows: slice, bias: Tensor | None) -> Tensor:
-        return fp8_linear(self.fp8[gemm], x, operand.rows(rows), bias, self.recording_handle())
+        return fp8_linear(self.fp8[gemm], x, operand.rows(rows), bias, self.records)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
         super()._check(query, key, value, attn_mask, is_causal)

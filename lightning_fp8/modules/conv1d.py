@@ -19,11 +19,13 @@ class Fp8Conv1D(Fp8Module, Conv1D):
         ValueError: for an input whose last dimension is not ``nx``.
     """
 
+    weight_is_k_by_n = True
+
     def forward(self, x: Tensor) -> Tensor:
         """x ``[*, nx]`` -> y ``[*, nf]``; see the class."""
         check_input(self, "input", x, self.weight.shape[0], "nx")
-        rows, record_to = self.fp8[""], self.recording_handle()
-        return fp8_linear(rows, x, cast_weight(rows, self.weight, record_to, transposed=True), self.bias, record_to)
+        rows, record = self.fp8[""], self.records
+        return fp8_linear(rows, x, cast_weight(rows, self.weight, record, k_by_n=True), self.bias, record)
 
     def __repr__(self) -> str:
         return f"Fp8Conv1D(nf={self.nf}, nx={self.nx}, {self.extra_repr()})"

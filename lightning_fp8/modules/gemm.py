@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from lightning_fp8 import ops
 from lightning_fp8.device import check_device
 from lightning_fp8.formats import CASTABLE_DTYPES, ROLES, Role
 from lightning_fp8.modules.weight_cache import WeightCache
+from lightning_fp8.modules.weight_group import WeightGroup
 from lightning_fp8.scaling import ScalingState
 
 
@@ -24,13 +26,42 @@ class Fp8Rows:
         index: per role the same as ``[1] int64`` on the device of the state. A tensor, not an int, so that
             ``torch.compile`` makes one graph for all layers of a kind.
         weight_cache: the FP8 copy of the weight.
+        group: all layers that share the state, whose weights are cast together where the device can.
     """
 
-    def __init__(self, state: ScalingState, row: int) -> None:
+    def __init__(self, state: ScalingState, row: int, group: WeightGroup) -> None:
         self.state = state
         self.row = row
         self.weight_cache = WeightCache()
+        self.group = group
+        group.members.append(self)
+        self._owner: tuple[weakref.ref[Fp8Module], str] | None = None
         self._place_index()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy belongs to the copied layer, which says so in its own `__setstate__`
+        return {**self.__dict__, "_owner": None}
+
+    def belong_to(self, layer: Fp8Module, gemm: str) -> None:
+        """Say which layer these rows are of, and by which name it knows them."""
+        self._owner = (weakref.ref(layer), gemm)
+
+    @property
+    def weight_index(self) -> int:
+        """Which tensor of the state the weight is."""
+        return self.row + ROLES.index("weight")
+
+    def recording_weight(self) -> Tensor | None:
+        """The weight as its layer holds it now; None where the layer is gone or would not record."""
+        layer = self._owner[0]() if self._owner is not None else None
+        if layer is None or self._owner is None or not layer.records:
+            return None
+        return layer.gemm_weights(layer).get(self._owner[1])
+
+    def in_gemm_order(self, payload: Tensor, payload_t: Tensor) -> tuple[Tensor, Tensor]:
+        """The casts of a weight as it is kept, by rows and by columns -> those of ``[N, K]``."""
+        layer = self._owner[0]() if self._owner is not None else None
+        return (payload_t, payload) if layer is not None and layer.weight_is_k_by_n else (payload, payload_t)
 
     def _place_index(self) -> None:
         with torch.inference_mode(False):
@@ -60,10 +91,17 @@ class Fp8Module(nn.Module):
     Attributes:
         fp8: the rows of each of its own GEMM weights, by name; the name is ``""`` where there is just one.
         plain_class: the class it had before, and gets back.
+        weight_is_k_by_n: whether the layer keeps its weight as ``[K, N]``, not as ``[N, K]``.
     """
 
     fp8: dict[str, Fp8Rows]
     plain_class: type[nn.Module]
+    weight_is_k_by_n: ClassVar[bool] = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for gemm, rows in self.fp8.items():
+            rows.belong_to(self, gemm)
 
     @staticmethod
     def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
@@ -75,9 +113,10 @@ class Fp8Module(nn.Module):
         """The state of the whole model."""
         return next(iter(self.fp8.values())).state
 
-    def recording_handle(self) -> int:
-        """Where this forward, and its backward, record amaxes: in training with gradients, nowhere (0) otherwise."""
-        return self.scaling_state.handle if self.training and torch.is_grad_enabled() else 0
+    @property
+    def records(self) -> bool:
+        """Whether this forward, and its backward, record amaxes: exactly in training with gradients."""
+        return self.training and torch.is_grad_enabled()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # `.to()`, `.cuda()`, `.to_empty()` and friends: scales follow the weight to its device and keep their dtype.
@@ -95,15 +134,18 @@ class Fp8Module(nn.Module):
 
 
 class Fp8Weight(NamedTuple):
-    """A weight ``[N, K]`` for autograd, and its FP8 cast for the GEMMs."""
+    """A weight ``[N, K]`` for autograd, and its FP8 cast for the GEMMs: ``[N, K]`` and, for dgrad, ``[K, N]``."""
 
     weight: Tensor
     payload: Tensor
+    payload_t: Tensor
     scale_inv: Tensor
 
     def rows(self, rows: slice) -> Fp8Weight:
         """Some of the N rows; the scale is that of the whole weight."""
-        return Fp8Weight(take_rows(self.weight, rows), take_rows(self.payload, rows), self.scale_inv)
+        # without gradients there may be no transposed payload
+        payload_t = self.payload_t[:, rows] if self.payload_t.dim() == 2 else self.payload_t
+        return Fp8Weight(take_rows(self.weight, rows), take_rows(self.payload, rows), payload_t, self.scale_inv)
 
 
 def take_rows(tensor: Tensor, rows: slice) -> Tensor:
@@ -111,44 +153,56 @@ def take_rows(tensor: Tensor, rows: slice) -> Tensor:
     return tensor if rows.start == 0 and rows.stop == len(tensor) else tensor[rows]
 
 
-def cast_weight(rows: Fp8Rows, parameter: Tensor, record_to: int, transposed: bool = False) -> Fp8Weight:
-    """The FP8 cast of a weight ``[N, K]``, or of one kept as ``[K, N]`` if ``transposed``."""
+def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, k_by_n: bool = False) -> Fp8Weight:
+    """The FP8 cast of a weight ``[N, K]``, or of one kept as ``[K, N]``."""
     state = rows.state
-    weight = parameter.t() if transposed else parameter
+    weight = parameter.t() if k_by_n else parameter
     # Only a recording forward uses the cache: in evaluation weights are swapped (EMA, averaging) in ways that leave no
     # trace. A compiled graph casts at each call, as nothing in it can see whether a copy is stale.
-    use_cache = record_to != 0 and not torch.compiler.is_compiling()
-    cached = rows.weight_cache.get(parameter, state.version) if use_cache else None
+    use_cache = record and not torch.compiler.is_compiling()
+    cached = None
+    if use_cache:
+        cached = rows.weight_cache.get(parameter, state.version)
+        if cached is None and rows.group.cast_stale(rows, parameter):
+            cached = rows.weight_cache.get(parameter, state.version)
+        state.confirm(rows.weight_index)
     if cached is None:
-        fmt = state.recipe.format_of("weight").name
-        cached = ops.cast(weight.detach(), state.scale, state.amax_history, rows.index["weight"], fmt, record_to)
+        cached = cast_operand(rows, "weight", weight.detach(), record, keep=torch.is_grad_enabled())
         if use_cache:
             rows.weight_cache.put(parameter, state.version, cached)
     return Fp8Weight(weight, *cached)
 
 
-def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record_to: int) -> Tensor:
+def cast_operand(rows: Fp8Rows, role: Role, x: Tensor, record: bool, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Payload, transposed payload (if backward is to ``keep`` something of it) and scale_inv of x ``[M, K]``."""
+    state = rows.state
+    fmt = state.recipe.format_of(role).name
+    return ops.cast_operand(
+        x, state.scale, state.amax_history, rows.index[role], fmt, "none", state.handle, record, keep
+    )  # fmt: skip
+
+
+def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool) -> Tensor:
     """``x @ weight^T + bias`` in FP8: x ``[*, K]`` -> ``[*, N]`` in autocast's dtype, else in that of ``x``."""
-    state, recipe = rows.state, rows.state.recipe
+    state = rows.state
     n, k = weight.payload.shape
     x_2d = x.reshape(x.numel() // k, k)
-    x_fp8, x_scale_inv = ops.cast(
-        x_2d.detach(), state.scale, state.amax_history, rows.index["input"], recipe.format_of("input").name, record_to
-    )
+    keep = torch.is_grad_enabled() and weight.weight.requires_grad
     y = ops.linear(
         x_2d,
         weight.weight,
         bias,
-        x_fp8,
-        x_scale_inv,
+        *cast_operand(rows, "input", x_2d.detach(), record, keep),
         weight.payload,
+        weight.payload_t,
         weight.scale_inv,
         state.scale,
         state.amax_history,
         rows.index["grad_output"],
-        recipe.format_of("grad_output").name,
-        record_to,
-        _output_dtype(x),
+        state.recipe.format_of("grad_output").name,
+        state.handle,
+        record,
+        output_dtype(x),
     )
     return y.view(*x.shape[:-1], n)
 
@@ -177,7 +231,8 @@ def _called(module: Fp8Module) -> str:
     return f"{type(module).__name__} {next(iter(module.fp8.values())).name!r}"
 
 
-def _output_dtype(x: Tensor) -> torch.dtype:
+def output_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's dtype where autocast is on, else that of ``x``."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype

@@ -29,5 +29,5 @@ class Fp8Linear(Fp8Module, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x ``[*, in_features]`` -> y ``[*, out_features]``; see the class."""
         check_input(self, "input", x, self.in_features, "in_features")
-        rows, record_to = self.fp8[""], self.recording_handle()
-        return fp8_linear(rows, x, cast_weight(rows, self.weight, record_to), self.bias, record_to)
+        rows, record = self.fp8[""], self.records
+        return fp8_linear(rows, x, cast_weight(rows, self.weight, record), self.bias, record)

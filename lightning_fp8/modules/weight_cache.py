@@ -40,6 +40,7 @@ class WeightCache:
 
     def __init__(self) -> None:
         self._entry: _Entry | None = None
+        self._used = False
 
     def get(self, weight: Tensor, scaling_version: int) -> tuple[Tensor, ...] | None:
         """The copy of ``weight`` under these scales, or None where there is none or a doubt."""
@@ -50,17 +51,27 @@ class WeightCache:
             return None
         if not all(map(torch.equal, entry.fingerprint, _fingerprint(weight))):
             return None
+        self._used = True
         return entry.cast
 
-    def put(self, weight: Tensor, scaling_version: int, cast: tuple[Tensor, ...]) -> None:
-        """Keep ``cast``, made of ``weight`` just now."""
+    def was_used(self, weight: Tensor) -> bool:
+        """Whether what was last kept of ``weight``, stale or not, has been asked for."""
+        return self._used and self._entry is not None and self._entry.weight() is weight
+
+    def drop(self) -> None:
+        """Let go of the copy, and of its memory."""
+        self._entry = None
+
+    def put(self, weight: Tensor, scaling_version: int, cast: tuple[Tensor, ...], used: bool = True) -> None:
+        """Keep ``cast``, made of ``weight`` just now, for a forward that uses it or, if not ``used``, in advance."""
         # Only a parameter is known to be the same tensor at the next call; a parametrized weight is made each time.
         if isinstance(weight, nn.Parameter) and not weight.is_inference():
             key = _key(weight, scaling_version)
             self._entry = _Entry(weakref.ref(weight), weight.detach(), key, _fingerprint(weight), cast)
+            self._used = used
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_entry": None}
+        return {"_entry": None, "_used": False}
 
 
 def _key(weight: Tensor, scaling_version: int) -> tuple[Any, ...]:

@@ -1,96 +1,200 @@
-"""CUDA through torch's own operators and ``torch._scaled_mm``; nothing here makes the host wait for the device."""
+"""The operators on a CUDA device: our kernels where they are to be had, plain torch where not. Nothing here waits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fp8.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.reference import scale_of_current
-from lightning_fp8.scaling import amax_of
+from kernels_cuda import casts, scales
+from kernels_cuda.launch import Kernel
+from lightning_fp8.formats import CASTABLE_DTYPES
+from lightning_fp8.ops import plain
+from lightning_fp8.ops.activations import activated_width
+from lightning_fp8.ops.kernels import cast_kernel, update_kernel, weights_kernel
+from lightning_fp8.ops.plain import scaled_mm
+from lightning_fp8.scaling import ScalingState, amax_of, state_of
 
-# cuBLASLt takes FP8 operands whose rows are a multiple of 16 bytes
-_ALIGNMENT = 16
+__all__ = ["cast", "cast_weights", "linear_backward", "scaled_mm", "update_scales"]
 
 
 def cast(
-    x: Tensor, scale: Tensor, amax_history: Tensor, index: Tensor, format: str, record_to: int
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    scale: Tensor,
+    amax_history: Tensor,
+    index: Tensor,
+    format: str,
+    activation: str,
+    layout: str,
+    state: int,
+    record: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast``."""
-    current = x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
-    amax = amax_of(record_to)
-    if amax is not None:
-        # The bits of non-negative floats as integers: NaN > inf > every finite value, so nothing non-finite is lost.
-        amax.view(torch.int32).scatter_reduce_(0, index, current.view(torch.int32)[None], "amax")
-    delayed = scale.index_select(0, index)[0]
-    has_history = amax_history[0].index_select(0, index)[0] > 0
-    used = torch.where(has_history, delayed, scale_of_current(current, FORMATS[format]))
-    return saturating_cast(x, used, FORMATS[format]), used.reciprocal()
+    kernel = _kernel_for(x, format, activation, backward=False)
+    if kernel is None:
+        return plain.cast(x, scale, amax_history, index, format, activation, layout, state, record)
+    row = _row(scale, amax_history, index, state, record)
+    if activation == "none" and x.stride(1) != 1 and x.stride(0) == 1:
+        # laid out by columns: the transposed cast of what it is a transpose of
+        y_t, y, scale_inv, _ = _launch(kernel, x.t(), row, layout != "rows", layout != "columns")
+    else:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        y, y_t, scale_inv, _ = _launch(kernel, x, row, layout != "columns", layout != "rows", activation)
+    return y, y_t, scale_inv
 
 
-def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
-    """``x * scale`` in fp32, saturated to ±max, rounded to nearest even, as contiguous ``uint8``. NaN stays NaN."""
-    return (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype).contiguous().view(torch.uint8)
+def cast_weights(
+    state: ScalingState, weights: Sequence[Tensor], indices: Sequence[int]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Both payloads and scale_inv of many weights in one launch, recorded; on a device with a kernel for it.
+
+    Args:
+        state: the scaling state.
+        weights: ``[rows, columns]`` each, none empty, elements of a row side by side, on the state's device.
+        indices: which tensor of the state each of them is.
+
+    Raises:
+        RuntimeError: where the device has no kernel for it.
+    """
+    kernel = weights_kernel(state.device)
+    if kernel is None:
+        raise RuntimeError(f"There is no kernel on {state.device} that casts weights together.")
+    device, count = state.device, len(weights)
+    jobs = [
+        casts.Weight(
+            weight,
+            index,
+            torch.empty(weight.shape, dtype=torch.uint8, device=device),
+            torch.empty(weight.shape[::-1], dtype=torch.uint8, device=device),
+        )
+        for weight, index in zip(weights, indices, strict=True)
+    ]
+    scale_inv = torch.empty(count, dtype=torch.float32, device=device)
+    measured = not state.every_tensor_has_history
+    current = torch.zeros(count, dtype=torch.float32, device=device) if measured else None
+    table, first_tile = casts.weight_table(jobs, scale_inv, current)
+    tiles = int(first_tile[-1])
+    table, first_tile = (_uploaded(part, device) for part in (table, first_tile))
+    casts.cast_weights(kernel, table, first_tile, tiles, (state.scale, state.amax_history, state.amax), measured)
+    return [(job.y, job.y_t, inverse) for job, inverse in zip(jobs, scale_inv.unbind(), strict=True)]
 
 
-def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    bias: Tensor | None,
-    a_format: str,
-    b_format: str,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-) -> Tensor:
-    """See the operator ``lightning_fp8::scaled_mm``. Sizes that cuBLASLt does not take are padded with zeros."""
-    (m, k), n = a.shape, b.shape[0]
-    if m == 0 or n == 0 or k == 0:
-        empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
-        return empty if bias is None else empty + bias.to(out_dtype)
-    a_padded = _padded(a, m, k).view(FORMATS[a_format].dtype)
-    b_padded = _padded(b, -(-n // _ALIGNMENT) * _ALIGNMENT, k).view(FORMATS[b_format].dtype)
-    out = torch._scaled_mm(
-        a_padded,
-        b_padded.t(),
-        scale_a=a_scale_inv,
-        scale_b=b_scale_inv,
-        out_dtype=torch.float32 if bias is not None else out_dtype,
-        use_fast_accum=fast_accumulation,
-    )[:, :n]
-    # The bias is added in fp32 and the sum rounded once; torch's own epilogue takes bf16 biases only.
-    return out.contiguous() if bias is None else (out + bias).to(out_dtype)
+def _uploaded(table: Tensor, device: torch.device) -> Tensor:
+    # from pinned memory, which torch keeps from other use until the copy is done, so that nobody waits
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def linear_backward(
     dy: Tensor,
-    x_fp8: Tensor | None,
+    h: Tensor | None,
+    activation: str,
+    x_fp8_t: Tensor | None,
     x_scale_inv: Tensor,
-    w_fp8: Tensor | None,
+    w_fp8_t: Tensor | None,
     w_scale_inv: Tensor,
     scale: Tensor,
     amax_history: Tensor,
     index: Tensor,
     format: str,
-    record_to: int,
+    state: int,
+    record: bool,
     dx_dtype: torch.dtype,
     dw_dtype: torch.dtype,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::linear_backward``."""
-    dx, dw = dy.new_empty(0, dtype=dx_dtype), dy.new_empty(dy.shape[1], 0, dtype=dw_dtype)
-    dy_fp8, dy_scale_inv = cast(dy, scale, amax_history, index, format, record_to)
-    if w_fp8 is not None:
-        dx = scaled_mm(dy_fp8, w_fp8.t(), dy_scale_inv, w_scale_inv, None, format, "e4m3", dx_dtype, False)
-    if x_fp8 is not None:
-        dw = scaled_mm(dy_fp8.t(), x_fp8.t(), dy_scale_inv, x_scale_inv, None, format, "e4m3", dw_dtype, False)
-    db = dy.sum(dim=0, dtype=torch.float32) if bias else dy.new_empty(0, dtype=torch.float32)
+    width = dy.shape[1] if h is None else h.shape[1]
+    dx, dw = dy.new_empty(0, dtype=dx_dtype), dy.new_empty(width, 0, dtype=dw_dtype)
+    layout = "rows" if x_fp8_t is None else "columns" if w_fp8_t is None else "both"
+    dy_fp8, dy_fp8_t, dy_scale_inv, db = _cast_gradient(
+        dy, h, activation, scale, amax_history, index, format, layout, state, record, bias
+    )
+    if w_fp8_t is not None:
+        dx = scaled_mm(dy_fp8, w_fp8_t, dy_scale_inv, w_scale_inv, None, format, "e4m3", dx_dtype, False)
+    if x_fp8_t is not None:
+        dw = scaled_mm(dy_fp8_t, x_fp8_t, dy_scale_inv, x_scale_inv, None, format, "e4m3", dw_dtype, False)
     return dx, dw, db
 
 
-def _padded(payload: Tensor, rows: int, columns: int) -> Tensor:
-    columns = -(-columns // _ALIGNMENT) * _ALIGNMENT
-    padding = (0, columns - payload.shape[1], 0, rows - payload.shape[0])
-    return F.pad(payload, padding) if any(padding) else payload.contiguous()
+def _cast_gradient(
+    dy: Tensor,
+    h: Tensor | None,
+    activation: str,
+    scale: Tensor,
+    amax_history: Tensor,
+    index: Tensor,
+    format: str,
+    layout: str,
+    state: int,
+    record: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kernel = _kernel_for(dy, format, activation, backward=h is not None)
+    if kernel is None or (h is not None and h.dtype != dy.dtype):
+        return plain.cast_gradient(
+            dy, h, activation, scale, amax_history, index, format, layout, state, record, bias
+        )  # fmt: skip
+    row = _row(scale, amax_history, index, state, record)
+    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    y, y_t, scale_inv, sums = _launch(
+        kernel, dy if h is None else h.contiguous(), row, layout != "columns", layout != "rows",
+        activation, dy=None if h is None else dy, sums=bias,
+    )  # fmt: skip
+    return y, y_t, scale_inv, sums
+
+
+def update_scales(
+    amax: Tensor,
+    amax_history: Tensor,
+    scale: Tensor,
+    fp8_max: Tensor,
+    nonfinite_steps: Tensor,
+    most_recent: bool,
+    margin_factor: float,
+) -> None:
+    """See the operator ``lightning_fp8::update_scales``."""
+    kernel = update_kernel(amax.device)
+    if kernel is None:
+        plain.update_scales(amax, amax_history, scale, fp8_max, nonfinite_steps, most_recent, margin_factor)
+    elif amax.numel():
+        scales.update_scales(
+            kernel, amax, amax_history, scale, fp8_max, nonfinite_steps, most_recent, margin_factor
+        )  # fmt: skip
+
+
+def _kernel_for(x: Tensor, format: str, activation: str, backward: bool) -> Kernel | None:
+    if x.numel() == 0 or x.dtype not in CASTABLE_DTYPES:
+        return None
+    return cast_kernel(x.device, x.dtype, format, activation, backward)
+
+
+def _row(scale: Tensor, amax_history: Tensor, index: Tensor, state: int, record: bool) -> casts.Row:
+    known = state_of(state)
+    measured = known is None or not known.every_tensor_has_history
+    current = torch.zeros((), dtype=torch.float32, device=scale.device) if measured else None
+    return casts.Row(scale, amax_history, index, amax_of(state, record), current)
+
+
+def _launch(
+    kernel: Kernel,
+    x: Tensor,
+    row: casts.Row,
+    by_rows: bool,
+    by_columns: bool,
+    activation: str = "none",
+    dy: Tensor | None = None,
+    sums: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate and launch: payload, transposed payload, scale_inv and column sums, empty where not asked for."""
+    rows, width = x.shape[0], x.shape[1] if dy is not None else activated_width(x.shape[1], activation)
+    options = {"dtype": torch.uint8, "device": x.device}
+    y = torch.empty((rows, width) if by_rows else 0, **options)
+    y_t = torch.empty((width, rows) if by_columns else 0, **options)
+    scale_inv = torch.empty((), dtype=torch.float32, device=x.device)
+    partial = torch.empty((casts.column_sum_tiles(rows), width) if sums else 0, dtype=torch.float32, device=x.device)
+    casts.cast_transpose(
+        kernel, x, row, scale_inv, y if by_rows else None, y_t if by_columns else None,
+        partial if sums else None, dy, gated=activation == "swiglu",
+    )  # fmt: skip
+    return y, y_t, scale_inv, partial.sum(dim=0) if sums else partial

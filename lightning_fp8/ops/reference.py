@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import FORMATS, Fp8Format
+from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.scaling import amax_of
 
 FP32_MAX = torch.finfo(torch.float32).max
@@ -26,18 +27,34 @@ _DEQUANTIZED_SHIFT = {"e4m3": 256.0, "e5m2": 1.0}
 
 
 def cast(
-    x: Tensor, scale: Tensor, amax_history: Tensor, index: Tensor, format: str, record_to: int
-) -> tuple[Tensor, Tensor]:
-    """``sat(x * scale)``; see the operator ``lightning_fp8::cast``."""
-    used, current = _scale_to_use(x, scale, amax_history, index, FORMATS[format], record_to)
-    return saturating_cast(x, used, FORMATS[format], current), used.reciprocal()
+    x: Tensor,
+    scale: Tensor,
+    amax_history: Tensor,
+    index: Tensor,
+    format: str,
+    activation: str,
+    layout: str,
+    state: int,
+    record: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``sat(activation(x) * scale)``; see the operator ``lightning_fp8::cast``."""
+    x = activate(x, activation)
+    used, current = _scale_to_use(x, scale, amax_history, index, FORMATS[format], state, record)
+    payload = saturating_cast(x, used, FORMATS[format], current)
+    return (*in_layout(payload, layout), used.reciprocal())
+
+
+def in_layout(payload: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """The payload by rows and by columns, each empty where ``layout`` leaves it out."""
+    rows = payload if layout != "columns" else payload.new_empty(0)
+    return rows, payload.t().contiguous() if layout != "rows" else payload.new_empty(0)
 
 
 def _scale_to_use(
-    x: Tensor, scale: Tensor, amax_history: Tensor, index: Tensor, fmt: Fp8Format, record_to: int
+    x: Tensor, scale: Tensor, amax_history: Tensor, index: Tensor, fmt: Fp8Format, state: int, record: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The scale of this cast and, where it had to be known, ``max|x|``. Host branches cost nothing on the CPU."""
-    row, amax = int(index.item()), amax_of(record_to)
+    row, amax = int(index.item()), amax_of(state, record)
     has_history = bool(amax_history[0, row] > 0)
     current = max_abs(x) if amax is not None or not has_history else None
     if amax is not None and current is not None:
@@ -132,23 +149,29 @@ def scaled_mm(
 
 def linear_backward(
     dy: Tensor,
-    x_fp8: Tensor | None,
+    h: Tensor | None,
+    activation: str,
+    x_fp8_t: Tensor | None,
     x_scale_inv: Tensor,
-    w_fp8: Tensor | None,
+    w_fp8_t: Tensor | None,
     w_scale_inv: Tensor,
     scale: Tensor,
     amax_history: Tensor,
     index: Tensor,
     format: str,
-    record_to: int,
+    state: int,
+    record: bool,
     dx_dtype: torch.dtype,
     dw_dtype: torch.dtype,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dgrad, wgrad and bias gradient, each block of ``dy`` cast once; see ``lightning_fp8::linear_backward``."""
+    if h is not None:
+        dy = activation_gradient(h, dy, activation)
     fmt = FORMATS[format]
+    x_fp8, w_fp8 = (None if payload_t is None else payload_t.t() for payload_t in (x_fp8_t, w_fp8_t))
     (m, n), k = dy.shape, 0 if x_fp8 is None else x_fp8.shape[1]
-    used, current = _scale_to_use(dy, scale, amax_history, index, fmt, record_to)
+    used, current = _scale_to_use(dy, scale, amax_history, index, fmt, state, record)
     saturate, dy_scale_inv = _may_saturate(used, fmt, current), used.reciprocal()
     dx = dy.new_empty(0, 0, dtype=dx_dtype) if w_fp8 is None else dy.new_empty(m, w_fp8.shape[1], dtype=dx_dtype)
     dw, db = dy.new_zeros(n, k, dtype=torch.float32), dy.new_zeros(n if bias else 0, dtype=torch.float32)
@@ -171,6 +194,27 @@ def linear_backward(
             with _bf16_multiply():
                 torch.addmm(dw, values.t(), dequantize(x_fp8[rows], "e4m3", x_has_nan), alpha=dw_scale_inv, out=dw)
     return dx, dw.to(dw_dtype), db
+
+
+def update_scales(
+    amax: Tensor,
+    amax_history: Tensor,
+    scale: Tensor,
+    fp8_max: Tensor,
+    nonfinite_steps: Tensor,
+    most_recent: bool,
+    margin_factor: float,
+) -> None:
+    """See the operator ``lightning_fp8::update_scales``. Never waits for a device."""
+    finite = torch.isfinite(amax)
+    push = finite & (amax > 0)
+    nonfinite_steps += ~finite
+    amax_history.copy_(torch.where(push, torch.cat([amax[None], amax_history[:-1]]), amax_history))
+    newest_or_max = amax_history[0] if most_recent else amax_history.amax(dim=0)
+    # the product may leave fp32; a scale of 0 would turn the whole tensor into NaN
+    denominator = (newest_or_max * margin_factor).clamp(max=FP32_MAX)
+    scale.copy_(torch.where(push, (fp8_max / denominator).clamp(max=FP32_MAX), scale))
+    amax.zero_()
 
 
 def _gemm_scale_inv(a_scale_inv: Tensor, b_scale_inv: Tensor, a_format: str, b_format: str) -> float:

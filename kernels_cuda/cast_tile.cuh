@@ -1,0 +1,287 @@
+/* One tile of a cast: TILE_ROWS x TILE_COLUMNS elements in, their FP8 codes out, by rows, by columns, or both.
+
+maths       v = activation(x), or with BACKWARD the gradient of x from that of the activation's output, rounded to the
+            input's format; code = sat(v * scale) in fp32, rounded to nearest even; amax = max |v|
+tensors     x        [rows, columns] fp32, bf16 or fp16, rows `x_stride` elements apart (gated: [rows, 2 * columns])
+            dy       [rows, columns] like x, rows `dy_stride` apart; BACKWARD only
+            y        [rows, width] u8, contiguous, or null; width = columns (gated BACKWARD: 2 * columns)
+            y_t      [width, rows] u8, contiguous, or null
+            column_sums  [ceil(rows / TILE_ROWS), width] fp32, or null: sums of v over the rows of each tile
+            `aligned`: LOADS if every 8 neighbours of x (and dy) from a multiple of 8 are at a 16-byte-aligned address,
+            ROWS if those of y are at an 8-byte-aligned one, COLUMNS if 16 neighbours of y_t are at a 16-byte-aligned one
+tile        128 rows x 64 columns, 256 threads; thread t holds rows 4 (t / 8) + 0..3, columns 8 (t % 8) + 0..7
+
+               columns   0..7  8..15  ...  56..63
+            rows 0..3     t0    t1    ...    t7
+            rows 4..7     t8    t9    ...   t15
+            ...
+            rows 124..127 t248                t255
+
+shared      the codes by columns, 64 x 128 bytes, and 8 x 64 column sums: 10 KB. Four codes of a column, of one thread,
+            make a word; words are swizzled in groups of four by the thread's column, so that both the writes (lanes with
+            8 different columns) and the 16-byte reads touch every bank once
+bytes       read once, written once: for bf16 2 in, 1 out by rows, 1 out by columns
+*/
+#pragma once
+#include "activations.cuh"
+#include "scales.cuh"
+
+constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, THREADS = 256, WARPS = THREADS / 32;
+constexpr int THREAD_ROWS = 4, THREAD_COLUMNS = 8, WORDS_PER_COLUMN = TILE_ROWS / 4;
+enum Alignment { LOADS = 1, ROWS = 2, COLUMNS = 4 };
+
+struct Tensors {
+    const void* x;
+    const void* dy;
+    u8* y;
+    u8* y_t;
+    float* column_sums;
+    long long x_stride, dy_stride;
+    int rows, columns, aligned;
+};
+
+struct TileMemory {
+    u32 codes[TILE_COLUMNS * WORDS_PER_COLUMN];
+    float sums[WARPS * TILE_COLUMNS];
+    u32 amax[WARPS];
+};
+
+/* Where this thread's 4 x 8 elements lie. */
+struct Place {
+    long long row, column;
+    bool inside;   // the whole tile is
+    __device__ Place(const Tensors& tensors, int tile_row, int tile_column) {
+        const int t = threadIdx.x;
+        row = (long long)tile_row * TILE_ROWS + (t >> 3) * THREAD_ROWS;
+        column = (long long)tile_column * TILE_COLUMNS + (t & 7) * THREAD_COLUMNS;
+        inside = (tile_row + 1) * (long long)TILE_ROWS <= tensors.rows &&
+                 (tile_column + 1) * (long long)TILE_COLUMNS <= tensors.columns;
+    }
+};
+
+/* A thread's elements as they lie in memory; those outside of the matrix are 0, which changes neither amax nor sums. */
+template <class Input>
+struct Loaded {
+    typename Input::Eight rows[THREAD_ROWS];
+
+    __device__ __forceinline__ Loaded(const void* tensor, long long stride, long long column_offset, const Place& place,
+                                      const Tensors& tensors) {
+        const typename Input::Element* x = static_cast<const typename Input::Element*>(tensor) + column_offset;
+        if (place.inside && (tensors.aligned & LOADS)) {
+#pragma unroll
+            for (int i = 0; i < THREAD_ROWS; ++i) rows[i] = Input::load(x + (place.row + i) * stride + place.column);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < THREAD_ROWS; ++i) {
+            rows[i] = {};
+#pragma unroll
+            for (int j = 0; j < THREAD_COLUMNS; ++j)
+                if (place.row + i < tensors.rows && place.column + j < tensors.columns)
+                    Input::put(rows[i], j, x[(place.row + i) * stride + place.column + j]);
+        }
+    }
+    __device__ __forceinline__ float get(int row, int column) const { return Input::get(rows[row], column); }
+};
+
+/* What a thread makes of its elements. */
+template <class Format>
+struct Encoded {
+    u32 codes[THREAD_ROWS][2], amax = 0;
+    float sums[THREAD_COLUMNS] = {};
+
+    __device__ __forceinline__ void put(int row, const float (&v)[THREAD_COLUMNS], float scale) {
+#pragma unroll
+        for (int j = 0; j < THREAD_COLUMNS; ++j) {
+            amax = max(amax, magnitude_bits(v[j]));
+            sums[j] += v[j];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float* four = &v[4 * half];
+            codes[row][half] = Format::codes(four[0] * scale, four[1] * scale) |
+                               (Format::codes(four[2] * scale, four[3] * scale) << 16);
+        }
+    }
+};
+
+/* Sums of each column over the tile's rows, always in the same order: 4 rows of a thread, 4 threads of a warp, 8 warps. */
+__device__ __forceinline__ void sum_columns(const float (&sums)[THREAD_COLUMNS], float* column_sums, TileMemory& memory,
+                                            int tile_column, int columns) {
+    const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
+#pragma unroll
+    for (int j = 0; j < THREAD_COLUMNS; ++j) {
+        float sum = sums[j];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 8);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+        if (lane < 8) memory.sums[warp * TILE_COLUMNS + lane * THREAD_COLUMNS + j] = sum;
+    }
+    __syncthreads();
+    const int column = tile_column * TILE_COLUMNS + t;
+    if (t < TILE_COLUMNS && column < columns) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) sum += memory.sums[i * TILE_COLUMNS + t];
+        column_sums[column] = sum;
+    }
+}
+
+/* Four bytes of each of four words -> the words' bytes 0, 1, 2 and 3. */
+__device__ __forceinline__ void transpose_bytes(u32 (&words)[4]) {
+    const u32 low01 = __byte_perm(words[0], words[1], 0x5140), low23 = __byte_perm(words[2], words[3], 0x5140);
+    const u32 high01 = __byte_perm(words[0], words[1], 0x7362), high23 = __byte_perm(words[2], words[3], 0x7362);
+    words[0] = __byte_perm(low01, low23, 0x5410);
+    words[1] = __byte_perm(low01, low23, 0x7632);
+    words[2] = __byte_perm(high01, high23, 0x5410);
+    words[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+__device__ __forceinline__ void store_rows(const u32 (&codes)[THREAD_ROWS][2], const Tensors& tensors, long long width,
+                                           long long column_offset, const Place& place) {
+    if (place.inside && (tensors.aligned & ROWS)) {
+#pragma unroll
+        for (int i = 0; i < THREAD_ROWS; ++i)
+            *reinterpret_cast<uint2*>(tensors.y + (place.row + i) * width + column_offset + place.column) =
+                make_uint2(codes[i][0], codes[i][1]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < THREAD_ROWS; ++i) {
+#pragma unroll
+        for (int j = 0; j < THREAD_COLUMNS; ++j) {
+            if (place.row + i < tensors.rows && place.column + j < tensors.columns)
+                tensors.y[(place.row + i) * width + column_offset + place.column + j] =
+                    (u8)(codes[i][j >> 2] >> (8 * (j & 3)));
+        }
+    }
+}
+
+__device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2], const Tensors& tensors,
+                                              long long column_offset, const Place& place, TileMemory& memory,
+                                              int tile_row, int tile_column) {
+    const int t = threadIdx.x, across = t & 7, down = t >> 3;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        u32 words[4] = {codes[0][half], codes[1][half], codes[2][half], codes[3][half]};
+        transpose_bytes(words);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int column = across * THREAD_COLUMNS + half * 4 + j;
+            memory.codes[column * WORDS_PER_COLUMN + ((((down >> 2) ^ across) << 2) | (down & 3))] = words[j];
+        }
+    }
+    __syncthreads();
+    // eight threads write the 128 bytes of a column, 16 each
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int column = down + 32 * i;
+        const uint4 chunk = *reinterpret_cast<const uint4*>(
+            &memory.codes[column * WORDS_PER_COLUMN + ((across ^ ((column >> 3) & 7)) << 2)]);
+        const long long at_column = (long long)tile_column * TILE_COLUMNS + column;
+        const long long row = (long long)tile_row * TILE_ROWS + across * 16;
+        u8* target = tensors.y_t + (column_offset + at_column) * tensors.rows + row;
+        if (place.inside && (tensors.aligned & COLUMNS)) {
+            *reinterpret_cast<uint4*>(target) = chunk;
+        } else if (at_column < tensors.columns) {
+            const u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+            for (int j = 0; j < 16; ++j)
+                if (row + j < tensors.rows) target[j] = (u8)(words[j >> 2] >> (8 * (j & 3)));
+        }
+    }
+}
+
+/* What becomes of a tile, `column_offset` columns into an output of `width` columns. */
+template <class Format>
+__device__ __forceinline__ void store_tile(const Encoded<Format>& encoded, const Tensors& tensors, long long width,
+                                           long long column_offset, const Place& place, TileMemory& memory, int tile_row,
+                                           int tile_column) {
+    if (tensors.y) store_rows(encoded.codes, tensors, width, column_offset, place);
+    if (tensors.y_t) store_columns(encoded.codes, tensors, column_offset, place, memory, tile_row, tile_column);
+    if (tensors.column_sums) {
+        float* sums = tensors.column_sums + tile_row * width + column_offset;
+        sum_columns(encoded.sums, sums, memory, tile_column, tensors.columns);
+    }
+}
+
+/* The |v| maximum over the block's threads; only thread 0 learns it. */
+__device__ __forceinline__ u32 block_max(u32 bits, TileMemory& memory) {
+    bits = __reduce_max_sync(0xffffffffu, bits);
+    if ((threadIdx.x & 31) == 0) memory.amax[threadIdx.x >> 5] = bits;
+    __syncthreads();
+    if (threadIdx.x != 0) return 0;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) bits = max(bits, memory.amax[i]);
+    return bits;
+}
+
+/* A tile from its elements to all its outputs. Returns the |v| maximum of this thread, as bits. */
+template <class Input, class Format, class Activation, bool Backward>
+__device__ __forceinline__ u32 cast_tile(const Tensors& tensors, float scale, TileMemory& memory, int tile_row,
+                                         int tile_column) {
+    const Place place(tensors, tile_row, tile_column);
+    const Loaded<Input> x(tensors.x, tensors.x_stride, 0, place, tensors);
+    Encoded<Format> encoded;
+    float v[THREAD_COLUMNS];
+    if constexpr (!Backward) {
+#pragma unroll
+        for (int i = 0; i < THREAD_ROWS; ++i) {
+#pragma unroll
+            for (int j = 0; j < THREAD_COLUMNS; ++j) v[j] = rounded<Input, Activation>(Activation::forward(x.get(i, j)));
+            encoded.put(i, v, scale);
+        }
+    } else {
+        const Loaded<Input> dy(tensors.dy, tensors.dy_stride, 0, place, tensors);
+#pragma unroll
+        for (int i = 0; i < THREAD_ROWS; ++i) {
+#pragma unroll
+            for (int j = 0; j < THREAD_COLUMNS; ++j)
+                v[j] = rounded<Input, Activation>(Activation::backward(x.get(i, j), dy.get(i, j)));
+            encoded.put(i, v, scale);
+        }
+    }
+    store_tile(encoded, tensors, tensors.columns, 0, place, memory, tile_row, tile_column);
+    return encoded.amax;
+}
+
+/* The same for silu(gate) * up, whose input is [gate | up], twice as wide as its output. */
+template <class Input, class Format, bool Backward>
+__device__ __forceinline__ u32 cast_gated_tile(const Tensors& tensors, float scale, TileMemory& memory, int tile_row,
+                                               int tile_column) {
+    const Place place(tensors, tile_row, tile_column);
+    const long long columns = tensors.columns;
+    const Loaded<Input> gate(tensors.x, tensors.x_stride, 0, place, tensors);
+    const Loaded<Input> up(tensors.x, tensors.x_stride, columns, place, tensors);
+    if constexpr (!Backward) {
+        Encoded<Format> encoded;
+        float v[THREAD_COLUMNS];
+#pragma unroll
+        for (int i = 0; i < THREAD_ROWS; ++i) {
+#pragma unroll
+            for (int j = 0; j < THREAD_COLUMNS; ++j)
+                v[j] = Input::round(Input::round(Silu::forward(gate.get(i, j))) * up.get(i, j));
+            encoded.put(i, v, scale);
+        }
+        store_tile(encoded, tensors, columns, 0, place, memory, tile_row, tile_column);
+        return encoded.amax;
+    } else {
+        const Loaded<Input> dy(tensors.dy, tensors.dy_stride, 0, place, tensors);
+        Encoded<Format> of_gate, of_up;
+        float d_gate[THREAD_COLUMNS], d_up[THREAD_COLUMNS];
+#pragma unroll
+        for (int i = 0; i < THREAD_ROWS; ++i) {
+#pragma unroll
+            for (int j = 0; j < THREAD_COLUMNS; ++j) {
+                const float g = gate.get(i, j), d = dy.get(i, j);
+                d_gate[j] = Input::round(Silu::backward(g, Input::round(d * up.get(i, j))));
+                d_up[j] = Input::round(d * Input::round(Silu::forward(g)));
+            }
+            of_gate.put(i, d_gate, scale);
+            of_up.put(i, d_up, scale);
+        }
+        store_tile(of_gate, tensors, 2 * columns, 0, place, memory, tile_row, tile_column);
+        __syncthreads();   // the first half's codes and sums have been read
+        store_tile(of_up, tensors, 2 * columns, columns, place, memory, tile_row, tile_column);
+        return max(of_gate.amax, of_up.amax);
+    }
+}

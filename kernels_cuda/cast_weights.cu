@@ -1,0 +1,65 @@
+/* cast_weights: all weights of a model into E4M3, by rows and by columns, with their amaxes, in one launch.
+
+maths       per weight that of cast_transpose without an activation; `measure`: only current_amax of those without a
+            history
+tensors     weights [count] Weight; first_tile [count + 1] int32, the running number of tiles
+grid        first_tile[count] blocks of 256 threads; a block finds its weight by bisection
+bytes       fp32 6 an element, bf16 and fp16 4
+ceiling     the memory's
+reference   lightning_fp8.ops.reference.cast, weight by weight
+*/
+#include "cast_tile.cuh"
+
+struct Weight {
+    Tensors tensors;
+    long long index;
+    float* current_amax;
+    float* scale_inv;
+    long long input;   // 0 fp32, 1 bf16, 2 fp16
+};
+
+struct Arguments {
+    const Weight* weights;
+    const int* first_tile;
+    const float* scale;
+    const float* newest;
+    float* amax;
+    int count, measure;
+};
+
+/* The last weight whose first tile is not behind `tile`. */
+__device__ __forceinline__ int weight_of(const int* first_tile, int count, int tile) {
+    int low = 0, high = count - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) >> 1;
+        if (first_tile[middle] <= tile) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) cast_weights(const __grid_constant__ Arguments arguments) {
+    __shared__ __align__(16) TileMemory memory;
+    const int number = weight_of(arguments.first_tile, arguments.count, blockIdx.x);
+    const Weight& weight = arguments.weights[number];
+    const long long index = weight.index;
+    if (arguments.measure && arguments.newest[index] > 0.0f) return;
+    const ScalingRow row = {arguments.scale, arguments.newest, nullptr, weight.current_amax, nullptr, nullptr};
+    const float scale = arguments.measure ? 1.0f : scale_to_use(row, index, E4M3::max());
+    Tensors tensors = weight.tensors;
+    if (arguments.measure) tensors.y = tensors.y_t = nullptr;
+    const int tiles_across = (tensors.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    const int tile = blockIdx.x - arguments.first_tile[number];
+    const int tile_row = tile / tiles_across, tile_column = tile % tiles_across;
+    u32 amax = 0;
+    if (weight.input == 0) amax = cast_tile<Fp32, E4M3, Identity, false>(tensors, scale, memory, tile_row, tile_column);
+    else if (weight.input == 1)
+        amax = cast_tile<Bf16, E4M3, Identity, false>(tensors, scale, memory, tile_row, tile_column);
+    else amax = cast_tile<Fp16, E4M3, Identity, false>(tensors, scale, memory, tile_row, tile_column);
+    float* recorded = arguments.measure ? weight.current_amax : arguments.amax == nullptr ? nullptr : arguments.amax + index;
+    if (recorded != nullptr) {
+        amax = block_max(amax, memory);
+        if (threadIdx.x == 0) record_amax(recorded, amax);
+    }
+    if (tile == 0 && threadIdx.x == 0 && !arguments.measure) *weight.scale_inv = 1.0f / scale;
+}

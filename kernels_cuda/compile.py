@@ -1,0 +1,249 @@
+"""From a kernel family's CUDA source to a cubin file: NVRTC through CuPy's binding, behind an on-disk cache of its own.
+
+Launches nothing, and needs neither a GPU nor a driver. CuPy's own ``RawModule(code=...)`` is not used: it chooses
+``sm_90`` where wgmma needs ``sm_90a``, and forces ``-ftz=true``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import uuid
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from kernels_cuda import source
+
+_OLDEST_NVRTC = (12, 4)
+# "relu.cu(12): error: ...", "tile.cuh(3): catastrophic error: ..."
+_ERROR = re.compile(r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error\b", re.MULTILINE)
+# by process: a forked child has its parent's entry too, and reads there, but writes into a folder of its own
+_private_folders: dict[int, Path] = {}
+
+
+class KernelsUnavailable(RuntimeError):  # noqa: N818 - a state of the machine, not a mistake
+    """The toolchain or the driver is missing or does not fit; the message says which, and the command that mends it."""
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source; the message holds its log and the offending lines."""
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """NVRTC's name for a compute capability: ``sm_89``, ``sm_90a``, ``sm_100a``, ``sm_120a``. ValueError below 8.9."""
+    major, minor = capability
+    if (major, minor) < (8, 9):
+        raise ValueError(f"FP8 kernels need compute capability 8.9 (Ada) or newer; this GPU has {major}.{minor}.")
+    # "a" is the architecture's own instruction set: wgmma and its successors exist in no other
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def _wheels(cuda_major: int) -> tuple[str, str]:
+    """The names of CuPy's and of NVRTC's wheel. CUDA 12 is the oldest that serves."""
+    if cuda_major <= 12:
+        return "cupy-cuda12x", "nvidia-cuda-nvrtc-cu12"
+    return f"cupy-cuda{cuda_major}x", "nvidia-cuda-nvrtc"
+
+
+def _nvrtc() -> ModuleType:
+    """CuPy's binding of NVRTC, without the rest of ``cupy``; the library itself is loaded at the first call."""
+    try:
+        return import_module("cupy_backends.cuda.libs.nvrtc")
+    except ImportError as error:
+        import torch
+
+        cuda = torch.version.cuda
+        wheels = [_wheels(int(cuda.split(".")[0]))[0]] if cuda else ["cupy-cuda13x", "cupy-cuda12x"]
+        commands = " or, for a driver of CUDA 12, ".join(f"`pip install {wheel}`" for wheel in wheels)
+        raise KernelsUnavailable(
+            f"The CUDA kernels are compiled through CuPy, which is not installed or broken ({error}). Run {commands}."
+        ) from error
+
+
+@functools.cache
+def nvrtc_version() -> tuple[int, int]:
+    """The version of the NVRTC library that CuPy finds. KernelsUnavailable without one, or for one older than 12.4."""
+    nvrtc = _nvrtc()
+    cupy_wheel, nvrtc_wheel = _wheels(import_module("cupy_backends.cuda.api.driver").get_build_version() // 1000)
+    try:
+        version: tuple[int, int] = nvrtc.getVersion()
+    # what is raised depends on CuPy's version and on what is wrong: RuntimeError, DynamicLibNotFoundError, OSError
+    except Exception as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise KernelsUnavailable(
+            "The CUDA kernels are compiled by NVRTC, whose library is missing or cannot be loaded. "
+            # CuPy 13 does not look into NVRTC's wheel
+            f"Run `pip install {nvrtc_wheel} '{cupy_wheel}>=14'`. ({cause})"
+        ) from error
+    if version < _OLDEST_NVRTC:
+        raise KernelsUnavailable(
+            f"The FP8 instructions need NVRTC 12.4 or newer; {version[0]}.{version[1]} was found. "
+            f"Run `pip install --upgrade {cupy_wheel} {nvrtc_wheel}`."
+        )
+    return version
+
+
+def check_driver(driver_version: int, nvrtc_version: tuple[int, int]) -> None:
+    """KernelsUnavailable for a driver that does not load what this NVRTC compiles: one of an older major version.
+
+    Args:
+        driver_version: what ``cudaDriverGetVersion`` says, 12080 for CUDA 12.8; 0 without a driver.
+    """
+    if driver_version == 0:
+        raise KernelsUnavailable("The CUDA kernels need an NVIDIA driver, and none was found. Install or expose one.")
+    driver = driver_version // 1000
+    if nvrtc_version[0] <= driver:
+        return
+    mend = "Update the driver"
+    if driver >= _OLDEST_NVRTC[0]:
+        # CuPy prefers the newest NVRTC there is, so the older one counts only once the newer one has gone
+        newer, fitting = " ".join(_wheels(nvrtc_version[0])), " ".join(_wheels(driver))
+        mend += f", or run `pip uninstall -y {newer}`, then `pip install {fitting}`"
+    raise KernelsUnavailable(
+        f"The driver is for CUDA {driver}.{driver_version % 1000 // 10} and does not load what NVRTC "
+        f"{nvrtc_version[0]}.{nvrtc_version[1]} compiles. {mend}."
+    )
+
+
+def headers() -> dict[str, str]:
+    """The headers that kernel families include: text by file name."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.cuh"))}
+
+
+def _options(arch: str, defines: Sequence[str]) -> tuple[str, ...]:
+    # `-v` has the log tell registers and spills. NVRTC's defaults stay: denormals kept, IEEE division and square root
+    return (f"-arch={arch}", "--std=c++17", "--ptxas-options=-v", *(f"-D{define}" for define in defines))
+
+
+def _offending_lines(log: str, texts: Mapping[str, str]) -> str:
+    """What the log's first error points at, with its neighbours; empty where it points at nothing known."""
+    match = _ERROR.search(log)
+    if match is None or match["file"] not in texts:
+        return ""
+    wrong, numbered = int(match["line"]), enumerate(texts[match["file"]].split("\n"), start=1)
+    lines = (f"{'>' if n == wrong else ' '} {n:4d} | {text}" for n, text in numbered if abs(n - wrong) <= 1)
+    return "\n".join((f"\n{match['file']}, line {wrong}:", *lines))
+
+
+def compile_source(
+    name: str, source: str, arch: str, defines: Sequence[str] = (), headers: Mapping[str, str] | None = None
+) -> tuple[bytes, str]:
+    """Compiles one source, past every cache: the cubin, and the log with registers and spills. CompileError if refused.
+
+    Args:
+        name: of the kernel family; ``{name}.cu`` in the log.
+        source: CUDA C++.
+        arch: see :func:`architecture`.
+        defines: macros, as ``"TILE=64"``.
+        headers: what the source includes, by name; nothing if left out.
+    """
+    version, nvrtc = nvrtc_version(), _nvrtc()
+    headers, options = headers or {}, _options(arch, defines)
+    texts, names = (tuple(text.encode() for text in part) for part in (headers.values(), headers))
+    program = nvrtc.createProgram(source, f"{name}.cu", texts, names)
+    try:
+        nvrtc.compileProgram(program, options)
+        # CuPy drops the last byte, as if this were a string; it is the ELF's own, always zero, and the file needs it
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program).rstrip("\0\n")
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program).rstrip("\0\n")
+        raise CompileError(
+            f"NVRTC {version[0]}.{version[1]} does not compile the kernel family {name!r} for {arch} "
+            f"({error}; options: {' '.join(options)}):\n{log}{_offending_lines(log, {**headers, f'{name}.cu': source})}"
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: ``$LIGHTNING_FP8_CACHE_DIR``, else ``lightning_fp8`` in the user's cache folder."""
+    chosen = os.environ.get("LIGHTNING_FP8_CACHE_DIR")
+    path = chosen or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "lightning_fp8")
+    return Path(os.path.expanduser(path))
+
+
+def _key(source: str, headers: Mapping[str, str], options: Sequence[str]) -> str:
+    parts = [source, sorted(headers.items()), list(options), nvrtc_version()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def source_key(family: str, arch: str, defines: Sequence[str] = ()) -> str:
+    """Names all that a family's cubin follows from: sha256 of source, headers, options, architecture, NVRTC version."""
+    return _key(source(family), headers(), _options(arch, defines))
+
+
+def compiled(family: str, arch: str, defines: Sequence[str] = ()) -> Path:
+    """The family's cubin as a file, from the cache where it has been compiled before; else see :func:`compile_source`.
+
+    Where the cache folder cannot be written, warns once and keeps the file for the life of this process.
+    """
+    text, included = source(family), headers()
+    stem = f"{family}-{arch}-{_key(text, included, _options(arch, defines))[:16]}"
+    folder = cache_folder()
+    for place in (folder, *_private_folders.values()):
+        with contextlib.suppress(OSError):
+            for path in sorted(place.glob(f"{stem}-*.cubin")):
+                if _is_whole(path, stem):
+                    return path
+    cubin, _ = compile_source(family, text, arch, defines, included)
+    try:
+        return _write(folder, stem, cubin)
+    except OSError as error:
+        if os.getpid() not in _private_folders:
+            _private_folders[os.getpid()] = Path(tempfile.mkdtemp(prefix="lightning_fp8-"))
+            warnings.warn(
+                f"Compiled kernels cannot be kept in {folder} ({error}): set LIGHTNING_FP8_CACHE_DIR to a writable "
+                "folder; until then kernels are compiled at each start.",
+                stacklevel=2,
+            )
+        return _write(_private_folders[os.getpid()], stem, cubin)
+
+
+def _is_whole(path: Path, stem: str) -> bool:
+    """Whether the file is what its name says: no torn or foreign one."""
+    with contextlib.suppress(OSError):
+        cubin = path.read_bytes()
+        return cubin.startswith(b"\x7fELF") and path.name == _file_name(stem, cubin)
+    return False
+
+
+def _file_name(stem: str, cubin: bytes) -> str:
+    return f"{stem}-{hashlib.sha256(cubin).hexdigest()[:16]}.cubin"
+
+
+def _write(folder: Path, stem: str, cubin: bytes) -> Path:
+    if str(folder).startswith("~"):
+        raise FileNotFoundError("the user has no home folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _file_name(stem, cubin)
+    # unique over the threads, processes and hosts that share the folder; unlike `mkstemp`'s, others can read it
+    temporary = folder / f".{uuid.uuid4().hex}.tmp"
+    try:
+        temporary.write_bytes(cubin)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    # only now, and only under other names: another process may just have put its whole file in a torn one's place
+    for other in folder.glob(f"{stem}-*.cubin"):
+        with contextlib.suppress(OSError):
+            if not _is_whole(other, stem):
+                other.unlink()
+    return path
+
+
+@atexit.register
+def _remove_private_folder() -> None:
+    # by process: a forked child runs this too, and `TemporaryDirectory` would take its parent's folder away
+    if os.getpid() in _private_folders:
+        shutil.rmtree(_private_folders[os.getpid()], ignore_errors=True)

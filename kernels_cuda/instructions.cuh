@@ -1,0 +1,48 @@
+/* The machine instructions that C++ has no name for, one small function each. No other file holds assembly. */
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+
+/* Two fp32 -> two FP8 codes, `low` in the lower byte: nearest even, finite overflow and inf to the largest value, NaN to
+   0x7F. PTX takes the upper half first. */
+__device__ __forceinline__ u32 to_e4m3x2(float low, float high) {
+    u16 codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
+__device__ __forceinline__ u32 to_e5m2x2(float low, float high) {
+    u16 codes;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
+__device__ __forceinline__ float from_fp16(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+__device__ __forceinline__ u16 to_fp16(float value) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+/* As the lower half of a pair: the conversion of a single one is a slower instruction. */
+__device__ __forceinline__ u16 to_bf16(float value) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.0f), "f"(value));
+    return (u16)pair;
+}
+
+/* 16 bytes at a 16-byte-aligned address that are read once: they pass L1 by. */
+__device__ __forceinline__ uint4 load_once(const void* address) {
+    uint4 words;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(address));
+    return words;
+}

@@ -1,0 +1,71 @@
+"""Launching: torch's current stream on the tensors' device, all arguments in one prepacked struct."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from typing import Any
+
+import torch
+
+# more than any kernel's arguments take; the limit of all devices is 4096
+_ARGUMENT_BYTES = 512
+
+
+class _Packed(threading.local):
+    """One thread's place to pack arguments in, and the one-element array of pointers that the driver reads.
+
+    The driver copies the arguments before the launch returns, so the place is free again then. Autograd launches from
+    threads of its own, and the launch itself lets other threads run: hence one each.
+    """
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(_ARGUMENT_BYTES + 16)
+        start = -ctypes.addressof(self.buffer) % 16
+        self.offset = start
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer) + start)
+        self.address: int = ctypes.addressof(self._pointers)
+
+
+_packed = _Packed()
+
+
+class Kernel:
+    """A kernel ready to launch on one device. Its only parameter is a struct, by value.
+
+    Args:
+        function: CuPy's ``RawKernel``.
+        layout: format of the struct, as of Python's ``struct``, native and aligned.
+        block: threads of a block.
+        device: index of the CUDA device.
+    """
+
+    def __init__(self, function: Any, layout: str, block: int, device: int) -> None:
+        self._layout = struct.Struct(layout)
+        self._block = block
+        self._device = device
+        self._function = function
+        self._load()
+
+    def _load(self) -> None:
+        from cupy.cuda import Device
+        from cupy_backends.cuda.api import driver
+
+        self._launch_kernel = driver.launchKernel
+        with torch.cuda.device(self._device), Device(self._device):
+            self._pointer: int = self._function.kernel.ptr
+
+    def __call__(self, grid: int, *arguments: int | float) -> None:
+        """Launch ``grid`` blocks, after all work that torch has queued on its current stream. Waits for nothing."""
+        packed = _packed
+        self._layout.pack_into(packed.buffer, packed.offset, *arguments)
+        if torch.cuda.current_device() == self._device:
+            self._launch(grid, packed.address)
+        else:
+            with torch.cuda.device(self._device):
+                self._launch(grid, packed.address)
+
+    def _launch(self, grid: int, arguments: int) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        self._launch_kernel(self._pointer, grid, 1, 1, self._block, 1, 1, 0, stream, arguments, 0)

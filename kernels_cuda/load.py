@@ -1,0 +1,65 @@
+"""From a kernel family to a kernel that can be launched on one device, and what is remembered of its self-test."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from kernels_cuda.compile import architecture, cache_folder, check_driver, compiled, nvrtc_version, source_key
+from kernels_cuda.launch import Kernel
+
+
+def load(family: str, defines: Sequence[str], layout: str, block: int, device: int) -> Kernel:
+    """Compile, or take from the cache, and load.
+
+    Args:
+        family: name of the ``.cu`` file and of its kernel.
+        defines: the macros that choose a variant.
+        layout: of the kernel's argument struct, see :class:`~kernels_cuda.launch.Kernel`.
+        block: threads of a block.
+        device: index of the CUDA device.
+
+    Raises:
+        KernelsUnavailable: if CuPy, NVRTC or the driver is missing or does not fit; the message says what to install.
+        CompileError: if the source does not compile.
+    """
+    version = nvrtc_version()
+    check_driver(_driver_version(), version)
+    from cupy import RawModule
+    from cupy.cuda import Device
+
+    path = compiled(family, architecture(torch.cuda.get_device_capability(device)), defines)
+    with torch.cuda.device(device), Device(device):
+        function = RawModule(path=str(path)).get_function(family)
+    return Kernel(function, layout, block, device)
+
+
+@functools.cache
+def _driver_version() -> int:
+    from cupy_backends.cuda.api import runtime
+
+    return int(runtime.driverGetVersion())
+
+
+def has_passed(family: str, defines: Sequence[str], device: int) -> bool:
+    """Whether this kernel, of this source, has passed its self-test on such a device under this driver before."""
+    with contextlib.suppress(OSError):
+        return _pass_file(family, defines, device).exists()
+    return False
+
+
+def remember_pass(family: str, defines: Sequence[str], device: int) -> None:
+    """Spare the next process the self-test. Where nothing can be written it is simply run again."""
+    with contextlib.suppress(OSError):
+        _pass_file(family, defines, device).touch()
+
+
+def _pass_file(family: str, defines: Sequence[str], device: int) -> Path:
+    key = source_key(family, architecture(torch.cuda.get_device_capability(device)), defines)
+    place = f"{key} {torch.cuda.get_device_name(device)} {_driver_version()}"
+    return cache_folder() / f"{family}-{hashlib.sha256(place.encode()).hexdigest()[:16]}.passed"

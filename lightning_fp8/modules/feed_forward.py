@@ -1,0 +1,126 @@
+"""Linear - activation - linear as one: what comes out of the activation goes straight into FP8, and so back."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from lightning_fp8 import ops
+from lightning_fp8.modules.gemm import cast_operand, cast_weight, check_input, output_dtype
+from lightning_fp8.modules.linear import Fp8Linear
+
+_FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
+
+
+def fp8_feed_forward(first: Fp8Linear, activation: str, second: Fp8Linear, x: Tensor) -> Tensor:
+    """``second(activation(first(x)))``, with the numbers of these three: x ``[*, K]`` -> ``[*, K']``.
+
+    Between the two GEMMs there is no pass over memory but the one that casts, and on the way back none but the one that
+    casts the gradient and sums it for the bias. Backward keeps both inputs in FP8 and the activation's input.
+
+    Args:
+        first: converted layer.
+        activation: one of ``lightning_fp8.ops.activations.ACTIVATIONS``; ``swiglu`` halves the width.
+        second: converted layer of the same model.
+        x: fp32, bf16 or fp16.
+    """
+    check_input(first, "input", x, first.in_features, "in_features")
+    rows, rows_2, record = first.fp8[""], second.fp8[""], first.records
+    state, recipe = rows.state, rows.state.recipe
+    weight, weight_2 = cast_weight(rows, first.weight, record), cast_weight(rows_2, second.weight, record)
+    with_gradients = torch.is_grad_enabled()
+    x_2d = x.reshape(x.numel() // first.in_features, first.in_features)
+    y, *_ = ops.mlp(
+        x_2d, first.weight, first.bias, second.weight, second.bias,
+        *cast_operand(rows, "input", x_2d.detach(), record, with_gradients and first.weight.requires_grad),
+        *weight[1:], *weight_2[1:],
+        state.scale, state.amax_history,
+        rows_2.index["input"], rows.index["grad_output"], rows_2.index["grad_output"],
+        activation, recipe.format_of("input").name, recipe.format_of("grad_output").name,
+        state.handle, record, with_gradients and second.weight.requires_grad, output_dtype(x),
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], second.out_features)
+
+
+def activation_name(activation: Any) -> str | None:
+    """How the operators call an activation function or module; None for one that they do not know."""
+    if type(activation) is nn.GELU:
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    if isinstance(activation, nn.Module):
+        return {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(activation))  # type: ignore[call-overload]
+    return _FUNCTIONS.get(activation)
+
+
+class Fp8FeedForward(nn.Module):
+    """A transformer layer of torch whose feed-forward block runs as one where that changes no number.
+
+    Never constructed: conversion gives a layer whose ``linear1`` and ``linear2`` it has converted another class. Blocks
+    with dropout between the two (in training), another activation than relu, gelu and silu, or hooks on their parts run
+    part by part, as before.
+    """
+
+    plain_class: type[nn.Module]
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        if not _fuses(self):
+            return super()._ff_block(x)  # type: ignore[misc]
+        activation = cast(str, activation_name(self.activation))
+        y = fp8_feed_forward(cast(Fp8Linear, self.linear1), activation, cast(Fp8Linear, self.linear2), x)
+        return self._last_dropout(y)
+
+    def _last_dropout(self, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Fp8TransformerEncoderLayer(Fp8FeedForward, nn.TransformerEncoderLayer):
+    """``nn.TransformerEncoderLayer`` with its feed-forward block as one; see :class:`Fp8FeedForward`."""
+
+    plain_class = nn.TransformerEncoderLayer
+
+    def _last_dropout(self, y: Tensor) -> Tensor:
+        return self.dropout2(y)
+
+
+class Fp8TransformerDecoderLayer(Fp8FeedForward, nn.TransformerDecoderLayer):
+    """``nn.TransformerDecoderLayer`` with its feed-forward block as one; see :class:`Fp8FeedForward`."""
+
+    plain_class = nn.TransformerDecoderLayer
+
+    def _last_dropout(self, y: Tensor) -> Tensor:
+        return self.dropout3(y)
+
+
+def fuse_feed_forward(module: nn.Module) -> None:
+    """Give each transformer layer the class that its linear layers ask for: after conversion, and after its undoing."""
+    fused: dict[type[nn.Module], type[nn.Module]] = {
+        kind.plain_class: kind for kind in (Fp8TransformerEncoderLayer, Fp8TransformerDecoderLayer)
+    }
+    for layer in module.modules():
+        plain = layer.plain_class if isinstance(layer, Fp8FeedForward) else type(layer)
+        if plain in fused:
+            converted = type(layer.linear1) is Fp8Linear and type(layer.linear2) is Fp8Linear
+            layer.__class__ = fused[plain] if converted else plain
+
+
+def _fuses(layer: nn.Module) -> bool:
+    parts = [layer.linear1, layer.dropout, layer.linear2]
+    if isinstance(layer.activation, nn.Module):
+        parts.append(layer.activation)
+    first, dropout, second = parts[:3]
+    if type(first) is not Fp8Linear or type(second) is not Fp8Linear or activation_name(layer.activation) is None:
+        return False
+    if type(dropout) is not nn.Dropout or (dropout.training and dropout.p > 0):
+        return False
+    # the parts' own calls would be missed by whoever watches or replaces them
+    if any(_is_watched(part) for part in parts) or torch_module._has_any_global_hook():
+        return False
+    return first.scaling_state is second.scaling_state and first.training == second.training
+
+
+def _is_watched(part: nn.Module) -> bool:
+    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(part)

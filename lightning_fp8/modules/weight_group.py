@@ -1,0 +1,59 @@
+"""The weights of a model, cast together: one launch per optimizer step where the device has a kernel for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from lightning_fp8 import ops
+from lightning_fp8.formats import CASTABLE_DTYPES
+
+if TYPE_CHECKING:
+    from lightning_fp8.modules.gemm import Fp8Rows
+
+
+class WeightGroup:
+    """All layers that share a scaling state.
+
+    Attributes:
+        members: their rows, in order.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[Fp8Rows] = []
+
+    def cast_stale(self, first: Fp8Rows, weight: Tensor) -> bool:
+        """Cast ``weight``, which is to be used now, and with it every other stale weight that was used when last cast.
+
+        They are recorded ahead of their layers' forward: what is not used before the scales are updated is forgotten
+        there. Returns False where nothing was cast: on a device without a kernel, and for a weight that is not a plain
+        parameter of its own (a shard, a view of a flat buffer), whose values may not be there yet or not be its own.
+        """
+        state = first.state
+        if not _is_plain(weight, state.device) or not ops.casts_weights_together(state.device):
+            return False
+        due = [(first, weight)]
+        for rows in self.members:
+            other = rows.recording_weight() if rows is not first else None
+            if other is None or not rows.weight_cache.was_used(other) or not _is_plain(other, state.device):
+                continue
+            if rows.weight_cache.get(other, state.version) is None:
+                due.append((rows, other))
+        for rows, _ in due:
+            # let go of the old copies first, whose memory serves for the new ones
+            rows.weight_cache.drop()
+        made = ops.cast_weights(state, [tensor.detach() for _, tensor in due], [rows.weight_index for rows, _ in due])
+        for (rows, tensor), (payload, payload_t, scale_inv) in zip(due, made, strict=True):
+            cast = (*rows.in_gemm_order(payload, payload_t), scale_inv)
+            rows.weight_cache.put(tensor, state.version, cast, used=rows is first)
+            state.record_ahead(rows.weight_index)
+        return True
+
+
+def _is_plain(weight: Tensor, device: object) -> bool:
+    # subclasses of Parameter are sharded or made by code of their own
+    if type(weight) is not nn.Parameter or weight.dtype not in CASTABLE_DTYPES or weight.device != device:
+        return False
+    owns_storage = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+    return owns_storage and weight.is_contiguous() and not weight.is_inference()

@@ -1,0 +1,45 @@
+"""The activations that a cast can take in, in torch's own operators: each result in the dtype of its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# swiglu(x) with x = [gate | up], twice as wide as the result
+_FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "swiglu": lambda x: F.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1],
+}
+ACTIVATIONS = tuple(_FORWARD)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """``activation(x)``."""
+    return _FORWARD[activation](x)
+
+
+def activated_width(width: int, activation: str) -> int:
+    """Columns of ``activation(x)`` for an x of ``width`` columns."""
+    return width // 2 if activation == "swiglu" else width
+
+
+def activation_gradient(x: Tensor, dy: Tensor, activation: str) -> Tensor:
+    """The gradient of x from that of ``activation(x)``."""
+    aten = torch.ops.aten
+    if activation == "none":
+        return dy
+    if activation == "relu":
+        return aten.threshold_backward(dy, x, 0)
+    if activation in ("gelu", "gelu_tanh"):
+        return aten.gelu_backward(dy, x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    if activation == "silu":
+        return aten.silu_backward(dy, x)
+    gate, up = x.chunk(2, dim=-1)
+    return torch.cat([aten.silu_backward(dy * up, gate), dy * F.silu(gate)], dim=-1)

@@ -1,0 +1,102 @@
+"""Everything in torch's own operators and ``torch._scaled_mm``, on any device: nothing here waits for a GPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fp8.formats import FORMATS, Fp8Format
+from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.reference import in_layout, scale_of_current, update_scales
+from lightning_fp8.scaling import amax_of
+
+__all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
+
+# cuBLASLt takes FP8 operands whose rows are a multiple of 16 bytes
+_ALIGNMENT = 16
+
+
+def cast(
+    x: Tensor,
+    scale: Tensor,
+    amax_history: Tensor,
+    index: Tensor,
+    format: str,
+    activation: str,
+    layout: str,
+    state: int,
+    record: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::cast``."""
+    x = activate(x, activation)
+    current = x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
+    amax = amax_of(state, record)
+    if amax is not None:
+        # The bits of non-negative floats as integers: NaN > inf > every finite value, so nothing non-finite is lost.
+        amax.view(torch.int32).scatter_reduce_(0, index, current.view(torch.int32)[None], "amax")
+    delayed = scale.index_select(0, index)[0]
+    has_history = amax_history[0].index_select(0, index)[0] > 0
+    used = torch.where(has_history, delayed, scale_of_current(current, FORMATS[format]))
+    return (*in_layout(saturating_cast(x, used, FORMATS[format]), layout), used.reciprocal())
+
+
+def cast_gradient(
+    dy: Tensor,
+    h: Tensor | None,
+    activation: str,
+    scale: Tensor,
+    amax_history: Tensor,
+    index: Tensor,
+    format: str,
+    layout: str,
+    state: int,
+    record: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The cast of dy, or of the gradient of h from it, and its column sums as ``[N] float32``; empty without ``bias``."""
+    if h is not None:
+        dy = activation_gradient(h, dy, activation)
+    db = dy.sum(dim=0, dtype=torch.float32) if bias else dy.new_empty(0, dtype=torch.float32)
+    return (*cast(dy, scale, amax_history, index, format, "none", layout, state, record), db)
+
+
+def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
+    """``x * scale`` in fp32, saturated to ±max, rounded to nearest even, as contiguous ``uint8``. NaN stays NaN."""
+    return (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype).contiguous().view(torch.uint8)
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    a_format: str,
+    b_format: str,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """See the operator ``lightning_fp8::scaled_mm``. Sizes that cuBLASLt does not take are padded with zeros."""
+    (m, k), n = a.shape, b.shape[0]
+    if m == 0 or n == 0 or k == 0:
+        empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
+        return empty if bias is None else empty + bias.to(out_dtype)
+    a_padded = _padded(a, m, k).view(FORMATS[a_format].dtype)
+    b_padded = _padded(b, -(-n // _ALIGNMENT) * _ALIGNMENT, k).view(FORMATS[b_format].dtype)
+    out = torch._scaled_mm(
+        a_padded,
+        b_padded.t(),
+        scale_a=a_scale_inv,
+        scale_b=b_scale_inv,
+        out_dtype=torch.float32 if bias is not None else out_dtype,
+        use_fast_accum=fast_accumulation,
+    )[:, :n]
+    # The bias is added in fp32 and the sum rounded once; torch's own epilogue takes bf16 biases only.
+    return out.contiguous() if bias is None else (out + bias).to(out_dtype)
+
+
+def _padded(payload: Tensor, rows: int, columns: int) -> Tensor:
+    columns = -(-columns // _ALIGNMENT) * _ALIGNMENT
+    padding = (0, columns - payload.shape[1], 0, rows - payload.shape[0])
+    return F.pad(payload, padding) if any(padding) else payload.contiguous()

@@ -1,0 +1,149 @@
+"""Each kernel beside the reference on a small random case, on the device it is to run on.
+
+A test gives None, or what was wrong. It waits for the device, once per kernel, device, driver and source.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels_cuda import casts, scales
+from kernels_cuda.launch import Kernel
+from lightning_fp8.formats import FORMATS
+from lightning_fp8.ops import reference
+from lightning_fp8.ops.activations import activate, activation_gradient
+
+# one shape of whole tiles, one with ragged edges on both sides
+_SHAPES = ((256, 128), (133, 71))
+_TENSORS = 3
+# Activations are rounded after functions whose last bits differ between libraries: a code may be the neighbouring one.
+_NEIGHBOURING = 0.01
+
+
+def cast_transpose(
+    device: torch.device, input: torch.dtype, format: str, activation: str, backward: bool, kernel: Kernel
+) -> str | None:
+    """Both payloads, scale, amax and column sums; with a history and at first use."""
+    for rows, columns in _SHAPES:
+        width = 2 * columns if activation == "swiglu" else columns
+        x, dy = (_random(rows, columns_, input) for columns_ in (width, columns))
+        values = activation_gradient(x, dy, activation) if backward else activate(x, activation)
+        for index in range(_TENSORS - 1):
+            failure = _compare_cast(device, format, activation, x, dy if backward else None, values, index, kernel)
+            if failure is not None:
+                return f"its self-test at {rows} x {columns} gave {failure}"
+    return None
+
+
+def _compare_cast(
+    device: torch.device,
+    format: str,
+    activation: str,
+    x: Tensor,
+    dy: Tensor | None,
+    values: Tensor,
+    index: int,
+    kernel: Kernel,
+) -> str | None:
+    newest, scale, amax, current = _state(device)
+    rows, width = values.shape
+    y = torch.full((rows, width), 0xA5, dtype=torch.uint8, device=device)
+    y_t = torch.full((width, rows), 0xA5, dtype=torch.uint8, device=device)
+    sums = torch.full((casts.column_sum_tiles(rows), width), float("nan"), device=device)
+    scale_inv = torch.zeros((), device=device)
+    row = casts.Row(scale, newest, torch.tensor([index], device=device), amax, current)
+    moved = None if dy is None else dy.to(device)
+    casts.cast_transpose(kernel, x.to(device), row, scale_inv, y, y_t, sums, moved, activation == "swiglu")
+    # the recorded amax is itself compared; a first use that differs in its last bit would shift every code
+    used = _expected_scale(scale, newest, index, amax[index].cpu(), format)
+    codes = reference.saturating_cast(values, used, FORMATS[format])
+    exact = activation in ("none", "relu")
+    relative, absolute = (1e-5, 1e-4) if exact else (1e-3, 1e-1)
+    if not torch.allclose(sums.sum(dim=0).cpu(), values.float().sum(dim=0), rtol=relative, atol=absolute):
+        return "other column sums"
+    return _compare(y.cpu(), y_t.cpu(), codes, exact) or _compare_state(
+        scale_inv, used, amax[index], reference.max_abs(values), exact
+    )
+
+
+def _compare(y: Tensor, y_t: Tensor, codes: Tensor, exact: bool) -> str | None:
+    if not torch.equal(y_t.t(), y):
+        return "a transposed payload that is not the payload's transpose"
+    different = y != codes
+    if exact and different.any():
+        return f"{int(different.sum())} other codes"
+    # codes of one sign are in the order of their values
+    if (y.int() - codes.int()).abs().max() > 1 or different.float().mean() > _NEIGHBOURING:
+        return f"{int(different.sum())} other codes"
+    return None
+
+
+def _compare_state(scale_inv: Tensor, used: Tensor, amax: Tensor, expected: Tensor, exact: bool) -> str | None:
+    tolerance = 0.0 if exact else 2**-7
+    if not torch.allclose(amax.cpu(), expected, rtol=tolerance, atol=0):
+        return f"the amax {amax.item()} in place of {expected.item()}"
+    if not torch.allclose(scale_inv.cpu(), used.reciprocal(), rtol=tolerance, atol=0):
+        return f"the scale_inv {scale_inv.item()} in place of {used.reciprocal().item()}"
+    return None
+
+
+def cast_weights(device: torch.device, kernel: Kernel) -> str | None:
+    """Weights of all dtypes and both shapes in one launch, one of them without a history."""
+    newest, scale, amax, _ = _state(device)
+    weights = []
+    for number, dtype in enumerate(casts.INPUTS):
+        rows, columns = _SHAPES[number % len(_SHAPES)]
+        y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in ((rows, columns), (columns, rows)))
+        weights.append(casts.Weight(_random(rows, columns, dtype).to(device), number, y, y_t))
+    scale_inv, current = torch.zeros(len(weights), device=device), torch.zeros(len(weights), device=device)
+    table, first_tile = casts.weight_table(weights, scale_inv, current)
+    tiles = int(first_tile[-1])
+    casts.cast_weights(kernel, table.to(device), first_tile.to(device), tiles, (scale, newest, amax), measure=True)
+    for number, weight in enumerate(weights):
+        values = weight.x.cpu()
+        used = _expected_scale(scale, newest, number, reference.max_abs(values), "e4m3")
+        codes = reference.saturating_cast(values, used, FORMATS["e4m3"])
+        failure = _compare(weight.y.cpu(), weight.y_t.cpu(), codes, exact=True) or _compare_state(
+            scale_inv[number], used, amax[number], reference.max_abs(values), exact=True
+        )
+        if failure is not None:
+            return f"its self-test gave {failure}"
+    return None
+
+
+def update_scales(device: torch.device, kernel: Kernel) -> str | None:
+    """Some steps with tensors that ran, did not run and overflowed, over a window longer than a chunk."""
+    tensors, length = 37, 1030
+    made = [torch.zeros(tensors), torch.rand(length, tensors), torch.ones(tensors), torch.full((tensors,), 448.0)]
+    made.append(torch.zeros(tensors, dtype=torch.int64))
+    theirs = [tensor.to(device, copy=True) for tensor in made]
+    for most_recent in (False, True):
+        amax = torch.rand(tensors)
+        amax[3], amax[5], amax[7] = 0, float("inf"), float("nan")
+        made[0].copy_(amax)
+        theirs[0].copy_(amax)
+        reference.update_scales(*made, most_recent, 2.0)
+        scales.update_scales(kernel, *theirs, most_recent, 2.0)
+    for name, mine, other in zip(("amax", "amax_history", "scale", "fp8_max", "nonfinite_steps"), made, theirs):
+        if not torch.equal(mine, other.cpu()):
+            return f"its self-test gave another {name}"
+    return None
+
+
+def _random(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Normal values over several magnitudes, the same in every process, without touching torch's generator."""
+    generator = torch.Generator().manual_seed(rows * 10007 + columns)
+    values = torch.randn(rows, columns, generator=generator)
+    return (values * torch.randn(rows, 1, generator=generator).exp2()).to(dtype)
+
+
+def _state(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Newest amaxes, scales, recorded amaxes and a place for a current one; tensor 1 has no history."""
+    newest = torch.tensor([1.0, 0.0, 2.0], device=device)
+    scale = torch.tensor([37.5, 1.0, 3.0], device=device)
+    return newest, scale, torch.zeros(_TENSORS, device=device), torch.zeros((), device=device)
+
+
+def _expected_scale(scale: Tensor, newest: Tensor, index: int, current: Tensor, format: str) -> Tensor:
+    return scale[index].cpu() if newest[index] > 0 else reference.scale_of_current(current, FORMATS[format])

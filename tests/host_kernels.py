@@ -1,0 +1,119 @@
+"""Kernels from their own ``.cu`` sources as host C++, behind the interface of ``kernels_cuda.launch.Kernel``."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import math
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+import kernels_cuda
+from kernels_cuda.launch import Kernel, _packed
+
+SHIM = Path(__file__).parent / "host_shim"
+SOURCES = Path(kernels_cuda.__file__).parent
+LAUNCH = """
+static const Arguments* host_arguments;
+static void host_kernel() { KERNEL(*host_arguments); }
+extern "C" void launch(const void* arguments, unsigned grid, unsigned block) {
+    host_arguments = static_cast<const Arguments*>(arguments);
+    host::launch(grid, block, host_kernel);
+}
+extern "C" unsigned size_of_arguments() { return sizeof(Arguments); }
+"""
+
+
+OPTIONS = (
+    "-O1",
+    "-std=c++17",
+    "-fPIC",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+    # a product and a sum are rounded each, as torch's operators round them
+    "-ffp-contract=off",
+    "-fsanitize=alignment,bounds",
+    "-fsanitize-undefined-trap-on-error",
+)
+
+
+def compile_on_host(what: str, *arguments: str) -> None:
+    compiled = subprocess.run(["g++", *OPTIONS, *arguments], capture_output=True, text=True, check=False)
+    if compiled.returncode:
+        raise RuntimeError(f"{what} does not compile as host C++:\n{compiled.stderr[:4000]}")
+
+
+@functools.cache
+def build_folder() -> Path:
+    """The sources as they are, beside instructions in software: a quoted include looks beside its file first."""
+    if shutil.which("g++") is None:
+        raise RuntimeError("The kernels' sources run on the CPU as g++ compiles them, and there is no g++: install it.")
+    folder = Path(tempfile.mkdtemp(prefix="lightning-fp8-host-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for file in (*SOURCES.glob("*.cu*"), *SHIM.iterdir()):
+        shutil.copy(file, folder)
+    # most of a variant's time goes into the C++ library's headers: read them once
+    header = str(folder / "cuda_on_host.h")
+    compile_on_host("cuda_on_host.h", "-x", "c++-header", "-o", f"{header}.gch", header)
+    return folder
+
+
+@functools.cache
+def library(family: str, defines: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The kernel family as a shared library, compiled once per process."""
+    folder = build_folder()
+    name = f"{family}-{hashlib.sha256(' '.join(defines).encode()).hexdigest()[:12]}"
+    program, compiled = folder / f"{name}.cpp", str(folder / f"{name}.so")
+    program.write_text(f'#include "cuda_on_host.h"\n#include "{family}.cu"\n{LAUNCH.replace("KERNEL", family)}')
+    macros = (f"-D{define}" for define in defines)
+    options = ("-Werror", "-Winvalid-pch", "-shared")
+    compile_on_host(f"{family} {defines}", *options, *macros, "-o", compiled, str(program))
+    return ctypes.CDLL(compiled)
+
+
+class HostKernel(Kernel):
+    """Runs at once, on tensors in the CPU's memory."""
+
+    def _load(self) -> None:
+        family, defines = self._function
+        self._library = library(family, defines)
+        size = self._library.size_of_arguments()
+        # C pads a struct to its alignment, Python's format does not
+        assert -(-self._layout.size // 8) * 8 == size, (self._layout.size, size)
+
+    def __call__(self, grid: int, *arguments: int | float) -> None:
+        self._layout.pack_into(_packed.buffer, _packed.offset, *arguments)
+        pointers = ctypes.cast(_packed.address, ctypes.POINTER(ctypes.c_void_p))
+        self._library.launch(ctypes.c_void_p(pointers[0]), grid, self._block)
+
+
+class Guarded:
+    """A tensor to be written by a kernel: filled with poison, between bytes that nobody may touch.
+
+    Args:
+        shape: of ``tensor``.
+        dtype: of ``tensor``.
+        poison: a byte; what a kernel leaves unwritten differs between runs with different ones.
+        offset: bytes between a 16-byte boundary and the tensor.
+    """
+
+    _GUARD, _CANARY = 64, 0xC5
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, poison: int, offset: int = 0) -> None:
+        size, start = math.prod(shape) * dtype.itemsize, self._GUARD + offset
+        self._buffer = torch.full((start + size + self._GUARD,), self._CANARY, dtype=torch.uint8)
+        assert self._buffer.data_ptr() % 16 == 0
+        payload = self._buffer[start : start + size].fill_(poison)
+        self._outside = (self._buffer[:start], self._buffer[start + size :])
+        self.tensor = payload.view(dtype).view(shape)
+
+    def unharmed(self) -> bool:
+        """Whether every byte before and behind the tensor is what it was."""
+        return all(bool((guard == self._CANARY).all()) for guard in self._outside)

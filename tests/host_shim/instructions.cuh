@@ -1,0 +1,49 @@
+/* The functions of kernels_cuda/instructions.cuh in software, from the formats' definitions. */
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+
+/* Bits of |value| rounded to nearest even, for a format with subnormals below 2^min_exponent; at least `overflow` codes to
+   `top`. */
+static inline u32 encode(float value, int mantissa_bits, int min_exponent, double overflow, u32 top) {
+    const double magnitude = std::fabs((double)value);
+    if (magnitude >= overflow) return top;
+    if (magnitude == 0) return 0;
+    int exponent;
+    std::frexp(magnitude, &exponent);
+    exponent = std::max(exponent - 1, min_exponent);
+    const long units = (long)std::nearbyint(std::ldexp(magnitude, mantissa_bits - exponent));
+    // the implicit one of a normal number carries into the exponent field, also when rounding reached the next power
+    return ((u32)(exponent - min_exponent) << mantissa_bits) + (u32)units;
+}
+static inline u32 sign_of(float value) { return __float_as_uint(value) >> 31; }
+static inline u32 fp8(float value, int mantissa_bits, int min_exponent, double largest, u32 top) {
+    if (std::isnan(value)) return 0x7f;
+    return sign_of(value) << 7 | encode(value, mantissa_bits, min_exponent, largest, top);
+}
+static inline u32 to_e4m3x2(float low, float high) { return fp8(low, 3, -6, 448, 0x7e) | fp8(high, 3, -6, 448, 0x7e) << 8; }
+static inline u32 to_e5m2x2(float low, float high) {
+    return fp8(low, 2, -14, 57344, 0x7b) | fp8(high, 2, -14, 57344, 0x7b) << 8;
+}
+static inline float from_fp16(u16 bits) {
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    const float sign = bits >> 15 ? -1.0f : 1.0f;
+    if (exponent == 31) return mantissa ? std::nanf("") : sign * INFINITY;
+    return sign * std::ldexp((float)(exponent ? mantissa + 1024 : mantissa), std::max(exponent, 1) - 25);
+}
+static inline u16 to_fp16(float value) {
+    if (std::isnan(value)) return 0x7fff;
+    return (u16)(sign_of(value) << 15 | encode(value, 10, -14, 65520, 0x7c00));
+}
+static inline u16 to_bf16(float value) {
+    if (std::isnan(value)) return 0x7fff;
+    const u32 bits = __float_as_uint(value);
+    return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+static inline uint4 load_once(const void* address) {
+    // as on the device, where a load off its 16-byte boundary is an error
+    if ((unsigned long long)address % 16 != 0) std::abort();
+    return *static_cast<const uint4*>(address);
+}

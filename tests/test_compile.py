@@ -1,0 +1,580 @@
+"""Compiling by NVRTC: options, errors, the cache, and what is said of an unfit toolchain. No GPU takes part."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import struct
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+from kernels_cuda import compile as kernels_compile
+from kernels_cuda.compile import (
+    CompileError,
+    KernelsUnavailable,
+    architecture,
+    cache_folder,
+    check_driver,
+    compile_source,
+    compiled,
+    headers,
+    nvrtc_version,
+    source_key,
+)
+
+ARCHITECTURES = ["sm_89", "sm_90a", "sm_100a", "sm_120a"]
+KERNEL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }\n'
+# what a process without this test's monkeypatches compiles
+SCRIPT = f"""
+import sys
+import kernels_cuda.compile as kernels_compile
+kernels_compile.source = lambda family: {KERNEL!r}
+kernels_compile.headers = dict
+"""
+
+
+class Compiler:
+    """Counts what is compiled, and has one family, ``twice``, whose text can be changed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        self.source = KERNEL
+        self.headers: dict[str, str] = {}
+        self._compile = kernels_compile.compile_source
+        monkeypatch.setattr(kernels_compile, "source", lambda family: self.source)
+        monkeypatch.setattr(kernels_compile, "headers", lambda: self.headers)
+        monkeypatch.setattr(kernels_compile, "compile_source", self.compile)
+
+    def compile(self, *arguments: object) -> tuple[bytes, str]:
+        self.calls += 1
+        return self._compile(*arguments)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(kernels_compile, "_private_folders", {})
+    # where a folder that is named "~" would appear
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    return Compiler(monkeypatch)
+
+
+@pytest.fixture
+def fresh_version() -> Iterator[None]:
+    nvrtc_version.cache_clear()
+    yield
+    nvrtc_version.cache_clear()
+
+
+def run(script: str, folder: Path, **keywords: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "LIGHTNING_FP8_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", SCRIPT + script], env=environment, text=True, **keywords)
+
+
+def lines_with_numbers(message: str) -> list[str]:
+    return re.findall(r"^[> ] +\d+ \|.*$", message, re.MULTILINE)
+
+
+# --- architectures and compilation ---
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90a"),
+        ((10, 0), "sm_100a"),
+        ((10, 3), "sm_103a"),
+        ((12, 0), "sm_120a"),
+        ((12, 1), "sm_121a"),
+    ],
+)
+def test_architecture(capability: tuple[int, int], expected: str) -> None:
+    assert architecture(capability) == expected
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (8, 0), (7, 5)])
+def test_architecture_without_fp8(capability: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=rf"8\.9 \(Ada\) or newer; this GPU has {capability[0]}\.{capability[1]}"):
+        architecture(capability)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_cubin_is_a_complete_elf(arch: str) -> None:
+    cubin, log = compile_source("twice", KERNEL, arch)
+    assert cubin.startswith(b"\x7fELF")
+    # by the ELF header: where program and section headers start, and how many of which size there are
+    program_headers, section_headers = struct.unpack_from("<QQ", cubin, 32)
+    size, count, section_size, section_count = struct.unpack_from("<HHHH", cubin, 54)
+    assert max(program_headers + size * count, section_headers + section_size * section_count) == len(cubin)
+    assert f"'twice' for '{arch}'" in log
+    assert re.search(r"Used \d+ registers", log)
+    assert "0 bytes spill stores" in log
+    assert "\0" not in log
+
+
+def test_defines_and_headers() -> None:
+    source = '#include "size.cuh"\nextern "C" __global__ void f(int* x) { *x = SIZE * TWO; static_assert(SIZE == 3); }'
+    compile_source("f", source, "sm_89", ("SIZE=3",), {"size.cuh": "constexpr int TWO = 2;", "other.cuh": "#error"})
+    with pytest.raises(CompileError, match="static assertion failed"):
+        compile_source("f", source, "sm_89", ["SIZE=4"], {"size.cuh": "constexpr int TWO = 2;"})
+
+
+def test_division_is_ieee_and_denormals_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc = import_module("cupy_backends.cuda.libs.nvrtc")
+    ptx = []
+    get_cubin = nvrtc.getCUBIN
+    monkeypatch.setattr(nvrtc, "getCUBIN", lambda program: ptx.append(nvrtc.getPTX(program)) or get_cubin(program))
+    compile_source("f", 'extern "C" __global__ void f(float* x) { *x = *x / x[1] + x[2]; }', "sm_89")
+    assert "div.rn.f32" in str(ptx[0])
+    assert ".ftz" not in str(ptx[0])
+
+
+def test_error_shows_the_offending_line() -> None:
+    source = "// 1\n// 2\n__device__ void f() {\n    int y = undeclared;\n}\n// 6\n"
+    with pytest.raises(CompileError) as caught:
+        compile_source("broken", source, "sm_90a", ["TILE=64"], {"unused.cuh": "\n" * 9})
+    message = str(caught.value)
+    assert "kernel family 'broken' for sm_90a" in message
+    assert "-arch=sm_90a --std=c++17 --ptxas-options=-v -DTILE=64" in message
+    assert 'broken.cu(4): error: identifier "undeclared" is undefined' in message
+    assert "broken.cu, line 4:" in message
+    assert lines_with_numbers(message) == [
+        "     3 | __device__ void f() {",
+        ">    4 |     int y = undeclared;",
+        "     5 | }",
+    ]
+
+
+def test_error_shows_the_offending_line_of_a_header() -> None:
+    included = {"first.cuh": "// nothing here\n", "second.cuh": "__device__ int g() { return nowhere; }\n// end"}
+    source = '#include "first.cuh"\n#include "second.cuh"\n__device__ int f() { return g() + nothing; }\n'
+    with pytest.raises(CompileError) as caught:
+        compile_source("broken", source, "sm_89", (), included)
+    assert "second.cuh, line 1:" in str(caught.value)
+    assert lines_with_numbers(str(caught.value)) == [
+        ">    1 | __device__ int g() { return nowhere; }",
+        "     2 | // end",
+    ]
+
+
+def test_missing_header() -> None:
+    with pytest.raises(CompileError, match=r"broken\.cu, line 1:\n>    1 \| #include") as caught:
+        compile_source("broken", '#include "nowhere.cuh"', "sm_89")
+    assert 'cannot open source file "nowhere.cuh"' in str(caught.value)
+
+
+def test_errors_without_a_line() -> None:
+    with pytest.raises(CompileError, match="Not a name of any known instruction: 'bogus'"):
+        compile_source("broken", '__global__ void f() { asm volatile("bogus;"); }', "sm_89")
+    with pytest.raises(CompileError, match=r"for sm_1234 .*\n.*invalid value for --gpu-architecture"):
+        compile_source("twice", KERNEL, "sm_1234")
+    with pytest.raises(CompileError, match=r'elsewhere\(7\): error: identifier "nonsense"') as caught:
+        compile_source("broken", '#line 7 "elsewhere"\nint f() { return nonsense; }', "sm_89")
+    assert not lines_with_numbers(str(caught.value))
+
+
+def test_program_is_always_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc = import_module("cupy_backends.cuda.libs.nvrtc")
+    create, destroy, alive = nvrtc.createProgram, nvrtc.destroyProgram, set()
+    monkeypatch.setattr(nvrtc, "createProgram", lambda *args: alive.add(program := create(*args)) or program)
+    monkeypatch.setattr(nvrtc, "destroyProgram", lambda program: (alive.remove(program), destroy(program)))
+    created = []
+    monkeypatch.setattr(
+        nvrtc, "compileProgram", lambda *args, call=nvrtc.compileProgram: (created.extend(alive), call(*args))
+    )
+    compile_source("twice", KERNEL, "sm_89")
+    with pytest.raises(CompileError):
+        compile_source("broken", "nonsense", "sm_89")
+    assert len(created) == 2
+    assert not alive
+
+
+def test_a_family_of_the_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(folder / "and" / "below"))
+    path = compiled("update_scales", "sm_89")
+    assert path.parent == folder / "and" / "below"
+    assert b"update_scales" in path.read_bytes()
+    with pytest.raises(ValueError, match="no kernel source 'nowhere'"):
+        compiled("nowhere", "sm_89")
+
+
+def test_headers_are_those_of_the_package() -> None:
+    there = {path.name: path.read_text() for path in (ROOT / "kernels_cuda").glob("*.cuh")}
+    assert headers() == there
+
+
+# --- the cache ---
+
+
+def test_compiles_once(compiler: Compiler, folder: Path) -> None:
+    path = compiled("twice", "sm_89")
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    assert path == folder / f"twice-sm_89-{source_key('twice', 'sm_89')[:16]}-{digest[:16]}.cubin"
+    assert content.startswith(b"\x7fELF")
+    assert compiled("twice", "sm_89") == path
+    assert compiler.calls == 1
+    assert list(folder.iterdir()) == [path]
+
+
+def test_key_names_all_that_a_cubin_follows_from(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key() -> str:
+        return source_key("twice", "sm_89")
+
+    first = key()
+    assert re.fullmatch("[0-9a-f]{64}", first)
+    assert key() == first
+    keys = {
+        first,
+        source_key("twice", "sm_90a"),
+        source_key("twice", "sm_89", ["A=1"]),
+        source_key("twice", "sm_89", ["A=2"]),
+    }
+    # the same letters, differently divided
+    keys |= {source_key("twice", "sm_89", ["A", "B"]), source_key("twice", "sm_89", ["A -DB"])}
+    compiler.headers = {"a.cuh": "x"}
+    keys.add(key())
+    compiler.headers = {"a.cuh": "y"}
+    keys.add(key())
+    compiler.headers = {"a.cuhx": ""}
+    keys.add(key())
+    compiler.headers = {}
+    compiler.source += " "
+    keys.add(key())
+    monkeypatch.setattr(kernels_compile, "nvrtc_version", lambda: (12, 8))
+    keys.add(key())
+    assert len(keys) == 11
+
+
+def test_a_changed_source_is_compiled_anew(compiler: Compiler) -> None:
+    first = compiled("twice", "sm_89")
+    compiler.source = KERNEL.replace("2.0f", "3.0f")
+    second = compiled("twice", "sm_89")
+    assert second != first
+    assert second.read_bytes() != first.read_bytes()
+    assert compiler.calls == 2
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "renamed", "not an ELF"])
+def test_damaged_files_are_replaced(compiler: Compiler, folder: Path, damage: str) -> None:
+    path = compiled("twice", "sm_89")
+    content = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(content[:-1])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "flipped":
+        path.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    elif damage == "renamed":
+        path.rename(folder / f"{path.stem[:-16]}{'0' * 16}.cubin")
+    else:
+        path.unlink()
+        (folder / f"{path.stem[:-16]}{hashlib.sha256(b'text').hexdigest()[:16]}.cubin").write_bytes(b"text")
+    assert compiled("twice", "sm_89") == path
+    assert compiler.calls == 2
+    assert path.read_bytes() == content
+    assert list(folder.iterdir()) == [path]
+
+
+def test_a_damaged_file_that_stays_is_ignored(compiler: Compiler, folder: Path) -> None:
+    path = compiled("twice", "sm_89")
+    path.unlink()
+    (folder / f"{path.stem[:-16]}{'0' * 16}.cubin").mkdir()
+    for _ in range(2):
+        assert compiled("twice", "sm_89") == path
+    assert compiler.calls == 2
+
+
+def test_other_families_are_left_alone(compiler: Compiler, folder: Path) -> None:
+    folder.mkdir()
+    other = folder / "twice-sm_89-0123456789abcdef-0123456789abcdef.cubin"
+    other.write_bytes(b"")
+    compiled("twice", "sm_89")
+    assert other.exists()
+
+
+def test_a_file_that_another_process_wrote_meanwhile_is_left_alone(
+    compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That process may be about to load it."""
+    cubin, log = compile_source("twice", KERNEL, "sm_89")
+    path = compiled("twice", "sm_89")
+    path.unlink()
+    other = folder / f"{path.stem[:-16]}{hashlib.sha256(cubin + cubin).hexdigest()[:16]}.cubin"
+    monkeypatch.setattr(
+        kernels_compile, "compile_source", lambda *_: (other.write_bytes(cubin + cubin), log) and (cubin, log)
+    )
+    assert compiled("twice", "sm_89") == path
+    assert set(folder.iterdir()) == {path, other}
+
+
+def test_eight_processes_at_once(folder: Path) -> None:
+    script = "print(flush=True); input(); print(kernels_compile.compiled('twice', 'sm_89'))"
+    processes = [run(script, folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(8)]
+    for process in processes:
+        process.stdout.readline()
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    paths = [process.communicate(timeout=60)[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0] * 8
+    (path,) = folder.iterdir()
+    assert paths == [str(path)] * 8
+    assert hashlib.sha256(path.read_bytes()).hexdigest()[:16] == path.stem[-16:]
+
+
+def test_a_process_killed_while_writing(compiler: Compiler, folder: Path) -> None:
+    """It leaves a temporary file at most, which the next process does not read."""
+    script = """
+from pathlib import Path
+import os
+write = Path.write_bytes
+Path.write_bytes = lambda path, content: (write(path, content[: len(content) // 2]), os._exit(9))
+kernels_compile.compiled('twice', 'sm_89')
+"""
+    assert run(script, folder).wait(timeout=60) == 9
+    (left,) = folder.iterdir()
+    assert left.suffix == ".tmp"
+    path = compiled("twice", "sm_89")
+    assert compiler.calls == 1
+    assert set(folder.iterdir()) == {left, path}
+
+
+def test_writing_is_seen_whole_or_not_at_all(compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    replace = os.replace
+
+    def watched(temporary: Path, path: Path) -> None:
+        seen.append(([found.suffix for found in folder.iterdir()], temporary.parent, temporary.read_bytes()))
+        replace(temporary, path)
+
+    monkeypatch.setattr(os, "replace", watched)
+    path = compiled("twice", "sm_89")
+    assert seen == [([".tmp"], folder, path.read_bytes())]
+
+
+def disk_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def refused(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+@pytest.mark.parametrize("trouble", ["below a file", "a file", "disk full", "read-only", "no home"])
+def test_unusable_folder(compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+    with monkeypatch.context() as patched:
+        if trouble == "below a file":
+            folder.write_text("")
+            patched.setenv("LIGHTNING_FP8_CACHE_DIR", str(folder / "cache"))
+            said = "Not a directory"
+        elif trouble == "a file":
+            folder.write_text("")
+            said = "File exists"
+        elif trouble == "disk full":
+            # as the real thing: the file exists, its content does not fit
+            write, full = Path.write_bytes, folder
+            patched.setattr(
+                Path,
+                "write_bytes",
+                lambda path, content: (
+                    (write(path, content[:9]), disk_full()) if path.parent == full else write(path, content)
+                ),
+            )
+            said = "No space left"
+        elif trouble == "read-only":
+            make = Path.mkdir
+            patched.setattr(
+                Path, "mkdir", lambda path, **options: refused() if path == folder else make(path, **options)
+            )
+            said = "Permission denied"
+        else:
+            patched.setattr(os.path, "expanduser", lambda path: path)
+            patched.delenv("LIGHTNING_FP8_CACHE_DIR")
+            patched.delenv("XDG_CACHE_HOME", raising=False)
+            said = "no home folder"
+        place = str(cache_folder())
+        with pytest.warns(UserWarning, match="set LIGHTNING_FP8_CACHE_DIR to a writable folder") as warned:
+            path = compiled("twice", "sm_89")
+        assert len(warned) == 1
+        assert warned[0].filename == __file__
+        assert place in str(warned[0].message)
+        assert said in str(warned[0].message)
+        assert path.read_bytes().startswith(b"\x7fELF")
+        assert path.parent not in (folder, folder.parent)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert compiled("twice", "sm_89") == path
+            assert compiler.calls == 1
+            # another kernel says nothing again
+            assert compiled("twice", "sm_90a").parent == path.parent
+        assert {found.suffix for found in path.parent.iterdir()} == {".cubin"}
+    assert not folder.is_dir() or not list(folder.iterdir())
+    assert not Path("~").exists()
+    kernels_compile._remove_private_folder()
+    assert not path.parent.exists()
+
+
+def test_a_cubin_in_a_read_only_folder_is_used(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = compiled("twice", "sm_89")
+    monkeypatch.setattr(Path, "mkdir", refused)
+    monkeypatch.setattr(Path, "write_bytes", refused)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiled("twice", "sm_89") == path
+
+
+def test_private_folder_goes_with_its_process(tmp_path: Path) -> None:
+    """And not with a child that was forked from it, which has a folder of its own for what it compiles."""
+    (tmp_path / "file").write_text("")
+    script = """
+import os, warnings
+warnings.simplefilter("ignore")
+first = kernels_compile.compiled('twice', 'sm_89')
+child = os.fork()
+if child == 0:
+    assert kernels_compile.compiled('twice', 'sm_89') == first
+    print(kernels_compile.compiled('twice', 'sm_90a').parent)
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+assert first.exists()
+print(first.parent)
+"""
+    process = run(script, tmp_path / "file", stdout=subprocess.PIPE)
+    child, parent = process.communicate(timeout=60)[0].split()
+    assert process.returncode == 0
+    assert child != parent
+    assert not Path(child).exists()
+    assert not Path(parent).exists()
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for chosen, standard, expected in [
+        ("/own", "/standard", Path("/own")),
+        ("~/own", "/standard", tmp_path / "own"),
+        ("", "/standard", Path("/standard/lightning_fp8")),
+        (None, "/standard", Path("/standard/lightning_fp8")),
+        (None, "", tmp_path / ".cache" / "lightning_fp8"),
+        (None, None, tmp_path / ".cache" / "lightning_fp8"),
+    ]:
+        for name, value in (("LIGHTNING_FP8_CACHE_DIR", chosen), ("XDG_CACHE_HOME", standard)):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        assert cache_folder() == expected
+
+
+# --- the toolchain ---
+
+
+@pytest.mark.parametrize(
+    ("built_for", "commands"),
+    [
+        ("13.0", ["pip install cupy-cuda13x"]),
+        ("12.8", ["pip install cupy-cuda12x"]),
+        (None, ["pip install cupy-cuda13x", "pip install cupy-cuda12x"]),
+    ],
+)
+@pytest.mark.usefixtures("fresh_version")
+def test_without_cupy(monkeypatch: pytest.MonkeyPatch, built_for: str | None, commands: list[str]) -> None:
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.nvrtc", None)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    with pytest.raises(KernelsUnavailable, match="CuPy, which is not installed") as caught:
+        compile_source("twice", KERNEL, "sm_89")
+    assert re.findall("`(.*?)`", str(caught.value)) == commands
+
+
+@pytest.mark.parametrize(
+    ("cupy_version", "command"),
+    [
+        (13020, "pip install nvidia-cuda-nvrtc 'cupy-cuda13x>=14'"),
+        (12090, "pip install nvidia-cuda-nvrtc-cu12 'cupy-cuda12x>=14'"),
+    ],
+)
+@pytest.mark.parametrize("error", [RuntimeError, OSError, ImportError, AttributeError])
+@pytest.mark.usefixtures("fresh_version")
+def test_without_nvrtc(
+    monkeypatch: pytest.MonkeyPatch, cupy_version: int, command: str, error: type[Exception]
+) -> None:
+    def missing() -> None:
+        raise error("libnvrtc.so.13:\n cannot open")
+
+    monkeypatch.setattr(import_module("cupy_backends.cuda.libs.nvrtc"), "getVersion", missing)
+    monkeypatch.setattr(import_module("cupy_backends.cuda.api.driver"), "get_build_version", lambda: cupy_version)
+    with pytest.raises(KernelsUnavailable, match="NVRTC, whose library is missing or cannot be loaded") as caught:
+        nvrtc_version()
+    assert re.findall("`(.*?)`", str(caught.value)) == [command]
+    assert f"({error.__name__}: libnvrtc.so.13: cannot open)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cupy_version", "version", "command"),
+    [
+        (12090, (12, 3), "pip install --upgrade cupy-cuda12x nvidia-cuda-nvrtc-cu12"),
+        (11080, (11, 8), "pip install --upgrade cupy-cuda12x nvidia-cuda-nvrtc-cu12"),
+        # CuPy takes an older NVRTC where it finds no newer one
+        (13020, (12, 3), "pip install --upgrade cupy-cuda13x nvidia-cuda-nvrtc"),
+    ],
+)
+@pytest.mark.usefixtures("fresh_version")
+def test_old_nvrtc(monkeypatch: pytest.MonkeyPatch, cupy_version: int, version: tuple[int, int], command: str) -> None:
+    monkeypatch.setattr(import_module("cupy_backends.cuda.libs.nvrtc"), "getVersion", lambda: version)
+    monkeypatch.setattr(import_module("cupy_backends.cuda.api.driver"), "get_build_version", lambda: cupy_version)
+    with pytest.raises(KernelsUnavailable, match=rf"12\.4 or newer; {version[0]}\.{version[1]} was found") as caught:
+        nvrtc_version()
+    assert re.findall("`(.*?)`", str(caught.value)) == [command]
+
+
+@pytest.mark.usefixtures("fresh_version")
+def test_version_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    nvrtc = import_module("cupy_backends.cuda.libs.nvrtc")
+    monkeypatch.setattr(nvrtc, "getVersion", lambda: calls.append(None) or (12, 4))
+    assert [nvrtc_version(), nvrtc_version()] == [(12, 4)] * 2
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("driver", "nvrtc"), [(12040, (12, 9)), (12080, (12, 8)), (13000, (12, 9)), (13000, (13, 5)), (14000, (13, 0))]
+)
+def test_fitting_driver(driver: int, nvrtc: tuple[int, int]) -> None:
+    check_driver(driver, nvrtc)
+
+
+@pytest.mark.parametrize(
+    ("driver", "nvrtc", "versions", "commands"),
+    [
+        (
+            12080, (13, 5), ["12.8", "13.5"],
+            ["pip uninstall -y cupy-cuda13x nvidia-cuda-nvrtc", "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12"],
+        ),
+        (11080, (12, 9), ["11.8", "12.9"], []),
+    ],
+)  # fmt: skip
+def test_old_driver(driver: int, nvrtc: tuple[int, int], versions: list[str], commands: list[str]) -> None:
+    with pytest.raises(KernelsUnavailable, match="Update the driver") as caught:
+        check_driver(driver, nvrtc)
+    assert re.findall(r"\d+\.\d+", str(caught.value)) == versions
+    assert re.findall("`(.*?)`", str(caught.value)) == commands
+
+
+def test_no_driver() -> None:
+    with pytest.raises(KernelsUnavailable, match="NVIDIA driver, and none was found"):
+        check_driver(0, (13, 5))

@@ -1,0 +1,164 @@
+"""Every kernel compiles for every architecture, without spills, into the instructions that were meant. Needs no GPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels_cuda import source
+from kernels_cuda.casts import ACTIVATIONS, FORMATS, INPUTS, variant
+from kernels_cuda.compile import compile_source, headers
+
+ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a", "sm_120a")
+REGISTERS_PER_MULTIPROCESSOR = 1 << 16
+Family = tuple[str, tuple[str, ...]]
+
+
+def casts(*chosen: object) -> Family:
+    return "cast_transpose", variant(*chosen)  # type: ignore[arg-type]
+
+
+WEIGHTS: Family = ("cast_weights", ())
+UPDATE: Family = ("update_scales", ())
+DIRECTIONS = [(name, backward) for name in ACTIVATIONS for backward in (False, True) if name != "none" or not backward]
+EVERY_CAST = [casts(*chosen, *direction) for chosen in itertools.product(INPUTS, FORMATS) for direction in DIRECTIONS]
+# one of each shape of code: what is compiled for all architectures, and disassembled
+CHOSEN = [
+    casts(torch.bfloat16, "e4m3"),
+    casts(torch.float32, "e5m2"),
+    casts(torch.float16, "e4m3", "gelu"),
+    casts(torch.bfloat16, "e5m2", "gelu_tanh", True),
+    casts(torch.bfloat16, "e4m3", "swiglu"),
+    casts(torch.float32, "e5m2", "swiglu", True),
+    WEIGHTS,
+    UPDATE,
+]
+
+
+def name(family: Family) -> str:
+    return " ".join((family[0], *(define.partition("=")[2] for define in family[1])))
+
+
+@functools.cache
+def compiled(family: Family, arch: str) -> tuple[bytes, str]:
+    return compile_source(family[0], source(family[0]), arch, family[1], headers())
+
+
+def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
+    """How many blocks of how many threads a kernel asks room for in its launch bounds."""
+    if family == UPDATE:
+        return 1, 1024
+    if family == WEIGHTS or "GATED=1" in family[1] or "BACKWARD=1" in family[1]:
+        return 2, 256
+    plain = "ACTIVATION=Identity" in family[1] or "ACTIVATION=Relu" in family[1]
+    return 4 if plain and "INPUT=Fp32" not in family[1] else 3, 256
+
+
+@pytest.mark.parametrize(
+    ("family", "arch"),
+    [(family, "sm_90a") for family in (*EVERY_CAST, WEIGHTS, UPDATE)]
+    + [(family, arch) for arch in ARCHITECTURES for family in CHOSEN if arch != "sm_90a"],
+    ids=lambda value: value if isinstance(value, str) else name(value),
+)
+def test_compiles_without_spills(family: Family, arch: str) -> None:
+    _, log = compiled(family, arch)
+    assert not re.search("warning|error|C75", log), log
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log) == [
+        ("0", "0", "0")
+    ], log
+    blocks, threads = blocks_per_multiprocessor(family)
+    # registers are given to a thread by eights
+    used = -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8) * 8  # type: ignore[index]
+    assert used * blocks * threads <= REGISTERS_PER_MULTIPROCESSOR, log
+    # shared memory that is more than 48 KB a block would have to be asked for
+    assert int(re.search(r"(\d+) bytes smem", log)[1]) * blocks <= 48 << 10  # type: ignore[index]
+
+
+def test_every_variant_there_is() -> None:
+    assert len(EVERY_CAST) == len(set(EVERY_CAST)) == 3 * 2 * 11
+
+
+# --- the instructions -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def disassembler() -> str:
+    wheels = Path(sysconfig.get_path("purelib"), "nvidia")
+    found = shutil.which("nvdisasm") or next(map(str, sorted(wheels.glob("**/bin/nvdisasm"))), None)
+    if found is None:
+        raise RuntimeError("There is no nvdisasm to read SASS with. Run `pip install nvidia-cuda-nvdisasm`.")
+    return found
+
+
+@functools.cache
+def instructions(family: Family, arch: str, folder: Path) -> Counter[str]:
+    """How often each instruction, with its modifiers, occurs."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiled(family, arch)[0])
+    listing = subprocess.run([disassembler(), "-c", str(path)], capture_output=True, text=True, check=False)
+    assert listing.returncode == 0, listing.stderr
+    # "        /*0040*/              @P0 LDG.E R2, desc[UR4][R2.64] ;"
+    line = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", re.MULTILINE)
+    found = Counter(line.findall(listing.stdout))
+    # the listing was understood
+    assert found["EXIT"] >= 1
+    assert sum(found.values()) > 100
+    return found
+
+
+def count(found: Counter[str], pattern: str) -> int:
+    return sum(times for instruction, times in found.items() if re.fullmatch(pattern, instruction))
+
+
+ATOMIC = "(ATOM|ATOMG|RED|REDG)"
+EACH = [
+    pytest.param(family, arch, id=f"{name(family)} {arch}")
+    for arch in ARCHITECTURES
+    for family in CHOSEN
+    if family in (CHOSEN[0], CHOSEN[5], WEIGHTS) or arch == "sm_90a"
+]
+
+
+@pytest.mark.parametrize(("family", "arch"), EACH)
+def test_instructions(family: Family, arch: str, tmp_path: Path) -> None:
+    found = instructions(family, arch, tmp_path)
+    assert not count(found, r"(LDL|STL)\b.*"), "local memory"
+    # bf16 and fp16 are packed by F2FP, at four times the rate of F2F
+    assert not count(found, r"(F2F|DMUL|DADD|DFMA)\b.*"), "slow conversions, or arithmetic in fp64"
+    if family == UPDATE:
+        return
+    # each thread: four rows of eight elements, from one tensor, two or three; 8 words at once where they are fp32
+    words = {"Fp32": 8, "Bf16": 4, "Fp16": 4}
+    inputs = [word.removeprefix("INPUT=") for word in family[1] if word.startswith("INPUT=")] or list(words)
+    gated, backward = "GATED=1" in family[1], "BACKWARD=1" in family[1]
+    loads = sum(4 * words[one] // 4 for one in inputs) * (1 + gated + backward)
+    assert count(found, r"LDG\.E\.NA\.128\.CONSTANT") == loads, found
+    # cast_weights has its addresses from a table, of which the compiler does not know that they are global memory
+    store = r"ST\.E" if family == WEIGHTS else r"STG\.E"
+    tiles = len(inputs) * (1 + (gated and backward))
+    assert count(found, rf"{store}\.64") == 4 * tiles, found
+    assert count(found, rf"{store}\.128") == 2 * tiles, found
+    assert count(found, r"LDS\.128") >= 2 * tiles, found
+    # two elements each, of 32 a thread
+    fp8 = "E5M2" if "FORMAT=E5M2" in family[1] else "E4M3"
+    assert count(found, rf"F2FP\.SATFINITE\.{fp8}\.F32\..*") == 16 * tiles, found
+    assert count(found, r"F2FP\.SATFINITE\..*") == 16 * tiles, found
+    assert count(found, r"C?REDUX\.MAX\b.*") >= 1, found
+    assert count(found, rf"{ATOMIC}\.E\.MAX\..*") == count(found, rf"{ATOMIC}\..*") == 1, found
+
+
+def test_update_scales_moves_words(tmp_path: Path) -> None:
+    found = instructions(UPDATE, "sm_90a", tmp_path)
+    # eight rows of the history a thread, all in registers before the first is written, and no atomic
+    assert count(found, r"LDG\.E\b.*") >= 8
+    assert count(found, r"STG\.E\b.*") >= 8
+    assert not count(found, rf"{ATOMIC}\..*")
