@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
     scale: Tensor
     newest: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
     amax: Tensor | None = None
     current_amax: Tensor | None = None
 
@@ -107,7 +107,7 @@ class Weight(NamedTuple):
     """One weight of :func:`cast_weights`: x ``[rows, columns]``, elements of a row side by side, and its results."""
 
     x: Tensor
-    index: int
+    index: int  # type: ignore[assignment]
     y: Tensor
     y_t: Tensor
 
@@ -139,7 +139,12 @@ def weight_table(weights: Sequence[Weight], scale_inv: Tensor, current_amax: Ten
 
 
 def cast_weights(
-    kernel: Kernel, table: Tensor, first_tile: Tensor, tiles: int, row: tuple[Tensor, Tensor, Tensor | None], measure: bool
+    kernel: Kernel,
+    table: Tensor,
+    first_tile: Tensor,
+    tiles: int,
+    row: tuple[Tensor, Tensor, Tensor | None],
+    measure: bool,
 ) -> None:
     """Launch over a table on the device; ``row`` is scale, newest and amax, each ``[R] float32``, amax or None.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import hashlib
 import json
@@ -19,6 +20,7 @@ import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -70,20 +72,33 @@ def _nvrtc() -> ModuleType:
         ) from error
 
 
+def _load_libraries_of_wheels() -> None:
+    """Load NVRTC from the wheel that brought it, as torch's does: CuPy before 14 asks only the system for it."""
+    spec = find_spec("nvidia")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for library in sorted(Path(folder).glob("*/lib/libnvrtc.so.*")):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
 @functools.cache
 def nvrtc_version() -> tuple[int, int]:
     """The version of the NVRTC library that CuPy finds. KernelsUnavailable without one, or for one older than 12.4."""
     nvrtc = _nvrtc()
     cupy_wheel, nvrtc_wheel = _wheels(import_module("cupy_backends.cuda.api.driver").get_build_version() // 1000)
+    version: tuple[int, int]
     try:
-        version: tuple[int, int] = nvrtc.getVersion()
+        try:
+            version = nvrtc.getVersion()
+        except Exception:
+            _load_libraries_of_wheels()
+            version = nvrtc.getVersion()
     # what is raised depends on CuPy's version and on what is wrong: RuntimeError, DynamicLibNotFoundError, OSError
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise KernelsUnavailable(
             "The CUDA kernels are compiled by NVRTC, whose library is missing or cannot be loaded. "
-            # CuPy 13 does not look into NVRTC's wheel
-            f"Run `pip install {nvrtc_wheel} '{cupy_wheel}>=14'`. ({cause})"
+            f"Run `pip install {nvrtc_wheel}`. ({cause})"
         ) from error
     if version < _OLDEST_NVRTC:
         raise KernelsUnavailable(

@@ -42,7 +42,7 @@ def _two_threads() -> None:
 
 @pytest.fixture
 def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """``lightning_fp8.ops.cuda`` with kernels that run on the CPU, from their own sources; the names of those loaded."""
+    """``lightning_fp8.ops.cuda`` with kernels that run on the CPU from their sources; names of those loaded."""
     loaded: list[str] = []
 
     def load(family: str, defines: Sequence[str], layout: str, block: int, device: int) -> HostKernel:

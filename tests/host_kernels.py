@@ -104,7 +104,8 @@ class Guarded:
         offset: bytes between a 16-byte boundary and the tensor.
     """
 
-    _GUARD, _CANARY = 64, 0xC5
+    # wide enough for a tile's rows where one forgets its bounds
+    _GUARD, _CANARY = 1 << 15, 0xC5
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, poison: int, offset: int = 0) -> None:
         size, start = math.prod(shape) * dtype.itemsize, self._GUARD + offset

@@ -86,7 +86,9 @@ def test_frozen_parameters_get_no_gradient_and_the_others_theirs(frozen: tuple[s
     assert all(whole.get_parameter(name).grad is None for name in frozen)
 
 
-def layer(activation: Any = F.gelu, dropout: float = 0.0, kind: type[nn.Module] = nn.TransformerEncoderLayer) -> nn.Module:
+def layer(
+    activation: Any = F.gelu, dropout: float = 0.0, kind: type[nn.Module] = nn.TransformerEncoderLayer
+) -> nn.Module:
     torch.manual_seed(0)
     return convert(kind(16, 2, 24, dropout=dropout, activation=activation, batch_first=True))
 

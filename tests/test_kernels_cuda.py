@@ -395,7 +395,8 @@ def test_activations(dtype: torch.dtype, fmt: str, activation: str, backward: bo
 def test_outputs_of_activations(dtype: torch.dtype, fmt: str, activation: str, backward: bool) -> None:
     """By columns as by rows, with the amax, the column sums and the first scale of the activation's result."""
     gated = activation == "swiglu"
-    for rows, columns, wider in ((128, 64, 0), (131, 77, 3)):
+    # of the second, rows begin at multiples of 16 bytes, but of swiglu's second half none does
+    for rows, columns, wider in ((128, 64, 0), (128, 64 + 8 // dtype.itemsize, 0), (131, 77, 3)):
         x = (3 * torch.randn(rows, columns * (1 + gated) + wider)).to(dtype)[:, : columns * (1 + gated)]
         dy = torch.randn(rows, columns + wider).to(dtype)[:, :columns] if backward else None
         v = by_torch(x, activation, dy)
@@ -411,6 +412,15 @@ def test_outputs_of_activations(dtype: torch.dtype, fmt: str, activation: str, b
         close_codes(y, v, tolerance(x, activation, dy, v), scale.item(), fmt)
         for partial, block in zip(sums, v.double().split(casts.TILE_ROWS), strict=True):
             torch.testing.assert_close(partial.double(), block.sum(0), rtol=0, atol=2 * torch.finfo(dtype).eps * 128)
+
+
+@pytest.mark.parametrize("outputs", list(itertools.product((False, True), repeat=3)))
+def test_outputs_of_two_halves_alone(outputs: tuple[bool, bool, bool]) -> None:
+    """The halves of swiglu's gradient share a block's memory: the second waits until the first has been written out."""
+    x, dy = torch.randn(140, 140), torch.randn(140, 70)
+    every = run(x, "e5m2", delayed(9.0), "swiglu", dy, (True, True, True))
+    for chosen, alone, beside in zip(outputs, run(x, "e5m2", delayed(9.0), "swiglu", dy, outputs), every):
+        assert torch.equal(alone, beside) if chosen else alone is None
 
 
 # --- all weights at once ----------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fp8 import Fp8Linear, convert, ops, scaling_state
+from lightning_fp8 import Fp8Linear, convert, scaling_state
+from lightning_fp8.ops import basic
 
 
 def layer() -> Fp8Linear:
@@ -18,14 +19,14 @@ def layer() -> Fp8Linear:
 @pytest.fixture
 def weight_casts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     shapes: list[torch.Size] = []
-    original = ops.cast
+    original = basic.cast
 
     def counting(x: torch.Tensor, *args: object) -> object:
         if x.shape == (8, 16):
             shapes.append(x.shape)
         return original(x, *args)
 
-    monkeypatch.setattr(ops, "cast", counting)
+    monkeypatch.setattr(basic, "cast", counting)
     return shapes
 
 

@@ -107,16 +107,14 @@ def fuse_feed_forward(module: nn.Module) -> None:
 
 
 def _fuses(layer: nn.Module) -> bool:
-    parts = [layer.linear1, layer.dropout, layer.linear2]
-    if isinstance(layer.activation, nn.Module):
-        parts.append(layer.activation)
-    first, dropout, second = parts[:3]
-    if type(first) is not Fp8Linear or type(second) is not Fp8Linear or activation_name(layer.activation) is None:
+    first, dropout, second, activation = layer.linear1, layer.dropout, layer.linear2, layer.activation
+    if type(first) is not Fp8Linear or type(second) is not Fp8Linear or activation_name(activation) is None:
         return False
     if type(dropout) is not nn.Dropout or (dropout.training and dropout.p > 0):
         return False
     # the parts' own calls would be missed by whoever watches or replaces them
-    if any(_is_watched(part) for part in parts) or torch_module._has_any_global_hook():
+    parts = (first, dropout, second, activation)
+    if any(isinstance(part, nn.Module) and _is_watched(part) for part in parts) or torch_module._has_any_global_hook():
         return False
     return first.scaling_state is second.scaling_state and first.training == second.training
 

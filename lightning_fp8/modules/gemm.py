@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.device import check_device
+from lightning_fp8.device import check_device, is_capturing
 from lightning_fp8.formats import CASTABLE_DTYPES, ROLES, Role
 from lightning_fp8.modules.weight_cache import WeightCache
 from lightning_fp8.modules.weight_group import WeightGroup
@@ -158,8 +158,8 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, k_by_n: bool = F
     state = rows.state
     weight = parameter.t() if k_by_n else parameter
     # Only a recording forward uses the cache: in evaluation weights are swapped (EMA, averaging) in ways that leave no
-    # trace. A compiled graph casts at each call, as nothing in it can see whether a copy is stale.
-    use_cache = record and not torch.compiler.is_compiling()
+    # trace. A compiled or captured graph casts at each call, as nothing in it can see whether a copy is stale.
+    use_cache = record and not torch.compiler.is_compiling() and not is_capturing(parameter.device)
     cached = None
     if use_cache:
         cached = rows.weight_cache.get(parameter, state.version)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lightning_fp8.device import is_capturing
 from lightning_fp8.modules.attention import SdpaMultiheadAttention, in_gemms
 from lightning_fp8.modules.gemm import take_rows
 from lightning_fp8.modules.weight_cache import WeightCache
@@ -33,12 +34,12 @@ class WeightCopyModule(nn.Module):
         """The weight in autocast's dtype, connected to the parameter; without autocast the parameter itself."""
         parameter: Tensor = getattr(self, name)
         device = parameter.device.type
-        # In evaluation weights are swapped (averaging) in ways that leave no trace, and a compiled graph cannot see
-        # whether a copy is stale: there autocast casts, as without a copy.
+        # In evaluation weights are swapped (averaging) in ways that leave no trace, and a compiled or captured graph
+        # cannot see whether a copy is stale: there autocast casts, as without a copy.
         if not (self.training and torch.is_grad_enabled() and torch.is_autocast_enabled(device)):
             return parameter
         dtype = torch.get_autocast_dtype(device)
-        if torch.compiler.is_compiling() or parameter.dtype == dtype:
+        if torch.compiler.is_compiling() or is_capturing(parameter.device) or parameter.dtype == dtype:
             return parameter
         cache = self.copies[name]
         kept = cache.get(parameter, 0)

@@ -188,11 +188,11 @@ def _launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Allocate and launch: payload, transposed payload, scale_inv and column sums, empty where not asked for."""
     rows, width = x.shape[0], x.shape[1] if dy is not None else activated_width(x.shape[1], activation)
-    options = {"dtype": torch.uint8, "device": x.device}
-    y = torch.empty((rows, width) if by_rows else 0, **options)
-    y_t = torch.empty((width, rows) if by_columns else 0, **options)
+    y = torch.empty((rows, width) if by_rows else (0,), dtype=torch.uint8, device=x.device)
+    y_t = torch.empty((width, rows) if by_columns else (0,), dtype=torch.uint8, device=x.device)
     scale_inv = torch.empty((), dtype=torch.float32, device=x.device)
-    partial = torch.empty((casts.column_sum_tiles(rows), width) if sums else 0, dtype=torch.float32, device=x.device)
+    sums_shape = (casts.column_sum_tiles(rows), width) if sums else (0,)
+    partial = torch.empty(sums_shape, dtype=torch.float32, device=x.device)
     casts.cast_transpose(
         kernel, x, row, scale_inv, y if by_rows else None, y_t if by_columns else None,
         partial if sums else None, dy, gated=activation == "swiglu",

@@ -12,6 +12,7 @@ import torch
 from kernels_cuda import casts, load, scales
 from kernels_cuda.compile import KernelsUnavailable
 from kernels_cuda.launch import Kernel
+from lightning_fp8.device import is_capturing
 from lightning_fp8.ops import self_test
 
 BACKENDS = ("auto", "reference")
@@ -67,7 +68,7 @@ def _obtain(
         return None
     name = " ".join((family, *defines))
     index = device.index or 0
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise RuntimeError(
             f"The kernel {name} is used for the first time while a CUDA graph is captured, where it can be neither"
             " loaded nor tested. Run a step of the same kind, forward and backward, before the capture."

@@ -54,7 +54,7 @@ def cast_gradient(
     record: bool,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The cast of dy, or of the gradient of h from it, and its column sums as ``[N] float32``; empty without ``bias``."""
+    """The cast of dy, or of the gradient of h from it, and with ``bias`` its column sums, ``[N] float32``."""
     if h is not None:
         dy = activation_gradient(h, dy, activation)
     db = dy.sum(dim=0, dtype=torch.float32) if bias else dy.new_empty(0, dtype=torch.float32)

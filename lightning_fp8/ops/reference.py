@@ -74,7 +74,8 @@ def max_abs(x: Tensor) -> Tensor:
 
 def scale_of_current(amax: Tensor, fmt: Fp8Format) -> Tensor:
     """``FP8_MAX / amax`` for a tensor without a history; 1 where ``amax`` is not finite: finite elements survive."""
-    return torch.where(amax.isfinite(), (fmt.max / amax).clamp(max=FP32_MAX), 1.0)
+    # tensor by tensor: a Python number divided by a tensor is its reciprocal times the number, rounded twice
+    return torch.where(amax.isfinite(), (torch.full_like(amax, fmt.max) / amax).clamp(max=FP32_MAX), 1.0)
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:

@@ -19,6 +19,7 @@ _SHAPES = ((256, 128), (133, 71))
 _TENSORS = 3
 # Activations are rounded after functions whose last bits differ between libraries: a code may be the neighbouring one.
 _NEIGHBOURING = 0.01
+_NEARLY_ZERO = 1e-5
 
 
 def cast_transpose(
@@ -62,20 +63,24 @@ def _compare_cast(
     relative, absolute = (1e-5, 1e-4) if exact else (1e-3, 1e-1)
     if not torch.allclose(sums.sum(dim=0).cpu(), values.float().sum(dim=0), rtol=relative, atol=absolute):
         return "other column sums"
-    return _compare(y.cpu(), y_t.cpu(), codes, exact) or _compare_state(
+    return _compare(y.cpu(), y_t.cpu(), codes, format, exact) or _compare_state(
         scale_inv, used, amax[index], reference.max_abs(values), exact
     )
 
 
-def _compare(y: Tensor, y_t: Tensor, codes: Tensor, exact: bool) -> str | None:
+def _compare(y: Tensor, y_t: Tensor, codes: Tensor, format: str, exact: bool) -> str | None:
     if not torch.equal(y_t.t(), y):
         return "a transposed payload that is not the payload's transpose"
     different = y != codes
     if exact and different.any():
         return f"{int(different.sum())} other codes"
-    # codes of one sign are in the order of their values
-    if (y.int() - codes.int()).abs().max() > 1 or different.float().mean() > _NEIGHBOURING:
-        return f"{int(different.sum())} other codes"
+    if not exact:
+        values, expected = (codes_.view(FORMATS[format].dtype).float() for codes_ in (y, codes))
+        # codes of one sign are in the order of their values; near zero an activation is the difference of large numbers
+        close = (y.int() - codes.int()).abs() <= 1
+        close |= (values - expected).abs() <= _NEARLY_ZERO * FORMATS[format].max
+        if not close.all() or different.float().mean() > _NEIGHBOURING:
+            return f"{int(different.sum())} other codes"
     return None
 
 
@@ -94,7 +99,8 @@ def cast_weights(device: torch.device, kernel: Kernel) -> str | None:
     weights = []
     for number, dtype in enumerate(casts.INPUTS):
         rows, columns = _SHAPES[number % len(_SHAPES)]
-        y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in ((rows, columns), (columns, rows)))
+        shapes = ((rows, columns), (columns, rows))
+        y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in shapes)
         weights.append(casts.Weight(_random(rows, columns, dtype).to(device), number, y, y_t))
     scale_inv, current = torch.zeros(len(weights), device=device), torch.zeros(len(weights), device=device)
     table, first_tile = casts.weight_table(weights, scale_inv, current)
@@ -104,7 +110,7 @@ def cast_weights(device: torch.device, kernel: Kernel) -> str | None:
         values = weight.x.cpu()
         used = _expected_scale(scale, newest, number, reference.max_abs(values), "e4m3")
         codes = reference.saturating_cast(values, used, FORMATS["e4m3"])
-        failure = _compare(weight.y.cpu(), weight.y_t.cpu(), codes, exact=True) or _compare_state(
+        failure = _compare(weight.y.cpu(), weight.y_t.cpu(), codes, "e4m3", exact=True) or _compare_state(
             scale_inv[number], used, amax[number], reference.max_abs(values), exact=True
         )
         if failure is not None:
@@ -115,18 +121,25 @@ def cast_weights(device: torch.device, kernel: Kernel) -> str | None:
 def update_scales(device: torch.device, kernel: Kernel) -> str | None:
     """Some steps with tensors that ran, did not run and overflowed, over a window longer than a chunk."""
     tensors, length = 37, 1030
-    made = [torch.zeros(tensors), torch.rand(length, tensors), torch.ones(tensors), torch.full((tensors,), 448.0)]
-    made.append(torch.zeros(tensors, dtype=torch.int64))
-    theirs = [tensor.to(device, copy=True) for tensor in made]
+    generator = torch.Generator().manual_seed(0)
+    history = torch.rand(length, tensors, generator=generator)
+    mine = {
+        "amax": torch.zeros(tensors),
+        "amax_history": history,
+        "scale": torch.ones(tensors),
+        "fp8_max": torch.full((tensors,), 448.0),
+        "nonfinite_steps": torch.zeros(tensors, dtype=torch.int64),
+    }
+    theirs = {name: tensor.to(device, copy=True) for name, tensor in mine.items()}
     for most_recent in (False, True):
-        amax = torch.rand(tensors)
+        amax = torch.rand(tensors, generator=generator)
         amax[3], amax[5], amax[7] = 0, float("inf"), float("nan")
-        made[0].copy_(amax)
-        theirs[0].copy_(amax)
-        reference.update_scales(*made, most_recent, 2.0)
-        scales.update_scales(kernel, *theirs, most_recent, 2.0)
-    for name, mine, other in zip(("amax", "amax_history", "scale", "fp8_max", "nonfinite_steps"), made, theirs):
-        if not torch.equal(mine, other.cpu()):
+        mine["amax"].copy_(amax)
+        theirs["amax"].copy_(amax)
+        reference.update_scales(**mine, most_recent=most_recent, margin_factor=2.0)
+        scales.update_scales(kernel, **theirs, most_recent=most_recent, margin_factor=2.0)
+    for name, expected in mine.items():
+        if not torch.equal(expected, theirs[name].cpu()):
             return f"its self-test gave another {name}"
     return None
 

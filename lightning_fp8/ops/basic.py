@@ -1,0 +1,94 @@
+"""Casts, the GEMM and the update of the scales: what the layers' operators are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops import cuda
+from lightning_fp8.ops.activations import activated_width
+from lightning_fp8.ops.library import K_MAJOR_DEVICES, LIBRARY, define, implement
+
+# cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M] uint8, scale_inv [] float32)
+#   v = activation(x) in the dtype of x; payload = sat(v * scale[index]) in fp32, rounded to nearest even; where
+#   amax_history[0, index] is 0 (no history yet) with FP8_MAX / max|v| instead. `index` is [1] int64. `layout` is
+#   "rows", "columns" or "both" for the payloads that are made; the other is empty. `state` is the handle of the scaling state,
+#   whose amax[index] becomes max(amax[index], max|v|) with `record`.
+_CAST = define(
+    "cast(Tensor x, Tensor scale, Tensor amax_history, Tensor index, str format, str activation, str layout, "
+    "int state, bool record) -> (Tensor, Tensor, Tensor)"
+)
+# scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype
+_SCALED_MM = define(
+    "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, str a_format, str b_format, "
+    "ScalarType out_dtype, bool fast_accumulation) -> Tensor"
+)
+# update_scales: the end of an optimizer step for all R tensors. amax, scale, fp8_max [R] float32, amax_history [H, R]
+#   float32, newest first, nonfinite_steps [R] int64. Where amax is finite and > 0 it is pushed into the history, and
+#   scale = FP8_MAX / (m * margin_factor) with m the newest or the largest entry; where it is not finite,
+#   nonfinite_steps goes up. amax is zeroed.
+_UPDATE_SCALES = define(
+    "update_scales(Tensor(a!) amax, Tensor(b!) amax_history, Tensor(c!) scale, Tensor fp8_max, "
+    "Tensor(d!) nonfinite_steps, bool most_recent, float margin_factor) -> ()"
+)
+
+cast = implement("cast")
+scaled_mm = implement("scaled_mm")
+update_scales = implement("update_scales")
+cast_weights = cuda.cast_weights
+
+
+def cast_operand(
+    x: Tensor,
+    scale: Tensor,
+    amax_history: Tensor,
+    index: Tensor,
+    format: str,
+    activation: str,
+    state: int,
+    record: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`cast` for the GEMMs of the device x is on; by columns too if backward is to ``keep`` something of it."""
+    k_major = x.device.type in K_MAJOR_DEVICES
+    layout = "both" if keep and k_major else "rows"
+    payload, payload_t, scale_inv = cast(x, scale, amax_history, index, format, activation, layout, state, record)
+    return payload, payload_t if k_major else payload.t(), scale_inv
+
+
+def casts_weights_together(device: torch.device) -> bool:
+    """Whether :func:`cast_weights` serves this device."""
+    return device.type in K_MAJOR_DEVICES and cuda.weights_kernel(device) is not None
+
+
+@torch.library.register_fake(_CAST, lib=LIBRARY)
+def _cast_fake(
+    x: Tensor,
+    scale: Tensor,
+    amax_history: Tensor,
+    index: Tensor,
+    format: str,
+    activation: str,
+    layout: str,
+    state: int,
+    record: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = x.shape[0], activated_width(x.shape[1], activation)
+    payload = x.new_empty((rows, columns) if layout != "columns" else 0, dtype=torch.uint8)
+    payload_t = x.new_empty((columns, rows) if layout != "rows" else 0, dtype=torch.uint8)
+    return payload, payload_t, x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.register_fake(_SCALED_MM, lib=LIBRARY)
+def _scaled_mm_fake(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    a_format: str,
+    b_format: str,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)

@@ -1,0 +1,243 @@
+"""Which kernel is used: only one that passes its self-test; whoever goes without is told once, and by name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from host_kernels import HostKernel
+
+from kernels_cuda import casts, load, scales
+from kernels_cuda.compile import CompileError, KernelsUnavailable
+from kernels_cuda.launch import Kernel
+from lightning_fp8 import DelayedScaling, ScalingState
+from lightning_fp8.ops import cuda, kernels, plain, self_test
+from lightning_fp8.ops.activations import ACTIVATIONS
+
+CPU = torch.device("cpu")
+VARIANTS = [
+    (dtype, format, activation, backward)
+    for dtype in casts.INPUTS
+    for format in casts.FORMATS
+    for activation in ACTIVATIONS
+    for backward in (False, True)
+    if not (backward and activation == "none")
+]
+
+
+def cast(x: torch.Tensor, implementation: object = cuda) -> tuple[torch.Tensor, ...]:
+    state = ScalingState(["a"], DelayedScaling())
+    args = (state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "both", state.handle, True)
+    return (*implementation.cast(x, *args), state.amax)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("variant", VARIANTS[::4])
+def test_every_kernel_passes_its_self_test(variant: tuple[torch.dtype, str, str, bool]) -> None:
+    kernel = HostKernel(("cast_transpose", casts.variant(*variant)), casts.CAST_TRANSPOSE_LAYOUT, casts.THREADS, 0)
+    assert self_test.cast_transpose(CPU, *variant, kernel) is None
+
+
+def test_the_kernels_for_weights_and_scales_pass_theirs() -> None:
+    weights = HostKernel(("cast_weights", ()), casts.CAST_WEIGHTS_LAYOUT, casts.THREADS, 0)
+    assert self_test.cast_weights(CPU, weights) is None
+    assert self_test.update_scales(CPU, HostKernel(("update_scales", ()), scales.LAYOUT, scales.THREADS, 0)) is None
+
+
+class Broken(HostKernel):
+    """Does its work, and then something else."""
+
+    damage: Callable[[Sequence[int | float]], None]
+
+    def __call__(self, grid: int, *arguments: int | float) -> None:
+        super().__call__(grid, *arguments)
+        type(self).damage(arguments)
+
+
+def poke(position: int, byte: int = 0, add: int = 8) -> Callable[[Sequence[int | float]], None]:
+    """Changes one byte of the tensor that an argument points at."""
+    import ctypes
+
+    def damage(arguments: Sequence[int | float]) -> None:
+        address = int(arguments[position])
+        if address:
+            target = (ctypes.c_uint8 * (byte + 1)).from_address(address)
+            target[byte] = (target[byte] + add) % 256
+
+    return damage
+
+
+# positions in the argument structs of kernels_cuda/casts.py and scales.py
+CAST_DAMAGES = {
+    "a payload": (2, r"\d+ other codes|transpose"),
+    "a transposed payload": (3, "transpose"),
+    "column sums": (4, "column sums"),
+    "the amax": (14, "amax|scale_inv|codes"),
+    "the scale_inv": (15, "scale_inv"),
+}
+
+
+def with_kernels(monkeypatch: pytest.MonkeyPatch, kind: type[HostKernel], passed: list[str]) -> None:
+    monkeypatch.setattr(kernels.load, "load", lambda family, defines, *rest: kind((family, tuple(defines)), *rest))
+    monkeypatch.setattr(kernels.load, "has_passed", lambda *_: False)
+    monkeypatch.setattr(kernels.load, "remember_pass", lambda family, defines, device: passed.append(family))
+
+
+@pytest.mark.usefixtures("host_kernels")
+@pytest.mark.parametrize("case", CAST_DAMAGES)
+def test_a_kernel_that_fails_is_named_and_not_used(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    position, words = CAST_DAMAGES[case]
+    passed: list[str] = []
+    monkeypatch.setattr(Broken, "damage", staticmethod(poke(position, byte=3)), raising=False)
+    with_kernels(monkeypatch, Broken, passed)
+    x = torch.randn(40, 24)
+    with pytest.warns(UserWarning, match=rf"cast_transpose INPUT=Fp32 .*is not used on cpu: its self-test.*({words})"):
+        first = cast(x)
+    assert passed == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = cast(x)
+    for results in (first, second):
+        assert all(map(torch.equal, results, cast(x, plain)))
+
+
+@pytest.mark.usefixtures("host_kernels")
+@pytest.mark.parametrize("position", [0, 1, 2, 4])
+def test_a_failing_update_is_not_used(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Broken, "damage", staticmethod(poke(position, byte=3)), raising=False)
+    with_kernels(monkeypatch, Broken, [])
+    with pytest.warns(UserWarning, match="update_scales is not used on cpu: its self-test gave another"):
+        assert kernels.update_kernel(CPU) is None
+
+
+@pytest.mark.usefixtures("host_kernels")
+def test_a_failing_cast_of_weights_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the recorded amaxes
+    monkeypatch.setattr(Broken, "damage", staticmethod(poke(4, byte=2)), raising=False)
+    with_kernels(monkeypatch, Broken, [])
+    with pytest.warns(UserWarning, match="cast_weights is not used on cpu: its self-test gave the amax"):
+        assert kernels.weights_kernel(CPU) is None
+
+
+@pytest.mark.usefixtures("host_kernels")
+def test_a_pass_is_remembered_and_spares_the_next_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[str] = []
+    with_kernels(monkeypatch, HostKernel, passed)
+    assert kernels.update_kernel(CPU) is not None
+    assert passed == ["update_scales"]
+    kernels.update_kernel.cache_clear()
+    monkeypatch.setattr(kernels.load, "has_passed", lambda *_: True)
+    monkeypatch.setattr(self_test, "update_scales", lambda *_: "must not run")
+    assert kernels.update_kernel(CPU) is not None
+
+
+def test_passes_belong_to_device_driver_and_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path))
+    place = {"capability": (9, 0), "name": "GPU A", "driver": 13000, "source": "one"}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: place["capability"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: place["name"])
+    monkeypatch.setattr(load, "_driver_version", lambda: place["driver"])
+    monkeypatch.setattr(load, "source_key", lambda *args: f"{place['source']} {args}")
+    arguments = ("update_scales", (), 0)
+    assert not load.has_passed(*arguments)
+    load.remember_pass(*arguments)
+    assert load.has_passed(*arguments)
+    assert not load.has_passed("update_scales", ("A=1",), 0)
+    for key, other in {"capability": (8, 9), "name": "GPU B", "driver": 12080, "source": "two"}.items():
+        before, place[key] = place[key], other
+        assert not load.has_passed(*arguments)
+        place[key] = before
+    assert load.has_passed(*arguments)
+    # a cache that cannot be written costs the test again, and no more
+    monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "a file" / "below"))
+    (tmp_path / "a file").write_text("")
+    load.remember_pass(*arguments)
+    assert not load.has_passed(*arguments)
+
+
+@pytest.mark.usefixtures("host_kernels")
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (CompileError("NVRTC refused"), "CompileError: NVRTC refused"),
+        (RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU"), "CUDA_ERROR_NO_BINARY_FOR_GPU"),
+    ],
+)
+def test_what_does_not_compile_or_load_is_named_and_not_used(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> Kernel:
+        raise error
+
+    monkeypatch.setattr(kernels.load, "load", load)
+    x = torch.randn(40, 24)
+    with pytest.warns(UserWarning, match=rf"cast_transpose.*is not used on cpu: .*{words}.*torch's own operators"):
+        results = cast(x)
+    assert all(map(torch.equal, results, cast(x, plain)))
+
+
+@pytest.mark.usefixtures("host_kernels")
+def test_a_missing_toolchain_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> Kernel:
+        raise KernelsUnavailable("Run `pip install cupy-cuda13x`.")
+
+    monkeypatch.setattr(kernels.load, "load", load)
+    kernels._say_unavailable.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for dtype in (torch.float32, torch.bfloat16):
+            assert all(
+                map(torch.equal, cast(torch.ones(4, 4, dtype=dtype)), cast(torch.ones(4, 4, dtype=dtype), plain))
+            )
+        assert kernels.update_kernel(CPU) is None
+    assert [str(warning.message) for warning in said] == [
+        "Run `pip install cupy-cuda13x`. Until then torch's own operators take over, with the same results and more"
+        " passes over memory."
+    ]
+
+
+def test_reference_backend_uses_no_kernel(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_FP8_BACKEND", "reference")
+    x = torch.randn(40, 24)
+    assert all(map(torch.equal, cast(x), cast(x, plain)))
+    assert host_kernels == []
+
+
+@pytest.mark.usefixtures("host_kernels")
+def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_FP8_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="LIGHTNING_FP8_BACKEND must be one of auto, reference, got 'cuda'"):
+        cast(torch.ones(2, 2))
+
+
+@pytest.mark.usefixtures("host_kernels")
+def test_a_first_use_inside_a_graph_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "is_capturing", lambda _: True)
+    with pytest.raises(RuntimeError, match=re.escape("for the first time while a CUDA graph is captured")):
+        cast(torch.ones(2, 2))
+    monkeypatch.setattr(kernels, "is_capturing", lambda _: False)
+    expected = cast(torch.ones(2, 2))
+    monkeypatch.setattr(kernels, "is_capturing", lambda _: True)
+    assert all(map(torch.equal, cast(torch.ones(2, 2)), expected))
+
+
+def test_importing_needs_neither_cupy_nor_a_driver() -> None:
+    program = "import sys; sys.modules['cupy'] = None; import lightning_fp8; assert 'cupy_backends' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_kernel_without_cupy_says_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['cupy_backends'] = None\n"
+        "import torch, kernels_cuda.load as load\n"
+        "try: load.load('update_scales', (), 'P', 32, 0)\n"
+        "except load.KernelsUnavailable as error: print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program.replace("load.KernelsUnavailable", "RuntimeError")],
+                         capture_output=True, text=True, check=True)  # fmt: skip
+    assert "pip install cupy-cuda1" in ran.stdout
