@@ -1,5 +1,5 @@
-/* Activations and their gradients in fp32, in torch's own order of operations, each result rounded to the input's format
-   as the separate operators round it; `exact` ones give nothing that needs rounding. */
+/* Activations and their gradients in fp32, in torch's own order of operations, each result rounded to the input's
+   format as the separate operators round it; `exact` ones give nothing that needs rounding. */
 #pragma once
 #include "formats.cuh"
 

@@ -8,7 +8,7 @@ tensors     x        [rows, columns] fp32, bf16 or fp16, rows `x_stride` element
             y_t      [width, rows] u8, contiguous, or null
             column_sums  [ceil(rows / TILE_ROWS), width] fp32, or null: sums of v over the rows of each tile
             `aligned`: LOADS if every 8 neighbours of x (and dy) from a multiple of 8 are at a 16-byte-aligned address,
-            ROWS if those of y are at an 8-byte-aligned one, COLUMNS if 16 neighbours of y_t are at a 16-byte-aligned one
+            ROWS if those of y are at an 8-byte-aligned one, COLUMNS if 16 neighbours of y_t at a 16-byte-aligned one
 tile        128 rows x 64 columns, 256 threads; thread t holds rows 4 (t / 8) + 0..3, columns 8 (t % 8) + 0..7
 
                columns   0..7  8..15  ...  56..63
@@ -18,8 +18,8 @@ tile        128 rows x 64 columns, 256 threads; thread t holds rows 4 (t / 8) + 
             rows 124..127 t248                t255
 
 shared      the codes by columns, 64 x 128 bytes, and 8 x 64 column sums: 10 KB. Four codes of a column, of one thread,
-            make a word; words are swizzled in groups of four by the thread's column, so that both the writes (lanes with
-            8 different columns) and the 16-byte reads touch every bank once
+            make a word; words are swizzled in groups of four by the thread's column, so that both the writes (lanes
+            with 8 different columns) and the 16-byte reads touch every bank once
 bytes       read once, written once: for bf16 2 in, 1 out by rows, 1 out by columns
 */
 #pragma once
@@ -105,7 +105,7 @@ struct Encoded {
     }
 };
 
-/* Sums of each column over the tile's rows, always in the same order: 4 rows of a thread, 4 threads of a warp, 8 warps. */
+/* Sums of each column over the tile's rows, always in one order: 4 rows of a thread, 4 threads of a warp, 8 warps. */
 __device__ __forceinline__ void sum_columns(const float (&sums)[THREAD_COLUMNS], float* column_sums, TileMemory& memory,
                                             int tile_column, int columns) {
     const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
@@ -194,8 +194,8 @@ __device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2]
 /* What becomes of a tile, `column_offset` columns into an output of `width` columns. */
 template <class Format>
 __device__ __forceinline__ void store_tile(const Encoded<Format>& encoded, const Tensors& tensors, long long width,
-                                           long long column_offset, const Place& place, TileMemory& memory, int tile_row,
-                                           int tile_column) {
+                                           long long column_offset, const Place& place, TileMemory& memory,
+                                           int tile_row, int tile_column) {
     if (tensors.y) store_rows(encoded.codes, tensors, width, column_offset, place);
     if (tensors.y_t) store_columns(encoded.codes, tensors, column_offset, place, memory, tile_row, tile_column);
     if (tensors.column_sums) {
@@ -227,7 +227,8 @@ __device__ __forceinline__ u32 cast_tile(const Tensors& tensors, float scale, Ti
 #pragma unroll
         for (int i = 0; i < THREAD_ROWS; ++i) {
 #pragma unroll
-            for (int j = 0; j < THREAD_COLUMNS; ++j) v[j] = rounded<Input, Activation>(Activation::forward(x.get(i, j)));
+            for (int j = 0; j < THREAD_COLUMNS; ++j)
+                v[j] = rounded<Input, Activation>(Activation::forward(x.get(i, j)));
             encoded.put(i, v, scale);
         }
     } else {

@@ -56,7 +56,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cast_weights(const __gr
     else if (weight.input == 1)
         amax = cast_tile<Bf16, E4M3, Identity, false>(tensors, scale, memory, tile_row, tile_column);
     else amax = cast_tile<Fp16, E4M3, Identity, false>(tensors, scale, memory, tile_row, tile_column);
-    float* recorded = arguments.measure ? weight.current_amax : arguments.amax == nullptr ? nullptr : arguments.amax + index;
+    float* recorded = arguments.measure ? weight.current_amax
+                      : arguments.amax == nullptr ? nullptr
+                                                  : arguments.amax + index;
     if (recorded != nullptr) {
         amax = block_max(amax, memory);
         if (threadIdx.x == 0) record_amax(recorded, amax);

@@ -5,8 +5,8 @@ typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 
-/* Two fp32 -> two FP8 codes, `low` in the lower byte: nearest even, finite overflow and inf to the largest value, NaN to
-   0x7F. PTX takes the upper half first. */
+/* Two fp32 -> two FP8 codes, `low` in the lower byte: nearest even, finite overflow and inf to the largest value, NaN
+   to 0x7F. PTX takes the upper half first. */
 __device__ __forceinline__ u32 to_e4m3x2(float low, float high) {
     u16 codes;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));

@@ -32,7 +32,8 @@ struct Arguments {
     float margin_factor;
 };
 
-extern "C" __global__ void __launch_bounds__(TENSORS* LANES) update_scales(const __grid_constant__ Arguments arguments) {
+extern "C" __global__ void __launch_bounds__(TENSORS* LANES)
+    update_scales(const __grid_constant__ Arguments arguments) {
     __shared__ float maxima[LANES][TENSORS];
     const float largest = 3.40282347e+38f;
     const int within = threadIdx.x % TENSORS, lane = threadIdx.x / TENSORS;
@@ -50,7 +51,8 @@ extern "C" __global__ void __launch_bounds__(TENSORS* LANES) update_scales(const
         for (int i = 0; i < ROWS_PER_LANE; ++i) {
             const int row = start + i * LANES + lane;
             moving[i] = 0.0f;
-            if (push && row < length) moving[i] = row == 0 ? recorded : arguments.history[(row - 1) * (long long)tensors + r];
+            if (push && row < length)
+                moving[i] = row == 0 ? recorded : arguments.history[(row - 1) * (long long)tensors + r];
             m = fmaxf(m, moving[i]);
         }
         __syncthreads();

@@ -20,7 +20,7 @@ from lightning_fp8.plugins import (
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.scaling import ScalingState
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "DelayedScaling",
     "DtypeAudit",

@@ -6,6 +6,8 @@ What is left to a GPU is the hardware. GEMMs are ``torch._scaled_mm``'s own on t
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 
@@ -173,6 +175,24 @@ def test_no_stale_weight_is_used(cuda_half: Counter[str]) -> None:
         other[0].weight.zero_()
     assert other(x).count_nonzero() == 0
     assert torch.equal(model(x), before)
+
+
+def test_nothing_keeps_a_removed_layer(cuda_half: Counter[str]) -> None:
+    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)))
+    train(model, 2, (4, 16))
+    weight = weakref.ref(model[1].weight)
+    payload = weakref.ref(model[1].fp8[""].weight_cache._entry.cast[0])
+    del model[1]
+    gc.collect()
+    assert weight() is None
+    assert payload() is None
+    train(model, 1, (4, 16))
+    other = copy.deepcopy(model)
+    cuda_half.clear()
+    train(other, 1, (4, 16))
+    train(other, 1, (4, 16))
+    # first each layer of the copy on its own, as nothing of it had been used, and measured; then both together
+    assert cuda_half["cast_weights"] == 2 * 2 + 1
 
 
 def test_a_captured_graph_casts_weights_itself(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:

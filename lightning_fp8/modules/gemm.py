@@ -34,7 +34,6 @@ class Fp8Rows:
         self.row = row
         self.weight_cache = WeightCache()
         self.group = group
-        group.members.append(self)
         self._owner: tuple[weakref.ref[Fp8Module], str] | None = None
         self._place_index()
 
@@ -45,6 +44,7 @@ class Fp8Rows:
     def belong_to(self, layer: Fp8Module, gemm: str) -> None:
         """Say which layer these rows are of, and by which name it knows them."""
         self._owner = (weakref.ref(layer), gemm)
+        self.group.join(self)
 
     @property
     def weight_index(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -14,14 +15,19 @@ if TYPE_CHECKING:
 
 
 class WeightGroup:
-    """All layers that share a scaling state.
-
-    Attributes:
-        members: their rows, in order.
-    """
+    """All layers that share a scaling state, by their rows; none of them is kept alive by it."""
 
     def __init__(self) -> None:
-        self.members: list[Fp8Rows] = []
+        self._members: list[weakref.ref[Fp8Rows]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the rows of copied layers join the copy
+        return {"_members": []}
+
+    def join(self, rows: Fp8Rows) -> None:
+        """Take in one layer's rows, once."""
+        if all(member() is not rows for member in self._members):
+            self._members.append(weakref.ref(rows))
 
     def cast_stale(self, first: Fp8Rows, weight: Tensor) -> bool:
         """Cast ``weight``, which is to be used now, and with it every other stale weight that was used when last cast.
@@ -34,9 +40,10 @@ class WeightGroup:
         if not _is_plain(weight, state.device) or not ops.casts_weights_together(state.device):
             return False
         due = [(first, weight)]
-        for rows in self.members:
-            other = rows.recording_weight() if rows is not first else None
-            if other is None or not rows.weight_cache.was_used(other) or not _is_plain(other, state.device):
+        for member in self._members:
+            rows = member()
+            other = rows.recording_weight() if rows is not None and rows is not first else None
+            if rows is None or other is None or not rows.weight_cache.was_used(other) or not _is_plain(other, state.device):
                 continue
             if rows.weight_cache.get(other, state.version) is None:
                 due.append((rows, other))

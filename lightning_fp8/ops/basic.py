@@ -12,8 +12,8 @@ from lightning_fp8.ops.library import K_MAJOR_DEVICES, LIBRARY, define, implemen
 # cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M] uint8, scale_inv [] float32)
 #   v = activation(x) in the dtype of x; payload = sat(v * scale[index]) in fp32, rounded to nearest even; where
 #   amax_history[0, index] is 0 (no history yet) with FP8_MAX / max|v| instead. `index` is [1] int64. `layout` is
-#   "rows", "columns" or "both" for the payloads that are made; the other is empty. `state` is the handle of the scaling state,
-#   whose amax[index] becomes max(amax[index], max|v|) with `record`.
+#   "rows", "columns" or "both" for the payloads that are made; the other is empty. `state` is the handle of the scaling
+#   state, whose amax[index] becomes max(amax[index], max|v|) with `record`.
 _CAST = define(
     "cast(Tensor x, Tensor scale, Tensor amax_history, Tensor index, str format, str activation, str layout, "
     "int state, bool record) -> (Tensor, Tensor, Tensor)"

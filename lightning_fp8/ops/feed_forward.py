@@ -14,8 +14,8 @@ from lightning_fp8.ops.linear_layer import linear_backward, refuse_double_backwa
 
 # mlp: linear - activation - linear. x [M, K], weight_1 [N', K], bias_1, weight_2 [K', N], bias_2
 #   -> (y [M, K'] and, for backward, h [M, N'] the first linear's output, a_fp8_t [N, M] the second's input, its
-#   scale_inv). N' is N, or 2 N for swiglu. `a_index`, `dh_index` and `dy_index` say which tensors a and the gradients of
-#   h and y are; without `keep` there is no backward, and a_fp8_t may be empty.
+#   scale_inv). N' is N, or 2 N for swiglu. `a_index`, `dh_index` and `dy_index` say which tensors a and the gradients
+#   of h and y are; without `keep` there is no backward, and a_fp8_t may be empty.
 _MLP = define(
     "mlp(Tensor x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, Tensor x_fp8, Tensor x_fp8_t, "
     "Tensor x_scale_inv, Tensor w1_fp8, Tensor w1_fp8_t, Tensor w1_scale_inv, Tensor w2_fp8, Tensor w2_fp8_t, "

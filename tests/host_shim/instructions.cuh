@@ -5,7 +5,7 @@ typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 
-/* Bits of |value| rounded to nearest even, for a format with subnormals below 2^min_exponent; at least `overflow` codes to
+/* Bits of |value| rounded to nearest even, for a format with subnormals below 2^min_exponent; from `overflow` on it is
    `top`. */
 static inline u32 encode(float value, int mantissa_bits, int min_exponent, double overflow, u32 top) {
     const double magnitude = std::fabs((double)value);
@@ -23,7 +23,9 @@ static inline u32 fp8(float value, int mantissa_bits, int min_exponent, double l
     if (std::isnan(value)) return 0x7f;
     return sign_of(value) << 7 | encode(value, mantissa_bits, min_exponent, largest, top);
 }
-static inline u32 to_e4m3x2(float low, float high) { return fp8(low, 3, -6, 448, 0x7e) | fp8(high, 3, -6, 448, 0x7e) << 8; }
+static inline u32 to_e4m3x2(float low, float high) {
+    return fp8(low, 3, -6, 448, 0x7e) | fp8(high, 3, -6, 448, 0x7e) << 8;
+}
 static inline u32 to_e5m2x2(float low, float high) {
     return fp8(low, 2, -14, 57344, 0x7b) | fp8(high, 2, -14, 57344, 0x7b) << 8;
 }

@@ -1,0 +1,126 @@
+"""What the operators stand beside: the same work under ``torch.compile``, torchao's cast, and a plain copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.bench.case import Variant
+from lightning_fp8.bench.timing import copies_for
+from lightning_fp8.formats import FORMATS
+from lightning_fp8.ops import plain
+from lightning_fp8.ops.activations import activate, activation_gradient
+
+# Half the distance of two neighbouring E4M3 codes beside their value, and the smallest of them beside the largest
+_E4M3_RELATIVE, _E4M3_ABSOLUTE = 2.0**-4, 2.0**-10 / 448
+
+
+def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The function under ``torch.compile``; see :func:`compiled_name`."""
+    return torch.compile(function, backend=_backend(device), dynamic=False)
+
+
+def compiled_name(device: torch.device) -> str:
+    """``torch.compile`` with its own backend on a GPU; on the CPU without code generation, which would take minutes."""
+    return "torch.compile" if device.type == "cuda" else f"torch.compile({_backend(device)})"
+
+
+def _backend(device: torch.device) -> str:
+    return "inductor" if device.type == "cuda" else "aot_eager"
+
+
+def cast(format: str, activation: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+    """A plain function of x, its scale and its recorded amax: both payloads, scale_inv and the new amax."""
+    return lambda x, scale, amax: _cast(activate(x, activation), scale, amax, format)
+
+
+def cast_gradient(format: str, activation: str) -> Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, ...]]:
+    """A plain function of dy, h, scale and amax: what :func:`cast` gives, and the column sums last."""
+
+    def gradient(dy: Tensor, h: Tensor | None, scale: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
+        values = dy if h is None else activation_gradient(h, dy, activation)
+        return (*_cast(values, scale, amax, format), values.sum(dim=0, dtype=torch.float32))
+
+    return gradient
+
+
+def cast_weights(weights: Sequence[Tensor], scale: Tensor, amax: Tensor) -> list[tuple[Tensor, ...]]:
+    """What :func:`cast` gives for each weight; scale and amax ``[len(weights)] float32``."""
+    return [_cast(weight, scale[k], amax[k], "e4m3") for k, weight in enumerate(weights)]
+
+
+def update_scales(*tensors: Tensor) -> None:
+    """The end of a step with the default recipe, in place; arguments as of ``lightning_fp8::update_scales``."""
+    plain.update_scales(*tensors, False, 1.0)
+
+
+def _cast(x: Tensor, scale: Tensor, amax: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    current = torch.maximum(amax, x.abs().amax().float())
+    limit, dtype = FORMATS[format].max, FORMATS[format].dtype
+    payload = (x.float() * scale).clamp(-limit, limit).to(dtype)
+    return payload, payload.t().contiguous(), scale.reciprocal(), current
+
+
+def torchao_cast(x: Sequence[Tensor]) -> list[Variant]:
+    """torchao's cast with its tensor-wise dynamic scaling, and a transposed copy; empty where it is not installed."""
+    if find_spec("torchao") is None:
+        return []
+    device = x[0].device
+    name = compiled_name(device).replace("torch.compile", "torchao")
+    function = _once(lambda: compiled(_torchao_function(), device))
+    return [Variant(name, lambda i: function()(x[i]), lambda: _torchao_difference(x[0], *function()(x[0])), len(x))]
+
+
+def _once(make: Callable[[], Callable[..., Any]]) -> Callable[[], Callable[..., Any]]:
+    # made at the first call, where what it raises counts as this variant's failure
+    made: list[Callable[..., Any]] = []
+
+    def get() -> Callable[..., Any]:
+        if not made:
+            made.append(make())
+        return made[0]
+
+    return get
+
+
+def _torchao_function() -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    to_float8 = import_module("torchao.float8.float8_scaling_utils").hp_tensor_to_float8_dynamic
+    tensors = import_module("torchao.float8.float8_training_tensor")
+    config, role = tensors.LinearMMConfig(), tensors.GemmInputRole.INPUT
+
+    def cast_and_transpose(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made = to_float8(x, torch.float8_e4m3fn, config, gemm_input_role=role)
+        return made._data, made._data.t().contiguous(), made._scale
+
+    return cast_and_transpose
+
+
+def _torchao_difference(x: Tensor, payload: Tensor, payload_t: Tensor, scale: Tensor) -> str | None:
+    """Its scale is another, so its bytes are too: it must be the same numbers, as close as E4M3 can be."""
+    values = x.float()
+    limit = _E4M3_RELATIVE * values.abs() + _E4M3_ABSOLUTE * values.abs().amax()
+    # a scale is a rounded quotient
+    if not bool(((payload.float() / scale - values).abs() <= 1.001 * limit).all()):
+        return "other values than its input's"
+    if not torch.equal(payload_t.view(torch.uint8), payload.view(torch.uint8).t()):
+        return "a transposed payload that is not the payload's transpose"
+    return None
+
+
+def copy(bytes: int, device: torch.device) -> Variant:
+    """``copy_`` of a bf16 tensor that reads and writes so many bytes together."""
+    pairs = []
+    for _ in range(copies_for(bytes, device)):
+        source = torch.ones(max(1, bytes // 4), dtype=torch.bfloat16, device=device)
+        pairs.append((torch.zeros_like(source), source))
+
+    def call(at: int) -> Tensor:
+        target, source = pairs[at]
+        return target.copy_(source)
+
+    return Variant("copy", call, lambda: None if bool((call(0) == 1).all()) else "another copy", len(pairs))

@@ -1,0 +1,146 @@
+"""Launching and loading, up to the call of the driver, which is recorded."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import kernels_cuda.load
+from kernels_cuda.compile import KernelsUnavailable
+from kernels_cuda.launch import Kernel
+
+LAYOUT = "PPiif"
+CURRENT_DEVICE = 0
+
+
+class Recorded(Kernel):
+    """Keeps what the driver would get: function, sizes, stream, and the arguments read through its pointers."""
+
+    def _load(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self._pointer = 77
+        self._launch_kernel = self._record
+
+    def _record(self, function: int, *rest: int) -> None:
+        *sizes, shared, stream, pointers, extra = rest
+        time.sleep(0)  # lets other threads run, as the driver's call does
+        address = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))[0]
+        arguments = struct.unpack(LAYOUT, ctypes.string_at(address, struct.calcsize(LAYOUT)))
+        assert address % 16 == 0
+        self.launches.append((function, tuple(sizes), shared, stream, extra, arguments))
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A machine whose stream on device d is 1000 + d; the devices that were switched to."""
+    switched: list[int] = []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        switched.append(index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: CURRENT_DEVICE)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
+    return switched
+
+
+def test_a_launch_packs_its_arguments_and_follows_torchs_stream(devices: list[int]) -> None:
+    kernel = Recorded(None, LAYOUT, 256, 0)
+    kernel(12, 0xDEADBEEF00, 16, -3, 4, 0.5)
+    assert kernel.launches == [(77, (12, 1, 1, 256, 1, 1), 0, 1000, 0, (0xDEADBEEF00, 16, -3, 4, 0.5))]
+    assert devices == []
+
+
+def test_a_launch_on_another_device_switches_to_it(devices: list[int]) -> None:
+    kernel = Recorded(None, LAYOUT, 32, 1)
+    kernel(1, 1, 2, 3, 4, 5.0)
+    assert devices == [1]
+    assert kernel.launches[0][3] == 1001
+
+
+@pytest.mark.usefixtures("devices")
+def test_threads_do_not_mix_their_arguments() -> None:
+    kernel = Recorded(None, LAYOUT, 32, 0)
+
+    def run(number: int) -> None:
+        for step in range(300):
+            kernel(number + 1, number, step, number, step, float(number))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    found = {(launch[1][0] - 1, launch[5]) for launch in kernel.launches}
+    assert found == {(n, (n, step, n, step, float(n))) for n in range(8) for step in range(300)}
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(struct.error):
+        Recorded(None, LAYOUT, 32, 0)(1, 2, 3)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: list[int]) -> SimpleNamespace:
+    """A CuPy that records what it is asked to load."""
+    record = SimpleNamespace(paths=[], names=[], devices=[], driver=13000)
+
+    class RawModule:
+        def __init__(self, path: str) -> None:
+            assert Path(path).read_bytes().startswith(b"\x7fELF")
+            record.paths.append(Path(path).name)
+
+        def get_function(self, name: str) -> SimpleNamespace:
+            record.names.append(name)
+            return SimpleNamespace(kernel=SimpleNamespace(ptr=4242))
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        record.devices.append(index)
+        yield
+
+    monkeypatch.setattr("cupy.RawModule", RawModule)
+    monkeypatch.setattr("cupy.cuda.Device", device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(kernels_cuda.load, "_driver_version", lambda: record.driver)
+    monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path))
+    return record
+
+
+def test_loading_compiles_for_the_device_and_takes_the_function_there(
+    cupy: SimpleNamespace, devices: list[int]
+) -> None:
+    kernel = kernels_cuda.load.load("update_scales", (), "PPPPPiiif", 1024, 1)
+    assert kernel._pointer == 4242
+    assert cupy.names == ["update_scales"]
+    assert [name.rsplit("-", 2)[0] for name in cupy.paths] == ["update_scales-sm_90a"]
+    # once for the module and once for its function: both belong to the device
+    assert devices == cupy.devices == [1, 1]
+
+
+def test_a_driver_that_is_too_old_is_named(cupy: SimpleNamespace) -> None:
+    cupy.driver = 12080
+    with pytest.raises(KernelsUnavailable, match=r"driver is for CUDA 12\.8 .*pip install cupy-cuda12x"):
+        kernels_cuda.load.load("update_scales", (), "PPPPPiiif", 1024, 0)
+    cupy.driver = 0
+    with pytest.raises(KernelsUnavailable, match="none was found"):
+        kernels_cuda.load.load("update_scales", (), "PPPPPiiif", 1024, 0)
+    assert cupy.paths == []
