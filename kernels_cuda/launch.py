@@ -53,6 +53,9 @@ class Kernel:
         from cupy_backends.cuda.api import driver
 
         self._launch_kernel = driver.launchKernel
+        self._current_device = torch.cuda.current_device
+        # torch's public way to the same number makes a Stream object first
+        self._current_stream = torch._C._cuda_getCurrentRawStream
         with torch.cuda.device(self._device), Device(self._device):
             self._pointer: int = self._function.kernel.ptr
 
@@ -60,12 +63,12 @@ class Kernel:
         """Launch ``grid`` blocks, after all work that torch has queued on its current stream. Waits for nothing."""
         packed = _packed
         self._layout.pack_into(packed.buffer, packed.offset, *arguments)
-        if torch.cuda.current_device() == self._device:
+        if self._current_device() == self._device:
             self._launch(grid, packed.address)
         else:
             with torch.cuda.device(self._device):
                 self._launch(grid, packed.address)
 
     def _launch(self, grid: int, arguments: int) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        stream = self._current_stream(self._device)
         self._launch_kernel(self._pointer, grid, 1, 1, self._block, 1, 1, 0, stream, arguments, 0)

@@ -4,7 +4,12 @@ import sys
 
 
 def run() -> None:
-    """Hand over to :mod:`lightning_fp8.cli`, or say what it needs."""
+    """Hand over to :mod:`lightning_fp8.bench` or :mod:`lightning_fp8.cli`, or say what the latter needs."""
+    if sys.argv[1:2] == ["bench"]:
+        from lightning_fp8.bench.command import main as bench
+
+        bench(sys.argv[2:])
+        return
     try:
         import jsonargparse  # noqa: F401
     except ModuleNotFoundError:

@@ -24,6 +24,11 @@ LAYOUT = "PPiif"
 CURRENT_DEVICE = 0
 
 
+def current_stream(device: int) -> int:
+    """The current stream of each device."""
+    return 1000 + device
+
+
 class Recorded(Kernel):
     """Keeps what the driver would get: function, sizes, stream, and the arguments read through its pointers."""
 
@@ -31,6 +36,8 @@ class Recorded(Kernel):
         self.launches: list[tuple[Any, ...]] = []
         self._pointer = 77
         self._launch_kernel = self._record
+        self._current_device = lambda: CURRENT_DEVICE
+        self._current_stream = current_stream
 
     def _record(self, function: int, *rest: int) -> None:
         *sizes, shared, stream, pointers, extra = rest
@@ -43,7 +50,7 @@ class Recorded(Kernel):
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A machine whose stream on device d is 1000 + d; the devices that were switched to."""
+    """The devices that were switched to."""
     switched: list[int] = []
 
     @contextmanager
@@ -51,9 +58,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         switched.append(index)
         yield
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: CURRENT_DEVICE)
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", current_stream, raising=False)
     return switched
 
 
@@ -130,6 +136,8 @@ def test_loading_compiles_for_the_device_and_takes_the_function_there(
 ) -> None:
     kernel = kernels_cuda.load.load("update_scales", (), "PPPPPiiif", 1024, 1)
     assert kernel._pointer == 4242
+    assert kernel._current_stream is current_stream
+    assert kernel._current_device is torch.cuda.current_device
     assert cupy.names == ["update_scales"]
     assert [name.rsplit("-", 2)[0] for name in cupy.paths] == ["update_scales-sm_90a"]
     # once for the module and once for its function: both belong to the device

@@ -132,7 +132,7 @@ EACH = [
 def test_instructions(family: Family, arch: str, tmp_path: Path) -> None:
     found = instructions(family, arch, tmp_path)
     assert not count(found, r"(LDL|STL)\b.*"), "local memory"
-    # bf16 and fp16 are packed by F2FP, at four times the rate of F2F
+    # bf16 and fp16 are packed by F2FP, two at once, where F2F makes one
     assert not count(found, r"(F2F|DMUL|DADD|DFMA)\b.*"), "slow conversions, or arithmetic in fp64"
     if family == UPDATE:
         return

@@ -39,7 +39,9 @@ def cast(format: str, activation: str) -> Callable[[Tensor, Tensor, Tensor], tup
     return lambda x, scale, amax: _cast(activate(x, activation), scale, amax, format)
 
 
-def cast_gradient(format: str, activation: str) -> Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, ...]]:
+def cast_gradient(
+    format: str, activation: str
+) -> Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, ...]]:
     """A plain function of dy, h, scale and amax: what :func:`cast` gives, and the column sums last."""
 
     def gradient(dy: Tensor, h: Tensor | None, scale: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
@@ -54,9 +56,9 @@ def cast_weights(weights: Sequence[Tensor], scale: Tensor, amax: Tensor) -> list
     return [_cast(weight, scale[k], amax[k], "e4m3") for k, weight in enumerate(weights)]
 
 
-def update_scales(*tensors: Tensor) -> None:
-    """The end of a step with the default recipe, in place; arguments as of ``lightning_fp8::update_scales``."""
-    plain.update_scales(*tensors, False, 1.0)
+def update_scales(amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, nonfinite_steps: Tensor) -> None:
+    """The end of a step with the default recipe, in place; see the operator ``lightning_fp8::update_scales``."""
+    plain.update_scales(amax, amax_history, scale, fp8_max, nonfinite_steps, False, 1.0)
 
 
 def _cast(x: Tensor, scale: Tensor, amax: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

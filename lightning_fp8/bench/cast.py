@@ -1,4 +1,4 @@
-"""The suite ``cast``: casts of activations, gradients and weights, and the update of scales, at the sizes of training."""
+"""The suite ``cast``: activations, gradients and weights, and the update of scales, at the sizes of training."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ class Cast:
         compiled, name = self._compiled(x, h), baselines.compiled_name(device)
 
         def checked(name: str, operator: _Operator, tolerance: Tolerance) -> Variant:
-            check = lambda: difference(operator.results(), theirs.results(), tolerance)  # noqa: E731
+            def check() -> str | None:
+                return difference(operator.results(), theirs.results(), tolerance)
+
             return Variant(name, operator.call, check, copies)
 
         variants = [

@@ -91,8 +91,9 @@ def table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, float, str]]
 def _commit() -> str:
     """Of the repository that has this package, with ``-dirty`` where files differ from it; empty outside of one."""
     # an installed package may lie inside another project's repository, which does not track it
-    if _output("git", "-C", str(_PACKAGE), "ls-files", "--error-unmatch", "__init__.py"):
-        return _output("git", "-C", str(_PACKAGE), "describe", "--always", "--dirty", "--exclude=*")
+    git = ("git", "--no-optional-locks", "-C", str(_PACKAGE))
+    if _output(*git, "ls-files", "--error-unmatch", "__init__.py"):
+        return _output(*git, "describe", "--always", "--dirty", "--exclude=*")
     return ""
 
 

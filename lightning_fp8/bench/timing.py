@@ -16,8 +16,10 @@ from lightning_fp8.bench.rows import percentiles
 # microseconds of one batch: long beside the events' own resolution and a first launch's way to the device
 _BATCH_US = 2000.0
 _MOST_CALLS = 20000
-# A stream takes about a thousand launches before it makes the host wait; an eager variant has some dozens in a call.
-_HOST_CALLS = 20
+# A stream takes about a thousand launches before it makes the host wait.
+_MOST_WAITING = 400
+# A call may be many launches, the more the longer it takes: for the host's time, one call of a batch that has few.
+_HOST_SHARE, _MOST_HOST_CALLS = 20, 20
 
 # a variant and a number of calls -> microseconds per call
 Batch = Callable[[Variant, int], float]
@@ -50,7 +52,8 @@ def time_in_turns(variants: Sequence[Variant], rounds: int, batch: Batch, host: 
         for variant in variants:
             on_device[variant.name].append(batch(variant, calls[variant.name]))
             if host is not None:
-                on_host[variant.name].append(host(variant, _HOST_CALLS))
+                few = max(1, min(calls[variant.name] // _HOST_SHARE, _MOST_HOST_CALLS))
+                on_host[variant.name].append(host(variant, few))
     return {
         name: Times(*percentiles(times), percentiles(on_host[name])[1] if host is not None else None)
         for name, times in on_device.items()
@@ -61,7 +64,7 @@ def device_batch(variant: Variant, calls: int) -> float:
     """Between two CUDA events around the calls."""
     kept = _warmed_up(variant)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
+    synchronize()
     start.record()
     _rotate(variant, calls, kept)
     end.record()
@@ -78,14 +81,21 @@ def wall_batch(variant: Variant, calls: int) -> float:
 
 
 def host_batch(variant: Variant, calls: int) -> float:
-    """The host's time, from an idle device on, without waiting for it."""
+    """The host's time, from an idle device on, without waiting for it; of fewer calls where they are many."""
+    calls = min(calls, _MOST_WAITING)
     kept = _warmed_up(variant)
-    _synchronize()
+    synchronize()
     start = time.perf_counter()
     _rotate(variant, calls, kept)
     spent = time.perf_counter() - start
-    _synchronize()
+    synchronize()
     return 1e6 * spent / calls
+
+
+def synchronize() -> None:
+    """Wait for all that has been launched."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def release() -> None:
@@ -120,8 +130,3 @@ def _rotate(variant: Variant, calls: int, kept: list[Any]) -> None:
     for number in range(calls):
         at = number % variant.copies
         kept[at] = variant.call(at)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

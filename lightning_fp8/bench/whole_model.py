@@ -24,7 +24,9 @@ _QUOTIENTS = Tolerance(relative=(("scale_inv", 5e-7), ("scale", 5e-7)))
 
 def steady_state(modules: int, device: torch.device, length: int = 1024) -> ScalingState:
     """A state as after the first steps: every tensor has a history, and that is known on the host."""
-    state = ScalingState([f"layer{number}" for number in range(modules)], DelayedScaling(amax_history_len=length), device)
+    state = ScalingState(
+        [f"layer{number}" for number in range(modules)], DelayedScaling(amax_history_len=length), device
+    )
     for _ in range(2):
         state.amax.fill_(1)
         state.update()
@@ -93,7 +95,9 @@ class Weights:
             made = call(0)
             return _of_weights([(*parts, state.amax[row]) for parts, row in zip(made, rows, strict=True)])
 
-        def variant(name: str, call: Callable[[int], list[Any]], results: Callable[[], Results], limit: Tolerance) -> Variant:
+        def variant(
+            name: str, call: Callable[[int], list[Any]], results: Callable[[], Results], limit: Tolerance
+        ) -> Variant:
             return Variant(name, call, lambda: difference(results(), recorded(theirs), limit), len(copies))
 
         return [
@@ -162,7 +166,9 @@ class UpdateScales:
             def results(function: Callable[..., Any]) -> Results:
                 tensors = tuple(tensor.clone() for tensor in fresh)
                 function(*tensors)
-                return dict(zip(("amax", "amax_history", "scale", "fp8_max", "nonfinite_steps"), ([x] for x in tensors)))
+                return dict(
+                    zip(("amax", "amax_history", "scale", "fp8_max", "nonfinite_steps"), ([x] for x in tensors))
+                )
 
             def check() -> str | None:
                 return difference(results(function), results(baselines.update_scales), tolerance)
@@ -172,8 +178,6 @@ class UpdateScales:
         return [
             variant("lightning_fp8", lambda *tensors: ops.update_scales(*tensors, False, 1.0), EXACT),
             variant("torch", baselines.update_scales, EXACT),
-            variant(
-                baselines.compiled_name(device), baselines.compiled(baselines.update_scales, device), _QUOTIENTS
-            ),
+            variant(baselines.compiled_name(device), baselines.compiled(baselines.update_scales, device), _QUOTIENTS),
             baselines.copy(self.bytes, device),
         ]

@@ -40,10 +40,9 @@ class WeightGroup:
         if not _is_plain(weight, state.device) or not ops.casts_weights_together(state.device):
             return False
         due = [(first, weight)]
-        for member in self._members:
-            rows = member()
-            other = rows.recording_weight() if rows is not None and rows is not first else None
-            if rows is None or other is None or not rows.weight_cache.was_used(other) or not _is_plain(other, state.device):
+        for rows in filter(None, (member() for member in self._members)):
+            other = rows.recording_weight() if rows is not first else None
+            if other is None or not rows.weight_cache.was_used(other) or not _is_plain(other, state.device):
                 continue
             if rows.weight_cache.get(other, state.version) is None:
                 due.append((rows, other))

@@ -1,0 +1,141 @@
+"""The suite ``launch``: the host's time for one launch of a small kernel, beside what the driver alone takes."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from kernels_cuda import scales
+from kernels_cuda.launch import Kernel, _Packed, _packed
+from lightning_fp8.bench import baselines, timing
+from lightning_fp8.bench.case import EXACT, Case, Results, Variant, difference
+from lightning_fp8.bench.whole_model import steady_state
+from lightning_fp8.ops import kernels
+
+_NUMPY_TYPES = {"P": "u8", "i": "i4", "f": "f4"}
+_NAMES = ("amax", "amax_history", "scale", "fp8_max", "nonfinite_steps")
+Tensors = tuple[torch.Tensor, ...]
+Arguments = tuple[int | float, ...]
+Launch = Callable[[int], None]
+
+
+def cases(device: torch.device) -> list[Case]:
+    """The one there is."""
+    return [UpdateArguments()]
+
+
+class UpdateArguments:
+    """A launch of one block of ``update_scales`` over three tensors: five pointers, three integers, a float."""
+
+    name = "update_scales arguments"
+    bytes = None
+
+    def is_served(self, device: torch.device) -> bool:
+        """Whether there is a kernel to launch, or no device to launch it on."""
+        return device.type != "cuda" or kernels.update_kernel(device) is not None
+
+    def variants(self, device: torch.device) -> list[Variant]:
+        """``Kernel``, CuPy's ``RawKernel`` and ``driver``; on the CPU ``Kernel`` without a driver."""
+        timed, checked = _tensors(device), _tensors(device)
+        if device.type != "cuda":
+            kernel = WithoutDriver(None, scales.LAYOUT, scales.THREADS, 0)
+            given = _arguments(timed)
+            return [Variant("Kernel(no driver)", lambda at: kernel(1, *given), lambda: kernel.difference(given))]
+        found = kernels.update_kernel(device)
+        if found is None:
+            raise RuntimeError(f"There is no kernel on {device}.")
+        launches, launches_to_check = _launches(found, timed), _launches(found, checked)
+
+        def variant(name: str) -> Variant:
+            return Variant(name, launches[name], lambda: _difference(launches_to_check[name], checked))
+
+        return [variant(name) for name in launches]
+
+
+def _tensors(device: torch.device) -> Tensors:
+    state = steady_state(1, device, length=16)
+    state.amax.copy_(torch.tensor([3.0, 5.0, 7.0]))
+    return state.amax, state.amax_history, state.scale, state.fp8_max, state.nonfinite_steps
+
+
+def _arguments(tensors: Tensors) -> Arguments:
+    """As :func:`kernels_cuda.scales.update_scales` gives them."""
+    length, count = tensors[1].shape
+    return (*(tensor.data_ptr() for tensor in tensors), count, length, 0, 1.0)
+
+
+def _launches(kernel: Kernel, tensors: Tensors) -> dict[str, Launch]:
+    """By variant, on these tensors: which the caller keeps."""
+    arguments = _arguments(tensors)
+    return {
+        "Kernel": lambda at: kernel(1, *arguments),
+        "RawKernel": _raw_launch(kernel, arguments),
+        "driver": _driver_launch(kernel, arguments),
+    }
+
+
+def _raw_launch(kernel: Kernel, arguments: Arguments) -> Launch:
+    """CuPy's own launch: the struct as a NumPy scalar, on torch's current stream as CuPy's."""
+    cupy, numpy = import_module("cupy"), import_module("numpy")
+    fields = [(f"field{number}", _NUMPY_TYPES[letter]) for number, letter in enumerate(scales.LAYOUT)]
+    packed = numpy.zeros((), numpy.dtype(fields, align=True))
+    function = kernel._function
+
+    def launch(at: int) -> None:
+        packed[()] = arguments
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            function((1,), (scales.THREADS,), (packed,))
+
+    return launch
+
+
+def _driver_launch(kernel: Kernel, arguments: Arguments) -> Launch:
+    """Nothing but the driver's launch, through the same binding, with all that it takes made before."""
+    place = _Packed()
+    struct.pack_into(scales.LAYOUT, place.buffer, place.offset, *arguments)
+    stream = torch.cuda.current_stream().cuda_stream
+    given = (kernel._pointer, 1, 1, 1, scales.THREADS, 1, 1, 0, stream, place.address, 0)
+    launch_kernel = kernel._launch_kernel
+
+    # `given` has no more than the address of the place
+    def launch(at: int, kept: _Packed = place) -> None:
+        launch_kernel(*given)
+
+    return launch
+
+
+def _difference(launch: Launch, tensors: Tensors) -> str | None:
+    """Between what a launch makes of these tensors and what torch's own operators make of a copy."""
+    tensors[0].copy_(torch.tensor([3.0, 5.0, 7.0]))
+    expected = tuple(tensor.clone() for tensor in tensors)
+    baselines.update_scales(*expected)
+    launch(0)
+    timing.synchronize()
+    return difference(_named(tensors), _named(expected), EXACT)
+
+
+def _named(tensors: Tensors) -> Results:
+    return dict(zip(_NAMES, ([tensor] for tensor in tensors)))
+
+
+class WithoutDriver(Kernel):
+    """A ``Kernel`` for machines without a driver: what it asks of torch and of the driver is answered at once."""
+
+    def _load(self) -> None:
+        self._launch_kernel: Callable[..., Any] = lambda *_: None
+        self._current_device = lambda: 0
+        self._current_stream = lambda device: 0
+        self._pointer = 0
+
+    def difference(self, arguments: Arguments) -> str | None:
+        """Between these arguments and what lies where the driver would look after a call."""
+        self(1, *arguments)
+        place = ctypes.cast(_packed.address, ctypes.POINTER(ctypes.c_void_p))[0]
+        if place is None or self._layout.unpack(ctypes.string_at(place, self._layout.size)) != arguments:
+            return "other arguments"
+        return None

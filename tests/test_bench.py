@@ -1,0 +1,499 @@
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from host_kernels import HostKernel
+
+from kernels_cuda import scales
+from lightning_fp8 import __main__ as entry
+from lightning_fp8 import ops
+from lightning_fp8.bench import baselines, cast, command, launch, rows, timing
+from lightning_fp8.bench.case import Tolerance, Variant, difference
+from lightning_fp8.bench.whole_model import UpdateScales, Weights
+from lightning_fp8.formats import E4M3
+from lightning_fp8.ops import cuda, kernels, plain
+from lightning_fp8.scaling import state_of
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+FIELDS = {
+    *("suite", "case", "variant", "p20_us", "p50_us", "p80_us", "host_us", "bytes", "gb_per_s", "share_of_ceiling"),
+    *(
+        "ceiling_gb_per_s",
+        "checked",
+        "gpu",
+        "driver",
+        "cpu",
+        "threads",
+        "torch",
+        "cupy",
+        "torchao",
+        "commit",
+        "command",
+    ),
+}
+ONE = "200x136 bf16->e4m3 cast_transpose"
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], str]:
+    """The rows and the output of the whole suite on the CPU, as a user runs it."""
+    out = tmp_path_factory.mktemp("bench") / "rows.jsonl"
+    arguments = ["bench", "--suite", "cast", "--device", "cpu", "--rounds", "4", "--out", str(out)]
+    ran = subprocess.run(
+        [sys.executable, "-m", "lightning_fp8", *arguments], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return written(out), ran.stdout
+
+
+def test_every_case_has_a_row_of_every_variant(suite: tuple[list[dict[str, Any]], str]) -> None:
+    found = {(row["case"], row["variant"]) for row in suite[0]}
+    assert len(found) == len(suite[0])
+    for case in cast.cases(CPU):
+        variants = {variant for name, variant in found if name == case.name}
+        assert {"lightning_fp8", "torch", "torch.compile(aot_eager)", "copy"} <= variants
+    assert len({name for name, _ in found}) == len(cast.cases(CPU)) + 1
+
+
+def test_rows_are_whole_and_consistent(suite: tuple[list[dict[str, Any]], str]) -> None:
+    ceiling = suite[0][0]
+    assert (ceiling["variant"], ceiling["share_of_ceiling"]) == ("copy", 1)
+    for row in suite[0]:
+        assert set(row) == FIELDS
+        assert 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"]
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / (row["p50_us"] * 1e-6) / 1e9)
+        assert row["share_of_ceiling"] == pytest.approx(row["gb_per_s"] / ceiling["gb_per_s"])
+        assert row["ceiling_gb_per_s"] == ceiling["gb_per_s"]
+        assert (row["suite"], row["checked"], row["gpu"], row["driver"]) == ("cast", True, None, None)
+        assert (row["torch"], row["cpu"]) == (torch.__version__, rows.cpu_name())
+        assert row["command"].startswith("python -m lightning_fp8 bench --suite cast --device cpu --rounds 4 --out ")
+        assert re.fullmatch(r"([0-9a-f]{7,}(-dirty)?)?", row["commit"])
+
+
+def test_tables_show_what_the_rows_have(suite: tuple[list[dict[str, Any]], str]) -> None:
+    made, printed = suite
+    ours = next(row for row in made if row["variant"] == "lightning_fp8")
+    line = next(line for line in printed.split(ours["case"])[1].splitlines() if line.startswith("lightning_fp8 "))
+    assert line.split()[1:4] == [f"{ours[key]:.2f}" for key in ("p20_us", "p50_us", "p80_us")]
+    if rows.package_version("torchao") is None:
+        assert "torchao: not installed" in printed
+
+
+def run(path: Path, *arguments: str, suite: str = "cast", case: str = ONE) -> None:
+    options = ["--device", "cpu", "--rounds", "2", "--case", case, "--out", str(path / "rows.jsonl")]
+    command.main(["--suite", suite, *options, *arguments])
+
+
+def changed(function: Callable[..., Any], change: Callable[..., None]) -> Callable[..., Any]:
+    """The function, after which something is done to its arguments and results."""
+
+    def wrong(*arguments: Any) -> Any:
+        made = function(*arguments)
+        change(arguments, made)
+        return made
+
+    return wrong
+
+
+def flip(payload: torch.Tensor) -> None:
+    payload.view(torch.uint8).view(-1)[7] ^= 1
+
+
+def compiled_as(number: int) -> Callable[..., Any]:
+    """In place of the compiler: the function itself, with a wrong byte in one of its results."""
+
+    def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+        def change(arguments: Any, made: Any) -> None:
+            flip(made[0][number] if isinstance(made, list) else made[number])
+
+        return changed(function, change)
+
+    return compiled
+
+
+def other_amax(arguments: Any, made: Any) -> None:
+    state_of(arguments[-2]).amax.mul_(1.01)
+
+
+FLIPPED = [changed(ops.cast, lambda _, made, part=part: flip(made[part])) for part in (0, 1)]
+OTHER_INVERSE = changed(ops.cast, lambda _, made: made[2].mul_(1 + 1e-6))
+OTHER_SCALE = changed(ops.update_scales, lambda tensors, _: tensors[2].mul_(1 + 1e-6))
+WRONG = {
+    "payload": (ops, "cast", FLIPPED[0], ONE, "lightning_fp8 gave another payload"),
+    "transposed": (ops, "cast", FLIPPED[1], ONE, "lightning_fp8 gave another transposed payload"),
+    "amax": (ops, "cast", changed(ops.cast, other_amax), ONE, "lightning_fp8 gave another amax"),
+    "scale_inv": (ops, "cast", OTHER_INVERSE, ONE, "lightning_fp8 gave another scale_inv"),
+    "compiled payload": (baselines, "compiled", compiled_as(0), ONE, "aot_eager) gave another payload"),
+    "compiled weight": (
+        baselines, "compiled", compiled_as(1), "tiny model", "aot_eager) gave another transposed payload of tensor 0",
+    ),
+    "a scale": (ops, "update_scales", OTHER_SCALE, "update_scales", "lightning_fp8 gave another scale"),
+    "a copy": (
+        baselines, "copy", lambda *_: Variant("copy", print, lambda: "another copy"), ONE, "copy gave another copy",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_result_ends_the_run_without_a_row(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, function, case, words = WRONG[wrong]
+    monkeypatch.setattr(module, name, function)
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path, case=case)
+    assert words in str(ended.value)
+    assert wrong == "a copy" or case in str(ended.value).partition(" gave ")[0]
+    # but the ceiling's, which was whole before
+    assert all("the ceiling" in row["case"] for row in written(tmp_path / "rows.jsonl"))
+
+
+def test_nothing_is_lost_when_a_later_case_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def second_fails(*arguments: Any) -> Any:
+        made = real(*arguments)
+        if arguments[0].shape[1] == 136:
+            flip(made[0])
+        return made
+
+    real = ops.cast
+    monkeypatch.setattr(ops, "cast", second_fails)
+    with pytest.raises(SystemExit, match=r"^200x136 bf16->e4m3 cast_transpose: lightning_fp8 gave another payload"):
+        run(tmp_path, case="bf16->e4m3 cast_transpose")
+    assert {row["case"] for row in written(tmp_path / "rows.jsonl")[1:]} == {"256x256 bf16->e4m3 cast_transpose"}
+
+
+def test_a_variant_that_does_not_run_costs_its_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(*_: Any) -> Any:
+        def refuse(*_: Any) -> Any:
+            raise RuntimeError("no compiler here")
+
+        return refuse
+
+    monkeypatch.setattr(baselines, "compiled", compiled)
+    with pytest.raises(SystemExit, match=r"torch\.compile\(aot_eager\): RuntimeError: no compiler here"):
+        run(tmp_path)
+    variants = {row["variant"] for row in written(tmp_path / "rows.jsonl")}
+    assert {"lightning_fp8", "torch", "copy"} <= variants
+    assert "torch.compile(aot_eager)" not in variants
+
+
+BAD = {
+    "an unknown suite": (["--suite", "gemm"], r"invalid choice: 'gemm' \(choose from .*cast.*launch"),
+    "no suite": ([], "arguments are required: --suite"),
+    "an unknown device": (["--suite", "cast", "--device", "tpu"], "invalid choice: 'tpu'"),
+    "no rounds": (["--suite", "cast", "--rounds", "0"], "--rounds: must be an integer of at least 1, got '0'"),
+    "an unknown case": (
+        ["--suite", "cast", "--device", "cpu", "--case", "7x7"],
+        r"--case: no name has '7x7' in it. There are:\n  256x256 bf16->e4m3 cast_transpose\n(.*\n)+  update_scales 30",
+    ),
+    "no folder": (
+        ["--suite", "cast", "--device", "cpu", "--out", "nowhere/at/all.jsonl"],
+        "there is no folder nowhere/at to write all.jsonl in",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_arguments(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, words = BAD[bad]
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code not in (0, None)
+    assert re.search(words, f"{ended.value.code}\n{capsys.readouterr().err}")
+
+
+def test_without_a_fitting_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rest = r"and none was found; `--device cpu` runs small sizes to try the command"
+    with pytest.raises(SystemExit, match=rf"needs a CUDA GPU of compute capability 8\.9 or newer, {rest}"):
+        command.main(["--suite", "cast"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an older GPU")
+    with pytest.raises(SystemExit, match=r"8\.9 or newer, and an older GPU has 8\.0"):
+        command.main(["--suite", "cast", "--device", "cuda"])
+
+
+SERVED = {
+    "cast": (cast.Cast(8, 8, "e4m3"), "cast_kernel", (GPU, torch.bfloat16, "e4m3", "none", False)),
+    "gradient": (cast.Cast(8, 8, "e5m2", gradient=True), "cast_kernel", (GPU, torch.bfloat16, "e5m2", "none", False)),
+    "gelu": (cast.Cast(8, 8, "e4m3", "gelu"), "cast_kernel", (GPU, torch.bfloat16, "e4m3", "gelu", False)),
+    "gelu gradient": (
+        cast.Cast(8, 8, "e5m2", "gelu", gradient=True), "cast_kernel", (GPU, torch.bfloat16, "e5m2", "gelu", True),
+    ),
+    "weights": (Weights("a model", ((8, 8),)), "weights_kernel", (GPU,)),
+    "scales": (UpdateScales(1, "3 tensors", 4), "update_kernel", (GPU,)),
+    "launch": (launch.UpdateArguments(), "update_kernel", (GPU,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("served", SERVED)
+def test_plain_torch_is_never_timed_as_ours(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, name, expected = SERVED[served]
+    asked: list[tuple[Any, ...]] = []
+    # a list's append gives None, as does a kernel that is not there
+    monkeypatch.setattr(kernels, name, lambda *arguments: asked.append(arguments))
+    with pytest.raises(SystemExit, match=f"^{re.escape(case.name)}: no kernel of lightning_fp8 serves it on cuda:0"):
+        command._Run("cast", True, GPU, 1, {}).measure(case)
+    assert asked == [expected]
+    monkeypatch.setattr(kernels, name, lambda *_: "a kernel")
+    assert case.is_served(GPU)
+
+
+def test_bytes_and_names_of_the_cases_for_a_gpu() -> None:
+    found = {case.name: case.bytes for case in cast.cases(GPU)}
+    # bf16 in, two payloads out
+    assert found["1024x1024 bf16->e4m3 cast_transpose"] == 4 * 2**20
+    assert found["8192x14336 bf16->e4m3 gelu + cast_transpose"] == 469762048
+    # and 14336 column sums in fp32
+    assert found["8192x14336 bf16->e5m2 cast_transpose + bias gradient"] == 469762048 + 57344
+    # two bf16 tensors in
+    assert found["8192x14336 bf16->e5m2 gelu gradient + cast_transpose + bias gradient"] == 704643072 + 57344
+    # 16 * (6144 + 2048 + 8192 + 8192) * 2048 = 805306368 elements, fp32 in, two payloads out
+    assert found["cast_weights fp32->e4m3, 64 weights of 1B"] == 6 * 805306368
+    # 4 * (6144 + 4096 + 28672 + 14336) * 4096
+    assert found["cast_weights fp32->e4m3, 16 weights of 1/8 of 8B"] == 6 * 872415232
+    # 1002 tensors: 1024 entries read and written, and 4 * 4 bytes
+    assert found["update_scales 1000 tensors, history 1024"] == 1002 * (1024 * 8 + 16)
+    assert [name.split()[0] for name in found if name.endswith("e4m3 cast_transpose")] == [
+        *("1024x1024", "2048x2048", "4096x4096", "8192x8192", "16384x16384", "8192x2048", "8192x4096", "8192x14336")
+    ]
+    assert sum("cast_transpose + bias" in name for name in found) == 5
+    assert len(found) == 17
+
+
+def test_copies_exceed_twice_the_cache_and_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        L2_cache_size = 50_000_000
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**9, 10**9))
+    assert timing.copies_for(4_000_000, GPU) == 26
+    assert timing.copies_for(100_000_000, GPU) == 2
+    assert timing.copies_for(100_000, GPU) == 1001
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**8, 10**9))
+    assert timing.copies_for(4_000_000, GPU) == 6
+    assert timing.copies_for(4_000_000, CPU) == 2
+
+
+def test_variants_take_turns() -> None:
+    order: list[str] = []
+    times = {"a": iter([2500.0, 1.0, 5.0, 3.0]), "b": iter([3000.0, 10.0, 10.0, 40.0])}
+
+    def batch(variant: Variant, calls: int) -> float:
+        order.append(variant.name)
+        assert calls == 1
+        return next(times[variant.name])
+
+    variants = [Variant(name, lambda at: None, lambda: None) for name in times]
+    found = timing.time_in_turns(variants, 3, batch, None)
+    assert order == ["a", "b"] + 3 * ["a", "b"]
+    assert found["a"][:3] == pytest.approx((1.8, 3, 4.2))
+    assert found["b"][1] == 10
+    assert found["b"].host_us is None
+
+
+def test_percentiles_stay_within_what_was_measured() -> None:
+    assert rows.percentiles([7.0]) == (7.0, 7.0, 7.0)
+    assert rows.percentiles([1.0, 2.0]) == pytest.approx((1.2, 1.5, 1.8))
+
+
+def test_batches_are_long_enough() -> None:
+    calls: list[int] = []
+
+    def batch(variant: Variant, number: int) -> float:
+        calls.append(number)
+        # a first call takes longer
+        return 100.0 if number == 1 else 10.0
+
+    timing.time_in_turns([Variant("a", lambda at: None, lambda: None)], 1, batch, None)
+    assert calls[-1] * 10 >= 2000
+    assert calls[-1] < 1000
+
+
+@pytest.mark.parametrize("batch", [timing.wall_batch, timing.host_batch])
+def test_a_batch_goes_over_all_copies_and_fills_up_what_calls_use(batch: timing.Batch) -> None:
+    fuel, met = [1, 1, 1], []
+
+    def call(at: int) -> None:
+        met.append((at, fuel[at]))
+        fuel[at] = 0
+
+    def refill() -> None:
+        fuel[:] = [1, 1, 1]
+
+    variant = Variant("a", call, lambda: None, copies=3, refill=refill)
+    for _ in range(2):
+        assert batch(variant, 3) > 0
+        assert met[-3:] == [(0, 1), (1, 1), (2, 1)]
+    timing.time_in_turns([variant], 4, batch, None)
+    # nothing to try out: as many calls as copies
+    assert len(met) == (2 + 4) * 6
+
+
+def test_results_stay_alive_for_a_turn() -> None:
+    alive, most = [0], [0]
+
+    class Result:
+        def __init__(self) -> None:
+            alive[0] += 1
+            most[0] = max(most[0], alive[0])
+
+        def __del__(self) -> None:
+            alive[0] -= 1
+
+    timing.wall_batch(Variant("a", lambda at: Result(), lambda: None, copies=5), 20)
+    # the new one is there before the old one goes
+    assert most == [6]
+    assert alive == [0]
+
+
+def test_what_counts_as_the_same() -> None:
+    codes = torch.arange(100, dtype=torch.uint8)
+    expected = {"payload": [codes.view(E4M3.dtype)], "column sums": [torch.ones(3)]}
+
+    def compare(step: int, number: int, tolerance: Tolerance, sums: float = 0.0) -> str | None:
+        other = codes.clone()
+        other[50 : 50 + number] += step
+        return difference(
+            {"payload": [other.view(E4M3.dtype)], "column sums": [torch.ones(3) + sums]}, expected, tolerance
+        )
+
+    near = Tolerance(codes=0.02, absolute=(("column sums", 0.1),))
+    assert compare(0, 0, Tolerance()) is None
+    assert compare(1, 1, Tolerance()) == "another payload"
+    assert compare(1, 2, near, 0.09) is None
+    assert compare(1, 3, near) == "another payload"
+    assert compare(2, 1, near) == "another payload"
+    assert compare(0, 0, near, 0.11) == "another column sums"
+    assert compare(0, 0, Tolerance(), 1e-6) == "another column sums"
+
+
+def test_torchao_is_held_to_its_input() -> None:
+    x = torch.randn(40, 24, dtype=torch.bfloat16)
+    scale = 448 / x.abs().amax().float()
+    payload = plain.saturating_cast(x, scale, E4M3)
+    payload_t = payload.t().contiguous()
+    compare = baselines._torchao_difference
+    assert compare(x, payload.view(E4M3.dtype), payload_t.view(E4M3.dtype), scale) is None
+    assert compare(x, payload.view(E4M3.dtype), payload_t.view(E4M3.dtype), scale * 1.1) is not None
+    flip(payload_t)
+    assert "transpose" in str(compare(x, payload.view(E4M3.dtype), payload_t.view(E4M3.dtype), scale))
+
+
+def test_launch_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, suite="launch", case="update")
+    (row,) = written(tmp_path / "rows.jsonl")
+    assert set(row) == FIELDS
+    assert row["variant"] == "Kernel(no driver)"
+    assert 0 < row["p50_us"] < 100
+    assert (row["bytes"], row["gb_per_s"], row["share_of_ceiling"]) == (None, None, None)
+    monkeypatch.setattr(launch.WithoutDriver, "__call__", lambda *_: None)
+    launch._packed.buffer[launch._packed.offset] = b"\0"
+    with pytest.raises(SystemExit, match=r"update_scales arguments: Kernel\(no driver\) gave other arguments"):
+        run(tmp_path, suite="launch", case="update")
+
+
+@pytest.mark.usefixtures("host_kernels")
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_the_kernels_own_way_for_gradients(activation: str) -> None:
+    case = cast.Cast(136, 72, "e5m2", activation, gradient=True)
+    dy, h = case._inputs(1, CPU, 1), case._inputs(1, CPU, 2) if activation != "none" else []
+    ours, theirs = (case._on_gradients(way, dy, h).results() for way in (cuda._cast_gradient, plain.cast_gradient))
+    assert set(ours) == {"payload", "transposed payload", "scale_inv", "column sums", "amax"}
+    assert difference(ours, theirs, case._tolerance(0.01)) is None
+
+
+def test_all_ways_to_launch_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithDriver(HostKernel):
+        """Launched by its pointer and by CuPy too."""
+
+        _pointer = 11
+
+        def _launch_kernel(self, pointer: int, *given: int) -> None:
+            *sizes, stream, address, extra = given
+            assert (pointer, sizes, stream, extra) == (11, [1, 1, 1, scales.THREADS, 1, 1, 0], 22, 0)
+            place = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))[0]
+            self._library.launch(ctypes.c_void_p(place), 1, scales.THREADS)
+
+        def _load(self) -> None:
+            super()._load()
+            self._function = self._as_cupy
+
+        def _as_cupy(self, grid: tuple[int], block: tuple[int], arguments: tuple[Any]) -> None:
+            assert streams == [22]
+            self._library.launch(ctypes.c_void_p(arguments[0].ctypes.data), *grid, *block)
+
+    streams: list[int] = []
+
+    class Cupy:
+        class cuda:  # noqa: N801
+            ExternalStream = staticmethod(lambda stream: nullcontext(streams.append(stream)))
+
+    class Stream:
+        cuda_stream = 22
+
+    monkeypatch.setitem(sys.modules, "cupy", Cupy)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    tensors = launch._tensors(CPU)
+    launches = launch._launches(WithDriver(("update_scales", ()), scales.LAYOUT, scales.THREADS, 0), tensors)
+    assert list(launches) == ["Kernel", "RawKernel", "driver"]
+    for way in launches.values():
+        assert launch._difference(way, tensors) is None
+        assert launch._difference(lambda at: None, tensors) == "another amax"
+
+
+def test_bench_needs_no_jsonargparse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    given: list[list[str]] = []
+    monkeypatch.setattr(command, "main", given.append)
+    monkeypatch.setattr(sys, "argv", ["lightning-fp8", "bench", "--suite", "cast"])
+    entry.run()
+    assert given == [["--suite", "cast"]]
+    monkeypatch.setattr(sys, "argv", ["lightning-fp8", "fit", "bench"])
+    with pytest.raises(SystemExit, match="needs jsonargparse"):
+        entry.run()
+
+
+@pytest.mark.parametrize("script", ["attention_dtypes", "cpu_step", "precisions"])
+def test_the_scripts_share_the_rows(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    for name in ("harness", script):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = import_module(script)
+    assert module.environment is rows.environment
+    assert module.append is rows.append
+    if script != "attention_dtypes":
+        times = [{"times": [5.0, 1.0, 3.0]}, {"times": [2.0, 4.0, 6.0]}]
+        assert module.percentiles(times) == {"p20_ms": 2.0, "p50_ms": 3.5, "p80_ms": 5.0}
+    found = module.environment("torchao")
+    assert list(found) == ["cpu", "threads", "torch", "torchao", "commit", "command"]
+
+
+@pytest.mark.cuda
+def test_small_cases_on_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    for arguments in (["cast", "--case", "1024x1024"], ["cast", "--case", "update"], ["launch", "--case", "update"]):
+        command.main(["--suite", *arguments, "--rounds", "3", "--out", str(out)])
+    found = {(row["suite"], row["variant"]): row for row in written(out)}
+    assert {("cast", "lightning_fp8"), ("cast", "torch.compile"), ("launch", "Kernel"), ("launch", "RawKernel")} <= set(
+        found
+    )
+    for row in found.values():
+        assert row["gpu"] == torch.cuda.get_device_name()
+        assert row["p50_us"] > 0
+        assert row["suite"] == "launch" or row["host_us"] > 0
