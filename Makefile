@@ -4,13 +4,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-cuda lint bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m lightning_fp8 fit --config configs/tiny_gpt_fp8.yaml
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# on a machine with a GPU, in the environment that torch for it is installed in
+test-cuda:
+	$(PYTHON) -m pytest -m cuda
+	@command -v compute-sanitizer >/dev/null || echo "compute-sanitizer is not installed: memcheck and racecheck left out"
+	! command -v compute-sanitizer >/dev/null || for tool in memcheck racecheck; do \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -m cuda tests/test_cuda.py \
+			-k "ragged or self_test or weights_and_scales" || exit 1; done
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

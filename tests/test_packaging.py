@@ -41,7 +41,10 @@ def test_wheel_trains_two_steps_in_a_clean_environment(tmp_path: Path) -> None:
         packed = set(archive.namelist())
     assert files("lightning_fp8") | files("kernels_cuda") <= packed
     assert "lightning_fp8/py.typed" in packed
-    assert any(name.startswith("kernels_cuda/") and name.endswith(".cu") for name in packed)
+    for ending in (".cu", ".cuh"):
+        sources = {path.name for path in (ROOT / "kernels_cuda").glob(f"*{ending}")}
+        assert len(sources) >= 3
+        assert sources == {Path(name).name for name in packed if name.endswith(ending)}
     # A clean environment of its own; the dependencies, gigabytes of them, are lent by this one.
     venv.create(tmp_path / "clean", with_pip=False)
     python = tmp_path / "clean" / "bin" / "python"
