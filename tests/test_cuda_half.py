@@ -10,6 +10,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ from host_kernels import HostKernel
 from torch import Tensor, nn
 
 from kernels_cuda import casts
-from lightning_fp8 import DelayedScaling, convert, scaling_state
+from kernels_cuda.launch import Kernel
+from lightning_fp8 import DelayedScaling, ScalingState, convert, scaling_state
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
-from lightning_fp8.ops import cuda
+from lightning_fp8.ops import cuda, plain
 from lightning_fp8.ops.library import K_MAJOR_DEVICES
 
 OPERATORS = ("cast", "scaled_mm", "linear_backward", "update_scales")
@@ -273,6 +275,37 @@ def test_bias_gradient_comes_out_of_the_cast(cuda_half: Counter[str]) -> None:
         model.zero_grad()
         model(torch.randn(300, 32)).backward(dy)
         torch.testing.assert_close(model.bias.grad, dy.sum(dim=0), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "both"])
+def test_a_cast_gives_the_payloads_asked_for(host_kernels: list[str], layout: str) -> None:
+    state = ScalingState(["a"], DelayedScaling())
+    x = torch.randn(40, 24)
+    for tensor in (x, x.t(), x[::2], x[:, ::2]):
+        args = (tensor, state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", layout, 0, False)
+        for ours, theirs in zip(cuda.cast(*args), plain.cast(*args), strict=True):
+            assert torch.equal(ours, theirs)
+    assert len(host_kernels) == 1
+
+
+def test_backward_casts_only_into_what_it_multiplies(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bool, bool]] = []
+    launch = cuda._launch
+
+    def recording(
+        kernel: Kernel, x: Tensor, row: casts.Row, by_rows: bool, by_columns: bool, *rest: Any, **more: Any
+    ) -> Any:
+        asked.append((by_rows, by_columns))
+        return launch(kernel, x, row, by_rows, by_columns, *rest, **more)
+
+    monkeypatch.setattr(cuda, "_launch", recording)
+    model = convert(nn.Linear(32, 16))
+    for x_needs, weight_needs in ((True, True), (False, True), (True, False)):
+        asked.clear()
+        model.weight.requires_grad_(weight_needs)
+        model(torch.randn(8, 32, requires_grad=x_needs)).sum().backward()
+        # the input by rows for the output, and by columns for the weight's gradient; its own gradient by what is needed
+        assert asked == [(True, weight_needs), (x_needs or not weight_needs, weight_needs)]
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32), (1, 32), (3, 5, 7, 32)])

@@ -126,6 +126,18 @@ def test_it_steps_aside(case: str, fused: list[str]) -> None:
     assert fused == []
 
 
+def test_it_steps_aside_for_a_hook_on_all_modules(fused: list[str]) -> None:
+    model, seen = layer(), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        model(torch.randn(2, 5, 16))
+    finally:
+        handle.remove()
+    assert fused == []
+    assert model.linear1 in seen
+    assert model.linear2 in seen
+
+
 def test_dropout_in_evaluation_is_none(fused: list[str]) -> None:
     model = layer(dropout=0.1).eval()
     x = torch.randn(2, 5, 16)
