@@ -6,7 +6,7 @@ Importing the package registers the precision string with Lightning; see :func:`
 import warnings
 
 from lightning_fp8.audit import audit
-from lightning_fp8.callbacks import DtypeAudit, ScaleFactorLogger
+from lightning_fp8.callbacks import DtypeAudit, Fp8ThroughputMonitor, QuantizationProbe, ScaleFactorLogger
 from lightning_fp8.convert import convert, describe, scaling_state, unconvert
 from lightning_fp8.modules import Fp8Linear, Fp8MultiheadAttention
 from lightning_fp8.plugins import (
@@ -29,6 +29,8 @@ __all__ = [
     "Fp8Linear",
     "Fp8MultiheadAttention",
     "Fp8Precision",
+    "Fp8ThroughputMonitor",
+    "QuantizationProbe",
     "ScaleFactorLogger",
     "ScalingState",
     "audit",

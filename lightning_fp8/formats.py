@@ -19,6 +19,7 @@ class Fp8Format:
         name: how operators and messages call it, ``"e4m3"`` or ``"e5m2"``.
         dtype: the torch dtype of one element.
         max: largest finite value; the cast saturates to it.
+        smallest: smallest value above zero, a subnormal; half of it and less becomes zero.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, table 1.
     """
@@ -26,10 +27,11 @@ class Fp8Format:
     name: str
     dtype: torch.dtype
     max: float
+    smallest: float
 
 
-E4M3 = Fp8Format("e4m3", torch.float8_e4m3fn, 448.0)
-E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 57344.0)
+E4M3 = Fp8Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-9)
+E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-16)
 # what a cast takes in: wider types would be rounded twice
 CASTABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}

@@ -34,13 +34,18 @@ class ScalingState:
 
     Attributes:
         names: R names, ``<module path>.<role>`` with the roles input, weight and grad_output.
+        fp8_max: ``[R] float32``, the largest value of each tensor's format; ``fp8_max_on_host`` the same on the CPU.
         amax: ``[R] float32``, largest absolute value recorded since the last update.
         amax_history: ``[amax_history_len, R] float32``, newest first; 0 where nothing has been pushed yet.
         scale: ``[R] float32``, multiplier before the cast; 1 until a tensor has a history.
         nonfinite_steps: ``[R] int64``, updates at which the tensor's amax was inf or NaN and was left out.
+        counts: ``[R, 4] int64`` while counting, else None: numbers, saturated ones, numbers other than zero, and
+            those of them that became zero, of all casts that recorded since :meth:`start_counting`.
         version: counts the changes of ``scale``; what was cast under an older version is stale.
         handle: by which operators find the state, see :func:`state_of`.
     """
+
+    counts: Tensor | None
 
     def __init__(self, module_names: Sequence[str], recipe: DelayedScaling, device: torch.device | str = "cpu") -> None:
         self.recipe = recipe
@@ -50,12 +55,14 @@ class ScalingState:
         # A state made inside `torch.inference_mode()` could never be updated outside of it.
         with torch.inference_mode(False):
             fp8_max = [recipe.format_of(role).max for _ in module_names for role in ROLES]
-            self.fp8_max = torch.tensor(fp8_max, dtype=torch.float32, device=device)
+            self.fp8_max_on_host = torch.tensor(fp8_max, dtype=torch.float32)
+            self.fp8_max = self.fp8_max_on_host.to(device)
             self.amax = torch.zeros(count, dtype=torch.float32, device=device)
             self.amax_history = torch.zeros(recipe.amax_history_len, count, dtype=torch.float32, device=device)
             self.scale = torch.ones(count, dtype=torch.float32, device=device)
             self.nonfinite_steps = torch.zeros(count, dtype=torch.int64, device=device)
         self.version = 0
+        self._stop_all_counting()
         self._recorded_ahead: set[int] = set()
         self._watch_histories()
         self._take_handle()
@@ -64,9 +71,14 @@ class ScalingState:
         self.handle = next(_handles)
         _states[self.handle] = self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # whoever counts is no part of a copy
+        return {name: value for name, value in self.__dict__.items() if name not in ("counts", "_counting_for")}
+
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         # copies and unpickled states record in themselves
         self.__dict__.update(attributes)
+        self._stop_all_counting()
         self._watch_histories()
         self._take_handle()
 
@@ -84,6 +96,7 @@ class ScalingState:
         with torch.inference_mode(False):
             for field in (*_TENSORS, "fp8_max"):
                 setattr(self, field, getattr(self, field).to(device))
+            self.counts = None if self.counts is None else self.counts.to(device)
         self._watch_histories()
         self.version += 1
         return self
@@ -149,6 +162,26 @@ class ScalingState:
         if self.recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # As integers, the bits of non-negative floats order as finite < inf < NaN, so no non-finite value is lost.
             dist.all_reduce(self.amax.view(torch.int32), op=dist.ReduceOp.MAX)
+
+    def start_counting(self, asker: object) -> None:
+        """Count what casts clip and what they turn to zero, from now on; that takes further passes over each tensor.
+
+        Several may ask; the first of them sets ``counts`` to zero, the last to stop drops them.
+        """
+        if self.counts is None:
+            with torch.inference_mode(False):
+                self.counts = torch.zeros(len(self.names), 4, dtype=torch.int64, device=self.device)
+        self._counting_for.add(id(asker))
+
+    def stop_counting(self, asker: object) -> None:
+        """See :meth:`start_counting`."""
+        self._counting_for.discard(id(asker))
+        if not self._counting_for:
+            self.counts = None
+
+    def _stop_all_counting(self) -> None:
+        self.counts = None
+        self._counting_for: set[int] = set()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """A copy on the CPU, keyed by tensor name: ``amax``, ``scale``, ``nonfinite_steps`` and the filled part of

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from host_kernels import HostKernel  # noqa: E402
 
-from lightning_fp8.ops import kernels  # noqa: E402
+from lightning_fp8.ops import cuda, kernels  # noqa: E402
+from lightning_fp8.ops.library import K_MAJOR_DEVICES  # noqa: E402
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -59,6 +61,29 @@ def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     forget()
     yield loaded
     forget()
+
+
+OPERATORS = ("cast", "scaled_mm", "linear_backward", "update_scales")
+
+
+@pytest.fixture
+def cuda_half(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Turns CPU tensors over to ``ops.cuda``; counts the launches of each kernel."""
+    launches: Counter[str] = Counter()
+    launch = HostKernel.__call__
+
+    def counting(self: HostKernel, grid: int, *arguments: int | float) -> None:
+        launches[" ".join((self._function[0], *self._function[1]))] += 1
+        launch(self, grid, *arguments)
+
+    library = torch.library.Library("lightning_fp8", "IMPL")
+    for name in OPERATORS:
+        library.impl(name, getattr(cuda, name), "CPU", allow_override=True)
+    monkeypatch.setattr(HostKernel, "__call__", counting)
+    K_MAJOR_DEVICES.add("cpu")
+    yield launches
+    K_MAJOR_DEVICES.remove("cpu")
+    library._destroy()
 
 
 def sqnr(actual: Tensor, expected: Tensor) -> float:

@@ -1,14 +1,28 @@
 from __future__ import annotations
 
+import copy
 import csv
+import math
+import statistics
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import fp8_numpy
 import pytest
 import torch
+from conftest import ROOT
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lit import loader, make_trainer, seeded
+from lit import Regression, loader, make_trainer, seeded
+from torch import nn
 
-from lightning_fp8 import ScaleFactorLogger, scaling_state
+from lightning_fp8 import DelayedScaling, Fp8Precision, ScaleFactorLogger, ScalingState, convert, scaling_state
+from lightning_fp8.callbacks.scale_factor_logger import QUANTITIES
+from lightning_fp8.formats import ROLES
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 
 
 def rows(logger: CSVLogger) -> list[dict[str, str]]:
@@ -40,7 +54,7 @@ def test_patterns_and_accumulation(tmp_path: Path) -> None:
     logged = [row for row in rows(logger) if row.get("fp8/net.0.weight/scale")]
     keys = {key for row in logged for key in row if key.startswith("fp8/")}
     assert len(logged) == 2
-    assert {key.split("/")[1] for key in keys} == {"net.0.weight", "net.2.weight", "net.0.input"}
+    assert {key.split("/")[1] for key in keys} == {"net.0.weight", "net.2.weight", "net.0.input", *ROLES}
 
 
 def test_pattern_without_a_match_and_bad_interval(tmp_path: Path) -> None:
@@ -61,9 +75,223 @@ def test_other_precisions_are_warned_about_once(tmp_path: Path) -> None:
 
 
 def test_one_copy_from_the_device_per_logging_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    original = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: calls.append(self.shape) or original(self))
+    copied: list[torch.Size] = []
+    original = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copied.append(self.shape) or original(self))
     callback = ScaleFactorLogger(every_n_steps=2)
     make_trainer(tmp_path, logger=CSVLogger(tmp_path), callbacks=[callback]).fit(seeded(), loader())
-    assert calls.count(torch.Size([2, 6])) == 2
+    # eight numbers of six tensors, at two of four steps
+    assert copied.count(torch.Size([8, 6])) == 2
+
+
+def quantities_by_hand(state: ScalingState, row: int) -> dict[str, float]:
+    scale, history = state.scale[row].item(), state.amax_history[:, row].tolist()
+    return {
+        "scale": scale,
+        "amax": history[0],
+        "amax_history_max": max(history),
+        "headroom_bits": math.log2(state.fp8_max[row].item() / (history[0] * scale)),
+        "nonfinite_steps": state.nonfinite_steps[row].item(),
+    }
+
+
+def test_every_quantity_and_its_summaries(tmp_path: Path) -> None:
+    class Failing(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            x, y = batch
+            return super().training_step((x * float("inf"), y) if batch_idx == 1 else (x, y), batch_idx)
+
+    model, logger = seeded(Failing), CSVLogger(tmp_path)
+    recipe = DelayedScaling(margin=1, amax_history_len=3)
+    plugin = Fp8Precision(recipe=recipe)
+    trainer = make_trainer(tmp_path, plugins=plugin, logger=logger, callbacks=[ScaleFactorLogger(every_n_steps=2)])
+    trainer.fit(model, loader())
+    state, last = scaling_state(model), [row for row in rows(logger) if row.get("fp8/input/scale/min")][-1]
+    expected = {name: quantities_by_hand(state, row) for row, name in enumerate(state.names)}
+    for name, quantities in expected.items():
+        for quantity, value in quantities.items():
+            assert float(last[f"fp8/{name}/{quantity}"]) == pytest.approx(value, rel=1e-6), (name, quantity)
+        assert 0 <= float(last[f"fp8/{name}/saturated_fraction"]) <= 1
+        assert 0 <= float(last[f"fp8/{name}/underflowed_fraction"]) <= 1
+    assert expected["net.0.input"]["nonfinite_steps"] == 1
+    for role in ROLES:
+        for quantity in QUANTITIES:
+            values = [float(last[f"fp8/{name}/{quantity}"]) for name in state.names if name.endswith(role)]
+            for summary, value in (("min", min(values)), ("median", statistics.median(values)), ("max", max(values))):
+                assert float(last[f"fp8/{role}/{quantity}/{summary}"]) == pytest.approx(value, rel=1e-6, abs=1e-12)
+
+
+def known_counts() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A layer whose tensors all have scale 448 or 57344, an input and a gradient, both with what a cast can meet."""
+    model = convert(nn.Linear(8, 8))
+    state = scaling_state(model)
+    state.amax.fill_(1.0)
+    state.update()
+    tie = 2.0**-10 / 448
+    x = torch.tensor([[2.0, -1.5, 1.0, 0.0, 1e-9, tie, tie * 1.01, 0.5], [float("inf"), *[0.25] * 7]])
+    dy = torch.tensor([[3.0, 1e-12, 0.0, 0.5, 0.5, 0.5, 0.5, 0.5], [0.5] * 8])
+    return model, x, dy
+
+
+@pytest.mark.parametrize("half", ["reference", "kernels", "plain"])
+def test_counts_are_those_of_the_codes(half: str, request: pytest.FixtureRequest) -> None:
+    if half != "reference":
+        request.getfixturevalue("cuda_half")
+    if half == "plain":
+        request.getfixturevalue("monkeypatch").setenv("LIGHTNING_FP8_BACKEND", "reference")
+    model, x, dy = known_counts()
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+        model.weight[0, 0] = 7.0
+    state = scaling_state(model)
+    state.start_counting(request)
+    model(x).backward(dy)
+    # numbers, saturated, other than zero, underflowed; a NaN has no part in any of them
+    assert state.counts.tolist() == [[16, 3, 15, 2], [64, 1, 64, 0], [16, 1, 15, 1]]
+    codes = fp8_numpy.saturating_cast(x.numpy(), state.scale[0].numpy(), "e4m3")
+    assert ((codes & 0x7F == 0) & (x.numpy() != 0)).sum() == 2
+    state.stop_counting(request)
+    assert state.counts is None
+
+
+def test_nan_is_no_number() -> None:
+    model, x, _ = known_counts()
+    state = scaling_state(model)
+    state.start_counting(model)
+    x[1, 0] = float("nan")
+    model(x).sum().backward()
+    assert state.counts[0].tolist() == [15, 2, 14, 2]
+
+
+def test_evaluation_and_other_steps_count_nothing(tmp_path: Path) -> None:
+    counting: list[bool] = []
+
+    class Watching(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            counting.append(scaling_state(self).counts is not None)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            before = scaling_state(self).counts
+            super().validation_step(batch, batch_idx)
+            assert before is None
+
+    trainer = make_trainer(
+        tmp_path,
+        callbacks=[ScaleFactorLogger(every_n_steps=2), ScaleFactorLogger(every_n_steps=3)],
+        logger=CSVLogger(tmp_path),
+        accumulate_grad_batches=2,
+    )
+    model = seeded(Watching)
+    trainer.fit(model, loader(rows=16 * 12), loader())
+    # two micro-batches a step; steps 2, 3, 4 and 6 are logged by either
+    assert counting == [step in (2, 3, 4, 6) for step in range(1, 7) for _ in range(2)]
+    assert scaling_state(model).counts is None
+
+
+def test_an_exception_leaves_nobody_counting(tmp_path: Path) -> None:
+    class Failing(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise ZeroDivisionError
+
+    model = seeded(Failing)
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(tmp_path, callbacks=[ScaleFactorLogger(1)], logger=CSVLogger(tmp_path)).fit(model, loader())
+    assert scaling_state(model).counts is None
+
+
+def test_copies_of_a_model_do_not_count() -> None:
+    model, x, _ = known_counts()
+    scaling_state(model).start_counting(test_copies_of_a_model_do_not_count)
+    other = copy.deepcopy(model)
+    other(x).sum().backward()
+    assert scaling_state(other).counts is None
+    assert scaling_state(model).counts.count_nonzero() == 0
+
+
+def test_two_optimizers_in_one_batch(tmp_path: Path) -> None:
+    class Two(Regression):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.step(batch))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in (self.net[0], self.net[2])]
+
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(tmp_path, callbacks=[ScaleFactorLogger(every_n_steps=3)], logger=logger)
+    trainer.fit(seeded(Two), loader(rows=16 * 6))
+    # optimizer steps 2, 4, ... 12: multiples of three are passed at 4, 6, 10 and 12
+    logged = [row for row in rows(logger) if row.get("fp8/net.0.input/scale")]
+    assert len(logged) == 4
+    assert all(row["fp8/net.0.input/saturated_fraction"] for row in logged[1:])
+
+
+def test_histograms_and_several_loggers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Recording(CSVLogger):
+        """As W&B and MLflow: a dictionary of plain numbers at a step."""
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            assert all(type(value) is float for value in metrics.values())
+            super().log_metrics(metrics, step)
+
+    loggers = [TensorBoardLogger(tmp_path / "tensorboard"), Recording(tmp_path / "recording")]
+    model, callback = seeded(), ScaleFactorLogger(every_n_steps=4, patterns=())
+    make_trainer(tmp_path, logger=loggers, callbacks=[callback]).fit(model, loader())
+    events = EventAccumulator(loggers[0].log_dir).Reload()
+    for position, role in enumerate(ROLES):
+        histogram = events.Histograms(f"fp8/{role}/log2_scale")[-1].histogram_value
+        scales = scaling_state(model).scale[position::3].log2()
+        drawn = (histogram.num, histogram.min, histogram.max)
+        assert drawn == pytest.approx((2, scales.min().item(), scales.max().item()), rel=1e-6)
+    names = {key for row in rows(loggers[1]) for key in row if key.startswith("fp8/")}
+    # without patterns the summaries alone
+    assert names == {f"fp8/{role}/{q}/{s}" for role in ROLES for q in QUANTITIES for s in ("min", "median", "max")}
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch, torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from lit import Regression, loader, make_trainer, seeded
+from lightning_fp8 import ScaleFactorLogger, scaling_state
+
+class Keep(Callback):
+    def on_train_batch_end(self, trainer, module, *_):
+        name = f"/counts{{trainer.global_rank}}-{{trainer.global_step}}.pt"
+        torch.save(scaling_state(module).counts, {path!r} + name)
+
+torch.set_num_threads(1)
+trainer = make_trainer({path!r}, strategy="ddp", devices=2, logger=CSVLogger({path!r}, version=0),
+                       callbacks=[Keep(), ScaleFactorLogger(every_n_steps=2)])
+trainer.fit(seeded(), loader())
+"""
+
+
+@pytest.mark.slow
+def test_fractions_are_those_of_all_processes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.format(tests=str(ROOT / "tests"), path=str(tmp_path)))
+    command = [sys.executable, str(tmp_path / "train.py")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    counts = [torch.load(tmp_path / f"counts{rank}-2.pt", weights_only=True) for rank in (0, 1)]
+    assert not torch.equal(*counts)
+    logger = SimpleNamespace(log_dir=tmp_path / "lightning_logs" / "version_0")
+    (last,) = [row for row in rows(logger) if row.get("fp8/net.0.input/scale")]
+    together = sum(counts).double()
+    for position, name in enumerate(["net.0.input", "net.0.weight", "net.0.grad_output"]):
+        numbers, saturated, nonzero, underflowed = together[position].tolist()
+        assert float(last[f"fp8/{name}/saturated_fraction"]) == pytest.approx(saturated / numbers, abs=1e-12)
+        assert float(last[f"fp8/{name}/underflowed_fraction"]) == pytest.approx(underflowed / nonzero, abs=1e-12)

@@ -9,14 +9,12 @@ import copy
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import sqnr
-from host_kernels import HostKernel
 from torch import Tensor, nn
 
 from kernels_cuda import casts
@@ -24,30 +22,6 @@ from kernels_cuda.launch import Kernel
 from lightning_fp8 import DelayedScaling, ScalingState, convert, scaling_state
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops import cuda, plain
-from lightning_fp8.ops.library import K_MAJOR_DEVICES
-
-OPERATORS = ("cast", "scaled_mm", "linear_backward", "update_scales")
-
-
-@pytest.fixture
-def cuda_half(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Turns CPU tensors over to ``ops.cuda``; counts the launches of each kernel."""
-    launches: Counter[str] = Counter()
-    launch = HostKernel.__call__
-
-    def counting(self: HostKernel, grid: int, *arguments: int | float) -> None:
-        launches[" ".join((self._function[0], *self._function[1]))] += 1
-        launch(self, grid, *arguments)
-
-    library = torch.library.Library("lightning_fp8", "IMPL")
-    for name in OPERATORS:
-        library.impl(name, getattr(cuda, name), "CPU", allow_override=True)
-    monkeypatch.setattr(HostKernel, "__call__", counting)
-    K_MAJOR_DEVICES.add("cpu")
-    yield launches
-    K_MAJOR_DEVICES.remove("cpu")
-    library._destroy()
-
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 

@@ -1,6 +1,8 @@
 """Callbacks that show what FP8 does to a run."""
 
 from lightning_fp8.callbacks.dtype_audit import DtypeAudit
+from lightning_fp8.callbacks.quantization_probe import QuantizationProbe
 from lightning_fp8.callbacks.scale_factor_logger import ScaleFactorLogger
+from lightning_fp8.callbacks.throughput_monitor import Fp8ThroughputMonitor
 
-__all__ = ["DtypeAudit", "ScaleFactorLogger"]
+__all__ = ["DtypeAudit", "Fp8ThroughputMonitor", "QuantizationProbe", "ScaleFactorLogger"]

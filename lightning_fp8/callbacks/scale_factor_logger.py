@@ -1,4 +1,4 @@
-"""Scale factors and amaxes in whatever loggers the Trainer has."""
+"""Scale factors and what they do to the tensors, in whatever loggers the Trainer has."""
 
 from __future__ import annotations
 
@@ -9,31 +9,70 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_fp8.convert import is_converted, scaling_state
+from lightning_fp8.formats import ROLES
+from lightning_fp8.scaling import ScalingState
+
+QUANTITIES = (
+    "scale",
+    "amax",
+    "amax_history_max",
+    "headroom_bits",
+    "saturated_fraction",
+    "underflowed_fraction",
+    "nonfinite_steps",
+)
 
 
 class ScaleFactorLogger(Callback):
-    """Logs the scales of an ``fp8-delayed`` run.
+    """Logs the scales of an ``fp8-delayed`` run, and what they do to the tensors.
 
-    For each tensor ``<module path>.<role>``, with the roles input, weight and grad_output:
+    For each tensor ``<module path>.<role>`` that a pattern matches, with the roles input, weight and grad_output:
 
     - ``fp8/<tensor name>/scale``: multiplier before the cast, as the next step will use it; no unit.
     - ``fp8/<tensor name>/amax``: largest absolute value in the newest step that counted, in the unit of the tensor; 0
       until there is one.
+    - ``fp8/<tensor name>/amax_history_max``: the largest of the window, in the unit of the tensor.
+    - ``fp8/<tensor name>/headroom_bits``: ``log2(FP8_MAX / (amax * scale))``, powers of two by which that amax may grow
+      before the next cast clips it, in bits; not logged until there is an amax.
+    - ``fp8/<tensor name>/saturated_fraction``: share of the numbers that this step's casts clipped, 0 to 1.
+    - ``fp8/<tensor name>/underflowed_fraction``: share of the numbers other than zero that they turned into zero, 0 to
+      1. Neither fraction is logged for a tensor that was not cast.
+    - ``fp8/<tensor name>/nonfinite_steps``: steps so far at which it held inf or NaN, which left scale and history as
+      they were.
 
-    One device-to-host copy per logging step, none between. In another precision it warns once and does nothing.
+    With ``summaries``, over all tensors of a role that have the quantity:
+
+    - ``fp8/<role>/<quantity>/min``, ``median`` and ``max``, in the unit of the quantity.
+
+    With ``histograms``, for loggers that draw them (TensorBoard): ``fp8/<role>/log2_scale``, no unit.
+
+    One device-to-host copy per logging step, none between; fractions are counted in logging steps only. Under several
+    processes they are those of all of them together, and rank 0 logs. In another precision it warns once and does
+    nothing.
 
     Args:
         every_n_steps: optimizer steps between two loggings.
-        patterns: ``fnmatch`` patterns on tensor names; a tensor is logged if any of them matches.
+        patterns: ``fnmatch`` patterns on tensor names; a tensor is logged if any of them matches. None, ``()``, for
+            the summaries alone.
+        summaries: whether to log them.
+        histograms: whether to draw them.
 
     Raises:
         ValueError: if ``every_n_steps`` is below 1, or a pattern matches no tensor of the model.
+        TypeError: if ``patterns`` is a single string.
     """
 
-    def __init__(self, every_n_steps: int = 50, patterns: Sequence[str] = ("*",)) -> None:
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        patterns: Sequence[str] = ("*",),
+        summaries: bool = True,
+        histograms: bool = True,
+    ) -> None:
         if every_n_steps < 1:
             raise ValueError(f"ScaleFactorLogger: `every_n_steps` must be at least 1, got {every_n_steps}.")
         if isinstance(patterns, str):
@@ -42,18 +81,24 @@ class ScaleFactorLogger(Callback):
             )
         self.every_n_steps = every_n_steps
         self.patterns = tuple(patterns)
+        self.summaries = summaries
+        self.histograms = histograms
+        self._state: ScalingState | None = None
         self._rows: list[int] = []
         self._last_step = 0
+        # optimizer steps of one batch: two, where manual optimization steps two optimizers
+        self._stride = 1
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._rows, self._last_step = [], trainer.global_step
+        self._state, self._rows, self._last_step, self._stride = None, [], trainer.global_step, 1
         if not is_converted(pl_module):
             rank_zero_warn(
                 f"ScaleFactorLogger: no layer runs in FP8 under precision={trainer.precision!r}; nothing to log."
             )
             return
-        names = scaling_state(pl_module).names
+        self._state = scaling_state(pl_module)
+        names = self._state.names
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(
@@ -64,21 +109,99 @@ class ScaleFactorLogger(Callback):
             row for row, name in enumerate(names) if any(fnmatchcase(name, pattern) for pattern in self.patterns)
         ]
 
+    def _is_due(self, step: int) -> bool:
+        return step // self.every_n_steps > self._last_step // self.every_n_steps
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # from the first micro-batch of a step that is to be logged
+        if self._state is not None and self._is_due(trainer.global_step + self._stride):
+            self._state.start_counting(self)
+
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
+        step, state = trainer.global_step, self._state
         # while gradients are accumulated the step stands still
-        if not self._rows or step == self._last_step or step % self.every_n_steps:
+        if state is None or step == self._last_step:
             return
-        self._last_step = step
-        state = scaling_state(pl_module)
-        scale, amax = torch.stack([state.scale, state.amax_history[0]])[:, self._rows].tolist()
-        metrics = {}
-        for position, row in enumerate(self._rows):
-            metrics[f"fp8/{state.names[row]}/scale"] = scale[position]
-            metrics[f"fp8/{state.names[row]}/amax"] = amax[position]
+        due, self._stride, self._last_step = self._is_due(step), step - self._last_step, step
+        if due:
+            values = _on_the_host(state, trainer)
+            state.stop_counting(self)
+            if trainer.is_global_zero:
+                self._log(trainer, state, values)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._state is not None:
+            self._state.stop_counting(self)
+        self._state = None
+
+    def _log(self, trainer: Trainer, state: ScalingState, values: dict[str, Tensor]) -> None:
+        metrics: dict[str, float] = {}
+        for quantity, tensor in values.items():
+            numbers = tensor.tolist()
+            for row in self._rows:
+                if numbers[row] == numbers[row]:
+                    metrics[f"fp8/{state.names[row]}/{quantity}"] = numbers[row]
+            if self.summaries:
+                metrics |= _summaries(quantity, tensor)
+        # the axis of everything else that Lightning logs, as its own callbacks have it
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for logger in trainer.loggers:
-            # the axis of everything else that Lightning logs, as its own callbacks have it
-            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(metrics, step=step)
+            draw = getattr(getattr(logger, "experiment", None), "add_histogram", None) if self.histograms else None
+            if draw is not None:
+                for role, scales in _by_role(values["scale"]).items():
+                    draw(f"fp8/{role}/log2_scale", scales.log2(), global_step=step)
+
+
+def _on_the_host(state: ScalingState, trainer: Trainer) -> dict[str, Tensor]:
+    """Each of ``QUANTITIES`` as ``[R] float64``, NaN where a tensor does not have it; all in one copy."""
+    counts = state.counts if state.counts is not None else state.amax.new_zeros(len(state.names), 4)
+    columns = (
+        state.scale,
+        state.amax_history[0],
+        state.amax_history.amax(dim=0),
+        state.nonfinite_steps,
+        # amaxes have been reduced by the update; these belong to one process so far
+        *trainer.strategy.reduce(counts, reduce_op="sum").unbind(dim=1),
+    )
+    copied = torch.stack([column.double() for column in columns]).cpu()
+    scale, amax, largest, nonfinite, numbers, saturated, nonzero, underflowed = copied
+    headroom = (state.fp8_max_on_host / (amax * scale)).log2()
+    nothing = torch.full_like(scale, float("nan"))
+    return {
+        "scale": scale,
+        "amax": amax,
+        "amax_history_max": largest,
+        "headroom_bits": torch.where(amax > 0, headroom, nothing),
+        # 0 / 0 is NaN: not cast
+        "saturated_fraction": saturated / numbers,
+        "underflowed_fraction": torch.where(numbers > 0, underflowed / nonzero.clamp(min=1), nothing),
+        "nonfinite_steps": nonfinite,
+    }
+
+
+def _by_role(values: Tensor) -> dict[str, Tensor]:
+    # the tensors of a module follow each other, a role each
+    return {role: values[position :: len(ROLES)] for position, role in enumerate(ROLES)}
+
+
+def _summaries(quantity: str, values: Tensor) -> dict[str, float]:
+    summaries: dict[str, float] = {}
+    for role, some in _by_role(values).items():
+        known = some[~some.isnan()]
+        if len(known):
+            numbers = {"min": known.min(), "median": known.quantile(0.5), "max": known.max()}
+            summaries |= {f"fp8/{role}/{quantity}/{name}": number.item() for name, number in numbers.items()}
+    return summaries

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from kernels_cuda import casts, scales
 from kernels_cuda.launch import Kernel
-from lightning_fp8.formats import CASTABLE_DTYPES
+from lightning_fp8.formats import CASTABLE_DTYPES, FORMATS
 from lightning_fp8.ops import plain
-from lightning_fp8.ops.activations import activated_width
+from lightning_fp8.ops.activations import activate, activated_width, activation_gradient
+from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.kernels import cast_kernel, update_kernel, weights_kernel
 from lightning_fp8.ops.plain import scaled_mm
 from lightning_fp8.scaling import ScalingState, amax_of, state_of
@@ -35,12 +36,15 @@ def cast(
     if kernel is None:
         return plain.cast(x, scale, amax_history, index, format, activation, layout, state, record)
     row = _row(scale, amax_history, index, state, record)
+    given = x
     if activation == "none" and x.stride(1) != 1 and x.stride(0) == 1:
         # laid out by columns: the transposed cast of what it is a transpose of
         y_t, y, scale_inv, _ = _launch(kernel, x.t(), row, layout != "rows", layout != "columns")
     else:
         x = x if x.stride(1) == 1 else x.contiguous()
         y, y_t, scale_inv, _ = _launch(kernel, x, row, layout != "columns", layout != "rows", activation)
+    if is_counting(state, record):
+        count(activate(given, activation), _used(row, scale_inv), index, FORMATS[format], state)
     return y, y_t, scale_inv
 
 
@@ -60,7 +64,7 @@ def cast_weights(
     kernel = weights_kernel(state.device)
     if kernel is None:
         raise RuntimeError(f"There is no kernel on {state.device} that casts weights together.")
-    device, count = state.device, len(weights)
+    device = state.device
     jobs = [
         casts.Weight(
             weight,
@@ -70,13 +74,18 @@ def cast_weights(
         )
         for weight, index in zip(weights, indices, strict=True)
     ]
-    scale_inv = torch.empty(count, dtype=torch.float32, device=device)
+    scale_inv = torch.empty(len(weights), dtype=torch.float32, device=device)
     measured = not state.every_tensor_has_history
-    current = torch.zeros(count, dtype=torch.float32, device=device) if measured else None
+    current = torch.zeros(len(weights), dtype=torch.float32, device=device) if measured else None
     table, first_tile = casts.weight_table(jobs, scale_inv, current)
     tiles = int(first_tile[-1])
     table, first_tile = (_uploaded(part, device) for part in (table, first_tile))
     casts.cast_weights(kernel, table, first_tile, tiles, (state.scale, state.amax_history, state.amax), measured)
+    if state.counts is not None:
+        fmt, places = state.recipe.format_of("weight"), torch.arange(len(state.names), device=device)
+        for weight, index, inverse in zip(weights, indices, scale_inv.unbind(), strict=True):
+            row = casts.Row(state.scale, state.amax_history, places[index : index + 1], None, current)
+            count(weight, _used(row, inverse), row.index, fmt, state.handle)
     return [(job.y, job.y_t, inverse) for job, inverse in zip(jobs, scale_inv.unbind(), strict=True)]
 
 
@@ -141,6 +150,9 @@ def _cast_gradient(
         kernel, dy if h is None else h.contiguous(), row, layout != "columns", layout != "rows",
         activation, dy=None if h is None else dy, sums=bias,
     )  # fmt: skip
+    if is_counting(state, record):
+        gradient = dy if h is None else activation_gradient(h, dy, activation)
+        count(gradient, _used(row, scale_inv), index, FORMATS[format], state)
     return y, y_t, scale_inv, sums
 
 
@@ -174,6 +186,14 @@ def _row(scale: Tensor, amax_history: Tensor, index: Tensor, state: int, record:
     measured = known is None or not known.every_tensor_has_history
     current = torch.zeros((), dtype=torch.float32, device=scale.device) if measured else None
     return casts.Row(scale, amax_history, index, amax_of(state, record), current)
+
+
+def _used(row: casts.Row, scale_inv: Tensor) -> Tensor:
+    """The scale that a cast has used: exactly, where it came from the state."""
+    delayed = row.scale.index_select(0, row.index)[0]
+    if row.current_amax is None:
+        return delayed
+    return torch.where(row.newest[0].index_select(0, row.index)[0] > 0, delayed, scale_inv.reciprocal())
 
 
 def _launch(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_fp8.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.reference import in_layout, scale_of_current, update_scales
 from lightning_fp8.scaling import amax_of
 
@@ -38,6 +39,8 @@ def cast(
     delayed = scale.index_select(0, index)[0]
     has_history = amax_history[0].index_select(0, index)[0] > 0
     used = torch.where(has_history, delayed, scale_of_current(current, FORMATS[format]))
+    if is_counting(state, record):
+        count(x, used, index, FORMATS[format], state)
     return (*in_layout(saturating_cast(x, used, FORMATS[format]), layout), used.reciprocal())
 
 

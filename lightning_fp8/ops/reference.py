@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_fp8.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.scaling import amax_of
 
 FP32_MAX = torch.finfo(torch.float32).max
@@ -40,6 +41,8 @@ def cast(
     """``sat(activation(x) * scale)``; see the operator ``lightning_fp8::cast``."""
     x = activate(x, activation)
     used, current = _scale_to_use(x, scale, amax_history, index, FORMATS[format], state, record)
+    if is_counting(state, record):
+        count(x, used, index, FORMATS[format], state)
     payload = saturating_cast(x, used, FORMATS[format], current)
     return (*in_layout(payload, layout), used.reciprocal())
 
@@ -173,6 +176,8 @@ def linear_backward(
     x_fp8, w_fp8 = (None if payload_t is None else payload_t.t() for payload_t in (x_fp8_t, w_fp8_t))
     (m, n), k = dy.shape, 0 if x_fp8 is None else x_fp8.shape[1]
     used, current = _scale_to_use(dy, scale, amax_history, index, fmt, state, record)
+    if is_counting(state, record):
+        count(dy, used, index, fmt, state)
     saturate, dy_scale_inv = _may_saturate(used, fmt, current), used.reciprocal()
     dx = dy.new_empty(0, 0, dtype=dx_dtype) if w_fp8 is None else dy.new_empty(m, w_fp8.shape[1], dtype=dx_dtype)
     dw, db = dy.new_zeros(n, k, dtype=torch.float32), dy.new_zeros(n if bias else 0, dtype=torch.float32)

@@ -1,0 +1,180 @@
+"""Which layers FP8 costs most: each converted layer beside itself in bf16, on the live batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_fp8.convert import is_converted
+from lightning_fp8.modules.gemm import Fp8Module
+from lightning_fp8.paths import named_modules
+
+
+class QuantizationProbe(Callback):
+    """Compares each converted layer's output with what the same layer gives in bf16, in training, on the live batch.
+
+    For each converted layer, in a step in which it runs:
+
+    - ``fp8/<module path>/sqnr_db``: signal to quantization noise, ``10 log10(sum(y^2) / sum((y_fp8 - y)^2))`` with y
+      the layer's output in bf16, in dB. Near 28 for normally distributed operands; 6 dB less are one bit of precision
+      less.
+
+    The layers whose numbers are lowest are the first to try in ``ignore_modules``; :meth:`suggest_ignore_modules`
+    writes that down. Training is not touched: no scale, gradient or random number differs. A step that is probed takes
+    about one forward longer, the others take nothing; one device-to-host copy a probe. Under several processes the sums
+    are those of all of them. In another precision it warns once and does nothing.
+
+    Args:
+        every_n_steps: optimizer steps between two probes.
+
+    Attributes:
+        sqnr_db: by module path, of the newest probe.
+
+    Raises:
+        ValueError: if ``every_n_steps`` is below 1.
+    """
+
+    def __init__(self, every_n_steps: int = 200) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"QuantizationProbe: `every_n_steps` must be at least 1, got {every_n_steps}.")
+        self.every_n_steps = every_n_steps
+        self.sqnr_db: dict[str, float] = {}
+        self._layers: dict[str, Fp8Module] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._sums: dict[str, Tensor] = {}
+        self._probed_step = -1
+        self._is_comparing = False
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._probed_step = -1
+        self._layers = {path: layer for path, layer in named_modules(pl_module) if isinstance(layer, Fp8Module)}
+        if not is_converted(pl_module):
+            rank_zero_warn(
+                f"QuantizationProbe: no layer runs in FP8 under precision={trainer.precision!r}; nothing to compare."
+            )
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # the first micro-batch of a step: its numbers are logged with that step
+        step = trainer.global_step
+        if (step + 1) % self.every_n_steps or step == self._probed_step:
+            return
+        self._probed_step, self._sums = step, {}
+        for path, layer in self._layers.items():
+            self._hooks.append(layer.register_forward_hook(self._comparison(path), with_kwargs=True))
+
+    def _comparison(self, path: str) -> Callable[..., None]:
+        def compare(layer: Fp8Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            # what runs inside a comparison is no layer of the model's; recomputation in backward has been seen before
+            if self._is_comparing or torch._C._current_graph_task_id() != -1:
+                return
+            self._is_comparing = True
+            try:
+                sums = _signal_and_noise(layer, args, kwargs, output)
+            finally:
+                self._is_comparing = False
+            self._sums[path] = sums + self._sums[path] if path in self._sums else sums
+
+        return compare
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._hooks:
+            return
+        self._remove_hooks()
+        sums, self._sums = self._sums, {}
+        if not sums:
+            rank_zero_warn(
+                "QuantizationProbe: no converted layer was called. Layers inside `torch.compile` cannot be watched:"
+                " probe a run without it."
+            )
+        # a layer that no process has run has no sums; one that some have run has those of the others as zeros
+        device = pl_module.device
+        empty = torch.zeros(2, dtype=torch.float64, device=device)
+        together = torch.stack([sums.get(path, empty) for path in self._layers])
+        signal, noise = trainer.strategy.reduce(together, reduce_op="sum").unbind(dim=1)
+        ratios = (10 * torch.log10(signal / noise)).tolist()
+        self.sqnr_db = {path: ratio for path, ratio in zip(self._layers, ratios, strict=True) if ratio == ratio}
+        metrics = {f"fp8/{path}/sqnr_db" if path else "fp8/sqnr_db": ratio for path, ratio in self.sqnr_db.items()}
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+
+    def suggest_ignore_modules(self, below_db: float = 20.0) -> list[str]:
+        """Print the settings that leave out the layers of the newest probe below ``below_db``, worst first.
+
+        Returns:
+            Their paths; empty, with a line that says so, where no layer is below.
+
+        Raises:
+            RuntimeError: if nothing has been probed yet.
+        """
+        if not self.sqnr_db:
+            raise RuntimeError(
+                "QuantizationProbe: nothing has been probed yet. Train for at least"
+                f" `every_n_steps`={self.every_n_steps} steps in `fp8-delayed` first."
+            )
+        worst = sorted((ratio, path) for path, ratio in self.sqnr_db.items() if ratio < below_db)
+        lines = [f'        - "{path}"  # {ratio:.1f} dB' for ratio, path in worst]
+        head = ["trainer:", "  plugins:", "    class_path: lightning_fp8.Fp8Precision", "    init_args:"]
+        if worst:
+            rank_zero_info("\n".join([*head, "      ignore_modules:", *lines]))
+        else:
+            lowest = min(self.sqnr_db.values())
+            rank_zero_info(f"No layer is below {below_db:.1f} dB; the lowest has {lowest:.1f} dB.")
+        return [path for _, path in worst]
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._remove_hooks()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+@torch.no_grad()
+def _signal_and_noise(layer: Fp8Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor:
+    """``sum(y^2)`` and ``sum((y_fp8 - y)^2)`` of one call of a layer, ``[2] float64``."""
+    with torch.autocast(_first(output).device.type, torch.bfloat16), _without_dropout(layer) as had_dropout:
+        if had_dropout:
+            output = type(layer).forward(layer, *args, **kwargs)
+        exact = _first(layer.plain_class.forward(layer, *args, **kwargs)).double()
+    noise = _first(output).double() - exact
+    return torch.stack([exact.square().sum(), noise.square().sum()])
+
+
+def _first(output: Any) -> Tensor:
+    """The output of a linear layer; that of an attention, without its weights."""
+    first: Tensor = output[0] if isinstance(output, tuple) else output
+    return first
+
+
+@contextlib.contextmanager
+def _without_dropout(layer: nn.Module) -> Iterator[bool]:
+    """Both runs see the same numbers, and neither draws a random one. Gives whether there was any dropout."""
+    before = getattr(layer, "dropout", 0.0)
+    if not before:
+        yield False
+        return
+    layer.dropout = 0.0  # type: ignore[assignment]
+    try:
+        yield True
+    finally:
+        layer.dropout = before  # type: ignore[assignment]

@@ -1,0 +1,181 @@
+"""Throughput, and model FLOPs utilisation (MFU) against the peak of the precision that really runs.
+
+Lightning's ``ThroughputMonitor`` takes the peak of the dtype that it knows a precision plugin by. What it takes for the
+plugins of this package (Lightning 2.6.6), with its own numbers for an H100 SXM in TFLOP/s:
+
+| plugin             | precision      | dtype taken | its peak | right would be |
+|--------------------|----------------|-------------|----------|----------------|
+| `Fp8Precision`     | `fp8-delayed`  | float32     | 66.9     | 1979           |
+| `Fp8Precision`     | `bf16-mixed`   | bfloat16    | 989.4    | 989.4          |
+| `Fp8Precision`     | `bf16-true`    | bfloat16    | 989.4    | 989.4          |
+| `Fp8FSDPPrecision` | `fp8-delayed`  | float32     | 66.9     | 1979           |
+| `Fp8FSDPPrecision` | either of bf16 | float32     | 66.9     | 989.4          |
+
+A plugin that it does not know counts as fp32: in FP8, MFU comes out 30 times too high (4 times where TF32 is allowed,
+for then it takes that peak). One for FSDP counts as its ``reduce_dtype``, in which gradients are summed and nothing is
+multiplied: with ``reduce_dtype="bfloat16"`` bf16 comes out right, and FP8 twice too high.
+
+Its table of chips has no FP8, and int8 is no substitute: it is dense FP8 for the H100 SXM and PCIe and the L4, but with
+sparsity for the H200, of two GPUs for the H100 NVL, and for a GeForce twice the FP8 rate with fp32 accumulation. An
+L40S is taken for an L4; H200, GH200 and B200 are not found by the names that they have. So FP8 has its own table here.
+
+Its bf16 peaks are used as they are, also where they are doubtful: of two GPUs for the H100 NVL, of an L4 for the L40S,
+without matrix units for a GeForce. ``peak_flops`` is for these.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_fp8.plugins.core import PrecisionCore
+
+# Dense FP8 with fp32 accumulation, TFLOP/s of one GPU, by the whole of the device's name. NVIDIA's data sheets mostly
+# print the number with sparsity, which is twice this.
+_DENSE_FP8_TFLOPS = {
+    # "NVIDIA H100 Tensor Core GPU" data sheet: SXM 3,958 with sparsity, PCIe 3,026, NVL 3,341
+    r"h100 (\d+gb )?hbm3|h100 sxm5?( \d+gb)?": 1979.0,
+    r"h100 pcie|h100 (\d+gb )?hbm2e": 1513.0,
+    r"h100 nvl": 1671.0,
+    # "NVIDIA H200 Tensor Core GPU" data sheet: SXM 3,958 with sparsity, NVL 3,341
+    r"h200( sxm5?)?": 1979.0,
+    r"h200 nvl": 1671.0,
+    # "NVIDIA GH200 Grace Hopper Superchip" data sheet: 3,958 with sparsity
+    r"gh200( \d+gb?( hbm3e?)?)?": 1979.0,
+    # "NVIDIA DGX B200" data sheet: 72 PFLOP/s with sparsity for eight GPUs
+    r"b200": 4500.0,
+    # "NVIDIA GB200 NVL72" data sheet: 720 PFLOP/s with sparsity for 72 GPUs
+    r"gb200": 5000.0,
+    # "NVIDIA L4 Tensor Core GPU" data sheet: 485 with sparsity
+    r"l4": 242.0,
+    # "NVIDIA L40 GPU" and "NVIDIA L40S GPU" data sheets: 362 and 733, with sparsity 724 and 1,466
+    r"l40": 362.0,
+    r"l40s": 733.0,
+    # "NVIDIA RTX 6000 Ada Generation" data sheet: 1,457 with sparsity
+    r"rtx 6000 ada generation": 728.5,
+    # "NVIDIA Ada GPU Architecture" whitepaper, appendix A: with fp16 accumulation 660.6 and 389.9
+    r"geforce rtx 4090": 330.3,
+    r"geforce rtx 4080": 194.9,
+}
+
+
+class Fp8ThroughputMonitor(ThroughputMonitor):
+    """Lightning's ``ThroughputMonitor`` with MFU against the peak that belongs to this package's precisions.
+
+    - ``fp8-delayed``, whatever its ``compute_dtype``: the device's dense FP8 peak. For a chip that is not in the table
+      here, twice Lightning's bf16 peak, with a warning once; no MFU where Lightning does not know that either, nor on
+      the CPU.
+    - ``bf16-mixed`` and ``bf16-true``: Lightning's peak of the compute dtype, bf16, under FSDP too.
+    - A precision of Lightning's own: what Lightning takes.
+
+    Logs to every logger of the Trainer, with the Trainer's ``log_every_n_steps``. ``<stage>`` is ``train``,
+    ``validate``, ``test`` or ``predict``, and ``/`` is the ``separator``; rates are averages over the last
+    ``window_size`` batches and appear when there are as many:
+
+    - ``<stage>/time``: seconds since the stage began, training without its validations.
+    - ``<stage>/batches``, ``<stage>/samples``: number of batches and samples of one device since then; a second
+      ``trainer.validate`` or ``test`` goes on counting.
+    - ``<stage>/lengths``: number of items of one device, likewise; with ``length_fn``.
+    - ``<stage>/device/batches_per_sec``, ``<stage>/device/samples_per_sec``: batches or samples per second, of one
+      device.
+    - ``<stage>/device/items_per_sec``: items (tokens) per second, of one device; with ``length_fn``.
+    - ``<stage>/device/flops_per_sec``: FLOP/s of one device; where the ``LightningModule`` has ``flops_per_batch``.
+    - ``<stage>/device/mfu``: this divided by the peak, a share of 1, no unit; where the peak is known as well.
+    - ``<stage>/batches_per_sec``, ``<stage>/samples_per_sec``, ``<stage>/items_per_sec``,
+      ``<stage>/flops_per_sec``: the same of all devices together; with more than one.
+
+    Under ``fp8-delayed``, MFU is the model's FLOPs over the FP8 peak. Only the matrix products of converted layers can
+    run at that peak: attention itself and layers that are not converted compute in bf16, at half of it or less. So the
+    number is a lower bound of how well the device is used, and 1 is out of reach.
+
+    ``flops_per_batch`` are the FLOPs of one batch on one device. Count them on a model that is not converted, such as a
+    second one on the meta device: ``measure_flops`` counts FP8 products as nothing.
+
+    Args:
+        batch_size_fn: batch -> its number of samples. In YAML a dotted path, such as ``builtins.len``.
+        length_fn: batch -> its number of items, such as tokens.
+        window_size: number of batches to average over.
+        separator: between the parts of a key.
+        peak_flops: FLOP/s of one device, in place of any table and under any precision; for a slice of a GPU (MIG), a
+            lower power limit, or a chip about which a table is wrong.
+
+    Raises:
+        ValueError: if ``peak_flops`` is not a positive finite number, or ``window_size`` is below 2.
+    """
+
+    def __init__(
+        self,
+        batch_size_fn: Callable[[Any], int],
+        length_fn: Callable[[Any], int] | None = None,
+        window_size: int = 100,
+        separator: str = "/",
+        peak_flops: float | None = None,
+    ) -> None:
+        if peak_flops is not None and not 0 < peak_flops < math.inf:
+            raise ValueError(
+                f"Fp8ThroughputMonitor: `peak_flops` must be a positive number of FLOP/s, got {peak_flops!r}."
+            )
+        if window_size < 2:
+            raise ValueError(f"Fp8ThroughputMonitor: `window_size` must be at least 2, got {window_size}.")
+        super().__init__(batch_size_fn, length_fn, window_size=window_size, separator=separator)
+        self.peak_flops = peak_flops
+        self._estimate_is_known = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        plugin = trainer.precision_plugin
+        if self.peak_flops is None and not isinstance(plugin, PrecisionCore):
+            super().setup(trainer, pl_module, stage)
+            return
+        with warnings.catch_warnings():
+            # about a peak that is replaced below
+            warnings.simplefilter("ignore")
+            super().setup(trainer, pl_module, stage)
+        peak = self.peak_flops if self.peak_flops is not None else self._peak(trainer.strategy.root_device, plugin)
+        self.available_flops = peak  # type: ignore[assignment]
+        for throughput in self._throughputs.values():
+            throughput.available_flops = peak
+
+    def _peak(self, device: torch.device, plugin: Any) -> float | None:
+        if plugin.precision != "fp8-delayed":
+            return get_available_flops(device, plugin.compute_dtype)
+        if device.type != "cuda":
+            # the reference implementation, about whose speed there is nothing to say
+            return None
+        name = torch.cuda.get_device_name(device)
+        return dense_fp8_flops(name) or self._estimate(device, name)
+
+    def _estimate(self, device: torch.device, name: str) -> float | None:
+        bf16 = get_available_flops(device, torch.bfloat16)
+        if bf16 is None:
+            return None
+        if not self._estimate_is_known:
+            self._estimate_is_known = True
+            rank_zero_warn(
+                f"Fp8ThroughputMonitor: the FP8 peak of {name!r} is not known. MFU is against twice Lightning's bf16"
+                f" peak, {2 * bf16 / 1e12:g} TFLOP/s; pass `peak_flops` if you know better."
+            )
+        return 2.0 * bf16
+
+
+def dense_fp8_flops(name: str) -> float | None:
+    """Dense FP8 peak in FLOP/s of one GPU, by the name that its driver gives; None for one that is not in the table.
+
+    >>> dense_fp8_flops("NVIDIA H100 PCIe") / 1e12
+    1513.0
+    """
+    chip = name.lower().removeprefix("nvidia ")
+    for pattern, tflops in _DENSE_FP8_TFLOPS.items():
+        if re.fullmatch(pattern, chip):
+            return tflops * 1e12
+    return None

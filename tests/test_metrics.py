@@ -1,0 +1,400 @@
+"""The metrics against FP8 from its definition in numpy, and what torchmetrics promises for every metric."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from fp8_numpy import DEFINITIONS, saturating_cast
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+from torchmetrics import MetricCollection
+from torchmetrics.metric import Metric
+
+from lightning_fp8.formats import FORMATS
+from lightning_fp8.metrics import SQNR, SaturationFraction, UnderflowFraction
+from lightning_fp8.ops import reference
+
+mpl.use("Agg")
+
+SMALLEST = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}
+LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
+SCALES = [1.0, 1.5, 2.0**-6, 3e-7, 12345.678, 2.0**40, 1e38, 1e-40]
+FRACTIONS = [SaturationFraction, UnderflowFraction]
+
+
+def all_bf16() -> Tensor:
+    """Every bf16 pattern: zeros, subnormals, inf and NaN of both signs included."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+
+
+def all_fp16() -> Tensor:
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+
+
+def boundaries(fmt: str) -> Tensor:
+    """The thresholds of a format, which are the tie and the largest value, with their fp32 neighbours."""
+    edges = np.float32([SMALLEST[fmt] / 2, SMALLEST[fmt], DEFINITIONS[fmt][3]])
+    near = np.concatenate([edges, np.nextafter(edges, np.float32(0)), np.nextafter(edges, np.float32(np.inf))])
+    return torch.from_numpy(np.concatenate([near, -near, np.float32([0.0, -0.0])]))
+
+
+def random_fp32(fmt: str, scale: float) -> Tensor:
+    """Values of all magnitudes of the format, spread by the scale, with the boundaries divided by it."""
+    low, high = math.log2(SMALLEST[fmt]) - 4, math.log2(DEFINITIONS[fmt][3]) + 4
+    exponents = torch.empty(20000, dtype=torch.float64).uniform_(low, high)
+    values = torch.exp2(exponents) * torch.randn(20000).sign() / scale
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45])
+    return torch.cat([values.float(), boundaries(fmt) / scale, special])
+
+
+def expected_counts(x: Tensor, scale: float, fmt: str) -> dict[type[Metric], tuple[int, int]]:
+    """Hits and elements, out of the codes that a cast by definition gives."""
+    values = x.float().numpy()
+    codes = saturating_cast(values, np.float32(scale), fmt) & 0x7F
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = np.abs(values * np.float32(scale)).astype(np.float64)
+    # clipped: the largest code stands for a value that was not its own, and not below it
+    clipped = (codes == LARGEST_CODE[fmt]) & ~np.isnan(values) & (scaled > DEFINITIONS[fmt][3])
+    nonzero = ~np.isnan(values) & (values != 0)
+    return {
+        SaturationFraction: (int(clipped.sum()), int((~np.isnan(values)).sum())),
+        UnderflowFraction: (int((nonzero & (codes == 0)).sum()), int(nonzero.sum())),
+    }
+
+
+def counts(metric: Metric) -> tuple[int, ...]:
+    return tuple(int(value) for value in metric.metric_state.values())
+
+
+@pytest.mark.parametrize("kind", FRACTIONS)
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_fractions_are_those_of_the_cast_by_definition(kind: type[Metric], fmt: str, scale: float) -> None:
+    for x in (all_bf16(), all_fp16(), random_fp32(fmt, scale)):
+        metric = kind(fmt)
+        metric.update(x, scale)
+        hits, elements = expected_counts(x, scale, fmt)[kind]
+        assert counts(metric) == (hits, elements)
+        assert metric.compute().item() == hits / elements
+        by_tensor = kind(fmt)
+        by_tensor.update(x, torch.tensor(scale))
+        assert counts(by_tensor) == (hits, elements)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_boundaries_at_scale_1(fmt: str) -> None:
+    x = boundaries(fmt)
+    saturation, underflow = SaturationFraction(fmt), UnderflowFraction(fmt)
+    saturation.update(x)
+    underflow.update(x)
+    # of 20 elements the two beyond the largest value; of 18 that are not zero the two ties and the two below them
+    assert counts(saturation) == (2, 20)
+    assert counts(underflow) == (4, 18)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_fractions_follow_the_reference_cast(fmt: str) -> None:
+    x, scale = torch.randn(256, 256), torch.tensor(DEFINITIONS[fmt][3] / 2)
+    x[:, :64] *= SMALLEST[fmt] * 1e-3
+    payload = reference.saturating_cast(x, scale, FORMATS[fmt]).view(FORMATS[fmt].dtype).float()
+    assert 0 < UnderflowFraction(fmt)(x, scale) == ((payload == 0) & (x != 0)).sum().item() / (x != 0).sum().item()
+    clipped = (payload.abs() == DEFINITIONS[fmt][3]) & ((x * scale).abs() > DEFINITIONS[fmt][3])
+    assert 0 < SaturationFraction(fmt)(x, scale) == clipped.sum().item() / x.numel()
+
+
+def test_the_product_is_rounded_to_fp32() -> None:
+    # 448 * (1 + 2**-36), exactly, from two numbers that fp32 holds; 448 in fp32
+    x, scale = torch.tensor([448 * (1 + 2.0**-12)]), 1 - 2.0**-12 + 2.0**-24
+    assert x.double().item() * torch.tensor(scale).double().item() > 448
+    assert SaturationFraction()(x, scale) == SaturationFraction()(x, torch.tensor(scale)) == 0
+    assert SaturationFraction()(x, torch.tensor(scale, dtype=torch.float64)) == 0
+    # a product below fp32's smallest subnormal is zero
+    assert UnderflowFraction("e5m2")(torch.tensor([1e-30]), 1e-30) == 1
+    # a scale in double precision is the cast's fp32 scale: 1 + 2**-30 is 1
+    for x in (torch.tensor([448.0]), torch.tensor(448.0)):
+        assert SaturationFraction()(x, torch.tensor(1 + 2.0**-30, dtype=torch.float64)) == 0
+    assert SaturationFraction()(torch.tensor([448.0]), 1 + 2.0**-23) == 1
+
+
+def test_fractions_of_nothing_are_zero() -> None:
+    for kind in FRACTIONS:
+        assert kind()(torch.empty(0)) == 0
+        assert kind()(torch.tensor([math.nan])) == 0
+    assert UnderflowFraction()(torch.zeros(8)) == 0
+    assert SaturationFraction()(torch.tensor([math.nan, math.inf, 1.0])) == 0.5
+    assert UnderflowFraction()(torch.tensor([math.nan, 0.0, 1e-9, 1.0])) == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_sqnr_is_the_ratio_in_float64(dtype: torch.dtype) -> None:
+    target, preds = torch.randn(3, 1, 50), (torch.randn(3, 1, 50) * 3).to(dtype)
+    exact, approximate = target.double().numpy().ravel().tolist(), preds.double().numpy().ravel().tolist()
+    signal = math.fsum(value**2 for value in exact)
+    noise = math.fsum((other - value) ** 2 for value, other in zip(exact, approximate))
+    result = SQNR()(preds, target)
+    assert result.dtype == torch.float64
+    assert result.item() == pytest.approx(10 * math.log10(signal / noise), rel=1e-13)
+
+
+def test_sqnr_does_not_lose_small_noise_beside_a_large_signal() -> None:
+    metric = SQNR()
+    target = torch.full((1000,), 1e4)
+    metric.update(target, target)
+    for _ in range(100):
+        metric.update(torch.tensor([1e-3]), torch.tensor([0.0]))
+        metric.update(torch.tensor([0.0]), torch.tensor([0.0]))
+    noise = 100 * float(np.float32(1e-3)) ** 2
+    assert metric.compute().item() == pytest.approx(10 * math.log10(1e11 / noise), rel=1e-13)
+    large = torch.tensor([1e30], dtype=torch.float32)  # whose square float32 does not hold
+    assert SQNR()(large * 2, large).item() == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize(("fmt", "low", "high"), [("e4m3", 30, 33), ("e5m2", 24, 27)])
+def test_sqnr_of_the_reference_cast(fmt: str, low: float, high: float) -> None:
+    x = torch.randn(512, 512)
+    scale = reference.scale_of_current(reference.max_abs(x), FORMATS[fmt])
+    payload = reference.saturating_cast(x, scale, FORMATS[fmt]).view(FORMATS[fmt].dtype)
+    value = SQNR()(payload.float() / scale, x).item()
+    assert low < value < high
+
+
+def test_sqnr_at_its_ends() -> None:
+    x = torch.tensor([1.0, 2.0])
+    assert SQNR()(x, x) == math.inf
+    assert SQNR()(x, torch.zeros(2)) == -math.inf
+    for preds, target in ((torch.zeros(2), torch.zeros(2)), (torch.empty(0), torch.empty(0)), (x * math.nan, x)):
+        assert SQNR()(preds, target).isnan()
+    with pytest.warns(UserWarning, match="was called before the ``update`` method"):
+        assert SQNR().compute().isnan()
+
+
+def every_metric() -> list[tuple[Metric, list[tuple[Tensor, Any]]]]:
+    """Each metric with the batches of three updates, of different sizes and values."""
+    spread = [torch.randn(size) * 10.0**power for size, power in ((7, 2), (100, 6), (31, -6))]
+    pairs = [(x.to(torch.bfloat16), x) for x in spread]
+    scaled = list(zip(spread, (1.0, 0.5, torch.tensor(1.5))))
+    return [(SQNR(), pairs), *((kind(fmt), scaled) for kind in FRACTIONS for fmt in FORMATS)]
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_what_torchmetrics_promises(which: int) -> None:
+    metric, batches = every_metric()[which]
+    fresh, at_once, forward = metric.clone(), metric.clone(), metric.clone()
+    at_once.persistent(True)
+    for batch in batches:
+        metric.update(*batch)
+        alone = metric.clone()
+        alone.reset()
+        alone.update(*batch)
+        assert torch.equal(forward(*batch), alone.compute())
+    value = metric.compute()
+    assert value.isfinite()
+    assert value != alone.compute()
+    assert torch.equal(forward.compute(), value)
+
+    assert metric.state_dict() == {}
+    metric.persistent(True)
+    at_once.load_state_dict(metric.state_dict())
+    assert set(metric.state_dict()) == set(metric.metric_state)
+    at_once._update_count = 1
+    assert torch.equal(at_once.compute(), value)
+    assert torch.equal(pickle.loads(pickle.dumps(metric)).compute(), value)
+    metric.reset()
+    assert not any(state.any() for state in metric.metric_state.values())
+    fresh.update(*batches[0])
+    metric.update(*batches[0])
+    assert torch.equal(metric.compute(), fresh.compute())
+    assert (metric.is_differentiable, metric.full_state_update) == (False, False)
+    assert metric.higher_is_better is isinstance(metric, SQNR)
+
+
+@pytest.mark.parametrize("kind", FRACTIONS)
+def test_several_updates_are_one(kind: type[Metric]) -> None:
+    x = torch.randn(1000) * torch.logspace(-6, 6, 1000)
+    at_once, in_parts = kind(), kind()
+    at_once.update(x, 0.7)
+    for part in x.split(77):
+        in_parts.update(part.reshape(1, -1, 1), 0.7)
+    assert counts(at_once) == counts(in_parts)
+    assert 0 < at_once.compute() == in_parts.compute() < 1
+    whole, parts = SQNR(), SQNR()
+    whole.update(x.bfloat16(), x)
+    for part in x.split(77):
+        parts.update(part.bfloat16(), part)
+    assert parts.compute().item() == pytest.approx(whole.compute().item(), rel=1e-13)
+
+
+def test_no_gradient_flows_through_any() -> None:
+    x = torch.randn(8, requires_grad=True)
+    assert not SQNR()(x * 1.1, x).requires_grad
+    for kind in FRACTIONS:
+        assert not kind()(x, torch.tensor(2.0, requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_sums_keep_their_dtype_where_the_owner_is_cast(which: int) -> None:
+    metric, batches = every_metric()[which]
+    dtypes = [state.dtype for state in metric.metric_state.values()]
+    assert set(dtypes) == {torch.float64 if isinstance(metric, SQNR) else torch.int64}
+    expected = metric.clone()
+    for batch in batches:
+        expected.update(*batch)
+    owner = torch.nn.Sequential(torch.nn.Linear(2, 2), metric)
+    metric.update(*batches[0])
+    owner.to(torch.bfloat16).half().to(dtype=torch.bfloat16)
+    metric.set_dtype(torch.float16)
+    for batch in batches[1:]:
+        metric.update(*batch)
+    assert [state.dtype for state in metric.metric_state.values()] == dtypes
+    assert torch.equal(metric.compute(), expected.compute())
+    metric.reset()
+    assert [state.dtype for state in metric.metric_state.values()] == dtypes
+    metric.to("meta", torch.bfloat16)
+    assert [state.dtype for state in metric.metric_state.values()] == dtypes
+    assert all(state.is_meta for state in metric.metric_state.values())
+
+
+def test_a_collection_keeps_the_formats_apart() -> None:
+    """Metrics with equal states after the first update would share one from then on."""
+    fractions = MetricCollection({f"{kind.__name__}/{fmt}": kind(fmt) for kind in FRACTIONS for fmt in FORMATS})
+    alone = {name: metric.clone() for name, metric in fractions.items()}
+    # nothing clipped or lost by either format at first; then something by one of them, and by both
+    for x in (torch.ones(4), torch.tensor([500.0, 600.0, 700.0, 1e-4, 1.0]), torch.tensor([1e6, 1e-9, 1e-9])):
+        fractions.update(x, scale=1.0)
+        for metric in alone.values():
+            metric.update(x, scale=1.0)
+    values = fractions.compute()
+    assert values == {name: metric.compute() for name, metric in alone.items()}
+    assert len({value.item() for value in values.values()}) == 4
+    together = MetricCollection([SQNR(), SaturationFraction()])
+    x = torch.tensor([100.0, 500.0])
+    values = together(preds=x + 1, target=x, x=x, scale=1.0)
+    assert values["SaturationFraction"] == 0.5
+    assert values["SQNR"].item() == pytest.approx(10 * math.log10(260000 / 2))
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_plot_gives_a_figure_and_an_axis(which: int) -> None:
+    metric, batches = every_metric()[which]
+    values = [metric(*batch) for batch in batches]
+    for given, expected in ((None, [metric.compute()]), (values[0], values[:1]), (values, values)):
+        figure, axis = metric.plot() if given is None else metric.plot(given)
+        assert isinstance(figure, Figure)
+        assert isinstance(axis, Axes)
+        assert np.ravel(axis.lines[0].get_ydata()).tolist() == [value.item() for value in expected]
+        assert axis.get_ylabel() == type(metric).__name__
+        # a fraction's axis goes from 0 to 1, with torchmetrics' margin
+        assert (axis.get_ylim() == (-0.1, 1.1)) is not isinstance(metric, SQNR)
+        assert metric.plot(given, ax=axis)[1] is axis
+        plt.close(figure)
+
+
+def test_format_in_the_repr() -> None:
+    assert repr(UnderflowFraction("e5m2")) == "UnderflowFraction(format='e5m2')"
+
+
+@pytest.mark.parametrize("kind", FRACTIONS)
+def test_errors_of_fractions(kind: type[Metric]) -> None:
+    name = kind.__name__
+    for format in ("E4M3", "fp8", None, ["e4m3"], torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=f"{name}: `format` must be one of 'e4m3', 'e5m2', got ") as error:
+            kind(format)
+        assert repr(format) in str(error.value)
+    metric, x = kind(), torch.ones(2)
+    for scale in (0, 0.0, -1.0, math.nan, math.inf, 1e39, 1e-60, np.float32(-2)):
+        with pytest.raises(ValueError, match="`scale` must be positive and finite in float32") as error:
+            metric.update(x, scale)
+        assert f"got {scale!r}." in str(error.value)
+    for scale in ("1", None, True, 1j):
+        with pytest.raises(TypeError, match=rf"`scale` must be a number or a tensor, got {scale!r} of type"):
+            metric.update(x, scale)
+    with pytest.raises(ValueError, match=r"must have no dimension, got shape \(1,\)"):
+        metric.update(x, torch.ones(1))
+    with pytest.raises(TypeError, match=r"`scale` must have a floating dtype, got torch\.int64"):
+        metric.update(x, torch.tensor(2))
+    with pytest.raises(TypeError, match=rf"{name}: `x` must have a floating dtype, got torch\.int64"):
+        metric.update(torch.ones(2, dtype=torch.int64))
+    with pytest.raises(TypeError, match=rf"{name}: `x` must be a tensor, got list"):
+        metric.update([1.0])
+    with pytest.raises(TypeError, match=r"the cast takes `x` in float32, bfloat16, float16, got float64"):
+        metric.update(x.double())
+    assert counts(metric) == (0, 0)
+    for scale in (2, np.float32(2), np.float64(2), torch.tensor(2.0, dtype=torch.bfloat16)):
+        assert kind()(torch.tensor([2.0**-11, 2.0**-9, 1, 300]), scale) == 0.25
+
+
+def test_errors_of_sqnr() -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"must have the same shape, got \(2, 3\) and \(3,\)"):
+        SQNR().update(x, x[0])
+    with pytest.raises(TypeError, match=r"SQNR: `preds` must have a floating dtype, got torch\.int32"):
+        SQNR().update(x.int(), x)
+    with pytest.raises(TypeError, match=r"SQNR: `target` must have a floating dtype, got torch\.complex64"):
+        SQNR().update(x, x.to(torch.complex64))
+    with pytest.raises(TypeError, match="SQNR: `target` must be a tensor, got float"):
+        SQNR().update(x, 1.0)
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torchmetrics import MetricCollection
+from lightning_fp8.metrics import SQNR, SaturationFraction, UnderflowFraction
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+metrics = {{"sqnr": SQNR()}}
+for format in ("e4m3", "e5m2"):
+    metrics[f"saturation_{{format}}"] = SaturationFraction(format)
+    metrics[f"underflow_{{format}}"] = UnderflowFraction(format)
+last = SQNR().to(torch.bfloat16)
+batches = torch.load({path!r} + "/batches.pt", weights_only=True)
+for x in batches[rank::2]:
+    for name, metric in metrics.items():
+        metric.update(x.bfloat16(), x) if name == "sqnr" else metric.update(x, 3.0)
+if rank == 1:  # the other rank's stays empty
+    last.update(x.bfloat16(), x)
+result = {{name: metric.compute() for name, metric in metrics.items()}} | {{"last": last.compute()}}
+# computing leaves every rank its own sums
+result["own"] = [float(state) for metric in metrics.values() for state in metric.metric_state.values()]
+torch.save(result, {path!r} + f"/rank{{rank}}.pt")
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_have_the_value_over_all_data(tmp_path: Path) -> None:
+    # unequal in number and size, and each rank with another distribution
+    batches = [torch.randn(size) * 10.0**power for size, power in ((50, 3), (9, -3), (400, 4), (1000, -5), (3, 1))]
+    batches.append(torch.randn(20) * 2000)
+    torch.save(batches, tmp_path / "batches.pt")
+    script = tmp_path / "compute.py"
+    script.write_text(SCRIPT.format(path=str(tmp_path)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-6000:]
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    single: dict[str, Metric] = {"sqnr": SQNR()}
+    for fmt in FORMATS:
+        single[f"saturation_{fmt}"] = SaturationFraction(fmt)
+        single[f"underflow_{fmt}"] = UnderflowFraction(fmt)
+    for x in batches:
+        for name, metric in single.items():
+            metric.update(*((x.bfloat16(), x) if name == "sqnr" else (x, 3.0)))
+    last = SQNR()(batches[-1].bfloat16(), batches[-1])
+    for result in ranks:
+        for name, metric in single.items():
+            assert result[name].item() == pytest.approx(metric.compute().item(), rel=1e-13)
+            assert 0 < result[name] < 1 or name == "sqnr"
+        assert torch.equal(result["last"], last)
+    assert ranks[0]["own"] != ranks[1]["own"]

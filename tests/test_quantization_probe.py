@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import csv
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import sqnr
+from lightning.pytorch.loggers import CSVLogger
+from lit import Regression, loader, make_trainer, seeded
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fp8 import Fp8Linear, QuantizationProbe, scaling_state
+from lightning_fp8.callbacks import quantization_probe
+
+
+class Encoder(Regression):
+    """A transformer layer in front; ``dropout`` in its attention too."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(32, 2, 64, dropout=dropout, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.encoder(x[:, None])[:, 0])
+
+
+def rows(logger: CSVLogger) -> list[dict[str, str]]:
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_training_is_not_touched(dropout: float, tmp_path: Path) -> None:
+    runs = []
+    for callbacks in ([], [QuantizationProbe(every_n_steps=1)]):
+        model = seeded(Encoder, dropout=dropout)
+        torch.manual_seed(3)
+        make_trainer(tmp_path, callbacks=callbacks).fit(model, loader())
+        state = scaling_state(model)
+        runs.append([*model.losses, *model.parameters(), state.scale, state.amax_history, torch.rand(3)])
+    assert all(map(torch.equal, *runs))
+
+
+def test_numbers_are_those_of_the_layer_itself(tmp_path: Path) -> None:
+    expected: list[float] = []
+
+    class Watched(Regression):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            layer = self.net[0]
+            if self.training:
+                with torch.no_grad():
+                    in_bf16 = F.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16())
+                    expected.append(sqnr(Fp8Linear.forward(layer, x), in_bf16))
+            return super().forward(x)
+
+    logger, probe = CSVLogger(tmp_path), QuantizationProbe(every_n_steps=2)
+    make_trainer(tmp_path, logger=logger, callbacks=[probe]).fit(seeded(Watched), loader())
+    logged = [float(row["fp8/net.0/sqnr_db"]) for row in rows(logger) if row.get("fp8/net.0/sqnr_db")]
+    # of the second and the fourth step; the first use of a tensor has the scale of its own amax, as measured here too
+    assert logged == pytest.approx([expected[1], expected[3]], abs=1e-3)
+    assert 24 < min(logged) < max(logged) < 36
+    assert probe.sqnr_db["net.0"] == logged[-1]
+    assert set(probe.sqnr_db) == {"net.0", "net.2"}
+
+
+def test_an_attention_with_dropout_is_compared_without(tmp_path: Path) -> None:
+    probe = QuantizationProbe(every_n_steps=4)
+    model = seeded(Encoder, dropout=0.5)
+    make_trainer(tmp_path, callbacks=[probe]).fit(model, loader())
+    names = {
+        "net.0",
+        "net.2",
+        *(f"encoder.{name}" for name in ("self_attn", "self_attn.out_proj", "linear1", "linear2")),
+    }
+    assert set(probe.sqnr_db) == names
+    # with masks of their own the two runs would differ by about 0 dB
+    assert min(probe.sqnr_db.values()) > 15
+    assert model.encoder.self_attn.dropout == 0.5
+
+
+def test_the_layer_that_fp8_costs_most_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Wild(Regression):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.net[1](self.net[0](x))
+            # one huge element: all others lie far below the range of E4M3, and the product needs them
+            return self.net[2](torch.cat([hidden[:, :-1], torch.full_like(hidden[:, -1:], 3e5)], dim=1))
+
+    model = seeded(Wild)
+    with torch.no_grad():
+        model.net[2].weight[:, -1] = 0
+    probe = QuantizationProbe(every_n_steps=1)
+    with pytest.raises(RuntimeError, match="nothing has been probed yet"):
+        probe.suggest_ignore_modules()
+    make_trainer(tmp_path, callbacks=[probe], max_steps=1).fit(model, loader())
+    assert probe.sqnr_db["net.2"] < 10 < 20 < probe.sqnr_db["net.0"]
+    with caplog.at_level(logging.INFO):
+        assert probe.suggest_ignore_modules() == ["net.2"]
+    assert f'      ignore_modules:\n        - "net.2"  # {probe.sqnr_db["net.2"]:.1f} dB' in caplog.text
+    with caplog.at_level(logging.INFO):
+        assert probe.suggest_ignore_modules(below_db=-50) == []
+    assert "No layer is below -50.0 dB; the lowest has" in caplog.text
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_is_not_compared_again(reentrant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Checkpointed(Regression):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.net, x.requires_grad_(), use_reentrant=reentrant)
+
+    calls: list[None] = []
+    compare = quantization_probe._signal_and_noise
+    monkeypatch.setattr(quantization_probe, "_signal_and_noise", lambda *args: calls.append(None) or compare(*args))
+    results = []
+    for cls in (Regression, Checkpointed):
+        probe = QuantizationProbe(every_n_steps=4)
+        make_trainer(tmp_path, callbacks=[probe]).fit(seeded(cls), loader())
+        results.append(probe.sqnr_db)
+    assert results[0] == pytest.approx(results[1], abs=1e-9)
+    assert set(results[0]) == {"net.0", "net.2"}
+    # two layers, once in each of the two runs
+    assert len(calls) == 4
+
+
+def test_it_probes_due_steps_only_and_leaves_no_hook(tmp_path: Path) -> None:
+    probed: list[bool] = []
+
+    class Watching(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            probed.append(bool(self.net[0]._forward_hooks))
+            return super().training_step(batch, batch_idx)
+
+    model = seeded(Watching)
+    trainer = make_trainer(tmp_path, callbacks=[QuantizationProbe(every_n_steps=3)], accumulate_grad_batches=2)
+    trainer.fit(model, loader(rows=16 * 12))
+    # the first micro-batch of steps 3 and 6
+    assert [batch for batch, on in enumerate(probed) if on] == [4, 10]
+    assert not model.net[0]._forward_hooks
+
+
+def test_an_exception_leaves_no_hook(tmp_path: Path) -> None:
+    class Failing(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise ZeroDivisionError
+
+    model = seeded(Failing)
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(tmp_path, callbacks=[QuantizationProbe(1)]).fit(model, loader())
+    assert not model.net[0]._forward_hooks
+
+
+def test_other_precisions_and_bad_input(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no layer runs in FP8 under precision='bf16-mixed'"):
+        make_trainer(tmp_path, precision="bf16-mixed", callbacks=[QuantizationProbe(1)]).fit(seeded(), loader())
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        QuantizationProbe(every_n_steps=0)
+
+
+def test_a_compiled_model_is_named(tmp_path: Path) -> None:
+    class Compiled(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            x, y = batch
+            return F.mse_loss(self.compiled(x).float(), y)
+
+        def configure_model(self) -> None:
+            self.compiled = lambda x: F.linear(x, self.net[0].weight)[:, :4]
+
+    with pytest.warns(UserWarning, match=r"no converted layer was called.*torch\.compile"):
+        make_trainer(tmp_path, callbacks=[QuantizationProbe(1)], max_steps=1).fit(seeded(Compiled), loader())

@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import small_mlp
+from lightning.fabric.utilities import throughput as lightnings
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.trainer.states import RunningStage
+from lit import Regression, loader, make_trainer, seeded
+
+from lightning_fp8 import Fp8FSDPPrecision, Fp8Precision, convert
+from lightning_fp8.callbacks.throughput_monitor import Fp8ThroughputMonitor, dense_fp8_flops
+from lightning_fp8.examples import ByteGPT
+
+H100 = "NVIDIA H100 80GB HBM3"
+H100_SLICE = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+FLOPS = 1_234_567
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gives the GPU of this machine, which has none, a name."""
+
+    def name_it(name: str, matmul: str = "highest") -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: matmul)
+
+    return name_it
+
+
+def set_up(monitor: ThroughputMonitor, plugin: Precision, device: str = "cuda:0", stage: str = "fit") -> float | None:
+    """The peak after ``setup``, the same in the attribute and in all that computes with it."""
+    running = RunningStage.TRAINING if stage == "fit" else RunningStage.VALIDATING
+    trainer: Any = SimpleNamespace(
+        precision_plugin=plugin,
+        strategy=SimpleNamespace(root_device=torch.device(device)),
+        enable_validation=True,
+        world_size=1,
+        state=SimpleNamespace(stage=running),
+    )
+    monitor.setup(trainer, Regression(), stage)
+    assert {running, RunningStage.VALIDATING} <= set(monitor._throughputs)
+    peaks = [throughput.available_flops for throughput in monitor._throughputs.values()]
+    assert peaks == [monitor.available_flops] * len(peaks)
+    return monitor.available_flops
+
+
+def peak_and_warnings(*args: Any, **kwargs: Any) -> tuple[float | None, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        return set_up(*args, **kwargs), [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "stock", "ours"),
+    [
+        (Fp8Precision(), 66.9, 1979),
+        (Fp8Precision(compute_dtype="float32"), 66.9, 1979),
+        (Fp8Precision("bf16-mixed"), 989.4, 989.4),
+        (Fp8Precision("bf16-true"), 989.4, 989.4),
+        (Fp8FSDPPrecision(), 66.9, 1979),
+        (Fp8FSDPPrecision(reduce_dtype="bfloat16"), 989.4, 1979),
+        (Fp8FSDPPrecision("bf16-mixed"), 66.9, 989.4),
+        (Fp8FSDPPrecision("bf16-true"), 66.9, 989.4),
+    ],
+)
+def test_the_peak_is_that_of_the_precision_where_the_stock_monitor_takes_fp32(
+    plugin: Precision, stock: float, ours: float, gpu: Any
+) -> None:
+    gpu(H100)
+    assert set_up(ThroughputMonitor(len), plugin) == pytest.approx(stock * 1e12)
+    assert set_up(Fp8ThroughputMonitor(len), plugin) == pytest.approx(ours * 1e12)
+
+
+def test_tf32_changes_the_stock_peak_and_not_ours(gpu: Any) -> None:
+    gpu(H100, matmul="high")
+    assert set_up(ThroughputMonitor(len), Fp8Precision()) == pytest.approx(494.7e12)
+    assert set_up(Fp8ThroughputMonitor(len), Fp8Precision()) == 1979e12
+
+
+def test_lightnings_table_has_no_fp8() -> None:
+    # where it gets one, it is to be looked at whether that is the dense one
+    columns = {str(dtype) for chip in lightnings._CUDA_FLOPS.values() for dtype in chip}
+    assert "torch.int8" in columns
+    assert not [column for column in columns if "float8" in column or "fp8" in column]
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        (H100, 1979),
+        ("NVIDIA H100 PCIe", 1513),
+        ("NVIDIA H100 80GB HBM2e", 1513),
+        ("NVIDIA H100 NVL", 1671),
+        ("NVIDIA H200", 1979),
+        ("NVIDIA H200 NVL", 1671),
+        ("NVIDIA GH200 480GB", 1979),
+        ("NVIDIA GH200 144G HBM3e", 1979),
+        ("NVIDIA B200", 4500),
+        ("NVIDIA GB200", 5000),
+        ("NVIDIA L4", 242),
+        ("NVIDIA L40", 362),
+        ("NVIDIA L40S", 733),
+        ("NVIDIA RTX 6000 Ada Generation", 728.5),
+        ("NVIDIA GeForce RTX 4090", 330.3),
+        ("NVIDIA GeForce RTX 4080", 194.9),
+    ],
+)
+def test_fp8_peak_by_the_name_of_the_device(name: str, tflops: float, gpu: Any) -> None:
+    gpu(name)
+    # and none of Lightning's warnings, which does not know an H200
+    assert peak_and_warnings(Fp8ThroughputMonitor(len), Fp8Precision()) == (pytest.approx(tflops * 1e12), [])
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H20", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4080 SUPER", H100_SLICE, "L400"]
+)
+def test_a_similar_name_is_another_chip(name: str) -> None:
+    assert dense_fp8_flops(name) is None
+
+
+def test_twice_bf16_for_other_chips_and_it_says_so_once(gpu: Any) -> None:
+    gpu(H100_SLICE)
+    monitor = Fp8ThroughputMonitor(len)
+    first, said = peak_and_warnings(monitor, Fp8Precision())
+    second, said_again = peak_and_warnings(monitor, Fp8Precision(), stage="validate")
+    assert first == second == pytest.approx(2 * 989.4e12)
+    assert len(said) == 1
+    assert re.search(f"FP8 peak of '{H100_SLICE}' is not known.*1978.8 TFLOP/s; pass `peak_flops`", said[0])
+    assert said_again == []
+
+
+@pytest.mark.parametrize("plugin", [Fp8Precision(), Fp8Precision("bf16-mixed")])
+def test_no_peak_for_a_chip_that_nobody_knows(plugin: Precision, gpu: Any) -> None:
+    gpu("NVIDIA Abacus")
+    assert peak_and_warnings(Fp8ThroughputMonitor(len), plugin) == (None, ["FLOPs not found for 'NVIDIA Abacus'"])
+
+
+@pytest.mark.parametrize("name", [H100, "NVIDIA B200", "Tesla T4"])
+@pytest.mark.parametrize(
+    "plugin",
+    [Precision(), MixedPrecision("bf16-mixed", "cuda"), HalfPrecision("bf16-true"), DoublePrecision()],
+    ids=lambda plugin: type(plugin).__name__,
+)
+def test_plugins_of_lightnings_own_as_in_the_stock_monitor(plugin: Precision, name: str, gpu: Any) -> None:
+    gpu(name)
+    stock = peak_and_warnings(ThroughputMonitor(len), plugin)
+    assert peak_and_warnings(Fp8ThroughputMonitor(len), plugin) == stock
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize(
+    "plugin", [Fp8Precision(), Fp8Precision("bf16-true"), Precision(), MixedPrecision("bf16-mixed", "cuda")]
+)
+def test_peak_flops_overrides_every_table(plugin: Precision, device: str, gpu: Any) -> None:
+    gpu("NVIDIA Abacus")
+    assert peak_and_warnings(Fp8ThroughputMonitor(len, peak_flops=1.5), plugin, device) == (1.5, [])
+
+
+def test_arguments_outside_their_rules() -> None:
+    for wrong in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"`peak_flops` must be a positive number of FLOP/s, got {wrong}"):
+            Fp8ThroughputMonitor(len, peak_flops=wrong)
+    with pytest.raises(ValueError, match="`window_size` must be at least 2, got 1"):
+        Fp8ThroughputMonitor(len, window_size=1)
+
+
+class Counted(Regression):
+    flops_per_batch = FLOPS
+
+
+def logged(path: Path, monitor: ThroughputMonitor, **kwargs: Any) -> list[dict[str, float]]:
+    """What a run on the CPU logs, row by row without empty columns."""
+    logger = CSVLogger(path)
+    trainer = make_trainer(path, callbacks=[monitor], logger=logger, log_every_n_steps=1, **kwargs)
+    trainer.fit(seeded(Counted), loader(), loader(32))
+    trainer.test(trainer.model, loader(48), verbose=False)
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def samples(batch: Any) -> int:
+    return len(batch[0])
+
+
+def numbers(batch: Any) -> int:
+    return batch[0].numel()
+
+
+@pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed"])
+def test_mfu_in_a_run_is_flops_per_second_over_the_peak(precision: str, tmp_path: Path) -> None:
+    monitor = Fp8ThroughputMonitor(samples, numbers, window_size=2, peak_flops=3e9)
+    rows = logged(tmp_path, monitor, precision=precision)
+    for stage, batches in (("train", 4), ("validate", 2), ("test", 3)):
+        of_stage = [row for row in rows if f"{stage}/time" in row]
+        assert len(of_stage) == batches
+        assert f"{stage}/device/mfu" not in of_stage[0]  # no difference of times yet
+        for before, row in itertools.pairwise(of_stage):
+            seconds = row[f"{stage}/time"] - before[f"{stage}/time"]
+            assert row[f"{stage}/device/flops_per_sec"] == FLOPS / seconds
+            assert row[f"{stage}/device/mfu"] == row[f"{stage}/device/flops_per_sec"] / 3e9
+            assert row[f"{stage}/device/samples_per_sec"] == 16 / seconds
+            assert row[f"{stage}/device/items_per_sec"] == 16 * 32 / seconds
+        assert of_stage[-1][f"{stage}/samples"] == 16 * batches
+        assert of_stage[-1][f"{stage}/lengths"] == 16 * 32 * batches
+
+
+def test_keys_are_those_of_the_stock_monitor(tmp_path: Path) -> None:
+    def keys(cls: Any, **more: Any) -> list[set[str]]:
+        monitor = cls(samples, numbers, window_size=3, separator="|", **more)
+        return [set(row) for row in logged(tmp_path / f"{cls.__name__}{len(more)}", monitor)]
+
+    stock, ours = keys(ThroughputMonitor), keys(Fp8ThroughputMonitor, peak_flops=1e12)
+    assert {"train|device|mfu", "test|device|mfu"} <= set().union(*ours)
+    # no peak of a CPU is known
+    assert [{key for key in row if not key.endswith("|mfu")} for row in ours] == stock
+    assert keys(Fp8ThroughputMonitor) == stock
+
+
+def test_the_docstring_lists_every_key() -> None:
+    throughput = lightnings.Throughput(available_flops=1.0, world_size=2, window_size=2)
+    for update in (1, 2):
+        throughput.update(time=update, batches=update, samples=update, lengths=update, flops=1)
+    documented = re.findall(r"``<stage>/(\S+)``", Fp8ThroughputMonitor.__doc__ or "")
+    assert sorted(documented) == sorted(throughput.compute())
+
+
+def test_flops_are_to_be_counted_on_a_plain_model() -> None:
+    def counted(model: torch.nn.Module, device: str) -> int:
+        x = torch.randn(8, 32, device=device)
+        return lightnings.measure_flops(model, lambda: model(x), torch.Tensor.sum)
+
+    with torch.device("meta"):
+        plain = small_mlp()
+    # three products for the second layer, two for the first, whose input needs no gradient
+    assert counted(plain, "meta") == 2 * 8 * (2 * 32 * 64 + 3 * 64 * 4)
+    assert counted(convert(small_mlp()), "cpu") == 0
+
+
+class CountedGPT(ByteGPT):
+    flops_per_batch = FLOPS
+
+
+def test_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_fp8.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["lightning_fp8"])
+    (tmp_path / "config.yaml").write_text(f"""
+trainer:
+  precision: fp8-delayed
+  accelerator: cpu
+  max_steps: 3
+  limit_val_batches: 0
+  log_every_n_steps: 1
+  enable_progress_bar: false
+  enable_model_summary: false
+  enable_checkpointing: false
+  logger:
+    class_path: lightning.pytorch.loggers.CSVLogger
+    init_args: {{save_dir: {tmp_path}, name: runs, version: yaml}}
+  callbacks:
+    - class_path: {Fp8ThroughputMonitor.__module__}.Fp8ThroughputMonitor
+      init_args:
+        batch_size_fn: builtins.len
+        length_fn: torch.numel
+        window_size: 2
+        separator: "."
+        peak_flops: 1979e12
+model:
+  class_path: {__name__}.CountedGPT
+  init_args: {{layers: 1, width: 32, heads: 1, context: 16}}
+data:
+  class_path: lightning_fp8.examples.StdlibText
+  init_args: {{context: 16, batch_size: 4}}
+""")
+    main(["fit", "--config", str(tmp_path / "config.yaml")])
+    folder = tmp_path / "runs" / "yaml"
+    with open(folder / "metrics.csv") as file:
+        last = [row for row in csv.DictReader(file) if row["train.time"]][-1]
+    assert float(last["train.device.mfu"]) == float(last["train.device.flops_per_sec"]) / 1979e12
+    assert (last["train.samples"], last["train.lengths"]) == ("12", str(12 * 17))
+    assert "batch_size_fn: builtins.len" in (folder / "config.yaml").read_text()
