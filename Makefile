@@ -9,8 +9,9 @@ INSTALLED := $(VENV)/installed
 demo: $(INSTALLED)
 	$(BIN)/python -m lightning_fp8 fit --config configs/tiny_gpt_fp8.yaml
 
+# two processes of one thread each: the tests' tensors are small
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # on a machine with a GPU, in the environment that torch for it is installed in
 test-cuda:
