@@ -21,6 +21,7 @@ from torch import nn
 from lightning_fp8 import DelayedScaling, Fp8Precision, ScaleFactorLogger, ScalingState, convert, scaling_state
 from lightning_fp8.callbacks.scale_factor_logger import QUANTITIES
 from lightning_fp8.formats import ROLES
+from lightning_fp8.modules.feed_forward import fp8_feed_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 
@@ -154,6 +155,28 @@ def test_counts_are_those_of_the_codes(half: str, request: pytest.FixtureRequest
     assert state.counts is None
 
 
+def test_counts_of_a_feed_forward_block(request: pytest.FixtureRequest) -> None:
+    def counts() -> torch.Tensor:
+        torch.manual_seed(0)
+        model = convert(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 8)))
+        state = scaling_state(model)
+        # of the activation's output, and of the gradient of its input, a part is beyond the range and a part zero
+        state.amax.copy_(torch.tensor([1.0, 0.1, 1e-3, 0.5, 0.1, 1e-2]))
+        state.update()
+        state.start_counting(model)
+        x = torch.randn(40, 16)
+        fp8_feed_forward(model[0], "relu", model[1], x).backward(torch.randn(40, 8).exp() * 1e-2)
+        return state.counts
+
+    expected = counts()
+    request.getfixturevalue("cuda_half")
+    # sums in another order make a few products zero, or not
+    assert (counts() - expected).abs().max() <= 5
+    of_hidden, of_its_gradient = expected[3].tolist(), expected[2].tolist()
+    assert 0 < of_hidden[1] < of_hidden[2] < of_hidden[0] == 40 * 24
+    assert 0 < of_its_gradient[1] < of_its_gradient[2] < of_its_gradient[0] == 40 * 24
+
+
 def test_nan_is_no_number() -> None:
     model, x, _ = known_counts()
     state = scaling_state(model)
@@ -197,6 +220,21 @@ def test_an_exception_leaves_nobody_counting(tmp_path: Path) -> None:
     model = seeded(Failing)
     with pytest.raises(ZeroDivisionError):
         make_trainer(tmp_path, callbacks=[ScaleFactorLogger(1)], logger=CSVLogger(tmp_path)).fit(model, loader())
+    assert scaling_state(model).counts is None
+
+
+def test_a_fit_without_a_step_leaves_nobody_counting(tmp_path: Path) -> None:
+    class Idle(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            assert scaling_state(self).counts is not None
+            self.manual_backward(self.step(batch))
+
+    model = seeded(Idle)
+    make_trainer(tmp_path, callbacks=[ScaleFactorLogger(1)], logger=CSVLogger(tmp_path)).fit(model, loader())
     assert scaling_state(model).counts is None
 
 
@@ -276,7 +314,14 @@ class Keep(Callback):
 torch.set_num_threads(1)
 trainer = make_trainer({path!r}, strategy="ddp", devices=2, logger=CSVLogger({path!r}, version=0),
                        callbacks=[Keep(), ScaleFactorLogger(every_n_steps=2)])
-trainer.fit(seeded(), loader())
+class Growing(Regression):
+    # in the second step beyond the scales of the first, on one rank more than on the other
+
+    def forward(self, x):
+        return super().forward(x * (1 + dist.get_rank() + 10 * (self.trainer.global_step == 1)))
+
+
+trainer.fit(seeded(Growing), loader())
 """
 
 
@@ -291,6 +336,7 @@ def test_fractions_are_those_of_all_processes(tmp_path: Path) -> None:
     logger = SimpleNamespace(log_dir=tmp_path / "lightning_logs" / "version_0")
     (last,) = [row for row in rows(logger) if row.get("fp8/net.0.input/scale")]
     together = sum(counts).double()
+    assert together[0, 1] > counts[0][0, 1] > 0
     for position, name in enumerate(["net.0.input", "net.0.weight", "net.0.grad_output"]):
         numbers, saturated, nonzero, underflowed = together[position].tolist()
         assert float(last[f"fp8/{name}/saturated_fraction"]) == pytest.approx(saturated / numbers, abs=1e-12)
