@@ -83,20 +83,14 @@ def cast_transpose(
         gated: whether the variant is swiglu.
     """
     rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
-    grid = column_sum_tiles(rows) * -(-columns // TILE_COLUMNS)
-    inputs = (
-        x.data_ptr(),
-        _pointer(dy),
-    )
+    grid = _tiles(rows, columns)
+    inputs = (x.data_ptr(), _pointer(dy))
     strides = (x.stride(0), 0 if dy is None else dy.stride(0), rows, columns)
     state = (row.scale.data_ptr(), row.newest.data_ptr(), row.index.data_ptr(), _pointer(row.current_amax))
     aligned = _loads(x, columns if gated else 0) & (_LOADS if dy is None else _loads(dy, 0))
     if row.current_amax is not None:
         kernel(grid, *inputs, 0, 0, 0, *strides, aligned, *state, row.current_amax.data_ptr(), 0, 1)
-    if y is not None and columns % 8 == 0 and y.data_ptr() % 8 == 0:
-        aligned |= _ROWS
-    if y_t is not None and rows % 16 == 0 and y_t.data_ptr() % 16 == 0:
-        aligned |= _COLUMNS
+    aligned |= _stores(y, y_t, rows, columns)
     kernel(
         grid, *inputs, _pointer(y), _pointer(y_t), _pointer(column_sums), *strides, aligned,
         *state, _pointer(row.amax), scale_inv.data_ptr(), 0,
@@ -123,18 +117,13 @@ def weight_table(weights: Sequence[Weight], scale_inv: Tensor, current_amax: Ten
     table, first_tile = [], [0]
     for number, (x, index, y, y_t) in enumerate(weights):
         rows, columns = x.shape
-        aligned = _loads(x, 0)
-        if y is not None and columns % 8 == 0 and y.data_ptr() % 8 == 0:
-            aligned |= _ROWS
-        if y_t is not None and rows % 16 == 0 and y_t.data_ptr() % 16 == 0:
-            aligned |= _COLUMNS
         # two 32-bit fields a word, the first in the lower half
-        sizes = (rows | columns << 32, aligned)
+        sizes = (rows | columns << 32, _loads(x, 0) | _stores(y, y_t, rows, columns))
         offset = 4 * number
-        table += [x.data_ptr(), 0, _pointer(y), _pointer(y_t), 0, x.stride(0), 0, *sizes, index]
+        table += [x.data_ptr(), 0, y.data_ptr(), y_t.data_ptr(), 0, x.stride(0), 0, *sizes, index]
         table += [0 if current_amax is None else current_amax.data_ptr() + offset, scale_inv.data_ptr() + offset]
         table += [list(INPUTS).index(x.dtype)]
-        first_tile.append(first_tile[-1] + column_sum_tiles(rows) * -(-columns // TILE_COLUMNS))
+        first_tile.append(first_tile[-1] + _tiles(rows, columns))
     return torch.tensor(table, dtype=torch.int64).view(-1, _WEIGHT_WORDS), torch.tensor(first_tile, dtype=torch.int32)
 
 
@@ -165,6 +154,16 @@ def cast_weights(
 
 def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _tiles(rows: int, columns: int) -> int:
+    return column_sum_tiles(rows) * -(-columns // TILE_COLUMNS)
+
+
+def _stores(y: Tensor | None, y_t: Tensor | None, rows: int, columns: int) -> int:
+    by_rows = y is not None and columns % 8 == 0 and y.data_ptr() % 8 == 0
+    by_columns = y_t is not None and rows % 16 == 0 and y_t.data_ptr() % 16 == 0
+    return (_ROWS if by_rows else 0) | (_COLUMNS if by_columns else 0)
 
 
 def _loads(x: Tensor, offset: int) -> int:

@@ -15,8 +15,19 @@ from pathlib import Path
 import torch
 
 import kernels_cuda
+from kernels_cuda import casts
 from kernels_cuda.launch import Kernel, _packed
+from lightning_fp8.ops.activations import ACTIVATIONS
 
+# dtype, format, activation and whether it is its gradient: every variant of `cast_transpose`
+VARIANTS = [
+    (dtype, format, activation, backward)
+    for dtype in casts.INPUTS
+    for format in casts.FORMATS
+    for activation in ACTIVATIONS
+    for backward in (False, True)
+    if not (backward and activation == "none")
+]
 SHIM = Path(__file__).parent / "host_shim"
 SOURCES = Path(kernels_cuda.__file__).parent
 LAUNCH = """

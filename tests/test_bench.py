@@ -413,7 +413,7 @@ def test_launch_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_kernels_own_way_for_gradients(activation: str) -> None:
     case = cast.Cast(136, 72, "e5m2", activation, gradient=True)
     dy, h = case._inputs(1, CPU, 1), case._inputs(1, CPU, 2) if activation != "none" else []
-    ours, theirs = (case._on_gradients(way, dy, h).results() for way in (cuda._cast_gradient, plain.cast_gradient))
+    ours, theirs = (case._on_gradients(way, dy, h).results() for way in (cuda.cast_gradient, plain.cast_gradient))
     assert set(ours) == {"payload", "transposed payload", "scale_inv", "column sums", "amax"}
     assert difference(ours, theirs, case._tolerance(0.01)) is None
 

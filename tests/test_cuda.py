@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from conftest import sqnr
 from fp8_numpy import saturating_cast
+from host_kernels import VARIANTS
 from torch import Tensor, nn
 
 from kernels_cuda import casts, scales
@@ -19,17 +20,8 @@ from kernels_cuda.load import load
 from lightning_fp8 import DelayedScaling, ScalingState, convert, ops, scaling_state
 from lightning_fp8.formats import FORMATS
 from lightning_fp8.ops import kernels, plain, reference, self_test
-from lightning_fp8.ops.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.cuda
-VARIANTS = [
-    (dtype, format, activation, backward)
-    for dtype in casts.INPUTS
-    for format in casts.FORMATS
-    for activation in ACTIVATIONS
-    for backward in (False, True)
-    if not (backward and activation == "none")
-]
 GUARD = 64
 
 

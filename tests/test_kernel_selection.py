@@ -11,24 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from host_kernels import HostKernel
+from host_kernels import VARIANTS, HostKernel
 
 from kernels_cuda import casts, load, scales
 from kernels_cuda.compile import CompileError, KernelsUnavailable
 from kernels_cuda.launch import Kernel
 from lightning_fp8 import DelayedScaling, ScalingState
 from lightning_fp8.ops import cuda, kernels, plain, self_test
-from lightning_fp8.ops.activations import ACTIVATIONS
 
 CPU = torch.device("cpu")
-VARIANTS = [
-    (dtype, format, activation, backward)
-    for dtype in casts.INPUTS
-    for format in casts.FORMATS
-    for activation in ACTIVATIONS
-    for backward in (False, True)
-    if not (backward and activation == "none")
-]
 
 
 def cast(x: torch.Tensor, implementation: object = cuda) -> tuple[torch.Tensor, ...]:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from host_kernels import VARIANTS
 
 from kernels_cuda import source
-from kernels_cuda.casts import ACTIVATIONS, FORMATS, INPUTS, variant
+from kernels_cuda.casts import variant
 from kernels_cuda.compile import compile_source, headers
 
 ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -31,8 +32,7 @@ def casts(*chosen: object) -> Family:
 
 WEIGHTS: Family = ("cast_weights", ())
 UPDATE: Family = ("update_scales", ())
-DIRECTIONS = [(name, backward) for name in ACTIVATIONS for backward in (False, True) if name != "none" or not backward]
-EVERY_CAST = [casts(*chosen, *direction) for chosen in itertools.product(INPUTS, FORMATS) for direction in DIRECTIONS]
+EVERY_CAST = [casts(*chosen) for chosen in VARIANTS]
 # one of each shape of code, to be disassembled
 CHOSEN = [
     casts(torch.bfloat16, "e4m3"),

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops.self_test import same_codes
+
 # what came out, by name: one tensor, or one for each weight of a model
 Results = dict[str, Sequence[Tensor]]
-# an activation's rounding may differ where it is the difference of large numbers
-_NEARLY_ZERO = 1e-5
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,6 @@ def _same(what: str, got: Tensor, expected: Tensor, tolerance: Tolerance) -> boo
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     if got.dtype.itemsize == 1:
-        return _same_codes(got, expected, tolerance.codes)
+        return same_codes(got, expected, tolerance.codes)
     relative, absolute = dict(tolerance.relative).get(what, 0.0), dict(tolerance.absolute).get(what, 0.0)
     return torch.allclose(got, expected, rtol=relative, atol=absolute)
-
-
-def _same_codes(got: Tensor, expected: Tensor, neighbouring: float) -> bool:
-    codes, expected_codes = got.view(torch.uint8), expected.view(torch.uint8)
-    if torch.equal(codes, expected_codes):
-        return True
-    if not neighbouring:
-        return False
-    # codes of one sign are in the order of their values
-    close = (codes.int() - expected_codes.int()).abs() <= 1
-    close |= (got.float() - expected.float()).abs() <= _NEARLY_ZERO * torch.finfo(got.dtype).max
-    return bool(close.all()) and (codes != expected_codes).float().mean().item() <= neighbouring

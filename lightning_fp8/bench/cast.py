@@ -97,7 +97,7 @@ class Cast:
         copies = copies_for(self.bytes, device)
         x, h = self._inputs(copies, device, 1), self._inputs(copies if self._takes_h else 0, device, 2)
         if self.gradient:
-            gradient = cuda._cast_gradient if device.type == "cuda" else plain.cast_gradient
+            gradient = cuda.cast_gradient if device.type == "cuda" else plain.cast_gradient
             ours, theirs = self._on_gradients(gradient, x, h), self._on_gradients(plain.cast_gradient, x, h)
         else:
             ours, theirs = self._on_inputs(ops.cast, x), self._on_inputs(plain.cast, x)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_fp8.convert import is_converted
+from lightning_fp8.metrics.sqnr import signal_and_noise
 from lightning_fp8.modules.gemm import Fp8Module
 from lightning_fp8.paths import named_modules
 
@@ -57,7 +57,7 @@ class QuantizationProbe(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._probed_step = -1
         self._layers = {path: layer for path, layer in named_modules(pl_module) if isinstance(layer, Fp8Module)}
-        if not is_converted(pl_module):
+        if not self._layers:
             rank_zero_warn(
                 f"QuantizationProbe: no layer runs in FP8 under precision={trainer.precision!r}; nothing to compare."
             )
@@ -155,9 +155,8 @@ def _signal_and_noise(layer: Fp8Module, args: tuple[Any, ...], kwargs: dict[str,
     with torch.autocast(_first(output).device.type, torch.bfloat16), _without_dropout(layer) as had_dropout:
         if had_dropout:
             output = type(layer).forward(layer, *args, **kwargs)
-        exact = _first(layer.plain_class.forward(layer, *args, **kwargs)).double()
-    noise = _first(output).double() - exact
-    return torch.stack([exact.square().sum(), noise.square().sum()])
+        exact = _first(layer.plain_class.forward(layer, *args, **kwargs))
+    return torch.stack(signal_and_noise(_first(output), exact))
 
 
 def _first(output: Any) -> Tensor:

@@ -61,10 +61,16 @@ class SQNR(ExactMetric):
                 "SQNR: `preds` and `target` must have the same shape, "
                 f"got {tuple(preds.shape)} and {tuple(target.shape)}."
             )
-        exact = target.detach().double()
-        self.signal = self.signal + exact.square().sum()
-        self.noise = self.noise + (preds.detach().double() - exact).square().sum()
+        signal, noise = signal_and_noise(preds.detach(), target.detach())
+        self.signal = self.signal + signal
+        self.noise = self.noise + noise
 
     def compute(self) -> Tensor:
         """The ratio of the sums so far, ``[] float64, dB``."""
         return 10 * torch.log10(self.signal / self.noise)
+
+
+def signal_and_noise(preds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """``sum(target**2)`` and ``sum((preds - target)**2)``, each ``[] float64``."""
+    exact = target.double()
+    return exact.square().sum(), (preds.double() - exact).square().sum()

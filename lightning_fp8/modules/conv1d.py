@@ -25,7 +25,7 @@ class Fp8Conv1D(Fp8Module, Conv1D):
         """x ``[*, nx]`` -> y ``[*, nf]``; see the class."""
         check_input(self, "input", x, self.weight.shape[0], "nx")
         rows, record = self.fp8[""], self.records
-        return fp8_linear(rows, x, cast_weight(rows, self.weight, record, k_by_n=True), self.bias, record)
+        return fp8_linear(rows, x, cast_weight(rows, self.weight, record), self.bias, record)
 
     def __repr__(self) -> str:
         return f"Fp8Conv1D(nf={self.nf}, nx={self.nx}, {self.extra_repr()})"

@@ -66,9 +66,9 @@ class Fp8FeedForward(nn.Module):
     plain_class: type[nn.Module]
 
     def _ff_block(self, x: Tensor) -> Tensor:
-        if not _fuses(self):
+        activation = _fused_activation(self)
+        if activation is None:
             return super()._ff_block(x)  # type: ignore[misc]
-        activation = cast(str, activation_name(self.activation))
         y = fp8_feed_forward(cast(Fp8Linear, self.linear1), activation, cast(Fp8Linear, self.linear2), x)
         return self._last_dropout(y)
 
@@ -106,17 +106,20 @@ def fuse_feed_forward(module: nn.Module) -> None:
             layer.__class__ = fused[plain] if converted else plain
 
 
-def _fuses(layer: nn.Module) -> bool:
+def _fused_activation(layer: nn.Module) -> str | None:
+    """The activation of a block that runs as one; None where it has to run part by part."""
     first, dropout, second, activation = layer.linear1, layer.dropout, layer.linear2, layer.activation
-    if type(first) is not Fp8Linear or type(second) is not Fp8Linear or activation_name(activation) is None:
-        return False
+    if type(first) is not Fp8Linear or type(second) is not Fp8Linear:
+        return None
     if type(dropout) is not nn.Dropout or (dropout.training and dropout.p > 0):
-        return False
+        return None
     # the parts' own calls would be missed by whoever watches or replaces them
     parts = (first, dropout, second, activation)
     if any(isinstance(part, nn.Module) and _is_watched(part) for part in parts) or torch_module._has_any_global_hook():
-        return False
-    return first.scaling_state is second.scaling_state and first.training == second.training
+        return None
+    if first.scaling_state is not second.scaling_state or first.training != second.training:
+        return None
+    return activation_name(activation)
 
 
 def _is_watched(part: nn.Module) -> bool:

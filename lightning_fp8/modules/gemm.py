@@ -27,6 +27,7 @@ class Fp8Rows:
             ``torch.compile`` makes one graph for all layers of a kind.
         weight_cache: the FP8 copy of the weight.
         group: all layers that share the state, whose weights are cast together where the device can.
+        k_by_n: whether the layer keeps its weight as ``[K, N]``.
     """
 
     def __init__(self, state: ScalingState, row: int, group: WeightGroup) -> None:
@@ -35,6 +36,7 @@ class Fp8Rows:
         self.weight_cache = WeightCache()
         self.group = group
         self._owner: tuple[weakref.ref[Fp8Module], str] | None = None
+        self.k_by_n = False
         self._place_index()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -44,6 +46,7 @@ class Fp8Rows:
     def belong_to(self, layer: Fp8Module, gemm: str) -> None:
         """Say which layer these rows are of, and by which name it knows them."""
         self._owner = (weakref.ref(layer), gemm)
+        self.k_by_n = layer.weight_is_k_by_n
         self.group.join(self)
 
     @property
@@ -60,8 +63,7 @@ class Fp8Rows:
 
     def in_gemm_order(self, payload: Tensor, payload_t: Tensor) -> tuple[Tensor, Tensor]:
         """The casts of a weight as it is kept, by rows and by columns -> those of ``[N, K]``."""
-        layer = self._owner[0]() if self._owner is not None else None
-        return (payload_t, payload) if layer is not None and layer.weight_is_k_by_n else (payload, payload_t)
+        return (payload_t, payload) if self.k_by_n else (payload, payload_t)
 
     def _place_index(self) -> None:
         with torch.inference_mode(False):
@@ -153,10 +155,10 @@ def take_rows(tensor: Tensor, rows: slice) -> Tensor:
     return tensor if rows.start == 0 and rows.stop == len(tensor) else tensor[rows]
 
 
-def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, k_by_n: bool = False) -> Fp8Weight:
+def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
     """The FP8 cast of a weight ``[N, K]``, or of one kept as ``[K, N]``."""
     state = rows.state
-    weight = parameter.t() if k_by_n else parameter
+    weight = parameter.t() if rows.k_by_n else parameter
     # Only a recording forward uses the cache: in evaluation weights are swapped (EMA, averaging) in ways that leave no
     # trace. A compiled or captured graph casts at each call, as nothing in it can see whether a copy is stale.
     use_cache = record and not torch.compiler.is_compiling() and not is_capturing(parameter.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -18,16 +18,15 @@ class WeightGroup:
     """All layers that share a scaling state, by their rows; none of them is kept alive by it."""
 
     def __init__(self) -> None:
-        self._members: list[weakref.ref[Fp8Rows]] = []
+        self._members: weakref.WeakValueDictionary[int, Fp8Rows] = weakref.WeakValueDictionary()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[type[WeightGroup], tuple[()]]:
         # the rows of copied layers join the copy
-        return {"_members": []}
+        return WeightGroup, ()
 
     def join(self, rows: Fp8Rows) -> None:
-        """Take in one layer's rows, once."""
-        if all(member() is not rows for member in self._members):
-            self._members.append(weakref.ref(rows))
+        """Take in one layer's rows."""
+        self._members[rows.row] = rows
 
     def cast_stale(self, first: Fp8Rows, weight: Tensor) -> bool:
         """Cast ``weight``, which is to be used now, and with it every other stale weight that was used when last cast.
@@ -40,7 +39,7 @@ class WeightGroup:
         if not _is_plain(weight, state.device) or not ops.casts_weights_together(state.device):
             return False
         due = [(first, weight)]
-        for rows in filter(None, (member() for member in self._members)):
+        for rows in list(self._members.values()):
             other = rows.recording_weight() if rows is not first else None
             if other is None or not rows.weight_cache.was_used(other) or not _is_plain(other, state.device):
                 continue

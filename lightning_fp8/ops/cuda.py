@@ -17,7 +17,7 @@ from lightning_fp8.ops.kernels import cast_kernel, update_kernel, weights_kernel
 from lightning_fp8.ops.plain import scaled_mm
 from lightning_fp8.scaling import ScalingState, amax_of, state_of
 
-__all__ = ["cast", "cast_weights", "linear_backward", "scaled_mm", "update_scales"]
+__all__ = ["cast", "cast_gradient", "cast_weights", "linear_backward", "scaled_mm", "update_scales"]
 
 
 def cast(
@@ -116,7 +116,7 @@ def linear_backward(
     width = dy.shape[1] if h is None else h.shape[1]
     dx, dw = dy.new_empty(0, dtype=dx_dtype), dy.new_empty(width, 0, dtype=dw_dtype)
     layout = "rows" if x_fp8_t is None else "columns" if w_fp8_t is None else "both"
-    dy_fp8, dy_fp8_t, dy_scale_inv, db = _cast_gradient(
+    dy_fp8, dy_fp8_t, dy_scale_inv, db = cast_gradient(
         dy, h, activation, scale, amax_history, index, format, layout, state, record, bias
     )
     if w_fp8_t is not None:
@@ -126,7 +126,7 @@ def linear_backward(
     return dx, dw, db
 
 
-def _cast_gradient(
+def cast_gradient(
     dy: Tensor,
     h: Tensor | None,
     activation: str,
@@ -139,6 +139,7 @@ def _cast_gradient(
     record: bool,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`lightning_fp8.ops.plain.cast_gradient`."""
     kernel = _kernel_for(dy, format, activation, backward=h is not None)
     if kernel is None or (h is not None and h.dtype != dy.dtype):
         return plain.cast_gradient(
