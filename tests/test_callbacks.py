@@ -19,9 +19,9 @@ from lit import Regression, loader, make_trainer, seeded
 from torch import nn
 
 from lightning_fp8 import DelayedScaling, Fp8Precision, ScaleFactorLogger, ScalingState, convert, scaling_state
-from lightning_fp8.callbacks.scale_factor_logger import QUANTITIES
 from lightning_fp8.formats import ROLES
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
+from lightning_fp8.statistics import QUANTITIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_fp8.convert import is_converted, scaling_state
-from lightning_fp8.formats import ROLES
 from lightning_fp8.scaling import ScalingState
-
-QUANTITIES = (
-    "scale",
-    "amax",
-    "amax_history_max",
-    "headroom_bits",
-    "saturated_fraction",
-    "underflowed_fraction",
-    "nonfinite_steps",
-)
+from lightning_fp8.statistics import by_role, tensor_statistics
 
 
 class ScaleFactorLogger(Callback):
@@ -128,7 +118,7 @@ class ScaleFactorLogger(Callback):
             return
         due, self._stride, self._last_step = self._is_due(step), step - self._last_step, step
         if due:
-            values = _on_the_host(state, trainer)
+            values = tensor_statistics(state, partial(trainer.strategy.reduce, reduce_op="sum"))
             state.stop_counting(self)
             if trainer.is_global_zero:
                 self._log(trainer, state, values)
@@ -161,45 +151,13 @@ class ScaleFactorLogger(Callback):
             logger.log_metrics(metrics, step=step)
             draw = getattr(getattr(logger, "experiment", None), "add_histogram", None) if self.histograms else None
             if draw is not None:
-                for role, scales in _by_role(values["scale"]).items():
+                for role, scales in by_role(values["scale"]).items():
                     draw(f"fp8/{role}/log2_scale", scales.log2(), global_step=step)
-
-
-def _on_the_host(state: ScalingState, trainer: Trainer) -> dict[str, Tensor]:
-    """Each of ``QUANTITIES`` as ``[R] float64``, NaN where a tensor does not have it; all in one copy."""
-    counts = state.counts if state.counts is not None else state.amax.new_zeros(len(state.names), 4)
-    columns = (
-        state.scale,
-        state.amax_history[0],
-        state.amax_history.amax(dim=0),
-        state.nonfinite_steps,
-        # amaxes have been reduced by the update; these belong to one process so far
-        *trainer.strategy.reduce(counts, reduce_op="sum").unbind(dim=1),
-    )
-    copied = torch.stack([column.double() for column in columns]).cpu()
-    scale, amax, largest, nonfinite, numbers, saturated, nonzero, underflowed = copied
-    headroom = (state.fp8_max_on_host / (amax * scale)).log2()
-    nothing = torch.full_like(scale, float("nan"))
-    return {
-        "scale": scale,
-        "amax": amax,
-        "amax_history_max": largest,
-        "headroom_bits": torch.where(amax > 0, headroom, nothing),
-        # 0 / 0 is NaN: not cast
-        "saturated_fraction": saturated / numbers,
-        "underflowed_fraction": torch.where(numbers > 0, underflowed / nonzero.clamp(min=1), nothing),
-        "nonfinite_steps": nonfinite,
-    }
-
-
-def _by_role(values: Tensor) -> dict[str, Tensor]:
-    # the tensors of a module follow each other, a role each
-    return {role: values[position :: len(ROLES)] for position, role in enumerate(ROLES)}
 
 
 def _summaries(quantity: str, values: Tensor) -> dict[str, float]:
     summaries: dict[str, float] = {}
-    for role, some in _by_role(values).items():
+    for role, some in by_role(values).items():
         known = some[~some.isnan()]
         if len(known):
             numbers = {"min": known.min(), "median": known.quantile(0.5), "max": known.max()}
