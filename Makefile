@@ -4,14 +4,24 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test test-cuda lint bench clean
+.PHONY: demo test browser test-cuda lint bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m lightning_fp8 fit --config configs/tiny_gpt_fp8.yaml
+	$(BIN)/python -m lightning_fp8 report runs/tiny_gpt_fp8
 
 # two processes of one thread each: the tests' tensors are small
-test: $(INSTALLED)
+test: $(INSTALLED) browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# the report's page is tested in a real one
+browser:
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || { \
+		command -v apt-get >/dev/null || { \
+			echo "The tests of the report's page need Chromium, and here is no apt-get to install it with." \
+				"Install chromium or google-chrome."; exit 1; }; \
+		as_root=$$([ "$$(id -u)" = 0 ] || command -v sudo); \
+		$$as_root apt-get update -qq && $$as_root apt-get install -y -qq chromium; }
 
 # on a machine with a GPU, in the environment that torch for it is installed in
 test-cuda:

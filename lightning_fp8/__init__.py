@@ -6,8 +6,19 @@ Importing the package registers the precision string with Lightning; see :func:`
 import warnings
 
 from lightning_fp8.audit import audit
-from lightning_fp8.callbacks import DtypeAudit, Fp8ThroughputMonitor, QuantizationProbe, ScaleFactorLogger
+from lightning_fp8.callbacks import (
+    DtypeAudit,
+    Fp8RichProgressBar,
+    Fp8ThroughputMonitor,
+    LayerTimer,
+    QuantizationProbe,
+    RunRecord,
+    ScaleFactorLogger,
+    ScaleWatchdog,
+)
 from lightning_fp8.convert import convert, describe, scaling_state, unconvert
+from lightning_fp8.export import export
+from lightning_fp8.exported import load_exported
 from lightning_fp8.modules import Fp8Linear, Fp8MultiheadAttention
 from lightning_fp8.plugins import (
     Fp8FabricPrecision,
@@ -20,7 +31,7 @@ from lightning_fp8.plugins import (
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.scaling import ScalingState
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __all__ = [
     "DelayedScaling",
     "DtypeAudit",
@@ -29,14 +40,20 @@ __all__ = [
     "Fp8Linear",
     "Fp8MultiheadAttention",
     "Fp8Precision",
+    "Fp8RichProgressBar",
     "Fp8ThroughputMonitor",
+    "LayerTimer",
     "QuantizationProbe",
+    "RunRecord",
     "ScaleFactorLogger",
+    "ScaleWatchdog",
     "ScalingState",
     "audit",
     "convert",
     "describe",
+    "export",
     "fsdp2_policy",
+    "load_exported",
     "register",
     "scaling_state",
     "unconvert",

@@ -12,6 +12,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_fp8.classes import exchange_class, own_class
 from lightning_fp8.device import check_device
 from lightning_fp8.fast_path import keep_own_forwards, restore_fast_path
 from lightning_fp8.formats import CASTABLE_DTYPES, ROLES
@@ -111,7 +112,9 @@ def describe(module: nn.Module, ignore_modules: Sequence[str] = ()) -> list[Cand
     for path, layer, reason in _candidates(module, ignore_modules):
         if isinstance(layer, Fp8Module):
             sizes = " and ".join("{1} -> {0}".format(*weight.shape) for weight in _weights(layer))
-            rows.append(Candidate(path, layer.plain_class.__name__, True, f"converted, {sizes}"))
+            fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
+            reason = f"converted, {sizes}" + (f"; fell back to bf16: {fallen}" if fallen else "")
+            rows.append(Candidate(path, layer.plain_class.__name__, layer.in_fp8, reason))
         else:
             rows.append(Candidate(path, type(layer).__name__, False, reason or "not converted yet: call `convert`"))
     return rows
@@ -185,9 +188,9 @@ def _reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_out
         return "is not initialised yet: run a batch through the model before it is converted"
     if is_parametrized(layer):
         return "is parametrized: its weight is made anew at each forward by code of its own"
-    if type(layer) is NonDynamicallyQuantizableLinear:
+    if own_class(layer) is NonDynamicallyQuantizableLinear:
         return None if is_output else "nn.MultiheadAttention, which is not converted, reads its weight directly"
-    if type(layer) not in kinds:
+    if own_class(layer) not in kinds:
         names = ", ".join(f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn") else kind.__name__
                           for kind in kinds)  # fmt: skip
         return f"a {type(layer).__name__}; converted are {names}, and no subclass of them"
@@ -232,7 +235,7 @@ def _attach(chosen: list[tuple[str, nn.Module]], recipe: DelayedScaling) -> None
     gemms = [
         (layer, gemm, ".".join(filter(None, (path, gemm))))
         for path, layer in chosen
-        for gemm in (layer.fp8 if isinstance(layer, Fp8Module) else classes[type(layer)].gemm_weights(layer))
+        for gemm in (layer.fp8 if isinstance(layer, Fp8Module) else classes[own_class(layer)].gemm_weights(layer))
     ]
     names = tuple(name for _, _, name in gemms)
     states = {layer.scaling_state if isinstance(layer, Fp8Module) else None for _, layer in chosen}
@@ -253,8 +256,8 @@ def _attach(chosen: list[tuple[str, nn.Module]], recipe: DelayedScaling) -> None
     for layer, rows in new_rows.items():
         converted = cast(Fp8Module, layer)
         if not isinstance(layer, Fp8Module):
-            converted.plain_class = type(layer)
-            converted.__class__ = classes[converted.plain_class]
+            converted.plain_class = own_class(layer)
+            exchange_class(layer, classes[converted.plain_class])
         converted.fp8 = rows
         for gemm, placed in rows.items():
             placed.belong_to(converted, gemm)
@@ -270,4 +273,4 @@ def _restore(layers: Sequence[tuple[str, Fp8Module]]) -> None:
     for _, layer in layers:
         plain_class = layer.plain_class
         del layer.fp8, layer.plain_class
-        cast(nn.Module, layer).__class__ = plain_class
+        exchange_class(layer, plain_class)

@@ -70,3 +70,18 @@ def check_patterns(module: nn.Module, patterns: Sequence[str], argument: str) ->
                 f"The `{argument}` pattern {pattern!r} matches no module of {type(module).__name__}."
                 f" Its layers are: {', '.join(own[:10])}{', ...' if len(own) > 10 else ''}."
             )
+
+
+def matching_tensors(names: Sequence[str], patterns: Sequence[str], asker: str) -> list[int]:
+    """Positions of the tensor names that any ``fnmatch`` pattern matches.
+
+    Raises:
+        ValueError: if a pattern matches none; the message names who asked, the pattern and what there is.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"{asker}: the pattern {pattern!r} matches none of the {len(names)} tensors of the model."
+                f" The first ones are: {', '.join(names[:6])}."
+            )
+    return [row for row, name in enumerate(names) if any(fnmatchcase(name, pattern) for pattern in patterns)]

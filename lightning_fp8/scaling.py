@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,18 @@ from torch import Tensor
 
 from lightning_fp8.formats import ROLES, Role
 from lightning_fp8.recipe import DelayedScaling
+from lightning_fp8.saved_scaling import TENSORS, from_entries, to_entries
 
-_TENSORS = ("amax", "amax_history", "scale", "nonfinite_steps")
 _handles = itertools.count(1)
 _states: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class Switch:
+    """Whether the GEMMs of one module run in FP8. Read at each forward, by layers that know nothing of their name."""
+
+    in_fp8: bool = True
+    may_fall_back: bool = True
 
 
 class ScalingState:
@@ -42,6 +51,8 @@ class ScalingState:
         counts: ``[R, 4] int64`` while counting, else None: numbers, saturated ones, numbers other than zero, and
             those of them that became zero, of all casts that recorded since :meth:`start_counting`.
         version: counts the changes of ``scale``; what was cast under an older version is stale.
+        switches: for each converted module, whether it runs in FP8; see :meth:`fall_back`.
+        before_update: called by :meth:`update` with the amaxes of all processes, ``[R] float32``, before they are used.
         handle: by which operators find the state, see :func:`state_of`.
     """
 
@@ -62,7 +73,8 @@ class ScalingState:
             self.scale = torch.ones(count, dtype=torch.float32, device=device)
             self.nonfinite_steps = torch.zeros(count, dtype=torch.int64, device=device)
         self.version = 0
-        self._stop_all_counting()
+        self.switches = tuple(Switch() for _ in module_names)
+        self._let_go_of_watchers()
         self._recorded_ahead: set[int] = set()
         self._watch_histories()
         self._take_handle()
@@ -72,13 +84,14 @@ class ScalingState:
         _states[self.handle] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        # whoever counts is no part of a copy
-        return {name: value for name, value in self.__dict__.items() if name not in ("counts", "_counting_for")}
+        # whoever counts or watches is no part of a copy
+        left_out = ("counts", "_counting_for", "before_update")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         # copies and unpickled states record in themselves
         self.__dict__.update(attributes)
-        self._stop_all_counting()
+        self._let_go_of_watchers()
         self._watch_histories()
         self._take_handle()
 
@@ -94,7 +107,7 @@ class ScalingState:
     def to(self, device: torch.device | str) -> ScalingState:
         """Move all tensors to ``device`` and return the state. Dtypes never change."""
         with torch.inference_mode(False):
-            for field in (*_TENSORS, "fp8_max"):
+            for field in (*TENSORS, "fp8_max"):
                 setattr(self, field, getattr(self, field).to(device))
             self.counts = None if self.counts is None else self.counts.to(device)
         self._watch_histories()
@@ -103,6 +116,7 @@ class ScalingState:
 
     def _watch_histories(self) -> None:
         self._every_tensor_has_history = False
+        self._histories: list[bool] | None = None
         with torch.inference_mode(False):
             self._seen_from_host = torch.zeros((), dtype=torch.bool, pin_memory=self.device.type == "cuda")
 
@@ -115,6 +129,15 @@ class ScalingState:
         if not self._every_tensor_has_history:
             self._every_tensor_has_history = bool(self._seen_from_host)
         return self._every_tensor_has_history
+
+    def has_history(self, row: int) -> bool:
+        """Whether tensor ``row`` has a history: exactly, and so it waits for the device until every tensor has one."""
+        if self._every_tensor_has_history:
+            return True
+        if self._histories is None:
+            self._histories = (self.amax_history[0] > 0).tolist()
+            self._every_tensor_has_history = all(self._histories)
+        return self._histories[row]
 
     def record_ahead(self, row: int) -> None:
         """The amax of tensor ``row`` has been recorded although its module has not run yet in this step."""
@@ -138,6 +161,8 @@ class ScalingState:
         """
         self._forget_unconfirmed()
         self._reduce_amax()
+        for watch in self.before_update:
+            watch(self.amax)
         # By name, as the operators are built on this module. Through `.data`: a compiled graph may hold these for its
         # backward, which reads them as they are then.
         torch.ops.lightning_fp8.update_scales(
@@ -150,6 +175,7 @@ class ScalingState:
             2.0**self.recipe.margin,
         )
         if not self._every_tensor_has_history:
+            self._histories = None
             self._seen_from_host.copy_((self.amax_history[0] > 0).all(), non_blocking=True)
         self.version += 1
 
@@ -179,49 +205,57 @@ class ScalingState:
         if not self._counting_for:
             self.counts = None
 
-    def _stop_all_counting(self) -> None:
+    def _let_go_of_watchers(self) -> None:
         self.counts = None
         self._counting_for: set[int] = set()
+        self.before_update: list[Callable[[Tensor], None]] = []
+
+    def fall_back(self, module_name: str) -> None:
+        """Let one module's GEMMs run without FP8 from its next forward on: in bf16 under autocast, else as its input.
+
+        Its tensors keep their scales and their place. That it fell back is part of :meth:`state_dict`. The way back is
+        to convert the model anew.
+
+        Raises:
+            ValueError: if no converted module is called so, or its weight is gathered in FP8.
+        """
+        if module_name not in self.module_names:
+            raise ValueError(
+                f"There is no converted module {module_name!r} to fall back. The first ones are:"
+                f" {', '.join(map(repr, self.module_names[:6]))}."
+            )
+        switch = self.switches[self.module_names.index(module_name)]
+        if not switch.may_fall_back:
+            raise ValueError(f"{module_name!r} cannot fall back: its weight is gathered in FP8 (`fp8_all_gather`).")
+        switch.in_fp8 = False
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """Names of the modules that do not run in FP8 any more."""
+        return tuple(name for name, switch in zip(self.module_names, self.switches, strict=True) if not switch.in_fp8)
+
+    @property
+    def rows_in_fp8(self) -> Tensor:
+        """``[R] bool`` on the CPU: whose module runs in FP8."""
+        return torch.tensor([switch.in_fp8 for switch in self.switches for _ in ROLES], dtype=torch.bool)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """A copy on the CPU, keyed by tensor name: ``amax``, ``scale``, ``nonfinite_steps`` and the filled part of
-        ``amax_history``, newest first. Plain dicts and tensors, so ``torch.load(weights_only=True)`` reads it."""
-        amax, history, scale, nonfinite = (getattr(self, field).detach().to("cpu", copy=True) for field in _TENSORS)
-        # One entry is pushed at a time from the front, so the filled part is as long as the number of non-zero entries.
-        longest = int((history > 0).sum(dim=0).max()) if len(self.names) else 0
-        columns = history[:longest].t().contiguous()
-        return {
-            name: {
-                "amax": amax[row],
-                "amax_history": columns[row],
-                "scale": scale[row],
-                "nonfinite_steps": nonfinite[row],
-            }
-            for row, name in enumerate(self.names)
-        }
+        """A copy on the CPU, keyed by tensor name: ``amax``, ``scale``, ``nonfinite_steps``, the filled part of
+        ``amax_history``, newest first, and ``in_fp8``.
 
-    @torch.no_grad()
+        Plain dicts and tensors, so ``torch.load(weights_only=True)`` reads it.
+        """
+        return to_entries(self)
+
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over the values of :meth:`state_dict`. A shorter window keeps the newest entries.
+        """Take over the values of :meth:`state_dict`, and which modules fell back. A shorter window keeps the newest
+        entries.
 
         Raises:
             ValueError: if the tensors are not the same ones, or an entry is not well formed; the message names them,
                 and nothing has been changed.
         """
-        missing = [name for name in self.names if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in set(self.names)]
-        if missing or unexpected:
-            raise ValueError(
-                "The scaling state does not fit this model."
-                + _listing("In the model but not in the checkpoint", missing)
-                + _listing("In the checkpoint but not in the model", unexpected)
-                + " Convert the same modules as in the run that saved it (`ignore_modules`), or load the weights only."
-            )
-        fresh = ScalingState(self.module_names, self.recipe, "cpu")
-        for row, name in enumerate(self.names):
-            _load_row(fresh, row, name, state_dict[name])
-        for field in _TENSORS:
-            getattr(self, field).data.copy_(getattr(fresh, field))
+        from_entries(self, state_dict)
         self._watch_histories()
         self._recorded_ahead.clear()
         self.version += 1
@@ -229,8 +263,9 @@ class ScalingState:
     def copy_rows(self, row: int, other: ScalingState, other_row: int) -> None:
         """Take over one module's three tensors from another state with the same recipe."""
         mine, theirs = slice(row, row + len(ROLES)), slice(other_row, other_row + len(ROLES))
-        for field in _TENSORS:
+        for field in TENSORS:
             getattr(self, field)[..., mine] = getattr(other, field)[..., theirs].to(self.device)
+        self.switches[row // len(ROLES)].in_fp8 = other.switches[other_row // len(ROLES)].in_fp8
 
 
 def state_of(handle: int) -> ScalingState | None:
@@ -252,20 +287,3 @@ def amax_of(handle: int, record: bool) -> Tensor | None:
 def tensor_name(path: str, role: Role) -> str:
     """``<module path>.<role>``; just the role where the converted module is the root itself."""
     return f"{path}.{role}" if path else role
-
-
-def _load_row(state: ScalingState, row: int, name: str, entry: Mapping[str, Any]) -> None:
-    wrong = [field for field in _TENSORS if not isinstance(entry.get(field), Tensor)]
-    if wrong:
-        raise ValueError(f"The scaling state of {name!r} lacks the tensors {', '.join(wrong)}.")
-    history = entry["amax_history"].flatten()[: state.recipe.amax_history_len]
-    state.amax_history[: len(history), row] = history
-    for field in ("amax", "scale", "nonfinite_steps"):
-        getattr(state, field)[row] = entry[field].reshape(())
-
-
-def _listing(title: str, names: Sequence[str], most: int = 10) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f" {title}: {', '.join(names[:most])}{more}."

@@ -39,7 +39,7 @@ def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor]
     copied = torch.stack([column.double() for column in columns]).cpu()
     scale, amax, largest, nonfinite, numbers, saturated, nonzero, underflowed = copied
     nothing = torch.full_like(scale, float("nan"))
-    return {
+    quantities = {
         "scale": scale,
         "amax": amax,
         "amax_history_max": largest,
@@ -49,6 +49,9 @@ def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor]
         "underflowed_fraction": torch.where(numbers > 0, underflowed / nonzero.clamp(min=1), nothing),
         "nonfinite_steps": nonfinite,
     }
+    # what a layer left behind when it fell back says nothing about the run
+    in_fp8 = state.rows_in_fp8
+    return {quantity: values.where(in_fp8, nothing) for quantity, values in quantities.items()}
 
 
 def headroom_bits(fp8_max: Tensor, amax: Tensor, scale: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ def test_a_captured_graph_casts_weights_itself(cuda_half: Counter[str], monkeypa
     train(model, 2, (4, 16))
     model(torch.randn(4, 16))  # copies of both weights are at hand
     cuda_half.clear()
-    monkeypatch.setattr("lightning_fp8.modules.gemm.is_capturing", lambda device: device.type == "cpu")
+    monkeypatch.setattr("lightning_fp8.modules.weight_cache.is_capturing", lambda device: device.type == "cpu")
     model(torch.randn(4, 16))
     # an input and a weight for each layer, as none of the copies may become part of the graph
     assert cuda_half == {"cast_transpose INPUT=Fp32 FORMAT=E4M3 ACTIVATION=Identity BACKWARD=0": 4}

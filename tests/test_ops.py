@@ -165,6 +165,8 @@ def op_samples() -> list[tuple[object, tuple[object, ...]]]:
             ops.linear_backward,
             (dy, None, "none", None, *backward[4:], "e5m2", 0, False, torch.bfloat16, torch.float32, False),
         ),
+        (ops.record_amax, (torch.tensor(0.5), torch.tensor(3.0), GRAD, 0, False)),
+        (ops.record_amax, (torch.tensor(0.5), torch.tensor(3.0), GRAD, *recorded[1:])),
         (
             ops.update_scales,
             (
@@ -183,7 +185,7 @@ def test_opcheck(sample: int) -> None:
 
 def test_every_operator_is_checked() -> None:
     checked = {str(op) for op, _ in op_samples()}
-    names = ("cast", "scaled_mm", "linear", "linear_backward", "mlp", "update_scales")
+    names = ("cast", "scaled_mm", "linear", "linear_backward", "mlp", "record_amax", "update_scales")
     assert checked == {f"lightning_fp8.{name}.default" for name in names}
 
 
@@ -204,3 +206,20 @@ def test_one_layer_reaches_28_and_24_db() -> None:
     print("SQNR in dB:", found)
     assert found[0] >= 28
     assert min(found[1:]) >= 24
+
+
+def test_an_amax_known_already_is_recorded_as_a_cast_records() -> None:
+    state = ScalingState(["layer"], DelayedScaling())
+    scale_inv, index = torch.tensor(0.25), torch.tensor([1])
+
+    def record(amax: float, really: bool = True) -> None:
+        assert torch.equal(ops.record_amax(scale_inv, torch.tensor(amax), index, state.handle, really), scale_inv)
+
+    record(3.0, really=False)
+    assert state.amax.tolist() == [0, 0, 0]
+    record(3.0), record(2.0)
+    assert state.amax.tolist() == [0, 3, 0]
+    record(float("inf")), record(5.0)
+    assert state.amax.tolist() == [0, float("inf"), 0]
+    record(float("nan")), record(float("inf"))
+    assert state.amax[1].isnan()

@@ -1,4 +1,4 @@
-"""The README's code runs as it stands."""
+"""The code of the README and of the page on callbacks runs as it stands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-YAML = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+CALLBACKS = (ROOT / "docs" / "callbacks.md").read_text()
+YAML = re.findall(r"```yaml\n(.*?)```", README + CALLBACKS, re.DOTALL)
 
 
 @pytest.mark.parametrize("position", range(len(PYTHON)))
@@ -47,3 +48,23 @@ def test_there_is_code_to_run() -> None:
 def test_files_that_it_names_exist() -> None:
     for path in re.findall(r"\]\(((?!http|#)[^)]+)\)", README):
         assert (ROOT / path).exists(), path
+
+
+def test_every_callback_and_every_argument_is_on_the_page_with_its_default() -> None:
+    import inspect
+
+    import lightning_fp8.callbacks as callbacks
+
+    (shown,) = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", CALLBACKS, re.DOTALL)]
+    arguments = {entry["class_path"]: entry.get("init_args", {}) for entry in shown["trainer"]["callbacks"]}
+    assert set(arguments) == {f"lightning_fp8.{name}" for name in callbacks.__all__}
+    for path, given in arguments.items():
+        kind = getattr(callbacks, path.split(".")[1])
+        parameters = dict(inspect.signature(kind).parameters)
+        if kind is callbacks.Fp8RichProgressBar:
+            # objects of rich
+            del parameters["theme"], parameters["console_kwargs"]
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        if kind is callbacks.Fp8ThroughputMonitor:
+            defaults["batch_size_fn"] = "builtins.len"
+        assert given == {name: list(v) if isinstance(v, tuple) else v for name, v in defaults.items()}, path

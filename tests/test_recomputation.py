@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -165,3 +166,102 @@ def test_compiled_gpt_trains() -> None:
         losses.append(loss.detach())
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(scaling_state(model).scale, scaling_state(other).scale, rtol=5e-2, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_two_iterations_as_reported(reentrant: bool) -> None:
+    """TransformerEngine#1190: with recomputation the scales of backward were not updated after the first iteration."""
+    torch.manual_seed(0)
+    plain = convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    recomputed = copy.deepcopy(plain)
+    x = torch.randn(32, 64)
+    found: list[list[Tensor]] = []
+    for model, call in ((plain, plain), (recomputed, use(reentrant))):
+        state, seen = scaling_state(model), []
+        for _ in range(2):
+            own = x.clone().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = call(own) if model is plain else call(model, own)
+            y.float().square().sum().backward()
+            seen += [y.detach(), own.grad, *(p.grad.clone() for p in model.parameters()), state.amax.clone()]
+            state.update()
+            seen += [state.scale.clone(), state.amax_history.clone()]
+        found.append(seen)
+        # every tensor, the gradients' among them, once in each of the two iterations
+        assert (state.amax_history > 0).sum(0).tolist() == [2] * 6
+    assert_same(found[1], found[0])
+    backward_scales = found[0][-2][2::3]
+    assert (backward_scales != 1).all()
+
+
+@pytest.mark.parametrize("convert_first", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_wrapper(reentrant: bool, convert_first: bool) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl,
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+    )
+
+    start = Stack()
+    plain, wrapped = convert(copy.deepcopy(start)), copy.deepcopy(start)
+    if convert_first:
+        convert(wrapped)
+    kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    apply_activation_checkpointing(
+        wrapped,
+        checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(module, checkpoint_impl=kind),
+        check_fn=lambda module: module in set(wrapped.blocks),
+    )
+    convert(wrapped)
+    assert scaling_state(wrapped).names == scaling_state(plain).names
+    assert_same(train(wrapped, wrapped), train(plain, plain))
+
+
+OPERATORS = torch.ops.lightning_fp8
+
+
+@pytest.mark.parametrize("saved", ["nothing", "linear layers", "casts", "everything"])
+def test_selective_checkpointing(saved: str) -> None:
+    """What a policy saves is not computed again; what it does not save is, and records nothing twice."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    chosen = {
+        "nothing": set(),
+        "linear layers": {OPERATORS.linear.default},
+        "casts": {OPERATORS.cast.default},
+        "everything": {OPERATORS.linear.default, OPERATORS.cast.default, torch.ops.aten.gelu.default},
+    }[saved]
+    calls: Counter[str] = Counter()
+
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        calls[f"{operator} {'again' if context.is_recompute else 'first'}"] += 1
+        return CheckpointPolicy.MUST_SAVE if operator in chosen else CheckpointPolicy.PREFER_RECOMPUTE
+
+    plain = convert(Stack())
+    selective = copy.deepcopy(plain)
+    selective.around = lambda f, x: checkpoint(
+        f, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+    )
+    assert_same(train(selective, selective), train(plain, plain))
+    # the policy was asked about our operators
+    assert calls["lightning_fp8.linear.default first"] > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_evaluation_between_forward_and_backward(reentrant: bool) -> None:
+    plain = convert(Stack())
+    recomputed = copy.deepcopy(plain)
+    recomputed.around = use(reentrant)
+
+    def with_evaluation(x: Tensor) -> Tensor:
+        y = recomputed(x)
+        amax = scaling_state(recomputed).amax.clone()
+        recomputed.eval()
+        with torch.no_grad():
+            recomputed(10 * torch.randn(8, 32))
+        recomputed.train()
+        assert torch.equal(scaling_state(recomputed).amax, amax)
+        return y
+
+    assert_same(train(recomputed, with_evaluation), train(plain, plain))

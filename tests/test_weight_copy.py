@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import small_mlp
 from lit import Regression, loader, make_trainer, seeded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -122,7 +123,7 @@ def test_evaluation_graphs_and_a_loop_without_autocast_make_no_copies(
         model.train()
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
         with monkeypatch.context() as capture:
-            capture.setattr("lightning_fp8.modules.weight_copy.is_capturing", lambda device: device.type == "cpu")
+            capture.setattr("lightning_fp8.modules.weight_cache.is_capturing", lambda device: device.type == "cpu")
             model(x)
         assert casts == []
         assert torch.equal(compiled, model(x))
@@ -165,3 +166,24 @@ def test_parameters_and_keys_stay_and_the_next_run_takes_the_copies_away() -> No
         "MultiheadAttention",
         "NonDynamicallyQuantizableLinear",
     ]
+
+
+def test_selective_checkpointing_meets_the_same_operators_again() -> None:
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        save = operator is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    plain = small_mlp()
+    copies = copy.deepcopy(plain)
+    weight_copy.keep_copies(copies, leave_alone=set())
+    x, gradients = torch.randn(8, 32), []
+    for model in (plain, copies):
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+                y = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+            y.float().square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))

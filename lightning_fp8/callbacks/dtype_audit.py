@@ -10,7 +10,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fp8.audit import DtypeReport, DtypeRow, audit, buffer_dtypes_of
+from lightning_fp8.callbacks.run_files import log_folder, write_json
+from lightning_fp8.formats import dtype_name
 from lightning_fp8.plugins.core import PrecisionCore
+from lightning_fp8.report import DTYPES_FILE
 
 
 class DtypeAudit(Callback):
@@ -20,7 +23,10 @@ class DtypeAudit(Callback):
     made with, and the optimizers' state; then the table is printed, once per run. See :func:`lightning_fp8.audit` for
     what is promised. Under a precision of Lightning's own nothing is promised, and the table only lists.
 
-    Logs nothing to loggers. The last report is kept in ``report``.
+    Logs nothing to loggers; writes ``fp8_dtypes.json`` into ``trainer.log_dir`` after the first optimizer step, on rank
+    0, for ``python -m lightning_fp8 report``: ``rows`` with ``kind``, ``name``, ``dtype``, ``promised`` (null: nothing)
+    and ``elements`` of each tensor, and ``violations``, those of them whose promise was not kept. The last report is
+    kept in ``report``.
 
     Args:
         on_violation: ``"warn"``, or ``"raise"`` for a ``RuntimeError``, in both cases with the table.
@@ -47,7 +53,8 @@ class DtypeAudit(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._gradients = {}
         self._first_step = trainer.global_step
-        self._check(trainer, pl_module, "after set-up", optimizers=[])
+        self._look(trainer, pl_module, optimizers=[])
+        self._judge(trainer, "after set-up")
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -63,7 +70,12 @@ class DtypeAudit(Callback):
         if self._first_step is None or trainer.global_step == self._first_step:
             return
         self._first_step = None
-        report = self._check(trainer, pl_module, "after the first optimizer step", trainer.optimizers)
+        report = self._look(trainer, pl_module, trainer.optimizers)
+        folder = log_folder(trainer)
+        # before it may raise: then most of all the file is wanted
+        if folder is not None and trainer.is_global_zero:
+            write_json(folder / DTYPES_FILE, _as_json(report))
+        self._judge(trainer, "after the first optimizer step")
         rank_zero_info(f"Dtypes under {trainer.precision}, after the first optimizer step:\n{report}")
 
     def _audit(self, trainer: Trainer, pl_module: LightningModule, optimizers: list[Optimizer]) -> DtypeReport:
@@ -73,15 +85,23 @@ class DtypeAudit(Callback):
             promise = {"param_dtype": plugin.param_dtype, "keep_fp32": plugin.keep_fp32}
         return audit(pl_module, **promise, optimizers=optimizers, buffer_dtypes=self._buffer_dtypes)
 
-    def _check(
-        self, trainer: Trainer, pl_module: LightningModule, when: str, optimizers: list[Optimizer]
-    ) -> DtypeReport:
+    def _look(self, trainer: Trainer, pl_module: LightningModule, optimizers: list[Optimizer]) -> DtypeReport:
         found = self._audit(trainer, pl_module, optimizers)
         rows = [row for row in found.rows if row.kind != "gradient"]
-        self.report = report = DtypeReport((*rows, *self._gradients.values()))
-        if report.violations:
-            message = f"DtypeAudit: {trainer.precision} does not keep what it promises, {when}.\n{report}"
+        self.report = DtypeReport((*rows, *self._gradients.values()))
+        return self.report
+
+    def _judge(self, trainer: Trainer, when: str) -> None:
+        if self.report and self.report.violations:
+            message = f"DtypeAudit: {trainer.precision} does not keep what it promises, {when}.\n{self.report}"
             if self.on_violation == "raise":
                 raise RuntimeError(message)
             rank_zero_warn(message)
-        return report
+
+
+def _as_json(report: DtypeReport) -> dict[str, list[dict[str, Any]]]:
+    def plain(row: DtypeRow) -> dict[str, Any]:
+        promised = dtype_name(row.promised) if row.promised else None
+        return {**row._asdict(), "dtype": dtype_name(row.dtype), "promised": promised}
+
+    return {"rows": list(map(plain, report.rows)), "violations": list(map(plain, report.violations))}

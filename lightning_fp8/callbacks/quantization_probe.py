@@ -70,6 +70,8 @@ class QuantizationProbe(Callback):
             return
         self._probed_step, self._sums = step, {}
         for path, layer in self._layers.items():
+            if not layer.in_fp8:
+                continue
             self._hooks.append(layer.register_forward_hook(self._comparison(path), with_kwargs=True))
 
     def _comparison(self, path: str) -> Callable[..., None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fp8.convert import is_converted, scaling_state
+from lightning_fp8.paths import as_patterns, matching_tensors
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.statistics import by_role, tensor_statistics
 
@@ -65,12 +65,8 @@ class ScaleFactorLogger(Callback):
     ) -> None:
         if every_n_steps < 1:
             raise ValueError(f"ScaleFactorLogger: `every_n_steps` must be at least 1, got {every_n_steps}.")
-        if isinstance(patterns, str):
-            raise TypeError(
-                f"ScaleFactorLogger: `patterns` must be a sequence of patterns, got the string {patterns!r}."
-            )
         self.every_n_steps = every_n_steps
-        self.patterns = tuple(patterns)
+        self.patterns = as_patterns(patterns, "patterns")
         self.summaries = summaries
         self.histograms = histograms
         self._state: ScalingState | None = None
@@ -88,16 +84,7 @@ class ScaleFactorLogger(Callback):
             )
             return
         self._state = scaling_state(pl_module)
-        names = self._state.names
-        for pattern in self.patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(
-                    f"ScaleFactorLogger: the pattern {pattern!r} matches none of the {len(names)} tensors of the model."
-                    f" The first ones are: {', '.join(names[:6])}."
-                )
-        self._rows = [
-            row for row, name in enumerate(names) if any(fnmatchcase(name, pattern) for pattern in self.patterns)
-        ]
+        self._rows = matching_tensors(self._state.names, self.patterns, "ScaleFactorLogger")
 
     def _is_due(self, step: int) -> bool:
         return step // self.every_n_steps > self._last_step // self.every_n_steps

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from lightning_fp8 import ops
+from lightning_fp8.classes import exchange_class, own_class
 from lightning_fp8.modules.gemm import cast_operand, cast_weight, check_input, output_dtype
 from lightning_fp8.modules.linear import Fp8Linear
 
@@ -100,16 +101,16 @@ def fuse_feed_forward(module: nn.Module) -> None:
         kind.plain_class: kind for kind in (Fp8TransformerEncoderLayer, Fp8TransformerDecoderLayer)
     }
     for layer in module.modules():
-        plain = layer.plain_class if isinstance(layer, Fp8FeedForward) else type(layer)
+        plain = layer.plain_class if isinstance(layer, Fp8FeedForward) else own_class(layer)
         if plain in fused:
-            converted = type(layer.linear1) is Fp8Linear and type(layer.linear2) is Fp8Linear
-            layer.__class__ = fused[plain] if converted else plain
+            converted = own_class(layer.linear1) is Fp8Linear and own_class(layer.linear2) is Fp8Linear
+            exchange_class(layer, fused[plain] if converted else plain)
 
 
 def _fused_activation(layer: nn.Module) -> str | None:
     """The activation of a block that runs as one; None where it has to run part by part."""
     first, dropout, second, activation = layer.linear1, layer.dropout, layer.linear2, layer.activation
-    if type(first) is not Fp8Linear or type(second) is not Fp8Linear:
+    if type(first) is not Fp8Linear or type(second) is not Fp8Linear or not (first.in_fp8 and second.in_fp8):
         return None
     if type(dropout) is not nn.Dropout or (dropout.training and dropout.p > 0):
         return None

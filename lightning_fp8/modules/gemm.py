@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import ops
-from lightning_fp8.device import check_device, is_capturing
+from lightning_fp8.device import check_device
 from lightning_fp8.formats import CASTABLE_DTYPES, ROLES, Role
-from lightning_fp8.modules.weight_cache import WeightCache
+from lightning_fp8.modules.gathered_weight import GatheredWeight
+from lightning_fp8.modules.weight_cache import WeightCache, can_keep_copies
 from lightning_fp8.modules.weight_group import WeightGroup
 from lightning_fp8.scaling import ScalingState
 
@@ -25,18 +28,22 @@ class Fp8Rows:
         row: position of the layer's first tensor; input, weight and grad_output follow each other.
         index: per role the same as ``[1] int64`` on the device of the state. A tensor, not an int, so that
             ``torch.compile`` makes one graph for all layers of a kind.
+        switch: whether these GEMMs run in FP8.
         weight_cache: the FP8 copy of the weight.
         group: all layers that share the state, whose weights are cast together where the device can.
         k_by_n: whether the layer keeps its weight as ``[K, N]``.
+        keeps_cast: whether the FP8 copy of the weight outlives a forward.
     """
 
     def __init__(self, state: ScalingState, row: int, group: WeightGroup) -> None:
         self.state = state
         self.row = row
+        self.switch = state.switches[row // len(ROLES)]
         self.weight_cache = WeightCache()
         self.group = group
         self._owner: tuple[weakref.ref[Fp8Module], str] | None = None
         self.k_by_n = False
+        self.keeps_cast = True
         self._place_index()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -47,7 +54,14 @@ class Fp8Rows:
         """Say which layer these rows are of, and by which name it knows them."""
         self._owner = (weakref.ref(layer), gemm)
         self.k_by_n = layer.weight_is_k_by_n
+        self.note_sharding(layer.gemm_weights(layer)[gemm])
         self.group.join(self)
+
+    def note_sharding(self, weight: Tensor) -> None:
+        """Keep no FP8 copy of a weight that is sharded: a copy of the whole would undo it."""
+        self.keeps_cast = not isinstance(weight, DTensor)
+        if not self.keeps_cast:
+            self.weight_cache.drop()
 
     @property
     def weight_index(self) -> int:
@@ -55,9 +69,9 @@ class Fp8Rows:
         return self.row + ROLES.index("weight")
 
     def recording_weight(self) -> Tensor | None:
-        """The weight as its layer holds it now; None where the layer is gone or would not record."""
+        """The weight as its layer holds it now; None where the layer is gone or would not cast and record it."""
         layer = self._owner[0]() if self._owner is not None else None
-        if layer is None or self._owner is None or not layer.records:
+        if layer is None or self._owner is None or not layer.records or not self.switch.in_fp8:
             return None
         return layer.gemm_weights(layer).get(self._owner[1])
 
@@ -116,6 +130,11 @@ class Fp8Module(nn.Module):
         return next(iter(self.fp8.values())).state
 
     @property
+    def in_fp8(self) -> bool:
+        """Whether any of its own GEMMs runs in FP8: not where all of them fell back."""
+        return any(rows.switch.in_fp8 for rows in self.fp8.values())
+
+    @property
     def records(self) -> bool:
         """Whether this forward, and its backward, record amaxes: exactly in training with gradients."""
         return self.training and torch.is_grad_enabled()
@@ -136,7 +155,10 @@ class Fp8Module(nn.Module):
 
 
 class Fp8Weight(NamedTuple):
-    """A weight ``[N, K]`` for autograd, and its FP8 cast for the GEMMs: ``[N, K]`` and, for dgrad, ``[K, N]``."""
+    """A weight ``[N, K]`` for autograd, and its FP8 cast for the GEMMs: ``[N, K]`` and, for dgrad, ``[K, N]``.
+
+    Of a layer that fell back the casts are empty.
+    """
 
     weight: Tensor
     payload: Tensor
@@ -158,10 +180,28 @@ def take_rows(tensor: Tensor, rows: slice) -> Tensor:
 def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
     """The FP8 cast of a weight ``[N, K]``, or of one kept as ``[K, N]``."""
     state = rows.state
+    if not rows.switch.in_fp8:
+        if not torch.compiler.is_compiling():
+            rows.weight_cache.drop()
+        nothing = parameter.new_empty(0)
+        return Fp8Weight(parameter.t() if rows.k_by_n else parameter, nothing, nothing, nothing)
+    if isinstance(parameter, GatheredWeight):
+        place = parameter.place_in_graph()
+        payload, payload_t = parameter.payloads(rows.k_by_n)
+        # the amax of this process's shard; the update takes the largest of all
+        index = rows.index["weight"]
+        scale_inv = ops.record_amax(parameter.scale_inv, parameter.shard_amax, index, state.handle, record)
+        return Fp8Weight(place.t() if rows.k_by_n else place, payload, payload_t, scale_inv)
+    if isinstance(parameter, DTensor):
+        raise NotImplementedError(
+            f"{rows.name!r}: the weight is distributed over processes, and only `nn.Linear` computes with a part of"
+            " it. Leave the layer out with `ignore_modules`; or, under `fully_shard`, call it as a module, so that"
+            " its hooks gather the weight."
+        )
     weight = parameter.t() if rows.k_by_n else parameter
     # Only a recording forward uses the cache: in evaluation weights are swapped (EMA, averaging) in ways that leave no
-    # trace. A compiled or captured graph casts at each call, as nothing in it can see whether a copy is stale.
-    use_cache = record and not torch.compiler.is_compiling() and not is_capturing(parameter.device)
+    # trace.
+    use_cache = record and rows.keeps_cast and can_keep_copies(parameter.device)
     cached = None
     if use_cache:
         cached = rows.weight_cache.get(parameter, state.version)
@@ -185,7 +225,13 @@ def cast_operand(rows: Fp8Rows, role: Role, x: Tensor, record: bool, keep: bool)
 
 
 def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool) -> Tensor:
-    """``x @ weight^T + bias`` in FP8: x ``[*, K]`` -> ``[*, N]`` in autocast's dtype, else in that of ``x``."""
+    """``x @ weight^T + bias`` in FP8: x ``[*, K]`` -> ``[*, N]`` in autocast's dtype, else in that of ``x``.
+
+    Of a layer that fell back: in that dtype throughout.
+    """
+    if not rows.switch.in_fp8:
+        dtype = output_dtype(x)
+        return F.linear(x.to(dtype), weight.weight.to(dtype), None if bias is None else bias.to(dtype))
     state = rows.state
     n, k = weight.payload.shape
     x_2d = x.reshape(x.numel() // k, k)

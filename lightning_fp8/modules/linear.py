@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.gemm import Fp8Module, cast_weight, check_input, fp8_linear
+from lightning_fp8.modules.tensor_parallel import parallel_linear
 
 
 class Fp8Linear(Fp8Module, nn.Linear):
@@ -30,4 +32,6 @@ class Fp8Linear(Fp8Module, nn.Linear):
         """x ``[*, in_features]`` -> y ``[*, out_features]``; see the class."""
         check_input(self, "input", x, self.in_features, "in_features")
         rows, record = self.fp8[""], self.records
+        if isinstance(self.weight, DTensor):
+            return parallel_linear(rows, x, self.weight, self.bias, record)
         return fp8_linear(rows, x, cast_weight(rows, self.weight, record), self.bias, record)

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+from lightning_fp8.device import is_capturing
 
 _optimizer_steps = 0
 
@@ -72,6 +75,15 @@ class WeightCache:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_entry": None, "_used": False}
+
+
+def can_keep_copies(device: torch.device) -> bool:
+    """Whether what runs now can tell a stale copy, and may run other operators where a copy is at hand.
+
+    Nothing in a compiled or captured graph can see whether a copy is stale. A dispatch mode, such as that of selective
+    checkpointing, has to meet the same operators when a forward is done again.
+    """
+    return not (torch.compiler.is_compiling() or is_capturing(device) or _len_torch_dispatch_stack())
 
 
 def _key(weight: Tensor, scaling_version: int) -> tuple[Any, ...]:

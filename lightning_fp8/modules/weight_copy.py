@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_fp8.device import is_capturing
+from lightning_fp8.classes import exchange_class, own_class
 from lightning_fp8.modules.attention import SdpaMultiheadAttention, in_gemms
 from lightning_fp8.modules.gemm import take_rows
-from lightning_fp8.modules.weight_cache import WeightCache
+from lightning_fp8.modules.weight_cache import WeightCache, can_keep_copies
 
 
 class WeightCopyModule(nn.Module):
@@ -34,12 +34,12 @@ class WeightCopyModule(nn.Module):
         """The weight in autocast's dtype, connected to the parameter; without autocast the parameter itself."""
         parameter: Tensor = getattr(self, name)
         device = parameter.device.type
-        # In evaluation weights are swapped (averaging) in ways that leave no trace, and a compiled or captured graph
-        # cannot see whether a copy is stale: there autocast casts, as without a copy.
+        # In evaluation weights are swapped (averaging) in ways that leave no trace: there autocast casts, as without a
+        # copy.
         if not (self.training and torch.is_grad_enabled() and torch.is_autocast_enabled(device)):
             return parameter
         dtype = torch.get_autocast_dtype(device)
-        if torch.compiler.is_compiling() or is_capturing(parameter.device) or parameter.dtype == dtype:
+        if not can_keep_copies(parameter.device) or parameter.dtype == dtype:
             return parameter
         cache = self.copies[name]
         kept = cache.get(parameter, 0)
@@ -92,18 +92,18 @@ def keep_copies(module: nn.Module, leave_alone: set[nn.Module]) -> None:
     for layer in module.modules():
         if layer in leave_alone or "forward" in vars(layer):
             continue
-        if type(layer) is nn.Linear:
+        if own_class(layer) is nn.Linear:
             changes.append(_Change(layer, WeightCopyLinear, ("weight",)))
-        elif type(layer) is nn.MultiheadAttention:
+        elif own_class(layer) is nn.MultiheadAttention:
             names = tuple(f"{gemm}_weight" for gemm in in_gemms(layer))
             changes.append(_Change(layer, WeightCopyMultiheadAttention, names))
-            if type(layer.out_proj) is NonDynamicallyQuantizableLinear:
-                changes.append(_Change(layer.out_proj, WeightCopyLinear, ("weight",)))
+            if own_class(layer.out_proj) is NonDynamicallyQuantizableLinear:
+                changes.append(_Change(cast(nn.Module, layer.out_proj), WeightCopyLinear, ("weight",)))
     for layer, new_class, weights in changes:
         changed = cast(WeightCopyModule, layer)
-        changed.plain_class = type(layer)
+        changed.plain_class = own_class(layer)
         changed.copies = {name: WeightCache() for name in weights}
-        changed.__class__ = new_class
+        exchange_class(layer, new_class)
 
 
 def drop_copies(module: nn.Module) -> None:
@@ -112,4 +112,4 @@ def drop_copies(module: nn.Module) -> None:
         if isinstance(layer, WeightCopyModule):
             plain_class = layer.plain_class
             del layer.copies, layer.plain_class
-            cast(nn.Module, layer).__class__ = plain_class
+            exchange_class(layer, plain_class)

@@ -16,6 +16,7 @@ from lightning_fp8.ops.basic import (
     cast_operand,
     cast_weights,
     casts_weights_together,
+    record_amax,
     scaled_mm,
     update_scales,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "linear",
     "linear_backward",
     "mlp",
+    "record_amax",
     "scaled_mm",
     "update_scales",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops import cuda
+from lightning_fp8.ops import cuda, plain
 from lightning_fp8.ops.activations import activated_width
 from lightning_fp8.ops.library import K_MAJOR_DEVICES, LIBRARY, define, implement
 
@@ -18,6 +18,9 @@ _CAST = define(
     "cast(Tensor x, Tensor scale, Tensor amax_history, Tensor index, str format, str activation, str layout, "
     "int state, bool record) -> (Tensor, Tensor, Tensor)"
 )
+# record_amax: scale_inv [] float32 -> a copy of it; amax [] float32, known already, is recorded as `cast` would. The
+#   copy is what goes on with, or a compiled graph would leave the recording out.
+_RECORD_AMAX = define("record_amax(Tensor scale_inv, Tensor amax, Tensor index, int state, bool record) -> Tensor")
 # scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype
 _SCALED_MM = define(
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, str a_format, str b_format, "
@@ -36,6 +39,15 @@ cast = implement("cast")
 scaled_mm = implement("scaled_mm")
 update_scales = implement("update_scales")
 cast_weights = cuda.cast_weights
+
+
+def _record_amax(scale_inv: Tensor, amax: Tensor, index: Tensor, state: int, record: bool) -> Tensor:
+    plain.record_amax(amax, index, state, record)
+    return scale_inv.clone()
+
+
+LIBRARY.impl("record_amax", _record_amax, "CompositeExplicitAutograd")
+record_amax = torch.ops.lightning_fp8.record_amax.default
 
 
 def cast_operand(
@@ -77,6 +89,11 @@ def _cast_fake(
     payload = x.new_empty((rows, columns) if layout != "columns" else 0, dtype=torch.uint8)
     payload_t = x.new_empty((columns, rows) if layout != "rows" else 0, dtype=torch.uint8)
     return payload, payload_t, x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.register_fake(_RECORD_AMAX, lib=LIBRARY)
+def _record_amax_fake(scale_inv: Tensor, amax: Tensor, index: Tensor, state: int, record: bool) -> Tensor:
+    return torch.empty_like(scale_inv)
 
 
 @torch.library.register_fake(_SCALED_MM, lib=LIBRARY)

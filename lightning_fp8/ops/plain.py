@@ -32,16 +32,21 @@ def cast(
     """See the operator ``lightning_fp8::cast``."""
     x = activate(x, activation)
     current = x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
-    amax = amax_of(state, record)
-    if amax is not None:
-        # The bits of non-negative floats as integers: NaN > inf > every finite value, so nothing non-finite is lost.
-        amax.view(torch.int32).scatter_reduce_(0, index, current.view(torch.int32)[None], "amax")
+    record_amax(current, index, state, record)
     delayed = scale.index_select(0, index)[0]
     has_history = amax_history[0].index_select(0, index)[0] > 0
     used = torch.where(has_history, delayed, scale_of_current(current, FORMATS[format]))
     if is_counting(state, record):
         count(x, used, index, FORMATS[format], state)
     return (*in_layout(saturating_cast(x, used, FORMATS[format]), layout), used.reciprocal())
+
+
+def record_amax(current: Tensor, index: Tensor, state: int, record: bool) -> None:
+    """Raise the state's amax at ``index`` to ``current``, ``[] float32``."""
+    amax = amax_of(state, record)
+    if amax is not None:
+        # The bits of non-negative floats as integers: NaN > inf > every finite value, so nothing non-finite is lost.
+        amax.view(torch.int32).scatter_reduce_(0, index, current.view(torch.int32)[None], "amax")
 
 
 def cast_gradient(

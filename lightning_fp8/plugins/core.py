@@ -20,6 +20,7 @@ from lightning_fp8.attention_dtypes import AttentionDtypes, DtypeMismatch
 from lightning_fp8.convert import convert, describe, is_converted, scaling_state, unconvert
 from lightning_fp8.dtypes import agree_inputs, float64_parameter, release_inputs, store_parameters
 from lightning_fp8.fast_path import layers_own_forwards
+from lightning_fp8.fp8_all_gather import gather_in_fp8, note_sharded_weights
 from lightning_fp8.modules.weight_copy import drop_copies, keep_copies
 from lightning_fp8.paths import as_patterns, check_patterns, modules_inside
 from lightning_fp8.plugins.settings import (
@@ -28,6 +29,7 @@ from lightning_fp8.plugins.settings import (
     as_torch_dtype,
     check_dtype_mismatch,
     check_dtypes,
+    check_fp8_all_gather,
     check_precision,
     check_weight_copy,
 )
@@ -59,6 +61,7 @@ class PrecisionCore(Precision):
         dtype_mismatch: DtypeMismatch = "align",
         weight_copy: bool = False,
         reduce_dtype: torch.dtype | str = torch.float32,
+        fp8_all_gather: bool = False,
     ) -> None:
         check_precision(precision)
         check_dtype_mismatch(dtype_mismatch)
@@ -74,8 +77,12 @@ class PrecisionCore(Precision):
         self.reduce_dtype = as_torch_dtype("reduce_dtype", reduce_dtype)
         check_dtypes(precision, self.param_dtype, self.compute_dtype)
         check_weight_copy(precision, self.param_dtype, weight_copy)
+        check_fp8_all_gather(precision, fp8_all_gather)
+        self.fp8_all_gather = fp8_all_gather
         self.precision = precision  # type: ignore[assignment]
         self._states: list[ScalingState] = []
+        # models that have had no forward yet, whose layers may have been sharded since they were converted
+        self._not_run: list[weakref.ref[nn.Module]] = []
         self._attention = AttentionDtypes(self.compute_dtype, dtype_mismatch)
 
     @property
@@ -102,6 +109,7 @@ class PrecisionCore(Precision):
             store_parameters(module, self.param_dtype, self.keep_fp32)
             self._convert(module)
             self._add_state(scaling_state(module))
+            self._not_run.append(weakref.ref(module))
         else:
             self._make_plain(module)
             # under bf16-mixed parameters stay as they came, as with Lightning's own, unless a dtype was asked for
@@ -180,8 +188,20 @@ class PrecisionCore(Precision):
     @contextmanager
     def forward_context(self) -> Iterator[None]:  # type: ignore[override]
         """Computation in the compute dtype, encoders without torch's fast path, attention operands in one dtype."""
+        self._look_at_sharding()
         with self.recomputation_context(), self._autocast():
             yield
+
+    def _look_at_sharding(self) -> None:
+        for known in self._not_run:
+            module = known()
+            if module is None:
+                continue
+            note_sharded_weights(module)
+            if self.fp8_all_gather:
+                names = gather_in_fp8(module)
+                rank_zero_info(f"fp8-delayed: the weights of {len(names)} layers are gathered in FP8.")
+        self._not_run.clear()
 
     @contextmanager
     def recomputation_context(self) -> Iterator[None]:

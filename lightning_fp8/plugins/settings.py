@@ -61,6 +61,12 @@ def check_weight_copy(precision: str, param_dtype: torch.dtype, weight_copy: boo
         )
 
 
+def check_fp8_all_gather(precision: str, fp8_all_gather: bool) -> None:
+    """Refuse a gather in FP8 where there are no scales."""
+    if fp8_all_gather and precision != "fp8-delayed":
+        raise ValueError(f"`fp8_all_gather=True` belongs to `fp8-delayed`, got {precision!r}.")
+
+
 def check_dtype_mismatch(dtype_mismatch: Any) -> None:
     """Refuse another word than ours."""
     if dtype_mismatch not in DTYPE_MISMATCH:

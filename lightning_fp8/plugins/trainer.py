@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from torch.optim import Optimizer
@@ -54,8 +55,15 @@ class _TrainerPrecision(PrecisionCore, Precision):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        if self._states:
-            self._states[0].load_state_dict(state_dict)
+        if not self._states:
+            return
+        self._states[0].load_state_dict(state_dict)
+        fallen = self._states[0].fallbacks
+        if fallen:
+            rank_zero_info(
+                f"fp8-delayed: {len(fallen)} layers fell back to bf16 in the run that saved this checkpoint, and stay"
+                f" there: {', '.join(fallen)}."
+            )
 
 
 class Fp8Precision(_TrainerPrecision):
@@ -87,6 +95,9 @@ class Fp8Precision(_TrainerPrecision):
         weight_copy: for ``"bf16-mixed"``, keep a bf16 copy of linear and attention weights, made once per optimizer
             step: gradient accumulation pays for the cast once, two bytes a parameter pay for it.
         reduce_dtype: dtype in which FSDP sums gradients over the ranks.
+        fp8_all_gather: for ``"fp8-delayed"`` under ``ModelParallelStrategy`` with ``fully_shard``: gather the weights
+            of converted layers in FP8, half the bytes of bf16, with the same numbers bit for bit. These layers cannot
+            fall back.
 
     Raises:
         ValueError: for another precision, dtype or word, settings that contradict each other, a recipe field outside

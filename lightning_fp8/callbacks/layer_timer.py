@@ -1,0 +1,134 @@
+"""Where a step's time goes: forward and backward of each layer that multiplies matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from typing_extensions import override
+
+from lightning_fp8.callbacks.stopwatch import NOTHING_RAN, Stopwatch, clock_for
+from lightning_fp8.convert import describe
+from lightning_fp8.paths import named_modules
+
+
+class LayerTimer(Callback):
+    """Times forward and backward of each layer that multiplies matrices: one step of every ``every_n_steps``.
+
+    Timed are the layers that :func:`lightning_fp8.describe` lists, converted or not, in every precision: an FP8 run
+    can stand beside a bf16 run. Of the first micro-batch of a timed step:
+
+    - ``timing/<module path>/forward_ms``: the layer's forward, all its calls together, in milliseconds. Forwards that
+      activation checkpointing does again count here: they are what the layer costs too. Not logged for a layer that
+      was not called.
+    - ``timing/<module path>/backward_ms``: the nodes that the layer's forward put into the autograd graph, all calls
+      together, in milliseconds; without the accumulation into ``.grad`` and without the communication that follows it.
+      Not logged for a layer that had no backward.
+
+    An attention's times include those of its ``out_proj``, which has times of its own where it is called as a layer:
+    in a converted attention. On a GPU the times lie between two events of the stream, so they hold what the GPU waits
+    for the CPU in between; they are read after the batch, with one synchronisation. Under several processes they are
+    the slowest one's.
+
+    Training is not touched: no loss, gradient, scale or random number differs, and nothing is put into the graph. The
+    steps between take nothing. While a layer is watched, a transformer layer's feed-forward block does not run as one
+    (see :class:`lightning_fp8.modules.feed_forward.Fp8FeedForward`): the timed step shows its parts, and is slower
+    there than the others. Layers inside ``torch.compile`` cannot be watched; if no layer can, it warns once. A
+    ``QuantizationProbe`` that probes the same step compares inside an attention's forward, on its ``out_proj``.
+
+    Args:
+        every_n_steps: optimizer steps between two timed ones.
+
+    Attributes:
+        forward_ms: by module path, of the newest timed step.
+        backward_ms: likewise.
+
+    Raises:
+        ValueError: if ``every_n_steps`` is below 1.
+    """
+
+    def __init__(self, every_n_steps: int = 200) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"LayerTimer: `every_n_steps` must be at least 1, got {every_n_steps}.")
+        self.every_n_steps = every_n_steps
+        self.forward_ms: dict[str, float] = {}
+        self.backward_ms: dict[str, float] = {}
+        self._layers: dict[str, nn.Module] = {}
+        self._stopwatch: Stopwatch | None = None
+        self._timed_step = -1
+        self._last_step = 0
+        # optimizer steps of one batch: two, where manual optimization steps two optimizers
+        self._stride = 1
+        self._has_warned = False
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._timed_step, self._last_step, self._stride, self._has_warned = -1, trainer.global_step, 1, False
+        paths = {row.path for row in describe(pl_module)}
+        # a wrapper has the path of what it wraps, and comes before it
+        self._layers = {path: layer for path, layer in named_modules(pl_module) if path in paths}
+        if not self._layers:
+            self._warn("no layer of the model does matrix multiplications; nothing to time.")
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # a batch that the model skipped has no end
+        self._stop()
+        # the first micro-batch of a step: its times are logged with that step
+        step = trainer.global_step
+        is_due = (step + self._stride) // self.every_n_steps > step // self.every_n_steps
+        if self._layers and is_due and step != self._timed_step:
+            self._timed_step = step
+            self._stopwatch = Stopwatch(self._layers, clock_for(pl_module.device))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step, stopwatch = trainer.global_step, self._stopwatch
+        if step > self._last_step:
+            self._stride, self._last_step = step - self._last_step, step
+        if stopwatch is None:
+            return
+        self._stop()
+        # every layer in order, so that the processes agree where some have run layers that others have not
+        own = torch.tensor(stopwatch.milliseconds(), device=pl_module.device)
+        slowest = trainer.strategy.all_gather(own).reshape(-1, *own.shape).amax(dim=0).tolist()
+        times = list(zip(self._layers, slowest, strict=True))
+        self.forward_ms = {path: forward for path, (forward, _) in times if forward != NOTHING_RAN}
+        self.backward_ms = {path: backward for path, (_, backward) in times if backward != NOTHING_RAN}
+        if not self.forward_ms:
+            self._warn("no layer was called. Layers inside `torch.compile` cannot be watched: time a run without it.")
+            return
+        self._log(trainer)
+
+    def _log(self, trainer: Trainer) -> None:
+        metrics = {
+            "/".join(filter(None, ("timing", path, name))): milliseconds
+            for name, numbers in (("forward_ms", self.forward_ms), ("backward_ms", self.backward_ms))
+            for path, milliseconds in numbers.items()
+        }
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+
+    def _warn(self, message: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(f"LayerTimer: {message}")
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._stopwatch is not None:
+            self._stopwatch.remove_hooks()
+        self._stopwatch = None

@@ -1,0 +1,74 @@
+"""What a run was made with, beside its logs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.nn.parameter import is_lazy
+from torch.version import cuda
+from typing_extensions import override
+
+from lightning_fp8.bench.rows import environment, gpu_environment, package_version
+from lightning_fp8.callbacks.run_files import log_folder, write_json
+from lightning_fp8.convert import describe, is_converted, scaling_state
+from lightning_fp8.report import RUN_FILE
+
+
+class RunRecord(Callback):
+    """Writes down, under any precision, what a run is made with: ``python -m lightning_fp8 report`` shows it.
+
+    Logs nothing to loggers; writes ``fp8_run.json`` into ``trainer.log_dir`` when fitting starts, on rank 0:
+
+    - ``precision``, ``strategy``, ``accelerator``, ``world_size``; ``parameters``: how many rank 0 has.
+    - ``environment``: GPU, driver, CPU, versions, commit of this package where it lies in its repository,
+      ``LIGHTNING_FP8_BACKEND``.
+    - ``recipe``: its fields; null where no layer runs in FP8, and so are the two that follow.
+    - ``modules``: module paths that have scales, in the order of the model.
+    - ``layers``: the rows of :func:`~lightning_fp8.describe`.
+
+    Without a logger that has a folder it warns once and does nothing.
+    """
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        folder = log_folder(trainer)
+        if folder is None:
+            rank_zero_warn("RunRecord: no logger of the Trainer has a local folder; nothing is written.")
+        elif trainer.is_global_zero:
+            write_json(folder / RUN_FILE, _record(trainer, pl_module))
+
+
+def _record(trainer: Trainer, model: LightningModule) -> dict[str, Any]:
+    state = scaling_state(model) if is_converted(model) else None
+    return {
+        "precision": str(trainer.precision),
+        "strategy": type(trainer.strategy).__name__,
+        "accelerator": type(trainer.accelerator).__name__,
+        "world_size": trainer.world_size,
+        "parameters": sum(0 if is_lazy(parameter) else parameter.numel() for parameter in model.parameters()),
+        "environment": _environment(trainer),
+        "recipe": asdict(state.recipe) if state else None,
+        "modules": list(state.module_names) if state else None,
+        "layers": [row._asdict() for row in describe(model)] if state else None,
+    }
+
+
+def _environment(trainer: Trainer) -> dict[str, Any]:
+    found = {
+        **gpu_environment(trainer.strategy.root_device),
+        **environment("lightning-fp8", "lightning", "torchmetrics"),
+        "python": platform.python_version(),
+        "torch's CUDA": cuda,
+        "platform": platform.platform(),
+        "LIGHTNING_FP8_BACKEND": os.environ.get("LIGHTNING_FP8_BACKEND"),
+    }
+    # some install the package that Lightning was before its name was shortened
+    found["lightning"] = found["lightning"] or package_version("pytorch-lightning")
+    # a page may be handed on, and a command line may hold what is nobody's business
+    del found["command"]
+    return found

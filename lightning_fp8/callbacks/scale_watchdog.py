@@ -1,0 +1,222 @@
+"""Says by name which layers FP8 does not suit, and takes them out of it if asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_fp8.convert import is_converted, scaling_state
+from lightning_fp8.formats import ROLES
+from lightning_fp8.paths import as_patterns, matching_tensors
+from lightning_fp8.scaling import ScalingState
+from lightning_fp8.watch import CONDITIONS, Findings, Limits, Watch
+
+Action = Literal["warn", "raise", "fallback"]
+
+
+class ScaleWatchdog(Callback):
+    """Watches the scales of an ``fp8-delayed`` run and says, by name, which tensors are in trouble.
+
+    - *stale*: an active tensor's scale has not been updated for ``stale_steps``. A tensor is active if its layer's
+      weight gets gradients, if its layer has other tensors that are updated, or if it records amaxes which no update
+      takes. So a training loop that steps its optimizer around the Trainer is found, and a layer that trains in eval
+      mode.
+    - *nonfinite*: it held inf or NaN in ``nonfinite_steps`` optimizer steps in a row.
+    - *saturated*, *underflowed*: at ``checks_in_a_row`` checks the share of numbers that its casts clipped, or (of the
+      numbers other than zero) turned into zero, was above the threshold.
+
+    Each is said once, and again if it comes back. With ``action="fallback"`` the layers concerned run in bf16 from then
+    on, each by itself; checkpoints keep that, whether the callback is there when they are loaded or not, and
+    ``lightning_fp8.describe`` shows it. Stale or non-finite tensors in more than half of the layers that run are not
+    those layers' fault: that is said, and none of them moved.
+
+    At each check it logs, to all loggers:
+
+    - ``fp8/watchdog/stale``, ``fp8/watchdog/nonfinite``, ``fp8/watchdog/saturated``, ``fp8/watchdog/underflowed``:
+      number of tensors in that condition.
+    - ``fp8/watchdog/fallbacks``: number of layers that have fallen back to bf16 (each projection of an attention with
+      its own weight counts as one).
+
+    A check takes a few device-to-host copies, and the optimizer step before it counts what its casts lose; nothing
+    waits for the device in between. Under several processes all see the sums of all, and act alike. In another
+    precision it warns once and does nothing.
+
+    Args:
+        action: ``"warn"``, ``"raise"`` for a ``RuntimeError``, or ``"fallback"``.
+        every_n_steps: steps between two checks. Steps are training batches divided by ``accumulate_grad_batches``, so
+            that they go on where the Trainer sees no optimizer step.
+        stale_steps: see above, in the same steps; None: never.
+        nonfinite_steps: see above, in optimizer steps; None: never.
+        saturated_above: a share, 0 to 1; None: never.
+        underflowed_above: a share, 0 to 1; None: never.
+        checks_in_a_row: number of checks.
+        patterns: ``fnmatch`` patterns on tensor names, ``<module path>.<role>``; others are not watched.
+
+    Raises:
+        ValueError: for another action, a number out of its range, a pattern that matches no tensor of the model, or
+            fallbacks together with ``fp8_all_gather``.
+        TypeError: if ``patterns`` is a single string.
+        RuntimeError: in training, with ``action="raise"``.
+    """
+
+    def __init__(
+        self,
+        action: Action = "warn",
+        every_n_steps: int = 50,
+        stale_steps: int | None = 100,
+        nonfinite_steps: int | None = 3,
+        saturated_above: float | None = 0.01,
+        underflowed_above: float | None = 0.1,
+        checks_in_a_row: int = 3,
+        patterns: Sequence[str] = ("*",),
+    ) -> None:
+        if action not in ("warn", "raise", "fallback"):
+            raise ValueError(f"ScaleWatchdog: `action` must be 'warn', 'raise' or 'fallback', got {action!r}.")
+        counts: dict[str, int | None] = {"every_n_steps": every_n_steps, "checks_in_a_row": checks_in_a_row}
+        counts |= {"stale_steps": stale_steps, "nonfinite_steps": nonfinite_steps}
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise ValueError(f"ScaleWatchdog: `{name}` must be at least 1, got {count}.")
+        for name, share in {"saturated_above": saturated_above, "underflowed_above": underflowed_above}.items():
+            if share is not None and not 0 <= share < 1:
+                raise ValueError(f"ScaleWatchdog: `{name}` must be a share from 0 to below 1, got {share}.")
+        self.action = action
+        self.every_n_steps = every_n_steps
+        self.limits = Limits(stale_steps, nonfinite_steps, saturated_above, underflowed_above, checks_in_a_row)
+        self.patterns = as_patterns(patterns, "patterns")
+        self._state: ScalingState | None = None
+        self._watch: Watch | None = None
+        self._rows: set[int] = set()
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop()
+        if not is_converted(pl_module):
+            rank_zero_warn(
+                f"ScaleWatchdog: no layer runs in FP8 under precision={trainer.precision!r}; nothing to watch."
+            )
+            return
+        if self.action == "fallback" and getattr(trainer.precision_plugin, "fp8_all_gather", False):
+            raise ValueError(
+                "ScaleWatchdog: `action='fallback'` and `fp8_all_gather=True` exclude each other: a layer whose weight"
+                " is gathered in FP8 cannot fall back. Use `action='raise'`, or gather in bf16."
+            )
+        state = scaling_state(pl_module)
+        self._rows = set(matching_tensors(state.names, self.patterns, "ScaleWatchdog"))
+        self._state, self._watch = state, Watch(state, self.limits)
+        self._said: set[tuple[str, int]] = set()
+        # training batches since the last check, and checks
+        self._batches = self._checks = 0
+
+    def _is_before_check(self, trainer: Trainer) -> bool:
+        return self._batches >= (self.every_n_steps - 1) * trainer.accumulate_grad_batches
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._state is not None and self._is_before_check(trainer):
+            self._state.start_counting(self)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._watch is not None and self._is_before_check(trainer):
+            self._watch.see_gradients(pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._state is None or self._watch is None:
+            return
+        self._batches += 1
+        if self._batches < self.every_n_steps * trainer.accumulate_grad_batches:
+            return
+        self._batches, self._checks = 0, self._checks + 1
+        steps = self._checks * self.every_n_steps
+        findings = self._watch.check(steps, partial(trainer.strategy.reduce, reduce_op="sum"))
+        self._state.stop_counting(self)
+        findings.keep(self._rows)
+        self._act(trainer, self._state, findings)
+
+    def _act(self, trainer: Trainer, state: ScalingState, findings: Findings) -> None:
+        now = {(condition, row) for condition, rows in findings.tensors.items() for row in rows}
+        new, self._said = now - self._said, now
+        message = f"ScaleWatchdog, step {trainer.global_step}: {self._described(state, findings, new)}" if new else ""
+        if new and self.action == "fallback":
+            to_move = self._to_fall_back(state, findings, new)
+            for module in to_move:
+                state.fall_back(module)
+            message += f"\n  In bf16 from now on: {', '.join(to_move)}." if to_move else ""
+        self._log(trainer, state, findings)
+        if new and self.action == "raise":
+            raise RuntimeError(message)
+        if new:
+            rank_zero_warn(message)
+
+    def _to_fall_back(self, state: ScalingState, findings: Findings, new: set[tuple[str, int]]) -> list[str]:
+        chosen: set[int] = set()
+        for condition in CONDITIONS:
+            modules = {row // len(ROLES) for row in findings.tensors[condition]}
+            # inf and NaN spread, and without updates all scales stand still
+            if condition in ("stale", "nonfinite") and 2 * len(modules) > findings.active:
+                continue
+            chosen |= {row // len(ROLES) for name, row in new if name == condition}
+        return [state.module_names[module] for module in sorted(chosen)]
+
+    def _described(self, state: ScalingState, findings: Findings, new: set[tuple[str, int]]) -> str:
+        limits, lines = self.limits, []
+        what = {
+            "stale": f"scales not updated for {limits.stale_steps} steps or more, although in use",
+            "nonfinite": f"inf or NaN in {limits.nonfinite_steps} optimizer steps in a row or more",
+            "saturated": f"more than {_percent(limits.saturated_above)} of the numbers clipped, at"
+            f" {limits.checks_in_a_row} checks in a row",
+            "underflowed": f"more than {_percent(limits.underflowed_above)} of the numbers turned into zero, at"
+            f" {limits.checks_in_a_row} checks in a row",
+        }
+        for condition in CONDITIONS:
+            numbers = {row: number for row, number in findings.tensors[condition].items() if (condition, row) in new}
+            if not numbers:
+                continue
+            shown = [
+                f"{state.names[row]} ({int(number) if condition in ('stale', 'nonfinite') else _percent(number)})"
+                for row, number in sorted(numbers.items(), key=lambda item: -item[1])[:10]
+            ]
+            more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
+            lines.append(f"{what[condition]}: {', '.join(shown)}{more}.")
+            if condition == "stale":
+                lines.append(
+                    "A layer in eval mode records nothing."
+                    if findings.any_update
+                    else "No scale has been updated at all: does the loop step its optimizer around the Trainer?"
+                )
+        return "\n  ".join(lines)
+
+    def _log(self, trainer: Trainer, state: ScalingState, findings: Findings) -> None:
+        metrics: dict[str, float] = {f"fp8/watchdog/{name}": len(rows) for name, rows in findings.tensors.items()}
+        metrics["fp8/watchdog/fallbacks"] = len(state.fallbacks)
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._state is not None and self._watch is not None:
+            self._state.stop_counting(self)
+            self._watch.close()
+        self._state = self._watch = None
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.3g}%"

@@ -1,0 +1,96 @@
+"""A weight of which only the FP8 cast is there, as after a gather in FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_fp8.formats import Fp8Format
+from lightning_fp8.ops.library import K_MAJOR_DEVICES
+
+
+class GatheredWeight(Tensor):
+    """A whole weight of which only the FP8 cast is there. An FP8 layer takes the cast; others get the values of it.
+
+    Attributes:
+        payload: ``uint8``, in the shape of the weight.
+        scale_inv: ``[] float32``.
+        shard_amax: ``[] float32``, of this process's shard.
+        format: of the payload.
+    """
+
+    payload: Tensor
+    scale_inv: Tensor
+    shard_amax: Tensor
+    format: Fp8Format
+
+    @staticmethod
+    def __new__(
+        cls, payload: Tensor, scale_inv: Tensor, shard_amax: Tensor, format: Fp8Format, dtype: torch.dtype
+    ) -> GatheredWeight:
+        """A weight of ``dtype`` for everybody who asks."""
+        weight = Tensor._make_wrapper_subclass(cls, payload.shape, dtype=dtype, device=payload.device)  # type: ignore[attr-defined]
+        return weight.hold(payload, scale_inv, shard_amax, format)  # type: ignore[no-any-return]
+
+    def hold(self, payload: Tensor, scale_inv: Tensor, shard_amax: Tensor, format: Fp8Format) -> GatheredWeight:
+        """Take over what has been gathered."""
+        self.payload, self.scale_inv, self.shard_amax, self.format = payload, scale_inv, shard_amax, format
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GatheredWeight({tuple(self.shape)}, {self.format.name}, {self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Fp8Format, torch.dtype]]:
+        # for `torch.compile`
+        return ["payload", "scale_inv", "shard_amax"], (self.format, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], rest: tuple[Fp8Format, torch.dtype], size: object, stride: object
+    ) -> GatheredWeight:
+        return GatheredWeight(inner["payload"], inner["scale_inv"], inner["shard_amax"], *rest)
+
+    def dequantized(self) -> Tensor:
+        """What the codes stand for, in the dtype of the weight."""
+        return (self.payload.view(self.format.dtype).float() * self.scale_inv).to(self.dtype)
+
+    def place_in_graph(self) -> Tensor:
+        """A tensor without memory of its own, of the same shape and dtype, whose gradient is the weight's."""
+        return _Place.apply(self)
+
+    def payloads(self, k_by_n: bool) -> tuple[Tensor, Tensor]:
+        """Payload ``[N, K]`` and transposed payload ``[K, N]``; ``k_by_n`` if the weight is kept so."""
+        payload, payload_t = (self.payload.t(), self.payload) if k_by_n else (self.payload, self.payload.t())
+        if torch.is_grad_enabled() and payload.device.type in K_MAJOR_DEVICES:
+            payload_t = payload_t.contiguous()
+        return payload.contiguous(), payload_t
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        weight = args[0] if args else None
+        # what FSDP and `nn.Parameter` do to a tensor that they have been given
+        if isinstance(weight, GatheredWeight) and _keeps_the_tensor(func, weight, args):
+            return GatheredWeight(weight.payload, weight.scale_inv, weight.shard_amax, weight.format, weight.dtype)
+        args, kwargs = tree_map_only(GatheredWeight, GatheredWeight.dequantized, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _keeps_the_tensor(func: Any, weight: GatheredWeight, args: tuple[Any, ...]) -> bool:
+    if func is torch.ops.aten.detach.default:
+        return True
+    return func is torch.ops.aten.as_strided.default and list(args[1]) == list(weight.shape)
+
+
+class _Place(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: GatheredWeight) -> Tensor:
+        return torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

@@ -1,0 +1,186 @@
+"""Which tensors of a model are in trouble: scales that stand still, lost numbers, steps that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_fp8.formats import ROLES
+from lightning_fp8.modules.gemm import Fp8Module, Fp8Rows
+from lightning_fp8.scaling import ScalingState
+from lightning_fp8.statistics import tensor_statistics
+
+CONDITIONS = ("stale", "nonfinite", "saturated", "underflowed")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is too much; None: never.
+
+    Attributes:
+        stale_steps: steps without an update of an active tensor's scale.
+        nonfinite_steps: optimizer steps in a row at which a tensor held inf or NaN.
+        saturated_above: share of clipped numbers.
+        underflowed_above: share of the numbers other than zero that became zero.
+        checks_in_a_row: at how many checks a share has to be above.
+    """
+
+    stale_steps: int | None
+    nonfinite_steps: int | None
+    saturated_above: float | None
+    underflowed_above: float | None
+    checks_in_a_row: int
+
+
+@dataclass
+class Findings:
+    """What a check found: by condition, the number that is too large for each tensor in it, by row; see ``CONDITIONS``.
+
+    Attributes:
+        tensors: the steps, or the share, by row.
+        active: how many modules have run.
+        any_update: whether any scale has been updated since the check before.
+    """
+
+    tensors: dict[str, dict[int, float]] = field(default_factory=lambda: {condition: {} for condition in CONDITIONS})
+    active: int = 0
+    any_update: bool = False
+
+    def keep(self, rows: set[int]) -> None:
+        """Forget the tensors of other rows."""
+        self.tensors = {
+            condition: {row: number for row, number in numbers.items() if row in rows}
+            for condition, numbers in self.tensors.items()
+        }
+
+
+class Watch:
+    """Follows the updates of a scaling state, and compares with limits what the state has counted.
+
+    Whether a tensor is active is not asked of its amax alone, for a lost amax is one of the faults to be found. It is
+    active if its layer's weight got a gradient, if (input and weight) another tensor of its layer was updated, or if it
+    recorded an amax while there was no update at all.
+    """
+
+    def __init__(self, state: ScalingState, limits: Limits) -> None:
+        self.state = state
+        self.limits = limits
+        count = len(state.names)
+        with torch.inference_mode(False):
+            self._updates = torch.zeros(count, dtype=torch.int64, device=state.device)
+            self._nonfinite_in_a_row = torch.zeros_like(self._updates)
+            self._most_in_a_row = torch.zeros_like(self._updates)
+            self._with_gradient = torch.zeros(len(state.module_names), dtype=torch.bool, device=state.device)
+        self._version = state.version
+        self._last_update = torch.zeros(count, dtype=torch.int64)
+        self._above = {name: torch.zeros(count, dtype=torch.int64) for name in ("saturated", "underflowed")}
+        state.before_update.append(self._see_update)
+
+    def close(self) -> None:
+        """Follow no more."""
+        if self._see_update in self.state.before_update:
+            self.state.before_update.remove(self._see_update)
+
+    @torch.no_grad()
+    def _see_update(self, amax: Tensor) -> None:
+        # nothing here waits for the device
+        is_finite = amax.isfinite()
+        updated = is_finite & (amax > 0)
+        self._updates += updated
+        # a tensor that did not run, amax 0, neither ends its row nor adds to it
+        self._nonfinite_in_a_row = (self._nonfinite_in_a_row + ~is_finite) * ~updated
+        self._most_in_a_row = torch.maximum(self._most_in_a_row, self._nonfinite_in_a_row)
+
+    @torch.no_grad()
+    def see_gradients(self, model: nn.Module) -> None:
+        """Note which layers have a gradient; before the optimizer step."""
+        first = {rows.row: weight for rows, weight in _weights(model, self.state)}
+        nothing = torch.zeros((), dtype=torch.bool, device=self.state.device)
+        # gradients that are set to zero in place of None belong to a layer that did not run
+        found = [_any(first[row].grad, nothing) if row in first else nothing for row in self._first_rows]
+        self._with_gradient |= torch.stack(found)
+
+    @property
+    def _first_rows(self) -> range:
+        return range(0, len(self.state.names), len(ROLES))
+
+    @torch.no_grad()
+    def check(self, step: int, sum_over_processes: Callable[[Tensor], Tensor]) -> Findings:
+        """What is wrong by now.
+
+        Args:
+            step: steps that have been made, in the unit of ``stale_steps``.
+            sum_over_processes: the sum of a tensor over all processes, which all have to check at the same time.
+        """
+        statistics = tensor_statistics(self.state, sum_over_processes)
+        updated = self._updates > 0
+        most, limit = self._most_in_a_row, self.limits.nonfinite_steps or 0
+        # of several processes each may see other steps, where scales are not reduced
+        seen = torch.stack([self._active(updated), updated, most >= limit, most > 0])
+        active, updated, in_a_row, nonfinite = (sum_over_processes(seen.long()) > 0).cpu()
+        most_in_a_row = most.cpu().clamp(min=limit)
+        self._start_anew()
+        self._last_update[updated] = step
+
+        in_fp8 = self.state.rows_in_fp8
+        findings = Findings(active=int(active.view(-1, len(ROLES)).any(1).sum()), any_update=bool(updated.any()))
+        if self.limits.stale_steps is not None:
+            age = step - self._last_update
+            # where inf or NaN keep a scale as it is, that is what is wrong
+            stale = active & in_fp8 & ~nonfinite & (age >= self.limits.stale_steps)
+            findings.tensors["stale"] = _numbers(stale, age)
+        if self.limits.nonfinite_steps is not None:
+            findings.tensors["nonfinite"] = _numbers(in_a_row & in_fp8, most_in_a_row)
+        for name in self._above:
+            share = getattr(self.limits, f"{name}_above")
+            if share is not None:
+                findings.tensors[name] = self._lasting(name, statistics[f"{name}_fraction"], share)
+        return findings
+
+    def _start_anew(self) -> None:
+        self._version = self.state.version
+        self._updates.zero_()
+        self._with_gradient.zero_()
+        # a row may go on
+        self._most_in_a_row = self._nonfinite_in_a_row.clone()
+
+    def _active(self, updated: Tensor) -> Tensor:
+        layers_updated = updated.view(-1, len(ROLES)).any(1, keepdim=True)
+        forward = torch.tensor([role != "grad_output" for role in ROLES], device=updated.device)
+        by_layer = (layers_updated & forward) | self._with_gradient[:, None]
+        # while gradients are accumulated an amax may wait for its update
+        waiting = (self.state.amax != 0) & (self._version == self.state.version)
+        return by_layer.flatten() | waiting
+
+    def _lasting(self, name: str, fraction: Tensor, limit: float) -> dict[int, float]:
+        # a tensor that was not cast, NaN, is judged by the checks at which it was
+        above = torch.where(fraction.isnan(), self._above[name], (self._above[name] + 1) * (fraction > limit))
+        self._above[name] = above
+        return _numbers((above >= self.limits.checks_in_a_row) & ~fraction.isnan(), fraction)
+
+
+def _numbers(chosen: Tensor, values: Tensor) -> dict[int, float]:
+    rows = chosen.nonzero().flatten().tolist()
+    return dict(zip(rows, values[chosen].tolist(), strict=True))
+
+
+def _weights(model: nn.Module, state: ScalingState) -> list[tuple[Fp8Rows, Tensor]]:
+    return [
+        (rows, layer.gemm_weights(layer)[gemm])
+        for layer in model.modules()
+        if isinstance(layer, Fp8Module)
+        for gemm, rows in layer.fp8.items()
+        if rows.state is state
+    ]
+
+
+def _any(gradient: Tensor | None, nothing: Tensor) -> Tensor:
+    if gradient is None:
+        return nothing
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    # NaN is not zero
+    return (local != 0).any()

@@ -1,0 +1,314 @@
+"""Averages of weights, by Lightning's callbacks: training goes on as without, and averages evaluate right."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lit import Regression, loader, make_trainer, seeded
+from test_trainer import same
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+from lightning_fp8 import ScalingState, convert, scaling_state, unconvert
+from lightning_fp8.convert import is_converted
+
+# Lightning 2.5 lacks it
+Ema: Any = getattr(callbacks, "EMAWeightAveraging", None)
+KINDS = ["mean", pytest.param("ema", marks=pytest.mark.skipif(Ema is None, reason="Lightning has no such callback"))]
+DECAY = 0.7
+
+
+def averaging(kind: str) -> WeightAveraging:
+    return WeightAveraging() if kind == "mean" else Ema(decay=DECAY)
+
+
+def shadow(kind: str) -> AveragedModel:
+    """The same average of a plain model, kept beside."""
+    return AveragedModel(seeded().net, avg_fn=None if kind == "mean" else get_ema_avg_fn(DECAY))
+
+
+class Follows(pl.Callback):
+    """Weights and scales after each optimizer step, an average of its own, and both beside each validation's loss."""
+
+    def __init__(self, kind: str = "mean") -> None:
+        self.shadow = shadow(kind)
+        self.weights: list[list[Tensor]] = []
+        self.scales: list[dict[str, Any]] = []
+        self.validated: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step > len(self.weights):
+            self.weights.append(values(module))
+            self.scales.append(scaling_state(module).state_dict())
+            self.shadow.update_parameters(module.net)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.validated.append(
+                {
+                    "loss": trainer.callback_metrics["val_loss"].clone(),
+                    "average": copy.deepcopy(self.shadow.module.state_dict()),
+                    "scales": scaling_state(module).state_dict(),
+                    "latest": self.weights[-1] if self.weights else values(seeded()),
+                }
+            )
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def evaluated(weights: dict[str, Tensor], scales: dict[str, Any] | None) -> float:
+    """The validation's loss of these weights in a model made just now: with these scales in FP8, without in fp32."""
+    model = seeded().eval()
+    model.net.load_state_dict(weights)
+    if scales is not None:
+        convert(model)
+        scaling_state(model).load_state_dict(scales)
+    losses = []
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=scales is not None, cache_enabled=False):
+        losses = [model.step(batch) for batch in loader()]
+    return float(torch.stack(losses).mean())
+
+
+def named(weights: list[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(seeded().net.state_dict(), weights, strict=True))
+
+
+def fit(path: Path, *extra: pl.Callback, model: Regression | None = None, **kwargs: Any) -> Regression:
+    model = model or seeded()
+    options: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 1, "num_sanity_val_steps": 0, **kwargs}
+    how = {name: options.pop(name) for name in ("ckpt_path", "weights_only") if name in options}
+    make_trainer(path, callbacks=[*extra], **options).fit(model, loader(), loader(), **how)
+    return model
+
+
+# --- WeightAveraging and EMAWeightAveraging ---
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_as_without(tmp_path: Path, kind: str, accumulate: int) -> None:
+    """Weights are swapped for each validation: after each batch, so in the middle of an accumulation too."""
+    alone, beside = Follows(), Follows()
+    plain = fit(tmp_path, alone, accumulate_grad_batches=accumulate)
+    averaged = fit(tmp_path, averaging(kind), beside, accumulate_grad_batches=accumulate)
+    assert len(alone.weights) == 12 // accumulate
+    assert all(map(equal, alone.weights, beside.weights))
+    assert torch.equal(torch.stack(plain.losses), torch.stack(averaged.losses))
+    one, other = scaling_state(plain), scaling_state(averaged)
+    assert torch.equal(one.scale, other.scale)
+    assert torch.equal(one.amax_history, other.amax_history)
+    assert other.amax.count_nonzero() == 0
+    # but for what is in the model afterwards
+    assert not equal(values(plain), values(averaged))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_validation_casts_the_average(tmp_path: Path, kind: str) -> None:
+    follows = Follows(kind)
+    fit(tmp_path, averaging(kind), follows)
+    assert len(follows.validated) == 12
+    for number, seen in enumerate(follows.validated):
+        assert seen["loss"] == pytest.approx(evaluated(seen["average"], seen["scales"]), abs=1e-7)
+        if number > 2:
+            # far enough from the weights that are trained, and near what fp32 makes of the average
+            assert abs(evaluated(named(seen["latest"]), seen["scales"]) - seen["loss"]) > 1e-4
+            assert seen["loss"] == pytest.approx(evaluated(seen["average"], None), rel=0.03)
+
+
+def test_the_average_is_the_mean_of_all_steps(tmp_path: Path) -> None:
+    follows = Follows()
+    model = fit(tmp_path, WeightAveraging(), follows)
+    for found, *steps in zip(values(model), *follows.weights, strict=True):
+        torch.testing.assert_close(found, torch.stack(steps).double().mean(0).float(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_fit_the_average_is_in_the_model(tmp_path: Path, kind: str) -> None:
+    follows = Follows(kind)
+    model = fit(tmp_path, averaging(kind), follows)
+    average = follows.shadow.module.state_dict()
+    assert equal(values(model), list(average.values()))
+    found = make_trainer(tmp_path).validate(model, loader(), verbose=False)[0]["val_loss"]
+    assert found == pytest.approx(evaluated(average, scaling_state(model).state_dict()), abs=1e-7)
+    exact = evaluated(average, None)
+    assert found == pytest.approx(exact, rel=0.03)
+    plain = make_trainer(tmp_path, precision="32-true").validate(unconvert(model), loader(), verbose=False)
+    assert plain[0]["val_loss"] == pytest.approx(exact, abs=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoints_average_in_a_plain_model(tmp_path: Path, kind: str, precision: Any) -> None:
+    follows = Follows(kind)
+    saving = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=4)
+    fit(tmp_path, averaging(kind), follows, saving, enable_checkpointing=True)
+    saved = torch.load(tmp_path / "step=8.ckpt", weights_only=True)
+    assert equal(list(saved["current_model_state"].values()), follows.weights[7])
+    loaded = Regression.load_from_checkpoint(tmp_path / "step=8.ckpt")
+    assert not is_converted(loaded)
+    seen = follows.validated[7]
+    assert equal(values(loaded), list(seen["average"].values()))
+    found = make_trainer(tmp_path, precision=precision).validate(loaded, loader(), verbose=False)[0]["val_loss"]
+    assert found == pytest.approx(evaluated(seen["average"], None), rel=1e-6 if precision == "32-true" else 0.01)
+    assert found == pytest.approx(float(seen["loss"]), rel=0.03)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_the_same(tmp_path: Path, kind: str) -> None:
+    saving = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_epochs=1)
+    whole, resumed = Follows(kind), Follows(kind)
+    first = fit(tmp_path, averaging(kind), whole, saving, enable_checkpointing=True)
+    again = tmp_path / "again"
+    second = fit(again, averaging(kind), resumed, ckpt_path=tmp_path / "step=8.ckpt", weights_only=True)
+    assert torch.equal(torch.stack(first.losses[8:]), torch.stack(second.losses))
+    assert same(first, second)
+
+
+def test_the_average_has_a_scaling_state_of_its_own(tmp_path: Path) -> None:
+    """Of a model that is converted already; of another one Lightning copies the plain model."""
+    callback, first = WeightAveraging(), Follows()
+    model = fit(tmp_path, callback, first)
+    assert callback._average_model is not None
+    assert not is_converted(callback._average_model)
+    before = scaling_state(model)
+    scales, weights = before.state_dict(), values(model)
+    seen: list[ScalingState] = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+            assert callback._average_model is not None
+            own = scaling_state(callback._average_model)
+            seen.append(own)
+            training = scaling_state(module)
+            assert training is before
+            amax, scale = training.amax.clone(), training.scale.clone()
+            # whoever trains the copy moves its state, and no other
+            average = copy.deepcopy(callback._average_model.module).train()
+            state = scaling_state(average)
+            average.step(next(iter(loader()))).backward()
+            state.update()
+            assert (state.amax_history > 0).sum() == (own.amax_history > 0).sum() + len(own.names)
+            assert torch.equal(training.amax, amax)
+            assert torch.equal(training.scale, scale)
+
+    callback = WeightAveraging()
+    fit(tmp_path, callback, Looks(), model=model)
+    assert len(seen) == 12
+    assert all(own is seen[0] and own is not before for own in seen)
+    # as it was copied, while the training's went on
+    kept = seen[0].state_dict()
+    assert all(torch.equal(kept[name][field], value) for name in kept for field, value in scales[name].items())
+    assert (before.amax_history > 0).sum(0).tolist() == [24] * 6
+    assert not equal(weights, values(model))
+
+
+def test_an_average_that_was_copied_in_fp8_evaluates_right(tmp_path: Path) -> None:
+    model = fit(tmp_path)
+    callback, follows = WeightAveraging(), Follows()
+    losses: list[float] = []
+
+    class Evaluates(pl.Callback):
+        def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            assert callback._average_model is not None
+            average = callback._average_model.module
+            # by now the swapped one: the latest weights of the training, in the copy
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                losses.append(float(torch.stack([average.eval().step(batch) for batch in loader()]).mean()))
+
+    # after the average's own hook, so weights are swapped back
+    fit(tmp_path, callback, follows, Evaluates(), model=model)
+    assert callback._average_model is not None
+    scales = scaling_state(callback._average_model).state_dict()
+    for found, seen in zip(losses, follows.validated, strict=True):
+        assert found == pytest.approx(evaluated(seen["average"], scales), abs=1e-7)
+
+
+# --- StochasticWeightAveraging ---
+
+
+class Normalized(Regression):
+    """With statistics to be computed anew for the average: one more epoch without backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.norm(x))
+
+
+class FollowsEpochs(pl.Callback):
+    """Weights that the callback averages: those at the start of each epoch from the second on."""
+
+    def __init__(self) -> None:
+        self.weights: list[list[Tensor]] = []
+        self.own_states: list[Any] = []
+        self.entries: list[int] = []
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.weights.append(values(module))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.entries.append(int((scaling_state(module).amax_history[:, 0] > 0).sum()))
+
+
+def swa() -> StochasticWeightAveraging:
+    # anneals at once, to the rate that it had
+    return StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=1, annealing_strategy="linear")
+
+
+def test_swa(tmp_path: Path) -> None:
+    follows, alone = FollowsEpochs(), FollowsEpochs()
+    plain = fit(tmp_path, alone, max_epochs=4)
+    model = fit(tmp_path, swa(), follows, max_epochs=4)
+    # the same rate throughout, so the same training
+    assert torch.equal(torch.stack(plain.losses), torch.stack(model.losses))
+    assert all(map(equal, follows.weights, alone.weights))
+    assert torch.equal(scaling_state(plain).amax_history, scaling_state(model).amax_history)
+    assert torch.equal(scaling_state(plain).scale, scaling_state(model).scale)
+    # `swa_epoch_start` counts from one
+    for found, *epochs in zip(values(model), *follows.weights[1:], strict=True):
+        torch.testing.assert_close(found, torch.stack(epochs).double().mean(0).float(), rtol=1e-5, atol=1e-7)
+    found = make_trainer(tmp_path).validate(model, loader(), verbose=False)[0]["val_loss"]
+    average = {name: value.clone() for name, value in model.net.state_dict().items()}
+    assert found == pytest.approx(evaluated(average, scaling_state(model).state_dict()), abs=1e-7)
+    assert found == pytest.approx(evaluated(average, None), rel=0.03)
+
+
+def test_swa_of_a_converted_model_copies_its_state(tmp_path: Path) -> None:
+    model = fit(tmp_path)
+    before, callback = scaling_state(model), swa()
+    fit(tmp_path, callback, model=model, max_epochs=4)
+    assert callback._average_model is not None
+    own = scaling_state(callback._average_model)
+    assert scaling_state(model) is before
+    assert own is not before
+    assert (own.amax_history > 0).sum(0).tolist() == [12] * 6
+    assert (before.amax_history > 0).sum(0).tolist() == [28] * 6
+
+
+def test_swa_computes_batch_norm_anew(tmp_path: Path) -> None:
+    follows = FollowsEpochs()
+    model = fit(tmp_path, swa(), follows, model=seeded(Normalized), max_epochs=4)
+    # the fifth epoch has no backward, and one optimizer step, at its end: of what has run forward
+    assert follows.entries == [*range(1, 17), 16, 16, 16, 17]
+    assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [17, 17, 16] * 2
+    assert scaling_state(model).amax.count_nonzero() == 0
+    x = torch.cat([batch[0] for batch in loader()])
+    torch.testing.assert_close(model.norm.running_mean, x.mean(0), atol=1e-6, rtol=0)
+    found = make_trainer(tmp_path).validate(model, loader(), verbose=False)[0]["val_loss"]
+    exact = make_trainer(tmp_path, precision="32-true").validate(unconvert(model), loader(), verbose=False)
+    assert found == pytest.approx(exact[0]["val_loss"], rel=0.03)

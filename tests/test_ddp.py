@@ -1,0 +1,166 @@
+"""DDP in real processes on the CPU: what is reduced and how often, and that ranks agree whatever runs where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run_processes
+
+pytestmark = pytest.mark.slow
+
+COMMON = """
+from contextlib import nullcontext
+from torch.nn.parallel import DistributedDataParallel
+
+reductions = []
+original = dist.all_reduce
+
+
+def counting(tensor, *args, **kwargs):
+    reductions.append(tuple(tensor.shape))
+    return original(tensor, *args, **kwargs)
+
+
+dist.all_reduce = counting
+
+
+class Net(nn.Module):
+    def __init__(self, sometimes=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.some, self.never = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.last = nn.Linear(32, 4)
+        self.sometimes = sometimes
+        self.around = lambda f, x: f(x)
+
+    def forward(self, x):
+        x = x + self.around(lambda y: self.second(torch.relu(self.first(y))), x)
+        if not self.sometimes or rank == 1:
+            x = x + self.some(x)
+        return self.last(x)
+
+
+def batch(step, micro=0):
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)) * (1 + rank)
+
+
+def train(model, run, steps=4, micro=1):
+    optimizer, seen = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(steps):
+        for index in range(micro):
+            with run.no_sync() if index < micro - 1 else nullcontext():
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = run(batch(step, index)).float().square().mean()
+                loss.backward()
+            seen.append(loss.detach())
+        reductions.clear()
+        scaling_state(model).update()
+        assert reductions == [(len(scaling_state(model).names),)], reductions
+        optimizer.step()
+        optimizer.zero_grad()
+    state = scaling_state(model)
+    return {
+        "losses": torch.stack(seen), "scale": state.scale.clone(), "history": state.amax_history.clone(),
+        "weights": [parameter.detach().clone() for parameter in model.parameters()],
+    }
+
+
+start = Net()
+"""
+
+
+def assert_agree(ranks: list[dict[str, torch.Tensor]]) -> None:
+    for rank in ranks[1:]:
+        assert torch.equal(rank["scale"], ranks[0]["scale"])
+        assert torch.equal(rank["history"], ranks[0]["history"])
+        assert all(map(torch.equal, rank["weights"], ranks[0]["weights"]))
+        # on other data
+        assert not torch.equal(rank["losses"], ranks[0]["losses"])
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_one_reduction_a_step_and_ranks_agree(processes: int, tmp_path: Path) -> None:
+    body = """
+for name, sometimes, options, micro in (
+    ("unused", False, {"find_unused_parameters": True}, 1),
+    ("on some ranks", True, {"find_unused_parameters": True}, 1),
+    ("accumulated", False, {"find_unused_parameters": True}, 3),
+    ("static", False, {"static_graph": True}, 1),
+):
+    model = convert(copy.deepcopy(start))
+    model.sometimes = sometimes
+    result[name] = train(model, DistributedDataParallel(model, **options), micro=micro)
+"""
+    ranks = run_processes(COMMON + body, tmp_path, processes)
+    for name in ranks[0]:
+        assert_agree([rank[name] for rank in ranks])
+        filled = (ranks[0][name]["history"] > 0).sum(0).view(-1, 3)
+        # first, second, some, never, last
+        assert filled.tolist() == [[4] * 3, [4] * 3, [4] * 3, [0] * 3, [4] * 3], name
+    # what the layer saw where it ran is what all have
+    inputs = [rank["on some ranks"]["history"][:, 6] for rank in ranks]
+    assert all(torch.equal(mine, inputs[1]) for mine in inputs)
+
+
+def test_recomputation_under_ddp(tmp_path: Path) -> None:
+    body = """
+for name, around in {
+    "plain": lambda f, x: f(x),
+    "reentrant": lambda f, x: checkpoint(f, x.requires_grad_(), use_reentrant=True),
+    "not reentrant": lambda f, x: checkpoint(f, x, use_reentrant=False),
+}.items():
+    for accumulate in (1, 2):
+        model = convert(copy.deepcopy(start))
+        model.around = around
+        # DDP itself takes reentrant checkpoints only where every parameter gets its gradient
+        model.never.requires_grad_(False)
+        run = DistributedDataParallel(model)
+        result[f"{name} {accumulate}"] = train(model, run, micro=accumulate)
+"""
+    ranks = run_processes(COMMON + body, tmp_path)
+    for accumulate in (1, 2):
+        expected = [rank[f"plain {accumulate}"] for rank in ranks]
+        assert_agree(expected)
+        for name in ("reentrant", "not reentrant"):
+            for mine, rank in zip(expected, ranks, strict=True):
+                found = rank[f"{name} {accumulate}"]
+                assert torch.equal(found["losses"], mine["losses"])
+                assert torch.equal(found["scale"], mine["scale"])
+                assert torch.equal(found["history"], mine["history"])
+                assert all(map(torch.equal, found["weights"], mine["weights"]))
+
+
+def test_compiled_under_ddp(tmp_path: Path) -> None:
+    body = """
+import torch._dynamo as dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
+
+for name in ("eager", "whole", "by layer"):
+    dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = convert(copy.deepcopy(start))
+    run = DistributedDataParallel(model, static_graph=True)
+    if name == "whole":
+        run.module.forward = torch.compile(run.module.forward, backend=counter, fullgraph=True)
+    if name == "by layer":
+        for layer in (model.first, model.second, model.some, model.last):
+            layer.forward = torch.compile(layer.forward, backend=counter, fullgraph=True)
+    seen = []
+    for steps in (2, 3):
+        result[f"{name} {steps}"] = train(model, run, steps=steps)
+        seen.append(counter.frame_count)
+    result[f"{name} graphs"] = seen
+"""
+    ranks = run_processes(COMMON + body, tmp_path)
+    for rank in ranks:
+        for name in ("whole", "by layer"):
+            first, later = rank[f"{name} graphs"]
+            # nothing is compiled after the second step
+            assert first == later > 0
+            for steps in (2, 3):
+                found, expected = rank[f"{name} {steps}"], rank[f"eager {steps}"]
+                assert torch.equal(found["losses"], expected["losses"])
+                assert torch.equal(found["scale"], expected["scale"])
+                assert all(map(torch.equal, found["weights"], expected["weights"]))

@@ -1,0 +1,239 @@
+"""Layers that fall back from FP8: what they compute, what stays, and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import small_mlp
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fp8 import DelayedScaling, convert, describe, scaling_state, unconvert
+
+
+def step(model: nn.Module, x: Tensor, run: Callable[..., Any] | None = None) -> tuple[Tensor, list[Tensor]]:
+    """Output and gradients of one training step under bf16 autocast."""
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = (run or model)(x)
+    y.float().square().mean().backward()
+    return y.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def pair(factory: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    model = factory()
+    return convert(copy.deepcopy(model)), model
+
+
+def test_a_linear_layer_gives_the_numbers_of_a_plain_one() -> None:
+    model, plain = pair(lambda: nn.Linear(24, 40))
+    scaling_state(model).fall_back("")
+    x = torch.randn(3, 5, 24)
+    (y, gradients), (expected, expected_gradients) = step(model, x), step(plain, x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, expected)
+    assert all(map(torch.equal, gradients, expected_gradients))
+    # nothing is recorded, and nothing moves
+    state = scaling_state(model)
+    assert state.amax.eq(0).all()
+    state.update()
+    assert state.scale.eq(1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_without_autocast_in_the_dtype_of_the_input(dtype: torch.dtype) -> None:
+    model, plain = pair(lambda: nn.Linear(24, 40))
+    scaling_state(model).fall_back("")
+    x = torch.randn(5, 24, dtype=dtype)
+    assert torch.equal(model(x), plain.to(dtype)(x))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_only_the_layer_that_fell_back_leaves_fp8(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = convert(small_mlp())
+    reference = convert(small_mlp(), ignore_modules=("2",))
+    reference.load_state_dict(model.state_dict())
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    x = torch.randn(16, 32)
+    step(model, x, run)
+    scaling_state(model).update()
+    scaling_state(model).fall_back("2")
+    assert scaling_state(model).fallbacks == ("2",)
+    # the same history for the layer that stays
+    fresh, other = scaling_state(model), scaling_state(reference)
+    other.copy_rows(0, fresh, 0)
+    for _ in range(2):
+        (y, gradients), (expected, expected_gradients) = step(model, x, run), step(reference, x)
+        assert torch.equal(y, expected)
+        assert all(map(torch.equal, gradients, expected_gradients))
+        before = fresh.scale[3:].clone()
+        fresh.update(), other.update()
+        assert torch.equal(fresh.scale[:3], other.scale)
+        assert torch.equal(fresh.scale[3:], before)
+
+
+def test_two_layers_share_their_compiled_graph_and_one_may_leave_it() -> None:
+    compiled: Counter[str] = Counter()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compiled["graphs"] += 1
+        return graph
+
+    torch._dynamo.reset()
+    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)))
+    layers = [torch.compile(layer, backend=backend, fullgraph=True) for layer in model]
+    x = torch.randn(4, 16)
+    for _ in range(2):
+        for layer in layers:
+            layer(x)
+    before = compiled["graphs"]
+    scaling_state(model).fall_back("1")
+    for _ in range(2):
+        for layer in layers:
+            layer(x)
+    assert compiled["graphs"] == before + 1
+
+
+def test_conv1d_keeps_its_weight_the_other_way_round() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    model, plain = pair(lambda: nn.Sequential(Conv1D(40, 24)))
+    scaling_state(model).fall_back("0")
+    x = torch.randn(5, 24)
+    assert torch.allclose(model(x), plain(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("kdim", [None, 24])
+def test_an_attentions_projections_fall_back_one_by_one(kdim: int | None) -> None:
+    model, plain = pair(lambda: nn.MultiheadAttention(32, 4, batch_first=True, kdim=kdim))
+    state = scaling_state(model)
+    x, key = torch.randn(2, 6, 32), torch.randn(2, 6, kdim or 32)
+
+    def run(attention: nn.Module) -> Tensor:
+        return attention(x, key, torch.flip(x, (0,)), need_weights=False)[0]
+
+    def error() -> float:
+        return (run(model) - run(plain)).norm().item() / run(plain).norm().item()
+
+    everything, names = error(), list(state.module_names)
+    assert names == (["in_proj", "out_proj"] if kdim is None else ["q_proj", "k_proj", "v_proj", "out_proj"])
+    state.fall_back("out_proj")
+    without_output = error()
+    assert 0 < without_output < everything
+    for name in names:
+        state.fall_back(name)
+    assert error() < 1e-6
+    assert [row.converted for row in describe(model)] == [False, False]
+
+
+def test_a_fused_feed_forward_runs_part_by_part_when_a_part_fell_back() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    model, x = convert(copy.deepcopy(layer)), torch.randn(2, 8, 32)
+    reference = convert(copy.deepcopy(layer), ignore_modules=("linear2",))
+    scaling_state(model).fall_back("linear2")
+    (y, gradients), (expected, expected_gradients) = step(model, x), step(reference, x)
+    assert torch.equal(y, expected)
+    assert all(map(torch.equal, gradients, expected_gradients))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_changes_nothing(reentrant: bool) -> None:
+    model = convert(small_mlp())
+    scaling_state(model).fall_back("0")
+    again = copy.deepcopy(model)
+    x = torch.randn(8, 32, requires_grad=True)
+    y, gradients = step(model, x)
+    recomputed, same_gradients = step(again, x, lambda x: checkpoint(again, x, use_reentrant=reentrant))
+    assert torch.equal(y, recomputed)
+    assert all(map(torch.equal, gradients, same_gradients))
+    assert torch.equal(scaling_state(model).amax, scaling_state(again).amax)
+
+
+def test_copies_keep_it_each_for_itself() -> None:
+    model = convert(small_mlp())
+    scaling_state(model).fall_back("0")
+    copied = copy.deepcopy(model)
+    scaling_state(copied).fall_back("2")
+    assert scaling_state(model).fallbacks == ("0",)
+    assert scaling_state(copied).fallbacks == ("0", "2")
+    assert not copied[2].in_fp8
+    assert model[2].in_fp8
+
+
+def test_state_dict_and_back_and_what_older_versions_saved() -> None:
+    model, other = convert(small_mlp()), convert(small_mlp())
+    state, loaded = scaling_state(model), scaling_state(other)
+    state.fall_back("2")
+    saved = state.state_dict()
+    assert [name for name, entry in saved.items() if not entry["in_fp8"]] == ["2.input", "2.weight", "2.grad_output"]
+    loaded.load_state_dict(saved)
+    assert loaded.fallbacks == ("2",)
+    assert not other[2].in_fp8
+    # a state loaded later says what holds, in the other direction too
+    loaded.load_state_dict(convert_fresh().state_dict())
+    assert loaded.fallbacks == ()
+    assert other[2].in_fp8
+    for entry in saved.values():
+        del entry["in_fp8"]
+    loaded.load_state_dict(saved)
+    assert loaded.fallbacks == ()
+
+
+def convert_fresh() -> Any:
+    return scaling_state(convert(small_mlp()))
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    model = convert(small_mlp())
+    state = scaling_state(model)
+    state.fall_back("0")
+    broken = convert_fresh().state_dict()
+    del broken["2.weight"]["scale"]
+    with pytest.raises(ValueError, match="lacks the tensors scale"):
+        state.load_state_dict(broken)
+    assert state.fallbacks == ("0",)
+
+
+def test_taking_in_more_layers_keeps_it_and_undoing_forgets_it() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    convert(model, ignore_modules=("0",))
+    scaling_state(model).fall_back("1")
+    convert(model)
+    assert scaling_state(model).fallbacks == ("1",)
+    unconvert(model)
+    convert(model, DelayedScaling(margin=1))
+    assert scaling_state(model).fallbacks == ()
+
+
+def test_describe_and_unknown_names() -> None:
+    model = convert(small_mlp())
+    with pytest.raises(ValueError, match=r"no converted module '1'.*'0', '2'"):
+        scaling_state(model).fall_back("1")
+    scaling_state(model).fall_back("0")
+    first, second = describe(model)
+    assert (first.converted, second.converted) == (False, True)
+    assert first.reason == "converted, 32 -> 64; fell back to bf16: 0"
+
+
+def test_a_weight_that_fell_back_is_not_cast_with_the_others(cuda_half: Counter[str]) -> None:
+    model = convert(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))))
+    x = torch.randn(32, 32)
+    state = scaling_state(model)
+    for _ in range(3):
+        step(model, x)
+        state.update()
+    state.fall_back("1")
+    scales = state.scale[3:6].clone()
+    for _ in range(2):
+        step(model, x)
+        assert state.amax[3:6].eq(0).all()
+        assert state.amax[[0, 1, 2, 6, 7, 8]].gt(0).all()
+        state.update()
+    assert torch.equal(state.scale[3:6], scales)
+    assert model[1].fp8[""].weight_cache._entry is None

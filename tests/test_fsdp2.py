@@ -1,0 +1,459 @@
+"""FSDP2 in real processes on the CPU: sharded modules converted, weights gathered in FP8, checkpoints, hybrid sharding.
+
+Each test writes what every process saw, and looks at it here.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from processes import run_processes
+
+pytestmark = pytest.mark.slow
+
+COMMON = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from lightning_fp8 import fsdp2_policy
+from lightning_fp8.fp8_all_gather import gather_in_fp8, note_sharded_weights
+from lightning_fp8.modules.gathered_weight import GatheredWeight
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        # 65 and 1 rows do not divide by the number of processes
+        self.first = nn.Linear(32, 65)
+        self.second = nn.Linear(65, 64)
+        self.encoder = nn.TransformerEncoderLayer(64, 4, 48, 0.0, batch_first=True)
+        self.last = nn.Linear(64, 1)
+        nn.init.zeros_(self.second.weight)  # a weight that gets its history a step late
+        self.around = lambda f, x: f(x)
+
+    def forward(self, x):
+        x = self.second(torch.relu(self.first(x))) + x.repeat(1, 1, 2)
+        return self.last(self.around(self.encoder, x))
+
+
+def sharded(model, leaves=True, mesh=None, **kwargs):
+    kwargs = {"mp_policy": fsdp2_policy("fp8-delayed"), "mesh": mesh, **kwargs}
+    for layer in [model.encoder, *([model.first, model.last] if leaves else [])]:
+        fully_shard(layer, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def whole(tensor):
+    return tensor.full_tensor().detach().clone() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
+
+
+def batch(step, micro=0):
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+    return torch.randn(4, 6, 32, generator=generator)
+
+
+def train(model, steps=4, micro=1, clip=None, start=0, optimizer=None, update=True):
+    '''Losses of training and of the evaluation after each step, gradient norms.'''
+    seen = []
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(start, start + steps):
+        for index in range(micro):
+            if micro > 1:
+                model.set_requires_gradient_sync(index == micro - 1)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(batch(step, index)).float().square().mean() / micro
+            loss.backward()
+            seen.append(loss.detach())
+        if clip:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            seen.append(whole(norm))
+        if update:
+            scaling_state(model).update()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            seen.append(model(batch(step)).float().square().mean())
+        # which leaves the outermost weights gathered: the next forward takes them as they are
+        model.train()
+    return seen
+
+
+def reshard(model):
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def facts(model, seen):
+    reshard(model)
+    state = scaling_state(model)
+    return {
+        "seen": torch.stack(seen), "scale": state.scale.clone(), "history": state.amax_history.clone(),
+        "weights": {name: whole(parameter) for name, parameter in model.named_parameters()},
+    }
+
+"""
+
+
+def run(body: str, path: Path, processes: int = 2) -> list[dict[str, Any]]:
+    return run_processes(COMMON + body, path, processes)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert torch.isfinite(expected["seen"]).all()
+    for name in ("seen", "scale", "history"):
+        assert torch.equal(found[name], expected[name]), name
+    for name, weight in expected["weights"].items():
+        assert torch.equal(found["weights"][name], weight), name
+
+
+def test_conversion_before_and_after_sharding(tmp_path: Path) -> None:
+    body = """
+start = Net()
+before, after = copy.deepcopy(start), copy.deepcopy(start)
+sharded(convert(before))
+convert(sharded(after))
+result["classes"] = [[type(part).__name__ for part in model.modules()] for model in (before, after)]
+result["before"], result["after"] = (facts(model, train(model)) for model in (before, after))
+scales = scaling_state(after).scale.clone()
+convert(after)
+result["again"] = torch.equal(scales, scaling_state(after).scale)
+unconvert(after)
+result["plain"] = [type(part).__name__ for part in after.modules()]
+with torch.autocast("cpu", torch.bfloat16):
+    result["still_runs"] = bool(after(batch(0)).isfinite().all())
+# no process keeps an FP8 copy of a whole weight
+reshard(before)
+note_sharded_weights(before)
+with torch.autocast("cpu", torch.bfloat16):
+    before(batch(0))
+result["kept"] = [r.weight_cache._entry is not None for m in before.modules() for r in getattr(m, "fp8", {}).values()]
+"""
+    first, second = run(body, tmp_path)
+    classes = ["FSDPFp8Linear", "Fp8Linear", "FSDPFp8TransformerEncoderLayer", "Fp8MultiheadAttention"]
+    for found in first["classes"]:
+        assert [name for name in found if name in classes][:4] == classes
+        assert "Linear" not in found
+    assert_same(first["after"], first["before"])
+    assert torch.equal(first["before"]["scale"], second["before"]["scale"])
+    assert first["again"]
+    assert first["still_runs"]
+    assert not any("Fp8" in name for name in first["plain"])
+    assert first["plain"].count("FSDPLinear") == 2
+    assert first["kept"] == [False] * 7
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_gathering_in_fp8_changes_no_bit(micro: int, processes: int, tmp_path: Path) -> None:
+    body = f"""
+start = Net()
+for name in ("bf16", "fp8"):
+    model = convert(sharded(copy.deepcopy(start)))
+    if name == "fp8":
+        result["names"] = gather_in_fp8(model)
+        kinds = set()
+        model.encoder.linear1.register_forward_pre_hook(lambda layer, args: kinds.add(type(layer.weight).__name__))
+    result[name] = facts(model, train(model, micro={micro}, clip=0.5))
+result["kinds"] = sorted(kinds)
+"""
+    ranks = run(body, tmp_path, processes)
+    for rank in ranks:
+        assert len(rank["names"]) == 7
+        assert rank["kinds"] == ["GatheredWeight"]
+        assert_same(rank["fp8"], rank["bf16"])
+        assert torch.equal(rank["fp8"]["scale"], ranks[0]["fp8"]["scale"])
+    # the weight of zeros has one entry less than the others
+    names = [f"{name}.{role}" for name in ranks[0]["names"] for role in ("input", "weight", "grad_output")]
+    filled = (ranks[0]["fp8"]["history"] > 0).sum(dim=0)
+    assert filled[names.index("second.weight")] == 3
+    assert filled[names.index("first.weight")] == 4
+
+
+def test_bytes_on_the_wire_and_collectives(tmp_path: Path) -> None:
+    body = """
+from torch.distributed.tensor.debug import CommDebugMode
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
+
+gathered, reduced = [], []
+original, original_reduce = collectives.DefaultAllGather.__call__, dist.all_reduce
+
+
+def counting(self, output_tensor, *args, **kwargs):
+    gathered.append(output_tensor.numel() * output_tensor.element_size())
+    return original(self, output_tensor, *args, **kwargs)
+
+
+def counting_reduce(*args, **kwargs):
+    reduced.append(1)
+    return original_reduce(*args, **kwargs)
+
+
+collectives.DefaultAllGather.__call__, dist.all_reduce = counting, counting_reduce
+for name in ("bf16", "fp8"):
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 64, bias=False))
+    convert(fully_shard(model, mp_policy=fsdp2_policy("fp8-delayed")))
+    if name == "fp8":
+        gather_in_fp8(model)
+    steps = []
+    for step in range(3):
+        gathered.clear(), reduced.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(8, 64)).float().square().mean()
+        loss.backward()
+        scaling_state(model).update()
+        steps.append((sum(gathered), len(reduced)))
+    result[name] = steps
+"""
+    first, _ = run(body, tmp_path)
+    weights = 2 * 64 * 128
+    assert first["bf16"] == [(2 * weights, 1)] * 3
+    # in the first step an amax for each of the two weights; later the update's alone
+    assert first["fp8"] == [(weights, 3), (weights, 1), (weights, 1)]
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_recomputation_under_fsdp2(gather: bool, tmp_path: Path) -> None:
+    body = f"""
+start = Net()
+for name, around in {{
+    "plain": lambda f, x: f(x),
+    "reentrant": lambda f, x: checkpoint(f, x, use_reentrant=True),
+    "not reentrant": lambda f, x: checkpoint(f, x, use_reentrant=False),
+    "nested": lambda f, x: checkpoint(lambda y: checkpoint(f, y, use_reentrant=False), x, use_reentrant=False),
+}}.items():
+    model = convert(sharded(copy.deepcopy(start)))
+    model.around = around
+    if {gather}:
+        gather_in_fp8(model)
+    result[name] = facts(model, train(model, steps=2, micro=2))
+    result[name + " history"] = (scaling_state(model).amax_history > 0).sum(0)
+"""
+    for rank in run(body, tmp_path):
+        for name in ("reentrant", "not reentrant", "nested"):
+            assert_same(rank[name], rank["plain"])
+        # each tensor once per step (that of the zero weight once)
+        assert rank["plain history"].max() == 2
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_compiled_layers_under_fsdp2(gather: bool, tmp_path: Path) -> None:
+    body = f"""
+import torch._dynamo as dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
+
+start = Net()
+for name in ("eager", "compiled"):
+    dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = convert(copy.deepcopy(start))
+    if name == "compiled":
+        for layer in (model.first, model.second, model.encoder.linear1, model.encoder.linear2, model.last):
+            layer.compile(backend=counter, fullgraph=True)
+    sharded(model)
+    if {gather}:
+        gather_in_fp8(model)
+    optimizer, counts = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(4):
+        result[f"{{name}} {{step}}"] = facts(model, train(model, steps=1, start=step, optimizer=optimizer))
+        counts.append(counter.frame_count)
+    result[name] = counts
+"""
+    for rank in run(body, tmp_path):
+        for step in range(4):
+            assert_same(rank[f"compiled {step}"], rank[f"eager {step}"])
+        # nothing is compiled after the second step
+        assert rank["compiled"][0] > 0
+        assert len(set(rank["compiled"][1:])) == 1
+
+
+def test_hybrid_sharding(tmp_path: Path) -> None:
+    body = """
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+start = Net()
+for name in ("bf16", "fp8"):
+    model = convert(sharded(copy.deepcopy(start), mesh=mesh))
+    if name == "fp8":
+        result["names"] = gather_in_fp8(model)
+    result[name] = facts(model, train(model, steps=3))
+"""
+    ranks = run(body, tmp_path, 4)
+    for rank in ranks:
+        assert len(rank["names"]) == 7
+        assert_same(rank["fp8"], rank["bf16"])
+        assert torch.equal(rank["fp8"]["scale"], ranks[0]["fp8"]["scale"])
+
+
+def test_the_amax_of_a_sharded_weight_is_the_whole_weights(tmp_path: Path) -> None:
+    body = """
+for gather in (False, True):
+    torch.manual_seed(3)
+    model = Net()
+    with torch.no_grad():
+        # the largest in the last rows, which belong to the last process alone
+        model.encoder.linear1.weight[-1, 0] = 3.017
+    expected = model.encoder.linear1.weight.detach().bfloat16().abs().max().float()
+    convert(sharded(model))
+    if gather:
+        gather_in_fp8(model)
+    train(model, steps=1)
+    state = scaling_state(model)
+    result[str(gather)] = (expected, state.amax_history[0, state.names.index("encoder.linear1.weight")].clone())
+"""
+    for rank in run(body, tmp_path):
+        for expected, found in (rank["False"], rank["True"]):
+            assert found == expected
+
+
+def test_who_reads_a_gathered_weight_gets_its_values(tmp_path: Path) -> None:
+    body = """
+model = convert(sharded(Net()))
+gather_in_fp8(model)
+train(model, steps=2)
+read = {}
+
+
+def look(layer, args):
+    read["values"] = (layer.weight + 0).detach()
+    read["kind"] = type(layer.weight) is GatheredWeight and type(layer.weight + 0) is torch.Tensor
+    read["norm"] = layer.weight.norm()
+    read["dtype"] = str(layer.weight.dtype)
+
+
+model.first.register_forward_pre_hook(look)
+with torch.autocast("cpu", torch.bfloat16):
+    model(batch(9))
+model.first.reshard()
+result.update(read, weight=whole(model.first.weight), error=repr(model.first.weight)[:10])
+"""
+    for rank in run(body, tmp_path):
+        assert rank["kind"]
+        assert rank["dtype"] == "torch.bfloat16"
+        assert torch.equal(rank["norm"], rank["values"].norm())
+        error = (rank["values"].float() - rank["weight"]).abs() / rank["weight"].abs().clamp(min=1e-3)
+        # E4M3 keeps three bits behind the point
+        assert 0 < error.max() <= 2**-4 * 1.01
+
+
+def test_what_cannot_be_gathered_in_fp8_is_named(tmp_path: Path) -> None:
+    body = """
+def message(function):
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+result["plain"] = message(lambda: gather_in_fp8(convert(Net())))
+result["reduce"] = message(lambda: gather_in_fp8(convert(sharded(Net()), DelayedScaling(reduce_amax=False))))
+tied = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+tied[1].weight = tied[0].weight
+result["tied"] = message(lambda: gather_in_fp8(convert(fully_shard(tied))))
+model = convert(sharded(Net()))
+scaling_state(model).fall_back("last")
+result["names"] = gather_in_fp8(model)
+result["fall back"] = message(lambda: scaling_state(model).fall_back("first"))
+train(model, steps=1)
+"""
+    for rank in run(body, tmp_path):
+        assert "Net has no FP8 layer whose weight FSDP2 shards" in rank["plain"]
+        assert "`reduce_amax=True`" in rank["reduce"]
+        assert "there is nothing to gather" in rank["tied"]
+        assert "last" not in rank["names"]
+        assert "'first' cannot fall back: its weight is gathered in FP8" in rank["fall back"]
+
+
+TRAINER = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch, torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from lightning_fp8 import Fp8Precision, fsdp2_policy, scaling_state
+from lit import Regression, loader, make_trainer, seeded
+
+torch.set_num_threads(1)
+what, devices, gather = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "gather"
+
+
+class Sharded(Regression):
+    def configure_model(self):
+        if not isinstance(self.net, FSDPModule):
+            for layer in (self.net[0], self.net):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"], mp_policy=fsdp2_policy())
+
+    def on_train_start(self):
+        state = scaling_state(self)
+        found["start"] = {{"scale": state.scale.clone(), "weights": self.whole(), "fallbacks": state.fallbacks}}
+
+    def whole(self):
+        # a forward without gradients leaves some of them gathered
+        for part in self.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        return [parameter.full_tensor().detach() for parameter in self.parameters()]
+
+
+found = {{}}
+model = seeded(Sharded)
+strategy = ModelParallelStrategy(data_parallel_size=devices, tensor_parallel_size=1)
+trainer = make_trainer(
+    {path!r}, plugins=Fp8Precision(fp8_all_gather=gather), strategy=strategy, devices=devices, gradient_clip_val=0.5,
+    max_epochs=2 if what == "resume" else 1,
+)
+if what == "save":
+    trainer.fit(model, loader(128), loader())
+    if not gather:
+        scaling_state(model).fall_back("net.2")
+    trainer.save_checkpoint({path!r} + "/sharded.ckpt")
+else:
+    trainer.fit(model, loader(128), loader(), ckpt_path={path!r} + "/sharded.ckpt")
+state = scaling_state(model)
+found["end"] = {{"scale": state.scale.clone(), "weights": model.whole(), "fallbacks": state.fallbacks}}
+found["losses"] = torch.stack(model.losses)
+torch.save(found, {path!r} + f"/{{what}}{{dist.get_rank()}}.pt")
+"""
+
+
+def trained(path: Path, what: str, devices: int, gather: bool) -> list[dict[str, Any]]:
+    script = path / "trainer.py"
+    script.write_text(TRAINER.format(tests=str(ROOT / "tests"), path=str(path)))
+    command = [sys.executable, str(script), what, str(devices), "gather" if gather else "plain"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [torch.load(path / f"{what}{rank}.pt", weights_only=True) for rank in range(devices)]
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_a_sharded_checkpoint_of_four_resumed_on_two(gather: bool, tmp_path: Path) -> None:
+    saved = trained(tmp_path, "save", 4, gather)
+    assert (tmp_path / "sharded.ckpt" / ".metadata").exists()
+    resumed = trained(tmp_path, "resume", 2, gather)
+    for rank in resumed:
+        assert torch.equal(rank["start"]["scale"], saved[0]["end"]["scale"])
+        assert all(map(torch.equal, rank["start"]["weights"], saved[0]["end"]["weights"]))
+        assert rank["start"]["fallbacks"] == (() if gather else ("net.2",))
+        # and training goes on
+        assert len(rank["losses"]) == 4
+        assert torch.isfinite(rank["losses"]).all()
+        moved = rank["end"]["scale"] != rank["start"]["scale"]
+        assert moved[:3].any()
+        assert moved[3:].any() == gather
+    assert torch.equal(resumed[0]["end"]["scale"], resumed[1]["end"]["scale"])
+
+
+def test_the_plugins_option_changes_no_bit(tmp_path: Path) -> None:
+    runs = []
+    for gather in (False, True):
+        (tmp_path / str(gather)).mkdir()
+        runs.append(trained(tmp_path / str(gather), "save", 2, gather)[0])
+    assert torch.equal(runs[0]["losses"], runs[1]["losses"])
+    assert torch.equal(runs[0]["end"]["scale"], runs[1]["end"]["scale"])
+    assert all(map(torch.equal, runs[0]["end"]["weights"], runs[1]["end"]["weights"]))

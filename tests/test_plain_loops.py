@@ -1,0 +1,335 @@
+"""Loops of one's own, with Fabric or with torch alone, do what a Trainer does, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.fabric as lf
+import pytest
+import torch
+from conftest import ROOT
+from lit import Regression, dataset, make_trainer, seeded
+from test_faults import both_end_well, two_ranks
+from test_trainer import same
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fp8 import Fp8Linear, ScalingState, convert, scaling_state
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def data() -> TensorDataset:
+    """Numbers that bf16 has: Fabric gives a model its inputs in bf16, as with its own mixed precision."""
+    x, y = dataset(64).tensors
+    return TensorDataset(x.bfloat16().float(), y)
+
+
+def batches(epochs: int = 1, size: int = 8) -> Batches:
+    x, y = data().tensors
+    return list(zip(x.split(size), y.split(size), strict=True)) * epochs
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
+
+
+def fabric(**kwargs: Any) -> lf.Fabric:
+    return lf.Fabric(**{"accelerator": "cpu", "devices": 1, "precision": "fp8-delayed", **kwargs})
+
+
+# --- one loop, three ways ---
+
+
+def plain_loop(
+    model: Regression, optimizer: torch.optim.Optimizer, given: Batches, accumulate: int = 1, clip: float | None = None
+) -> None:
+    for index, batch in enumerate(given):
+        with autocast():
+            loss = model.step(batch) / accumulate
+        loss.backward()
+        if (index + 1) % accumulate:
+            continue
+        scaling_state(model).update()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fabric_loop(
+    runner: lf.Fabric, model: Any, optimizer: Any, given: Batches, accumulate: int = 1, clip: float | None = None
+) -> None:
+    for index, (x, y) in enumerate(given):
+        accumulating = (index + 1) % accumulate != 0
+        with runner.no_backward_sync(model, enabled=accumulating) if runner.world_size > 1 else nullcontext():
+            loss = nn.functional.mse_loss(model(x).float(), y) / accumulate
+            runner.backward(loss)
+        if accumulating:
+            continue
+        if clip is not None:
+            runner.clip_gradients(model, optimizer, max_norm=clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("setup", ["together", "apart"])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip": 0.05}, {"accumulate": 4, "clip": 0.05}])
+def test_trainer_fabric_and_plain_loop_are_the_same(tmp_path: Path, options: dict[str, Any], setup: str) -> None:
+    epochs, accumulate, clip = 3, options.get("accumulate", 1), options.get("clip")
+    by_trainer, by_fabric, by_hand = seeded(), seeded(), convert(seeded())
+    how: dict[str, Any] = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+    make_trainer(tmp_path, max_epochs=epochs, **how).fit(by_trainer, DataLoader(data(), batch_size=8))
+    runner = fabric()
+    if setup == "together":
+        model, optimizer = runner.setup(by_fabric, by_fabric.configure_optimizers())
+    else:
+        model = runner.setup_module(by_fabric)
+        optimizer = runner.setup_optimizers(by_fabric.configure_optimizers())
+    fabric_loop(runner, model, optimizer, batches(epochs), **options)
+    plain_loop(by_hand, by_hand.configure_optimizers(), batches(epochs), **options)
+    assert same(by_trainer, by_hand)
+    assert same(by_fabric, by_hand)
+    # scales moved at `optimizer.step`, and at nothing else
+    steps = 8 * epochs // accumulate
+    assert (scaling_state(by_fabric).amax_history > 0).sum(0).tolist() == [steps] * 6
+
+
+def test_scales_move_at_the_step_of_the_optimizer() -> None:
+    runner, net = fabric(), seeded()
+    model, optimizer = runner.setup(net, net.configure_optimizers())
+    state = scaling_state(net)
+    for count, (x, y) in enumerate(batches()):
+        before = state.scale.clone()
+        for _ in range(2):
+            runner.backward(nn.functional.mse_loss(model(x).float(), y))
+        assert torch.equal(state.scale, before)
+        assert (state.amax > 0).all()
+        largest = net.net[0].weight.detach().abs().max()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (state.amax == 0).all()
+        assert (state.amax_history > 0).sum(0).tolist() == [count + 1] * 6
+        # what was cast for this step, not what the step made of it
+        assert state.amax_history[0, 1] == largest
+        assert largest != net.net[0].weight.detach().abs().max()
+
+
+# --- two processes ---
+
+
+def train_on_one_of_two(path: Path, accumulate: int, clip: float | None) -> None:
+    runner, net = fabric(devices=2, strategy="ddp"), seeded()
+    runner.launch()
+    model, optimizer = runner.setup(net, net.configure_optimizers())
+    own = batches()[runner.global_rank :: 2]
+    fabric_loop(runner, model, optimizer, own, accumulate, clip)
+    runner.save(path / "two.ckpt", {"model": model, "optimizer": optimizer, "scaling": scaling_state(net)})
+    found = {"weights": list(net.state_dict().values()), "scaling": scaling_state(net).state_dict()}
+    torch.save(found, path / f"rank{runner.global_rank}.pt")
+
+
+def both_by_hand(accumulate: int, clip: float | None, models: tuple[Regression, Regression]) -> None:
+    """What two processes compute, in one: mean of the gradients, maximum of the amaxes."""
+    optimizers = [model.configure_optimizers() for model in models]
+    states = [scaling_state(model) for model in models]
+    for step in range(len(batches()) // 2 // accumulate):
+        for rank, model in enumerate(models):
+            for batch in batches()[rank::2][step * accumulate : (step + 1) * accumulate]:
+                with autocast():
+                    loss = model.step(batch) / accumulate
+                loss.backward()
+        for pair in zip(*(model.parameters() for model in models), strict=True):
+            mean = sum(p.grad / 2 for p in pair if p.grad is not None)
+            for p in pair:
+                p.grad = mean.clone()  # type: ignore[union-attr]
+        largest = torch.maximum(states[0].amax, states[1].amax)
+        for model, optimizer, state in zip(models, optimizers, states, strict=True):
+            state.amax.copy_(largest)
+            state.update()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, None), (2, 0.05)])
+def test_two_processes_with_fabric(tmp_path: Path, accumulate: int, clip: float | None) -> None:
+    with two_ranks(train_on_one_of_two, tmp_path, accumulate, clip) as processes:
+        both_end_well(processes, tmp_path)
+    models = (convert(seeded()), convert(seeded()))
+    both_by_hand(accumulate, clip, models)
+    assert same(*models)
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
+        other = convert(seeded())
+        other.load_state_dict(dict(zip(other.state_dict(), found["weights"], strict=True)))
+        scaling_state(other).load_state_dict(found["scaling"])
+        assert same(other, models[0])
+    # and on from there in one process
+    net, runner = seeded(), fabric()
+    model, optimizer = runner.setup(net, net.configure_optimizers())
+    runner.load(tmp_path / "two.ckpt", {"model": model, "optimizer": optimizer, "scaling": scaling_state(net)})
+    assert same(net, models[0])
+
+
+# --- save and load ---
+
+
+def test_a_fabric_run_stopped_and_resumed_is_the_same(tmp_path: Path) -> None:
+    whole = seeded()
+    runner = fabric()
+    model, optimizer = runner.setup(whole, whole.configure_optimizers())
+    fabric_loop(runner, model, optimizer, batches(2))
+
+    def half(position: int, load: Path | None, save: Path) -> Regression:
+        runner, net = fabric(), seeded()
+        model, optimizer = runner.setup(net, net.configure_optimizers())
+        everything = {"model": model, "optimizer": optimizer, "scaling": scaling_state(net), "epoch": position}
+        if load is not None:
+            rest = runner.load(load, everything)
+            assert everything["epoch"] == 0
+            assert rest == {}
+        fabric_loop(runner, model, optimizer, batches())
+        runner.save(save, {**everything, "epoch": position})
+        return net
+
+    half(0, None, tmp_path / "half.ckpt")
+    assert same(half(1, tmp_path / "half.ckpt", tmp_path / "whole.ckpt"), whole)
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    # the state dict of the plain model
+    seeded().load_state_dict(saved["model"])
+    assert set(saved["scaling"]) == set(scaling_state(whole).names)
+
+
+def test_a_plain_loop_stopped_and_resumed_is_the_same(tmp_path: Path) -> None:
+    whole, first, second = convert(seeded()), convert(seeded()), convert(seeded())
+    plain_loop(whole, whole.configure_optimizers(), batches(2))
+    optimizer = first.configure_optimizers()
+    plain_loop(first, optimizer, batches())
+    state = {"model": first.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**state, "scaling": scaling_state(first).state_dict()}, tmp_path / "half.pt")
+    saved = torch.load(tmp_path / "half.pt", weights_only=True)
+    second.load_state_dict(saved["model"])
+    scaling_state(second).load_state_dict(saved["scaling"])
+    optimizer = second.configure_optimizers()
+    optimizer.load_state_dict(saved["optimizer"])
+    plain_loop(second, optimizer, batches())
+    assert same(whole, second)
+    # without the scales it is another run
+    without = convert(seeded())
+    without.load_state_dict(saved["model"])
+    optimizer = without.configure_optimizers()
+    optimizer.load_state_dict(saved["optimizer"])
+    plain_loop(without, optimizer, batches())
+    assert not same(whole, without)
+
+
+# --- several models, several optimizers ---
+
+
+def generator_and_critic() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(11)
+    generator = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    return generator, nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+
+
+def sgd(*modules: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9) for module in modules]
+
+
+def noise() -> Iterable[Tensor]:
+    source = torch.Generator().manual_seed(3)
+    for _ in range(6):
+        yield torch.randn(16, 8, generator=source)
+
+
+def test_two_models_that_meet_in_one_fabric() -> None:
+    """Each step of either optimizer moves the scales of all models, as of all parts of one model."""
+    runner, nets = fabric(), generator_and_critic()
+    pairs = [runner.setup(net, optimizer) for net, optimizer in zip(nets, sgd(*nets), strict=True)]
+    (generator, for_generator), (critic, for_critic) = pairs
+    by_hand = [convert(net) for net in generator_and_critic()]
+    optimizers = sgd(*by_hand)
+    for x, real in zip(noise(), dataset(96).tensors[1].split(16), strict=True):
+        runner.backward(-critic(generator(x)).mean())
+        for_generator.step()
+        for_generator.zero_grad()
+        for_critic.zero_grad()
+        runner.backward((critic(generator(x).detach()) - critic(real)).mean())
+        for_critic.step()
+        for_critic.zero_grad()
+        for which in (0, 1):
+            # as a Fabric model does
+            def run(net: nn.Module, given: Tensor) -> Tensor:
+                with autocast():
+                    return net(given.bfloat16()).float()
+
+            fake = run(by_hand[0], x)
+            if which == 0:
+                (-run(by_hand[1], fake).mean()).backward()
+            else:
+                (run(by_hand[1], fake.detach()) - run(by_hand[1], real)).mean().backward()
+            for net in by_hand:
+                scaling_state(net).update()
+            optimizers[which].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    assert same(nets[0], by_hand[0])
+    assert same(nets[1], by_hand[1])
+    assert scaling_state(nets[0]) is not scaling_state(nets[1])
+    entries = [(scaling_state(net).amax_history > 0).sum(0).tolist() for net in nets]
+    # the generator runs forward in both steps of each batch, backward in one; the critic both in both
+    assert entries == [[12, 12, 6, 12, 12, 6], [12] * 6]
+
+
+def test_one_model_with_two_optimizers() -> None:
+    runner, net, by_hand = fabric(), seeded(), convert(seeded())
+    model, *optimizers = runner.setup(net, *sgd(net.net[0], net.net[2]))
+    own = sgd(by_hand.net[0], by_hand.net[2])
+    for index, (x, y) in enumerate(batches()):
+        runner.backward(nn.functional.mse_loss(model(x).float(), y))
+        optimizers[index % 2].step()
+        with autocast():
+            loss = by_hand.step((x, y))
+        loss.backward()
+        scaling_state(by_hand).update()
+        own[index % 2].step()
+        for optimizer in (*optimizers, *own):
+            optimizer.zero_grad()
+    assert same(net, by_hand)
+    assert (scaling_state(net).amax_history > 0).sum(0).tolist() == [8] * 6
+
+
+# --- the README's loop ---
+
+
+def test_the_readmes_loop() -> None:
+    (code,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+        if "scaling_state(model).update()" in block
+    )
+    after: list[Tensor] = []
+
+    class Watched(ScalingState):
+        def update(self) -> None:
+            super().update()
+            after.append(self.scale.clone())
+
+    names: dict[str, Any] = {}
+    before, marker = code.split("for _ in range(3):", 1)
+    exec(before, names)
+    model = names["model"]
+    scaling_state(model).__class__ = Watched
+    weights = [p.detach().clone() for p in model.parameters()]
+    exec("for _ in range(3):" + marker, names)
+    assert [type(layer) for layer in model] == [Fp8Linear, nn.GELU, Fp8Linear]
+    assert len(after) == 3
+    assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [3] * 6
+    assert not any(map(torch.equal, weights, model.parameters()))
+    assert (after[-1] != 1).all()

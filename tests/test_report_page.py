@@ -1,0 +1,379 @@
+"""The report's page in a real Chromium."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from playwright.sync_api import Browser, Page, sync_playwright
+from test_report import tensor_metrics, tensor_names, write_metrics
+
+from lightning_fp8 import DtypeAudit, QuantizationProbe, RunRecord, ScaleFactorLogger
+from lightning_fp8.examples import ByteGPT, StdlibText
+from lightning_fp8.report.page import write_page
+from lightning_fp8.report.runs import Run, read_runs
+from lightning_fp8.report.tensors import tensors_of
+
+NAMES = tensor_names(5000)
+STEPS = 60
+EVIL = "</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"
+# Chromium's own services stay quiet, so that a request is the page's
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+             "--disable-component-update", "--disable-sync"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.fail("The report's page is tested in a real Chromium, and there is none: `make browser` installs one.")
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=found, args=ARGUMENTS)
+        yield opened
+        opened.close()
+
+
+class Opened:
+    """A page, what its console said, and what it asked the network for."""
+
+    def __init__(self, browser: Browser, path: Path, **kwargs: Any) -> None:
+        self.path = path
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page: Page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **kwargs})
+        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("body[data-ready=yes]", timeout=60_000)
+
+    def check(self) -> None:
+        assert self.complaints == []
+        # what it makes itself needs no network
+        assert [url for url in self.requests if not url.startswith(("data:", "blob:"))] == [self.path.as_uri()]
+
+    def labels(self) -> list[str]:
+        return self.page.locator("#heatmap .ytick text").all_text_contents()
+
+    def filter(self, text: str, rows: str) -> None:
+        self.page.fill("#filter", text)
+        self.page.wait_for_function("text => document.getElementById('rows').textContent === text", arg=rows)
+
+    def table(self, place: str) -> list[list[str]]:
+        lines = self.page.locator(f"#{place} tbody tr").all()
+        return [line.locator("th, td").all_text_contents() for line in lines]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Run]]:
+    """A real run in FP8 beside one in bf16."""
+    folder = tmp_path_factory.mktemp("trained")
+    for precision in ("fp8-delayed", "bf16-mixed"):
+        pl.seed_everything(0)
+        watching = [RunRecord(), DtypeAudit()]
+        if precision == "fp8-delayed":
+            watching += [ScaleFactorLogger(every_n_steps=1), QuantizationProbe(every_n_steps=2)]
+        trainer = pl.Trainer(
+            precision=precision, max_steps=6, val_check_interval=3, limit_val_batches=1, log_every_n_steps=1,
+            logger=CSVLogger(folder, name=precision), callbacks=watching, accelerator="cpu", devices=1,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        data = StdlibText(context=32, batch_size=4, val_windows=4, max_bytes=100_000)
+        trainer.fit(ByteGPT(layers=1, width=64, heads=2, context=32), data)
+    runs = read_runs([folder / "fp8-delayed", folder / "bf16-mixed"])
+    write_page(runs, folder / "report.html")
+    return folder / "report.html", runs
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """5,000 tensors: a page of a large model."""
+    folder = write_metrics(tmp_path_factory.mktemp("large") / "large", tensor_metrics(NAMES, STEPS))
+    modules = [name.rpartition(".")[0] for name in NAMES[::3]]
+    (folder / "fp8_run.json").write_text(json.dumps({"precision": "fp8-delayed", "modules": modules}))
+    run = read_runs([folder])[0]
+    write_page([run], folder / "report.html")
+    return folder / "report.html", run
+
+
+@pytest.fixture(scope="module")
+def shown(browser: Browser, large: tuple[Path, Run]) -> Iterator[Opened]:
+    opened = Opened(browser, large[0])
+    yield opened
+    opened.check()
+    opened.page.close()
+
+
+@pytest.fixture
+def opened(shown: Opened) -> Opened:
+    """The large page as it is at first."""
+    page = shown.page
+    for box in page.locator("#role-boxes input").all():
+        box.check()
+    page.select_option("#sort", "model")
+    page.select_option("#plane", "log2_scale")
+    shown.filter("", "1 to 50 of 5,000")
+    return shown
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_two_runs_render_without_a_complaint(browser: Browser, trained: tuple[Path, list[Run]], scheme: Any) -> None:
+    path, (fp8, bf16) = trained
+    opened = Opened(browser, path, color_scheme=scheme)
+    page = opened.page
+    assert page.title() == "FP8 report: fp8-delayed/version_0, bf16-mixed/version_0"
+    assert page.get_attribute("html", "lang") == "en"
+    assert page.locator("#runs .badge").all_text_contents() == ["fp8-delayed", "bf16-mixed"]
+    sizes = [chart.bounding_box() for chart in page.locator(".chart .main-svg:first-child").all() if chart.is_visible()]
+    # curves, heat map and three quantities by role
+    assert len(sizes) == 5
+    assert all(size and size["width"] > 250 and size["height"] > 150 for size in sizes)
+    assert page.locator("#curves-chart .scatterlayer .trace").count() == 4
+    assert page.locator("#heatmap .heatmaplayer image").count() == 1
+    assert opened.labels() == tensors_of(fp8).names  # type: ignore[union-attr]
+    finals = {row[0]: row for row in opened.table("finals-table")}
+    first, other = (run.scalars["train_loss"].values[-1] for run in (fp8, bf16))
+    assert finals["train_loss"][1:3] == [f"{first:.5g}", f"{other:.5g}"]
+    assert float(finals["train_loss"][3].rstrip("%")) == pytest.approx(100 * (other - first) / first, abs=6e-4)
+    environment = {row[0]: row[1:] for row in opened.table("environment-table")}
+    assert environment["precision"] == ["fp8-delayed", "bf16-mixed"]
+    assert environment["torch"] == [torch.__version__] * 2
+    marked = page.locator("#environment-table tbody th.mark").all_text_contents()
+    assert "precision" in marked
+    assert "torch" not in marked
+    assert page.locator("#dtypes-tables table").count() == 2
+    assert "5 of 5 layers ran in FP8" in page.inner_text("#layers-tables")
+    assert "add lightning_fp8.LayerTimer" in page.inner_text("#slowest-table")
+    opened.check()
+    page.close()
+
+
+def test_worst_layers_are_those_of_the_logs(browser: Browser, trained: tuple[Path, list[Run]]) -> None:
+    opened = Opened(browser, trained[0])
+    found = {key: series.values[-1] for key, series in trained[1][0].scalars.items() if key.endswith("/sqnr_db")}
+    expected = sorted(found, key=lambda key: found[key])
+    rows = opened.table("worst-table")
+    assert [row[0] for row in rows] == [key.split("/")[1] for key in expected]
+    assert [row[1] for row in rows] == [f"{found[key]:.1f} dB" for key in expected]
+    # a click on a title turns the order round
+    title = opened.page.locator("#worst-table thead button").nth(1)
+    title.click()
+    title.click()
+    assert [row[0] for row in opened.table("worst-table")] == [key.split("/")[1] for key in reversed(expected)]
+    assert opened.page.locator("#worst-table th[aria-sort=descending]").count() == 1
+    # of a run without FP8 there is nothing, and the page says what would log it
+    opened.page.select_option("#run", "1")
+    assert "add lightning_fp8.ScaleFactorLogger" in opened.page.inner_text("#scales-empty")
+    assert not opened.page.is_visible("#heatmap")
+    opened.check()
+
+
+def test_metrics_gaps_and_the_log_switch(browser: Browser, tmp_path: Path) -> None:
+    rows = [{"step": step, "a": "nan" if step == 2 else 2.0**step, "b": 1.0} for step in range(5)]
+    write_page(read_runs([write_metrics(tmp_path, rows)]), tmp_path / "report.html")
+    opened = Opened(browser, tmp_path / "report.html")
+    drawn = "document.getElementById('curves-chart')"
+    assert opened.page.evaluate(f"{drawn}.data[0].y") == [1, 2, None, 8, 16]
+    assert opened.page.evaluate(f"{drawn}.layout.yaxis.type") == "linear"
+    opened.page.check("#curve-log")
+    assert opened.page.evaluate(f"{drawn}.layout.yaxis.type") == "log"
+    opened.page.select_option("#curve-key", "b")
+    assert opened.page.evaluate(f"{drawn}.data.map((line) => line.y)") == [[1, 1, 1, 1, 1]]
+    assert "1 of 5 values" in opened.page.inner_text("#finals-table")
+    opened.check()
+
+
+def test_the_page_of_5000_tensors_is_small_enough(large: tuple[Path, Run]) -> None:
+    assert large[0].stat().st_size < 20e6
+
+
+def test_rows_have_labels_that_can_be_read(opened: Opened) -> None:
+    assert opened.labels() == NAMES[:50]
+    boxes = [label.bounding_box() for label in opened.page.locator("#heatmap .ytick text").all()]
+    place = opened.page.locator("#heatmap").bounding_box()
+    assert place is not None
+    for upper, lower in pairwise(boxes):
+        assert upper is not None and lower is not None  # noqa: PT018
+        assert upper["height"] >= 9
+        assert upper["y"] + upper["height"] <= lower["y"] + 0.5
+        assert upper["x"] >= place["x"]
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 1280
+
+
+def test_pages_of_rows(opened: Opened) -> None:
+    page = opened.page
+    assert page.is_disabled("#previous")
+    page.click("#next")
+    assert opened.labels() == NAMES[50:100]
+    page.click("#previous")
+    assert opened.labels() == NAMES[:50]
+    opened.filter("blocks.41?.*", "1 to 50 of 80, filtered from 5,000")
+    page.click("#next")
+    assert opened.labels() == [name for name in NAMES if re.match(r"blocks\.41\d\.", name)][50:]
+    assert page.is_disabled("#next")
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("ATTENTION.out", r".*attention\.out.*"),
+        ("blocks.17.", r".*blocks\.17\..*"),
+        ("blocks.1?.mlp.*.weight", r"blocks\.1.\.mlp\..*\.weight"),
+        ("*.grad_output", r".*\.grad_output"),
+    ],
+)
+def test_the_filter_leaves_the_rows_that_match(opened: Opened, text: str, pattern: str) -> None:
+    matching = [name for name in NAMES if re.fullmatch(pattern, name)]
+    assert 0 < len(matching) < 5000
+    shown = min(len(matching), 50 if len(matching) > 60 else 60)
+    opened.filter(text, f"1 to {shown} of {len(matching):,}, filtered from 5,000")
+    assert opened.labels() == matching[:shown]
+
+
+def test_a_filter_without_a_match_and_of_tables(opened: Opened) -> None:
+    opened.filter("nothing", "none, filtered from 5,000")
+    assert not opened.page.is_visible("#heatmap")
+    assert "No layer matches" in opened.page.inner_text("#worst-table")
+    opened.filter("blocks.17.mlp", "1 to 6 of 6, filtered from 5,000")
+    assert {row[0] for row in opened.table("worst-table")} == {"blocks.17.mlp.up", "blocks.17.mlp.down"}
+
+
+def test_role_boxes(opened: Opened) -> None:
+    opened.page.uncheck("#role-boxes input[value=weight]")
+    opened.page.uncheck("#role-boxes input[value=input]")
+    gradients = [name for name in NAMES if name.endswith(".grad_output")]
+    assert opened.labels() == gradients[:50]
+    assert opened.page.inner_text("#rows") == f"1 to 50 of {len(gradients):,}, filtered from 5,000"
+
+
+@pytest.mark.parametrize(
+    ("sort", "quantity", "worst"),
+    [("headroom", "headroom_bits", min), ("saturated", "saturated_fraction", max),
+     ("underflowed", "underflowed_fraction", max)],
+)  # fmt: skip
+def test_sorting(opened: Opened, large: tuple[Path, Run], sort: str, quantity: str, worst: Any) -> None:
+    found = {name: worst(large[1].scalars[f"fp8/{name}/{quantity}"].values) for name in NAMES}
+    opened.page.select_option("#sort", sort)
+    assert opened.labels() == sorted(found, key=lambda name: found[name], reverse=worst is max)[:50]
+
+
+def test_sorts_that_nothing_was_logged_for_say_so(opened: Opened) -> None:
+    assert opened.page.is_disabled("#sort option[value=sqnr]")
+    assert opened.page.inner_text("#sort option[value=slowest]") == "slowest: add lightning_fp8.LayerTimer"
+
+
+@pytest.mark.parametrize("plane", ["log2_scale", "headroom_bits", "saturated_fraction", "underflowed_fraction"])
+def test_the_map_shows_the_numbers_of_the_logs(opened: Opened, large: tuple[Path, Run], plane: str) -> None:
+    opened.page.select_option("#plane", plane)
+    opened.filter("*.weight", "1 to 50 of 1,667, filtered from 5,000")
+    chart = opened.page.evaluate("(({z, customdata}) => ({z, names: customdata.map((row) => row[0][0])}))"
+                                 "(document.getElementById('heatmap').data[0])")  # fmt: skip
+    quantity = plane.replace("log2_", "")
+    expected = [large[1].scalars[f"fp8/{name}/{quantity}"].values for name in chart["names"]]
+    shown = np.array(chart["z"])
+    assert shown.shape == (50, STEPS)
+    np.testing.assert_allclose(2.0**shown if plane == "log2_scale" else shown, expected, rtol=0.01)
+
+
+def test_the_overview_has_the_worst_and_leads_to_a_page(opened: Opened, large: tuple[Path, Run]) -> None:
+    page = opened.page
+    page.select_option("#plane", "saturated_fraction")
+    z = np.array(page.evaluate("document.getElementById('overview').data[0].z"))
+    assert z.shape == (200, STEPS)
+    all_values = np.array([large[1].scalars[f"fp8/{name}/saturated_fraction"].values for name in NAMES])
+    np.testing.assert_allclose(z, all_values.reshape(200, 25, STEPS).max(axis=1), rtol=0.01)
+    page.locator("#overview").scroll_into_view_if_needed()
+    box = page.locator("#overview .nsewdrag").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_selector("#overview .hoverlayer .hovertext")
+    name = page.locator("#overview .hoverlayer .hovertext").text_content() or ""
+    assert re.search(r"blocks\.\d+\.(attention|mlp)\.\w+\.\w+step \d+: ", name)
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_function("() => document.getElementById('rows').textContent.startsWith('2,')")
+    assert opened.labels()[0] in NAMES[2400:2600:50]
+
+
+def test_names_are_text_whatever_they_hold(browser: Browser, tmp_path: Path) -> None:
+    names = [f"{EVIL}.{role}" for role in ("input", "weight", "grad_output")]
+    # markup that Plotly would read
+    link = '<a href="http://127.0.0.1:9/">loss</a>'
+    rows = [{**row, f"{EVIL}_loss": 1.0, link: 2.0} for row in tensor_metrics(names, 3)]
+    folder = write_metrics(tmp_path / "<b>run", rows)
+    layer = {"path": EVIL, "kind": EVIL, "converted": False, "reason": EVIL}
+    record = {"precision": EVIL, "modules": [EVIL], "layers": [layer], "environment": {EVIL: EVIL}}
+    (folder / "fp8_run.json").write_text(json.dumps(record))
+    write_page(read_runs([folder]), tmp_path / "report.html")
+    assert EVIL not in (tmp_path / "report.html").read_text()
+    opened = Opened(browser, tmp_path / "report.html")
+    assert opened.page.locator("img, body b, main b").count() == 0
+    assert opened.page.inner_text("#runs strong") == "<b>run"
+    assert opened.table("layers-tables")[0][0] == EVIL
+    opened.filter("onerror", "1 to 3 of 3")
+    label = opened.labels()[0]
+    start, _, end = label.partition("…")
+    assert names[0].startswith(start)
+    assert names[0].endswith(end)
+    assert len(label) > 20
+    opened.page.select_option("#curve-key", f"{EVIL}_loss")
+    assert EVIL in (opened.page.locator("#curves-chart .legendtext").first.text_content() or "")
+    opened.page.select_option("#curve-key", link)
+    assert link in (opened.page.locator("#curves-chart .legendtext").first.text_content() or "")
+    assert opened.page.locator("#curves-chart a[href], #curves-chart a[*|href]").count() == 0
+    opened.check()
+
+
+def test_headings_tables_and_keyboard(browser: Browser, trained: tuple[Path, list[Run]]) -> None:
+    opened = Opened(browser, trained[0])
+    page = opened.page
+    levels = [int(name[1]) for name in page.locator("h1, h2, h3").evaluate_all("all => all.map((h) => h.tagName)")]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert page.locator("thead th:not([scope=col]), tbody th:not([scope=row])").count() == 0
+    unnamed = "all => all.filter((control) => !control.labels.length).map((control) => control.id)"
+    assert page.locator("input, select").evaluate_all(unnamed) == []
+    page.focus("#filter")
+    page.keyboard.type("head")
+    page.wait_for_function("() => document.getElementById('rows').textContent === '1 to 3 of 3, filtered from 15'")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Space")
+    assert opened.labels() == ["head.weight", "head.grad_output"]
+    opened.check()
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_no_width_makes_the_page_scroll_sideways(browser: Browser, trained: tuple[Path, list[Run]], width: int) -> None:
+    opened = Opened(browser, trained[0], viewport={"width": width, "height": 800})
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    # charts end where their place does
+    for chart in opened.page.locator(".chart").all():
+        if chart.is_visible():
+            drawn, place = chart.locator(".main-svg").first.bounding_box(), chart.bounding_box()
+            assert drawn is not None and place is not None  # noqa: PT018
+            assert drawn["width"] <= place["width"] + 1
+    opened.check()
+
+
+def test_the_scheme_changes_the_colours_of_charts(browser: Browser, trained: tuple[Path, list[Run]]) -> None:
+    opened = Opened(browser, trained[0], color_scheme="light")
+    colours = "document.getElementById('curves-chart').layout.font.color"
+    light = opened.page.evaluate(colours)
+    opened.page.emulate_media(color_scheme="dark")
+    opened.page.wait_for_function(f"() => {colours} !== {json.dumps(light)}")
+    # paper is white, whatever the screen is
+    opened.page.emulate_media(color_scheme="dark", media="print")
+    opened.page.wait_for_function(f"() => ['#000', '#000000'].includes({colours})")
+    assert len(opened.page.pdf()) > 20_000
+    opened.check()

@@ -1,0 +1,425 @@
+"""Each trouble is found by name when it is there, and not when it is not."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from lightning.pytorch.loggers import CSVLogger
+from lit import Regression, loader, make_trainer, seeded
+from torch import Tensor, nn
+
+from lightning_fp8 import Fp8Precision, ScaleWatchdog, convert, scaling_state
+from lightning_fp8.modules.gemm import Fp8Module
+from lightning_fp8.watch import CONDITIONS, Findings, Limits, Watch
+
+NEVER: dict[str, Any] = dict.fromkeys(("stale_steps", "nonfinite_steps", "saturated_above", "underflowed_above"))
+
+
+def fit(path: Path, watchdog: ScaleWatchdog, model: Regression | None = None, **kwargs: Any) -> Regression:
+    model = model or seeded()
+    make_trainer(path, callbacks=[watchdog], **{"max_epochs": 3, **kwargs}).fit(model, loader())
+    return model
+
+
+class EvalLayer(Regression):
+    """Its last layer trains in eval mode."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[2].eval()
+
+
+class AroundTheTrainer(Regression):
+    """Steps torch's optimizer, not Lightning's: nobody updates scales."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(self.step(batch))
+        optimizer.step()
+
+
+class LosesGradients(Regression):
+    """What its last layer records of gradients is lost before the update, as where recomputation swallows it."""
+
+    def on_after_backward(self) -> None:
+        scaling_state(self).amax[5] = 0
+
+
+class Poisoned(Regression):
+    """From batch 6 on its first layer's weight gradient and bias are finite, but its input is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.trainer.global_step >= 6 and self.training:
+            x = x.clone()
+            x[0, 0] = float("nan")
+        return super().forward(x)
+
+
+class Growing(Regression):
+    """Multiplies its input by 4 at each step, which a scale from the past always clips."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 4.0**self.trainer.global_step if self.training else x)
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return super().step(batch) * 1e-20
+
+
+class Vanishing(Regression):
+    """Most of its input is 2**-30 of the largest."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tiny = torch.full_like(x, 2.0**-30)
+        tiny[:, 0] = 1.0
+        return super().forward(tiny)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("action", ["warn", "raise", "fallback"])
+def test_a_healthy_run_is_left_alone(
+    action: Any, accumulate: int, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    watched, plain = seeded(), seeded()
+    options: dict[str, Any] = {"max_epochs": 5, "accumulate_grad_batches": accumulate}
+    fit(tmp_path, ScaleWatchdog(action, 2, 2, 1, 0.2, 0.2, 1), watched, **options)
+    make_trainer(tmp_path, **options).fit(plain, loader())
+    assert torch.equal(torch.stack(watched.losses), torch.stack(plain.losses))
+    assert not [warning for warning in recwarn if "ScaleWatchdog" in str(warning.message)]
+    state = scaling_state(watched)
+    assert state.fallbacks == ()
+    assert state.counts is None
+    assert state.before_update == []
+
+
+def test_a_layer_that_trains_in_eval_mode(tmp_path: Path) -> None:
+    options = {**NEVER, "stale_steps": 4}
+    with pytest.warns(UserWarning, match="ScaleWatchdog, step 4: ") as caught:
+        fit(tmp_path, ScaleWatchdog(every_n_steps=2, **options), seeded(EvalLayer))
+    (message,) = [str(warning.message) for warning in caught if "ScaleWatchdog" in str(warning.message)]
+    assert "scales not updated for 4 steps or more, although in use: 2.input (4), 2.weight (4), 2.grad_output (4)." in (
+        message.replace("net.", "")
+    )
+    assert "eval mode" in message
+    assert "net.0" not in message
+
+
+def test_updates_that_silently_stop(tmp_path: Path) -> None:
+    options = {**NEVER, "stale_steps": 4}
+    with pytest.raises(RuntimeError, match=r"net\.0\.input \(4\), net\.0\.weight .*, net\.2\.grad_output") as error:
+        fit(tmp_path, ScaleWatchdog("raise", every_n_steps=2, **options), seeded(AroundTheTrainer))
+    assert "No scale has been updated at all" in str(error.value)
+
+
+def test_an_amax_that_is_lost(tmp_path: Path) -> None:
+    options = {**NEVER, "stale_steps": 6}
+    with pytest.raises(RuntimeError, match=r"step 6: .* in use: net.2.grad_output \(6\)\.\n"):
+        fit(tmp_path, ScaleWatchdog("raise", every_n_steps=3, **options), seeded(LosesGradients))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_layer_that_does_not_run_is_not_stale(set_to_none: bool, tmp_path: Path) -> None:
+    class Changing(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            # in use at first, so that it has a history, and gradients that are zeros later
+            return super().forward(self.spare(x) if self.trainer.global_step < 2 else x)
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    model = fit(tmp_path, ScaleWatchdog("raise", 2, **{**NEVER, "stale_steps": 4}), seeded(Changing))
+    assert scaling_state(model).amax_history[:2, 6].gt(0).all()
+
+
+def test_inf_and_nan_in_a_row(tmp_path: Path) -> None:
+    options = {**NEVER, "nonfinite_steps": 3, "stale_steps": 2}
+    with pytest.raises(RuntimeError, match="step 12: ") as error:
+        fit(tmp_path, ScaleWatchdog("raise", every_n_steps=4, **options), seeded(Poisoned))
+    assert "inf or NaN in 3 optimizer steps in a row or more: net.0.input (6)" in str(error.value)
+    # a scale that inf or NaN keep where it is has not been forgotten
+    assert "not updated" not in str(error.value)
+
+
+def test_a_single_bad_batch_is_no_row(tmp_path: Path) -> None:
+    class Once(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            # two in a row, then good, then two in a row
+            bad = self.trainer.global_step in (2, 3, 5, 6)
+            return super().training_step((x * float("inf"), y) if bad else batch, batch_idx)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for parameter in self.parameters():
+                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+    model = fit(tmp_path, ScaleWatchdog("raise", 4, **{**NEVER, "nonfinite_steps": 3}), seeded(Once))
+    assert scaling_state(model).nonfinite_steps[0] == 4
+    with pytest.raises(RuntimeError, match="in a row"):
+        fit(tmp_path, ScaleWatchdog("raise", 4, **{**NEVER, "nonfinite_steps": 2}), seeded(Once))
+
+
+def test_saturation_that_stays(tmp_path: Path) -> None:
+    options = {**NEVER, "saturated_above": 0.3}
+    with pytest.raises(RuntimeError, match="step 6: ") as error:
+        fit(tmp_path, ScaleWatchdog("raise", 2, checks_in_a_row=3, **options), seeded(Growing))
+    assert "more than 30% of the numbers clipped, at 3 checks in a row: net.0.input (" in str(error.value)
+    assert ".weight" not in str(error.value)
+
+
+def test_underflow_that_stays(tmp_path: Path) -> None:
+    options = {**NEVER, "underflowed_above": 0.5}
+    with pytest.raises(RuntimeError, match="step 4: ") as error:
+        fit(tmp_path, ScaleWatchdog("raise", 2, checks_in_a_row=2, **options), seeded(Vanishing))
+    assert "turned into zero, at 2 checks in a row: net.0.input (96.9%)." in str(error.value)  # 31 of 32
+
+
+def test_said_once_and_again_when_it_comes_back(tmp_path: Path) -> None:
+    class Changing(Vanishing):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.trainer.global_step not in (4, 5) else Regression.forward(self, x)
+
+    options = {**NEVER, "underflowed_above": 0.5, "checks_in_a_row": 1}
+    with pytest.warns(UserWarning, match="ScaleWatchdog") as caught:
+        fit(tmp_path, ScaleWatchdog(every_n_steps=2, **options), seeded(Changing))
+    steps = [str(w.message).split(":")[0] for w in caught if "ScaleWatchdog" in str(w.message)]
+    assert steps == ["ScaleWatchdog, step 2", "ScaleWatchdog, step 8"]
+
+
+def test_fallback_moves_the_layer_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
+    options = {**NEVER, "underflowed_above": 0.5, "checks_in_a_row": 1}
+    model, trainer = (
+        seeded(Vanishing),
+        make_trainer(tmp_path, max_epochs=2, callbacks=[ScaleWatchdog("fallback", 2, **options)]),
+    )
+    with pytest.warns(UserWarning, match=r"turned into zero.*\n  In bf16 from now on: net.0\."):
+        trainer.fit(model, loader())
+    assert scaling_state(model).fallbacks == ("net.0",)
+    trainer.save_checkpoint(tmp_path / "fallen.ckpt")
+
+    whole = seeded(Vanishing)
+    with pytest.warns(UserWarning, match="In bf16 from now on"):
+        fit(tmp_path, ScaleWatchdog("fallback", 2, **options), whole, max_epochs=4)
+    # without the callback
+    resumed = seeded(Vanishing)
+    make_trainer(tmp_path, max_epochs=4).fit(resumed, loader(), ckpt_path=tmp_path / "fallen.ckpt")
+    assert scaling_state(resumed).fallbacks == ("net.0",)
+    assert torch.equal(torch.stack(whole.losses[8:]), torch.stack(resumed.losses))
+    evaluated = seeded(Vanishing)
+    make_trainer(tmp_path).validate(evaluated, loader(), ckpt_path=tmp_path / "fallen.ckpt", verbose=False)
+    assert scaling_state(evaluated).fallbacks == ("net.0",)
+
+
+def test_a_run_resumed_with_fallbacks_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {**NEVER, "underflowed_above": 0.5, "checks_in_a_row": 1}
+    trainer = make_trainer(tmp_path, callbacks=[ScaleWatchdog("fallback", 2, **options)])
+    with pytest.warns(UserWarning, match="In bf16 from now on"):
+        trainer.fit(seeded(Vanishing), loader())
+    trainer.save_checkpoint(tmp_path / "fallen.ckpt")
+    with caplog.at_level("INFO"):
+        make_trainer(tmp_path, max_epochs=2).fit(seeded(Vanishing), loader(), ckpt_path=tmp_path / "fallen.ckpt")
+    assert "1 layers fell back to bf16 in the run that saved this checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize(("model", "condition"), [(Poisoned, "inf or NaN"), (AroundTheTrainer, "not updated")])
+def test_what_no_single_layer_is_to_blame_for_moves_none(model: Any, condition: str, tmp_path: Path) -> None:
+    fitted = seeded(model)
+    options = {**NEVER, "nonfinite_steps": 2, "stale_steps": 4}
+    with pytest.warns(UserWarning, match=condition) as caught:
+        fit(tmp_path, ScaleWatchdog("fallback", 4, **options), fitted)
+    assert scaling_state(fitted).fallbacks == ()
+    assert all("from now on" not in str(warning.message) for warning in caught)
+
+
+def test_patterns_choose_what_is_watched(tmp_path: Path) -> None:
+    options = {**NEVER, "stale_steps": 4, "patterns": ("net.0.*",)}
+    fit(tmp_path, ScaleWatchdog("raise", 2, **options), seeded(EvalLayer))
+    with pytest.raises(ValueError, match="ScaleWatchdog: the pattern 'nowhere' matches none of the 6 tensors"):
+        fit(tmp_path, ScaleWatchdog(patterns=("nowhere",)))
+
+
+def test_what_it_logs(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    options = {**NEVER, "stale_steps": 4, "underflowed_above": 0.5, "checks_in_a_row": 1}
+
+    class Both(EvalLayer, Vanishing):
+        pass
+
+    with pytest.warns(UserWarning, match="ScaleWatchdog"):
+        fit(tmp_path, ScaleWatchdog("fallback", 2, **options), seeded(Both), logger=logger)
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        logged = [row for row in csv.DictReader(file) if row.get("fp8/watchdog/stale")]
+    keys = [f"fp8/watchdog/{name}" for name in (*CONDITIONS, "fallbacks")]
+    assert {key for row in logged for key in row if key.startswith("fp8/watchdog")} == set(keys)
+    values = [(int(row["step"]), *(float(row[key]) for key in keys)) for row in logged]
+    # net.0 at the first check; net.2, half of the layers that run, at the second
+    assert values[0] == (1, 0, 0, 0, 1, 1)
+    assert values[1] == (3, 3, 0, 0, 0, 2)
+    assert values[2] == (5, 0, 0, 0, 0, 2)
+
+
+def test_other_precisions_and_bad_input(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no layer runs in FP8 under precision='bf16-mixed'; nothing to watch"):
+        fit(tmp_path, ScaleWatchdog(), precision="bf16-mixed")
+    with pytest.raises(ValueError, match="'warn', 'raise' or 'fallback', got 'shout'"):
+        ScaleWatchdog("shout")  # type: ignore[arg-type]
+    for name in ("every_n_steps", "stale_steps", "nonfinite_steps", "checks_in_a_row"):
+        with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
+            ScaleWatchdog(**{name: 0})
+    for name in ("saturated_above", "underflowed_above"):
+        with pytest.raises(ValueError, match=f"`{name}` must be a share from 0 to below 1, got 1"):
+            ScaleWatchdog(**{name: 1})
+    with pytest.raises(TypeError, match="sequence of patterns"):
+        ScaleWatchdog(patterns="*")
+
+
+def test_fallbacks_and_a_gather_in_fp8_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        fit(tmp_path, ScaleWatchdog("fallback"), plugins=Fp8Precision(fp8_all_gather=True))
+    with pytest.raises(ValueError, match="belongs to `fp8-delayed`, got 'bf16-mixed'"):
+        Fp8Precision("bf16-mixed", fp8_all_gather=True)
+    with pytest.raises(ValueError, match="Regression has no FP8 layer whose weight FSDP2 shards"):
+        fit(tmp_path, ScaleWatchdog(), plugins=Fp8Precision(fp8_all_gather=True))
+
+
+def test_an_exception_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Failing(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 2:
+                raise KeyError("mine")
+            return super().training_step(batch, batch_idx)
+
+    model = seeded(Failing)
+    with pytest.raises(KeyError, match="mine"):
+        fit(tmp_path, ScaleWatchdog(every_n_steps=1), model)
+    assert scaling_state(model).counts is None
+    assert scaling_state(model).before_update == []
+
+
+def test_beside_the_logger_each_counts_for_itself(tmp_path: Path) -> None:
+    from lightning_fp8 import ScaleFactorLogger
+
+    logger = CSVLogger(tmp_path)
+    callbacks = [ScaleFactorLogger(every_n_steps=3), ScaleWatchdog("raise", 2, **{**NEVER, "underflowed_above": 0.99})]
+    make_trainer(tmp_path, max_epochs=3, callbacks=callbacks, logger=logger).fit(seeded(Vanishing), loader())
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        shares = [row["fp8/net.0.input/underflowed_fraction"] for row in csv.DictReader(file)]
+    assert {round(float(share), 4) for share in shares if share} == {round(31 / 32, 4)}
+
+
+def test_amaxes_of_several_updates_a_batch_and_a_pause() -> None:
+    """Rows of bad steps, taken apart by hand."""
+    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    state = scaling_state(model)
+    watch = Watch(state, Limits(None, 3, None, None, 1))
+
+    def update(first: float, second: float) -> None:
+        state.amax[0], state.amax[3] = first, second
+        state.update()
+
+    def check() -> Findings:
+        return watch.check(0, lambda tensor: tensor)
+
+    nan, inf = float("nan"), float("inf")
+    update(nan, nan), update(0.0, 1.0), update(inf, nan), update(nan, nan)
+    # a step in which it did not run does not end a row; a good one does
+    assert check().tensors["nonfinite"] == {0: 3}
+    update(nan, nan)
+    assert check().tensors["nonfinite"] == {0: 4, 3: 3}
+    update(1.0, 1.0)
+    # the row went on into this window
+    assert check().tensors["nonfinite"] == {0: 4, 3: 3}
+    update(nan, 1.0)
+    assert check().tensors["nonfinite"] == {}
+
+
+def watched(stale_steps: int) -> tuple[Any, Watch]:
+    state = scaling_state(convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))))
+    return state, Watch(state, Limits(stale_steps, None, None, None, 1))
+
+
+def test_a_scale_that_stops_after_a_while() -> None:
+    state, watch = watched(20)
+    ages = []
+    for step in range(10, 60, 10):
+        state.amax.fill_(1.0)
+        # the weight of the first layer is not recorded any more, and has no gradient that would tell
+        state.amax[1] = 0.0 if step > 20 else 1.0
+        state.update()
+        ages.append(watch.check(step, lambda tensor: tensor).tensors["stale"])
+    assert ages == [{}, {}, {}, {1: 20}, {1: 30}]
+
+
+def test_an_amax_that_waits_for_its_update_is_not_stale() -> None:
+    state, watch = watched(10)
+    for step in (10, 20):
+        # the first layer runs for the first time, in the middle of an accumulation
+        state.amax[3:] = 1.0
+        state.update()
+        state.amax[:3] = 1.0 if step == 20 else 0.0
+        assert watch.check(step, lambda tensor: tensor).tensors["stale"] == {}
+    # but with no update at all
+    assert watch.check(30, lambda tensor: tensor).tensors["stale"] == {0: 30, 1: 30, 2: 30}
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch, torch.distributed as dist
+from lit import loader, make_trainer, seeded
+from test_scale_watchdog import NEVER, Vanishing
+from lightning_fp8 import ScaleWatchdog, scaling_state
+
+
+class OnOneRank(Vanishing):
+    def forward(self, x):
+        return super().forward(x) if dist.get_rank() == 0 else super(Vanishing, self).forward(x)
+
+
+torch.set_num_threads(1)
+model = seeded(OnOneRank)
+watchdog = ScaleWatchdog("fallback", 2, **{{**NEVER, "stale_steps": 4, "underflowed_above": 0.4, "checks_in_a_row": 1}})
+make_trainer({path!r}, strategy="ddp", devices=2, max_epochs=4, callbacks=[watchdog]).fit(model, loader())
+torch.save((scaling_state(model).fallbacks, scaling_state(model).scale, model.net[0].weight.detach()),
+           {path!r} + f"/rank{{dist.get_rank()}}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_processes_act_alike(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(tests=str(ROOT / "tests"), path=str(tmp_path)))
+    run = subprocess.run(
+        [sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    # 31 of 64 numbers, of both processes together, are lost
+    assert "net.0.input (48.4%)" in run.stderr
+    (mine, scale, weight), (theirs, their_scale, their_weight) = (
+        torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)
+    )
+    assert mine == theirs == ("net.0",)
+    assert torch.equal(scale, their_scale)
+    assert torch.equal(weight, their_weight)
+
+
+def test_fallen_layers_are_not_watched_any_more(tmp_path: Path) -> None:
+    model = seeded(EvalLayer)
+    plugin = Fp8Precision()
+    plugin.convert_module(model)
+    scaling_state(model).fall_back("net.2")
+    fit(tmp_path, ScaleWatchdog("raise", 2, **{**NEVER, "stale_steps": 2}), model, plugins=plugin)
+    layer = model.net[2]
+    assert isinstance(layer, Fp8Module)
+    assert not layer.in_fp8

@@ -1,0 +1,136 @@
+"""Tensor parallel plans on converted linear layers, in real processes on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import sqnr
+from processes import run_processes
+
+pytestmark = pytest.mark.slow
+
+COMMON = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tensor_parallel",))
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 4))
+
+
+def train(model, steps=3, checkpointed=False):
+    generator, seen, gradients = torch.Generator().manual_seed(3), [], []
+    for step in range(steps):
+        x = torch.randn(2, 8, 32, generator=generator)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+        y.float().square().mean().backward()
+        if any(hasattr(layer, "fp8") for layer in model.modules()):
+            scaling_state(model).update()
+        seen.append(y.detach().float())
+    whole = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
+    return {"y": torch.stack(seen), "gradients": {n: whole(p.grad) for n, p in model.named_parameters()}}
+
+
+def parallel(model):
+    # the last layer stays whole
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+"""
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_column_and_row_parallel_train_as_one_process_does(order: str, tmp_path: Path) -> None:
+    body = f"""
+plain = net()
+result["fp32"] = train(plain)
+alone = convert(net())
+result["alone"] = train(alone)
+split = parallel(convert(net())) if {order == "before"} else convert(parallel(net()))
+result["split"] = train(split)
+result["calls"] = [type(layer).__name__ for layer in split]
+result["alone scale"], result["split scale"] = scaling_state(alone).scale.clone(), scaling_state(split).scale.clone()
+result["alone history"], result["split history"] = (scaling_state(m).amax_history.clone() for m in (alone, split))
+again = parallel(convert(net()))
+result["recomputed"] = train(again, checkpointed=True)
+result["recomputed scale"] = scaling_state(again).scale.clone()
+"""
+    ranks = run_processes(COMMON + body, tmp_path)
+    for rank in ranks:
+        assert rank["calls"] == ["Fp8Linear", "GELU", "Fp8Linear", "Fp8Linear"]
+        # weights are the same in both, so their amaxes are those of the whole, bit for bit; so is the first input's
+        exact = [0, 1, 4, 7]
+        assert torch.equal(rank["split history"][:, exact], rank["alone history"][:, exact])
+        assert torch.allclose(rank["split history"], rank["alone history"], rtol=0.1, atol=1e-8)
+        assert torch.equal(rank["split scale"], ranks[0]["split scale"])
+        # partial sums are rounded to bf16 before they are added, so later casts differ by a code here and there
+        assert sqnr(rank["split"]["y"], rank["alone"]["y"]) > 24
+        assert sqnr(rank["split"]["y"], rank["fp32"]["y"]) > sqnr(rank["alone"]["y"], rank["fp32"]["y"]) - 1
+        for name, gradient in rank["fp32"]["gradients"].items():
+            alone, split = rank["alone"]["gradients"][name], rank["split"]["gradients"][name]
+            assert split.shape == gradient.shape
+            assert sqnr(split, gradient) > sqnr(alone, gradient) - 2, name
+        assert torch.equal(rank["recomputed"]["y"], rank["split"]["y"])
+        assert torch.equal(rank["recomputed scale"], rank["split scale"])
+        for name, gradient in rank["split"]["gradients"].items():
+            assert torch.equal(rank["recomputed"]["gradients"][name], gradient)
+
+
+def test_with_fsdp2_over_the_other_dimension(tmp_path: Path) -> None:
+    body = """
+from torch.distributed.fsdp import fully_shard
+from lightning_fp8 import fsdp2_policy
+
+grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+mesh = grid["tensor_parallel"]
+alone = convert(net())
+result["alone"] = train(alone)
+split = fully_shard(parallel(convert(net())), mesh=grid["data_parallel"], mp_policy=fsdp2_policy())
+result["split"] = train(split)
+result["scale"] = scaling_state(split).scale.clone()
+result["history"] = [scaling_state(model).amax_history[:, [0, 1, 4, 7]].clone() for model in (alone, split)]
+"""
+    ranks = run_processes(COMMON + body, tmp_path, 4)
+    for rank in ranks:
+        assert torch.equal(rank["scale"], ranks[0]["scale"])
+        assert sqnr(rank["split"]["y"], rank["alone"]["y"]) > 24
+        alone, split = rank["history"]
+        # FSDP gathers the weights, and hands on the input, in bf16
+        assert torch.allclose(split, alone, rtol=2**-8)
+
+
+def test_what_does_not_work_says_so(tmp_path: Path) -> None:
+    body = """
+from torch.distributed.tensor import Replicate
+
+
+def message(function):
+    try:
+        function()
+    except (TypeError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+model = parallel(convert(net()))
+layer = model[0]
+result["by hand"] = message(lambda: layer.forward(torch.randn(2, 32)))
+attention = convert(nn.MultiheadAttention(32, 4))
+from torch.distributed.tensor import distribute_tensor, Shard
+
+attention.in_proj_weight = nn.Parameter(distribute_tensor(attention.in_proj_weight.detach(), mesh, [Shard(0)]))
+result["attention"] = message(lambda: attention(*[torch.randn(4, 2, 32)] * 3))
+odd = convert(net())
+odd[0].weight = nn.Parameter(distribute_tensor(odd[0].weight.detach(), mesh, [Shard(1)]))
+x = distribute_tensor(torch.randn(4, 32), mesh, [Replicate()])
+result["placements"] = message(lambda: odd[0](x))
+"""
+    for rank in run_processes(COMMON + body, tmp_path):
+        assert rank["by hand"].startswith("TypeError: The weight of '0' is distributed over processes, but its input")
+        assert rank["attention"].startswith("NotImplementedError: 'in_proj': the weight is distributed")
+        assert "ColwiseParallel and RowwiseParallel on one dimension" in rank["placements"]
