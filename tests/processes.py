@@ -1,41 +1,124 @@
-"""Real processes for the tests: a script in each of them, and what each has saved."""
+"""Real processes for the tests, from a server that has imported everything already.
+
+On GPUs each process has one of its own, and NCCL in place of gloo: ``python -m pytest -m cuda``.
+"""
 
 from __future__ import annotations
 
-import subprocess
+import multiprocessing
+import os
+import socket
 import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from conftest import ROOT
+import torch.distributed as dist
 
-_HEAD = """
-import copy, sys
-sys.path.insert(0, {tests!r})
+PROCESSES = multiprocessing.get_context("forkserver")
+# the tests' own folder is not on the server's path
+PROCESSES.set_forkserver_preload(["lightning.pytorch", "lightning_fp8", "pytest", "torchdata.stateful_dataloader"])
+
+# what a process of its own may take; it is there to end a hang with a failure
+PATIENCE = 180
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
+    process = PROCESSES.Process(target=_begin, args=(torch.get_num_threads(), target, *arguments), daemon=True)
+    process.start()
+    return process
+
+
+def _begin(threads: int, target: Callable[..., None], *arguments: Any) -> None:
+    # the same sums in the same order as in the tests' own process
+    torch.set_num_threads(threads)
+    target(*arguments)
+
+
+@contextmanager
+def as_ranks(target: Callable[..., None], world: int, path: Path, *arguments: Any) -> Iterator[list[BaseProcess]]:
+    """``target(path, *arguments)`` in processes as torchrun would start them: none watches the others."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [start(_as_rank, rank, world, port, target, path, *arguments) for rank in range(world)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _as_rank(rank: int, world: int, port: int, target: Callable[..., None], path: Path, *arguments: Any) -> None:
+    of_this_rank = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    for name, value in {**of_this_rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        os.environ[name] = str(value)
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    try:
+        target(path, *arguments)
+    except BaseException:
+        (path / f"error{rank}").write_text(traceback.format_exc())
+        raise
+
+
+def all_end_well(processes: list[BaseProcess], path: Path) -> None:
+    for rank, process in enumerate(processes):
+        process.join(PATIENCE)
+        errors = [error.read_text() for error in sorted(path.glob("error*"))]
+        assert process.exitcode == 0, "\n".join(errors) or f"rank {rank}: {process.exitcode}"
+
+
+_NAMES = """
+import copy
 import torch, torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from lightning_fp8 import DelayedScaling, convert, scaling_state, unconvert
 
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-result = {{}}
-"""
-_TAIL = """
-torch.save(result, {path!r} + f"/rank{{rank}}.pt")
-dist.barrier()
-dist.destroy_process_group()
+result = {}
 """
 
 
-def run_processes(body: str, path: Path, processes: int = 2) -> list[dict[str, Any]]:
-    """Run ``body`` under torchrun with gloo; gives what each process has put into ``result``."""
-    script = path / "script.py"
-    script.write_text(_HEAD.format(tests=str(ROOT / "tests")) + body + _TAIL.format(path=str(path)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    done = subprocess.run([*command, str(script)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [torch.load(path / f"rank{rank}.pt", weights_only=True) for rank in range(processes)]
+def _run_body(path: Path, body: str, device: str) -> None:
+    place = torch.device(device, int(os.environ["RANK"]) if device == "cuda" else None)
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(place)
+    torch.set_default_device(place)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    names: dict[str, Any] = {"device": place, "rank": dist.get_rank(), "world": dist.get_world_size()}
+    exec(compile(_NAMES + body, "<body>", "exec"), names)
+    torch.save(names["result"], path / f"rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_processes(body: str, path: Path, processes: int = 2, device: str = "cpu") -> list[dict[str, Any]]:
+    """Run ``body`` in a process group of its own; gives what each process has put into ``result``.
+
+    ``body`` knows ``device``, ``rank`` and ``world``. On a machine with fewer GPUs the test is skipped.
+    """
+    if device == "cuda" and torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} GPUs, here are {torch.cuda.device_count()}")
+    with as_ranks(_run_body, processes, path, body, device) as ranks:
+        all_end_well(ranks, path)
+    return [torch.load(path / f"rank{rank}.pt", weights_only=True, map_location="cpu") for rank in range(processes)]
+
+
+def run_script(source: str, path: Path, *arguments: str, world: int = 2) -> None:
+    """Run a script in ``world`` processes, with ``arguments`` in ``sys.argv``; its process group is its own affair."""
+    with as_ranks(_run_source, world, path, source, arguments) as ranks:
+        all_end_well(ranks, path)
+
+
+def _run_source(path: Path, source: str, arguments: tuple[str, ...]) -> None:
+    sys.argv = ["script", *arguments]
+    exec(compile(source, "<script>", "exec"), {"__name__": "__main__"})

@@ -4,8 +4,6 @@ import copy
 import csv
 import math
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +11,9 @@ from typing import Any
 import fp8_numpy
 import pytest
 import torch
-from conftest import ROOT
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit import Regression, loader, make_trainer, seeded
+from processes import run_script
 from torch import nn
 
 from lightning_fp8 import DelayedScaling, Fp8Precision, ScaleFactorLogger, ScalingState, convert, scaling_state
@@ -298,8 +296,6 @@ def test_histograms_and_several_loggers(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import sys
-sys.path.insert(0, {tests!r})
 import torch, torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
@@ -327,10 +323,7 @@ trainer.fit(seeded(Growing), loader())
 
 @pytest.mark.slow
 def test_fractions_are_those_of_all_processes(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.format(tests=str(ROOT / "tests"), path=str(tmp_path)))
-    command = [sys.executable, str(tmp_path / "train.py")]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_script(SCRIPT.format(path=str(tmp_path)), tmp_path)
     counts = [torch.load(tmp_path / f"counts{rank}-2.pt", weights_only=True) for rank in (0, 1)]
     assert not torch.equal(*counts)
     logger = SimpleNamespace(log_dir=tmp_path / "lightning_logs" / "version_0")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_processes
+from processes import DEVICES, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,8 @@ class Net(nn.Module):
 
 
 def batch(step, micro=0):
-    return torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)) * (1 + rank)
+    generator = torch.Generator(device).manual_seed(100 * step + 10 * micro + rank)
+    return torch.randn(8, 32, generator=generator) * (1 + rank)
 
 
 def train(model, run, steps=4, micro=1):
@@ -51,7 +52,7 @@ def train(model, run, steps=4, micro=1):
     for step in range(steps):
         for index in range(micro):
             with run.no_sync() if index < micro - 1 else nullcontext():
-                with torch.autocast("cpu", torch.bfloat16):
+                with torch.autocast(device.type, torch.bfloat16):
                     loss = run(batch(step, index)).float().square().mean()
                 loss.backward()
             seen.append(loss.detach())
@@ -81,7 +82,8 @@ def assert_agree(ranks: list[dict[str, torch.Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_one_reduction_a_step_and_ranks_agree(processes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_reduction_a_step_and_ranks_agree(processes: int, device: str, tmp_path: Path) -> None:
     body = """
 for name, sometimes, options, micro in (
     ("unused", False, {"find_unused_parameters": True}, 1),
@@ -93,7 +95,7 @@ for name, sometimes, options, micro in (
     model.sometimes = sometimes
     result[name] = train(model, DistributedDataParallel(model, **options), micro=micro)
 """
-    ranks = run_processes(COMMON + body, tmp_path, processes)
+    ranks = run_processes(COMMON + body, tmp_path, processes, device)
     for name in ranks[0]:
         assert_agree([rank[name] for rank in ranks])
         filled = (ranks[0][name]["history"] > 0).sum(0).view(-1, 3)
@@ -104,7 +106,8 @@ for name, sometimes, options, micro in (
     assert all(torch.equal(mine, inputs[1]) for mine in inputs)
 
 
-def test_recomputation_under_ddp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_recomputation_under_ddp(device: str, tmp_path: Path) -> None:
     body = """
 for name, around in {
     "plain": lambda f, x: f(x),
@@ -119,7 +122,7 @@ for name, around in {
         run = DistributedDataParallel(model)
         result[f"{name} {accumulate}"] = train(model, run, micro=accumulate)
 """
-    ranks = run_processes(COMMON + body, tmp_path)
+    ranks = run_processes(COMMON + body, tmp_path, device=device)
     for accumulate in (1, 2):
         expected = [rank[f"plain {accumulate}"] for rank in ranks]
         assert_agree(expected)
@@ -132,7 +135,8 @@ for name, around in {
                 assert all(map(torch.equal, found["weights"], mine["weights"]))
 
 
-def test_compiled_under_ddp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_under_ddp(device: str, tmp_path: Path) -> None:
     body = """
 import torch._dynamo as dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -153,7 +157,7 @@ for name in ("eager", "whole", "by layer"):
         seen.append(counter.frame_count)
     result[f"{name} graphs"] = seen
 """
-    ranks = run_processes(COMMON + body, tmp_path)
+    ranks = run_processes(COMMON + body, tmp_path, device=device)
     for rank in ranks:
         for name in ("whole", "by layer"):
             first, later = rank[f"{name} graphs"]

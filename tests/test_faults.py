@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import errno
 import gc
-import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -34,6 +29,7 @@ from fsspec.implementations.local import LocalFileOpener
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lit import Regression, dataset, loader, make_trainer, seeded
+from processes import PATIENCE, PROCESSES, all_end_well, as_ranks, start
 from test_trainer import same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -41,59 +37,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import kernels_cuda.compile as kernels_compile
 from lightning_fp8 import DelayedScaling, Fp8Precision, ScalingState, convert, scaling_state
-
-PROCESSES = multiprocessing.get_context("forkserver")
-# the tests' own folder is not on the server's path
-PROCESSES.set_forkserver_preload(["lightning.pytorch", "lightning_fp8", "pytest", "torchdata.stateful_dataloader"])
-
-# what a process of its own may take; it is there to end a hang with a failure
-PATIENCE = 120
-
-
-def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
-    process = PROCESSES.Process(target=_begin, args=(torch.get_num_threads(), target, *arguments), daemon=True)
-    process.start()
-    return process
-
-
-def _begin(threads: int, target: Callable[..., None], *arguments: Any) -> None:
-    # the same sums in the same order as in the tests' own process
-    torch.set_num_threads(threads)
-    target(*arguments)
-
-
-@contextmanager
-def two_ranks(target: Callable[..., None], path: Path, *arguments: Any) -> Iterator[list[BaseProcess]]:
-    """``target(path, *arguments)`` in two processes, as torchrun would start them: neither watches the other."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [start(_as_rank, rank, port, target, path, *arguments) for rank in (0, 1)]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def _as_rank(rank: int, port: int, target: Callable[..., None], path: Path, *arguments: Any) -> None:
-    of_this_rank = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    for name, value in {**of_this_rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        os.environ[name] = str(value)
-    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
-    try:
-        target(path, *arguments)
-    except BaseException:
-        (path / f"error{rank}").write_text(traceback.format_exc())
-        raise
-
-
-def both_end_well(processes: list[BaseProcess], path: Path) -> None:
-    for rank, process in enumerate(processes):
-        process.join(PATIENCE)
-        error = path / f"error{rank}"
-        assert process.exitcode == 0, error.read_text() if error.exists() else f"rank {rank}: {process.exitcode}"
-
 
 # --- kill -9, then resume ---
 
@@ -308,7 +251,7 @@ def train_with_one_that_ends(path: Path, timeout: int, *ends: Any) -> None:
 @pytest.mark.parametrize("dies", [0, 1])
 @pytest.mark.parametrize("place", ["before gradients are reduced", "before amaxes are reduced"])
 def test_a_rank_dies(tmp_path: Path, dies: int, place: str) -> None:
-    with two_ranks(train_with_one_that_ends, tmp_path, 2 * PATIENCE, dies, place, signal.SIGKILL) as processes:
+    with as_ranks(train_with_one_that_ends, 2, tmp_path, 2 * PATIENCE, dies, place, signal.SIGKILL) as processes:
         for process in processes:
             process.join(PATIENCE)
         assert processes[dies].exitcode == -signal.SIGKILL
@@ -321,7 +264,7 @@ def test_a_rank_dies(tmp_path: Path, dies: int, place: str) -> None:
 @pytest.mark.slow
 def test_a_rank_stops_answering(tmp_path: Path) -> None:
     place = "before amaxes are reduced"
-    with two_ranks(train_with_one_that_ends, tmp_path, 10, 1, place, signal.SIGSTOP) as processes:
+    with as_ranks(train_with_one_that_ends, 2, tmp_path, 10, 1, place, signal.SIGSTOP) as processes:
         processes[0].join(PATIENCE)
         assert processes[0].exitcode == 1
         assert processes[1].exitcode is None
@@ -418,8 +361,8 @@ def train_with_nan_on_one_rank(path: Path) -> None:
 
 
 def test_a_bad_batch_on_one_rank(tmp_path: Path) -> None:
-    with two_ranks(train_with_nan_on_one_rank, tmp_path) as processes:
-        both_end_well(processes, tmp_path)
+    with as_ranks(train_with_nan_on_one_rank, 2, tmp_path) as processes:
+        all_end_well(processes, tmp_path)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     bad = ~torch.stack([rank["losses"] for rank in ranks]).isfinite()
     assert bad.sum() == 1
@@ -524,8 +467,8 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def test_from_two_processes_to_one_and_back(tmp_path: Path) -> None:
-    with two_ranks(train_under_ddp, tmp_path, None, 2) as processes:
-        both_end_well(processes, tmp_path)
+    with as_ranks(train_under_ddp, 2, tmp_path, None, 2) as processes:
+        all_end_well(processes, tmp_path)
     two = torch.load(tmp_path / "rank0.pt", weights_only=True)
     model, steps = seeded(), Steps("amax", "scale", "amax_history", "nonfinite_steps")
     trainer = make_trainer(tmp_path, max_epochs=3, callbacks=[steps])
@@ -535,8 +478,8 @@ def test_from_two_processes_to_one_and_back(tmp_path: Path) -> None:
     assert (two["steps"], trainer.global_step) == (4, 8)
     assert ((steps.after[-1]["amax_history"] > 0).sum(0) == 8).all()
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    with two_ranks(train_under_ddp, tmp_path, tmp_path / "one.ckpt", 4) as processes:
-        both_end_well(processes, tmp_path)
+    with as_ranks(train_under_ddp, 2, tmp_path, tmp_path / "one.ckpt", 4) as processes:
+        all_end_well(processes, tmp_path)
     again = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     for rank in again:
         assert equal(rank["first"], steps.after[-1])

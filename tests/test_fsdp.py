@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from processes import run_script
 
 from lightning_fp8 import Fp8FSDPPrecision, fsdp2_policy
 from lightning_fp8.plugins.settings import PRECISIONS
 
 SCRIPT = """
 import sys
-sys.path.insert(0, {tests!r})
 import torch, torch.distributed as dist
 from torch import nn
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -108,14 +105,7 @@ torch.save(result, {path!r} + f"/rank{{dist.get_rank()}}.pt")
 
 
 def run(api: str, precision: str, reduce_dtype: str, path: Path) -> list[dict[str, Any]]:
-    script = path / "train.py"
-    script.write_text(SCRIPT.format(tests=str(ROOT / "tests"), path=str(path)))
-    command = [sys.executable, str(script), api, precision, reduce_dtype]
-    if api == "fsdp1":
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command = [sys.executable, *launcher, *command[1:]]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_script(SCRIPT.format(path=str(path)), path, api, precision, reduce_dtype)
     return [torch.load(path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

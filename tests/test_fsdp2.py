@@ -5,15 +5,18 @@ Each test writes what every process saw, and looks at it here.
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
-from processes import run_processes
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lit import Regression, loader, make_trainer, seeded
+from processes import DEVICES, all_end_well, as_ranks, run_processes
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_fp8 import Fp8Precision, fsdp2_policy, scaling_state
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +56,7 @@ def whole(tensor):
 
 
 def batch(step, micro=0):
-    generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+    generator = torch.Generator(device).manual_seed(100 * step + 10 * micro + dist.get_rank())
     return torch.randn(4, 6, 32, generator=generator)
 
 
@@ -65,7 +68,7 @@ def train(model, steps=4, micro=1, clip=None, start=0, optimizer=None, update=Tr
         for index in range(micro):
             if micro > 1:
                 model.set_requires_gradient_sync(index == micro - 1)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16):
                 loss = model(batch(step, index)).float().square().mean() / micro
             loss.backward()
             seen.append(loss.detach())
@@ -77,7 +80,7 @@ def train(model, steps=4, micro=1, clip=None, start=0, optimizer=None, update=Tr
         optimizer.step()
         optimizer.zero_grad()
         model.eval()
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
             seen.append(model(batch(step)).float().square().mean())
         # which leaves the outermost weights gathered: the next forward takes them as they are
         model.train()
@@ -101,8 +104,8 @@ def facts(model, seen):
 """
 
 
-def run(body: str, path: Path, processes: int = 2) -> list[dict[str, Any]]:
-    return run_processes(COMMON + body, path, processes)
+def run(body: str, path: Path, processes: int = 2, device: str = "cpu") -> list[dict[str, Any]]:
+    return run_processes(COMMON + body, path, processes, device)
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -113,7 +116,8 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(found["weights"][name], weight), name
 
 
-def test_conversion_before_and_after_sharding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_conversion_before_and_after_sharding(device: str, tmp_path: Path) -> None:
     body = """
 start = Net()
 before, after = copy.deepcopy(start), copy.deepcopy(start)
@@ -126,16 +130,16 @@ convert(after)
 result["again"] = torch.equal(scales, scaling_state(after).scale)
 unconvert(after)
 result["plain"] = [type(part).__name__ for part in after.modules()]
-with torch.autocast("cpu", torch.bfloat16):
+with torch.autocast(device.type, torch.bfloat16):
     result["still_runs"] = bool(after(batch(0)).isfinite().all())
 # no process keeps an FP8 copy of a whole weight
 reshard(before)
 note_sharded_weights(before)
-with torch.autocast("cpu", torch.bfloat16):
+with torch.autocast(device.type, torch.bfloat16):
     before(batch(0))
 result["kept"] = [r.weight_cache._entry is not None for m in before.modules() for r in getattr(m, "fp8", {}).values()]
 """
-    first, second = run(body, tmp_path)
+    first, second = run(body, tmp_path, device=device)
     classes = ["FSDPFp8Linear", "Fp8Linear", "FSDPFp8TransformerEncoderLayer", "Fp8MultiheadAttention"]
     for found in first["classes"]:
         assert [name for name in found if name in classes][:4] == classes
@@ -151,7 +155,8 @@ result["kept"] = [r.weight_cache._entry is not None for m in before.modules() fo
 
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("micro", [1, 2])
-def test_gathering_in_fp8_changes_no_bit(micro: int, processes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_gathering_in_fp8_changes_no_bit(micro: int, processes: int, device: str, tmp_path: Path) -> None:
     body = f"""
 start = Net()
 for name in ("bf16", "fp8"):
@@ -163,7 +168,7 @@ for name in ("bf16", "fp8"):
     result[name] = facts(model, train(model, micro={micro}, clip=0.5))
 result["kinds"] = sorted(kinds)
 """
-    ranks = run(body, tmp_path, processes)
+    ranks = run(body, tmp_path, processes, device)
     for rank in ranks:
         assert len(rank["names"]) == 7
         assert rank["kinds"] == ["GatheredWeight"]
@@ -176,7 +181,8 @@ result["kinds"] = sorted(kinds)
     assert filled[names.index("first.weight")] == 4
 
 
-def test_bytes_on_the_wire_and_collectives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_bytes_on_the_wire_and_collectives(device: str, tmp_path: Path) -> None:
     body = """
 from torch.distributed.tensor.debug import CommDebugMode
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
@@ -204,14 +210,14 @@ for name in ("bf16", "fp8"):
     steps = []
     for step in range(3):
         gathered.clear(), reduced.clear()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             loss = model(torch.randn(8, 64)).float().square().mean()
         loss.backward()
         scaling_state(model).update()
         steps.append((sum(gathered), len(reduced)))
     result[name] = steps
 """
-    first, _ = run(body, tmp_path)
+    first, _ = run(body, tmp_path, device=device)
     weights = 2 * 64 * 128
     assert first["bf16"] == [(2 * weights, 1)] * 3
     # in the first step an amax for each of the two weights; later the update's alone
@@ -219,7 +225,8 @@ for name in ("bf16", "fp8"):
 
 
 @pytest.mark.parametrize("gather", [False, True])
-def test_recomputation_under_fsdp2(gather: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_recomputation_under_fsdp2(gather: bool, device: str, tmp_path: Path) -> None:
     body = f"""
 start = Net()
 for name, around in {{
@@ -235,7 +242,7 @@ for name, around in {{
     result[name] = facts(model, train(model, steps=2, micro=2))
     result[name + " history"] = (scaling_state(model).amax_history > 0).sum(0)
 """
-    for rank in run(body, tmp_path):
+    for rank in run(body, tmp_path, device=device):
         for name in ("reentrant", "not reentrant", "nested"):
             assert_same(rank[name], rank["plain"])
         # each tensor once per step (that of the zero weight once)
@@ -243,7 +250,8 @@ for name, around in {{
 
 
 @pytest.mark.parametrize("gather", [False, True])
-def test_compiled_layers_under_fsdp2(gather: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_layers_under_fsdp2(gather: bool, device: str, tmp_path: Path) -> None:
     body = f"""
 import torch._dynamo as dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -265,7 +273,7 @@ for name in ("eager", "compiled"):
         counts.append(counter.frame_count)
     result[name] = counts
 """
-    for rank in run(body, tmp_path):
+    for rank in run(body, tmp_path, device=device):
         for step in range(4):
             assert_same(rank[f"compiled {step}"], rank[f"eager {step}"])
         # nothing is compiled after the second step
@@ -273,9 +281,10 @@ for name in ("eager", "compiled"):
         assert len(set(rank["compiled"][1:])) == 1
 
 
-def test_hybrid_sharding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_hybrid_sharding(device: str, tmp_path: Path) -> None:
     body = """
-mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
 start = Net()
 for name in ("bf16", "fp8"):
     model = convert(sharded(copy.deepcopy(start), mesh=mesh))
@@ -283,14 +292,15 @@ for name in ("bf16", "fp8"):
         result["names"] = gather_in_fp8(model)
     result[name] = facts(model, train(model, steps=3))
 """
-    ranks = run(body, tmp_path, 4)
+    ranks = run(body, tmp_path, 4, device)
     for rank in ranks:
         assert len(rank["names"]) == 7
         assert_same(rank["fp8"], rank["bf16"])
         assert torch.equal(rank["fp8"]["scale"], ranks[0]["fp8"]["scale"])
 
 
-def test_the_amax_of_a_sharded_weight_is_the_whole_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_amax_of_a_sharded_weight_is_the_whole_weights(device: str, tmp_path: Path) -> None:
     body = """
 for gather in (False, True):
     torch.manual_seed(3)
@@ -306,12 +316,13 @@ for gather in (False, True):
     state = scaling_state(model)
     result[str(gather)] = (expected, state.amax_history[0, state.names.index("encoder.linear1.weight")].clone())
 """
-    for rank in run(body, tmp_path):
+    for rank in run(body, tmp_path, device=device):
         for expected, found in (rank["False"], rank["True"]):
             assert found == expected
 
 
-def test_who_reads_a_gathered_weight_gets_its_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_who_reads_a_gathered_weight_gets_its_values(device: str, tmp_path: Path) -> None:
     body = """
 model = convert(sharded(Net()))
 gather_in_fp8(model)
@@ -327,12 +338,12 @@ def look(layer, args):
 
 
 model.first.register_forward_pre_hook(look)
-with torch.autocast("cpu", torch.bfloat16):
+with torch.autocast(device.type, torch.bfloat16):
     model(batch(9))
 model.first.reshard()
 result.update(read, weight=whole(model.first.weight), error=repr(model.first.weight)[:10])
 """
-    for rank in run(body, tmp_path):
+    for rank in run(body, tmp_path, device=device):
         assert rank["kind"]
         assert rank["dtype"] == "torch.bfloat16"
         assert torch.equal(rank["norm"], rank["values"].norm())
@@ -341,7 +352,8 @@ result.update(read, weight=whole(model.first.weight), error=repr(model.first.wei
         assert 0 < error.max() <= 2**-4 * 1.01
 
 
-def test_what_cannot_be_gathered_in_fp8_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_cannot_be_gathered_in_fp8_is_named(device: str, tmp_path: Path) -> None:
     body = """
 def message(function):
     try:
@@ -362,7 +374,7 @@ result["names"] = gather_in_fp8(model)
 result["fall back"] = message(lambda: scaling_state(model).fall_back("first"))
 train(model, steps=1)
 """
-    for rank in run(body, tmp_path):
+    for rank in run(body, tmp_path, device=device):
         assert "Net has no FP8 layer whose weight FSDP2 shards" in rank["plain"]
         assert "`reduce_amax=True`" in rank["reduce"]
         assert "there is nothing to gather" in rank["tied"]
@@ -370,72 +382,63 @@ train(model, steps=1)
         assert "'first' cannot fall back: its weight is gathered in FP8" in rank["fall back"]
 
 
-TRAINER = """
-import sys
-sys.path.insert(0, {tests!r})
-import torch, torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from lightning_fp8 import Fp8Precision, fsdp2_policy, scaling_state
-from lit import Regression, loader, make_trainer, seeded
-
-torch.set_num_threads(1)
-what, devices, gather = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "gather"
-
-
 class Sharded(Regression):
-    def configure_model(self):
+    """Keeps what it starts with in ``start``."""
+
+    def configure_model(self) -> None:
         if not isinstance(self.net, FSDPModule):
             for layer in (self.net[0], self.net):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"], mp_policy=fsdp2_policy())
 
-    def on_train_start(self):
-        state = scaling_state(self)
-        found["start"] = {{"scale": state.scale.clone(), "weights": self.whole(), "fallbacks": state.fallbacks}}
+    def on_train_start(self) -> None:
+        self.start = self.whole()
 
-    def whole(self):
+    def whole(self) -> dict[str, Any]:
         # a forward without gradients leaves some of them gathered
         for part in self.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
-        return [parameter.full_tensor().detach() for parameter in self.parameters()]
+        weights = [parameter.full_tensor().detach().to("cpu", copy=True) for parameter in self.parameters()]
+        state = scaling_state(self)
+        return {"scale": state.scale.to("cpu", copy=True), "weights": weights, "fallbacks": state.fallbacks}
 
 
-found = {{}}
-model = seeded(Sharded)
-strategy = ModelParallelStrategy(data_parallel_size=devices, tensor_parallel_size=1)
-trainer = make_trainer(
-    {path!r}, plugins=Fp8Precision(fp8_all_gather=gather), strategy=strategy, devices=devices, gradient_clip_val=0.5,
-    max_epochs=2 if what == "resume" else 1,
-)
-if what == "save":
-    trainer.fit(model, loader(128), loader())
-    if not gather:
-        scaling_state(model).fall_back("net.2")
-    trainer.save_checkpoint({path!r} + "/sharded.ckpt")
-else:
-    trainer.fit(model, loader(128), loader(), ckpt_path={path!r} + "/sharded.ckpt")
-state = scaling_state(model)
-found["end"] = {{"scale": state.scale.clone(), "weights": model.whole(), "fallbacks": state.fallbacks}}
-found["losses"] = torch.stack(model.losses)
-torch.save(found, {path!r} + f"/{{what}}{{dist.get_rank()}}.pt")
-"""
+def train_sharded(path: Path, what: str, gather: bool, device: str) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    model = seeded(Sharded)
+    trainer = make_trainer(
+        path,
+        plugins=Fp8Precision(fp8_all_gather=gather),
+        strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1),
+        accelerator=device,
+        devices=world,
+        gradient_clip_val=0.5,
+        max_epochs=2 if what == "resume" else 1,
+    )
+    checkpoint = path / "sharded.ckpt"
+    trainer.fit(model, loader(128), loader(), ckpt_path=checkpoint if what == "resume" else None)
+    if what == "save":
+        if not gather:
+            scaling_state(model).fall_back("net.2")
+        trainer.save_checkpoint(checkpoint)
+    found = {"start": model.start, "end": model.whole(), "losses": torch.stack(model.losses).cpu()}
+    torch.save(found, path / f"{what}{trainer.global_rank}.pt")
 
 
-def trained(path: Path, what: str, devices: int, gather: bool) -> list[dict[str, Any]]:
-    script = path / "trainer.py"
-    script.write_text(TRAINER.format(tests=str(ROOT / "tests"), path=str(path)))
-    command = [sys.executable, str(script), what, str(devices), "gather" if gather else "plain"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [torch.load(path / f"{what}{rank}.pt", weights_only=True) for rank in range(devices)]
+def trained(path: Path, what: str, world: int, gather: bool, device: str) -> list[dict[str, Any]]:
+    if device == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, here are {torch.cuda.device_count()}")
+    with as_ranks(train_sharded, world, path, what, gather, device) as ranks:
+        all_end_well(ranks, path)
+    return [torch.load(path / f"{what}{rank}.pt", weights_only=True) for rank in range(world)]
 
 
 @pytest.mark.parametrize("gather", [False, True])
-def test_a_sharded_checkpoint_of_four_resumed_on_two(gather: bool, tmp_path: Path) -> None:
-    saved = trained(tmp_path, "save", 4, gather)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sharded_checkpoint_of_four_resumed_on_two(gather: bool, device: str, tmp_path: Path) -> None:
+    saved = trained(tmp_path, "save", 4, gather, device)
     assert (tmp_path / "sharded.ckpt" / ".metadata").exists()
-    resumed = trained(tmp_path, "resume", 2, gather)
+    resumed = trained(tmp_path, "resume", 2, gather, device)
     for rank in resumed:
         assert torch.equal(rank["start"]["scale"], saved[0]["end"]["scale"])
         assert all(map(torch.equal, rank["start"]["weights"], saved[0]["end"]["weights"]))
@@ -449,11 +452,12 @@ def test_a_sharded_checkpoint_of_four_resumed_on_two(gather: bool, tmp_path: Pat
     assert torch.equal(resumed[0]["end"]["scale"], resumed[1]["end"]["scale"])
 
 
-def test_the_plugins_option_changes_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_plugins_option_changes_no_bit(device: str, tmp_path: Path) -> None:
     runs = []
     for gather in (False, True):
         (tmp_path / str(gather)).mkdir()
-        runs.append(trained(tmp_path / str(gather), "save", 2, gather)[0])
+        runs.append(trained(tmp_path / str(gather), "save", 2, gather, device)[0])
     assert torch.equal(runs[0]["losses"], runs[1]["losses"])
     assert torch.equal(runs[0]["end"]["scale"], runs[1]["end"]["scale"])
     assert all(map(torch.equal, runs[0]["end"]["weights"], runs[1]["end"]["weights"]))

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
 from lightning.pytorch.loggers import CSVLogger
 from lit import Regression, loader, make_trainer, seeded
+from processes import run_script
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -428,8 +426,6 @@ def test_a_model_without_layers_and_bad_input(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import sys
-sys.path.insert(0, {tests!r})
 import torch, torch.distributed as dist
 from torch import nn
 from lit import Regression, loader, make_trainer, seeded
@@ -456,10 +452,7 @@ torch.save([timer.forward_ms, timer.backward_ms], {path!r} + f"/rank{{dist.get_r
 
 @pytest.mark.slow
 def test_times_are_the_slowest_process(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.format(tests=str(ROOT / "tests"), path=str(tmp_path)))
-    command = [sys.executable, str(tmp_path / "train.py")]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_script(SCRIPT.format(path=str(tmp_path)), tmp_path)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
     assert first == second
     for times, sleep in zip(first, (FORWARD, BACKWARD), strict=True):

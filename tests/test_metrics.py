@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from fp8_numpy import DEFINITIONS, saturating_cast
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from processes import run_script
 from torch import Tensor
 from torchmetrics import MetricCollection
 from torchmetrics.metric import Metric
@@ -378,11 +376,7 @@ def test_two_processes_have_the_value_over_all_data(tmp_path: Path) -> None:
     batches = [torch.randn(size) * 10.0**power for size, power in ((50, 3), (9, -3), (400, 4), (1000, -5), (3, 1))]
     batches.append(torch.randn(20) * 2000)
     torch.save(batches, tmp_path / "batches.pt")
-    script = tmp_path / "compute.py"
-    script.write_text(SCRIPT.format(path=str(tmp_path)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_script(SCRIPT.format(path=str(tmp_path)), tmp_path)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     single: dict[str, Metric] = {"sqnr": SQNR()}
     for fmt in FORMATS:

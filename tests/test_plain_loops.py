@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT
 from lit import Regression, dataset, make_trainer, seeded
-from test_faults import both_end_well, two_ranks
+from processes import all_end_well, as_ranks
 from test_trainer import same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -159,8 +159,8 @@ def both_by_hand(accumulate: int, clip: float | None, models: tuple[Regression, 
 
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, None), (2, 0.05)])
 def test_two_processes_with_fabric(tmp_path: Path, accumulate: int, clip: float | None) -> None:
-    with two_ranks(train_on_one_of_two, tmp_path, accumulate, clip) as processes:
-        both_end_well(processes, tmp_path)
+    with as_ranks(train_on_one_of_two, 2, tmp_path, accumulate, clip) as processes:
+        all_end_well(processes, tmp_path)
     models = (convert(seeded()), convert(seeded()))
     both_by_hand(accumulate, clip, models)
     assert same(*models)

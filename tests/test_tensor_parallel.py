@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import sqnr
-from processes import run_processes
+from processes import DEVICES, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -15,7 +15,7 @@ COMMON = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tensor_parallel",))
+mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("tensor_parallel",))
 
 
 def net():
@@ -24,11 +24,11 @@ def net():
 
 
 def train(model, steps=3, checkpointed=False):
-    generator, seen, gradients = torch.Generator().manual_seed(3), [], []
+    generator, seen, gradients = torch.Generator(device).manual_seed(3), [], []
     for step in range(steps):
         x = torch.randn(2, 8, 32, generator=generator)
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
         y.float().square().mean().backward()
         if any(hasattr(layer, "fp8") for layer in model.modules()):
@@ -45,7 +45,8 @@ def parallel(model):
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_column_and_row_parallel_train_as_one_process_does(order: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_column_and_row_parallel_train_as_one_process_does(order: str, device: str, tmp_path: Path) -> None:
     body = f"""
 plain = net()
 result["fp32"] = train(plain)
@@ -60,7 +61,7 @@ again = parallel(convert(net()))
 result["recomputed"] = train(again, checkpointed=True)
 result["recomputed scale"] = scaling_state(again).scale.clone()
 """
-    ranks = run_processes(COMMON + body, tmp_path)
+    ranks = run_processes(COMMON + body, tmp_path, device=device)
     for rank in ranks:
         assert rank["calls"] == ["Fp8Linear", "GELU", "Fp8Linear", "Fp8Linear"]
         # weights are the same in both, so their amaxes are those of the whole, bit for bit; so is the first input's
@@ -81,12 +82,13 @@ result["recomputed scale"] = scaling_state(again).scale.clone()
             assert torch.equal(rank["recomputed"]["gradients"][name], gradient)
 
 
-def test_with_fsdp2_over_the_other_dimension(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_with_fsdp2_over_the_other_dimension(device: str, tmp_path: Path) -> None:
     body = """
 from torch.distributed.fsdp import fully_shard
 from lightning_fp8 import fsdp2_policy
 
-grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+grid = init_device_mesh(device.type, (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
 mesh = grid["tensor_parallel"]
 alone = convert(net())
 result["alone"] = train(alone)
@@ -95,7 +97,7 @@ result["split"] = train(split)
 result["scale"] = scaling_state(split).scale.clone()
 result["history"] = [scaling_state(model).amax_history[:, [0, 1, 4, 7]].clone() for model in (alone, split)]
 """
-    ranks = run_processes(COMMON + body, tmp_path, 4)
+    ranks = run_processes(COMMON + body, tmp_path, 4, device)
     for rank in ranks:
         assert torch.equal(rank["scale"], ranks[0]["scale"])
         assert sqnr(rank["split"]["y"], rank["alone"]["y"]) > 24
@@ -104,7 +106,8 @@ result["history"] = [scaling_state(model).amax_history[:, [0, 1, 4, 7]].clone() 
         assert torch.allclose(split, alone, rtol=2**-8)
 
 
-def test_what_does_not_work_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_does_not_work_says_so(device: str, tmp_path: Path) -> None:
     body = """
 from torch.distributed.tensor import Replicate
 
@@ -130,7 +133,7 @@ odd[0].weight = nn.Parameter(distribute_tensor(odd[0].weight.detach(), mesh, [Sh
 x = distribute_tensor(torch.randn(4, 32), mesh, [Replicate()])
 result["placements"] = message(lambda: odd[0](x))
 """
-    for rank in run_processes(COMMON + body, tmp_path):
+    for rank in run_processes(COMMON + body, tmp_path, device=device):
         assert rank["by hand"].startswith("TypeError: The weight of '0' is distributed over processes, but its input")
         assert rank["attention"].startswith("NotImplementedError: 'in_proj': the weight is distributed")
         assert "ColwiseParallel and RowwiseParallel on one dimension" in rank["placements"]
