@@ -5,6 +5,8 @@ Importing the package registers the precision string with Lightning; see :func:`
 
 import warnings
 
+import torch
+
 from lightning_fp8.audit import audit
 from lightning_fp8.callbacks import (
     DtypeAudit,
@@ -30,6 +32,9 @@ from lightning_fp8.plugins import (
 )
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.scaling import ScalingState
+
+# a recipe among hyperparameters is plain values: checkpoints with one load with `weights_only=True`
+torch.serialization.add_safe_globals([DelayedScaling])
 
 __version__ = "0.4.0"
 __all__ = [

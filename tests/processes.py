@@ -92,7 +92,7 @@ def _run_body(path: Path, body: str, device: str) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(place)
-    torch.set_default_device(place)
+        torch.set_default_device(place)
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     names: dict[str, Any] = {"device": place, "rank": dist.get_rank(), "world": dist.get_world_size()}
     exec(compile(_NAMES + body, "<body>", "exec"), names)

@@ -592,10 +592,13 @@ def test_a_malicious_checkpoint_does_not_run(
     assert marker.exists()
 
 
+RECIPE = DelayedScaling(margin=1)
+
+
 class WithEverything(Regression):
     """Hyperparameters, a schedule and a logged metric: all that a checkpoint usually holds."""
 
-    def __init__(self, width: int = 32, lr: float = 1e-2, name: str = "tiny") -> None:
+    def __init__(self, width: int = 32, lr: float = 1e-2, name: str = "tiny", recipe: Any = RECIPE) -> None:
         super().__init__(width, lr)
         self.save_hyperparameters()
 
@@ -620,6 +623,8 @@ def test_our_checkpoints_need_weights_only(tmp_path: Path, precision: str) -> No
     if precision == "fp8-delayed":
         assert same(whole, resumed)
     assert resumed.hparams["name"] == "tiny"
+    saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)["hyper_parameters"]
+    assert saved["recipe"] == RECIPE
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from lit import loader, make_trainer, seeded
 from processes import run_script
 
-from lightning_fp8 import Fp8FSDPPrecision, fsdp2_policy
+from lightning_fp8 import Fp8FSDPPrecision, fsdp2_policy, scaling_state
 from lightning_fp8.plugins.settings import PRECISIONS
 
 SCRIPT = """
@@ -107,6 +108,21 @@ torch.save(result, {path!r} + f"/rank{{dist.get_rank()}}.pt")
 def run(api: str, precision: str, reduce_dtype: str, path: Path) -> list[dict[str, Any]]:
     run_script(SCRIPT.format(path=str(path)), path, api, precision, reduce_dtype)
     return [torch.load(path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_lightnings_fsdp_strategy_on_a_gpu(precision: str, tmp_path: Path) -> None:
+    """World size 1: a process group, a flat parameter and its mixed precision, all the same."""
+    model = seeded()
+    trainer = make_trainer(tmp_path, precision=precision, strategy="fsdp", accelerator="cuda", devices=1, max_epochs=2)
+    trainer.fit(model, loader(), loader())
+    assert isinstance(trainer.precision_plugin, Fp8FSDPPrecision)
+    assert torch.isfinite(torch.stack(model.losses)).all()
+    assert model.losses[-1] < model.losses[0]
+    assert torch.isfinite(trainer.callback_metrics["val_loss"])
+    if precision == "fp8-delayed":
+        assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [8] * 6
 
 
 @pytest.mark.slow

@@ -251,34 +251,43 @@ for name, around in {{
 
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiled_layers_under_fsdp2(gather: bool, device: str, tmp_path: Path) -> None:
+def test_compiled_under_fsdp2(gather: bool, device: str, tmp_path: Path) -> None:
     body = f"""
 import torch._dynamo as dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 
 start = Net()
-for name in ("eager", "compiled"):
+for name in ("eager", "by layer", "whole"):
     dynamo.reset()
+    dynamo.utils.counters.clear()
     counter = CompileCounterWithBackend("aot_eager")
     model = convert(copy.deepcopy(start))
-    if name == "compiled":
+    if name == "by layer":
         for layer in (model.first, model.second, model.encoder.linear1, model.encoder.linear2, model.last):
             layer.compile(backend=counter, fullgraph=True)
     sharded(model)
     if {gather}:
         gather_in_fp8(model)
+    if name == "whole":
+        # graphs end at the hooks of FSDP2
+        model.compile(backend=counter)
     optimizer, counts = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(4):
         result[f"{{name}} {{step}}"] = facts(model, train(model, steps=1, start=step, optimizer=optimizer))
         counts.append(counter.frame_count)
     result[name] = counts
+    result[name + " breaks"] = [str(reason) for reason in dynamo.utils.counters["graph_break"]]
 """
     for rank in run(body, tmp_path, device=device):
-        for step in range(4):
-            assert_same(rank[f"compiled {step}"], rank[f"eager {step}"])
-        # nothing is compiled after the second step
-        assert rank["compiled"][0] > 0
-        assert len(set(rank["compiled"][1:])) == 1
+        assert rank["by layer breaks"] == []
+        assert rank["whole breaks"]
+        assert not any("lightning_fp8" in reason for reason in rank["whole breaks"])
+        for name in ("by layer", "whole"):
+            for step in range(4):
+                assert_same(rank[f"{name} {step}"], rank[f"eager {step}"])
+            # nothing is compiled after the second step
+            assert rank[name][0] > 0
+            assert len(set(rank[name][1:])) == 1, rank[name]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,7 +12,8 @@ import yaml
 from conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+DISTRIBUTED = (ROOT / "docs" / "distributed.md").read_text()
+PYTHON = re.findall(r"```python\n(.*?)```", README + DISTRIBUTED, re.DOTALL)
 CALLBACKS = (ROOT / "docs" / "callbacks.md").read_text()
 YAML = re.findall(r"```yaml\n(.*?)```", README + CALLBACKS, re.DOTALL)
 
@@ -45,9 +46,11 @@ def test_there_is_code_to_run() -> None:
     assert len(YAML) >= 2
 
 
-def test_files_that_it_names_exist() -> None:
+def test_files_that_they_name_exist() -> None:
     for path in re.findall(r"\]\(((?!http|#)[^)]+)\)", README):
         assert (ROOT / path).exists(), path
+    for name in re.findall(r"`(?:tests/)?(test_\w+\.py)`", README + DISTRIBUTED):
+        assert (ROOT / "tests" / name).exists(), name
 
 
 def test_every_callback_and_every_argument_is_on_the_page_with_its_default() -> None:

@@ -107,6 +107,33 @@ result["history"] = [scaling_state(model).amax_history[:, [0, 1, 4, 7]].clone() 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_compiled(device: str, tmp_path: Path) -> None:
+    body = """
+from torch._dynamo.testing import CompileCounterWithBackend
+
+counter = CompileCounterWithBackend("aot_eager")
+eager, compiled = parallel(convert(net())), parallel(convert(net()))
+for layer in (compiled[0], compiled[2], compiled[3]):
+    layer.compile(backend=counter, fullgraph=True)
+result["eager"], result["compiled"], counts = [], [], []
+for steps in (2, 2):
+    result["eager"].append(train(eager, steps)), result["compiled"].append(train(compiled, steps))
+    counts.append(counter.frame_count)
+result["counts"] = counts
+result["scales"] = [scaling_state(model).scale.clone() for model in (eager, compiled)]
+"""
+    for rank in run_processes(COMMON + body, tmp_path, device=device):
+        first, later = rank["counts"]
+        # nothing is compiled after the second step
+        assert first == later > 0
+        assert torch.equal(*rank["scales"])
+        for eager, compiled in zip(rank["eager"], rank["compiled"], strict=True):
+            assert torch.equal(eager["y"], compiled["y"])
+            for name, gradient in eager["gradients"].items():
+                assert torch.equal(compiled["gradients"][name], gradient), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_does_not_work_says_so(device: str, tmp_path: Path) -> None:
     body = """
 from torch.distributed.tensor import Replicate
