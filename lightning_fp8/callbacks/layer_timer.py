@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.callbacks.stopwatch import NOTHING_RAN, Stopwatch, clock_for
 from lightning_fp8.convert import describe
 from lightning_fp8.paths import named_modules
 
 
-class LayerTimer(Callback):
+class LayerTimer(RunWatcher):
     """Times forward and backward of each layer that multiplies matrices: one step of every ``every_n_steps``.
 
     Timed are the layers that :func:`lightning_fp8.describe` lists, converted or not, in every precision: an FP8 run
@@ -111,9 +112,7 @@ class LayerTimer(Callback):
             for name, numbers in (("forward_ms", self.forward_ms), ("backward_ms", self.backward_ms))
             for path, milliseconds in numbers.items()
         }
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+        log_to_all(trainer, metrics)
 
     def _warn(self, message: str) -> None:
         if not self._has_warned:
@@ -121,13 +120,6 @@ class LayerTimer(Callback):
             rank_zero_warn(f"LayerTimer: {message}")
 
     @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._stop()
-
     def _stop(self) -> None:
         if self._stopwatch is not None:
             self._stopwatch.remove_hooks()

@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.metrics.sqnr import signal_and_noise
 from lightning_fp8.modules.gemm import Fp8Module
 from lightning_fp8.paths import named_modules
 
 
-class QuantizationProbe(Callback):
+class QuantizationProbe(RunWatcher):
     """Compares each converted layer's output with what the same layer gives in bf16, in training, on the live batch.
 
     For each converted layer, in a step in which it runs:
@@ -94,7 +95,7 @@ class QuantizationProbe(Callback):
     ) -> None:
         if not self._hooks:
             return
-        self._remove_hooks()
+        self._stop()
         sums, self._sums = self._sums, {}
         if not sums:
             rank_zero_warn(
@@ -109,9 +110,7 @@ class QuantizationProbe(Callback):
         ratios = (10 * torch.log10(signal / noise)).tolist()
         self.sqnr_db = {path: ratio for path, ratio in zip(self._layers, ratios, strict=True) if ratio == ratio}
         metrics = {f"fp8/{path}/sqnr_db" if path else "fp8/sqnr_db": ratio for path, ratio in self.sqnr_db.items()}
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+        log_to_all(trainer, metrics)
 
     def suggest_ignore_modules(self, below_db: float = 20.0) -> list[str]:
         """Print the settings that leave out the layers of the newest probe below ``below_db``, worst first.
@@ -138,14 +137,7 @@ class QuantizationProbe(Callback):
         return [path for _, path in worst]
 
     @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._remove_hooks()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
+    def _stop(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

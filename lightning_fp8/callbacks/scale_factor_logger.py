@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.convert import is_converted, scaling_state
 from lightning_fp8.paths import as_patterns, matching_tensors
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.statistics import by_role, tensor_statistics
 
 
-class ScaleFactorLogger(Callback):
+class ScaleFactorLogger(RunWatcher):
     """Logs the scales of an ``fp8-delayed`` run, and what they do to the tensors.
 
     For each tensor ``<module path>.<role>`` that a pattern matches, with the roles input, weight and grad_output:
@@ -111,13 +112,6 @@ class ScaleFactorLogger(Callback):
                 self._log(trainer, state, values)
 
     @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._stop()
-
     def _stop(self) -> None:
         if self._state is not None:
             self._state.stop_counting(self)
@@ -132,10 +126,8 @@ class ScaleFactorLogger(Callback):
                     metrics[f"fp8/{state.names[row]}/{quantity}"] = numbers[row]
             if self.summaries:
                 metrics |= _summaries(quantity, tensor)
-        # the axis of everything else that Lightning logs, as its own callbacks have it
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = log_to_all(trainer, metrics)
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
             draw = getattr(getattr(logger, "experiment", None), "add_histogram", None) if self.histograms else None
             if draw is not None:
                 for role, scales in by_role(values["scale"]).items():

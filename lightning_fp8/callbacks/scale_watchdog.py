@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.convert import is_converted, scaling_state
 from lightning_fp8.formats import ROLES
 from lightning_fp8.paths import as_patterns, matching_tensors
@@ -20,7 +21,7 @@ from lightning_fp8.watch import CONDITIONS, Findings, Limits, Watch
 Action = Literal["warn", "raise", "fallback"]
 
 
-class ScaleWatchdog(Callback):
+class ScaleWatchdog(RunWatcher):
     """Watches the scales of an ``fp8-delayed`` run and says, by name, which tensors are in trouble.
 
     - *stale*: an active tensor's scale has not been updated for ``stale_steps``. A tensor is active if its layer's
@@ -199,18 +200,9 @@ class ScaleWatchdog(Callback):
     def _log(self, trainer: Trainer, state: ScalingState, findings: Findings) -> None:
         metrics: dict[str, float] = {f"fp8/watchdog/{name}": len(rows) for name, rows in findings.tensors.items()}
         metrics["fp8/watchdog/fallbacks"] = len(state.fallbacks)
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        log_to_all(trainer, metrics)
 
     @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._stop()
-
     def _stop(self) -> None:
         if self._state is not None and self._watch is not None:
             self._state.stop_counting(self)
