@@ -242,7 +242,10 @@ def test_the_filter_leaves_the_rows_that_match(opened: Opened, text: str, patter
 
 
 def test_a_filter_without_a_match_and_of_tables(opened: Opened) -> None:
-    opened.filter("nothing", "none, filtered from 5,000")
+    # a pattern is for the whole of a name
+    for text in ("locks.17.*", "blocks.1?", "nothing"):
+        opened.filter("", "1 to 50 of 5,000")
+        opened.filter(text, "none, filtered from 5,000")
     assert not opened.page.is_visible("#heatmap")
     assert "No layer matches" in opened.page.inner_text("#worst-table")
     opened.filter("blocks.17.mlp", "1 to 6 of 6, filtered from 5,000")
@@ -337,7 +340,9 @@ def test_names_are_text_whatever_they_hold(browser: Browser, tmp_path: Path) -> 
 def test_headings_tables_and_keyboard(browser: Browser, trained: tuple[Path, list[Run]]) -> None:
     opened = Opened(browser, trained[0])
     page = opened.page
-    levels = [int(name[1]) for name in page.locator("h1, h2, h3").evaluate_all("all => all.map((h) => h.tagName)")]
+    levels = [
+        int(name[1]) for name in page.locator("h1, h2, h3, h4, h5, h6").evaluate_all("all => all.map((h) => h.tagName)")
+    ]
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
