@@ -17,6 +17,8 @@ from processes import DEVICES, all_end_well, as_ranks, run_processes
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_fp8 import Fp8Precision, fsdp2_policy, scaling_state
+from lightning_fp8.formats import FORMATS
+from lightning_fp8.modules.gathered_weight import GatheredWeight
 
 pytestmark = pytest.mark.slow
 
@@ -470,3 +472,19 @@ def test_the_plugins_option_changes_no_bit(device: str, tmp_path: Path) -> None:
     assert torch.equal(runs[0]["losses"], runs[1]["losses"])
     assert torch.equal(runs[0]["end"]["scale"], runs[1]["end"]["scale"])
     assert all(map(torch.equal, runs[0]["end"]["weights"], runs[1]["end"]["weights"]))
+
+
+@pytest.mark.parametrize("k_by_n", [False, True])
+def test_payloads_of_a_gathered_weight_are_laid_out_for_the_device(
+    k_by_n: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = torch.arange(12, dtype=torch.uint8).view(3, 4)
+    weight = GatheredWeight(kept, torch.tensor(0.5), torch.tensor(1.0), FORMATS["e4m3"], torch.bfloat16)
+    for devices in (set(), {"cpu"}):
+        monkeypatch.setattr("lightning_fp8.modules.gathered_weight.K_MAJOR_DEVICES", devices)
+        payload, payload_t = weight.payloads(k_by_n)
+        assert torch.equal(payload, kept.t() if k_by_n else kept)
+        assert torch.equal(payload_t, payload.t())
+        assert payload.is_contiguous()
+        # FP8 GEMMs of a GPU take no other
+        assert payload_t.is_contiguous() or not devices

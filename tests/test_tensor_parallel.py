@@ -38,9 +38,9 @@ def train(model, steps=3, checkpointed=False):
     return {"y": torch.stack(seen), "gradients": {n: whole(p.grad) for n, p in model.named_parameters()}}
 
 
-def parallel(model):
-    # the last layer stays whole
-    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+def parallel(model, columns="0", rows="2"):
+    # the other layer stays whole
+    return parallelize_module(model, mesh, {columns: ColwiseParallel(), rows: RowwiseParallel()})
 """
 
 
@@ -80,6 +80,19 @@ result["recomputed scale"] = scaling_state(again).scale.clone()
         assert torch.equal(rank["recomputed scale"], rank["split scale"])
         for name, gradient in rank["split"]["gradients"].items():
             assert torch.equal(rank["recomputed"]["gradients"][name], gradient)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layers_before_split_ones_get_the_whole_gradient(device: str, tmp_path: Path) -> None:
+    body = """
+result["fp32"] = train(net())
+result["alone"] = train(convert(net()))
+result["split"] = train(parallel(convert(net()), "2", "3"))
+"""
+    for rank in run_processes(COMMON + body, tmp_path, device=device):
+        for name, gradient in rank["fp32"]["gradients"].items():
+            alone, split = rank["alone"]["gradients"][name], rank["split"]["gradients"][name]
+            assert sqnr(split, gradient) > sqnr(alone, gradient) - 2, name
 
 
 @pytest.mark.parametrize("device", DEVICES)
