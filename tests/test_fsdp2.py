@@ -155,7 +155,8 @@ result["kept"] = [r.weight_cache._entry is not None for m in before.modules() fo
     assert first["kept"] == [False] * 7
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+# one is what a machine with a single GPU can try
+@pytest.mark.parametrize("processes", [1, 2, 4])
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("device", DEVICES)
 def test_gathering_in_fp8_changes_no_bit(micro: int, processes: int, device: str, tmp_path: Path) -> None:
