@@ -203,13 +203,11 @@ def compiled(family: str, arch: str, defines: Sequence[str] = ()) -> Path:
     Where the cache folder cannot be written, warns once and keeps the file for the life of this process.
     """
     text, included = source(family), headers()
-    stem = f"{family}-{arch}-{_key(text, included, _options(arch, defines))[:16]}"
+    stem = _stem(family, arch, text, included, defines)
     folder = cache_folder()
-    for place in (folder, *_private_folders.values()):
-        with contextlib.suppress(OSError):
-            for path in sorted(place.glob(f"{stem}-*.cubin")):
-                if _is_whole(path, stem):
-                    return path
+    kept = _kept(stem)
+    if kept is not None:
+        return kept
     cubin, _ = compile_source(family, text, arch, defines, included)
     try:
         return _write(folder, stem, cubin)
@@ -222,6 +220,24 @@ def compiled(family: str, arch: str, defines: Sequence[str] = ()) -> Path:
                 stacklevel=2,
             )
         return _write(_private_folders[os.getpid()], stem, cubin)
+
+
+def is_cached(family: str, arch: str, defines: Sequence[str] = ()) -> bool:
+    """Whether :func:`compiled` finds the family's cubin in the cache, and compiles nothing."""
+    return _kept(_stem(family, arch, source(family), headers(), defines)) is not None
+
+
+def _stem(family: str, arch: str, text: str, included: Mapping[str, str], defines: Sequence[str]) -> str:
+    return f"{family}-{arch}-{_key(text, included, _options(arch, defines))[:16]}"
+
+
+def _kept(stem: str) -> Path | None:
+    for place in (cache_folder(), *_private_folders.values()):
+        with contextlib.suppress(OSError):
+            for path in sorted(place.glob(f"{stem}-*.cubin")):
+                if _is_whole(path, stem):
+                    return path
+    return None
 
 
 def _is_whole(path: Path, stem: str) -> bool:

@@ -59,6 +59,12 @@ def remember_pass(family: str, defines: Sequence[str], device: int) -> None:
         _pass_file(family, defines, device).touch()
 
 
+def forget_pass(family: str, defines: Sequence[str], device: int) -> None:
+    """Have the next process test it again."""
+    with contextlib.suppress(OSError):
+        _pass_file(family, defines, device).unlink(missing_ok=True)
+
+
 def _pass_file(family: str, defines: Sequence[str], device: int) -> Path:
     key = source_key(family, architecture(torch.cuda.get_device_capability(device)), defines)
     place = f"{key} {torch.cuda.get_device_name(device)} {_driver_version()}"

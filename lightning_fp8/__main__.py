@@ -4,11 +4,16 @@ import sys
 
 
 def run() -> None:
-    """Hand over to :mod:`lightning_fp8.bench`, ``report`` or :mod:`lightning_fp8.cli`, or say what the latter needs."""
+    """Hand over to our own commands or to Lightning's command line, or say what that needs."""
     if sys.argv[1:2] == ["bench"]:
         from lightning_fp8.bench.command import main as bench
 
         bench(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["doctor"]:
+        from lightning_fp8.doctor.command import main as doctor
+
+        doctor(sys.argv[2:])
         return
     if sys.argv[1:2] == ["report"]:
         from lightning_fp8.report.command import main as report
@@ -19,6 +24,11 @@ def run() -> None:
         import jsonargparse  # noqa: F401
     except ModuleNotFoundError:
         sys.exit("The command line needs jsonargparse: pip install 'lightning-fp8[cli]'")
+    if sys.argv[1:2] == ["compare"]:
+        from lightning_fp8.compare.command import main as compare
+
+        compare(sys.argv[2:])
+        return
     from lightning_fp8.cli import main
 
     main()

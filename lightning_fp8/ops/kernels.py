@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -32,63 +34,136 @@ def backend() -> str:
     return asked
 
 
+class Variant(NamedTuple):
+    """One kernel: how it is compiled and launched, and its self-test, which is given the device and the kernel."""
+
+    family: str
+    defines: tuple[str, ...]
+    layout: str
+    block: int
+    self_test: Callable[[torch.device, Kernel], str | None]
+
+    @property
+    def name(self) -> str:
+        """``"cast_transpose INPUT=Bf16 ..."``, as messages call it."""
+        return " ".join((self.family, *self.defines))
+
+
+class Attempt(NamedTuple):
+    """How it went to make a kernel serve.
+
+    Attributes:
+        kernel: ready to be launched; None where it is not to be used.
+        failure: why not, else None.
+        unavailable: whether the toolchain or the driver is to blame, and so every kernel in the same way.
+        loading_s: seconds that compiling, or reading the cache, and loading took.
+        testing_s: seconds that the self-test took; None where it did not run.
+    """
+
+    kernel: Kernel | None
+    failure: str | None
+    unavailable: bool
+    loading_s: float
+    testing_s: float | None
+
+
+def variants() -> list[Variant]:
+    """Every kernel there is."""
+    of_casts = [
+        _cast_variant(dtype, fmt, activation, backward)
+        for dtype in casts.INPUTS
+        for fmt in casts.FORMATS
+        for activation in casts.ACTIVATIONS
+        for backward in (False, True)
+        if not (backward and activation == "none")
+    ]
+    return [*of_casts, _weights_variant(), _update_variant()]
+
+
 @functools.cache
 def cast_kernel(
     device: torch.device, input: torch.dtype, format: str, activation: str, backward: bool
 ) -> Kernel | None:
     """The variant of ``cast_transpose`` for inputs of this dtype; None where torch's operators serve instead."""
-    test = functools.partial(self_test.cast_transpose, device, input, format, activation, backward)
-    defines = casts.variant(input, format, activation, backward)
-    return _obtain("cast_transpose", defines, casts.CAST_TRANSPOSE_LAYOUT, casts.THREADS, device, test)
+    return _obtain(_cast_variant(input, format, activation, backward), device)
 
 
 @functools.cache
 def weights_kernel(device: torch.device) -> Kernel | None:
     """``cast_weights``, or None."""
-    test = functools.partial(self_test.cast_weights, device)
-    return _obtain("cast_weights", (), casts.CAST_WEIGHTS_LAYOUT, casts.THREADS, device, test)
+    return _obtain(_weights_variant(), device)
 
 
 @functools.cache
 def update_kernel(device: torch.device) -> Kernel | None:
     """``update_scales``, or None."""
-    test = functools.partial(self_test.update_scales, device)
-    return _obtain("update_scales", (), scales.LAYOUT, scales.THREADS, device, test)
+    return _obtain(_update_variant(), device)
 
 
-def _obtain(
-    family: str,
-    defines: Sequence[str],
-    layout: str,
-    block: int,
-    device: torch.device,
-    test: Callable[[Kernel], str | None],
-) -> Kernel | None:
+def _cast_variant(input: torch.dtype, format: str, activation: str, backward: bool) -> Variant:
+    def test(device: torch.device, kernel: Kernel) -> str | None:
+        return self_test.cast_transpose(device, input, format, activation, backward, kernel)
+
+    defines = casts.variant(input, format, activation, backward)
+    return Variant("cast_transpose", defines, casts.CAST_TRANSPOSE_LAYOUT, casts.THREADS, test)
+
+
+def _weights_variant() -> Variant:
+    return Variant("cast_weights", (), casts.CAST_WEIGHTS_LAYOUT, casts.THREADS, self_test.cast_weights)
+
+
+def _update_variant() -> Variant:
+    return Variant("update_scales", (), scales.LAYOUT, scales.THREADS, self_test.update_scales)
+
+
+def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
     if backend() == "reference":
         return None
-    name = " ".join((family, *defines))
-    index = device.index or 0
     if is_capturing(device):
         raise RuntimeError(
-            f"The kernel {name} is used for the first time while a CUDA graph is captured, where it can be neither"
-            " loaded nor tested. Run a step of the same kind, forward and backward, before the capture."
+            f"The kernel {variant.name} is used for the first time while a CUDA graph is captured, where it can be"
+            " neither loaded nor tested. Run a step of the same kind, forward and backward, before the capture."
         )
+    attempt = try_kernel(variant, device)
+    if attempt.unavailable:
+        _say_unavailable(str(attempt.failure))
+    elif attempt.failure is not None:
+        said = f"The CUDA kernel {variant.name} is not used on {device}: {attempt.failure}. Instead {_PLAIN}"
+        warnings.warn(said, stacklevel=2)
+    return attempt.kernel
+
+
+def try_kernel(variant: Variant, device: torch.device, test_again: bool = False) -> Attempt:
+    """Compile, or take from the cache, load and test a kernel; raises and says nothing.
+
+    Args:
+        variant: see :func:`variants`.
+        device: where it is to run.
+        test_again: test it also where a pass is remembered, and forget that pass where it now fails.
+    """
+    family, defines, index = variant.family, variant.defines, device.index or 0
+    began = time.perf_counter()
+    testing: float | None = None
     try:
-        kernel = load.load(family, defines, layout, block, index)
-        if load.has_passed(family, defines, index):
-            return kernel
-        failure = test(kernel)
+        kernel = load.load(family, defines, variant.layout, variant.block, index)
+        passed = load.has_passed(family, defines, index)
+        if passed and not test_again:
+            return Attempt(kernel, None, False, time.perf_counter() - began, None)
+        testing = time.perf_counter()
+        failure = variant.self_test(device, kernel)
     except KernelsUnavailable as error:
-        _say_unavailable(str(error))
-        return None
+        return Attempt(None, str(error), True, time.perf_counter() - began, None)
     # what the compiler, the driver or a first launch raises: all are reasons not to use this kernel, and none to stop
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
+    ended = time.perf_counter()
+    times = (ended - began, None) if testing is None else (testing - began, ended - testing)
     if failure is not None:
-        warnings.warn(f"The CUDA kernel {name} is not used on {device}: {failure}. Instead {_PLAIN}", stacklevel=2)
-        return None
+        if testing is not None and passed:
+            load.forget_pass(family, defines, index)
+        return Attempt(None, failure, False, *times)
     load.remember_pass(family, defines, index)
-    return kernel
+    return Attempt(kernel, None, False, *times)
 
 
 @functools.cache

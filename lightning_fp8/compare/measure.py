@@ -1,0 +1,247 @@
+"""What one run of a comparison measures: times, losses, memory, and whether it saw the batches that the others saw."""
+
+from __future__ import annotations
+
+import resource
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_fp8.bench.rows import percentiles
+from lightning_fp8.callbacks.stopwatch import Clock, HostClock, clock_for
+
+# the loss at the end is the mean over so much of the steps
+LAST_SHARE = 0.1
+_LOSS_KEYS = ("train_loss", "loss")
+# more batches than anyone accumulates
+_BATCHES_WITHOUT_STEP = 10_000
+
+
+class Measure(Callback):
+    """Measures a run from the end of its warm-up to its last optimizer step, and ends training there.
+
+    A step is what happens between the ends of two batches that moved the weights: loading data, all accumulated
+    batches, the optimizer. On CUDA its time is that between two events on the stream, and the device is waited for only
+    at both ends of the measured stretch; elsewhere it is the host's. Logs nothing.
+
+    - A sample is what Lightning's ``extract_batch_size`` counts.
+    - Tokens are the elements of a batch that is a 2-D tensor of integers, or of the first item of a tuple or list, or
+      of ``input_ids`` of a mapping, where that is one. There are none of other batches.
+    - The loss of a step is the mean over its batches of what ``training_step`` returns, without it of what it logs as
+      ``train_loss`` or ``loss``.
+    - Peak memory is, on CUDA, that of torch's allocator until the last step; on the CPU the process's resident memory
+      at its highest, less what it had when fitting started.
+
+    Args:
+        warmup: steps at the start that are in no time and no rate, at least 1.
+    """
+
+    def __init__(self, warmup: int) -> None:
+        self.warmup = warmup
+        self.losses: list[Tensor] = []
+        self._clock: Clock = HostClock()
+        self._marks: list[Any] = []
+        self._steps = self._batches_since_step = self._global_step = 0
+        self._of_this_step: list[Tensor] = []
+        self._samples: int | None = 0
+        self._tokens: int | None = 0
+        self._digest = 0
+        self._start = self._seconds = 0.0
+        self._at_start = self._peak = 0
+        self._bytes: dict[str, int] = {}
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock = clock_for(trainer.strategy.root_device)
+        self._at_start = _resident("VmRSS")
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # only here, as it waits for the device
+        if self._steps < self.warmup:
+            self._digest = _digest(batch, self._digest)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if "gradient_bytes" not in self._bytes:
+            gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+            self._bytes["gradient_bytes"] = _bytes_of(gradients)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = _loss(trainer, outputs)
+        if loss is not None:
+            self._of_this_step.append(loss)
+        if self._marks:
+            self._samples = _plus(self._samples, _samples(batch))
+            self._tokens = _plus(self._tokens, tokens_of(batch))
+        self._batches_since_step += 1
+        if trainer.global_step == self._global_step:
+            if self._batches_since_step >= _BATCHES_WITHOUT_STEP:
+                raise RuntimeError(
+                    f"compare: no optimizer step in {_BATCHES_WITHOUT_STEP:,} batches. With manual optimization, step"
+                    " the optimizers that `self.optimizers()` returns: Lightning counts no others."
+                )
+            return
+        self._after_step(trainer, pl_module)
+
+    def _after_step(self, trainer: Trainer, model: LightningModule) -> None:
+        self._global_step, self._batches_since_step = trainer.global_step, 0
+        self._steps += 1
+        if self._of_this_step:
+            self.losses.append(torch.stack(self._of_this_step).mean())
+            self._of_this_step = []
+        is_last = 0 < trainer.max_steps <= trainer.global_step
+        if self._marks:
+            self._marks.append(self._clock.mark())
+        elif self._steps >= self.warmup and not is_last:
+            self._open()
+        if is_last:
+            self._close(trainer, model)
+            # where there is validation data, this is what makes Lightning validate now
+            trainer.should_stop = True
+
+    def _open(self) -> None:
+        self._clock.wait()
+        self._start = time.perf_counter()
+        self._marks.append(self._clock.mark())
+
+    def _close(self, trainer: Trainer, model: LightningModule) -> None:
+        self._clock.wait()
+        self._seconds = time.perf_counter() - self._start
+        device = trainer.strategy.root_device
+        on_cuda = device.type == "cuda"
+        self._peak = torch.cuda.max_memory_allocated(device) if on_cuda else _resident("VmHWM") - self._at_start
+        moments = [
+            x for optimizer in trainer.optimizers for state in optimizer.state.values() for x in tree_leaves(state)
+        ]
+        self._bytes["parameter_bytes"] = _bytes_of(list(model.parameters()))
+        self._bytes["optimizer_bytes"] = _bytes_of([x for x in moments if isinstance(x, Tensor)])
+
+    def results(self, trainer: Trainer) -> dict[str, Any]:
+        """The numbers of the run, once it is over.
+
+        Raises:
+            RuntimeError: if nothing was left to measure behind the warm-up.
+        """
+        count = len(self._marks) - 1
+        if count < 1 or not self._seconds:
+            raise RuntimeError(
+                f"compare: the run ended after {self._steps} steps, and nothing is measured in the first {self.warmup}."
+                " It needs more steps, or a smaller `--warmup`."
+            )
+        times = [self._clock.milliseconds(*pair) for pair in zip(self._marks, self._marks[1:])]
+        p20, p50, p80 = percentiles(times)
+        losses = [float(loss) for loss in self.losses]
+        last = losses[-max(1, round(LAST_SHARE * len(losses))) :]
+        return {
+            "steps": self._steps,
+            "warmup": self.warmup,
+            "p20_ms": p20,
+            "p50_ms": p50,
+            "p80_ms": p80,
+            "mean_ms": 1e3 * self._seconds / count,
+            "samples_per_s": _rate(self._samples, self._seconds, trainer.world_size),
+            "tokens_per_s": _rate(self._tokens, self._seconds, trainer.world_size),
+            "peak_bytes": self._peak,
+            **self._bytes,
+            "state_bytes": sum(self._bytes.values()),
+            "first_loss": losses[0] if losses else None,
+            "loss": sum(last) / len(last) if last else None,
+            "val_loss": _val_loss(trainer),
+            "batches": f"{self._digest:08x}",
+            "world_size": trainer.world_size,
+            "losses": losses,
+        }
+
+
+def tokens_of(batch: Any) -> int | None:
+    """How many tokens a batch has, by the rule of :class:`Measure`; None where it has none.
+
+    >>> tokens_of((torch.zeros(4, 33, dtype=torch.long), torch.zeros(4)))
+    132
+    """
+    if isinstance(batch, Mapping):
+        batch = batch.get("input_ids")
+    elif isinstance(batch, tuple | list) and batch:
+        batch = batch[0]
+    if not isinstance(batch, Tensor) or batch.ndim != 2 or batch.dtype == torch.bool:
+        return None
+    return None if batch.is_floating_point() or batch.is_complex() else batch.numel()
+
+
+def _samples(batch: Any) -> int | None:
+    try:
+        return extract_batch_size(batch)
+    except (MisconfigurationException, RecursionError):
+        return None
+
+
+def _plus(total: int | None, more: int | None) -> int | None:
+    return None if total is None or more is None else total + more
+
+
+def _rate(count: int | None, seconds: float, processes: int) -> float | None:
+    return None if count is None else count * processes / seconds
+
+
+def _loss(trainer: Trainer, outputs: Any) -> Tensor | None:
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if isinstance(found, Tensor):
+        model = trainer.lightning_module
+        # Lightning has divided it; manual optimization does that by itself, if at all
+        parts = trainer.accumulate_grad_batches if model.automatic_optimization else 1
+        return found.detach().float().mean() * parts
+    for key in _LOSS_KEYS:
+        if key in trainer.callback_metrics:
+            return trainer.callback_metrics[key].detach().float().clone()
+    return None
+
+
+def _val_loss(trainer: Trainer) -> float | None:
+    found = {key: value for key, value in trainer.callback_metrics.items() if "val" in key and "loss" in key}
+    key = "val_loss" if "val_loss" in found else min(found, default=None)
+    return None if key is None else float(found[key])
+
+
+def _digest(batch: Any, before: int) -> int:
+    """A checksum of a batch and those before it, in bf16: under ``bf16-true`` a batch is rounded before it is seen."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            plain = leaf.detach().bfloat16() if leaf.is_floating_point() else leaf.detach()
+            before = zlib.crc32(plain.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), before)
+    return before
+
+
+def _bytes_of(tensors: list[Any]) -> int:
+    """Of all storages, each once; a shard counts as what this process has of it."""
+    local = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
+    storages = {(x.device, x.untyped_storage().data_ptr()): x.untyped_storage().nbytes() for x in local}
+    return sum(storages.values())
+
+
+def _resident(field: str) -> int:
+    """Bytes of this process in memory: now (``VmRSS``) or at most so far (``VmHWM``)."""
+    # not getrusage's number where this exists: a process inherits that from the one that started it
+    for line in _lines(Path("/proc/self/status")):
+        if line.startswith(field):
+            return int(line.split()[1]) << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _lines(path: Path) -> Iterator[str]:
+    if path.exists():
+        yield from path.read_text().splitlines()

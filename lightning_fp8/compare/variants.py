@@ -1,0 +1,31 @@
+"""The precisions that are compared, and what of a user's own plugin holds for which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+REFERENCE = "bf16-mixed"
+# arguments of `Fp8Precision`
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "bf16-mixed+weight_copy": {"precision": "bf16-mixed", "weight_copy": True},
+    "bf16-true": {"precision": "bf16-true"},
+    "fp8-delayed": {"precision": "fp8-delayed"},
+}
+_FOR_ALL = ("keep_fp32", "dtype_mismatch", "reduce_dtype")
+# dtypes too: the bf16 precisions are to be what their names say
+_FOR_FP8 = ("recipe", "ignore_modules", "param_dtype", "compute_dtype", "fp8_all_gather")
+
+
+def plugin_settings(variant: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``Fp8Precision`` for a variant, with those of the user's ``own`` that hold for it.
+
+    ``keep_fp32``, ``dtype_mismatch`` and ``reduce_dtype`` hold for all; ``recipe``, ``ignore_modules``,
+    ``param_dtype``, ``compute_dtype`` and ``fp8_all_gather`` for ``fp8-delayed`` only.
+
+    >>> plugin_settings("bf16-true", {"keep_fp32": ["norm"], "ignore_modules": ["head"], "precision": "fp8-delayed"})
+    {'keep_fp32': ['norm'], 'precision': 'bf16-true'}
+    """
+    names = _FOR_ALL + (_FOR_FP8 if variant == "fp8-delayed" else ())
+    return {**{name: own[name] for name in names if name in own}, **VARIANTS[variant]}

@@ -1,0 +1,76 @@
+"""``python -m lightning_fp8 doctor``: what this machine has, which precisions run here, what to install or change."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from lightning_fp8.doctor.examination import examine
+from lightning_fp8.doctor.kernel_checks import ARCHITECTURES
+from lightning_fp8.doctor.page import show
+
+_STATUSES = """exit status:
+  0  fp8-delayed runs with its own kernels on every visible GPU; or there is no
+     GPU, and all that can be checked without one is fine: it runs as a
+     reference on the CPU
+  1  fp8-delayed runs, but slower, on torch's own operators or not on every GPU:
+     CuPy or NVRTC is missing or newer than the driver, a kernel fails to
+     compile or fails its self-test, the cache cannot be written,
+     LIGHTNING_FP8_BACKEND=reference
+  2  fp8-delayed cannot run: no GPU of compute capability 8.9 or newer among
+     those there are, torch too old, torch._scaled_mm failing, a Lightning
+     without the place for the precision strings
+  64 the arguments are wrong
+
+Without a GPU the kernels are compiled all the same, for sm_90a. Without rich the
+page is plain text."""
+_USAGE_ERROR = 64
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # argparse's own 2 would say that `fp8-delayed` cannot run
+        self.print_usage(sys.stderr)
+        self.exit(_USAGE_ERROR, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Examine this machine, print the page, and exit with the status."""
+    options = _parser().parse_args(arguments)
+    architectures = options.architectures
+    if architectures is not None:
+        architectures = list(dict.fromkeys(architectures)) or ARCHITECTURES
+    progress = _progress()
+    diagnosis = examine(compile=not options.quick, architectures=architectures, progress=progress)
+    progress("")
+    if options.json:
+        print(json.dumps(diagnosis.as_dict(), indent=2))
+    else:
+        show(diagnosis, sys.stdout)
+    sys.exit(diagnosis.status)
+
+
+def _progress() -> Callable[[str], None]:
+    """Writes what is being done over what was, where somebody watches."""
+    if not sys.stderr.isatty():
+        return lambda _: None
+    return lambda text: print(f"\r\033[K{text[:78]}", end="", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m lightning_fp8 doctor",
+        description=__doc__,
+        epilog=_STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="the same as JSON, with every kernel")
+    parser.add_argument("--quick", action="store_true", help="compile and test no kernels")
+    parser.add_argument(
+        "--architectures", nargs="*", choices=ARCHITECTURES, metavar="ARCH",
+        help=f"compile the kernels for these as well, by default for all of {', '.join(ARCHITECTURES)}",
+    )  # fmt: skip
+    return parser

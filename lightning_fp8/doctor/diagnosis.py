@@ -1,0 +1,97 @@
+"""What an examination finds, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# exit statuses, and how much each problem matters
+FINE, SLOWER, CANNOT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of the page; every row has a cell for each column."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something to mend.
+
+    Attributes:
+        status: 1 where `fp8-delayed` runs nevertheless, slower or on torch's operators, or not on every GPU; 2 where it
+            cannot run.
+        what: what is wrong.
+        do: what to do about it, with the exact command where there is one.
+    """
+
+    status: int
+    what: str
+    do: str
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """How one kernel compiled, and tested itself.
+
+    Attributes:
+        kernel: family and definitions.
+        place: the device that it was compiled for, loaded and tested on; or the architecture alone.
+        compiled: ``"compiled"``, ``"from the cache"`` or ``"failed"``.
+        compile_s: seconds that compiling or reading the cache took, with loading where it was loaded.
+        self_test: ``"passed"``, ``"failed"``, or ``"not run: "`` and why.
+        self_test_s: seconds that the self-test took, or None.
+        failure: what went wrong, or None.
+    """
+
+    kernel: str
+    place: str
+    compiled: str
+    compile_s: float
+    self_test: str
+    self_test_s: float | None
+    failure: str | None
+
+
+@dataclass
+class Findings:
+    """What has been found so far."""
+
+    sections: list[Section] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    kernels: list[KernelCheck] = field(default_factory=list)
+
+    def problem(self, status: int, what: str, do: str) -> None:
+        """Note something to mend."""
+        self.problems.append(Problem(status, what, do))
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All of it.
+
+    Attributes:
+        status: 0, 1 or 2, as ``python -m lightning_fp8 doctor --help`` explains them.
+        verdict: the status in a sentence.
+        problems: what to mend, the gravest first.
+        sections: the tables of the page.
+        kernels: every kernel that was tried.
+    """
+
+    status: int
+    verdict: str
+    problems: tuple[Problem, ...]
+    sections: tuple[Section, ...]
+    kernels: tuple[KernelCheck, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON holds it: rows by the names of their columns."""
+        sections = {
+            section.title: [dict(zip(section.columns, row)) for row in section.rows] for section in self.sections
+        }
+        plain = asdict(self)
+        return {**plain, "sections": sections}

@@ -1,0 +1,613 @@
+"""The doctor: what it finds, on this machine and on machines that are made up, and the status it ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from host_kernels import VARIANTS, HostKernel
+from test_kernel_selection import Broken, poke
+
+import lightning_fp8
+from kernels_cuda import casts
+from kernels_cuda.compile import CompileError, KernelsUnavailable, cache_folder, nvrtc_version
+from lightning_fp8 import __main__ as entry
+from lightning_fp8.doctor import Diagnosis, command, diagnosis, examine, hardware, kernel_checks, page, software
+from lightning_fp8.ops import kernels
+
+CPU = torch.device("cpu")
+EVERY = kernels.variants()
+FEW = [variant for variant in EVERY if variant.defines[:3] in ((), casts.variant(torch.bfloat16, "e4m3", "none")[:3])]
+SECTIONS = ["Versions", "GPU and toolchain", "Settings", "Kernels", "Precisions"]
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is found where there is no GPU")
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache of its own, no settings, three kernels in place of all."""
+    for name in ("LIGHTNING_FP8_BACKEND", "CUDA_VISIBLE_DEVICES", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("kernels_cuda.compile._private_folders", {})
+    monkeypatch.setattr(kernels, "variants", lambda: FEW)
+    kernels.backend.cache_clear()
+    nvrtc_version.cache_clear()
+    yield  # type: ignore[misc]
+    kernels.backend.cache_clear()
+    nvrtc_version.cache_clear()
+
+
+def rows(found: Diagnosis, title: str) -> list[dict[str, str]]:
+    return found.as_dict()["sections"][title]  # type: ignore[no-any-return]
+
+
+def value(found: Diagnosis, title: str, what: str) -> str:
+    (answer,) = (row["found"] for row in rows(found, title) if row["what"] == what)
+    return answer
+
+
+def fp8(found: Diagnosis, device: str) -> dict[str, str]:
+    return next(
+        row for row in rows(found, "Precisions") if row["device"] == device and row["precision"] == "fp8-delayed"
+    )
+
+
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "gpus", list)
+    monkeypatch.setattr(hardware, "driver_cuda", lambda: 0)
+    monkeypatch.setattr(hardware, "driver_names", list)
+
+
+def with_gpus(
+    monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], driver: int = 13000, name: str = "NVIDIA H200"
+) -> None:
+    """GPUs of these capabilities, as torch and the driver would tell of them; nothing can be computed on them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: capabilities[torch.device(device).index or 0]
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(hardware, "driver_cuda", lambda: driver)
+    monkeypatch.setattr(hardware, "driver_names", lambda: ["580.65.06"])
+    monkeypatch.setattr("lightning_fp8.doctor.precisions.gemm", lambda _: None)
+
+
+def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.nvrtc", None)
+    version = hardware.package_version
+    monkeypatch.setattr(hardware, "package_version", lambda name: None if "cupy" in name else version(name))
+
+
+@pytest.fixture
+def host_gpu(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One GPU whose kernels run on the CPU, from their own sources, under the CPU's name; forgotten passes."""
+    with_gpus(monkeypatch, (9, 0))
+    monkeypatch.setattr(hardware, "gpus", lambda: [CPU])
+    forgotten: list[str] = []
+    monkeypatch.setattr(kernels.load, "forget_pass", lambda family, *_: forgotten.append(family))
+    return forgotten
+
+
+# --- without a GPU ---
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    found = examine()
+    assert (found.status, found.problems) == (0, ())
+    assert found.verdict == "no GPU: fp8-delayed runs as a reference on the CPU."
+    assert [section.title for section in found.sections] == SECTIONS
+    assert value(found, "Versions", "lightning-fp8") == lightning_fp8.__version__
+    assert value(found, "Versions", "torch").startswith(torch.__version__)
+    assert value(found, "Versions", "precision strings") == "registered with Lightning"
+    assert value(found, "GPU and toolchain", "GPU") == "none"
+    assert value(found, "GPU and toolchain", "driver") == "none"
+    assert value(found, "GPU and toolchain", "NVRTC") == "{}.{}".format(*nvrtc_version())
+    assert value(found, "Settings", "LIGHTNING_FP8_CACHE_DIR") == f"{cache_folder()}: writable"
+    assert [(row["device"], row["precision"], row["runs"]) for row in rows(found, "Precisions")] == [
+        ("cpu", "bf16-mixed", "yes"),
+        ("cpu", "bf16-true", "yes"),
+        ("cpu", "fp8-delayed", "yes"),
+    ]
+    assert {fp8(found, "cpu")[key] for key in ("casts", "scales", "GEMMs")} == {"reference (CPU)"}
+
+
+def test_kernels_are_compiled_without_a_gpu_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    first, second = examine().kernels, examine().kernels
+    assert [check.kernel for check in first] == [variant.name for variant in FEW]
+    for checks, how in ((first, "compiled"), (second, "from the cache")):
+        assert {(check.place, check.compiled, check.failure) for check in checks} == {("sm_90a", how, None)}
+        assert {(check.self_test, check.self_test_s) for check in checks} == {("not run: no GPU", None)}
+    assert all(check.compile_s > 0 for check in first)
+    assert sum(check.compile_s for check in second) < sum(check.compile_s for check in first)
+    assert len(list(cache_folder().glob("*-sm_90a-*.cubin"))) == len(FEW)
+
+
+def test_there_is_a_variant_for_everything_that_is_cast() -> None:
+    expected = {" ".join(("cast_transpose", *casts.variant(*variant))) for variant in VARIANTS}
+    assert {variant.name for variant in EVERY} == {*expected, "cast_weights", "update_scales"}
+    assert len(EVERY) == len(VARIANTS) + 2
+
+
+@pytest.mark.parametrize("arguments", [["--quick"], ["--architectures", "sm_89", "sm_120a"], ["--architectures"]])
+def test_architectures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    without_gpu(monkeypatch)
+    with pytest.raises(SystemExit) as ended:
+        command.main([*arguments, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert ended.value.code == found["status"] == 0
+    expected = {
+        "--quick": [],
+        "sm_89": ["sm_89", "sm_120a"],
+        "--architectures": [*kernel_checks.ARCHITECTURES],
+    }[arguments[min(1, len(arguments) - 1)]]
+    assert list(dict.fromkeys(check["place"] for check in found["kernels"])) == expected
+    assert cache_folder().exists() == bool(expected)
+
+
+def test_json_has_what_the_page_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with_gpus(monkeypatch, (8, 6), name="NVIDIA A10")
+    for arguments in (["--json", "--quick"], ["--quick"]):
+        with pytest.raises(SystemExit):
+            command.main(arguments)
+    found, _, text = capsys.readouterr().out.partition("\n}\n")
+    data = json.loads(found + "}")
+    assert set(data) == {"status", "verdict", "problems", "sections", "kernels"}
+    squeezed = "".join(text.split())
+    for entries in data["sections"].values():
+        for row in entries:
+            assert all("".join(cell.split())[:8] in squeezed for cell in row.values())
+    for problem in data["problems"]:
+        assert problem["do"] in text
+        assert "".join(problem["what"].split()) in squeezed
+    assert "".join(data["verdict"].split()) in squeezed
+
+
+def test_cupy_is_not_missed_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    without_cupy(monkeypatch)
+    found = examine()
+    assert (found.status, found.problems, found.kernels) == (0, (), ())
+    assert value(found, "GPU and toolchain", "CuPy") == "not installed"
+    assert "only a GPU needs" in value(found, "GPU and toolchain", "NVRTC")
+
+
+def test_nvrtc_is_missed_where_cupy_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+
+    def missing() -> tuple[int, int]:
+        raise KernelsUnavailable("No NVRTC library. Run `pip install nvidia-cuda-nvrtc`. (OSError: libnvrtc.so.13)")
+
+    monkeypatch.setattr(hardware, "nvrtc_version", missing)
+    found = examine()
+    assert (found.status, found.kernels) == (1, ())
+    assert [problem.do for problem in found.problems] == ["Run `pip install nvidia-cuda-nvrtc`."]
+    assert found.problems[0].what == "No NVRTC library. (OSError: libnvrtc.so.13)"
+
+
+def test_a_source_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    real = kernel_checks.compiled
+
+    def refusing(family: str, *rest: Any) -> Path:
+        if family == "cast_weights":
+            raise CompileError("expected a ;")
+        return real(family, *rest)
+
+    monkeypatch.setattr(kernel_checks, "compiled", refusing)
+    found = examine()
+    assert found.status == 1
+    assert [problem.what for problem in found.problems] == [
+        "cast_weights cannot be compiled or loaded for sm_90a: CompileError: expected a ;"
+    ]
+    assert {check.kernel: check.compiled for check in found.kernels}["cast_weights"] == "failed"
+
+
+@pytest.mark.parametrize(("cuda", "words"), [(None, "torch was built without CUDA"), ("13.0", "cannot use it")])
+def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch, cuda: str | None, words: str) -> None:
+    without_gpu(monkeypatch)
+    monkeypatch.setattr(hardware, "driver_names", lambda: ["570.1"])
+    monkeypatch.setattr(hardware, "driver_cuda", lambda: 12080)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found = examine(compile=False)
+    assert found.status == 1
+    assert words in found.problems[0].what
+    assert ("whl/cu126" in found.problems[0].do) == (cuda is None)
+    assert value(found, "GPU and toolchain", "driver") == "570.1, CUDA 12.8"
+
+
+# --- GPUs ---
+
+
+def test_all_is_fine(host_gpu: list[str]) -> None:
+    found = examine()
+    assert (found.status, found.problems) == (0, ())
+    assert found.verdict == "fp8-delayed runs with its own kernels on every GPU (cpu)."
+    assert [check.self_test for check in found.kernels] == ["passed"] * len(FEW)
+    assert all(check.self_test_s and check.compile_s > 0 for check in found.kernels)
+    row = fp8(found, "cpu")
+    assert (row["runs"], row["casts"], row["scales"], row["GEMMs"]) == (
+        "yes",
+        "own kernels",
+        "own kernels",
+        "torch._scaled_mm",
+    )
+    assert value(found, "GPU and toolchain", "driver") == "580.65.06, CUDA 13.0"
+    assert host_gpu == []
+
+
+def test_quick_compiles_nothing(host_gpu: list[str], host_kernels: list[str]) -> None:
+    found = examine(compile=False)
+    assert (found.status, found.kernels, host_kernels, host_gpu) == (0, (), [], [])
+    assert found.verdict.endswith("as far as is known without compiling them (--quick).")
+    assert fp8(found, "cpu")["casts"] == "own kernels (not tested: --quick)"
+
+
+@pytest.mark.parametrize("family", ["cast_transpose", "cast_weights", "update_scales"])
+def test_a_kernel_that_fails_its_self_test(monkeypatch: pytest.MonkeyPatch, host_gpu: list[str], family: str) -> None:
+    def load(name: str, defines: tuple[str, ...], *rest: Any) -> HostKernel:
+        return (Broken if name == family else HostKernel)((name, tuple(defines)), *rest)
+
+    # an argument of each that is compared: a payload, the recorded amaxes, the history
+    position, byte = {"cast_transpose": (2, 3), "cast_weights": (4, 2), "update_scales": (1, 3)}[family]
+    monkeypatch.setattr(Broken, "damage", staticmethod(poke(position, byte=byte)), raising=False)
+    monkeypatch.setattr(kernels.load, "load", load)
+    found = examine()
+    assert (found.status, len(found.problems)) == (1, 1)
+    assert found.problems[0].what.startswith(family)
+    assert "did not pass on cpu: its self-test" in found.problems[0].what
+    assert "doctor --json" in found.problems[0].do
+    failed = [check.kernel for check in found.kernels if check.self_test == "failed"]
+    assert failed == [variant.name for variant in FEW if variant.family == family]
+    # a pass that is remembered does not stand against it
+    assert host_gpu == [family] * len(failed)
+    row = fp8(found, "cpu")
+    assert row["runs"] == "yes"
+    assert ("torch's operators" in row["casts"]) == (family != "update_scales")
+    assert (row["scales"] == "torch's operators") == (family == "update_scales")
+
+
+def test_a_kernel_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, host_gpu: list[str]) -> None:
+    real = kernels.load.load
+
+    def load(family: str, *rest: Any) -> Any:
+        if family == "update_scales":
+            raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU")
+        return real(family, *rest)
+
+    monkeypatch.setattr(kernels.load, "load", load)
+    found = examine()
+    assert found.status == 1
+    assert "update_scales cannot be compiled or loaded for cpu: RuntimeError: CUDA_ERROR" in found.problems[0].what
+    assert found.kernels[-1].self_test == "not run: not loaded"
+    assert host_gpu == []
+
+
+def test_a_toolchain_that_gives_out_is_said_once(monkeypatch: pytest.MonkeyPatch, host_gpu: list[str]) -> None:
+    def load(*_: Any) -> None:
+        raise KernelsUnavailable("Gone. Run `pip install it`.")
+
+    monkeypatch.setattr(kernels.load, "load", load)
+    found = examine()
+    assert (found.status, len(found.problems), len(found.kernels)) == (1, 1, 1)
+    assert fp8(found, "cpu")["casts"] == fp8(found, "cpu")["scales"] == "torch's operators"
+
+
+def test_gemm_is_compared(monkeypatch: pytest.MonkeyPatch, host_gpu: list[str]) -> None:
+    assert kernel_checks.gemm(CPU) is None
+    real = kernel_checks.plain.scaled_mm
+    monkeypatch.setattr(kernel_checks.plain, "scaled_mm", lambda *args: real(*args) * 1.01)
+    assert "another result" in str(kernel_checks.gemm(CPU))
+    monkeypatch.setattr("lightning_fp8.doctor.precisions.gemm", kernel_checks.gemm)
+    found = examine(compile=False)
+    assert (found.status, fp8(found, "cpu")["runs"], fp8(found, "cpu")["GEMMs"]) == (2, "no", "FAILED")
+    assert "torch._scaled_mm" in found.problems[0].what
+
+
+def test_a_gpu_before_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, (8, 6), name="NVIDIA A10")
+    found = examine()
+    assert (found.status, found.kernels) == (2, ())
+    assert found.verdict.startswith("fp8-delayed cannot run here")
+    assert "needs a GPU of compute capability 8.9" in found.problems[0].what
+    assert "NVIDIA A10, 8.6" in found.problems[0].what
+    assert 'precision="bf16-mixed"' in found.problems[0].do
+    assert [row["runs"] for row in rows(found, "Precisions")][:3] == ["yes", "yes", "no: compute capability 8.6"]
+
+
+def test_the_gravest_counts_and_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_FP8_BACKEND", "reference")
+    with_gpus(monkeypatch, (8, 6))
+    found = examine(compile=False)
+    assert (found.status, [problem.status for problem in found.problems]) == (2, [2, 1])
+
+
+def test_a_gpu_before_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, (7, 5), name="Tesla T4")
+    found = examine()
+    assert found.status == 2
+    assert {row["runs"] for row in rows(found, "Precisions")[:3]} == {"no: compute capability 7.5"}
+
+
+@pytest.mark.parametrize(("visible", "chosen"), [(None, "1,2"), ("4,6,7", "6,7")])
+def test_some_gpus_before_fp8(monkeypatch: pytest.MonkeyPatch, visible: str | None, chosen: str) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with_gpus(monkeypatch, (8, 6), (9, 0), (8, 9))
+    found = examine(compile=False)
+    assert found.status == 1
+    assert [problem.do for problem in found.problems] == [f"export CUDA_VISIBLE_DEVICES={chosen}"]
+    assert [fp8(found, f"cuda:{index}")["runs"][:3] for index in range(3)] == ["no:", "yes", "yes"]
+    # only one of them, when asked for it
+    assert examine("cuda:1", compile=False).status == 0
+    assert examine("cpu", compile=False).verdict.startswith("no GPU")
+
+
+@pytest.mark.parametrize(("driver", "extra"), [(13000, "cuda13"), (12080, "cuda12")])
+def test_without_cupy(monkeypatch: pytest.MonkeyPatch, driver: int, extra: str) -> None:
+    with_gpus(monkeypatch, (9, 0), driver=driver)
+    without_cupy(monkeypatch)
+    found = examine()
+    assert (found.status, found.kernels) == (1, ())
+    assert [problem.do for problem in found.problems] == [f"pip install 'lightning-fp8[{extra}]'"]
+    assert "CuPy, which is not installed" in found.problems[0].what
+    assert "pip install" not in found.problems[0].what
+    row = fp8(found, "cuda:0")
+    assert (row["runs"], row["casts"], row["scales"]) == ("yes", "torch's operators", "torch's operators")
+
+
+def test_nvrtc_newer_than_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, (9, 0), driver=12080)
+    monkeypatch.setattr(hardware, "nvrtc_version", lambda: (13, 5))
+    found = examine()
+    assert (found.status, found.kernels, len(found.problems)) == (1, (), 1)
+    assert found.problems[0].what == "The driver is for CUDA 12.8 and does not load what NVRTC 13.5 compiles."
+    assert found.problems[0].do == (
+        "Update the driver, or run `pip uninstall -y cupy-cuda13x nvidia-cuda-nvrtc`, then"
+        " `pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12`."
+    )
+
+
+def test_two_cupys(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, (9, 0))
+    monkeypatch.setattr(
+        hardware, "package_version", lambda name: {"cupy-cuda12x": "13.0", "cupy-cuda13x": "14.2"}.get(name)
+    )
+    found = examine(compile=False)
+    assert found.status == 1
+    assert found.problems[0].do == (
+        "pip uninstall -y cupy-cuda13x cupy-cuda12x, then pip install 'lightning-fp8[cuda13]'"
+    )
+
+
+# --- versions and settings ---
+
+
+@pytest.mark.parametrize(("package", "status"), [("torch", 2), ("lightning", 1), ("torchmetrics", 1)])
+def test_what_is_too_old(monkeypatch: pytest.MonkeyPatch, package: str, status: int) -> None:
+    without_gpu(monkeypatch)
+    monkeypatch.setattr(software, "requires", lambda _: [f"{package}>=99", "rich>=99; extra == 'cli'"])
+    found = examine(compile=False)
+    assert found.status == status
+    assert [problem.do for problem in found.problems] == [f"pip install --upgrade '{package}>=99'"]
+
+
+def test_a_lightning_without_the_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+
+    def register() -> None:
+        raise RuntimeError("lightning 9.0 has no `_AcceleratorConnector`")
+
+    monkeypatch.setattr(lightning_fp8, "register", register)
+    found = examine(compile=False)
+    assert found.status == 2
+    assert value(found, "Versions", "precision strings") == "not registered with Lightning"
+    assert "lightning 9.0 has no" in found.problems[0].what
+    assert "Fp8Precision()" in found.problems[0].do
+
+
+def test_optional_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    version = software.package_version
+    monkeypatch.setattr(software, "package_version", lambda name: None if name == "plotly" else version(name))
+    found = examine(compile=False)
+    assert found.status == 0
+    assert value(found, "Versions", "plotly") == "not installed (optional: pip install 'lightning-fp8[report]')"
+
+
+@pytest.mark.parametrize(
+    ("backend", "with_gpu", "status"),
+    [("reference", True, 1), ("reference", False, 0), ("cuda", True, 2), ("cuda", False, 1)],
+)
+def test_backend(monkeypatch: pytest.MonkeyPatch, backend: str, with_gpu: bool, status: int) -> None:
+    (with_gpus(monkeypatch, (9, 0)) if with_gpu else without_gpu(monkeypatch))  # type: ignore[func-returns-value]
+    monkeypatch.setenv("LIGHTNING_FP8_BACKEND", backend)
+    found = examine(compile=False)
+    assert found.status == status
+    assert [problem.do for problem in found.problems] == ["unset LIGHTNING_FP8_BACKEND"] * bool(status)
+    assert value(found, "Settings", "LIGHTNING_FP8_BACKEND").strip("'").startswith(backend)
+    if with_gpu and backend == "reference":
+        assert fp8(found, "cuda:0")["casts"] == "torch's operators"
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compile: bool) -> None:
+    without_gpu(monkeypatch)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "file" / "below"))
+    found = examine(compile=compile)
+    assert (found.status, len(found.problems)) == (1, 1)
+    assert "Not a directory" in found.problems[0].what
+    assert found.problems[0].do.startswith("export LIGHTNING_FP8_CACHE_DIR=")
+    assert [check.failure for check in found.kernels] == [None] * (len(FEW) if compile else 0)
+    import_module("kernels_cuda.compile")._remove_private_folder()
+
+
+def test_a_read_only_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    cache_folder().mkdir(mode=0o500)
+    asked: list[object] = []
+
+    def refused(dir: Path) -> None:
+        asked.append(dir)
+        raise PermissionError(13, "Permission denied")
+
+    # root may write everywhere
+    monkeypatch.setattr(software.tempfile, "TemporaryFile", refused)
+    found = examine(compile=False)
+    assert asked == [cache_folder()]
+    assert found.status == 1
+    assert "Permission denied" in found.problems[0].what
+    assert "not writable" in value(found, "Settings", "LIGHTNING_FP8_CACHE_DIR")
+
+
+def test_looking_at_the_cache_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_gpu(monkeypatch)
+    examine(compile=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- whatever happens, a page ---
+
+
+BROKEN_PARTS: dict[str, tuple[Any, str]] = {
+    "Versions": (software, "versions"),
+    "GPU and toolchain": (hardware, "describe"),
+    "GPUs": (hardware, "gpus"),
+    "Settings": (software, "settings"),
+    "Kernels": (kernels, "variants"),
+    "Precisions": (torch.cuda, "get_device_capability"),
+}
+
+
+@pytest.mark.parametrize("part", BROKEN_PARTS)
+def test_what_fails_is_a_line_of_the_page(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError("the wires\nare cut")
+
+    (with_gpus(monkeypatch, (9, 0)) if part == "Precisions" else without_gpu(monkeypatch))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(*BROKEN_PARTS[part], broken)
+    found = examine()
+    assert found.status >= 1
+    assert "OSError: the wires are cut" in json.dumps(found.as_dict())
+    assert page.plain(found, 80)
+    if part != "Precisions":
+        assert {"this part failed": "OSError: the wires are cut"} in rows(found, part)
+
+
+def test_warnings_are_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    import warnings
+
+    without_gpu(monkeypatch)
+    monkeypatch.setattr(hardware, "gpus", lambda: warnings.warn("The NVIDIA driver is too old", stacklevel=1) or [])
+    found = examine(compile=False)
+    assert rows(found, "Warnings") == [{"said meanwhile": "The NVIDIA driver is too old"}]
+
+
+def a_page() -> Diagnosis:
+    section = diagnosis.Section("A title", ("what", "found"), (("a[b]", "word " * 40), ("/" + "x" * 200, "")))
+    problem = diagnosis.Problem(
+        1, "Something " * 20, "pip install 'lightning-fp8[cuda13]' and a line of quite some length"
+    )
+    return Diagnosis(1, "It runs.", (problem,), (section,), ())
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("rich", [True, False])
+def test_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, rich: bool) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    page.show(a_page(), sys.stdout)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= width for line in lines if "->" not in line)
+    # whole, to be copied, and not taken for markup
+    assert "   -> pip install 'lightning-fp8[cuda13]' and a line of quite some length" in lines
+    assert any("a[b]" in line for line in lines)
+    assert "\033" not in "".join(lines)
+    assert any("Status 1: It runs." in line for line in lines)
+    assert rich == any("─" in line for line in lines)
+
+
+# --- the command ---
+
+
+def run(tmp_path: Path, *arguments: str, code: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {"CUDA_VISIBLE_DEVICES": "", "LIGHTNING_FP8_CACHE_DIR": str(tmp_path / "cache"), **environment}
+    program = (
+        f"import sys, lightning_fp8.__main__ as entry\n{code}\nsys.argv[1:] = {['doctor', *arguments]!r}\nentry.run()"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program] if code else [sys.executable, "-m", "lightning_fp8", "doctor", *arguments],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+        env={**os.environ, **variables},
+    )  # fmt: skip
+
+
+@needs_no_gpu
+def test_the_command(tmp_path: Path) -> None:
+    ran = run(tmp_path, "--quick")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.rstrip().endswith("Status 0: no GPU: fp8-delayed runs as a reference on the CPU.")
+    assert "\033" not in ran.stdout
+
+
+@needs_no_gpu
+@pytest.mark.slow
+def test_the_whole_command(tmp_path: Path) -> None:
+    ran = run(tmp_path, "--json")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    found = json.loads(ran.stdout)
+    assert [check["kernel"] for check in found["kernels"]] == [variant.name for variant in EVERY]
+    assert {check["compiled"] for check in found["kernels"]} == {"compiled"}
+
+
+@needs_no_gpu
+def test_the_command_on_a_machine_in_a_bad_state(tmp_path: Path) -> None:
+    bare = "\n".join(
+        f"sys.modules[{name!r}] = None" for name in ("rich", "rich.console", "jsonargparse", "cupy_backends")
+    )
+    ran = run(
+        tmp_path, code=bare, LIGHTNING_FP8_BACKEND="nonsense", LIGHTNING_FP8_CACHE_DIR="/dev/null/cache", COLUMNS="70"
+    )
+    assert ran.returncode == 1
+    assert "Traceback" not in ran.stdout + ran.stderr
+    for words in ("-> unset LIGHTNING_FP8_BACKEND", "-> export LIGHTNING_FP8_CACHE_DIR=", "Status 1: no GPU"):
+        assert words in ran.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--nonsense"], ["--architectures", "sm_70"]])
+def test_wrong_arguments_are_not_a_diagnosis(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 64
+    assert "error:" in capsys.readouterr().err
+
+
+def test_help_explains_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n  {status}  " in text for status in (0, 1, 2))
+
+
+def test_the_entry_point_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    remember: Callable[[list[str]], None] = given.append
+    monkeypatch.setattr(command, "main", remember)
+    monkeypatch.setattr(sys, "argv", ["lightning-fp8", "doctor", "--quick"])
+    entry.run()
+    assert given == [["--quick"]]
