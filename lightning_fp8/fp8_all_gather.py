@@ -90,7 +90,7 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
     slots = Counter(id(parameter) for layer in model.modules() for parameter in layer.parameters(recurse=False))
     names = []
     for layer in model.modules():
-        for rows, weight in _gemms(layer):
+        for rows, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
             if not rows.switch.in_fp8 or slots[id(weight)] > 1 or not _is_sharded_by_rows(weight):
                 continue
             if not rows.state.recipe.reduce_amax:
@@ -112,15 +112,8 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
 def note_sharded_weights(model: nn.Module) -> None:
     """See :meth:`Fp8Rows.note_sharding`: for layers that were sharded after their conversion."""
     for layer in model.modules():
-        for rows, weight in _gemms(layer):
+        for rows, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
             rows.note_sharding(weight)
-
-
-def _gemms(layer: nn.Module) -> list[tuple[Fp8Rows, Tensor]]:
-    if not isinstance(layer, Fp8Module):
-        return []
-    weights = layer.gemm_weights(layer)
-    return [(rows, weights[gemm]) for gemm, rows in layer.fp8.items()]
 
 
 def _is_sharded_by_rows(weight: Tensor) -> bool:

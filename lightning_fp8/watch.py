@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.formats import ROLES
-from lightning_fp8.modules.gemm import Fp8Module, Fp8Rows
+from lightning_fp8.modules.gemm import Fp8Module
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.statistics import tensor_statistics
 
@@ -98,7 +98,9 @@ class Watch:
     @torch.no_grad()
     def see_gradients(self, model: nn.Module) -> None:
         """Note which layers have a gradient; before the optimizer step."""
-        first = {rows.row: weight for rows, weight in _weights(model, self.state)}
+        layers = (layer for layer in model.modules() if isinstance(layer, Fp8Module))
+        gemms = (gemm for layer in layers for gemm in layer.gemms())
+        first = {rows.row: weight for rows, weight in gemms if rows.state is self.state}
         nothing = torch.zeros((), dtype=torch.bool, device=self.state.device)
         # gradients that are set to zero in place of None belong to a layer that did not run
         found = [_any(first[row].grad, nothing) if row in first else nothing for row in self._first_rows]
@@ -166,16 +168,6 @@ class Watch:
 def _numbers(chosen: Tensor, values: Tensor) -> dict[int, float]:
     rows = chosen.nonzero().flatten().tolist()
     return dict(zip(rows, values[chosen].tolist(), strict=True))
-
-
-def _weights(model: nn.Module, state: ScalingState) -> list[tuple[Fp8Rows, Tensor]]:
-    return [
-        (rows, layer.gemm_weights(layer)[gemm])
-        for layer in model.modules()
-        if isinstance(layer, Fp8Module)
-        for gemm, rows in layer.fp8.items()
-        if rows.state is state
-    ]
 
 
 def _any(gradient: Tensor | None, nothing: Tensor) -> Tensor:

@@ -124,6 +124,11 @@ class Fp8Module(nn.Module):
         """The GEMM weights that a layer holds itself, converted or plain, by name."""
         return {"": cast(Tensor, layer.weight)}
 
+    def gemms(self) -> list[tuple[Fp8Rows, Tensor]]:
+        """The rows of each of its own GEMMs, and the weight as the layer holds it now."""
+        weights = self.gemm_weights(self)
+        return [(rows, weights[gemm]) for gemm, rows in self.fp8.items()]
+
     @property
     def scaling_state(self) -> ScalingState:
         """The state of the whole model."""
