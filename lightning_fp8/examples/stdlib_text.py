@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -29,15 +30,28 @@ class StdlibText(LightningDataModule):
 
     Every tenth file, in alphabetical order, is held out for validation.
 
+    There are 4.7 million bytes in the single modules of Python 3.11. With its packages there are 31 million, or 11
+    million where they come without their tests, as from Debian. A model of 124 million parameters reads 33 million in
+    2,000 steps of 16 windows of 1,024 bytes: these once, or three times.
+
     Args:
         context: input length of the model, in bytes; a window has one more, the last target.
         batch_size: windows per batch.
         val_windows: windows in the validation set, taken evenly from the held-out files.
         max_bytes: read at most this much training text.
+        packages: read the modules inside packages too, not the single ones alone.
+
+    Raises:
+        RuntimeError: where Python came without the source of its library.
     """
 
     def __init__(
-        self, context: int = 128, batch_size: int = 32, val_windows: int = 512, max_bytes: int = 8_000_000
+        self,
+        context: int = 128,
+        batch_size: int = 32,
+        val_windows: int = 512,
+        max_bytes: int = 8_000_000,
+        packages: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -45,11 +59,13 @@ class StdlibText(LightningDataModule):
         self.batch_size = batch_size
         self.val_windows = val_windows
         self.max_bytes = max_bytes
+        self.packages = packages
 
     def setup(self, stage: str) -> None:
-        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        library = Path(sysconfig.get_path("stdlib"))
+        files = sorted(_files(library) if self.packages else library.glob("*.py"))
         if len(files) < 20:
-            raise RuntimeError(f"Found {len(files)} modules of the standard library in {sysconfig.get_path('stdlib')}.")
+            raise RuntimeError(f"Found {len(files)} modules of the standard library in {library}.")
         length = self.context + 1
         held_out = Windows(_read(files[9::10]), length)
         every = max(1, len(held_out) // self.val_windows)
@@ -62,6 +78,14 @@ class StdlibText(LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(self.val_set, self.batch_size)
+
+
+def _files(library: Path) -> Iterator[Path]:
+    yield from library.glob("*.py")
+    for folder in library.iterdir():
+        # what was installed there is no part of the library
+        if folder.is_dir() and folder.name not in ("site-packages", "dist-packages"):
+            yield from folder.rglob("*.py")
 
 
 def _read(files: list[Path]) -> Tensor:

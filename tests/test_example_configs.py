@@ -1,0 +1,121 @@
+"""The sizes that configurations promise, and a step of each in every precision."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+from example_step import one_step
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from lightning_fp8 import examples, scaling_state
+from lightning_fp8.cli import Fp8CLI
+from lightning_fp8.compare import run as compare_run
+from lightning_fp8.plugins.settings import PRECISIONS
+
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+# parameters that the name promises, blocks, width, heads, context
+SIZES = {
+    "gpt_124m_fp8": (124e6, 17, 768, 12, 1024),
+    "gpt_350m_fp8": (350e6, 28, 1024, 16, 1024),
+    "gpt_1b3_fp8": (1.3e9, 26, 2048, 16, 2048),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:.*(enable_nested_tensor|args parameter is intended).*")
+
+
+def parsed(config: str) -> Fp8CLI:
+    """The configuration as its command line makes it, without a run."""
+    return Fp8CLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_callback=None,
+        run=False,
+        args=["--config", str(ROOT / "configs" / f"{config}.yaml"), "--trainer.accelerator", "cpu"],
+    )
+
+
+def reduced(config: str) -> tuple[LightningModule, LightningDataModule]:
+    """Model and data of a configuration; of a GPT one block, a fraction as wide, with heads of its own width."""
+    settings = yaml.safe_load((ROOT / "configs" / f"{config}.yaml").read_text())
+    model, data = settings["model"], settings["data"]
+    if config in SIZES:
+        head_width = model["init_args"]["width"] // model["init_args"]["heads"]
+        model["init_args"].update(layers=1, width=2 * head_width, heads=2, context=64)
+        data["init_args"].update(context=64, max_bytes=50_000)
+    data["init_args"].update(batch_size=4)
+    made = [getattr(examples, part["class_path"].rpartition(".")[2])(**part["init_args"]) for part in (model, data)]
+    return made[0], made[1]
+
+
+# sizes
+
+
+@pytest.mark.parametrize("config", SIZES)
+def test_parameters_of_the_large_models(config: str) -> None:
+    promised, layers, width, heads, context = SIZES[config]
+    cli = parsed(config)
+    # neither memory nor time for a billion numbers
+    with torch.device("meta"):
+        cli.model.configure_model()
+    assert (len(cli.model.blocks), cli.model.blocks[0].heads) == (layers, heads)
+    block = 4 * width**2 + 2 * 4 * width**2 + (3 + 1 + 4 + 1) * width + 2 * 2 * width
+    expected = layers * block + 256 * width + context * width + 2 * width + 256 * width
+    counted = sum(parameter.numel() for parameter in cli.model.parameters())
+    assert counted == expected
+    assert abs(counted / promised - 1) < 0.05
+    assert cli.datamodule.context == cli.model.context == context
+    for page in (f"{config}.yaml", "README.md"):
+        assert f"{counted:,}" in (ROOT / "configs" / page).read_text()
+
+
+def test_parameters_of_the_small_models() -> None:
+    page = (ROOT / "configs" / "README.md").read_text()
+    for config in sorted(set(CONFIGS) - set(SIZES)):
+        counted = sum(parameter.numel() for parameter in parsed(config).model.parameters())
+        assert f"| [{config}.yaml]({config}.yaml) | {counted:,} |" in page
+
+
+# a step of each configuration
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_first_loss_is_the_same_in_every_precision(config: str, tmp_path: Path) -> None:
+    losses = {}
+    for precision in PRECISIONS:
+        pl.seed_everything(0, verbose=False)
+        model, data = reduced(config)
+        trainer = one_step(model, data, precision, tmp_path)
+        losses[precision] = trainer.callback_metrics["train_loss"].item()
+        if precision == "fp8-delayed":
+            assert (scaling_state(model).amax_history > 0).sum(0).unique().tolist() == [1]
+    chance = 256 if "gpt" in config else 10
+    assert losses["bf16-mixed"] == pytest.approx(math.log(chance), rel=0.25)
+    assert losses["fp8-delayed"] == pytest.approx(losses["bf16-mixed"], rel=0.01)
+    assert losses["bf16-true"] == pytest.approx(losses["bf16-mixed"], rel=0.01)
+    assert losses["fp8-delayed"] != losses["bf16-mixed"]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_configuration_can_be_compared(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = reduced(config)
+    parts = {
+        "model": {"class_path": f"lightning_fp8.examples.{type(model).__name__}", "init_args": dict(model.hparams)},
+        "data": {"class_path": f"lightning_fp8.examples.{type(data).__name__}", "init_args": dict(data.hparams)},
+    }
+    if config in SIZES:
+        parts["data"]["init_args"]["val_windows"] = 4
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(parts))
+    monkeypatch.chdir(tmp_path)
+    files = ["--config", str(ROOT / "configs" / f"{config}.yaml"), "--config", "small.yaml"]
+    arguments = ["fit", *files, "--trainer.accelerator", "cpu", "--trainer.limit_val_batches", "1"]
+    cli = compare_run.CompareCLI("fp8-delayed", tmp_path / "out" / "fp8-delayed", 2, 1, arguments)
+    results = cli.measure.results(cli.trainer)
+    assert results["steps"] == 2
+    assert all(map(math.isfinite, (*results["losses"], results["val_loss"])))

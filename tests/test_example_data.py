@@ -1,0 +1,106 @@
+"""The data that the example models train on, and their optimizer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from lightning_fp8.examples import Digits, StdlibText, optimization, stdlib_text
+
+# the data
+
+
+def test_digits() -> None:
+    data = Digits()
+    data.setup("fit")
+    images, labels = data.train_set.tensors
+    held_out, held_out_labels = data.val_set.tensors
+    assert (images.shape, held_out.shape) == ((1348, 8, 8), (449, 8, 8))
+    assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
+    assert (images.min().item(), images.max().item()) == (-1, 1)
+    original = load_digits()
+    np.testing.assert_array_equal(held_out.numpy(), original.images[3::4] / 8 - 1)
+    np.testing.assert_array_equal(held_out_labels.numpy(), original.target[3::4])
+    np.testing.assert_array_equal(labels.numpy(), np.delete(original.target, np.s_[3::4]))
+    # all ten, about as often, on both sides
+    for some in (labels, held_out_labels):
+        assert (some.bincount(minlength=10) / len(some)).sub(0.1).abs().max() < 0.02
+    # a drawn zero is dark in its middle, a one is not
+    middle = images[:, 3:5, 3:5].mean((1, 2))
+    assert middle[labels == 0].mean() < -0.5 < 0.3 < middle[labels == 1].mean()
+    large = Digits(size=32)
+    large.setup("fit")
+    enlarged = large.train_set.tensors[0]
+    # where a large image's pixels lie among the small one's
+    at = np.clip((np.arange(32) + 0.5) / 4 - 0.5, 0, 7)
+    weights = np.stack([np.interp(at, np.arange(8), row) for row in np.eye(8)], 1)
+    expected = weights @ images.double().numpy() @ weights.T
+    np.testing.assert_allclose(enlarged.numpy(), expected, atol=1e-6)
+    assert torch.equal(large.train_set.tensors[1], labels)
+
+
+def test_digits_need_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-fp8\[examples\]'"):
+        Digits().setup("fit")
+
+
+def test_packages_of_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(30):
+        (tmp_path / f"module{number:02}.py").write_bytes(b"m" * 100)
+    for folder, byte in (("package/inside", b"p"), ("site-packages/torch", b"s"), ("dist-packages", b"d")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").write_bytes(byte * 1000)
+    monkeypatch.setattr(stdlib_text.sysconfig, "get_path", lambda name: {"stdlib": str(tmp_path)}[name])
+    texts = {}
+    for packages in (False, True):
+        data = StdlibText(context=99, packages=packages)
+        data.setup("fit")
+        texts[packages] = bytes(data.train_set.rows.flatten().tolist())
+    assert texts[False] == b"m" * 2700
+    assert texts[True] == b"m" * 2700 + b"p" * 1000
+
+
+def test_no_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stdlib_text.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(RuntimeError, match=f"Found 0 modules of the standard library in {tmp_path}"):
+        StdlibText().setup("fit")
+
+
+# the optimizer
+
+
+def stand_in(device: str, steps: int) -> Any:
+    parameters = [nn.Parameter(torch.ones(3))]
+    trainer = SimpleNamespace(estimated_stepping_batches=steps)
+    return SimpleNamespace(device=torch.device(device), parameters=lambda: parameters, trainer=trainer)
+
+
+def test_learning_rate_warms_up_then_follows_a_cosine() -> None:
+    made = optimization.adamw_with_cosine(stand_in("cpu", 50), 2e-3, 10)
+    optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    assert made["lr_scheduler"]["interval"] == "step"
+    rates = []
+    for _ in range(52):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    warmup = [2e-3 * (step + 1) / 10 for step in range(10)]
+    progress = np.linspace(0, 1, 41)
+    cosine = 2e-3 * (0.1 + 0.9 * np.cos(np.pi * progress / 2) ** 2)
+    np.testing.assert_allclose(rates, [*warmup, *cosine, 2e-4], rtol=1e-12)
+
+
+def test_adamw_is_fused_on_a_gpu_alone() -> None:
+    for device, fused in (("cpu", None), ("cuda", True)):
+        optimizer = optimization.adamw_with_cosine(stand_in(device, 5), 1e-3, 1)["optimizer"]
+        assert optimizer.defaults["fused"] is fused
+        assert optimizer.defaults["betas"] == (0.9, 0.95)
