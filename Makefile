@@ -28,8 +28,8 @@ test-cuda:
 	$(PYTHON) -m pytest -m cuda
 	@command -v compute-sanitizer >/dev/null || echo "compute-sanitizer is not installed: memcheck and racecheck left out"
 	! command -v compute-sanitizer >/dev/null || for tool in memcheck racecheck; do \
-		compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -m cuda tests/test_cuda.py \
-			-k "ragged or self_test or weights_and_scales" || exit 1; done
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -m cuda tests/test_cuda.py tests/test_cuda_gemm.py \
+			-k "ragged or self_test or weights_and_scales or splits" || exit 1; done
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -50,6 +50,12 @@ def architecture(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
+def capability(arch: str) -> tuple[int, int]:
+    """The compute capability that :func:`architecture` calls so."""
+    digits = arch.removeprefix("sm_").removesuffix("a")
+    return int(digits[:-1]), int(digits[-1])
+
+
 def _wheels(cuda_major: int) -> tuple[str, str]:
     """The names of CuPy's and of NVRTC's wheel. CUDA 12 is the oldest that serves."""
     if cuda_major <= 12:

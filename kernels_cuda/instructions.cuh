@@ -31,12 +31,21 @@ __device__ __forceinline__ u16 to_fp16(float value) {
     return bits;
 }
 
-/* As the lower half of a pair: the conversion of a single one is a slower instruction. */
-__device__ __forceinline__ u16 to_bf16(float value) {
+/* Two fp32 -> two of a 16-bit format, `low` in the lower half: nearest even. */
+__device__ __forceinline__ u32 to_bf16x2(float low, float high) {
     u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.0f), "f"(value));
-    return (u16)pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
 }
+
+__device__ __forceinline__ u32 to_fp16x2(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+/* As the lower half of a pair: the conversion of a single one is a slower instruction. */
+__device__ __forceinline__ u16 to_bf16(float value) { return (u16)to_bf16x2(value, 0.0f); }
 
 /* 16 bytes at a 16-byte-aligned address that are read once: they pass L1 by. */
 __device__ __forceinline__ uint4 load_once(const void* address) {

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 
 # more than any kernel's arguments take; the limit of all devices is 4096
-_ARGUMENT_BYTES = 512
+_ARGUMENT_BYTES = 1024
+# of the struct, as tensor maps in it ask for
+_ALIGNMENT = 64
+# what a block may have without asking for more
+_UNASKED_SHARED_BYTES = 48 << 10
 
 
 class _Packed(threading.local):
@@ -21,8 +25,8 @@ class _Packed(threading.local):
     """
 
     def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(_ARGUMENT_BYTES + 16)
-        start = -ctypes.addressof(self.buffer) % 16
+        self.buffer = ctypes.create_string_buffer(_ARGUMENT_BYTES + _ALIGNMENT)
+        start = -ctypes.addressof(self.buffer) % _ALIGNMENT
         self.offset = start
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer) + start)
         self.address: int = ctypes.addressof(self._pointers)
@@ -39,12 +43,19 @@ class Kernel:
         layout: format of the struct, as of Python's ``struct``, native and aligned.
         block: threads of a block.
         device: index of the CUDA device.
+        shared_bytes: dynamic shared memory of a block.
+
+    Attributes:
+        multiprocessors: of the device.
     """
 
-    def __init__(self, function: Any, layout: str, block: int, device: int) -> None:
+    multiprocessors: int
+
+    def __init__(self, function: Any, layout: str, block: int, device: int, shared_bytes: int = 0) -> None:
         self._layout = struct.Struct(layout)
         self._block = block
         self._device = device
+        self._shared_bytes = shared_bytes
         self._function = function
         self._load()
 
@@ -58,8 +69,11 @@ class Kernel:
         self._current_stream = torch._C._cuda_getCurrentRawStream
         with torch.cuda.device(self._device), Device(self._device):
             self._pointer: int = self._function.kernel.ptr
+            if self._shared_bytes > _UNASKED_SHARED_BYTES:
+                self._function.max_dynamic_shared_size_bytes = self._shared_bytes
+        self.multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
 
-    def __call__(self, grid: int, *arguments: int | float) -> None:
+    def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
         """Launch ``grid`` blocks, after all work that torch has queued on its current stream. Waits for nothing."""
         packed = _packed
         self._layout.pack_into(packed.buffer, packed.offset, *arguments)
@@ -71,4 +85,4 @@ class Kernel:
 
     def _launch(self, grid: int, arguments: int) -> None:
         stream = self._current_stream(self._device)
-        self._launch_kernel(self._pointer, grid, 1, 1, self._block, 1, 1, 0, stream, arguments, 0)
+        self._launch_kernel(self._pointer, grid, 1, 1, self._block, 1, 1, self._shared_bytes, stream, arguments, 0)

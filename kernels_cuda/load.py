@@ -14,7 +14,7 @@ from kernels_cuda.compile import architecture, cache_folder, check_driver, compi
 from kernels_cuda.launch import Kernel
 
 
-def load(family: str, defines: Sequence[str], layout: str, block: int, device: int) -> Kernel:
+def load(family: str, defines: Sequence[str], layout: str, block: int, device: int, shared_bytes: int = 0) -> Kernel:
     """Compile, or take from the cache, and load.
 
     Args:
@@ -23,6 +23,7 @@ def load(family: str, defines: Sequence[str], layout: str, block: int, device: i
         layout: of the kernel's argument struct, see :class:`~kernels_cuda.launch.Kernel`.
         block: threads of a block.
         device: index of the CUDA device.
+        shared_bytes: dynamic shared memory of a block.
 
     Raises:
         KernelsUnavailable: if CuPy, NVRTC or the driver is missing or does not fit; the message says what to install.
@@ -36,7 +37,7 @@ def load(family: str, defines: Sequence[str], layout: str, block: int, device: i
     path = compiled(family, architecture(torch.cuda.get_device_capability(device)), defines)
     with torch.cuda.device(device), Device(device):
         function = RawModule(path=str(path)).get_function(family)
-    return Kernel(function, layout, block, device)
+    return Kernel(function, layout, block, device, shared_bytes)
 
 
 @functools.cache

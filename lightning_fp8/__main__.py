@@ -20,6 +20,11 @@ def run() -> None:
 
         report(sys.argv[2:])
         return
+    if sys.argv[1:2] == ["tune"]:
+        from lightning_fp8.tune.command import main as tune
+
+        tune(sys.argv[2:])
+        return
     try:
         import jsonargparse  # noqa: F401
     except ModuleNotFoundError:

@@ -16,11 +16,13 @@ from lightning_fp8.classes import exchange_class, own_class
 from lightning_fp8.device import check_device
 from lightning_fp8.fast_path import keep_own_forwards, restore_fast_path
 from lightning_fp8.formats import CASTABLE_DTYPES, ROLES
+from lightning_fp8.min_features import MinFeatures, Sizes, as_number, too_small
 from lightning_fp8.modules.attention import Fp8MultiheadAttention
 from lightning_fp8.modules.feed_forward import fuse_feed_forward
 from lightning_fp8.modules.gemm import Fp8Module, Fp8Rows
 from lightning_fp8.modules.linear import Fp8Linear
 from lightning_fp8.modules.weight_group import WeightGroup
+from lightning_fp8.ops.gemm_choice import check_gemm
 from lightning_fp8.paths import check_patterns, modules_inside, named_modules
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.scaling import ScalingState
@@ -47,7 +49,13 @@ class Candidate(NamedTuple):
         return f"{'fp8' if self.converted else '-':4}{self.path or '(root)'} ({self.kind}): {self.reason}"
 
 
-def convert(module: ModuleT, recipe: DelayedScaling | None = None, ignore_modules: Sequence[str] = ()) -> ModuleT:
+def convert(
+    module: ModuleT,
+    recipe: DelayedScaling | None = None,
+    ignore_modules: Sequence[str] = (),
+    gemm: str | None = None,
+    min_features: MinFeatures | None = None,
+) -> ModuleT:
     """Run a model's linear and attention layers in FP8 from now on: in place, by class, on the same objects.
 
     Converted are ``nn.Linear``, ``nn.MultiheadAttention`` with its ``out_proj``, and the ``Conv1D`` of Hugging Face.
@@ -60,12 +68,20 @@ def convert(module: ModuleT, recipe: DelayedScaling | None = None, ignore_module
         recipe: how scales follow the tensors; ``DelayedScaling()``, or for a converted model the one it has.
         ignore_modules: ``fnmatch`` patterns on module paths; what they match stays (or becomes again) plain, and so
             does all that is inside.
+        gemm: what runs the FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster there; ``"rawkernel"``,
+            the kernels of this package; ``"cublaslt"``, those of ``torch._scaled_mm``. Without it ``"auto"``, or for a
+            converted model what it has.
+        min_features: layers with fewer features in or out, in any of their weights, stay (or become again) plain;
+            ``"auto"`` is the size from which FP8 was measured to be faster on the current CUDA device (``python -m
+            lightning_fp8 tune --min-features`` measures), unmeasured an estimate of 1024, without a CUDA device 0.
+            Without it 0, or for a converted model what it has.
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: if nothing is left to convert, a pattern matches no module, or a converted model has another recipe.
+        ValueError: if nothing is left to convert, a pattern matches no module, a converted model has another recipe,
+            ``gemm`` is another word, or ``min_features`` another one or negative.
         TypeError: if a layer to convert has parameters that are not fp32, bf16 or fp16.
         RuntimeError: if a converted layer that is to be plain again has been parametrized since.
 
@@ -73,22 +89,27 @@ def convert(module: ModuleT, recipe: DelayedScaling | None = None, ignore_module
     >>> [type(layer).__name__ for layer in model]
     ['Fp8Linear', 'ReLU', 'Linear']
     """
+    gemm = _settle_gemm(module, gemm)
+    number = _settle_min_features(module, min_features)
     check_patterns(module, ignore_modules, "ignore_modules")
     recipe = _settle_recipe(module, recipe)
     chosen: list[tuple[str, nn.Module]] = []
-    for path, layer, reason in _candidates(module, ignore_modules):
+    for path, layer, reason in _candidates(module, ignore_modules, number):
         if reason is None:
             _check_dtype(path, layer)
             chosen.append((path, layer))
     if not chosen:
         raise ValueError(
-            f"There is nothing to convert in {type(module).__name__}: FP8 needs at least one plain `nn.Linear`."
-            + "".join(f"\n  {row}" for row in describe(module, ignore_modules)[:10])
+            f"There is nothing to convert in {type(module).__name__}: FP8 needs at least one plain `nn.Linear`"
+            + _of_what_size(module, ignore_modules, number)
+            + "".join(f"\n  {row}" for row in describe(module, ignore_modules, number)[:10])
         )
     kept = {layer for _, layer in chosen}
     # Nothing is changed before all checks have passed, so an error loses no scales.
     _restore([(path, layer) for path, layer in _converted(module) if layer not in kept])
     _attach(chosen, recipe)
+    state = scaling_state(module)
+    state.gemm, state.min_features = gemm, number
     fuse_feed_forward(module)
     keep_own_forwards(module, Fp8Module)
     return module
@@ -106,12 +127,17 @@ def unconvert(module: ModuleT) -> ModuleT:
     return module
 
 
-def describe(module: nn.Module, ignore_modules: Sequence[str] = ()) -> list[Candidate]:
-    """A row for each layer that could run in FP8: converted, or why not. ``print(*describe(model), sep="\\n")``."""
+def describe(
+    module: nn.Module, ignore_modules: Sequence[str] = (), min_features: MinFeatures | None = None
+) -> list[Candidate]:
+    """A row for each layer that could run in FP8: converted, or why not. ``print(*describe(model), sep="\\n")``.
+
+    The arguments are those of :func:`convert`; without ``min_features`` it is that of the last conversion.
+    """
     rows = []
-    for path, layer, reason in _candidates(module, ignore_modules):
+    for path, layer, reason in _candidates(module, ignore_modules, _settle_min_features(module, min_features)):
         if isinstance(layer, Fp8Module):
-            sizes = " and ".join("{1} -> {0}".format(*weight.shape) for weight in _weights(layer))
+            sizes = " and ".join(map(str, _sizes(layer)))
             fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
             reason = f"converted, {sizes}" + (f"; fell back to bf16: {fallen}" if fallen else "")
             rows.append(Candidate(path, layer.plain_class.__name__, layer.in_fp8, reason))
@@ -156,7 +182,9 @@ def _fp8_classes() -> dict[type[nn.Module], type[Fp8Module]]:
     return classes
 
 
-def _candidates(module: nn.Module, ignore_modules: Sequence[str]) -> Iterator[tuple[str, nn.Module, str | None]]:
+def _candidates(
+    module: nn.Module, ignore_modules: Sequence[str], min_features: int
+) -> Iterator[tuple[str, nn.Module, str | None]]:
     """Path, layer and the reason against its conversion, None for those to convert, parents before children."""
     classes = _fp8_classes()
     kinds = tuple(classes)
@@ -168,6 +196,8 @@ def _candidates(module: nn.Module, ignore_modules: Sequence[str]) -> Iterator[tu
         reason: str | None = "matches `ignore_modules`"
         if layer not in ignored:
             reason = _reason_against(layer, kinds, is_output=layer in outputs_of_converted)
+        if reason is None and min_features:
+            reason = too_small(_sizes(layer), min_features)
         if reason is None and isinstance(layer, nn.MultiheadAttention):
             outputs_of_converted.add(layer.out_proj)
         yield path, layer, reason
@@ -206,6 +236,27 @@ def _weights(layer: nn.Module) -> list[torch.Tensor]:
     return list(kind.gemm_weights(layer).values())
 
 
+def _sizes(layer: nn.Module) -> list[Sizes]:
+    kind = type(layer) if isinstance(layer, Fp8Module) else _fp8_classes().get(own_class(layer), Fp8Module)
+    return [Sizes(*(weight.shape if kind.weight_is_k_by_n else reversed(weight.shape))) for weight in _weights(layer)]
+
+
+def _of_what_size(module: nn.Module, ignore_modules: Sequence[str], min_features: int) -> str:
+    """The end of the sentence that FP8 needs a linear layer, with the largest of those that are too small."""
+    small = [
+        (path, min(_sizes(layer), key=min))
+        for path, layer, reason in _candidates(module, ignore_modules, 0)
+        if reason is None and too_small(_sizes(layer), min_features)
+    ]
+    if not small:
+        return "."
+    path, largest = max(small, key=lambda of: (min(of[1]), max(of[1])))
+    return (
+        f" with `min_features={min_features}` or more features in and out. The largest here is {path or '(root)'},"
+        f" {largest}: pass a smaller `min_features`, or 0."
+    )
+
+
 def _check_dtype(path: str, layer: nn.Module) -> None:
     for name, parameter in layer.named_parameters(recurse=False):
         if parameter.dtype not in CASTABLE_DTYPES:
@@ -227,6 +278,19 @@ def _settle_recipe(module: nn.Module, recipe: DelayedScaling | None) -> DelayedS
                 " Call `unconvert(model)` first; the scales start anew then."
             )
     return recipe or DelayedScaling()
+
+
+def _settle_gemm(module: nn.Module, gemm: str | None) -> str:
+    if gemm is None:
+        return next((layer.scaling_state.gemm for _, layer in _converted(module)), "auto")
+    check_gemm(gemm)
+    return gemm
+
+
+def _settle_min_features(module: nn.Module, min_features: MinFeatures | None) -> int:
+    if min_features is None:
+        return next((layer.scaling_state.min_features for _, layer in _converted(module)), 0)
+    return as_number(min_features)
 
 
 def _attach(chosen: list[tuple[str, nn.Module]], recipe: DelayedScaling) -> None:

@@ -149,7 +149,7 @@ def _convert_only(model: nn.Module, gemms: Gemms) -> None:
     }
     layers = dict(named_modules(model))
     others = [row.path for row in describe(model) if chosen.isdisjoint(layers[row.path].modules())]
-    convert(model, ignore_modules=[glob.escape(path) for path in others])
+    convert(model, ignore_modules=[glob.escape(path) for path in others], min_features=0)
     converted = converted_gemms(model).keys()
     _refuse("ran in FP8 and cannot here, see `describe(model)`", (name for name in gemms if name not in converted))
 

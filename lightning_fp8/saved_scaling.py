@@ -62,7 +62,8 @@ def _check_names(names: Sequence[str], entries: Mapping[str, Any]) -> None:
             "The scaling state does not fit this model."
             + _listing("In the model but not in the checkpoint", missing)
             + _listing("In the checkpoint but not in the model", unexpected)
-            + " Convert the same modules as in the run that saved it (`ignore_modules`), or load the weights only."
+            + " Convert the same modules as in the run that saved it (`ignore_modules`,"
+            " `min_features`), or load the weights only."
         )
 
 

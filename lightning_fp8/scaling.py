@@ -52,6 +52,10 @@ class ScalingState:
             those of them that became zero, of all casts that recorded since :meth:`start_counting`.
         version: counts the changes of ``scale``; what was cast under an older version is stale.
         switches: for each converted module, whether it runs in FP8; see :meth:`fall_back`.
+        gemm: which GEMMs the layers run, one of ``lightning_fp8.ops.gemm_choice.GEMMS``. No part of
+            :meth:`state_dict`, as it changes no more than the order in which sums are taken.
+        min_features: below how many features in or out layers were left alone by the conversion. No part of
+            :meth:`state_dict`, which has the names of the others.
         before_update: called by :meth:`update` with the amaxes of all processes, ``[R] float32``, before they are used.
         handle: by which operators find the state, see :func:`state_of`.
     """
@@ -74,6 +78,8 @@ class ScalingState:
             self.nonfinite_steps = torch.zeros(count, dtype=torch.int64, device=device)
         self.version = 0
         self.switches = tuple(Switch() for _ in module_names)
+        self.gemm = "auto"
+        self.min_features = 0
         self._let_go_of_watchers()
         self._recorded_ahead: set[int] = set()
         self._watch_histories()
@@ -276,6 +282,12 @@ def state_of(handle: int) -> ScalingState | None:
     and in any order, so nothing is lost by that.
     """
     return _states.get(handle)
+
+
+def gemm_of(handle: int) -> str:
+    """Which GEMMs the model of this state runs; ``"auto"`` where the state is not known."""
+    state = state_of(handle)
+    return "auto" if state is None else state.gemm
 
 
 def amax_of(handle: int, record: bool) -> Tensor | None:

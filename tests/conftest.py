@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from host_kernels import HostKernel  # noqa: E402
 
-from lightning_fp8.ops import cuda, kernels  # noqa: E402
+from lightning_fp8.ops import cuda, gemm, gemm_choice, kernels  # noqa: E402
 from lightning_fp8.ops.library import K_MAJOR_DEVICES  # noqa: E402
 
 
@@ -47,13 +47,16 @@ def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """``lightning_fp8.ops.cuda`` with kernels that run on the CPU from their sources; names of those loaded."""
     loaded: list[str] = []
 
-    def load(family: str, defines: Sequence[str], layout: str, block: int, device: int) -> HostKernel:
+    def load(
+        family: str, defines: Sequence[str], layout: str, block: int, device: int, shared_bytes: int = 0
+    ) -> HostKernel:
         loaded.append(" ".join((family, *defines)))
-        return HostKernel((family, tuple(defines)), layout, block, device)
+        return HostKernel((family, tuple(defines)), layout, block, device, shared_bytes)
 
     def forget() -> None:
-        for function in (kernels.backend, kernels.cast_kernel, kernels.weights_kernel, kernels.update_kernel):
-            function.cache_clear()
+        for function in (*vars(kernels).values(), gemm_choice.choose):
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
 
     monkeypatch.setattr(kernels.load, "load", load)
     monkeypatch.setattr(kernels.load, "has_passed", lambda *_: True)
@@ -63,7 +66,13 @@ def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     forget()
 
 
-OPERATORS = ("cast", "scaled_mm", "linear_backward", "update_scales")
+OPERATORS = {
+    "cast": cuda.cast,
+    "scaled_mm": gemm.scaled_mm,
+    "scaled_mm_add_": gemm.scaled_mm_add_,
+    "linear_backward": cuda.linear_backward,
+    "update_scales": cuda.update_scales,
+}
 
 
 @pytest.fixture
@@ -77,8 +86,8 @@ def cuda_half(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> Itera
         launch(self, grid, *arguments)
 
     library = torch.library.Library("lightning_fp8", "IMPL")
-    for name in OPERATORS:
-        library.impl(name, getattr(cuda, name), "CPU", allow_override=True)
+    for name, implementation in OPERATORS.items():
+        library.impl(name, implementation, "CPU", allow_override=True)
     monkeypatch.setattr(HostKernel, "__call__", counting)
     K_MAJOR_DEVICES.add("cpu")
     yield launches

@@ -7,7 +7,9 @@ import ctypes
 import functools
 import hashlib
 import math
+import mmap
 import shutil
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
@@ -31,11 +33,16 @@ VARIANTS = [
 SHIM = Path(__file__).parent / "host_shim"
 SOURCES = Path(kernels_cuda.__file__).parent
 LAUNCH = """
+#ifdef CLUSTER
+#define CLUSTER_BLOCKS CLUSTER
+#else
+#define CLUSTER_BLOCKS 1
+#endif
 static const Arguments* host_arguments;
 static void host_kernel() { KERNEL(*host_arguments); }
 extern "C" void launch(const void* arguments, unsigned grid, unsigned block) {
     host_arguments = static_cast<const Arguments*>(arguments);
-    host::launch(grid, block, host_kernel);
+    host::launch(grid, block, host_kernel, CLUSTER_BLOCKS);
 }
 extern "C" unsigned size_of_arguments() { return sizeof(Arguments); }
 """
@@ -92,6 +99,9 @@ def library(family: str, defines: tuple[str, ...] = ()) -> ctypes.CDLL:
 class HostKernel(Kernel):
     """Runs at once, on tensors in the CPU's memory."""
 
+    # few, so that blocks of a persistent kernel take several tiles
+    multiprocessors = 4
+
     def _load(self) -> None:
         family, defines = self._function
         self._library = library(family, defines)
@@ -99,10 +109,35 @@ class HostKernel(Kernel):
         # C pads a struct to its alignment, Python's format does not
         assert -(-self._layout.size // 8) * 8 == size, (self._layout.size, size)
 
-    def __call__(self, grid: int, *arguments: int | float) -> None:
+    def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
         self._layout.pack_into(_packed.buffer, _packed.offset, *arguments)
         pointers = ctypes.cast(_packed.address, ctypes.POINTER(ctypes.c_void_p))
         self._library.launch(ctypes.c_void_p(pointers[0]), grid, self._block)
+
+
+def at_the_edge(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose last byte lies before a page that nobody may touch: reading on is a crash. Kept for good."""
+    size = tensor.numel() * tensor.itemsize
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(start + pages), mmap.PAGESIZE, 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    bytes_ = (ctypes.c_uint8 * size).from_buffer(memory, pages - size)
+    copy = torch.frombuffer(bytes_, dtype=tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+def host_tensor_map(
+    address: int, dtype: torch.dtype, rows: int, columns: int, row_bytes: int, box_rows: int, box_columns: int
+) -> bytes:
+    """In the place of ``kernels_cuda.tensor_map.tensor_map``: what host_shim/instructions_sm90.cuh reads as a map."""
+    # what the driver asks for
+    assert address % 16 == row_bytes % 16 == 0
+    assert box_rows <= 256
+    assert box_columns * dtype.itemsize == 128
+    fields = (address, rows, columns, row_bytes, box_rows, box_columns, dtype.itemsize)
+    return struct.pack("Pqqqiii", *fields).ljust(128, b"\0")
 
 
 class Guarded:

@@ -447,6 +447,18 @@ def test_doubts() -> None:
     assert not worse_loss(row("bf16-true", 1, loss=-3.0), row("bf16-mixed", 1, loss=-2.0))
 
 
+def test_losses_near_zero_are_compared_with_the_first() -> None:
+    learnt = row("bf16-mixed", 1, loss=0.0026, val_loss=None, first_loss=2.4)
+    near, far = (row("fp8-delayed", 1, loss=loss, val_loss=None, first_loss=2.4) for loss in (0.0049, 0.0051))
+    assert not worse_loss(near, learnt)
+    assert worse_loss(far, learnt)
+    for first in (None, math.nan, math.inf):
+        assert worse_loss(near, {**learnt, "first_loss": first})
+    # of a loss that is still large 1% counts
+    assert not worse_loss({**near, "loss": 2.02}, {**learnt, "loss": 2.001})
+    assert worse_loss({**near, "loss": 2.03}, {**learnt, "loss": 2.0})
+
+
 def test_table_without_tokens_and_with_a_failure() -> None:
     table = as_table([row("bf16-mixed", 10, val_loss=None), {"variant": "bf16-true", "error": "x"}])
     assert "tokens/s" not in table

@@ -20,12 +20,14 @@ from test_kernel_selection import Broken, poke
 import lightning_fp8
 from kernels_cuda import casts
 from kernels_cuda.compile import CompileError, KernelsUnavailable, cache_folder, nvrtc_version
+from kernels_cuda.gemm import configurations
 from lightning_fp8 import __main__ as entry
 from lightning_fp8.doctor import Diagnosis, command, diagnosis, examine, hardware, kernel_checks, page, software
-from lightning_fp8.ops import kernels
+from lightning_fp8.ops import gemm_table, kernels
 
 CPU = torch.device("cpu")
-EVERY = kernels.variants()
+kernels_of = kernels.variants
+EVERY = kernels_of((9, 0))
 FEW = [variant for variant in EVERY if variant.defines[:3] in ((), casts.variant(torch.bfloat16, "e4m3", "none")[:3])]
 SECTIONS = ["Versions", "GPU and toolchain", "Settings", "Kernels", "Precisions"]
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is found where there is no GPU")
@@ -38,12 +40,14 @@ def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("kernels_cuda.compile._private_folders", {})
-    monkeypatch.setattr(kernels, "variants", lambda: FEW)
+    monkeypatch.setattr(kernels, "variants", lambda capability: FEW)
     kernels.backend.cache_clear()
     nvrtc_version.cache_clear()
+    gemm_table.rows.cache_clear()
     yield  # type: ignore[misc]
     kernels.backend.cache_clear()
     nvrtc_version.cache_clear()
+    gemm_table.rows.cache_clear()
 
 
 def rows(found: Diagnosis, title: str) -> list[dict[str, str]]:
@@ -136,8 +140,55 @@ def test_kernels_are_compiled_without_a_gpu_and_kept(monkeypatch: pytest.MonkeyP
 
 def test_there_is_a_variant_for_everything_that_is_cast() -> None:
     expected = {" ".join(("cast_transpose", *casts.variant(*variant))) for variant in VARIANTS}
-    assert {variant.name for variant in EVERY} == {*expected, "cast_weights", "update_scales"}
-    assert len(EVERY) == len(VARIANTS) + 2
+    others = {variant.name for variant in EVERY} - expected
+    assert len(EVERY) == len(expected) + len(others)
+    assert {name for name in others if not name.startswith("gemm")} == {
+        "cast_weights", "update_scales", *(f"sum_splits OUTPUT=Out{name}" for name in ("Fp32", "Bf16", "Fp16"))
+    }  # fmt: skip
+
+
+def test_every_gemm_that_training_may_use_is_tested() -> None:
+    gemms = [variant for variant in EVERY if variant.family == "gemm_sm90"]
+    plain = {variant.name for variant in gemms if "CHAIN" not in variant.name}
+    for promote, (a, outputs) in {False: ("e4m3", ("Bf16",)), True: ("e5m2", ("Bf16", "Fp32", "Fp16"))}.items():
+        for one in configurations((9, 0), promote):
+            for output in outputs:
+                name = f"OUTPUT=Out{output} PROMOTE={int(promote)}"
+                cut = f"BLOCK_M={one.block_m} BLOCK_N={one.block_n} STAGES={one.stages} CLUSTER={one.cluster}"
+                plain.remove(f"gemm_sm90 {cut} A_FORMAT={a} B_FORMAT=e4m3 {name}")
+    assert plain == set()
+    chains = [variant.defines[-3:-1] for variant in gemms if "CHAIN" in variant.name]
+    ways, activations = ("FORWARD", "BACKWARD"), ("Relu", "Gelu", "GeluTanh", "Silu")
+    assert chains == [(f"CHAIN={way}", f"ACTIVATION={activation}") for way in ways for activation in activations]
+    assert {variant.family for variant in kernels_of((8, 9))} - {"cast_transpose"} == {
+        "cast_weights", "update_scales", "gemm_sm89", "sum_splits"
+    }  # fmt: skip
+    assert [variant.family for variant in kernels_of((10, 0))[-2:]] == ["cast_weights", "update_scales"]
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9), (10, 0)])
+def test_gemms_are_those_of_the_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: tuple[int, int]
+) -> None:
+    with_gpus(monkeypatch, capability)
+    seen = [fp8(examine(compile=False), "cuda:0")["GEMMs"]]
+    name = configurations(capability, True)[0].name if capability != (10, 0) else "256x128 s4 c2"
+    shape = {"m": 256, "n": 256, "promote": True, "output": "bfloat16", "configuration": name, "splits": 1}
+    measured = [{**shape, "k": k, "p50_us": 10.0, "cublaslt_p50_us": theirs} for k, theirs in ((64, 11.0), (128, 9.0))]
+    path = gemm_table.own_path("NVIDIA H200")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    gemm_table.write(path, {"gpu": "NVIDIA H200"}, measured)
+    gemm_table.rows.cache_clear()
+    seen.append(fp8(examine(compile=False), "cuda:0")["GEMMs"])
+    monkeypatch.setenv("LIGHTNING_FP8_BACKEND", "reference")
+    kernels.backend.cache_clear()
+    seen.append(fp8(examine(compile=False), "cuda:0")["GEMMs"])
+    plain = "torch._scaled_mm"
+    measured_texts = [
+        f"{plain} (nothing measured: lightning_fp8 tune)",
+        f"own kernels for 1 of 2 measured, else {plain}",
+    ]
+    assert seen == [*([plain, plain] if capability == (10, 0) else measured_texts), plain]
 
 
 @pytest.mark.parametrize("arguments", [["--quick"], ["--architectures", "sm_89", "sm_120a"], ["--architectures"]])
@@ -243,7 +294,7 @@ def test_all_is_fine(host_gpu: list[str]) -> None:
         "yes",
         "own kernels",
         "own kernels",
-        "torch._scaled_mm",
+        "torch._scaled_mm (nothing measured: lightning_fp8 tune)",
     )
     assert value(found, "GPU and toolchain", "driver") == "580.65.06, CUDA 13.0"
     assert host_gpu == []

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from conftest import sqnr
 from fp8_numpy import code_values
 
 from lightning_fp8 import DelayedScaling, ScalingState, ops
-from lightning_fp8.ops import cuda, reference
+from lightning_fp8.ops import cuda, plain, reference
 
 INPUT, WEIGHT, GRAD = torch.tensor([0]), torch.tensor([1]), torch.tensor([2])
 SIZES = [(32, 16, 48), (1, 1, 1), (17, 15, 129), (130, 33, 7), (5, 3, 0), (0, 16, 32)]
@@ -34,19 +36,23 @@ def random_payload(rows: int, columns: int, fmt: str) -> torch.Tensor:
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
 @pytest.mark.parametrize("bias", [False, True])
+# `torch._scaled_mm` exists on the CPU: what surrounds it can be checked here
+@pytest.mark.parametrize("implementation", [reference, plain])
 def test_scaled_mm_equals_fp64_within_one_rounding(
-    size: tuple[int, int, int], out_dtype: torch.dtype, formats: tuple[str, str], bias: bool
+    size: tuple[int, int, int], out_dtype: torch.dtype, formats: tuple[str, str], bias: bool, implementation: Any
 ) -> None:
     m, n, k = size
     a, b = random_payload(m, k, formats[0]), random_payload(n, k, formats[1])
     # fp16 holds these products, too
     a_inv, b_inv = torch.tensor(3e-4), torch.tensor(7e-5)
-    addend = torch.randn(n).bfloat16().float() if bias else None
+    # neither 16-bit format holds it: it is rounded before it is added
+    addend = torch.randn(n) if bias else None
     exact = values(a, formats[0]) @ values(b, formats[1]).T * (a_inv * b_inv).double()
-    exact = exact if addend is None else exact + addend
-    out = reference.scaled_mm(a, b, a_inv, b_inv, addend, *formats, out_dtype, True)
+    exact = exact if addend is None else exact + addend.to(out_dtype)
+    out = implementation.scaled_mm(a, b, a_inv, b_inv, addend, *formats, out_dtype, True)
     assert out.dtype == out_dtype
     assert out.shape == (m, n)
+    assert out.is_contiguous()
     # half a unit in the last place, and what fp32 accumulation leaves
     magnitude = values(a, formats[0]).abs() @ values(b, formats[1]).T.abs() * (a_inv * b_inv).double()
     allowed = exact.abs() * torch.finfo(out_dtype).eps / 2 + magnitude * 2e-6 + 1e-7
@@ -55,25 +61,27 @@ def test_scaled_mm_equals_fp64_within_one_rounding(
 
 def test_scaled_mm_without_bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, inv = random_payload(17, 40, "e4m3"), random_payload(9, 40, "e4m3"), torch.tensor(1e-3)
-    args = (a, b, inv, inv, torch.randn(9).bfloat16().float(), "e4m3", "e4m3", torch.bfloat16, True)
+    args = (a, b, inv, inv, torch.randn(9), "e4m3", "e4m3", torch.bfloat16, True)
     expected = reference.scaled_mm(*args)
     monkeypatch.setattr(reference, "_HAS_BF16_GEMM", False)
     torch.testing.assert_close(reference.scaled_mm(*args), expected, rtol=2**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [(32, 16, 48), (17, 15, 129), (5, 3, 0), (0, 16, 32)])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-def test_cuda_path_pads_every_size(size: tuple[int, int, int], out_dtype: torch.dtype) -> None:
-    # `torch._scaled_mm` exists on the CPU: what surrounds it can be checked here
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("implementation", [reference, plain])
+def test_a_product_is_added_in_fp32(size: tuple[int, int, int], dtype: torch.dtype, implementation: Any) -> None:
     m, n, k = size
-    a, b = random_payload(m, k, "e4m3"), random_payload(n, k, "e4m3")
-    args = (a, b, torch.tensor(3e-4), torch.tensor(7e-5))
-    for bias in (None, torch.randn(n).bfloat16().float()):
-        expected = reference.scaled_mm(*args, bias, "e4m3", "e4m3", out_dtype, True)
-        actual = cuda.scaled_mm(*args, bias, "e4m3", "e4m3", out_dtype, True)
-        assert actual.shape == expected.shape
-        assert actual.dtype == expected.dtype
-        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-5)
+    a, b = random_payload(m, k, "e5m2"), random_payload(n, k, "e4m3")
+    a_inv, b_inv, before = torch.tensor(3e-4), torch.tensor(7e-5), torch.randn(m, n).to(dtype)
+    exact = values(a, "e5m2") @ values(b, "e4m3").T * (a_inv * b_inv).double() + before
+    magnitude = values(a, "e5m2").abs() @ values(b, "e4m3").T.abs() * (a_inv * b_inv).double()
+    # a matrix of its own, and one that is laid out by columns inside a larger one
+    for out in (before.clone(), torch.zeros(n + 2, m, dtype=dtype).t()[:, 1 : n + 1].copy_(before)):
+        implementation.scaled_mm_add_(out, a, b, a_inv, b_inv, "e5m2", "e4m3", False)
+        assert out.dtype == dtype
+        allowed = exact.abs() * torch.finfo(dtype).eps / 2 + magnitude * 2e-6 + 1e-7
+        assert ((out.double() - exact).abs() <= allowed).all()
 
 
 @pytest.mark.usefixtures("host_kernels")
@@ -147,18 +155,33 @@ def op_samples() -> list[tuple[object, tuple[object, ...]]]:
     grad = [t.clone().requires_grad_() for t in (x, w, b, w_2, b_2)]
     casts = (*x_casts, *w_casts)
     recorded = ("e5m2", state.handle, True)
-    mlp = (*casts, *ops.cast(w_2, *arenas, WEIGHT, "e4m3", *kept), *arenas, INPUT, GRAD, GRAD, "gelu", "e4m3")
+    w2_casts = ops.cast(w_2, *arenas, WEIGHT, "e4m3", *kept)
+    mlp = (*casts, *w2_casts, *arenas, INPUT, GRAD, GRAD, "gelu", "e4m3")
+    a_fp8_t, dy_2 = random_payload(8, 12, "e4m3"), torch.randn(12, 16)
+    first, second = (x_fp8_t, x_inv, w_fp8_t, w_inv), (a_fp8_t, x_inv, *w2_casts[1:])
+    dtypes = (torch.float32, torch.bfloat16, torch.float32)
     backward = (dy, None, "none", x_fp8_t, x_inv, w_fp8_t, w_inv, *arenas, GRAD)
     return [
         (ops.cast, (x, *arenas, INPUT, "e4m3", "none", "rows", state.handle, True)),
         (ops.cast, (x.bfloat16(), *arenas, INPUT, "e5m2", "gelu", "both", 0, False)),
         (ops.cast, (x.bfloat16(), *arenas, INPUT, "e4m3", "swiglu", "columns", 0, False)),
         (ops.scaled_mm, (x_fp8, w_fp8, x_inv, w_inv, b, "e4m3", "e4m3", torch.bfloat16, True)),
-        (ops.scaled_mm, (x_fp8, w_fp8, x_inv, w_inv, None, "e4m3", "e4m3", torch.float32, False)),
+        (ops.scaled_mm, (x_fp8, w_fp8, x_inv, w_inv, None, "e4m3", "e4m3", torch.float32, False, "cublaslt")),
         (ops.linear, (*grad[:3], *casts, *arenas, GRAD, *recorded, torch.float32)),
         (ops.linear, (grad[0], w, None, *casts, *arenas, GRAD, *recorded, torch.float32)),
-        (ops.mlp, (*grad, *mlp, *recorded, True, torch.float32)),
-        (ops.mlp, (grad[0], w, None, w_2, None, *mlp, *recorded, True, torch.float32)),
+        (ops.scaled_mm_add_, (dy.clone(), x_fp8, w_fp8, x_inv, w_inv, "e4m3", "e4m3", False, "rawkernel")),
+        (ops.scaled_mm_add_, (dy.bfloat16(), x_fp8, w_fp8, x_inv, w_inv, "e4m3", "e4m3", True)),
+        (ops.mlp, (*grad, *mlp, *recorded, True, True, torch.float32)),
+        (ops.mlp, (grad[0], w, None, w_2, None, *mlp, *recorded, True, True, torch.float32)),
+        (ops.mlp, (x, w, b, w_2, b_2, *mlp, "e5m2", 0, False, False, False, torch.bfloat16)),
+        (ops.mlp_backward, (dy_2, dy, "gelu", *first, *second, *arenas, GRAD, GRAD, *recorded, *dtypes, True, False)),
+        (
+            ops.mlp_backward,
+            (
+                *(dy_2, dy, "silu", None, x_inv, None, w_inv, None, *second[1:], *arenas, GRAD, GRAD, "e4m3", 0, False),
+                *(*dtypes, False, True),
+            ),
+        ),
         (ops.linear_backward, (*backward, *recorded, torch.float32, torch.float32, True)),
         (ops.linear_backward, (dy, dy, "silu", *backward[3:], *recorded, torch.float32, torch.float32, True)),
         (
@@ -185,7 +208,8 @@ def test_opcheck(sample: int) -> None:
 
 def test_every_operator_is_checked() -> None:
     checked = {str(op) for op, _ in op_samples()}
-    names = ("cast", "scaled_mm", "linear", "linear_backward", "mlp", "record_amax", "update_scales")
+    gemms = ("scaled_mm", "scaled_mm_add_", "linear", "linear_backward", "mlp", "mlp_backward")
+    names = ("cast", *gemms, "record_amax", "update_scales")
     assert checked == {f"lightning_fp8.{name}.default" for name in names}
 
 

@@ -1,7 +1,8 @@
 """Which precision to take, with reasons: rules on the rows of a comparison, in plain words.
 
 1. Losses are compared with bf16-mixed's, the mean of the last steps and the validation loss where both have one. A
-   precision with either of them worse by more than 1%, or not finite, is never recommended.
+   precision with either of them worse by more than 1%, or not finite, is never recommended. Near zero 0.1% of the
+   first step's loss counts in place of 1% of what is left of it.
 2. On a CUDA GPU: of the precisions whose losses pass, the fastest by median step time, if that is at least 5% less
    than bf16-mixed's and the times of the two do not overlap between their 20th and 80th percentiles. Of those within
    2% of the fastest, the one with the least peak memory. Otherwise bf16-mixed.
@@ -18,6 +19,7 @@ from typing import Any
 from lightning_fp8.compare.variants import REFERENCE
 
 WORSE_LOSS = 0.01
+WORSE_OF_FIRST_LOSS = 0.001
 FASTER = 0.05
 LESS_MEMORY = 0.05
 ABOUT_AS_FAST = 0.02
@@ -63,13 +65,14 @@ def advise(rows: Sequence[Row]) -> list[str]:
 
 def worse_loss(row: Row, reference: Row) -> str:
     """Why the losses do not pass rule 1; empty if they do."""
-    mine = _losses(row)
+    mine, first = _losses(row), reference.get("first_loss")
+    nearly_nothing = WORSE_OF_FIRST_LOSS * abs(first) if first is not None and math.isfinite(first) else 0.0
     for key, theirs in _losses(reference).items():
         if key not in mine:
             continue
         if not math.isfinite(mine[key]):
             return f"its {_LOSSES[key]} is {mine[key]}"
-        if mine[key] - theirs > WORSE_LOSS * abs(theirs):
+        if mine[key] - theirs > max(WORSE_LOSS * abs(theirs), nearly_nothing):
             by = f"worse by {(mine[key] - theirs) / abs(theirs):.1%}" if theirs else "worse"
             return (
                 f"its {_LOSSES[key]} {mine[key]:.4f} is {by} than {REFERENCE}'s {theirs:.4f}; {WORSE_LOSS:.0%} passes"

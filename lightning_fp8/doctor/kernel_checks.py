@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kernels_cuda.compile import architecture, compiled, is_cached
+from kernels_cuda.compile import architecture, capability, compiled, is_cached
 from lightning_fp8.doctor.diagnosis import SLOWER, Findings, KernelCheck, Section
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops import kernels, plain
@@ -24,8 +24,9 @@ Progress = Callable[[str], None]
 
 def on_device(device: torch.device, progress: Progress) -> list[KernelCheck]:
     """Compile or find in the cache, load and test every kernel there; ends early where the toolchain does not serve."""
-    arch, checks = architecture(torch.cuda.get_device_capability(device)), []
-    for variant in kernels.variants():
+    its_capability = torch.cuda.get_device_capability(device)
+    arch, checks = architecture(its_capability), []
+    for variant in kernels.variants(its_capability):
         progress(f"{device}: {variant.name}")
         cached = is_cached(variant.family, arch, variant.defines)
         attempt = kernels.try_kernel(variant, device, test_again=True)
@@ -45,7 +46,7 @@ def on_device(device: torch.device, progress: Progress) -> list[KernelCheck]:
 def for_architecture(arch: str, why_no_test: str, progress: Progress) -> list[KernelCheck]:
     """Compile every kernel, or find it in the cache; needs no GPU."""
     checks = []
-    for variant in kernels.variants():
+    for variant in kernels.variants(capability(arch)):
         progress(f"{arch}: {variant.name}")
         began, failure, how = time.perf_counter(), None, "compiled"
         try:

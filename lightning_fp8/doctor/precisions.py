@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from kernels_cuda.gemm import configurations
 from lightning_fp8.doctor.diagnosis import CANNOT, Findings, KernelCheck, Section
 from lightning_fp8.doctor.kernel_checks import gemm
-from lightning_fp8.ops import kernels
+from lightning_fp8.ops import gemm_table, kernels
 
 # Ampere: the first generation with bf16
 _BF16_CAPABILITY = (8, 0)
 _COLUMNS = ("device", "precision", "runs", "casts", "scales", "GEMMs")
 _BF16 = ("bf16-mixed", "bf16-true")
-_TORCH, _OWN, _REFERENCE = "torch's operators", "own kernels", "reference (CPU)"
+_TORCH, _OWN, _REFERENCE, _CUBLASLT = "torch's operators", "own kernels", "reference (CPU)", "torch._scaled_mm"
 
 
 def describe(
@@ -50,7 +52,7 @@ def _fp8(
             'Trainer(precision="bf16-mixed"), or another torch: `pip install --upgrade torch`.',
         )
     casts, scales = _served(findings.kernels, device, ready, compile)
-    return "yes" if trouble is None else "no", casts, scales, "torch._scaled_mm" if trouble is None else "FAILED"
+    return "yes" if trouble is None else "no", casts, scales, "FAILED" if trouble else _gemms(device, ready)
 
 
 def _served(checks: Sequence[KernelCheck], device: torch.device, ready: bool, compile: bool) -> tuple[str, str]:
@@ -64,8 +66,19 @@ def _served(checks: Sequence[KernelCheck], device: torch.device, ready: bool, co
     if not compile:
         return (f"{_OWN} (not tested: --quick)",) * 2
     mine = [check for check in checks if check.place == str(device)]
-    updates = [check for check in mine if check.kernel == "update_scales"]
-    return _share([check for check in mine if check not in updates]), _share(updates)
+    casts, updates = ([check for check in mine if check.kernel.startswith(name)] for name in ("cast", "update"))
+    return _share(casts), _share(updates)
+
+
+def _gemms(device: torch.device, ready: bool) -> str:
+    """What ``gemm="auto"`` runs, by the GPU's table."""
+    capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    if not ready or os.environ.get("LIGHTNING_FP8_BACKEND", "auto") != "auto" or not configurations(capability, False):
+        return _CUBLASLT
+    measured = gemm_table.rows(name, capability)
+    if not measured:
+        return f"{_CUBLASLT} (nothing measured: lightning_fp8 tune)"
+    return f"{_OWN} for {sum(row.is_faster for row in measured)} of {len(measured)} measured, else {_CUBLASLT}"
 
 
 def _share(checks: Sequence[KernelCheck]) -> str:

@@ -18,9 +18,10 @@ from lightning_fp8.ops.basic import (
     casts_weights_together,
     record_amax,
     scaled_mm,
+    scaled_mm_add_,
     update_scales,
 )
-from lightning_fp8.ops.feed_forward import mlp
+from lightning_fp8.ops.feed_forward import mlp, mlp_backward
 from lightning_fp8.ops.linear_layer import linear, linear_backward
 
 __all__ = [
@@ -31,7 +32,9 @@ __all__ = [
     "linear",
     "linear_backward",
     "mlp",
+    "mlp_backward",
     "record_amax",
     "scaled_mm",
+    "scaled_mm_add_",
     "update_scales",
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops import cuda, plain
+from lightning_fp8.ops import cuda, gemm, plain, reference
 from lightning_fp8.ops.activations import activated_width
 from lightning_fp8.ops.library import K_MAJOR_DEVICES, LIBRARY, define, implement
 
@@ -21,10 +23,17 @@ _CAST = define(
 # record_amax: scale_inv [] float32 -> a copy of it; amax [] float32, known already, is recorded as `cast` would. The
 #   copy is what goes on with, or a compiled graph would leave the recording out.
 _RECORD_AMAX = define("record_amax(Tensor scale_inv, Tensor amax, Tensor index, int state, bool record) -> Tensor")
-# scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype
+# scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype. The bias is rounded to out_dtype,
+#   as autocast rounds it, then added in fp32 to the scaled sum, which is rounded once. Without `fast_accumulation`
+#   partial sums are added up in fp32 at least every 128 along K. `gemm` says what may run it, see ops/gemm_choice.py.
 _SCALED_MM = define(
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, str a_format, str b_format, "
-    "ScalarType out_dtype, bool fast_accumulation) -> Tensor"
+    'ScalarType out_dtype, bool fast_accumulation, str gemm="auto") -> Tensor'
+)
+# scaled_mm_add_: out [M, N] += scaled_mm(a, b), added in fp32 and rounded once: gradients of several micro-batches
+_SCALED_MM_ADD = define(
+    "scaled_mm_add_(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, str a_format, "
+    'str b_format, bool fast_accumulation, str gemm="auto") -> ()'
 )
 # update_scales: the end of an optimizer step for all R tensors. amax, scale, fp8_max [R] float32, amax_history [H, R]
 #   float32, newest first, nonfinite_steps [R] int64. Where amax is finite and > 0 it is pushed into the history, and
@@ -35,9 +44,10 @@ _UPDATE_SCALES = define(
     "Tensor(d!) nonfinite_steps, bool most_recent, float margin_factor) -> ()"
 )
 
-cast = implement("cast")
-scaled_mm = implement("scaled_mm")
-update_scales = implement("update_scales")
+cast = implement("cast", reference.cast, cuda.cast)
+scaled_mm = implement("scaled_mm", reference.scaled_mm, gemm.scaled_mm)
+scaled_mm_add_ = implement("scaled_mm_add_", reference.scaled_mm_add_, gemm.scaled_mm_add_)
+update_scales = implement("update_scales", reference.update_scales, cuda.update_scales)
 cast_weights = cuda.cast_weights
 
 
@@ -107,5 +117,11 @@ def _scaled_mm_fake(
     b_format: str,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
+    gemm: str = "auto",
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+@torch.library.register_fake(_SCALED_MM_ADD, lib=LIBRARY)
+def _scaled_mm_add_fake(out: Tensor, *_: Any, **__: Any) -> None:
+    pass

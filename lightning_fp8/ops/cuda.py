@@ -13,11 +13,9 @@ from lightning_fp8.formats import CASTABLE_DTYPES, FORMATS
 from lightning_fp8.ops import plain
 from lightning_fp8.ops.activations import activate, activated_width, activation_gradient
 from lightning_fp8.ops.counting import count, is_counting
+from lightning_fp8.ops.gemm import scaled_mm
 from lightning_fp8.ops.kernels import cast_kernel, update_kernel, weights_kernel
-from lightning_fp8.ops.plain import scaled_mm
-from lightning_fp8.scaling import ScalingState, amax_of, state_of
-
-__all__ = ["cast", "cast_gradient", "cast_weights", "linear_backward", "scaled_mm", "update_scales"]
+from lightning_fp8.scaling import ScalingState, amax_of, gemm_of, state_of
 
 
 def cast(
@@ -119,10 +117,13 @@ def linear_backward(
     dy_fp8, dy_fp8_t, dy_scale_inv, db = cast_gradient(
         dy, h, activation, scale, amax_history, index, format, layout, state, record, bias
     )
+    gemm = gemm_of(state)
     if w_fp8_t is not None:
-        dx = scaled_mm(dy_fp8, w_fp8_t, dy_scale_inv, w_scale_inv, None, format, "e4m3", dx_dtype, False)
+        dx = scaled_mm(dy_fp8, w_fp8_t, dy_scale_inv, w_scale_inv, None, format, "e4m3", dx_dtype, False, gemm)
+    # a large tensor: its memory may serve the next one
+    del dy_fp8
     if x_fp8_t is not None:
-        dw = scaled_mm(dy_fp8_t, x_fp8_t, dy_scale_inv, x_scale_inv, None, format, "e4m3", dw_dtype, False)
+        dw = scaled_mm(dy_fp8_t, x_fp8_t, dy_scale_inv, x_scale_inv, None, format, "e4m3", dw_dtype, False, gemm)
     return dx, dw, db
 
 

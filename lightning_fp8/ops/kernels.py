@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from kernels_cuda import casts, load, scales
+from kernels_cuda import casts, gemm, load, scales
 from kernels_cuda.compile import KernelsUnavailable
+from kernels_cuda.gemm import Configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.device import is_capturing
-from lightning_fp8.ops import self_test
+from lightning_fp8.ops import self_test, self_test_gemm
 
 BACKENDS = ("auto", "reference")
 _PLAIN = "torch's own operators take over, with the same results and more passes over memory."
@@ -42,6 +43,7 @@ class Variant(NamedTuple):
     layout: str
     block: int
     self_test: Callable[[torch.device, Kernel], str | None]
+    shared_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -67,8 +69,11 @@ class Attempt(NamedTuple):
     testing_s: float | None
 
 
-def variants() -> list[Variant]:
-    """Every kernel there is."""
+def variants(capability: tuple[int, int]) -> list[Variant]:
+    """Every kernel that training with the default recipe may use on GPUs of this compute capability.
+
+    Of the GEMMs that end with a cast those in bf16 and of the first configuration, which stand for the others.
+    """
     of_casts = [
         _cast_variant(dtype, fmt, activation, backward)
         for dtype in casts.INPUTS
@@ -77,7 +82,22 @@ def variants() -> list[Variant]:
         for backward in (False, True)
         if not (backward and activation == "none")
     ]
-    return [*of_casts, _weights_variant(), _update_variant()]
+    return [*of_casts, _weights_variant(), _update_variant(), *_gemm_variants(capability)]
+
+
+def _gemm_variants(capability: tuple[int, int]) -> list[Variant]:
+    fast, promoted = (gemm.configurations(capability, promote) for promote in (False, True))
+    made = [_gemm_variant(one, "e4m3", "e4m3", torch.bfloat16, False) for one in fast]
+    # dgrad in bf16; wgrad in the parameters' dtype
+    made += [_gemm_variant(one, "e5m2", "e4m3", output, True) for one in promoted for output in gemm.OUTPUTS]
+    chained = [one for one in (*fast[:1], *promoted[:1]) if one.family == "gemm_sm90"]
+    for one in chained:
+        promote, fmt = one in promoted, "e5m2" if one in promoted else "e4m3"
+        made += [
+            _chained_variant(one, fmt, torch.bfloat16, promote, activation, fmt)
+            for activation in gemm.CHAINED_ACTIVATIONS
+        ]
+    return [*made, *(_sum_splits_variant(output) for output in gemm.OUTPUTS)] if made else []
 
 
 @functools.cache
@@ -100,6 +120,39 @@ def update_kernel(device: torch.device) -> Kernel | None:
     return _obtain(_update_variant(), device)
 
 
+@functools.cache
+def gemm_kernel(
+    device: torch.device,
+    configuration: Configuration,
+    a_format: str,
+    b_format: str,
+    output: torch.dtype,
+    promote: bool,
+) -> Kernel | None:
+    """The GEMM of this configuration, formats, output and accumulation, or None."""
+    return _obtain(_gemm_variant(configuration, a_format, b_format, output, promote), device)
+
+
+@functools.cache
+def chained_kernel(
+    device: torch.device,
+    configuration: Configuration,
+    a_format: str,
+    output: torch.dtype,
+    promote: bool,
+    activation: str,
+    format: str,
+) -> Kernel | None:
+    """The GEMM that writes the next one's operand, see :func:`kernels_cuda.gemm.chained_gemm`; or None."""
+    return _obtain(_chained_variant(configuration, a_format, output, promote, activation, format), device)
+
+
+@functools.cache
+def sum_splits_kernel(device: torch.device, output: torch.dtype) -> Kernel | None:
+    """``sum_splits`` for outputs of this dtype, or None."""
+    return _obtain(_sum_splits_variant(output), device)
+
+
 def _cast_variant(input: torch.dtype, format: str, activation: str, backward: bool) -> Variant:
     def test(device: torch.device, kernel: Kernel) -> str | None:
         return self_test.cast_transpose(device, input, format, activation, backward, kernel)
@@ -114,6 +167,40 @@ def _weights_variant() -> Variant:
 
 def _update_variant() -> Variant:
     return Variant("update_scales", (), scales.LAYOUT, scales.THREADS, self_test.update_scales)
+
+
+def _gemm_variant(
+    configuration: Configuration, a_format: str, b_format: str, output: torch.dtype, promote: bool
+) -> Variant:
+    def test(device: torch.device, kernel: Kernel) -> str | None:
+        return self_test_gemm.gemm(device, configuration, a_format, b_format, output, kernel)
+
+    return _of(configuration, gemm.variant(configuration, a_format, b_format, output, promote), test)
+
+
+def _chained_variant(
+    configuration: Configuration, a_format: str, output: torch.dtype, promote: bool, activation: str, format: str
+) -> Variant:
+    def test(device: torch.device, kernel: Kernel) -> str | None:
+        return self_test_gemm.chained_gemm(device, configuration, a_format, output, promote, activation, format, kernel)
+
+    defines = gemm.chained_variant(configuration, a_format, output, promote, activation, format)
+    return _of(configuration, defines, test)
+
+
+def _of(
+    configuration: Configuration, defines: tuple[str, ...], test: Callable[[torch.device, Kernel], str | None]
+) -> Variant:
+    layout, threads, shared_bytes = configuration.layout, configuration.threads, configuration.shared_bytes
+    return Variant(configuration.family, defines, layout, threads, test, shared_bytes)
+
+
+def _sum_splits_variant(output: torch.dtype) -> Variant:
+    def test(device: torch.device, kernel: Kernel) -> str | None:
+        return self_test_gemm.sum_splits(device, output, kernel)
+
+    defines = gemm.sum_splits_variant(output)
+    return Variant("sum_splits", defines, gemm.SUM_SPLITS_LAYOUT, gemm.SUM_SPLITS_THREADS, test)
 
 
 def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
@@ -145,7 +232,7 @@ def try_kernel(variant: Variant, device: torch.device, test_again: bool = False)
     began = time.perf_counter()
     testing: float | None = None
     try:
-        kernel = load.load(family, defines, variant.layout, variant.block, index)
+        kernel = load.load(family, defines, variant.layout, variant.block, index, variant.shared_bytes)
         passed = load.has_passed(family, defines, index)
         if passed and not test_again:
             return Attempt(kernel, None, False, time.perf_counter() - began, None)

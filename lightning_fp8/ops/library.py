@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from lightning_fp8.ops import cuda, reference
 
 LIBRARY = torch.library.Library("lightning_fp8", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -20,8 +19,8 @@ def define(schema: str) -> str:
     return f"lightning_fp8::{name.split('::')[-1].split('(')[0]}"
 
 
-def implement(name: str) -> Any:
-    """Register the CPU's and CUDA's implementation, of the same name; returns what to call the operator by."""
-    for key, module in (("CPU", reference), ("CUDA", cuda)):
-        LIBRARY.impl(name, getattr(module, name), key)
+def implement(name: str, cpu: Callable[..., Any], cuda: Callable[..., Any]) -> Any:
+    """Register both devices' implementations of an operator; returns what to call it by."""
+    LIBRARY.impl(name, cpu, "CPU")
+    LIBRARY.impl(name, cuda, "CUDA")
     return getattr(torch.ops.lightning_fp8, name).default

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops import cuda, reference
 from lightning_fp8.ops.basic import scaled_mm
 from lightning_fp8.ops.library import LIBRARY, define, implement
+from lightning_fp8.scaling import gemm_of
 
 # linear: fprop with the gradients of x [M, K], weight [N, K] and bias [N]. These three give the graph its edges and the
 #   gradients their dtypes; what is computed with, and kept for backward, are their FP8 casts.
@@ -27,7 +29,7 @@ _LINEAR_BACKWARD = define(
     "ScalarType dx_dtype, ScalarType dw_dtype, bool bias) -> (Tensor, Tensor, Tensor)"
 )
 linear = torch.ops.lightning_fp8.linear.default
-linear_backward = implement("linear_backward")
+linear_backward = implement("linear_backward", reference.linear_backward, cuda.linear_backward)
 
 
 def _linear(
@@ -48,7 +50,7 @@ def _linear(
     record: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return scaled_mm(x_fp8, w_fp8, x_scale_inv, w_scale_inv, bias, "e4m3", "e4m3", out_dtype, True)
+    return scaled_mm(x_fp8, w_fp8, x_scale_inv, w_scale_inv, bias, "e4m3", "e4m3", out_dtype, True, gemm_of(state))
 
 
 LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")

@@ -12,7 +12,7 @@ from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.reference import in_layout, scale_of_current, update_scales
 from lightning_fp8.scaling import amax_of
 
-__all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
+__all__ = ["cast", "cast_gradient", "scaled_mm", "scaled_mm_add_", "update_scales"]
 
 # cuBLASLt takes FP8 operands whose rows are a multiple of 16 bytes
 _ALIGNMENT = 16
@@ -90,18 +90,35 @@ def scaled_mm(
     if m == 0 or n == 0 or k == 0:
         empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
         return empty if bias is None else empty + bias.to(out_dtype)
+    columns = -(-n // _ALIGNMENT) * _ALIGNMENT
     a_padded = _padded(a, m, k).view(FORMATS[a_format].dtype)
-    b_padded = _padded(b, -(-n // _ALIGNMENT) * _ALIGNMENT, k).view(FORMATS[b_format].dtype)
+    b_padded = _padded(b, columns, k).view(FORMATS[b_format].dtype)
+    # torch adds a bias in the GEMM's own epilogue, in fp32, where bias and result are of one 16-bit dtype
+    fused = None if bias is None or out_dtype == torch.float32 else F.pad(bias.to(out_dtype), (0, columns - n))
     out = torch._scaled_mm(
         a_padded,
         b_padded.t(),
         scale_a=a_scale_inv,
         scale_b=b_scale_inv,
-        out_dtype=torch.float32 if bias is not None else out_dtype,
+        bias=fused,
+        out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
-    )[:, :n]
-    # The bias is added in fp32 and the sum rounded once; torch's own epilogue takes bf16 biases only.
-    return out.contiguous() if bias is None else (out + bias).to(out_dtype)
+    )[:, :n].contiguous()
+    return out if bias is None or fused is not None else out.add_(bias)
+
+
+def scaled_mm_add_(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    a_format: str,
+    b_format: str,
+    fast_accumulation: bool,
+) -> None:
+    """See the operator ``lightning_fp8::scaled_mm_add_``."""
+    out.add_(scaled_mm(a, b, a_scale_inv, b_scale_inv, None, a_format, b_format, torch.float32, fast_accumulation))
 
 
 def _padded(payload: Tensor, rows: int, columns: int) -> Tensor:

@@ -137,18 +137,34 @@ def scaled_mm(
     b_format: str,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
+    gemm: str = "auto",
 ) -> Tensor:
     """``(a @ b^T) * a_scale_inv * b_scale_inv + bias``; see the operator ``lightning_fp8::scaled_mm``."""
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     operand_dtype = _operand_dtype(out_dtype)
     b_values = dequantize(b, b_format).to(operand_dtype).t()
     scale_inv = _gemm_scale_inv(a_scale_inv, b_scale_inv, a_format, b_format)
-    addend = None if bias is None else bias.to(operand_dtype)
+    addend = None if bias is None else bias.to(out_dtype).to(operand_dtype)
     a_has_nan = a_format == "e4m3" and has_nan(a, a_format)
     for rows in _row_blocks(a.shape[0], max(a.shape[1], b.shape[0])):
         a_values = dequantize(a[rows], a_format, a_has_nan).to(operand_dtype)
         _mm_into(out[rows], a_values, b_values, scale_inv, addend)
     return out
+
+
+def scaled_mm_add_(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    a_format: str,
+    b_format: str,
+    fast_accumulation: bool,
+    gemm: str = "auto",
+) -> None:
+    """``out += (a @ b^T) * a_scale_inv * b_scale_inv``; see the operator ``lightning_fp8::scaled_mm_add_``."""
+    out.add_(scaled_mm(a, b, a_scale_inv, b_scale_inv, None, a_format, b_format, torch.float32, fast_accumulation))
 
 
 def linear_backward(
@@ -179,14 +195,14 @@ def linear_backward(
     if is_counting(state, record):
         count(dy, used, index, fmt, state)
     saturate, dy_scale_inv = _may_saturate(used, fmt, current), used.reciprocal()
-    dx = dy.new_empty(0, 0, dtype=dx_dtype) if w_fp8 is None else dy.new_empty(m, w_fp8.shape[1], dtype=dx_dtype)
+    dx = dy.new_empty(0, dtype=dx_dtype) if w_fp8 is None else dy.new_empty(m, w_fp8.shape[1], dtype=dx_dtype)
     dw, db = dy.new_zeros(n, k, dtype=torch.float32), dy.new_zeros(n if bias else 0, dtype=torch.float32)
     w_values = None if w_fp8 is None else dequantize(w_fp8, "e4m3").to(_operand_dtype(dx_dtype))
     dx_scale_inv = _gemm_scale_inv(dy_scale_inv, w_scale_inv, format, "e4m3")
     dw_scale_inv = _gemm_scale_inv(dy_scale_inv, x_scale_inv, format, "e4m3")
     dy_has_nan = format == "e4m3" and (current is None or bool(current.isnan()))
     x_has_nan = x_fp8 is not None and has_nan(x_fp8, "e4m3")
-    for rows in _row_blocks(m, max(n, k, dx.shape[1])):
+    for rows in _row_blocks(m, max(n, k, dx.shape[-1])):
         values = dy[rows].float()
         if bias:
             db += values.sum(dim=0)
@@ -235,7 +251,7 @@ def _operand_dtype(out_dtype: torch.dtype) -> torch.dtype:
 def _mm_into(out: Tensor, a: Tensor, b: Tensor, scale_inv: float, bias: Tensor | None = None) -> None:
     """``out = (a @ b) * scale_inv + bias``: the factor and the bias meet the fp32 sums, which are rounded once.
 
-    The bias itself comes in the operands' dtype: for a bf16 result as bf16, as under autocast.
+    The bias itself comes in the operands' dtype.
     Autocast, which would turn operands and results to bf16, leaves the ``out=`` form alone.
     """
     target = out if out.dtype == a.dtype else out.new_empty(out.shape, dtype=a.dtype)

@@ -21,15 +21,19 @@ from lightning_fp8.convert import convert, describe, is_converted, scaling_state
 from lightning_fp8.dtypes import agree_inputs, float64_parameter, release_inputs, store_parameters
 from lightning_fp8.fast_path import layers_own_forwards
 from lightning_fp8.fp8_all_gather import gather_in_fp8, note_sharded_weights
+from lightning_fp8.min_features import MinFeatures, as_agreed_number
 from lightning_fp8.modules.weight_copy import drop_copies, keep_copies
 from lightning_fp8.paths import as_patterns, check_patterns, modules_inside
 from lightning_fp8.plugins.settings import (
+    GemmString,
     PrecisionString,
     as_recipe,
     as_torch_dtype,
     check_dtype_mismatch,
     check_dtypes,
     check_fp8_all_gather,
+    check_gemm_of,
+    check_min_features_of,
     check_precision,
     check_weight_copy,
 )
@@ -62,6 +66,8 @@ class PrecisionCore(Precision):
         weight_copy: bool = False,
         reduce_dtype: torch.dtype | str = torch.float32,
         fp8_all_gather: bool = False,
+        gemm: GemmString = "auto",
+        min_features: MinFeatures = 0,
     ) -> None:
         check_precision(precision)
         check_dtype_mismatch(dtype_mismatch)
@@ -78,7 +84,11 @@ class PrecisionCore(Precision):
         check_dtypes(precision, self.param_dtype, self.compute_dtype)
         check_weight_copy(precision, self.param_dtype, weight_copy)
         check_fp8_all_gather(precision, fp8_all_gather)
+        check_gemm_of(precision, gemm)
+        check_min_features_of(precision, min_features)
         self.fp8_all_gather = fp8_all_gather
+        self.gemm = gemm
+        self.min_features = min_features
         self.precision = precision  # type: ignore[assignment]
         self._states: list[ScalingState] = []
         # models that have had no forward yet, whose layers may have been sharded since they were converted
@@ -137,21 +147,26 @@ class PrecisionCore(Precision):
 
     def _convert(self, module: nn.Module) -> None:
         if not is_converted(module):
-            convert(module, self.recipe, self._not_converted)
+            number = as_agreed_number(self.min_features)
+            convert(module, self.recipe, self._not_converted, self.gemm, number)
             rows = describe(module)
             rank_zero_info(
-                f"fp8-delayed: {sum(row.converted for row in rows)} of {len(rows)} linear layers run in FP8."
+                f"fp8-delayed: {sum(row.converted for row in rows)} of {len(rows)} linear layers run in FP8"
+                + (f" (min_features={number})." if number else ".")
             )
             return
-        # Converted by the user or by an earlier run: it stays as it is, unless this plugin was told otherwise.
+        # Converted by the user or by an earlier run: it stays as it is, unless this plugin was told otherwise. Only
+        # what runs the GEMMs is each run's own.
         existing = scaling_state(module).recipe
         if self.recipe is not None and self.recipe != existing:
             raise ValueError(
                 f"The model is already converted with {existing}, but this plugin has {self.recipe}."
                 " Call `lightning_fp8.unconvert(model)` first; the scales start anew then."
             )
-        if self._not_converted:
-            convert(module, existing, self._not_converted)
+        if self._not_converted or self.min_features:
+            asked = as_agreed_number(self.min_features) if self.min_features else None
+            convert(module, existing, self._not_converted, min_features=asked)
+        scaling_state(module).gemm = self.gemm
 
     @property
     def _not_converted(self) -> tuple[str, ...]:

@@ -8,9 +8,12 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_fp8.attention_dtypes import DTYPE_MISMATCH
+from lightning_fp8.min_features import check_min_features
+from lightning_fp8.ops.gemm_choice import check_gemm
 from lightning_fp8.recipe import DelayedScaling
 
 PrecisionString = Literal["fp8-delayed", "bf16-mixed", "bf16-true"]
+GemmString = Literal["auto", "rawkernel", "cublaslt"]
 PRECISIONS: tuple[PrecisionString, ...] = get_args(PrecisionString)
 # fp16 is refused everywhere: without loss scaling its gradients underflow
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,6 +68,20 @@ def check_fp8_all_gather(precision: str, fp8_all_gather: bool) -> None:
     """Refuse a gather in FP8 where there are no scales."""
     if fp8_all_gather and precision != "fp8-delayed":
         raise ValueError(f"`fp8_all_gather=True` belongs to `fp8-delayed`, got {precision!r}.")
+
+
+def check_gemm_of(precision: str, gemm: Any) -> None:
+    """Refuse another word than ours, and a choice of FP8 GEMMs where there are none."""
+    check_gemm(gemm)
+    if gemm != "auto" and precision != "fp8-delayed":
+        raise ValueError(f"`gemm={gemm!r}` belongs to `fp8-delayed`, got {precision!r}.")
+
+
+def check_min_features_of(precision: str, min_features: Any) -> None:
+    """Refuse what is no size, and a choice of FP8 layers where there are none."""
+    check_min_features(min_features)
+    if min_features != 0 and precision != "fp8-delayed":
+        raise ValueError(f"`min_features={min_features!r}` belongs to `fp8-delayed`, got {precision!r}.")
 
 
 def check_dtype_mismatch(dtype_mismatch: Any) -> None:

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
@@ -98,6 +99,15 @@ class Fp8Precision(_TrainerPrecision):
         fp8_all_gather: for ``"fp8-delayed"`` under ``ModelParallelStrategy`` with ``fully_shard``: gather the weights
             of converted layers in FP8, half the bytes of bf16, with the same numbers bit for bit. These layers cannot
             fall back.
+        gemm: for ``"fp8-delayed"``, what runs the FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster
+            there (``python -m lightning_fp8 tune`` measures); ``"rawkernel"``, the kernels of this package;
+            ``"cublaslt"``, those of ``torch._scaled_mm``.
+        min_features: for ``"fp8-delayed"``, layers with fewer features in or out, in any of their weights, are not
+            converted; 0 leaves a model that was converted before as it is. ``"auto"`` is the size from which FP8 was
+            measured to be faster on the process's GPU (``python -m lightning_fp8 tune --min-features`` measures),
+            unmeasured an estimate of 1024; on a machine without a GPU it is 0. It may be another one on another GPU,
+            and a checkpoint belongs to the layers that were converted: give the number, which is logged, to resume
+            there.
 
     Raises:
         ValueError: for another precision, dtype or word, settings that contradict each other, a recipe field outside
@@ -112,6 +122,16 @@ class Bf16MixedPrecision(Fp8Precision, MixedPrecision):  # type: ignore[misc]
     def __init__(self, precision: Any = "bf16-mixed", *args: Any, **kwargs: Any) -> None:
         Fp8Precision.__init__(self, precision, *args, **kwargs)
         MixedPrecision.__init__(self, "bf16-mixed", device=self._device_type())
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        # Lightning's own refuses fused optimizers, as they would unscale gradients themselves: in bf16 none are scaled
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
 
 class Bf16TruePrecision(Fp8Precision, HalfPrecision):  # type: ignore[misc]

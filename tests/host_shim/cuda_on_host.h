@@ -1,5 +1,5 @@
-/* Runs a CUDA kernel as host C++: a fiber per thread of a block, blocks one after the other. It checks arithmetic,
-   indices, barriers and guards; not races, memory ordering or speed. */
+/* Runs a CUDA kernel as host C++: a fiber per thread of a block, blocks one after the other, the blocks of a cluster
+   together. It checks arithmetic, indices, barriers and guards; not races, memory ordering or speed. */
 #pragma once
 #include <ucontext.h>
 
@@ -15,7 +15,8 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __shared__ static /* one block at a time */
+#define __cluster_dims__(...)
+#define __shared__ static /* one block at a time; the kernels with clusters have none */
 #define __align__(n) __attribute__((aligned(n)))
 
 using std::max;
@@ -23,6 +24,8 @@ using std::min;
 
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
 static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 struct Dimensions { unsigned x = 1, y = 1, z = 1; };
 static Dimensions threadIdx, blockIdx, blockDim, gridDim;
@@ -36,39 +39,79 @@ struct Fiber {
 };
 static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
+/* Which fiber runs; those of a cluster's blocks follow each other. */
 static unsigned current;
 /* Threads that have returned count as arrived at every later barrier of the block, as on the device. */
-static unsigned alive;
-static Barrier of_block, of_warp[32];
-static unsigned exchanged[32][32];
+static std::vector<unsigned> alive;
+static std::vector<Barrier> of_block, of_warp;
+static std::vector<std::vector<unsigned>> exchanged;
+static unsigned first_block;
+/* Whether anything has happened since all fibers were last asked; what is left to do where nothing has. */
+static bool progress;
+static bool (*when_stuck)() = nullptr;
+static void (*at_start)() = nullptr;
 static void (*body)();
+
+static void become(unsigned fiber) {
+    current = fiber;
+    threadIdx.x = fiber % blockDim.x;
+    blockIdx.x = first_block + fiber / blockDim.x;
+}
+
+/* Lets the others run. */
+static void yield() {
+    const unsigned me = current;
+    swapcontext(&fibers[me].context, &scheduler);
+    become(me);
+}
 
 static void wait(Barrier& barrier, unsigned threads) {
     const unsigned generation = barrier.generation;
+    progress = true;
     if (++barrier.arrived == threads) {
         barrier.arrived = 0;
         ++barrier.generation;
     }
-    while (barrier.generation == generation) {
-        const unsigned me = current;
-        swapcontext(&fibers[me].context, &scheduler);
-        current = threadIdx.x = me;
-    }
+    while (barrier.generation == generation) yield();
 }
 
 static void enter() {
     body();
-    fibers[current].done = true;
-    --alive;
+    fibers[current].done = progress = true;
+    --alive[current / blockDim.x];
     swapcontext(&fibers[current].context, &scheduler);
 }
 
-static void launch(unsigned grid, unsigned block, void (*kernel)()) {
+static void fail(const char* what) {
+    std::fprintf(stderr, "%s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
+    std::abort();
+}
+
+static void run_cluster() {
+    unsigned left = fibers.size();
+    while (left != 0) {
+        progress = false;
+        left = 0;
+        for (unsigned fiber = 0; fiber < fibers.size(); ++fiber) {
+            if (fibers[fiber].done) continue;
+            ++left;
+            become(fiber);
+            swapcontext(&scheduler, &fibers[fiber].context);
+        }
+        if (left != 0 && !progress && !(when_stuck != nullptr && when_stuck()))
+            fail("a barrier that not all threads reach");
+    }
+}
+
+static void launch(unsigned grid, unsigned block, void (*kernel)(), unsigned cluster = 1) {
     body = kernel;
     gridDim.x = grid;
     blockDim.x = block;
-    fibers.resize(block);
-    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
+    if (grid % cluster != 0) fail("a grid that is not whole clusters");
+    fibers.resize(cluster * block);
+    of_warp.resize(cluster * block / 32);
+    exchanged.assign(of_warp.size(), std::vector<unsigned>(32));
+    for (first_block = 0; first_block < grid; first_block += cluster) {
         for (Fiber& fiber : fibers) {
             getcontext(&fiber.context);
             fiber.context.uc_stack.ss_sp = fiber.stack.data();
@@ -77,31 +120,26 @@ static void launch(unsigned grid, unsigned block, void (*kernel)()) {
             fiber.done = false;
             makecontext(&fiber.context, enter, 0);
         }
-        alive = block;
-        for (unsigned rounds = 0; alive != 0; ++rounds) {
-            if (rounds > 10000) {
-                std::fprintf(stderr, "a barrier that not all threads of the block reach\n");
-                std::abort();
-            }
-            for (unsigned t = 0; t < block; ++t) {
-                if (fibers[t].done) continue;
-                current = threadIdx.x = t;
-                swapcontext(&scheduler, &fibers[t].context);
-            }
-        }
+        alive.assign(cluster, block);
+        of_block.assign(cluster, Barrier());
+        if (at_start != nullptr) at_start();
+        run_cluster();
     }
 }
 }  // namespace host
 
-static inline void __syncthreads() { host::wait(host::of_block, host::alive); }
+static inline void __syncthreads() {
+    const unsigned block = host::current / blockDim.x;
+    host::wait(host::of_block[block], host::alive[block]);
+}
 
 /* What all 32 lanes of a warp bring, at once. */
 static inline const unsigned* exchange(unsigned value) {
-    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const unsigned warp = host::current / 32, lane = host::current % 32;
     host::wait(host::of_warp[warp], 32);
     host::exchanged[warp][lane] = value;
     host::wait(host::of_warp[warp], 32);
-    return host::exchanged[warp];
+    return host::exchanged[warp].data();
 }
 static inline unsigned __float_as_uint(float value) {
     unsigned bits;
@@ -120,6 +158,7 @@ static inline unsigned __reduce_max_sync(unsigned, unsigned value) {
 static inline float __shfl_xor_sync(unsigned, float value, unsigned mask) {
     return __uint_as_float(exchange(__float_as_uint(value))[(threadIdx.x % 32) ^ mask]);
 }
+static inline unsigned __shfl_sync(unsigned, unsigned value, unsigned lane) { return exchange(value)[lane]; }
 static inline unsigned atomicMax(unsigned* address, unsigned value) {
     const unsigned before = *address;
     *address = std::max(before, value);

@@ -44,6 +44,8 @@ static inline u16 to_bf16(float value) {
     const u32 bits = __float_as_uint(value);
     return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+static inline u32 to_bf16x2(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
+static inline u32 to_fp16x2(float low, float high) { return to_fp16(low) | (u32)to_fp16(high) << 16; }
 static inline uint4 load_once(const void* address) {
     // as on the device, where a load off its 16-byte boundary is an error
     if ((unsigned long long)address % 16 != 0) std::abort();

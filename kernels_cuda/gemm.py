@@ -1,0 +1,300 @@
+"""The GEMM kernels from the host's side: configurations, variants, argument structs, grids. Maths: ``gemm.cuh``."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels_cuda.casts import Row
+from kernels_cuda.launch import Kernel
+from kernels_cuda.tensor_map import tensor_map
+
+OUTPUTS = {torch.float32: "OutFp32", torch.bfloat16: "OutBf16", torch.float16: "OutFp16"}
+# linear - activation - linear in one: swiglu's halves lie in different tiles
+CHAINED_ACTIVATIONS = {"relu": "Relu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "silu": "Silu"}
+# rows of the FP8 operands, and of the output, start at multiples of so many bytes
+ROW_BYTES = 16
+# rows that a row of the column sums is the sum of
+COLUMN_SUM_ROWS = 64
+SUM_SPLITS_THREADS, SUM_SPLITS_COLUMNS = 256, 4
+_MAP = "128s"
+_GEMM = "PPPPqiiiiii"
+_CHAIN = "PPPPPPPPPi4x"
+_BLOCK_K = {"gemm_sm90": 128, "gemm_sm89": 64}
+_CONSUMERS, _STAGING_BYTES = 2, 16384
+# format of a bias in struct Gemm; 0 is none
+_BIAS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_ROWS, _COLUMNS = 1, 2
+
+
+class Configuration(NamedTuple):
+    """How a GEMM is cut up.
+
+    Attributes:
+        family: name of the ``.cu`` file and of its kernel.
+        block_m: rows of the output that a block computes at a time.
+        block_n: columns of the output that a block computes at a time.
+        stages: pieces of K that are in shared memory at a time.
+        cluster: blocks, neighbours along M, that load their share of B for each other.
+    """
+
+    family: str
+    block_m: int
+    block_n: int
+    stages: int
+    cluster: int = 1
+
+    @property
+    def name(self) -> str:
+        """``"128x256 s4 c2"``, as tables and messages call it."""
+        return f"{self.block_m}x{self.block_n} s{self.stages} c{self.cluster}"
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 384 if self.family == "gemm_sm90" else 256
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        stages = self.stages * (self.block_m + self.block_n) * _BLOCK_K[self.family]
+        if self.family == "gemm_sm89":
+            return stages
+        return stages + _CONSUMERS * (_STAGING_BYTES + 4 * self.block_n) + 16 * self.stages
+
+    @property
+    def layout(self) -> str:
+        """Of the argument struct."""
+        if self.family == "gemm_sm89":
+            return f"PPqq{_GEMM}"
+        layout = f"{3 * _MAP}{_GEMM}{_CHAIN}"
+        # tensor maps, and so the struct, are aligned to 64 bytes
+        return f"{layout}{-struct.calcsize(layout) % 64}x"
+
+
+_SM90 = (
+    Configuration("gemm_sm90", 128, 256, 4, 2),
+    Configuration("gemm_sm90", 256, 128, 4, 2),
+    Configuration("gemm_sm90", 128, 256, 4, 1),
+    Configuration("gemm_sm90", 256, 128, 4, 1),
+    Configuration("gemm_sm90", 128, 128, 6, 2),
+    Configuration("gemm_sm90", 128, 128, 6, 1),
+)
+# two blocks without promotion, or one with, have 100 KB of shared memory
+_SM89 = {False: (Configuration("gemm_sm89", 128, 128, 3),), True: (Configuration("gemm_sm89", 128, 128, 4),)}
+
+
+def configurations(capability: tuple[int, int], promote: bool) -> tuple[Configuration, ...]:
+    """What there is for a compute capability, empty where that is nothing; the first is the one for large shapes.
+
+    Args:
+        capability: major and minor.
+        promote: whether partial sums are added up in fp32 registers every 128 along K.
+    """
+    if capability == (9, 0):
+        # two accumulators of 128 x 256 do not fit into a thread's registers
+        return tuple(one for one in _SM90 if not (promote and one.block_n == 256))
+    # consumer GPUs of the two generations: Ada and Blackwell. sm_100 has FP8 in instructions of another kind
+    return _SM89[promote] if capability == (8, 9) or capability[0] == 12 else ()
+
+
+def variant(
+    configuration: Configuration, a_format: str, b_format: str, output: torch.dtype, promote: bool
+) -> tuple[str, ...]:
+    """The definitions that make a family one kernel: the plain GEMM."""
+    shape = (f"BLOCK_M={configuration.block_m}", f"BLOCK_N={configuration.block_n}", f"STAGES={configuration.stages}")
+    cluster = (f"CLUSTER={configuration.cluster}",) if configuration.family == "gemm_sm90" else ()
+    formats = (f"A_FORMAT={a_format}", f"B_FORMAT={b_format}", f"OUTPUT={OUTPUTS[output]}")
+    return (*shape, *cluster, *formats, f"PROMOTE={int(promote)}")
+
+
+def chained_variant(
+    configuration: Configuration, a_format: str, output: torch.dtype, promote: bool, activation: str, format: str
+) -> tuple[str, ...]:
+    """The same with a cast into the next GEMM's operand behind it: of ``activation(h)``, or with ``a_format`` of a
+    gradient (``promote``) of the gradient of h. ``format`` is what is cast into.
+    """
+    chain = (f"CHAIN={'BACKWARD' if promote else 'FORWARD'}", f"ACTIVATION={CHAINED_ACTIVATIONS[activation]}")
+    return (*variant(configuration, a_format, "e4m3", output, promote), *chain, f"FORMAT={format.upper()}")
+
+
+def column_sum_rows(rows: int) -> int:
+    """Rows of ``column_sums`` of :func:`chained_gemm`."""
+    return -(-rows // COLUMN_SUM_ROWS)
+
+
+def gemm(
+    kernel: Kernel,
+    configuration: Configuration,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+) -> None:
+    """``out = (a @ b^T) * a_scale_inv * b_scale_inv + bias``, and with ``accumulate`` added to what is in ``out``.
+
+    Args:
+        kernel: of the configuration's family and :func:`variant`.
+        configuration: how it is cut up.
+        a: ``[M, K] uint8``, contiguous, K a multiple of 16.
+        b: ``[N, K] uint8``, contiguous.
+        out: ``[M, N]`` of the variant's output dtype, its rows at multiples of 16 bytes; written.
+        a_scale_inv: ``[] float32``.
+        b_scale_inv: ``[] float32``.
+        bias: ``[N] float32, bfloat16 or float16``, rounded to the dtype of ``out`` before it is added.
+        accumulate: whether to add to ``out``.
+    """
+    _launch(kernel, configuration, a, b, out, out.stride(0), (a_scale_inv, b_scale_inv), bias, accumulate, 1)
+
+
+class Split(NamedTuple):
+    """A GEMM whose K is divided among blocks, where the output is too small to fill the GPU.
+
+    Attributes:
+        count: parts of K, each of at least one step of 128.
+        parts: ``[count, split_rows, N] float32``, rows at multiples of 16 bytes; each part's sums are written there.
+        sum_kernel: of family ``sum_splits`` for the dtype of the output.
+    """
+
+    count: int  # type: ignore[assignment]
+    parts: Tensor
+    sum_kernel: Kernel
+
+
+def split_rows(configuration: Configuration, rows: int) -> int:
+    """Rows of one part in ``Split.parts``: those of the output, in whole tiles."""
+    tile = configuration.block_m * configuration.cluster
+    return -(-rows // tile) * tile
+
+
+def split_gemm(
+    kernel: Kernel,
+    configuration: Configuration,
+    split: Split,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+) -> None:
+    """What :func:`gemm` computes, by a kernel with fp32 output and the sum of its parts, always in the same order."""
+    parts, scales = split.parts, (a_scale_inv, b_scale_inv)
+    _launch(kernel, configuration, a, b, parts, parts.stride(1), scales, None, False, split.count)
+    sum_split_parts(split, out, bias, accumulate)
+
+
+def sum_split_parts(split: Split, out: Tensor, bias: Tensor | None = None, accumulate: bool = False) -> None:
+    """The second half of :func:`split_gemm`."""
+    parts, (rows, columns) = split.parts, out.shape
+    threads = rows * -(-columns // SUM_SPLITS_COLUMNS)
+    split.sum_kernel(
+        -(-threads // SUM_SPLITS_THREADS), parts.data_ptr(), out.data_ptr(), _pointer(bias), parts.stride(0),
+        parts.stride(1), out.stride(0), rows, columns, split.count, 0 if bias is None else _BIAS[bias.dtype],
+        int(accumulate),
+    )  # fmt: skip
+
+
+SUM_SPLITS_LAYOUT = "PPPqqqiiiii4x"
+
+
+def sum_splits_variant(output: torch.dtype) -> tuple[str, ...]:
+    """The definitions that make ``sum_splits.cu`` one kernel."""
+    return (f"OUTPUT={OUTPUTS[output]}",)
+
+
+def chained_gemm(
+    kernel: Kernel,
+    configuration: Configuration,
+    a: Tensor,
+    b: Tensor,
+    h: Tensor | None,
+    y: Tensor,
+    y_t: Tensor | None,
+    row: Row,
+    scale_inv: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None = None,
+    column_sums: Tensor | None = None,
+) -> None:
+    """A GEMM that writes the next one's operand: no cast pass between them.
+
+    Forward: ``h = (a @ b^T) * a_scale_inv * b_scale_inv + bias``, ``v = activation(h)``. Backward: ``da`` in place of
+    h, and ``v`` the gradient of h from it. Both rounded as the separate operators round; ``y = sat(v * scale)``.
+
+    Args:
+        kernel: of family ``gemm_sm90`` and :func:`chained_variant`.
+        configuration: how it is cut up.
+        a: ``[M, K] uint8``, contiguous, K a multiple of 16.
+        b: ``[N, K] uint8``, contiguous.
+        h: ``[M, N]`` of the variant's output dtype, contiguous, N a multiple of 8. Forward: written, or None where
+            nobody needs it. Backward: read.
+        y: ``[M, N] uint8``, written.
+        y_t: ``[N, M] uint8``, written; or None.
+        row: which scale, of a tensor that has a history, and where to record.
+        scale_inv: ``[] float32``, written.
+        a_scale_inv: ``[] float32``.
+        b_scale_inv: ``[] float32``.
+        bias: forward only, as of :func:`gemm`.
+        column_sums: backward only, ``[column_sum_rows(M), N] float32``, written: sums of v over 64 rows each.
+    """
+    m, n = y.shape
+    aligned = (_ROWS if n % 16 == 0 and y.data_ptr() % 16 == 0 else 0) | (
+        _COLUMNS if y_t is not None and m % 16 == 0 and y_t.data_ptr() % 16 == 0 else 0
+    )
+    chain = (
+        y.data_ptr(), _pointer(y_t), _pointer(column_sums), row.scale.data_ptr(), row.newest.data_ptr(),
+        row.index.data_ptr(), 0, _pointer(row.amax), scale_inv.data_ptr(), aligned,
+    )  # fmt: skip
+    scales = (a_scale_inv, b_scale_inv)
+    _launch(kernel, configuration, a, b, h, n, scales, bias, False, 1, chain)
+
+
+_NO_CHAIN = (0,) * 10
+_NO_MAP = bytes(128)
+
+
+def _launch(
+    kernel: Kernel,
+    configuration: Configuration,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor | None,
+    out_stride: int,
+    scales: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    accumulate: bool,
+    splits: int,
+    chain: tuple[int, ...] = _NO_CHAIN,
+) -> None:
+    (m, k), n = a.shape, b.shape[0]
+    block_m, block_n, cluster = configuration.block_m, configuration.block_n, configuration.cluster
+    problem = (
+        scales[0].data_ptr(), scales[1].data_ptr(), _pointer(bias), _pointer(out), out_stride, m, n, k,
+        0 if bias is None else _BIAS[bias.dtype], int(accumulate), splits,
+    )  # fmt: skip
+    clusters = -(-m // (block_m * cluster)) * -(-n // block_n) * splits
+    if configuration.family == "gemm_sm89":
+        kernel(clusters, a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(0), *problem)
+        return
+    a_map = tensor_map(a.data_ptr(), torch.uint8, m, k, a.stride(0), block_m, 128)
+    b_map = tensor_map(b.data_ptr(), torch.uint8, n, k, b.stride(0), block_n // cluster, 128)
+    out_map = _NO_MAP
+    if out is not None:
+        rows = m if splits == 1 else out.shape[0] * out.shape[1]
+        # boxes of 64 rows of 128 bytes
+        out_map = tensor_map(out.data_ptr(), out.dtype, rows, n, out_stride * out.itemsize, 64, 128 // out.itemsize)
+    grid = min(clusters, kernel.multiprocessors // cluster) * cluster
+    kernel(grid, a_map, b_map, out_map, *problem, *chain)
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

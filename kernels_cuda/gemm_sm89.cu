@@ -1,0 +1,219 @@
+/* gemm_sm89: FP8 GEMM with mma.sync, for Ada (sm_89) and the consumer GPUs of Blackwell (sm_120).
+
+maths       see gemm.cuh. The tensor cores add up fewer bits than fp32 has; with PROMOTE their sums over every 128 along
+            K are added to others, kept in fp32
+tensors     see gemm.cuh; rows of a and b `a_stride` and `b_stride` bytes apart, at multiples of 16
+variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, PROMOTE 0|1, BLOCK_M, BLOCK_N, STAGES
+tile        BLOCK_M x BLOCK_N of out (128 x 128), of which each of 8 warps has 64 x 32 as 4 x 4 mma of 16 x 8; K goes
+            by in steps of 64:
+
+               columns   0..31  32..63  64..95  96..127
+            rows  0..63     w0      w2      w4       w6
+            rows 64..127    w1      w3      w5       w7
+
+grid        ceil(m / BLOCK_M) * ceil(n / BLOCK_N) * splits blocks of 256 threads, two on a multiprocessor if shared
+            memory allows, with PROMOTE one; tiles in groups of 8 rows of tiles, column by column, so that the blocks
+            at work share operands in L2. Part s has of K's steps of 128 those from steps * s / splits on
+shared      STAGES * (BLOCK_M + BLOCK_N) * 64 bytes, 16 KB a stage: one is multiplied while STAGES - 1 arrive. Of
+            the 100 KB of a multiprocessor two blocks can have 3 stages each, one block 6. The four 16 bytes of a row
+            are swizzled by row / 2 % 4, so that the eight rows of an ldmatrix touch every bank once
+bytes       (m * k * ceil(n / BLOCK_N) + n * k * ceil(m / BLOCK_M)) from L2: 128 FLOP a byte; out once, from registers,
+            two columns at a time. 2 m n k FLOP
+ceiling     the tensor cores': 8192 x 8192 x 8192 takes 1.5 ms at the 733 TFLOP/s of an L40S's datasheet, which are
+            5.7 TB/s from L2. Not measured
+reference   lightning_fp8.ops.reference.scaled_mm
+*/
+#include "gemm.cuh"
+#include "instructions_sm89.cuh"
+
+constexpr int THREADS = 256, BLOCK_K = 64, WARPS_DOWN = 2;
+constexpr int WARP_M = BLOCK_M / WARPS_DOWN, WARP_N = BLOCK_N * WARPS_DOWN * 32 / THREADS;
+constexpr int MMAS_M = WARP_M / 16, MMAS_N = WARP_N / 8;
+constexpr int A_BYTES = BLOCK_M * BLOCK_K, STAGE_BYTES = A_BYTES + BLOCK_N * BLOCK_K;
+constexpr int PIECE = 16, PIECES = BLOCK_K / PIECE, ROWS_AT_ONCE = THREADS / PIECES;
+constexpr int RASTER_ROWS = 8, STEPS_PROMOTED = 128 / BLOCK_K;
+static_assert(BLOCK_M % ROWS_AT_ONCE == 0 && BLOCK_N % ROWS_AT_ONCE == 0, "rows are copied by 64");
+static_assert(MMAS_M * 16 == WARP_M && MMAS_N % 2 == 0, "an ldmatrix of b serves two mma");
+
+struct Arguments {
+    const u8* a;
+    const u8* b;
+    long long a_stride, b_stride;
+    Gemm gemm;
+};
+
+/* This block's tile, by its first row and column, and its steps along K. */
+struct Work {
+    int row, column, split, first_step, end_step;
+    __device__ explicit Work(const Gemm& gemm) {
+        const int tiles_m = (gemm.m + BLOCK_M - 1) / BLOCK_M, tiles_n = (gemm.n + BLOCK_N - 1) / BLOCK_N;
+        split = blockIdx.x / (tiles_m * tiles_n);
+        const int tile = blockIdx.x - split * tiles_m * tiles_n;
+        const int group_row = tile / (RASTER_ROWS * tiles_n) * RASTER_ROWS;
+        const int group_rows = min(RASTER_ROWS, tiles_m - group_row);
+        const int within = tile - group_row * tiles_n;
+        row = (group_row + within % group_rows) * BLOCK_M;
+        column = within / group_rows * BLOCK_N;
+        // splits begin where partial sums do
+        const int parts = (gemm.k + BLOCK_K * STEPS_PROMOTED - 1) / (BLOCK_K * STEPS_PROMOTED);
+        first_step = parts * split / gemm.splits * STEPS_PROMOTED;
+        end_step = min(parts * (split + 1) / gemm.splits * STEPS_PROMOTED, (gemm.k + BLOCK_K - 1) / BLOCK_K);
+    }
+};
+
+/* Where 16 bytes of an operand lie in a stage. */
+__device__ __forceinline__ u32 swizzled(int row, int piece) {
+    return row * BLOCK_K + (piece ^ (row >> 1 & (PIECES - 1))) * PIECE;
+}
+
+/* What a thread copies of an operand's ROWS rows: 16 bytes of every 64th. */
+template <int ROWS>
+struct Copier {
+    const u8* from;
+    long long stride;
+    int rows, k;   // inside of the operand, from this thread's first row and byte on
+    u32 to;
+    __device__ Copier(const u8* operand, long long stride, int first_row, int all_rows, int all_k, u32 stage)
+        : stride(stride) {
+        const int row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+        from = operand + (first_row + row) * stride + piece * PIECE;
+        rows = all_rows - first_row - row;
+        k = all_k - piece * PIECE;
+        to = stage + swizzled(row, piece);
+    }
+    __device__ void copy(int step, int stage) const {
+        const int column = step * BLOCK_K;
+        const u8* source = from + column;
+#pragma unroll
+        for (int row = 0; row < ROWS; row += ROWS_AT_ONCE) {
+            // 64 rows further down the swizzle is the same
+            copy_async(to + stage * STAGE_BYTES + row * BLOCK_K, source + row * stride,
+                     row < rows && column < k ? PIECE : 0);
+        }
+    }
+};
+
+struct Sums {
+    float of[MMAS_M][MMAS_N][4];
+    __device__ void add(Sums& partial) {
+#pragma unroll
+        for (int i = 0; i < MMAS_M; ++i)
+#pragma unroll
+            for (int j = 0; j < MMAS_N; ++j)
+#pragma unroll
+                for (int element = 0; element < 4; ++element) {
+                    of[i][j][element] += partial.of[i][j][element];
+                    partial.of[i][j][element] = 0.0f;
+                }
+    }
+};
+
+/* Adds a stage's 64 along K to the sums of this warp's 64 x 32. */
+__device__ __forceinline__ void multiply(Sums& sums, u32 stage, int warp_row, int warp_column) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece += 2) {
+        u32 a[MMAS_M][4], b[MMAS_N][2];
+#pragma unroll
+        for (int i = 0; i < MMAS_M; ++i)   // rows 0..7, rows 8..15, both again 16 bytes further along K
+            load_matrices(a[i][0], a[i][1], a[i][2], a[i][3],
+                        stage + swizzled(warp_row + 16 * i + lane % 16, piece + lane / 16));
+#pragma unroll
+        for (int j = 0; j < MMAS_N; j += 2)   // rows 0..7, the same 16 bytes further along K, then rows 8..15
+            load_matrices(b[j][0], b[j][1], b[j + 1][0], b[j + 1][1],
+                        stage + A_BYTES +
+                            swizzled(warp_column + 8 * j + lane / 16 * 8 + lane % 8, piece + lane / 8 % 2));
+#pragma unroll
+        for (int i = 0; i < MMAS_M; ++i)
+#pragma unroll
+            for (int j = 0; j < MMAS_N; ++j) mma(sums.of[i][j], a[i], b[j]);
+    }
+}
+
+/* Two neighbours in a row of out, the first in an even column: the second is outside where n is odd. */
+struct Pair {
+    float first, second;
+};
+
+template <class Output>
+__device__ __forceinline__ Pair load_pair(const typename Output::Element* address, bool both) {
+    if (!both) return {Output::load(address), 0.0f};
+    if constexpr (Output::BYTES == 4) {
+        const uint2 words = *reinterpret_cast<const uint2*>(address);
+        return {__uint_as_float(words.x), __uint_as_float(words.y)};
+    } else {
+        const u32 word = *reinterpret_cast<const u32*>(address);
+        return {Output::low(word), Output::high(word)};
+    }
+}
+
+template <class Output>
+__device__ __forceinline__ void store_pair(typename Output::Element* address, Pair pair, bool both) {
+    if (!both) Output::store(address, pair.first);
+    else if constexpr (Output::BYTES == 4)
+        *reinterpret_cast<uint2*>(address) = make_uint2(__float_as_uint(pair.first), __float_as_uint(pair.second));
+    else *reinterpret_cast<u32*>(address) = Output::pack(pair.first, pair.second);
+}
+
+/* The sums of this warp, whose first is at `row` and `column` of out, as far as they are inside. */
+template <class Output>
+__device__ __forceinline__ void store(const Sums& sums, const Gemm& gemm, int row, int column, int split) {
+    const int lane = threadIdx.x % 32;
+    const long long split_rows = (gemm.m + BLOCK_M - 1) / BLOCK_M * BLOCK_M;
+    auto* out = static_cast<typename Output::Element*>(gemm.out) + split * split_rows * gemm.out_stride;
+    const float scale = *gemm.a_scale_inv * *gemm.b_scale_inv;
+#pragma unroll
+    for (int j = 0; j < MMAS_N; ++j) {
+        const int n = column + 8 * j + 2 * (lane % 4);
+        const bool some = n < gemm.n, both = n + 1 < gemm.n, has_bias = gemm.bias_format != NO_BIAS;
+        const float low = has_bias && some ? Output::round(load_bias(gemm.bias, gemm.bias_format, n)) : 0.0f;
+        const float high = has_bias && both ? Output::round(load_bias(gemm.bias, gemm.bias_format, n + 1)) : 0.0f;
+        Pair before[2 * MMAS_M] = {};
+        if (gemm.accumulate) {
+            // all of them under way before the first is stored
+#pragma unroll
+            for (int i = 0; i < 2 * MMAS_M; ++i) {
+                const int m = row + 8 * i + lane / 4;
+                if (some && m < gemm.m) before[i] = load_pair<Output>(out + m * gemm.out_stride + n, both);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * MMAS_M; ++i) {
+            const int m = row + 8 * i + lane / 4;
+            const float* of = &sums.of[i / 2][j][i % 2 * 2];
+            const Pair pair = {of[0] * scale + low + before[i].first, of[1] * scale + high + before[i].second};
+            if (some && m < gemm.m) store_pair<Output>(out + m * gemm.out_stride + n, pair, both);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, PROMOTE ? 1 : 2)
+    gemm_sm89(const __grid_constant__ Arguments arguments) {
+    const Gemm& gemm = arguments.gemm;
+    const Work work(gemm);
+    const u32 stages = shared_address();
+    const Copier<BLOCK_M> a(arguments.a, arguments.a_stride, work.row, gemm.m, gemm.k, stages);
+    const Copier<BLOCK_N> b(arguments.b, arguments.b_stride, work.column, gemm.n, gemm.k, stages + A_BYTES);
+    const int warp = threadIdx.x / 32, warp_row = warp % WARPS_DOWN * WARP_M, warp_column = warp / WARPS_DOWN * WARP_N;
+    // a group is committed for every step, also where nothing is left to copy: the waits count groups
+    const auto copy = [&](int step, int stage) {
+        if (step < work.end_step) {
+            a.copy(step, stage);
+            b.copy(step, stage);
+        }
+        copy_commit();
+    };
+    for (int stage = 0; stage < STAGES - 1; ++stage) copy(work.first_step + stage, stage);
+    Sums sums = {}, partial = {};
+    int stage = 0;
+    for (int step = work.first_step; step < work.end_step; ++step) {
+        copy_wait<STAGES - 2>();
+        // what all threads copied has arrived, and nobody reads any longer what the step before multiplied
+        __syncthreads();
+        copy(step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
+        multiply(PROMOTE ? partial : sums, stages + stage * STAGE_BYTES, warp_row, warp_column);
+        if (PROMOTE && (step % STEPS_PROMOTED == STEPS_PROMOTED - 1 || step + 1 == work.end_step)) sums.add(partial);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+    store<OUTPUT>(sums, gemm, work.row + warp_row, work.column + warp_column, work.split);
+}

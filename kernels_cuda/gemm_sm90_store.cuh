@@ -1,0 +1,76 @@
+/* The plain end of a tile: scaled, with the bias, added to what is there if asked for, and stored by the copy engine. */
+#pragma once
+#include "gemm_sm90.cuh"
+
+struct Epilogue {
+    // of a part: 256 bytes of each of 64 rows, two boxes
+    static constexpr int COLUMNS = 256 / OUTPUT::BYTES, BOX_COLUMNS = COLUMNS / 2;
+    const Arguments& arguments;
+    const Gemm& gemm;
+    const u32 staging, bias;
+    const int consumer;
+    const float scale;
+    const Lane at;
+
+    __device__ __forceinline__ Epilogue(const Arguments& arguments, const SharedMemory& memory, int consumer)
+        : arguments(arguments), gemm(arguments.gemm), staging(memory.staging(consumer)), bias(memory.bias(consumer)),
+          consumer(consumer), scale(*gemm.a_scale_inv * *gemm.b_scale_inv) {}
+
+    // the tile before has passed its last barrier: nobody still reads its bias
+    __device__ __forceinline__ void begin(const Tile& tile) { stage_bias(gemm, bias, tile.column); }
+
+    /* Sums 4 j + 2 h and the next, finished. */
+    __device__ __forceinline__ float2 pair(const float* sums, int j, int h, int row, int column) const {
+        const float2 of_bias = load_shared_pair(bias + 4 * (column % BLOCK_N + 8 * j + at.column()));
+        float2 values = {sums[4 * j + 2 * h] * scale + of_bias.x, sums[4 * j + 2 * h + 1] * scale + of_bias.y};
+        if (gemm.accumulate) {
+            const int m = row + at.row() + 8 * h, n = column + 8 * j + at.column();
+            const OUTPUT::Element* there = static_cast<const OUTPUT::Element*>(gemm.out) + m * gemm.out_stride + n;
+            float2 before = {0.0f, 0.0f};
+            if (m < gemm.m && n + 1 < gemm.n) before = OUTPUT::load_pair(there);
+            else if (m < gemm.m && n < gemm.n) before.x = OUTPUT::load(there);
+            values.x += before.x;
+            values.y += before.y;
+        }
+        return values;
+    }
+
+    /* A part's finished values to shared memory, as two boxes of 64 rows x 128 bytes. */
+    template <class Output>
+    __device__ __forceinline__ void stage(const float* sums, int row, int column) const {
+        if constexpr (Output::BYTES == 2) {
+            stage_pairs(staging, at, [&](int j, int h) {
+                const float2 values = pair(sums, j, h, row, column);
+                return Output::pack(values.x, values.y);
+            });
+        } else {
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 4; ++i) {
+                const int j = i >> 1, h = i & 1, in_row = 4 * (8 * (j & 3) + at.column());
+                const float2 values = pair(sums, j, h, row, column);
+                const u32 address = staging + (j >> 2) * 8192 + swizzled_128(at.row() + 8 * h, in_row >> 4);
+                store_shared_pair(address + (in_row & 15), values.x, values.y);
+            }
+        }
+    }
+
+    /* A part of a piece: rows from `row`, columns from `part` of the tile. */
+    __device__ __forceinline__ void store(const float* sums, const Tile& tile, int row, int part) const {
+        const int column = tile.column + part, thread = threadIdx.x & 127;
+        if (thread == 0) store_wait_read();
+        warpgroup_sync(consumer);
+        stage<OUTPUT>(sums, row, column);
+        fence_for_copy_engine();
+        warpgroup_sync(consumer);
+        if (thread == 0) {
+            const int out_row = row + tile.split * Work(gemm).split_rows();
+            store_box(arguments.out, staging, out_row, column);
+            store_box(arguments.out, staging + 8192, out_row, column + BOX_COLUMNS);
+            store_commit();
+        }
+    }
+
+    __device__ __forceinline__ void end() const {
+        if ((threadIdx.x & 127) == 0) store_wait();
+    }
+};

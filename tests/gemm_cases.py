@@ -1,0 +1,67 @@
+"""FP8 operands, their product in fp64, and how far a kernel's may be from it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+FORMAT_PAIRS = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))
+# half the distance of neighbouring numbers, relative, and half the smallest one
+_ROUNDING = {torch.float32: (2.0**-24, 0.0), torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
+
+
+class Operands(NamedTuple):
+    """a [M, K] and b [N, K] as codes, with their factors."""
+
+    a: Tensor
+    b: Tensor
+    a_scale_inv: Tensor
+    b_scale_inv: Tensor
+    a_format: str
+    b_format: str
+
+    def values(self) -> tuple[Tensor, Tensor]:
+        """Both as fp64, without the factors."""
+        return self.a.view(DTYPES[self.a_format]).double(), self.b.view(DTYPES[self.b_format]).double()
+
+    @property
+    def factor(self) -> float:
+        return self.a_scale_inv.item() * self.b_scale_inv.item()
+
+    def product(self) -> Tensor:
+        """fp64."""
+        a, b = self.values()
+        return a @ b.t() * self.factor
+
+    def magnitude(self) -> Tensor:
+        """The sum of all terms' absolute values, which bounds the error of adding them up."""
+        a, b = self.values()
+        return a.abs() @ b.abs().t() * self.factor
+
+
+def operands(m: int, n: int, k: int, a_format: str = "e4m3", b_format: str = "e4m3", seed: int = 0) -> Operands:
+    generator = torch.Generator().manual_seed(seed)
+    codes = [
+        torch.randn(rows, k, generator=generator).mul_(4).to(DTYPES[fmt]).view(torch.uint8)
+        for rows, fmt in ((m, a_format), (n, b_format))
+    ]
+    return Operands(*codes, torch.tensor(0.37), torch.tensor(0.0131), a_format, b_format)
+
+
+def assert_close(actual: Tensor, expected: Tensor, magnitude: Tensor, terms: int) -> None:
+    """Within the rounding of the output and of fp32 sums of so many terms; everywhere a number.
+
+    Args:
+        actual: of a kernel.
+        expected: fp64.
+        magnitude: fp64, sums of absolute values.
+        terms: of each sum.
+    """
+    relative, absolute = _ROUNDING[actual.dtype]
+    error = (actual.double() - expected).abs()
+    bound = relative * 1.01 * expected.abs() + absolute + (terms + 4) * 2.0**-24 * magnitude
+    wrong = ~(error <= bound)
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} wrong, the first at {wrong.nonzero()[0].tolist()}"

@@ -1,0 +1,190 @@
+"""On a GPU: the GEMM kernels beside fp64, every time the same, under load, in graphs; what `auto` chooses."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gemm_cases import FORMAT_PAIRS, Operands, operands
+from torch import Tensor, nn
+
+from kernels_cuda import gemm
+from kernels_cuda.gemm import Configuration, Split
+from kernels_cuda.launch import Kernel
+from kernels_cuda.load import load
+from lightning_fp8 import DelayedScaling, convert, ops, scaling_state
+from lightning_fp8.modules.feed_forward import fp8_feed_forward
+from lightning_fp8.ops import kernels
+
+pytestmark = pytest.mark.cuda
+GUARD = 512
+# sums of products that the tensor cores align and cut off before they add them, relative to all terms' sizes
+ACCUMULATION = {True: 2.0**-13, False: 2.0**-11}
+ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@pytest.fixture(scope="module")
+def gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def configurations(promote: bool) -> tuple[Configuration, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    return gemm.configurations(torch.cuda.get_device_capability(), promote)
+
+
+EVERY = [(one, promote) for promote in (False, True) for one in configurations(promote)]
+
+
+def kernel_of(variant: kernels.Variant, gpu: torch.device) -> Kernel:
+    return load(variant.family, variant.defines, variant.layout, variant.block, gpu.index or 0, variant.shared_bytes)
+
+
+def gemm_kernel(
+    configuration: Configuration, a: str, b: str, output: torch.dtype, promote: bool, gpu: torch.device
+) -> Kernel:
+    return kernel_of(kernels._gemm_variant(configuration, a, b, output, promote), gpu)
+
+
+def on_device(case: Operands, gpu: torch.device) -> Operands:
+    return case._replace(**{name: getattr(case, name).to(gpu) for name in ("a", "b", "a_scale_inv", "b_scale_inv")})
+
+
+def assert_close(result: Tensor, case: Operands, promote: bool, bias: Tensor | None = None) -> None:
+    expected, margin = case.product(), case.magnitude() * ACCUMULATION[promote]
+    if bias is not None:
+        expected = expected + bias.to(result.dtype).double()
+    error = (result.double() - expected).abs()
+    wrong = ~(error <= 1.01 * ROUNDING[result.dtype] * expected.abs() + margin)
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()}, worst {error.max().item():.2e}"
+
+
+def guarded(m: int, n: int, output: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A poisoned output with rows of whole 16 bytes, and the memory around it."""
+    width = -(-n * output.itemsize // 16) * 16 // output.itemsize
+    whole = torch.full((2 * GUARD + m * width,), float("nan"), dtype=output, device=device)
+    return whole[GUARD : GUARD + m * width].view(m, width)[:, :n], whole
+
+
+@pytest.mark.parametrize(("configuration", "promote"), EVERY, ids=str)
+def test_self_tests(gpu: torch.device, configuration: Configuration, promote: bool) -> None:
+    for output in gemm.OUTPUTS:
+        for pair in FORMAT_PAIRS:
+            variant = kernels._gemm_variant(configuration, *pair, output, promote)
+            assert variant.self_test(gpu, kernel_of(variant, gpu)) is None, variant.name
+
+
+def test_every_other_variant_passes_its_self_test(gpu: torch.device) -> None:
+    for variant in kernels.variants(torch.cuda.get_device_capability(gpu)):
+        if "CHAIN" in variant.name or variant.family == "sum_splits":
+            assert variant.self_test(gpu, kernel_of(variant, gpu)) is None, variant.name
+
+
+def test_200_random_shapes(gpu: torch.device) -> None:
+    chosen = random.Random(0)
+    for number in range(200):
+        configuration, promote = EVERY[number % len(EVERY)]
+        m, n = (chosen.choice([chosen.randint(1, 300), 64 * chosen.randint(1, 40)]) for _ in range(2))
+        k = 16 * chosen.randint(1, 200)
+        pair, output = chosen.choice(FORMAT_PAIRS), chosen.choice(list(gemm.OUTPUTS))
+        case = on_device(operands(m, n, k, *pair, seed=number), gpu)
+        bias = torch.randn(n, device=gpu) if number % 3 == 0 else None
+        kernel = gemm_kernel(configuration, *pair, output, promote, gpu)
+        runs = []
+        for _ in range(2):
+            out, whole = guarded(m, n, output, gpu)
+            gemm.gemm(kernel, configuration, case.a, case.b, out, case.a_scale_inv, case.b_scale_inv, bias)
+            assert whole[:GUARD].isnan().all()
+            assert whole[-GUARD:].isnan().all()
+            runs.append(out.clone())
+        assert torch.equal(runs[0].view(torch.uint8), runs[1].view(torch.uint8)), "differs from run to run"
+        assert_close(runs[0], case, promote, bias)
+
+
+@pytest.mark.parametrize("splits", [2, 5, 16])
+def test_splits(gpu: torch.device, splits: int) -> None:
+    for configuration in configurations(True):
+        case = on_device(operands(500, 264, 4096 + 48, "e5m2"), gpu)
+        kernel = gemm_kernel(configuration, "e5m2", "e4m3", torch.float32, True, gpu)
+        sums = kernel_of(kernels._sum_splits_variant(torch.float32), gpu)
+        parts = torch.full((splits, gemm.split_rows(configuration, 500), 264), float("nan"), device=gpu)
+        runs = []
+        for _ in range(2):
+            out = torch.full((500, 264), float("nan"), device=gpu)
+            gemm.split_gemm(
+                kernel, configuration, Split(splits, parts, sums), case.a, case.b, out, case.a_scale_inv,
+                case.b_scale_inv,
+            )  # fmt: skip
+            runs.append(out)
+        assert torch.equal(*runs)
+        assert_close(runs[0], case, True)
+
+
+def test_ten_thousand_launches_with_other_streams_busy(gpu: torch.device) -> None:
+    configuration, promote = EVERY[0]
+    case = on_device(operands(1100, 520, 1040), gpu)
+    kernel = gemm_kernel(configuration, "e4m3", "e4m3", torch.bfloat16, promote, gpu)
+    outs = [torch.full((1100, 520), float("nan"), dtype=torch.bfloat16, device=gpu) for _ in range(2)]
+    other, busy = torch.cuda.Stream(gpu), torch.randn(2048, 2048, device=gpu)
+    for number in range(10_000):
+        if number % 50 == 0:
+            with torch.cuda.stream(other):
+                busy = (busy @ busy).clamp_(-1, 1)
+        out = outs[number % 2]
+        gemm.gemm(kernel, configuration, case.a, case.b, out, case.a_scale_inv, case.b_scale_inv)
+    torch.cuda.synchronize()
+    assert torch.equal(*outs)
+    assert_close(outs[0], case, promote)
+
+
+def test_the_operator_in_a_graph(gpu: torch.device) -> None:
+    case = on_device(operands(300, 136, 400), gpu)
+    arguments = (case.a, case.b, case.a_scale_inv, case.b_scale_inv, None, "e4m3", "e4m3", torch.bfloat16, True)
+    eager = ops.scaled_mm(*arguments, "rawkernel")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.scaled_mm(*arguments, "rawkernel")
+    case.a.copy_(case.a.flip(0))
+    graph.replay()
+    assert torch.equal(captured, eager.flip(0))
+
+
+def feed_forward(gpu: torch.device, gemm: str) -> tuple[list[Tensor], float]:
+    """Output and gradients of linear - GELU - linear in its fourth step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).to(gpu)
+    convert(model, DelayedScaling(amax_history_len=4), gemm=gemm)
+    for _ in range(4):
+        model.zero_grad()
+        x = torch.randn(1024, 512, device=gpu, requires_grad=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            y = fp8_feed_forward(model[0], "gelu", model[2], x)
+        y.float().square().mean().backward()
+        scaling_state(model).update()
+    return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())], y.float().var().item()
+
+
+def test_a_chain_of_gemms_is_what_its_parts_are(gpu: torch.device) -> None:
+    (ours, _), (parts, _) = feed_forward(gpu, "rawkernel"), feed_forward(gpu, "cublaslt")
+    for mine, theirs in zip(ours, parts, strict=True):
+        assert F.cosine_similarity(mine.flatten().double(), theirs.flatten().double(), dim=0) > 0.998
+
+
+@pytest.mark.parametrize("setting", ["auto", "rawkernel", "cublaslt"])
+def test_training_with_each_setting(gpu: torch.device, setting: str) -> None:
+    torch.manual_seed(0)
+    model = convert(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 8)).to(gpu), gemm=setting)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    x, target = torch.randn(512, 256, device=gpu), torch.randint(8, (512,), device=gpu)
+    for _ in range(60):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = F.cross_entropy(model(x).float(), target)
+        optimizer.zero_grad()
+        loss.backward()
+        scaling_state(model).update()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,192 @@
+"""Which GEMM an operator runs, what the kernel is given, and what comes of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from gemm_in_fp64 import HOPPER, Gemms, values
+from host_kernels import host_tensor_map
+from test_ops import random_payload
+from torch import Tensor
+
+from kernels_cuda import gemm as kernel_gemm
+from lightning_fp8 import ops
+from lightning_fp8.ops import gemm, gemm_choice, plain
+from lightning_fp8.ops.gemm_choice import Choice
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
+SIZES = [(32, 16, 48), (1, 1, 1), (17, 15, 129), (130, 33, 7), (40, 64, 700)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+A_INV, B_INV = torch.tensor(3e-4), torch.tensor(7e-5)
+
+
+@pytest.fixture
+def gemms(monkeypatch: pytest.MonkeyPatch) -> Gemms:
+    return Gemms(monkeypatch)
+
+
+def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+    return random_payload(m, k, "e5m2"), random_payload(n, k, "e4m3")
+
+
+def assert_one_rounding(actual: Tensor, a: Tensor, b: Tensor, addend: Tensor | float = 0.0) -> None:
+    """Within half a unit in the last place of fp64, and what sums in fp32 leave."""
+    inv = (A_INV * B_INV).double()
+    exact = values(a, "e5m2") @ values(b, "e4m3").T * inv + addend
+    magnitude = values(a, "e5m2").abs() @ values(b, "e4m3").T.abs() * inv
+    allowed = exact.abs() * torch.finfo(actual.dtype).eps / 2 + magnitude * 2e-6 + 1e-7
+    assert ((actual.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("output", DTYPES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("bias", [None, *DTYPES])
+def test_a_choice_gives_the_product(
+    gemms: Gemms, size: tuple[int, int, int], output: torch.dtype, splits: int, bias: torch.dtype | None
+) -> None:
+    m, n, k = size
+    a, b = operands(*size)
+    # neither contiguous nor of the output's dtype
+    addend = None if bias is None else torch.randn(n, 2).to(bias)[:, 1]
+    out = gemm.run_choice(Choice(HOPPER, splits), a, b, A_INV, B_INV, addend, "e5m2", "e4m3", output, True)
+    assert out.shape == (m, n)
+    assert out.dtype == output
+    assert out.is_contiguous()
+    assert_one_rounding(out, a, b, 0.0 if addend is None else addend.to(output).double())
+    split = min(splits, math.ceil(k / 128)) > 1
+    assert gemms.launches == ["split_gemm" if split else "gemm"]
+    assert gemms.kernels == [(HOPPER, "e5m2", "e4m3", torch.float32 if split else output, True, "", "")]
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 16, 32), (4, 0, 32), (5, 3, 0)])  # noqa: PT006
+def test_nothing_is_launched_where_there_is_nothing_to_compute(gemms: Gemms, m: int, n: int, k: int) -> None:
+    a, b, bias = *operands(m, n, k), torch.randn(n)
+    out = gemm.scaled_mm(a, b, A_INV, B_INV, bias, "e5m2", "e4m3", torch.bfloat16, False, "rawkernel")
+    assert torch.equal(out, bias.bfloat16().expand(m, n))
+    before = torch.randn(m, n)
+    after = before.clone()
+    gemm.scaled_mm_add_(after, a, b, A_INV, B_INV, "e5m2", "e4m3", False, "rawkernel")
+    assert torch.equal(after, before)
+    assert gemms.launches == []
+
+
+def test_payloads_may_lie_anywhere(gemms: Gemms) -> None:
+    a, b = operands(20, 24, 48)
+    for place in (
+        lambda t: t,
+        lambda t: t.t().contiguous().t(),
+        lambda t: torch.cat([t.new_zeros(5), t.flatten()])[5:].view(t.shape),
+        lambda t: torch.cat([t, t], dim=1)[:, : t.shape[1]],
+    ):
+        out = gemm.scaled_mm(place(a), place(b), A_INV, B_INV, None, "e5m2", "e4m3", torch.float32, False)
+        assert_one_rounding(out, a, b)
+    assert gemms.launches == ["gemm"] * 4
+
+
+@pytest.mark.parametrize(("missing", "splits"), [("gemm", 1), ("gemm", 3), ("sum_splits", 3)])
+def test_torchs_gemm_takes_the_place_of_a_kernel_that_is_not_to_be_had(
+    gemms: Gemms, missing: str, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = []
+    real = torch._scaled_mm
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda *args, **kwargs: fast.append(kwargs["use_fast_accum"]) or real(*args, **kwargs)
+    )
+    gemms.missing.add(missing)
+    gemms.choice = Choice(HOPPER, splits)
+    a, b = operands(17, 15, 400)
+    for fast_accumulation in (False, True):
+        out = gemm.scaled_mm(a, b, A_INV, B_INV, torch.ones(15), "e5m2", "e4m3", torch.bfloat16, fast_accumulation)
+        assert_one_rounding(out, a, b, 1.0)
+        sums = torch.ones(17, 15)
+        gemm.scaled_mm_add_(sums, a, b, A_INV, B_INV, "e5m2", "e4m3", fast_accumulation)
+        assert_one_rounding(sums, a, b, 1.0)
+    assert fast == [False, False, True, True]
+    assert gemms.launches == []
+
+
+def test_without_a_kernel_of_ours_torchs_gemm_runs(gemms: Gemms) -> None:
+    gemms.choice = Choice(None)
+    a, b = operands(17, 15, 129)
+    bias = torch.randn(15)
+    args = (a, b, A_INV, B_INV, bias, "e5m2", "e4m3", torch.bfloat16)
+    assert torch.equal(gemm.scaled_mm(*args, False, "cublaslt"), plain.scaled_mm(*args, False))
+    assert gemms.launches == []
+    assert gemms.asked == [("cublaslt", 17, 15, 129, True, torch.bfloat16)]
+
+
+PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "its own": lambda t: t.clone(),
+    "by columns": lambda t: t.t().contiguous().t(),
+    "columns apart": lambda t: torch.zeros(*t.shape, 4, dtype=t.dtype)[..., 0].copy_(t),
+    "rows apart": lambda t: torch.zeros(len(t), 40, dtype=t.dtype)[:, : t.shape[1]].copy_(t),
+    "rows at odd places": lambda t: torch.zeros(len(t), 41, dtype=t.dtype)[:, : t.shape[1]].copy_(t),
+    "shifted": lambda t: torch.zeros(len(t), 48, dtype=t.dtype)[:, 1 : t.shape[1] + 1].copy_(t),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_product_is_added_where_the_kernel_can_write(
+    gemms: Gemms, place: str, dtype: torch.dtype, splits: int
+) -> None:
+    gemms.choice = Choice(HOPPER, splits)
+    a, b = operands(20, 32, 256)
+    before = torch.randn(20, 32).to(dtype)
+    out = PLACES[place](before)
+    gemm.scaled_mm_add_(out, a, b, A_INV, B_INV, "e5m2", "e4m3", False, "rawkernel")
+    assert out.dtype == dtype
+    assert_one_rounding(out, a, b, before.double())
+    assert len(gemms.launches) == 1
+    # elsewhere the kernel writes a tensor of its own in fp32
+    in_place = place in ("its own", "rows apart")
+    assert gemms.kernels[0].output == (dtype if in_place and splits == 1 else torch.float32)
+    assert gemms.asked == [("rawkernel", 20, 32, 256, True, dtype)]
+
+
+def test_a_ragged_sum_of_gradients(gemms: Gemms) -> None:
+    out = torch.zeros(17, 15)
+    total = torch.zeros(17, 15, dtype=torch.float64)
+    for k in (129, 7):
+        a, b = operands(17, 15, k)
+        gemm.scaled_mm_add_(out, a, b, A_INV, B_INV, "e5m2", "e4m3", False)
+        assert_one_rounding(out, a, b, total)
+        total = out.double()
+
+
+@pytest.mark.usefixtures("cuda_half")
+def test_operators_reach_the_choice(gemms: Gemms) -> None:
+    a, b = operands(16, 8, 32)
+    args = (a, b, A_INV, B_INV)
+    ops.scaled_mm(*args, None, "e5m2", "e4m3", torch.bfloat16, True)
+    ops.scaled_mm(*args, None, "e5m2", "e4m3", torch.float16, False, "cublaslt")
+    ops.scaled_mm_add_(torch.zeros(16, 8), *args, "e5m2", "e4m3", False, "rawkernel")
+    assert gemms.asked == [
+        ("auto", 16, 8, 32, False, torch.bfloat16),
+        ("cublaslt", 16, 8, 32, True, torch.float16),
+        ("rawkernel", 16, 8, 32, True, torch.float32),
+    ]
+
+
+def test_kernels_from_their_sources_are_given_what_they_take(
+    cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_gemm, "tensor_map", host_tensor_map)
+    choices = iter([Choice(HOPPER), Choice(HOPPER, 2), Choice(HOPPER)])
+    monkeypatch.setattr(gemm_choice, "choose", lambda *_: next(choices))
+    a, b = operands(70, 37, 300)
+    bias, before = torch.randn(37), torch.randn(70, 37)
+    out = ops.scaled_mm(a, b, A_INV, B_INV, bias, "e5m2", "e4m3", torch.float32, False)
+    assert_one_rounding(out, a, b, bias.double())
+    out = ops.scaled_mm(a, b, A_INV, B_INV, bias, "e5m2", "e4m3", torch.float32, False)
+    assert_one_rounding(out, a, b, bias.double())
+    total = torch.zeros(70, 40)[:, :37].copy_(before)
+    ops.scaled_mm_add_(total, a, b, A_INV, B_INV, "e5m2", "e4m3", False)
+    assert_one_rounding(total, a, b, before.double())
+    assert {name.split()[0]: count for name, count in cuda_half.items()} == {"gemm_sm90": 3, "sum_splits": 1}

@@ -1,0 +1,158 @@
+"""The setting ``gemm``: from a plugin, a conversion or a YAML file to what is chosen, and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import lightning.fabric as lf
+import pytest
+import torch
+from conftest import small_mlp
+from gemm_in_fp64 import Gemms
+from lit import Regression, loader
+from test_registration import trainer, with_cuda
+from torch import nn
+
+import lightning_fp8
+from lightning_fp8 import Fp8FabricPrecision, Fp8FSDPPrecision, Fp8Precision, convert, scaling_state, unconvert
+from lightning_fp8.compare.variants import VARIANTS, plugin_settings
+from lightning_fp8.ops.gemm_choice import GEMMS, Choice
+from lightning_fp8.plugins.settings import GemmString
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
+
+
+@pytest.fixture
+def gemms(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Gemms:
+    found = Gemms(monkeypatch)
+    found.choice = Choice(None)
+    return found
+
+
+def asked_by(gemms: Gemms, model: nn.Module) -> set[str]:
+    """What forward and backward asked for."""
+    gemms.asked.clear()
+    model(torch.randn(8, 32, requires_grad=True)).sum().backward()
+    assert len(gemms.asked) == 6
+    return {asked[0] for asked in gemms.asked}
+
+
+def test_a_conversion_decides_for_all_layers(gemms: Gemms) -> None:
+    model = convert(small_mlp())
+    assert asked_by(gemms, model) == {"auto"}
+    for value in GEMMS:
+        assert asked_by(gemms, convert(small_mlp(), gemm=value)) == {value}
+        assert asked_by(gemms, convert(model, gemm=value)) == {value}
+    # a conversion that says nothing changes nothing, whichever layers there are
+    convert(model, gemm="rawkernel")
+    model.append(nn.Linear(4, 2))
+    assert scaling_state(convert(model, ignore_modules=("0",))).gemm == "rawkernel"
+    assert scaling_state(convert(model)).gemm == "rawkernel"
+    assert scaling_state(convert(unconvert(model))).gemm == "auto"
+
+
+def test_a_feed_forward_block_has_its_models_setting(gemms: Gemms) -> None:
+    layer = convert(nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True), gemm="cublaslt")
+    layer(torch.randn(2, 5, 32)).sum().backward()
+    assert {asked[0] for asked in gemms.asked} == {"cublaslt"}
+
+
+def test_copies_have_it_and_checkpoints_have_not(gemms: Gemms) -> None:
+    model = convert(small_mlp(), gemm="rawkernel")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert asked_by(gemms, other) == {"rawkernel"}
+    other = convert(small_mlp())
+    scaling_state(other).load_state_dict(scaling_state(model).state_dict())
+    assert scaling_state(other).gemm == "auto"
+    assert scaling_state(other).state_dict().keys() == scaling_state(model).state_dict().keys()
+
+
+def test_a_compiled_model_follows_it(gemms: Gemms) -> None:
+    model = convert(small_mlp())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for value in ("auto", "rawkernel", "cublaslt"):
+        convert(model, gemm=value)
+        assert asked_by(gemms, compiled) == {value}
+
+
+def test_another_word_is_refused_before_anything_changes() -> None:
+    model = small_mlp()
+    with pytest.raises(ValueError, match="'auto', 'rawkernel', 'cublaslt', got 'cutlass'"):
+        convert(model, gemm="cutlass")
+    assert type(model[0]) is nn.Linear
+    with pytest.raises(ValueError, match="'auto', 'rawkernel', 'cublaslt', got 'cutlass'"):
+        Fp8Precision(gemm="cutlass")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("plugin", [Fp8Precision, Fp8FSDPPrecision, Fp8FabricPrecision])
+def test_it_belongs_to_fp8(precision: Any, plugin: Callable[..., Any]) -> None:
+    assert plugin(precision, gemm="auto").gemm == "auto"
+    for value in ("rawkernel", "cublaslt"):
+        with pytest.raises(ValueError, match=f"`gemm='{value}'` belongs to `fp8-delayed`, got '{precision}'"):
+            plugin(precision, gemm=value)
+
+
+def test_a_plugin_decides_for_each_run(gemms: Gemms) -> None:
+    model = Regression()
+    for value in ("rawkernel", "auto", "cublaslt"):
+        gemms.asked.clear()
+        plugin = Fp8Precision(gemm=value)  # type: ignore[arg-type]
+        trainer(plugins=plugin, max_steps=1, limit_val_batches=0).fit(model, loader())
+        assert {asked[0] for asked in gemms.asked} == {value}
+    # with layers taken out of a model that was converted before, too
+    plugin = Fp8Precision(gemm="rawkernel", ignore_modules=["net.0"])
+    trainer(plugins=plugin, max_steps=1, limit_val_batches=0).fit(model, loader())
+    assert scaling_state(model).gemm == "rawkernel"
+    assert len(scaling_state(model).module_names) == 1
+
+
+def test_fabric_takes_it_over(gemms: Gemms) -> None:
+    fabric = lf.Fabric(accelerator="cpu", devices=1, plugins=Fp8Precision(gemm="rawkernel"))
+    assert isinstance(fabric._precision, Fp8FabricPrecision)
+    model = fabric.setup(small_mlp())
+    fabric.backward(model(torch.randn(8, 32)).sum())
+    assert {asked[0] for asked in gemms.asked} == {"rawkernel"}
+
+
+def test_fsdp_takes_it_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cuda(monkeypatch)
+    lightning_fp8.register()
+    made = trainer(accelerator="cuda", strategy="fsdp", plugins=Fp8Precision(gemm="cublaslt"))
+    assert isinstance(made.precision_plugin, Fp8FSDPPrecision)
+    assert made.precision_plugin.gemm == "cublaslt"
+
+
+def test_a_yaml_file_sets_it(tmp_path: Path, gemms: Gemms) -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    def from_config(value: str) -> Any:
+        plugin = {"class_path": "lightning_fp8.Fp8Precision", "init_args": {"gemm": value}}
+        config = tmp_path / "config.yaml"
+        # JSON is YAML
+        config.write_text(json.dumps({"trainer": {"accelerator": "cpu", "logger": False, "plugins": [plugin]}}))
+        return LightningCLI(Regression, run=False, args=["--config", str(config)], save_config_callback=None)
+
+    made = from_config("rawkernel")
+    made.trainer.precision_plugin.convert_module(made.model)
+    assert asked_by(gemms, made.model) == {"rawkernel"}
+    with pytest.raises(SystemExit):
+        from_config("cutlass")
+
+
+def test_the_words_are_those_of_the_choice() -> None:
+    assert get_args(GemmString) == GEMMS
+
+
+def test_a_comparison_leaves_it_to_fp8() -> None:
+    own = {"gemm": "rawkernel", "precision": "fp8-delayed"}
+    for variant in VARIANTS:
+        assert Fp8Precision(**plugin_settings(variant, own)).gemm == (
+            "rawkernel" if variant == "fp8-delayed" else "auto"
+        )

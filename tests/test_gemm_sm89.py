@@ -1,0 +1,336 @@
+"""``gemm_sm89`` from its own source as host C++ against fp64, and compiled for its GPUs. No GPU takes part.
+
+Its asynchronous copies are made as late as the kernel's waits allow, and once more as early as they can be: see
+``host_shim/instructions_sm89.cuh``. The device's own accumulation, which keeps fewer bits, is not tested here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fp8_numpy import code_values, saturating_cast
+from host_kernels import Guarded, HostKernel, at_the_edge
+from test_sass import compiled, count, instructions, resources
+from torch import Tensor
+
+from kernels_cuda.gemm import Configuration, Split, configurations, gemm, split_gemm, split_rows, variant
+
+PAIRS = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+POISONS = (0x11, 0xEE)
+NAN_CODE = 0x7F
+LATE, AT_ONCE = (), ("COPIES_AT_ONCE",)
+INF, NAN = np.inf, np.nan
+# of operands of normal numbers; no powers of two, so that scaling rounds
+A_SCALE, B_SCALE = 37.0, 13.0
+
+
+def chosen(promote: bool) -> Configuration:
+    return configurations((8, 9), promote)[0]
+
+
+def host_kernel(
+    configuration: Configuration, formats: tuple[str, str], output: torch.dtype, promote: bool, *defines: str
+) -> HostKernel:
+    family = ("gemm_sm89", (*variant(configuration, *formats, output, promote), *defines))
+    return HostKernel(family, configuration.layout, configuration.threads, 0)
+
+
+def placed(codes: np.ndarray, apart: int) -> Tensor:
+    """The codes up to a page, with NaN between rows that are ``apart`` bytes apart."""
+    rows, k = codes.shape
+    buffer = at_the_edge(torch.full(((rows - 1) * (k + apart) + k,), NAN_CODE, dtype=torch.uint8))
+    return buffer.as_strided((rows, k), (k + apart, 1)).copy_(torch.from_numpy(codes))
+
+
+class Problem:
+    """Operands of normal numbers, and what they give in fp64."""
+
+    def __init__(self, m: int, n: int, k: int, formats: tuple[str, str], apart: int = 0) -> None:
+        draw = np.random.default_rng([m, n, k])
+        self.formats = formats
+        self.a_codes = saturating_cast(draw.standard_normal((m, k)), np.float32(A_SCALE), formats[0])
+        self.b_codes = saturating_cast(draw.standard_normal((n, k)), np.float32(B_SCALE), formats[1])
+        self.apart = apart
+        self.place()
+
+    def place(self) -> None:
+        """Codes into memory, and their values."""
+        self.a, self.b = placed(self.a_codes, self.apart), placed(self.b_codes, 2 * self.apart)
+        self.scales = torch.tensor(1 / A_SCALE), torch.tensor(1 / B_SCALE)
+        self.a_values = code_values(self.formats[0])[self.a_codes]
+        self.b_values = code_values(self.formats[1])[self.b_codes]
+
+    def run(
+        self,
+        output: torch.dtype,
+        promote: bool,
+        bias: Tensor | None = None,
+        before: Tensor | None = None,
+        defines: tuple[str, ...] = LATE,
+        configuration: Configuration | None = None,
+    ) -> Tensor:
+        """What the kernel gives, twice over different bytes; ``before``: what it is added to."""
+        configuration = configuration or chosen(promote)
+        kernel = host_kernel(configuration, self.formats, output, promote, *defines)
+        results = []
+        for poison in POISONS:
+            # the next multiple of 16 bytes, and 16 more
+            stride = -(-len(self.b) * output.itemsize // 16) * 16 // output.itemsize + 16 // output.itemsize
+            guarded = Guarded((len(self.a), stride), output, poison)
+            out = guarded.tensor[:, : len(self.b)]
+            if before is not None:
+                out.copy_(before)
+            gemm(kernel, configuration, self.a, self.b, out, *self.scales, bias, before is not None)
+            assert guarded.unharmed(), "written outside of out"
+            assert (guarded.tensor[:, len(self.b) :].contiguous().view(torch.uint8) == poison).all(), (
+                "written beside it"
+            )
+            results.append(out.contiguous())
+        first, second = (one.view(torch.uint8) for one in results)
+        assert torch.equal(first, second), "not all of it is written, or not the same each time"
+        return results[0]
+
+    def check(
+        self, out: Tensor, bias: Tensor | None = None, before: Tensor | None = None, part: slice = slice(None)
+    ) -> None:
+        """``out`` is the fp64 result of ``part`` of K, up to fp32 additions and one rounding to its dtype."""
+        a, b = self.a_values[:, part], self.b_values[:, part]
+        scale = float(self.scales[0].double() * self.scales[1].double())
+        addends = [torch.zeros(())] if bias is None else [bias.to(out.dtype)]
+        addends = [one.double().numpy() for one in (*addends, torch.zeros(()) if before is None else before)]
+        exact = a @ b.T * scale + sum(addends)
+        terms = np.abs(a) @ np.abs(b).T * scale + sum(map(np.abs, addends))
+        # an mma adds up 32 products, promotion four mma; scales, bias and `before` are one each
+        additions = a.shape[1] / 32 + a.shape[1] / 128 + 6
+        in_fp32 = additions * 2.0**-24 * terms
+        info = torch.finfo(out.dtype)
+        bound = in_fp32 + info.eps / 2 * (np.abs(exact) + in_fp32) + info.smallest_normal * info.eps / 2
+        assert (np.abs(out.double().numpy() - exact) <= bound).all()
+
+
+# --- shapes and variants ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("formats", PAIRS)
+@pytest.mark.parametrize("output", DTYPES)
+@pytest.mark.parametrize("promote", [False, True])
+def test_every_variant(formats: tuple[str, str], output: torch.dtype, promote: bool) -> None:
+    problem = Problem(150, 140, 400, formats)
+    problem.check(problem.run(output, promote))
+
+
+ROWS, DEPTHS = (1, 7, 64, 129, 200), (16, 48, 128, 144, 400)
+
+
+@pytest.mark.parametrize("copies", [LATE, AT_ONCE], ids=["late", "at once"])
+@pytest.mark.parametrize("m", ROWS)
+def test_ragged_shapes(m: int, copies: tuple[str, ...]) -> None:
+    """All pairs of sizes, each with three of the depths."""
+    for i, n in enumerate(ROWS):
+        for j in range(3):
+            k = DEPTHS[(ROWS.index(m) + 2 * i + j) % len(DEPTHS)]
+            problem = Problem(m, n, k, PAIRS[j], apart=16 * (i % 2))
+            problem.check(problem.run(DTYPES[(i + j) % 3], j == 1, defines=copies))
+
+
+def test_tiles_in_groups_of_rows_of_tiles() -> None:
+    """Seventeen rows of tiles: two whole groups and one of a single row."""
+    for m in (16 * 128 + 1, 8 * 128):
+        problem = Problem(m, 258, 16, PAIRS[0])
+        problem.check(problem.run(torch.float32, False))
+
+
+@pytest.mark.parametrize("copies", [LATE, AT_ONCE], ids=["late", "at once"])
+@pytest.mark.parametrize("cut", [(128, 128, 2), (128, 128, 3), (64, 128, 4), (128, 64, 5)])
+def test_other_tiles_and_stages(cut: tuple[int, int, int], copies: tuple[str, ...]) -> None:
+    """More steps than stages, as many, and fewer."""
+    for k in (64 * 11, 64 * cut[2], 64 * (cut[2] - 1), 64):
+        problem = Problem(130, 65, k, PAIRS[0])
+        problem.check(problem.run(torch.float32, False, defines=copies, configuration=Configuration("gemm_sm89", *cut)))
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+BITS = 11
+
+
+def rounded(sums: np.ndarray) -> np.ndarray:
+    fraction, exponent = np.frexp(sums)
+    return np.ldexp(np.rint(np.ldexp(fraction, BITS)), exponent - BITS)
+
+
+def in_few_bits(a: np.ndarray, b: np.ndarray, promote: bool) -> np.ndarray:
+    """Sums as of tensor cores that keep ``BITS`` bits after every 32 of K, with fp32 sums of every 128 if promoted."""
+    total = np.zeros((len(a), len(b)), np.float32)
+    every = 128 if promote else a.shape[1]
+    for start in range(0, a.shape[1], every):
+        partial = np.zeros(total.shape)
+        for k in range(start, min(start + every, a.shape[1]), 32):
+            piece = slice(k, min(k + 32, a.shape[1]))
+            partial = rounded(partial + a[:, piece] @ b[:, piece].T)
+        total = total + partial.astype(np.float32)
+    return total
+
+
+@pytest.mark.parametrize("promote", [False, True])
+@pytest.mark.parametrize("k", [112, 144, 720])
+def test_partial_sums_are_promoted_every_128(k: int, promote: bool) -> None:
+    problem = Problem(17, 9, k, PAIRS[1])
+    out = problem.run(torch.float32, promote, defines=(f"ACCUMULATOR_BITS={BITS}",))
+    expected, other = (in_few_bits(problem.a_values, problem.b_values, one) for one in (promote, not promote))
+    scale = (problem.scales[0] * problem.scales[1]).numpy()
+    np.testing.assert_array_equal(out.numpy(), expected * scale)
+    # the two ways differ as soon as there are two partial sums
+    assert (k <= 128) == np.array_equal(expected, other)
+
+
+@pytest.mark.parametrize("promote", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "splits"), [(130, 129, 400, 1), (130, 129, 400, 3), (7, 200, 400, 2), (129, 5, 144, 2)]
+)
+def test_splits(m: int, n: int, k: int, splits: int, promote: bool) -> None:
+    """Each split writes the sums of its steps of 128 to its own rows, and nothing else."""
+    configuration = chosen(promote)
+    problem = Problem(m, n, k, PAIRS[1])
+    kernel = host_kernel(configuration, problem.formats, torch.float32, promote)
+    rows, stride, results, summed = split_rows(configuration, m), -(-n // 4) * 4 + 4, [], []
+    for poison in POISONS:
+        guarded = Guarded((splits, rows, stride), torch.float32, poison)
+        parts, out = guarded.tensor[:, :, :n], torch.zeros(m, n)
+        split = Split(splits, parts, lambda *arguments: summed.append(arguments))  # type: ignore[arg-type]
+        split_gemm(kernel, configuration, split, problem.a, problem.b, out, *problem.scales, torch.ones(n))
+        assert guarded.unharmed()
+        results.append(parts[:, :m].clone())
+        parts[:, :m].view(torch.int32).fill_(int.from_bytes([poison] * 4, "little", signed=True))
+        assert (guarded.tensor.view(torch.uint8) == poison).all(), "written outside of the parts"
+    assert len(summed) == 2
+    assert torch.equal(*results)
+    steps = -(-k // 128)
+    for s, part in enumerate(results[0]):
+        problem.check(part, part=slice(128 * (steps * s // splits), 128 * (steps * (s + 1) // splits)))
+    problem.check(results[0].double().sum(0).float())
+
+
+# --- the epilogue -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("output", DTYPES)
+@pytest.mark.parametrize("bias_dtype", [None, *DTYPES])
+def test_epilogue_is_exact(bias_dtype: torch.dtype | None, output: torch.dtype) -> None:
+    """A single mma, so every operation and every rounding is known: bit for bit, with even and odd n."""
+    for n, accumulate in itertools.product((140, 141), (False, True)):
+        problem = Problem(150, n, 32, PAIRS[0])
+        # as large as the products: where they cancel, a bias that is not rounded shows
+        bias = None if bias_dtype is None else (5 * torch.randn(n)).to(bias_dtype)
+        before = (5 * torch.randn(150, n)).to(output) if accumulate else None
+        if accumulate and bias is not None:
+            before = (-bias.float()).to(output).repeat(150, 1)
+            before[::2] *= 3
+        out = problem.run(output, False, bias, before)
+        problem.check(out, bias, before)
+        expected = torch.from_numpy(problem.a_values @ problem.b_values.T).float()
+        expected = expected * (problem.scales[0] * problem.scales[1])
+        if bias is not None:
+            expected = expected + bias.to(output).float()
+        if before is not None:
+            expected = expected + before.float()
+        assert torch.equal(out, expected.to(output))
+
+
+@pytest.mark.parametrize("output", DTYPES)
+def test_nothing_behind_out_and_bias_is_read(output: torch.dtype) -> None:
+    for n in (7, 8):
+        problem = Problem(5, n, 32, PAIRS[0])
+        kernel = host_kernel(chosen(False), problem.formats, output, False)
+        out = at_the_edge(torch.empty(5, 8, dtype=output))[:, :n]
+        bias = at_the_edge(torch.empty(n, dtype=output))
+        before = out.copy_(torch.randn(5, n)).clone()
+        bias.copy_(torch.randn(n))
+        gemm(kernel, chosen(False), problem.a, problem.b, out, *problem.scales, bias, True)
+        problem.check(out, bias, before)
+
+
+def test_scales_of_a_finite_product() -> None:
+    """Scales are multiplied with each other first: sums times one of them would leave fp32."""
+    problem = Problem(3, 3, 16, PAIRS[0])
+    problem.scales = torch.tensor(2.0**125), torch.tensor(2.0**-125)
+    problem.check(problem.run(torch.float32, False))
+
+
+SPECIAL = {"e4m3": (0x7F, 0xFF), "e5m2": (0x7C, 0xFC, 0x7D, 0xFF)}
+
+
+@pytest.mark.parametrize("promote", [False, True])
+@pytest.mark.parametrize("formats", PAIRS)
+@pytest.mark.parametrize("k", [48, 144])
+def test_nan_and_inf_stay_in_their_rows_and_columns(k: int, formats: tuple[str, str], promote: bool) -> None:
+    """As in fp64. Their neighbours, what K is filled up with and the memory between rows leave no trace."""
+    problem = Problem(150, 140, k, formats, apart=32)
+    for codes, format, first in ((problem.a_codes, formats[0], 0), (problem.b_codes, formats[1], 5)):
+        for i, code in enumerate(SPECIAL[format]):
+            for row, column in ((first + 3 * i, 0), (first + 3 * i + 40, k - 1), (first + 3 * i + 120, k // 2)):
+                codes[row, column] = code
+        codes[first + 80, : k // 2] = SPECIAL[format][0]
+        codes[first + 80, k // 2 :] = SPECIAL[format][1]
+    problem.b_codes[20:30] = 0
+    problem.place()
+    out = problem.run(torch.bfloat16, promote).double().numpy()
+    with np.errstate(invalid="ignore"):
+        exact = (problem.a_values[:, None] * problem.b_values[None]).sum(2)
+    assert np.isnan(exact).any()
+    assert formats == PAIRS[0] or (exact == INF).any()
+    for special in (np.isnan, np.isposinf, np.isneginf):
+        np.testing.assert_array_equal(special(out), special(exact))
+    finite = np.isfinite(exact)
+    np.testing.assert_allclose(out[finite] * A_SCALE * B_SCALE, exact[finite], rtol=2.0**-7, atol=1e-3)
+
+
+# --- for its GPUs -----------------------------------------------------------------------------------------------------
+
+ARCHITECTURES = ("sm_89", "sm_120a")
+EVERY = list(itertools.product(PAIRS, DTYPES, (False, True)))
+REGISTERS, SHARED_BYTES = 1 << 16, 100 << 10
+Chosen = tuple[tuple[str, str], torch.dtype, bool]
+
+
+def definitions(formats: tuple[str, str], output: torch.dtype, promote: bool) -> tuple[str, ...]:
+    return variant(chosen(promote), *formats, output, promote)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("one", EVERY, ids=str)
+def test_compiles_without_spills(one: Chosen, arch: str) -> None:
+    registers, static_bytes = resources(compiled(("gemm_sm89", definitions(*one)), arch)[1])
+    configuration = chosen(one[2])
+    # two blocks on a multiprocessor, with PROMOTE one; 1 KB of a block's shared memory is the system's
+    blocks = 1 if one[2] else 2
+    assert registers * configuration.threads * blocks <= REGISTERS
+    assert (configuration.shared_bytes + static_bytes + 1024) * blocks <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("one", [EVERY[0], EVERY[8], EVERY[17]], ids=str)
+def test_instructions(one: Chosen, arch: str, tmp_path: Path) -> None:
+    (a_format, b_format), output, _ = one
+    found = instructions(("gemm_sm89", definitions(*one)), arch, tmp_path)
+    # a warp's 64 x 32 x 64 in mma of 16 x 8 x 32, as often as the compiler unrolls the main loop
+    products = count(found, rf"QMMA\.16832\.F32\.{a_format.upper()}\.{b_format.upper()}")
+    assert products > 0, found
+    assert products % 32 == 0, found
+    assert count(found, r"QMMA\..*") == products, found
+    assert not count(found, r"(HMMA|LDL|STL|CALL)\b.*"), "emulated, or local memory"
+    # 64 x 64 bytes of a and 32 x 64 of b, 512 at once
+    assert count(found, r"LDSM\.16\.M(T)?88\.4") == count(found, r"LDSM\..*") == products // 32 * 12, found
+    # past L1 and the registers, 16 bytes of four rows a thread
+    copies = count(found, r"LDGSTS\.E\.BYPASS\.LTC128B\.128")
+    assert copies > 0, found
+    assert copies % 4 == 0, found
+    assert copies == count(found, r"LDGSTS\..*"), found
+    assert not count(found, r"STS\b.*"), "stores to shared memory"
+    wide = r"STG\.E\.64" if output == torch.float32 else r"STG\.E"
+    assert count(found, wide) >= 32, found

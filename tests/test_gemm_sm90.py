@@ -1,0 +1,412 @@
+"""Hopper's GEMM from its own source on the CPU: pipeline, tiles, every end of a tile. No GPU takes part.
+
+Copies and products happen as early or as late as the device may do them, see host_shim/instructions_sm90.cuh.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from gemm_cases import FORMAT_PAIRS, Operands, assert_close, operands
+from host_kernels import Guarded, HostKernel, at_the_edge, host_tensor_map
+from torch import Tensor
+
+from kernels_cuda import gemm
+from kernels_cuda.casts import Row
+from kernels_cuda.gemm import Configuration, Split, configurations
+from lightning_fp8.formats import FORMATS
+from lightning_fp8.ops import kernels, reference
+from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.self_test import same_codes
+
+FAST, PROMOTED = (configurations((9, 0), promote) for promote in (False, True))
+LARGE, SMALL = FAST[0], FAST[-1]
+OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+POISONS = (0x11, 0xEE)
+INF, NAN = math.inf, math.nan
+
+
+@pytest.fixture(autouse=True)
+def _maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "tensor_map", host_tensor_map)
+
+
+@pytest.fixture(params=["early", "late"])
+def late(request: pytest.FixtureRequest) -> Iterator[bool]:
+    return request.param == "late"
+
+
+def load(configuration: Configuration, defines: tuple[str, ...], late: bool = True) -> HostKernel:
+    kernel = HostKernel(
+        (configuration.family, defines), configuration.layout, configuration.threads, 0, configuration.shared_bytes
+    )
+    ctypes.c_int.in_dll(kernel._library, "late").value = late
+    return kernel
+
+
+def sum_kernel(output: torch.dtype) -> HostKernel:
+    defines = gemm.sum_splits_variant(output)
+    return HostKernel(("sum_splits", defines), gemm.SUM_SPLITS_LAYOUT, gemm.SUM_SPLITS_THREADS, 0)
+
+
+def run(
+    case: Operands,
+    configuration: Configuration,
+    output: torch.dtype,
+    promote: bool = False,
+    bias: Tensor | None = None,
+    before: Tensor | None = None,
+    splits: int = 1,
+    late: bool = True,
+    multiprocessors: int = 4,
+) -> Tensor:
+    """One GEMM, twice, into poisoned memory between guards; with ``before``, added to that."""
+    m, n = len(case.a), len(case.b)
+    padded = -(-n * output.itemsize // 16) * 16 // output.itemsize
+    made = torch.float32 if splits > 1 else output
+    kernel = load(configuration, gemm.variant(configuration, case.a_format, case.b_format, made, promote), late)
+    kernel.multiprocessors = multiprocessors
+    scales, results = (case.a_scale_inv, case.b_scale_inv), []
+    for poison in POISONS:
+        memory = Guarded((m, padded), output, poison)
+        out = memory.tensor[:, :n]
+        if before is not None:
+            out.copy_(before)
+        # columns that only fill a row up belong to nobody
+        filling = memory.tensor[:, n:].clone()
+        if splits == 1:
+            gemm.gemm(kernel, configuration, case.a, case.b, out, *scales, bias, before is not None)
+        else:
+            rows = gemm.split_rows(configuration, m)
+            parts = Guarded((splits, rows, -(-n // 4) * 4), torch.float32, 0xFF)
+            split = Split(splits, parts.tensor, sum_kernel(output))
+            gemm.split_gemm(kernel, configuration, split, case.a, case.b, out, *scales, bias, before is not None)
+            assert parts.unharmed()
+        assert memory.unharmed()
+        # the copy engine may write whole boxes' rows, never past the matrix it was told of
+        assert torch.equal(memory.tensor[:, n:].view(torch.uint8), filling.view(torch.uint8))
+        results.append(out.clone())
+    # byte for byte: NaN too
+    assert torch.equal(*(result.view(torch.uint8) for result in results))
+    return results[0]
+
+
+def check(
+    case: Operands,
+    configuration: Configuration,
+    output: torch.dtype = torch.bfloat16,
+    bias: Tensor | None = None,
+    before: Tensor | None = None,
+    **options: bool | int,
+) -> None:
+    result = run(case, configuration, output, bias=bias, before=before, **options)  # type: ignore[arg-type]
+    expected, magnitude = case.product(), case.magnitude()
+    for term in (None if bias is None else bias.to(output).double(), None if before is None else before.double()):
+        if term is not None:
+            expected, magnitude = expected + term, magnitude + term.abs()
+    assert_close(result, expected, magnitude, case.a.shape[1])
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("pair", FORMAT_PAIRS, ids="-".join)
+def test_formats_and_outputs(pair: tuple[str, str], output: torch.dtype) -> None:
+    check(operands(200, 136, 400, *pair), PROMOTED[-1], output, promote=True)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "promote"),
+    [(one, False) for one in FAST] + [(one, True) for one in PROMOTED],
+    ids=lambda value: value.name if isinstance(value, Configuration) else "promoted" if value else "fast",
+)
+def test_every_configuration(configuration: Configuration, promote: bool, late: bool) -> None:
+    # more tiles than blocks, more steps than stages, ragged on all sides
+    m, n = 2 * configuration.block_m * configuration.cluster + 72, configuration.block_n + 16
+    pair = ("e5m2", "e4m3") if promote else ("e4m3", "e4m3")
+    case = operands(m, n, 128 * configuration.stages + 144, *pair)
+    output = torch.float32 if promote else torch.bfloat16
+    check(case, configuration, output, promote=promote, late=late, multiprocessors=2)
+
+
+@pytest.mark.parametrize("n", [1, 8, 23, 129, 264])
+@pytest.mark.parametrize("m", [1, 64, 65, 300])
+def test_ragged_rows_and_columns(m: int, n: int) -> None:
+    for configuration in (LARGE, SMALL):
+        check(operands(m, n, 144), configuration)
+
+
+@pytest.mark.parametrize("k", [16, 112, 128, 144, 768, 784])
+def test_ragged_steps(k: int, late: bool) -> None:
+    check(operands(130, 40, k), SMALL, late=late)
+    check(operands(130, 40, k, "e5m2"), PROMOTED[-1], torch.float32, promote=True, late=late)
+
+
+@pytest.mark.parametrize("multiprocessors", [2, 3, 7, 64])
+def test_any_number_of_multiprocessors(multiprocessors: int) -> None:
+    check(operands(700, 300, 144), LARGE, multiprocessors=multiprocessors)
+
+
+def test_tiles_in_groups() -> None:
+    # more rows of tiles than a group has, and a group that is not full
+    check(operands(128 * 35, 130, 16), SMALL)
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("dtype", OUTPUTS)
+def test_bias(dtype: torch.dtype, output: torch.dtype) -> None:
+    # of another order than the sums: rounded on its own, and then with them
+    bias = (torch.randn(135) * 100).to(dtype)
+    check(operands(70, 135, 48), SMALL, output, bias=bias)
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_accumulates_into_the_output(output: torch.dtype) -> None:
+    case = operands(150, 131, 272)
+    before = torch.randn(150, 131).to(output)
+    check(case, PROMOTED[-1], output, before=before, promote=True)
+    check(case, PROMOTED[-1], output, before=before, bias=torch.randn(131), promote=True)
+
+
+def test_accumulating_rounds_once() -> None:
+    # 1 + 2**-8 + 2**-8: rounded in between, either is lost
+    codes, one = torch.full((1, 16), 0x08, dtype=torch.uint8), torch.tensor(1.0)
+    case = Operands(codes, codes, one, one, "e4m3", "e4m3")
+    assert case.product().item() == 2.0**-8
+    before, bias = torch.ones(1, 1, dtype=torch.bfloat16), torch.tensor([2.0**-8])
+    assert run(case, SMALL, torch.bfloat16, before=before, bias=bias).item() == 1 + 2.0**-7
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("splits", [2, 3, 7])
+def test_splits(splits: int, output: torch.dtype, late: bool) -> None:
+    case = operands(140, 67, 8 * 128 - 48, "e5m2")
+    before = torch.randn(140, 67).to(output)
+    check(case, PROMOTED[0], output, promote=True, splits=splits, late=late)
+    check(case, PROMOTED[-1], output, torch.randn(67), before, promote=True, splits=splits, late=late)
+
+
+def test_parts_are_those_of_their_steps() -> None:
+    case, configuration = operands(64, 64, 5 * 128, "e5m2"), PROMOTED[-1]
+    kernel = load(configuration, gemm.variant(configuration, "e5m2", "e4m3", torch.float32, True))
+    parts = torch.full((2, 128, 64), NAN)
+    out, split = torch.empty(64, 64), Split(2, parts, sum_kernel(torch.float32))
+    gemm.split_gemm(kernel, configuration, split, case.a, case.b, out, case.a_scale_inv, case.b_scale_inv)
+    for part, steps in zip(parts, (slice(0, 256), slice(256, 640))):
+        its = case._replace(a=case.a[:, steps], b=case.b[:, steps])
+        assert_close(part[:64], its.product(), its.magnitude(), 640)
+    assert torch.equal(out, parts[0, :64] + parts[1, :64])
+
+
+def test_promotion_adds_up_what_128_steps_make() -> None:
+    """The host's products are exact in fp32, so the order of sums is all there is to see."""
+    case = operands(64, 64, 384)
+    a, b = (values.float() for values in case.values())
+    expected = torch.zeros(64, 64)
+    for start in range(0, 384, 128):
+        partial = torch.zeros(64, 64)
+        for k in range(start, start + 128):
+            partial += a[:, k : k + 1] * b[:, k]
+        expected += partial
+    result = run(case, PROMOTED[-1], torch.float32, promote=True)
+    factor = case.a_scale_inv * case.b_scale_inv
+    assert torch.equal(result, expected * factor)
+    assert not torch.equal(run(case, SMALL, torch.float32), expected * factor)
+
+
+@pytest.mark.parametrize("shape", [(70, 40, 48), (129, 135, 16)])
+def test_reads_nothing_behind_its_tensors(shape: tuple[int, int, int]) -> None:
+    case = operands(*shape)
+    m, n = shape[:2]
+    bias, width = at_the_edge(torch.randn(n)), -(-n // 8) * 8
+    for output in (torch.bfloat16, torch.float32):
+        before = torch.randn(m, width).to(output)
+        out = at_the_edge(before)
+        kernel = load(SMALL, gemm.variant(SMALL, "e4m3", "e4m3", output, False))
+        edges = at_the_edge(case.a), at_the_edge(case.b)
+        gemm.gemm(kernel, SMALL, *edges, out[:, :n], case.a_scale_inv, case.b_scale_inv, bias, accumulate=True)
+        expected = case.product() + bias.to(output).double() + before[:, :n].double()
+        assert_close(out[:, :n], expected, case.magnitude() + 10, shape[2])
+    if n % 8 == 0:
+        h = at_the_edge(torch.randn(m, n).bfloat16())
+        kernel = load(PROMOTED[-1], gemm.chained_variant(PROMOTED[-1], "e4m3", torch.bfloat16, True, "relu", "e4m3"))
+        y, scale = torch.empty(m, n, dtype=torch.uint8), torch.ones(1)
+        row = Row(scale, scale, torch.tensor([0]))
+        gemm.chained_gemm(
+            kernel, PROMOTED[-1], case.a, case.b, h, y, None, row, torch.empty(()), case.a_scale_inv, case.b_scale_inv
+        )  # fmt: skip
+        da = run(case, PROMOTED[-1], torch.bfloat16, promote=True)
+        codes = reference.saturating_cast(activation_gradient(h, da, "relu"), scale[0], FORMATS["e4m3"])
+        assert torch.equal(y, codes)
+
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+def test_what_is_not_finite_stays_in_its_row_and_column(value: float) -> None:
+    case = operands(130, 70, 144, "e5m2", "e5m2")
+    case.a.view(torch.float8_e5m2)[129, 143] = value
+    case.b.view(torch.float8_e5m2)[69, 143] = 0.0
+    case.b.view(torch.float8_e5m2)[:69, 143] = 1.0
+    result, expected = run(case, SMALL, torch.bfloat16), case.product()
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.isinf(), expected.isinf())
+    assert result[:129].isfinite().all()
+
+
+# --- the next GEMM's operand ------------------------------------------------------------------------------------------
+
+
+class Chained:
+    """What one chained GEMM has written."""
+
+    def __init__(
+        self,
+        case: Operands,
+        configuration: Configuration,
+        activation: str,
+        format: str,
+        poison: int,
+        h: Tensor | None = None,
+        bias: Tensor | None = None,
+        wants_h: bool = True,
+        wants_y_t: bool = True,
+        output: torch.dtype = torch.bfloat16,
+        late: bool = True,
+    ) -> None:
+        (m, _), n, backward = case.a.shape, len(case.b), h is not None
+        defines = gemm.chained_variant(configuration, case.a_format, output, backward, activation, format)
+        made = (
+            Guarded((m, n), output, poison),
+            Guarded((m, n), torch.uint8, poison),
+            Guarded((n, m), torch.uint8, poison),
+            Guarded((gemm.column_sum_rows(m), n), torch.float32, poison),
+            Guarded((), torch.float32, poison),
+        )
+        self.h, self.y, self.y_t, self.sums, self.scale_inv = (one.tensor for one in made)
+        if h is not None:
+            self.h.copy_(h)
+        self.amax = torch.tensor([0.0, 2.0**-20, 0.0])
+        scale = torch.tensor([1.0, 11.5, 1.0])
+        row = Row(scale, torch.ones(3), torch.tensor([1]), self.amax)
+        gemm.chained_gemm(
+            load(configuration, defines, late), configuration, case.a, case.b, self.h if wants_h or backward else None,
+            self.y, self.y_t if wants_y_t else None, row, self.scale_inv, case.a_scale_inv, case.b_scale_inv, bias,
+            self.sums if backward else None,
+        )  # fmt: skip
+        assert all(one.unharmed() for one in made)
+        assert self.scale_inv == torch.tensor(11.5).reciprocal()
+        assert self.amax[0] == self.amax[2] == 0
+        self.format = format
+
+    def check_codes(self, values: Tensor, exact: bool, neighbouring: float = 0.001) -> None:
+        """y, y_t and amax of what was to be cast."""
+        codes = reference.saturating_cast(values, torch.tensor(11.5), FORMATS[self.format])
+        assert torch.equal(self.y_t.t(), self.y)
+        dtype = FORMATS[self.format].dtype
+        assert same_codes(self.y.view(dtype), codes.view(dtype), 0.0 if exact else neighbouring)
+        torch.testing.assert_close(self.amax[1], values.abs().max().float(), rtol=0.0 if exact else 2**-7, atol=0)
+
+
+# whole pieces; rows of y and y_t at any address; less than a piece
+CHAINED_SHAPES = [(256, 256, 272), (201, 136, 400), (40, 24, 16)]
+
+
+@pytest.mark.parametrize("shape", CHAINED_SHAPES)
+@pytest.mark.parametrize("activation", gemm.CHAINED_ACTIVATIONS)
+def test_forward_chain(activation: str, shape: tuple[int, int, int]) -> None:
+    case, bias = operands(*shape), torch.randn(shape[1])
+    configuration = LARGE if activation == "gelu" else SMALL
+    runs = [Chained(case, configuration, activation, "e4m3", poison, bias=bias) for poison in POISONS]
+    expected, magnitude = case.product() + bias.bfloat16().double(), case.magnitude() + bias.abs()
+    for one in runs:
+        assert_close(one.h, expected, magnitude, shape[2])
+        # from h as it was stored: between the two nothing but the activation is left
+        one.check_codes(activate(one.h, activation), exact=activation == "relu")
+    assert torch.equal(runs[0].y, runs[1].y)
+
+
+@pytest.mark.parametrize("shape", CHAINED_SHAPES)
+@pytest.mark.parametrize("activation", gemm.CHAINED_ACTIVATIONS)
+def test_backward_chain(activation: str, shape: tuple[int, int, int]) -> None:
+    case = operands(*shape, "e5m2")
+    h = torch.randn(shape[:2]).bfloat16()
+    configuration = PROMOTED[0] if activation == "gelu" else PROMOTED[-1]
+    # the plain kernel's output is what is rounded in between
+    da = run(case, configuration, torch.bfloat16, promote=True)
+    values = activation_gradient(h, da, activation)
+    runs = [Chained(case, configuration, activation, "e5m2", poison, h=h) for poison in POISONS]
+    for one in runs:
+        one.check_codes(values, exact=activation == "relu")
+        assert torch.equal(one.h, h)
+        for rows, sums in enumerate(one.sums):
+            its = values[64 * rows : 64 * rows + 64].double()
+            torch.testing.assert_close(sums.double(), its.sum(0), rtol=0, atol=1e-3 * its.abs().sum(0).max().item())
+            if activation == "relu":
+                assert ((sums.double() - its.sum(0)).abs() <= 64 * 2.0**-24 * its.abs().sum(0)).all()
+    assert torch.equal(runs[0].sums, runs[1].sums)
+
+
+@pytest.mark.parametrize("output", [torch.bfloat16, torch.float16])
+def test_chains_in_both_16_bit_formats(output: torch.dtype, late: bool) -> None:
+    case, bias = operands(130, 136, 144), torch.randn(136)
+    one = Chained(case, SMALL, "relu", "e4m3", 0x11, bias=bias, output=output, late=late)
+    assert_close(one.h, case.product() + bias.to(output).double(), case.magnitude() + bias.abs(), 144)
+    one.check_codes(activate(one.h, "relu"), exact=True)
+    case, h = operands(130, 136, 144, "e4m3"), torch.randn(130, 136).to(output)
+    da = run(case, PROMOTED[-1], output, promote=True)
+    backward = Chained(case, PROMOTED[-1], "relu", "e4m3", 0x11, h=h, output=output, late=late)
+    backward.check_codes(activation_gradient(h, da, "relu"), exact=True)
+
+
+def test_chains_leave_out_what_nobody_needs() -> None:
+    case, bias = operands(130, 136, 144), torch.randn(136)
+    whole = Chained(case, SMALL, "relu", "e4m3", 0x11, bias=bias)
+    without_h = Chained(case, SMALL, "relu", "e4m3", 0x11, bias=bias, wants_h=False)
+    without_y_t = Chained(case, SMALL, "relu", "e4m3", 0x11, bias=bias, wants_y_t=False)
+    assert torch.equal(whole.y, without_h.y)
+    assert torch.equal(whole.y_t, without_h.y_t)
+    assert torch.equal(whole.y, without_y_t.y)
+    assert torch.equal(whole.h, without_y_t.h)
+    assert (without_h.h.view(torch.uint8) == 0x11).all()
+    assert (without_y_t.y_t == 0x11).all()
+
+
+def test_no_amax_from_outside_of_the_matrix() -> None:
+    # row 0 of a tile that reaches past the matrix: all sums inside cancel the bias, outside there is nothing to cancel
+    case = operands(70, 24, 16)
+    case.a.view(torch.float8_e4m3fn).fill_(1.0)
+    case.b.view(torch.float8_e4m3fn).fill_(-1.0)
+    bias = -case.product()[0].float()
+    one = Chained(case, SMALL, "relu", "e4m3", 0x11, bias=bias)
+    assert one.amax[1] < 0.01 < bias.min()
+    # nor NaN from b, which meets the zeros outside of a
+    case.b.view(torch.float8_e4m3fn)[3] = NAN
+    backward = Chained(
+        case._replace(a_format="e5m2"), PROMOTED[-1], "relu", "e5m2", 0x11, h=torch.ones(70, 24).bfloat16()
+    )
+    assert backward.amax[1].isnan()
+    assert backward.sums[:, 3].isnan().all()
+    assert backward.sums[:, [0, 1, 2, *range(4, 24)]].isfinite().all()
+
+
+def test_an_amax_that_is_larger_stays() -> None:
+    case = operands(70, 24, 16)
+    defines = gemm.chained_variant(SMALL, "e4m3", torch.bfloat16, False, "relu", "e4m3")
+    for recorded, index in ((1e9, 0), (None, 0)):
+        amax = None if recorded is None else torch.tensor([recorded])
+        y, scale = torch.empty(70, 24, dtype=torch.uint8), torch.ones(1)
+        gemm.chained_gemm(
+            load(SMALL, defines), SMALL, case.a, case.b, None, y, None, Row(scale, scale, torch.tensor([index]), amax),
+            torch.empty(()), case.a_scale_inv, case.b_scale_inv,
+        )  # fmt: skip
+        assert amax is None or amax.item() == torch.tensor(1e9)
+
+
+# --- self-tests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", kernels.variants((9, 0))[68::3], ids=lambda variant: variant.name)
+def test_self_tests_pass(variant: kernels.Variant) -> None:
+    kernel = HostKernel((variant.family, variant.defines), variant.layout, variant.block, 0, variant.shared_bytes)
+    assert variant.self_test(torch.device("cpu"), kernel) is None
