@@ -23,7 +23,6 @@ import argparse
 import json
 import logging
 import time
-from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,9 +32,8 @@ from harness import append, environment, parser, percentiles, table, take_turns
 from torch import Tensor
 
 import lightning_fp8
+from lightning_fp8.bench.memory import bytes_of, saved_bytes, weight_copies
 from lightning_fp8.examples import ByteGPT
-from lightning_fp8.modules.gemm import Fp8Module
-from lightning_fp8.modules.weight_copy import WeightCopyModule
 
 # arguments of `Fp8Precision`; None: no plugin
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -99,31 +97,6 @@ class Training:
             self.scaling.update()
         self.optimizer.step()
 
-    def weight_copies(self) -> list[Tensor]:
-        """What layers keep of their weights: bf16 copies, or FP8 ones with their scales."""
-        caches = []
-        for module in self.model.modules():
-            if isinstance(module, WeightCopyModule):
-                caches += module.copies.values()
-            elif isinstance(module, Fp8Module):
-                caches += [rows.weight_cache for rows in module.fp8.values()]
-        return [tensor for cache in caches if cache._entry is not None for tensor in cache._entry.cast]
-
-    def saved_bytes(self) -> int:
-        """What one forward leaves for its backward, besides what is there anyway."""
-        saved: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda x: x):
-            self.loss(self.batches[0])
-        state = vars(self.scaling).values() if self.scaling is not None else ()
-        there = [*self.model.parameters(), *self.weight_copies(), *(x for x in state if isinstance(x, Tensor))]
-        return bytes_of([*saved, *there]) - bytes_of(there)
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all storages, each counted once."""
-    storages = {(x.device, x.untyped_storage().data_ptr()): x.untyped_storage().nbytes() for x in tensors}
-    return sum(storages.values())
-
 
 def train(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Step times in ms, and the figures of one more step, of one variant in this process."""
@@ -159,8 +132,8 @@ def one_more_step(training: Training) -> dict[str, Any]:
         "parameter_bytes": bytes_of(parameters),
         "gradient_bytes": bytes_of(gradients),
         "optimizer_bytes": bytes_of(moments),
-        "weight_copy_bytes": bytes_of(training.weight_copies()),
-        "saved_bytes": training.saved_bytes(),
+        "weight_copy_bytes": bytes_of(weight_copies(training.model)),
+        "saved_bytes": saved_bytes(training.model, lambda: training.loss(training.batches[0])),
         "loss": training.loss(training.batches[0]).item(),
         "unchanged_fraction": sum(int(x.sum()) for x in unchanged) / sum(int(x.sum()) for x in counted),
         "learning_rate": training.model.learning_rate,

@@ -21,6 +21,8 @@ from lightning_fp8 import __main__ as entry
 from lightning_fp8 import ops
 from lightning_fp8.bench import baselines, cast, command, launch, rows, timing
 from lightning_fp8.bench.case import Tolerance, Variant, difference
+from lightning_fp8.bench.run import Run
+from lightning_fp8.bench.suites import SUITES
 from lightning_fp8.bench.whole_model import UpdateScales, Weights
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops import cuda, kernels, plain
@@ -28,9 +30,16 @@ from lightning_fp8.scaling import state_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FIELDS = {
-    *("suite", "case", "variant", "p20_us", "p50_us", "p80_us", "host_us", "bytes", "gb_per_s", "share_of_ceiling"),
+    *("suite", "case", "variant", "p20_us", "p50_us", "p80_us", "host_us", "events_us", "bytes", "gb_per_s"),
     *(
+        "flops",
+        "tflops",
+        "share_of_ceiling",
         "ceiling_gb_per_s",
+        "ceiling_tflops",
+        "tokens_per_s",
+        "peak_memory_bytes",
+        "saved_bytes",
         "checked",
         "gpu",
         "driver",
@@ -80,6 +89,8 @@ def test_rows_are_whole_and_consistent(suite: tuple[list[dict[str, Any]], str]) 
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / (row["p50_us"] * 1e-6) / 1e9)
         assert row["share_of_ceiling"] == pytest.approx(row["gb_per_s"] / ceiling["gb_per_s"])
         assert row["ceiling_gb_per_s"] == ceiling["gb_per_s"]
+        assert {row[key] for key in ("host_us", "events_us", "flops", "tflops", "ceiling_tflops")} == {None}
+        assert {row[key] for key in ("tokens_per_s", "peak_memory_bytes", "saved_bytes")} == {None}
         assert (row["suite"], row["checked"], row["gpu"], row["driver"]) == ("cast", True, None, None)
         assert (row["torch"], row["cpu"]) == (torch.__version__, rows.cpu_name())
         assert row["command"].startswith("python -m lightning_fp8 bench --suite cast --device cpu --rounds 4 --out ")
@@ -93,6 +104,9 @@ def test_tables_show_what_the_rows_have(suite: tuple[list[dict[str, Any]], str])
     assert line.split()[1:4] == [f"{ours[key]:.2f}" for key in ("p20_us", "p50_us", "p80_us")]
     if rows.package_version("torchao") is None:
         assert "torchao: not installed" in printed
+    # columns without a number are left out
+    title = next(line for line in printed.splitlines() if line.startswith("variant"))
+    assert title.split() == [*("variant", "p20", "us", "p50", "us", "p80", "us"), "GB/s", "of", "the", "ceiling"]
 
 
 def run(path: Path, *arguments: str, suite: str = "cast", case: str = ONE) -> None:
@@ -192,7 +206,7 @@ def test_a_variant_that_does_not_run_costs_its_own_row(tmp_path: Path, monkeypat
 
 
 BAD = {
-    "an unknown suite": (["--suite", "gemm"], r"invalid choice: 'gemm' \(choose from .*cast.*launch"),
+    "an unknown suite": (["--suite", "gem"], r"invalid choice: 'gem' \(choose from .*cast.*gemm.*launch.*linear.*all"),
     "no suite": ([], "arguments are required: --suite"),
     "an unknown device": (["--suite", "cast", "--device", "tpu"], "invalid choice: 'tpu'"),
     "no rounds": (["--suite", "cast", "--rounds", "0"], "--rounds: must be an integer of at least 1, got '0'"),
@@ -248,7 +262,7 @@ def test_plain_torch_is_never_timed_as_ours(served: str, monkeypatch: pytest.Mon
     # a list's append gives None, as does a kernel that is not there
     monkeypatch.setattr(kernels, name, lambda *arguments: asked.append(arguments))
     with pytest.raises(SystemExit, match=f"^{re.escape(case.name)}: no kernel of lightning_fp8 serves it on cuda:0"):
-        command._Run("cast", True, GPU, 1, {}).measure(case)
+        Run("cast", SUITES["cast"], GPU, 1, {}).measure(case)
     assert asked == [expected]
     monkeypatch.setattr(kernels, name, lambda *_: "a kernel")
     assert case.is_served(GPU)
@@ -307,6 +321,85 @@ def test_variants_take_turns() -> None:
     assert found["b"].host_us is None
 
 
+def test_what_else_is_measured_in_a_round() -> None:
+    calls: dict[str, list[int]] = {"batch": [], "host": [], "events": []}
+
+    def measure(what: str, *spent: float) -> timing.Batch:
+        times = iter(spent)
+
+        def batch(variant: Variant, number: int) -> float:
+            calls[what].append(number)
+            return next(times)
+
+        return batch
+
+    variants = [Variant("a", lambda at: None, lambda: None)]
+    clock = timing.Clock(
+        measure("batch", 10.0, 10.0, 1.0, 3.0, 2.0), measure("host", 4.0, 6.0, 5.0), measure("events", 7.0, 9.0, 8.0),
+        batch_us=500.0,
+    )  # fmt: skip
+    times = timing.time_in_turns(variants, 3, *clock)["a"]
+    assert times == pytest.approx((1.4, 2.0, 2.6, 5.0, 8.0))
+    # 1.2 times as many as fill 500 microseconds; the host's time is that of few
+    assert calls == {"batch": [1, 60, 60, 60, 60], "host": [3, 3, 3], "events": [60, 60, 60]}
+
+
+def test_the_clock_of_a_suite() -> None:
+    assert timing.clock("host", GPU) == timing.clock("host", CPU) == (timing.host_batch, None, None, 2000)
+    for timed in ("device", "kernels", "iterations"):
+        assert timing.clock(timed, CPU) == (timing.wall_batch, None, None, 2000)
+    assert timing.clock("device", GPU) == (timing.device_batch, timing.host_batch, None, 2000)
+    assert timing.clock("kernels", GPU) == (timing.queued_batch, timing.host_batch, None, 2000)
+    expected = (timing.iteration_batch, timing.host_batch, timing.device_batch, 20000)
+    assert timing.clock("iterations", GPU) == expected
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_iterations_count_until_the_device_is_done(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(timing, "synchronize", lambda: events.append("wait"))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: events.append("clock") or float(len(events)))
+    batch = timing.iteration_batch if waits else timing.host_batch
+    spent = batch(Variant("a", lambda at: events.append("call"), lambda: None), 2)
+    counted = ["call", "call", "wait"] if waits else ["call", "call"]
+    assert events == ["call", "wait", "clock", *counted, "clock", *([] if waits else ["wait"])]
+    assert spent == pytest.approx(1e6 * (len(counted) + 1) / 2)
+
+
+@pytest.mark.parametrize(("calls", "counted"), [(3, 3), (1000, 400)])
+def test_kernels_wait_for_the_device(calls: int, counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches go behind a head start that outlasts them: microseconds of the host as host_batch gives them."""
+    events: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            events.append("record")
+
+        def synchronize(self) -> None:
+            events.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 8.0
+
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: events.append(cycles))
+    monkeypatch.setattr(timing, "synchronize", lambda: events.append("idle"))
+    monkeypatch.setattr(timing, "host_batch", lambda variant, number: asked.append(number) or 50.0)
+    variant = Variant("a", lambda at: events.append("call"), lambda: None)
+    assert timing.queued_batch(variant, calls) == pytest.approx(8000 / counted)
+    assert asked == [min(calls, 20)]
+    head_start = 2 * 50 * counted * 2000
+    assert events == ["call", "idle", head_start, "record", *counted * ["call"], "record", "wait"]
+    # and none where the host's part belongs to what is measured
+    events.clear()
+    timing.device_batch(variant, 1)
+    assert events == ["call", "idle", "record", "call", "record", "wait"]
+
+
 def test_percentiles_stay_within_what_was_measured() -> None:
     assert rows.percentiles([7.0]) == (7.0, 7.0, 7.0)
     assert rows.percentiles([1.0, 2.0]) == pytest.approx((1.2, 1.5, 1.8))
@@ -325,7 +418,7 @@ def test_batches_are_long_enough() -> None:
     assert calls[-1] < 1000
 
 
-@pytest.mark.parametrize("batch", [timing.wall_batch, timing.host_batch])
+@pytest.mark.parametrize("batch", [timing.wall_batch, timing.host_batch, timing.iteration_batch])
 def test_a_batch_goes_over_all_copies_and_fills_up_what_calls_use(batch: timing.Batch) -> None:
     fuel, met = [1, 1, 1], []
 
@@ -487,8 +580,9 @@ def test_the_scripts_share_the_rows(script: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.cuda
 def test_small_cases_on_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    for arguments in (["cast", "--case", "1024x1024"], ["cast", "--case", "update"], ["launch", "--case", "update"]):
-        command.main(["--suite", *arguments, "--rounds", "3", "--out", str(out)])
+    chosen = (("cast", "1024x1024"), ("cast", "update"), ("launch", "update"))
+    for suite, case in (*chosen, ("gemm", "2048x1024x1024"), ("linear", "2048 tokens, 1024")):
+        command.main(["--suite", suite, "--case", case, "--rounds", "3", "--out", str(out)])
     found = {(row["suite"], row["variant"]): row for row in written(out)}
     assert {("cast", "lightning_fp8"), ("cast", "torch.compile"), ("launch", "Kernel"), ("launch", "RawKernel")} <= set(
         found
@@ -497,3 +591,5 @@ def test_small_cases_on_a_gpu(tmp_path: Path) -> None:
         assert row["gpu"] == torch.cuda.get_device_name()
         assert row["p50_us"] > 0
         assert row["suite"] == "launch" or row["host_us"] > 0
+        assert row["suite"] != "linear" or row["events_us"] > 0
+        assert row["suite"] not in ("gemm", "linear") or row["tflops"] > 0

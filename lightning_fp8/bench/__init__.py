@@ -1,1 +1,1 @@
-"""``python -m lightning_fp8 bench``: operators beside torch's own and the memory's ceiling, in one run."""
+"""``python -m lightning_fp8 bench``: operators and layers beside torch's own, and beside ceilings, in one run."""

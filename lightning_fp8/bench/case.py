@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +26,9 @@ class Variant:
         check: does it once more and gives None, or what is wrong.
         copies: of the inputs, which calls take in turn.
         refill: makes all copies fit for one more call each, where a call uses them up.
+        around: entered before and left after the calls of a step of training; what is made there is gone afterwards.
+        tokens: that a call trains on, where it is a step of training.
+        saved_bytes: tells what one forward of it leaves for its backward.
     """
 
     name: str
@@ -32,6 +36,9 @@ class Variant:
     check: Callable[[], str | None]
     copies: int = 1
     refill: Callable[[], None] | None = None
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    tokens: int | None = None
+    saved_bytes: Callable[[], int] | None = None
 
 
 class Case(Protocol):
@@ -45,6 +52,11 @@ class Case(Protocol):
     @property
     def bytes(self) -> int | None:
         """Read and written by an ideal implementation, without single numbers; None where that is not the point."""
+        ...
+
+    @property
+    def flops(self) -> int | None:
+        """Of its matrix products; None where that is not the point."""
         ...
 
     def is_served(self, device: torch.device) -> bool:

@@ -67,6 +67,8 @@ class Cast:
     activation: str = "none"
     gradient: bool = False
 
+    flops = None
+
     @property
     def name(self) -> str:
         """Shape, formats, and what is done in one pass."""

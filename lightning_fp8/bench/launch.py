@@ -34,6 +34,7 @@ class UpdateArguments:
 
     name = "update_scales arguments"
     bytes = None
+    flops = None
 
     def is_served(self, device: torch.device) -> bool:
         """Whether there is a kernel to launch, or no device to launch it on."""

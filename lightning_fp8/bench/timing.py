@@ -15,23 +15,71 @@ from lightning_fp8.bench.rows import percentiles
 
 # microseconds of one batch: long beside the events' own resolution and a first launch's way to the device
 _BATCH_US = 2000.0
+# of iterations: the device begins idle, as it does not in training, where the host is ahead
+_ITERATIONS_US = 20000.0
 _MOST_CALLS = 20000
 # A stream takes about a thousand launches before it makes the host wait.
 _MOST_WAITING = 400
 # A call may be many launches, the more the longer it takes: for the host's time, one call of a batch that has few.
 _HOST_SHARE, _MOST_HOST_CALLS = 20, 20
 
+# of the device's clock in a microsecond, at the most
+_CYCLES = 2000
+
 # a variant and a number of calls -> microseconds per call
 Batch = Callable[[Variant, int], float]
 
 
 class Times(NamedTuple):
-    """Microseconds per call: percentiles over batches, and the host's share where calls do not wait for the device."""
+    """Microseconds per call: percentiles over batches, and medians of what else was measured in each round.
+
+    Attributes:
+        p20_us: 20th percentile.
+        p50_us: median.
+        p80_us: 80th percentile.
+        host_us: of the host alone, where calls do not wait for the device.
+        events_us: between two CUDA events, where the percentiles are of the wall clock.
+    """
 
     p20_us: float
     p50_us: float
     p80_us: float
     host_us: float | None
+    events_us: float | None = None
+
+
+class Clock(NamedTuple):
+    """How the variants of a suite are timed: what :func:`time_in_turns` takes.
+
+    Attributes:
+        batch: whose times the percentiles are of.
+        host: for ``host_us``, if any.
+        events: for ``events_us``, if any.
+        batch_us: microseconds that a batch is to take at least.
+    """
+
+    batch: Batch
+    host: Batch | None = None
+    events: Batch | None = None
+    batch_us: float = _BATCH_US
+
+
+def clock(timed: str, device: torch.device) -> Clock:
+    """By what a suite times.
+
+    Args:
+        timed: ``"device"``: as eager code runs, where the device may have to wait for the host. ``"kernels"``: the
+            device without such waits, of calls with few launches. ``"host"``: the host. ``"iterations"``: iterations of
+            training, on the wall clock.
+        device: where it runs; on the CPU all but ``"host"`` are one.
+    """
+    if timed == "host":
+        return Clock(host_batch)
+    if device.type != "cuda":
+        return Clock(wall_batch)
+    if timed == "iterations":
+        return Clock(iteration_batch, host_batch, device_batch, _ITERATIONS_US)
+    return Clock(queued_batch if timed == "kernels" else device_batch, host_batch)
 
 
 def copies_for(bytes: int, device: torch.device) -> int:
@@ -43,28 +91,55 @@ def copies_for(bytes: int, device: torch.device) -> int:
     return max(2, min(wanted, free // (4 * bytes)))
 
 
-def time_in_turns(variants: Sequence[Variant], rounds: int, batch: Batch, host: Batch | None) -> dict[str, Times]:
-    """By name; a round has one batch of each variant."""
-    calls = {variant.name: _calls_for(variant, batch) for variant in variants}
-    on_device: dict[str, list[float]] = {variant.name: [] for variant in variants}
+def time_in_turns(
+    variants: Sequence[Variant],
+    rounds: int,
+    batch: Batch,
+    host: Batch | None,
+    events: Batch | None = None,
+    batch_us: float = _BATCH_US,
+) -> dict[str, Times]:
+    """By name; a round has one batch of each variant. The arguments behind ``rounds`` are those of a :class:`Clock`."""
+    calls = {variant.name: _calls_for(variant, batch, batch_us) for variant in variants}
+    measured: dict[str, list[float]] = {variant.name: [] for variant in variants}
     on_host: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    between_events: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for _ in range(rounds):
         for variant in variants:
-            on_device[variant.name].append(batch(variant, calls[variant.name]))
+            measured[variant.name].append(batch(variant, calls[variant.name]))
             if host is not None:
                 few = max(1, min(calls[variant.name] // _HOST_SHARE, _MOST_HOST_CALLS))
                 on_host[variant.name].append(host(variant, few))
+            if events is not None:
+                between_events[variant.name].append(events(variant, calls[variant.name]))
     return {
-        name: Times(*percentiles(times), percentiles(on_host[name])[1] if host is not None else None)
-        for name, times in on_device.items()
+        name: Times(*percentiles(times), _median(on_host[name]), _median(between_events[name]))
+        for name, times in measured.items()
     }
 
 
-def device_batch(variant: Variant, calls: int) -> float:
-    """Between two CUDA events around the calls."""
+def _median(times: list[float]) -> float | None:
+    return percentiles(times)[1] if times else None
+
+
+def queued_batch(variant: Variant, calls: int) -> float:
+    """Between two CUDA events, of calls that all wait when the device comes to the first; of fewer where they are many.
+
+    A small GEMM takes the device less time than the host takes to launch it.
+    """
+    calls = min(calls, _MOST_WAITING)
+    # twice what the host is expected to take
+    head_start_us = 2 * calls * host_batch(variant, min(calls, _MOST_HOST_CALLS))
+    return device_batch(variant, calls, head_start_us)
+
+
+def device_batch(variant: Variant, calls: int, head_start_us: float = 0.0) -> float:
+    """Between two CUDA events around the calls; the device idles before for as long as the head start is."""
     kept = _warmed_up(variant)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     synchronize()
+    if head_start_us:
+        torch.cuda._sleep(int(_CYCLES * head_start_us))
     start.record()
     _rotate(variant, calls, kept)
     end.record()
@@ -77,6 +152,16 @@ def wall_batch(variant: Variant, calls: int) -> float:
     kept = _warmed_up(variant)
     start = time.perf_counter()
     _rotate(variant, calls, kept)
+    return 1e6 * (time.perf_counter() - start) / calls
+
+
+def iteration_batch(variant: Variant, calls: int) -> float:
+    """On the wall clock, from an idle device on until it is idle again."""
+    kept = _warmed_up(variant)
+    synchronize()
+    start = time.perf_counter()
+    _rotate(variant, calls, kept)
+    synchronize()
     return 1e6 * (time.perf_counter() - start) / calls
 
 
@@ -106,13 +191,13 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def _calls_for(variant: Variant, batch: Batch) -> int:
+def _calls_for(variant: Variant, batch: Batch, batch_us: float) -> int:
     if variant.refill is not None:
         return variant.copies
     calls = 1
     # what the first batch says has a launch's whole way to the device in it, so a second one may say another number
-    while (spent := calls * batch(variant, calls)) < _BATCH_US and calls < _MOST_CALLS:
-        calls = min(_MOST_CALLS, math.ceil(1.2 * calls * _BATCH_US / max(spent, 1.0)))
+    while (spent := calls * batch(variant, calls)) < batch_us and calls < _MOST_CALLS:
+        calls = min(_MOST_CALLS, math.ceil(1.2 * calls * batch_us / max(spent, 1.0)))
     return calls
 
 

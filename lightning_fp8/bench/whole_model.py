@@ -49,6 +49,8 @@ class Weights:
     model: str
     shapes: tuple[tuple[int, int], ...]
 
+    flops = None
+
     @property
     def name(self) -> str:
         """Model and number of weights."""
@@ -131,6 +133,8 @@ class UpdateScales:
     modules: int
     size: str
     length: int
+
+    flops = None
 
     @property
     def name(self) -> str:

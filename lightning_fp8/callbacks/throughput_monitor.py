@@ -17,7 +17,8 @@ multiplied: with ``reduce_dtype="bfloat16"`` bf16 comes out right, and FP8 twice
 
 Its table of chips has no FP8, and int8 is no substitute: it is dense FP8 for the H100 SXM and PCIe and the L4, but with
 sparsity for the H200, of two GPUs for the H100 NVL, and for a GeForce twice the FP8 rate with fp32 accumulation. An
-L40S is taken for an L4; H200, GH200 and B200 are not found by the names that they have. So FP8 has its own table here.
+L40S is taken for an L4; H200, GH200 and B200 are not found by the names that they have. So FP8 has its own table:
+``lightning_fp8.peaks``.
 
 Its bf16 peaks are used as they are, also where they are doubtful: of two GPUs for the H100 NVL, of an L4 for the L40S,
 without matrix units for a GeForce. ``peak_flops`` is for these.
@@ -26,7 +27,6 @@ without matrix units for a GeForce. ``peak_flops`` is for these.
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -38,35 +38,8 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_fp8.peaks import dense_fp8_flops
 from lightning_fp8.plugins.core import PrecisionCore
-
-# Dense FP8 with fp32 accumulation, TFLOP/s of one GPU, by the whole of the device's name. NVIDIA's data sheets mostly
-# print the number with sparsity, which is twice this.
-_DENSE_FP8_TFLOPS = {
-    # "NVIDIA H100 Tensor Core GPU" data sheet: SXM 3,958 with sparsity, PCIe 3,026, NVL 3,341
-    r"h100 (\d+gb )?hbm3|h100 sxm5?( \d+gb)?": 1979.0,
-    r"h100 pcie|h100 (\d+gb )?hbm2e": 1513.0,
-    r"h100 nvl": 1671.0,
-    # "NVIDIA H200 Tensor Core GPU" data sheet: SXM 3,958 with sparsity, NVL 3,341
-    r"h200( sxm5?)?": 1979.0,
-    r"h200 nvl": 1671.0,
-    # "NVIDIA GH200 Grace Hopper Superchip" data sheet: 3,958 with sparsity
-    r"gh200( \d+gb?( hbm3e?)?)?": 1979.0,
-    # "NVIDIA DGX B200" data sheet: 72 PFLOP/s with sparsity for eight GPUs
-    r"b200": 4500.0,
-    # "NVIDIA GB200 NVL72" data sheet: 720 PFLOP/s with sparsity for 72 GPUs
-    r"gb200": 5000.0,
-    # "NVIDIA L4 Tensor Core GPU" data sheet: 485 with sparsity
-    r"l4": 242.0,
-    # "NVIDIA L40 GPU" and "NVIDIA L40S GPU" data sheets: 362 and 733, with sparsity 724 and 1,466
-    r"l40": 362.0,
-    r"l40s": 733.0,
-    # "NVIDIA RTX 6000 Ada Generation" data sheet: 1,457 with sparsity
-    r"rtx 6000 ada generation": 728.5,
-    # "NVIDIA Ada GPU Architecture" whitepaper, appendix A: with fp16 accumulation 660.6 and 389.9
-    r"geforce rtx 4090": 330.3,
-    r"geforce rtx 4080": 194.9,
-}
 
 
 class Fp8ThroughputMonitor(ThroughputMonitor):
@@ -166,16 +139,3 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
                 f" peak, {2 * bf16 / 1e12:g} TFLOP/s; pass `peak_flops` if you know better."
             )
         return 2.0 * bf16
-
-
-def dense_fp8_flops(name: str) -> float | None:
-    """Dense FP8 peak in FLOP/s of one GPU, by the name that its driver gives; None for one that is not in the table.
-
-    >>> dense_fp8_flops("NVIDIA H100 PCIe") / 1e12
-    1513.0
-    """
-    chip = name.lower().removeprefix("nvidia ")
-    for pattern, tflops in _DENSE_FP8_TFLOPS.items():
-        if re.fullmatch(pattern, chip):
-            return tflops * 1e12
-    return None

@@ -1,0 +1,177 @@
+"""What an iteration of training does with one block, forward and backward, and whether its numbers are right."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.bench import timing
+from lightning_fp8.bench.case import Variant
+from lightning_fp8.convert import scaling_state
+from lightning_fp8.metrics.sqnr import signal_and_noise
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In what a block computes, and how close to fp32 it has to be.
+
+    Attributes:
+        make: turns a block in fp32, which is its own to change, into what is timed.
+        in_fp8: whether that is a converted block, which is to be in the steady state of training.
+        autocast: whether it runs under autocast to bf16.
+        weights_change: whether each iteration finds other weights than the last one, as after an optimizer step.
+        forward_db: SQNR that the output has at least, beside fp32.
+        backward_db: SQNR that each gradient has at least.
+        around: what forward and backward run in.
+    """
+
+    make: Callable[[Any], nn.Module]
+    in_fp8: bool = False
+    autocast: bool = True
+    weights_change: bool = True
+    forward_db: float = 20.0
+    backward_db: float = 15.0
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def bf16_precisions() -> dict[str, Precision]:
+    """fp32 weights under autocast, and weights in bf16."""
+    return {
+        "bf16 autocast": Precision(lambda block: block, forward_db=40.0, backward_db=40.0),
+        "bf16": Precision(lambda block: block.bfloat16(), autocast=False, forward_db=40.0, backward_db=40.0),
+    }
+
+
+def torchao_precisions(device: torch.device) -> dict[str, Precision]:
+    """torchao's tensor-wise dynamic scaling, eager, on the CPU emulated; empty where it is not installed."""
+    if find_spec("torchao") is None:
+        return {}
+    emulate = device.type != "cuda"
+
+    def make(block: nn.Module) -> nn.Module:
+        float8 = import_module("torchao.float8")
+        return float8.convert_to_float8_training(block, config=float8.Float8LinearConfig(emulate=emulate))
+
+    return {"torchao(emulated)" if emulate else "torchao": Precision(make)}
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One copy of a block with its input and the gradient of its output.
+
+    Attributes:
+        block: what runs.
+        x: input, whose gradient is taken as well.
+        dy: gradient of the output.
+        precision: in which it runs.
+    """
+
+    block: nn.Module
+    x: Tensor
+    dy: Tensor
+    precision: Precision
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        """Of the block, by name."""
+        return dict(self.block.named_parameters())
+
+    def run(self) -> Tensor:
+        """Forward and backward; gives the output."""
+        self.x.grad = None
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        if self.precision.weights_change:
+            # what an optimizer's change in place leaves in a tensor, and all that caches of casts go by
+            torch.autograd.graph.increment_version(list(self.parameters.values()))
+        with self.precision.around():
+            with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.precision.autocast):
+                y = self.block(self.x)
+            y.backward(self.dy)
+        return y
+
+    def results(self) -> dict[str, Tensor]:
+        """Of one iteration: the output and all gradients."""
+        y = self.run().detach()
+        gradients = {"x": self.x, **self.parameters}
+        return {
+            "y": y,
+            **{f"gradient of {name}": tensor.grad for name, tensor in gradients.items() if tensor.grad is not None},
+        }
+
+
+def reach_steady_state(iteration: Iteration) -> None:
+    """Some steps of a converted block: every tensor then has a history, and that is known on the host.
+
+    Raises:
+        RuntimeError: if it is not.
+    """
+    state = scaling_state(iteration.block)
+    for _ in range(2):
+        iteration.run()
+        state.update()
+        timing.synchronize()
+    if not state.every_tensor_has_history:
+        raise RuntimeError("The scaling state has not seen its own histories: this would time the first steps.")
+
+
+def variants(block: nn.Module, x: Tensor, dy: Tensor, precisions: dict[str, Precision], copies: int) -> list[Variant]:
+    """The block in each precision, as often as there are to be ``copies``, checked beside fp32.
+
+    Args:
+        block: in fp32, on the device.
+        x: ``[tokens, features] bfloat16``.
+        dy: as the output, bfloat16.
+        precisions: by the name of the variant.
+        copies: of the block and its tensors.
+    """
+
+    @functools.cache
+    def exact() -> dict[str, Tensor]:
+        plain = Precision(lambda block: block, autocast=False)
+        return Iteration(copy.deepcopy(block), x.float().requires_grad_(), dy.float(), plain).results()
+
+    def variant(name: str, precision: Precision) -> Variant:
+        made: list[Iteration] = []
+
+        def prepared() -> list[Iteration]:
+            # at the check, where what it raises counts as this variant's failure
+            while len(made) < copies:
+                own = precision.make(copy.deepcopy(block))
+                made.append(Iteration(own, x.clone().requires_grad_(), dy.clone(), precision))
+                if precision.in_fp8:
+                    reach_steady_state(made[-1])
+            return made
+
+        return Variant(name, lambda at: _run(made[at]), lambda: difference(prepared()[0], exact()), copies)
+
+    return [variant(name, precision) for name, precision in precisions.items()]
+
+
+def _run(iteration: Iteration) -> None:
+    # nothing outlives an iteration but gradients, as in training
+    iteration.run()
+
+
+def difference(iteration: Iteration, exact: dict[str, Tensor]) -> str | None:
+    """None where the output and each gradient are close enough to fp32, else the first that is not."""
+    found = iteration.results()
+    for name, target in exact.items():
+        least = iteration.precision.forward_db if name == "y" else iteration.precision.backward_db
+        if name not in found or found[name].shape != target.shape:
+            return f"no {name} of shape {tuple(target.shape)}"
+        signal, noise = signal_and_noise(found[name], target)
+        reached = float(10 * torch.log10(signal / noise))
+        # NaN is not enough either
+        if not reached >= least:
+            return f"{name} with an SQNR of {reached:.1f} dB beside fp32, where {least:g} is the least"
+    return None

@@ -1,0 +1,116 @@
+"""The suite ``layer``: forward and backward of one transformer layer, eager and compiled, in each precision.
+
+The layer is the block of the example GPT, of which the models of the suite ``train`` consist. All its GEMMs are plain
+linear layers, which every variant converts: of torch's own encoder layer torchao leaves the attention's input
+projection in bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.bench import baselines, linear, training
+from lightning_fp8.bench.case import Case, Variant
+from lightning_fp8.bench.precisions import Setting
+from lightning_fp8.bench.training import Training, created_on
+from lightning_fp8.examples.transformer_block import Block, initialize
+
+
+def cases(device: torch.device) -> list[Case]:
+    """Eager and compiled; on the CPU tiny, in place of 4096 wide with 8 sequences of 2048 tokens."""
+    sizes = (4096, 32, 8, 2048) if device.type == "cuda" else (64, 4, 2, 32)
+    return [Layer(*sizes, compiled) for compiled in (False, True)]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A transformer layer; its input and its weights need gradients.
+
+    Attributes:
+        width: of the residual stream.
+        heads: of attention, causal.
+        batch: number of sequences.
+        time: tokens in each of them.
+        compiled: by ``torch.compile``; on the CPU without code generation.
+    """
+
+    width: int
+    heads: int
+    batch: int
+    time: int
+    compiled: bool
+
+    bytes = None
+    flops = None
+
+    @property
+    def name(self) -> str:
+        """Sizes, and how it runs."""
+        how = "compiled" if self.compiled else "eager"
+        return f"layer {self.width} wide, {self.batch} x {self.time} tokens, {how}"
+
+    def is_served(self, device: torch.device) -> bool:
+        """Whether there are kernels for all casts, or none are to be expected."""
+        return device.type != "cuda" or linear.casts_are_served(device)
+
+    def variants(self, device: torch.device) -> list[Variant]:
+        """``lightning_fp8``, ``bf16-mixed``, ``bf16-true``, and torchao where it is installed."""
+
+        def make(setting: Setting, compiled: bool) -> Training:
+            return LayerTraining(self, setting, compiled, device)
+
+        return training.variants(make, self.compiled, self.batch * self.time, device)
+
+
+class LayerTraining(Training):
+    """A layer, its input and the gradient of its output, the same for all.
+
+    A step is forward and backward. For FP8 it also has what an optimizer step brings with it: other scales, and weights
+    that have changed, so that they are cast in each step.
+
+    Args:
+        case: the sizes.
+        setting: the precision.
+        compiled: whether forward and backward are.
+        device: where it is created.
+    """
+
+    def __init__(self, case: Layer, setting: Setting, compiled: bool, device: torch.device) -> None:
+        with created_on(device, seed=0):
+            block = Block(case.width, case.heads)
+            initialize(block)
+        super().__init__(block, setting)
+        shape = (case.batch, case.time, case.width)
+        generator = torch.Generator(device).manual_seed(1)
+        # bf16 for all, as it would come from the layer before in two of the precisions
+        self.x = torch.randn(shape, generator=generator, device=device).bfloat16().requires_grad_()
+        self.dy = torch.randn(shape, generator=generator, device=device).mul_(1e-3).bfloat16()
+        self.leaves["x"] = self.x
+        self._run = baselines.compiled(self.model, device) if compiled else self.model
+
+    def forward(self) -> Tensor:
+        """x ``[batch, time, width] bfloat16`` -> the same shape."""
+        with self.plugin.forward_context():
+            return self._run(self.x)
+
+    def backward(self) -> Tensor:
+        """Forward and backward; gives the output."""
+        for leaf in self.leaves.values():
+            leaf.grad = None
+        y = self.forward()
+        y.backward(self.dy)
+        return y.detach()
+
+    def update(self) -> None:
+        """What an optimizer step leaves behind for the next forward."""
+        # what a change in place leaves in a tensor, and all that caches of casts go by
+        torch.autograd.graph.increment_version(list(self.model.parameters()))
+        if self.scaling is not None:
+            self.scaling.update()
+
+    def loss(self, output: Tensor) -> float:
+        """There is none: in its place the mean square of what the layer adds to its input."""
+        return (output.float() - self.x.detach().float()).square().mean().item()

@@ -1,0 +1,199 @@
+"""The suite ``linear``: eager forward and backward of linear layers and of linear - GELU - linear, casts and all.
+
+Whole iterations are timed on the wall clock, the host's time with them: in eager training small layers wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fp8.bench import gemm, iteration
+from lightning_fp8.bench.case import Case, Variant
+from lightning_fp8.bench.iteration import Precision
+from lightning_fp8.bench.timing import copies_for
+from lightning_fp8.convert import convert
+from lightning_fp8.modules.feed_forward import fp8_feed_forward
+from lightning_fp8.ops import chained, gemm_choice, kernels
+
+
+def cases(device: torch.device) -> list[Case]:
+    """All of the suite; on the CPU tiny ones in place of those of training."""
+    if device.type != "cuda":
+        return [Linear(64, 32, 48), FeedForward(64, 32, 96)]
+    attention = [Linear(tokens, hidden, hidden) for hidden in (1024, 4096) for tokens in (2048, 8192)]
+    return [*attention, Linear(8192, 4096, 16384), Linear(8192, 16384, 4096), FeedForward(8192, 4096, 16384)]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer with a bias, its input and weights needing gradients.
+
+    Attributes:
+        tokens: rows of the input.
+        in_features: columns of the input.
+        out_features: columns of the output.
+    """
+
+    tokens: int
+    in_features: int
+    out_features: int
+
+    bytes = None
+
+    @property
+    def name(self) -> str:
+        """Sizes."""
+        return f"linear, {self.tokens} tokens, {self.in_features} -> {self.out_features}"
+
+    @property
+    def flops(self) -> int:
+        """Of its three GEMMs."""
+        return sum(one.flops for one in gemm.of_layer(self.tokens, self.in_features, self.out_features))
+
+    def is_served(self, device: torch.device) -> bool:
+        """Whether there are kernels for all of its casts, or none are to be expected."""
+        return device.type != "cuda" or casts_are_served(device)
+
+    def variants(self, device: torch.device) -> list[Variant]:
+        """``lightning_fp8``, that with weights that have not changed since they were cast, torchao, and bf16."""
+        precisions = {
+            "lightning_fp8": Precision(convert, in_fp8=True),
+            "lightning_fp8 same weights": Precision(convert, in_fp8=True, weights_change=False),
+            **iteration.torchao_precisions(device),
+            **iteration.bf16_precisions(),
+        }
+        sizes = (self.in_features, self.out_features)
+        return _variants(lambda: nn.Linear(*sizes), (self.tokens, *sizes), precisions, device)
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """Linear - GELU - linear with biases, its input and weights needing gradients.
+
+    Attributes:
+        tokens: rows of the input.
+        width: columns of the input and of the output.
+        hidden: columns between the two.
+    """
+
+    tokens: int
+    width: int
+    hidden: int
+
+    bytes = None
+
+    @property
+    def name(self) -> str:
+        """Sizes."""
+        return f"linear-GELU-linear, {self.tokens} tokens, {self.width} -> {self.hidden} -> {self.width}"
+
+    @property
+    def flops(self) -> int:
+        """Of its six GEMMs."""
+        return sum(one.flops for one in self._gemms)
+
+    @property
+    def _gemms(self) -> tuple[gemm.Gemm, ...]:
+        up, down = (self.tokens, self.width, self.hidden), (self.tokens, self.hidden, self.width)
+        return (*gemm.of_layer(*up), *gemm.of_layer(*down))
+
+    def is_served(self, device: torch.device) -> bool:
+        """Whether there are kernels for all of its casts and GEMMs, or none are to be expected."""
+        if device.type != "cuda":
+            return True
+        gemms = all(one.is_served(device) for one in self._gemms)
+        return gemms and casts_are_served(device, "gelu") and self._chained_is_served(device)
+
+    def _chained_is_served(self, device: torch.device) -> bool:
+        """Whether the GEMMs that write the next one's operand have kernels, where there are to be any."""
+        for promote, a_format, fmt in ((False, "e4m3", "e4m3"), (True, "e5m2", "e5m2")):
+            sizes = (self.tokens, self.hidden, self.width)
+            choice = gemm_choice.choose(device, "rawkernel", *sizes, promote, torch.bfloat16)
+            if choice.configuration is None or choice.configuration.family != "gemm_sm90" or choice.splits > 1:
+                continue
+            rest = (a_format, torch.bfloat16, promote, "gelu", fmt)
+            if kernels.chained_kernel(device, choice.configuration, *rest) is None:
+                return False
+        return True
+
+    def variants(self, device: torch.device) -> list[Variant]:
+        """``lightning_fp8`` with our GEMMs, the same with casts of their own between them, and with cuBLASLt's.
+
+        Beside torchao and bf16.
+        """
+        ours = functools.partial(_as_one, gemm="rawkernel")
+        precisions = {
+            "lightning_fp8": Precision(ours, in_fp8=True),
+            "lightning_fp8 unchained": Precision(ours, in_fp8=True, around=_without_chains),
+            "lightning_fp8 cublaslt": Precision(functools.partial(_as_one, gemm="cublaslt"), in_fp8=True),
+            **iteration.torchao_precisions(device),
+            **iteration.bf16_precisions(),
+        }
+        sizes = (self.tokens, self.width, self.width)
+        return _variants(lambda: Block(self.width, self.hidden), sizes, precisions, device)
+
+
+class Block(nn.Module):
+    """Linear - GELU - linear.
+
+    Args:
+        width: columns of the input and of the output.
+        hidden: columns between the two.
+    """
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.as_one = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[*, width]`` -> ``[*, width]``."""
+        if self.as_one:
+            return fp8_feed_forward(self.first, "gelu", self.second, x)  # type: ignore[arg-type]
+        return self.second(F.gelu(self.first(x)))
+
+
+@contextmanager
+def _without_chains() -> Iterator[None]:
+    find = chained.find
+    chained.find = lambda *_: None
+    try:
+        yield
+    finally:
+        chained.find = find
+
+
+def _as_one(block: Block, gemm: str) -> Block:
+    block.as_one = True
+    return convert(block, gemm=gemm)
+
+
+def casts_are_served(device: torch.device, activation: str = "none") -> bool:
+    """Whether there are kernels for the casts of inputs, gradients and weights, and through an activation."""
+    between = set() if activation == "none" else {("e4m3", activation, False), ("e5m2", activation, True)}
+    casts = {("e4m3", "none", False), ("e5m2", "none", False)} | between
+    served = all(kernels.cast_kernel(device, torch.bfloat16, *cast) is not None for cast in sorted(casts))
+    return served and kernels.weights_kernel(device) is not None
+
+
+def _variants(
+    make: Callable[[], nn.Module], sizes: tuple[int, int, int], precisions: dict[str, Precision], device: torch.device
+) -> list[Variant]:
+    """A block in each precision; ``sizes`` are the tokens, and the columns of its input and of its output."""
+    tokens, columns_in, columns_out = sizes
+    with torch.random.fork_rng(devices=[]):
+        # on the CPU: the same on all devices
+        torch.manual_seed(0)
+        block = make().to(device)
+    generator = torch.Generator(device).manual_seed(1)
+    x = torch.randn(tokens, columns_in, generator=generator, device=device).bfloat16()
+    dy = torch.randn(tokens, columns_out, generator=generator, device=device).mul_(1e-3).bfloat16()
+    size = x.nbytes + dy.nbytes + sum(parameter.nbytes for parameter in block.parameters())
+    return iteration.variants(block, x, dy, precisions, copies_for(size, device))

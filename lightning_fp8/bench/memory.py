@@ -1,0 +1,46 @@
+"""Bytes of tensors by purpose, exact: each storage counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.convert import is_converted, scaling_state
+from lightning_fp8.modules.gemm import Fp8Module
+from lightning_fp8.modules.weight_cache import WeightCache
+from lightning_fp8.modules.weight_copy import WeightCopyModule
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all storages, each counted once."""
+    storages = {(x.device, x.untyped_storage().data_ptr()): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+def weight_copies(model: nn.Module) -> list[Tensor]:
+    """What layers keep of their weights until the next optimizer step: bf16 copies, or FP8 ones with their scales."""
+    caches: list[WeightCache] = []
+    for module in model.modules():
+        if isinstance(module, WeightCopyModule):
+            caches += module.copies.values()
+        elif isinstance(module, Fp8Module):
+            caches += [rows.weight_cache for rows in module.fp8.values()]
+    return [tensor for cache in caches if cache._entry is not None for tensor in cache._entry.cast]
+
+
+def saved_bytes(model: nn.Module, forward: Callable[[], Any]) -> int:
+    """What a forward leaves for its backward, without parameters, kept copies of weights and the FP8 state."""
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward()
+    state = vars(scaling_state(model)).values() if is_converted(model) else ()
+    there = [*model.parameters(), *weight_copies(model), *(x for x in state if isinstance(x, Tensor))]
+    return bytes_of([*saved, *there]) - bytes_of(there)

@@ -1,0 +1,70 @@
+"""In what a whole model trains, where precisions are compared: our plugin, Lightning's own two, and torchao."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from torch import nn
+
+from lightning_fp8.bench.iteration import torchao_precisions
+from lightning_fp8.plugins import Fp8Precision
+
+OURS, REFERENCE = "lightning_fp8", "bf16-mixed"
+
+
+class Setting(NamedTuple):
+    """A Trainer's precision, and what is done to a model before.
+
+    Attributes:
+        plugin: makes the plugin, which serves one model.
+        prepare: changes the model in place, or makes another of it.
+    """
+
+    plugin: Callable[[], Precision]
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model
+
+
+def settings(device: torch.device) -> dict[str, Setting]:
+    """By name of the variant; torchao, which trains under autocast as it is meant to, only where it is installed.
+
+    ``lightning_fp8`` is ``fp8-delayed`` with its defaults; ``bf16-mixed`` and ``bf16-true`` are Lightning's own.
+    """
+
+    def mixed() -> Precision:
+        return MixedPrecision("bf16-mixed", device.type)
+
+    return {
+        OURS: Setting(lambda: Fp8Precision("fp8-delayed")),
+        REFERENCE: Setting(mixed),
+        "bf16-true": Setting(lambda: HalfPrecision("bf16-true")),
+        **{name: Setting(mixed, precision.make) for name, precision in torchao_precisions(device).items()},
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> str | None:
+    """``lightning_fp8`` beside ``bf16-mixed`` and torchao, eager beside eager and compiled beside compiled.
+
+    Speed is that of the medians; peak memory is left out where none is known.
+    """
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault(row["case"], {})[row["variant"]] = row
+    told = [f"{case}: {'; '.join(said)}" for case, found in cases.items() if (said := _beside(found))]
+    return f"{OURS} beside others. " + ". ".join(told) + "." if told else None
+
+
+def _beside(found: dict[str, dict[str, Any]]) -> list[str]:
+    ours = found.get(OURS)
+    others = {name: row for name, row in found.items() if name == REFERENCE or name.startswith("torchao")}
+    if ours is None:
+        return []
+    said = []
+    for name, row in others.items():
+        told = f"{ours['tokens_per_s'] / row['tokens_per_s']:.2f} times the speed of {name}"
+        if ours["peak_memory_bytes"] is not None and row["peak_memory_bytes"]:
+            told += f", {ours['peak_memory_bytes'] / row['peak_memory_bytes']:.2f} of its peak memory"
+        said.append(told)
+    return said

@@ -1,0 +1,131 @@
+"""One suite's run: every variant is checked, then all of a case are timed in turns."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_fp8.bench import baselines, steps, timing
+from lightning_fp8.bench.case import Case, Variant
+from lightning_fp8.bench.steps import Measured
+from lightning_fp8.bench.suites import Suite
+from lightning_fp8.peaks import dense_fp8_flops
+
+# read and written by the copy that is the ceiling
+_CEILING_BYTES = {"cuda": 2 << 30, "cpu": 32 << 20}
+_WITH_GRADIENTS = ("iterations", "steps", "steps alone")
+
+
+@dataclass(frozen=True)
+class LargeCopy:
+    """One large copy, whose bandwidth all others are compared with."""
+
+    bytes: int
+
+    flops = None
+
+    @property
+    def name(self) -> str:
+        """Its size."""
+        return f"copy of {self.bytes >> 21} MiB, the ceiling"
+
+    def is_served(self, device: torch.device) -> bool:
+        """Everywhere."""
+        return True
+
+    def variants(self, device: torch.device) -> list[Variant]:
+        """The one there is."""
+        return [baselines.copy(self.bytes, device)]
+
+
+class Run:
+    """What all cases of one suite share: above all the ceilings, a copy's bandwidth and the GPU's FP8 peak.
+
+    Attributes:
+        failures: what did not run, one line each.
+    """
+
+    def __init__(self, name: str, suite: Suite, device: torch.device, rounds: int, about: dict[str, Any]) -> None:
+        self.name, self.suite, self.device, self.rounds, self.about = name, suite, device, rounds, about
+        self.clock = timing.clock(suite.timed, device)
+        # of data sheets: a CPU has none, nor has a GPU that is not in their table
+        peak = dense_fp8_flops(about["gpu"]) if about.get("gpu") else None
+        self.ceiling_tflops = None if peak is None else peak / 1e12
+        self.ceiling_gb_per_s: float | None = None
+        self.failures: list[str] = []
+
+    def ceiling(self) -> list[Case]:
+        """What is measured before all cases."""
+        return [LargeCopy(_CEILING_BYTES[self.device.type])] if self.suite.copy_is_ceiling else []
+
+    def measure(self, case: Case) -> list[dict[str, Any]]:
+        """Check and time all variants of a case: one row each."""
+        if not case.is_served(self.device):
+            sys.exit(
+                f"{case.name}: no kernel of lightning_fp8 serves it on {self.device}, and torch's own operators, which"
+                " would take over, are not what is to be timed. The warning above says why; LIGHTNING_FP8_BACKEND"
+                " must not be `reference`."
+            )
+        try:
+            with torch.set_grad_enabled(self.suite.timed in _WITH_GRADIENTS):
+                variants = [variant for variant in case.variants(self.device) if self._is_right(case, variant)]
+                found = self._timed(variants)
+        except torch.OutOfMemoryError as error:
+            self.failures.append(f"{case.name}: {error}")
+            return []
+        if isinstance(case, LargeCopy):
+            self.ceiling_gb_per_s = next((_gb_per_s(case, one.times) for one in found.values()), None)
+        return [self._row(case, variant, found[variant.name]) for variant in variants]
+
+    def _timed(self, variants: list[Variant]) -> dict[str, Measured]:
+        if self.suite.timed in ("steps", "steps alone"):
+            return steps.time_in_turns(variants, self.rounds, self.device, alone=self.suite.timed == "steps alone")
+        times = timing.time_in_turns(variants, self.rounds, *self.clock)
+        return {name: Measured(found) for name, found in times.items()}
+
+    def _is_right(self, case: Case, variant: Variant) -> bool:
+        """Whether it runs; where it gives another result than it should, the program ends."""
+        try:
+            wrong = variant.check()
+        # whatever a compiler or another package raises costs its own rows and the exit status, not the other rows
+        except Exception as error:
+            self.failures.append(f"{case.name}: {variant.name}: {type(error).__name__}: {str(error)[:500]}")
+            return False
+        if wrong is not None:
+            sys.exit(f"{case.name}: {variant.name} gave {wrong}. Nothing of this case is timed.")
+        return True
+
+    def _row(self, case: Case, variant: Variant, found: Measured) -> dict[str, Any]:
+        times = found.times
+        gb_per_s = _gb_per_s(case, times)
+        tflops = None if case.flops is None else case.flops / times.p50_us / 1e6
+        shares = [_share(gb_per_s, self.ceiling_gb_per_s), _share(tflops, self.ceiling_tflops)]
+        return {
+            "suite": self.name,
+            "case": case.name,
+            "variant": variant.name,
+            **times._asdict(),
+            "bytes": case.bytes,
+            "gb_per_s": gb_per_s,
+            "flops": case.flops,
+            "tflops": tflops,
+            "share_of_ceiling": next((share for share in shares if share is not None), None),
+            "ceiling_gb_per_s": self.ceiling_gb_per_s,
+            "ceiling_tflops": None if case.flops is None else self.ceiling_tflops,
+            "tokens_per_s": None if variant.tokens is None else variant.tokens / times.p50_us * 1e6,
+            "peak_memory_bytes": found.peak_memory_bytes,
+            "saved_bytes": found.saved_bytes,
+            "checked": True,
+            **self.about,
+        }
+
+
+def _gb_per_s(case: Case, times: timing.Times) -> float | None:
+    return None if case.bytes is None else case.bytes / times.p50_us / 1e3
+
+
+def _share(reached: float | None, ceiling: float | None) -> float | None:
+    return None if reached is None or ceiling is None else reached / ceiling

@@ -1,0 +1,42 @@
+"""The suites that there are: what is in each of them, and how it is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_fp8.bench import cast, gemm, launch, layer, linear, train
+from lightning_fp8.bench.case import Case
+from lightning_fp8.bench.precisions import REFERENCE, summary
+
+
+class Suite(NamedTuple):
+    """A suite of cases, and how they are timed.
+
+    Attributes:
+        cases: all of them, by device; on the CPU small ones.
+        timed: ``"device"``, ``"kernels"``, ``"host"`` or ``"iterations"``, see
+            :func:`lightning_fp8.bench.timing.clock`; ``"steps"`` or ``"steps alone"``, see
+            :func:`lightning_fp8.bench.steps.time_in_turns`. Iterations and steps run with gradients, the others do not.
+        baseline: what a picture compares with: the variant whose name begins so.
+        copy_is_ceiling: whether all is beside the bandwidth of one large copy.
+        summary: all rows -> a last line, or None where they say nothing.
+    """
+
+    cases: Callable[[torch.device], list[Case]]
+    timed: str
+    baseline: str
+    copy_is_ceiling: bool = False
+    summary: Callable[[list[dict[str, Any]]], str | None] | None = None
+
+
+SUITES = {
+    "cast": Suite(cast.cases, "device", "torch.compile", copy_is_ceiling=True),
+    "gemm": Suite(gemm.cases, "kernels", "cublaslt", summary=gemm.summary),
+    "launch": Suite(launch.cases, "host", "driver"),
+    "linear": Suite(linear.cases, "iterations", "bf16 autocast"),
+    "layer": Suite(layer.cases, "steps", REFERENCE, summary=summary),
+    "train": Suite(train.cases, "steps alone", REFERENCE, summary=summary),
+}

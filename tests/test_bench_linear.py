@@ -1,0 +1,376 @@
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kernels_cuda.gemm import Configuration
+from lightning_fp8 import scaling_state
+from lightning_fp8.bench import command, iteration, linear
+from lightning_fp8.bench.iteration import Iteration, Precision
+from lightning_fp8.modules import gemm as modules_gemm
+from lightning_fp8.ops import chained, gemm_choice, kernels
+from lightning_fp8.scaling import ScalingState
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+LINEAR, FEED_FORWARD = linear.cases(CPU)
+OURS = ["lightning_fp8", "lightning_fp8 unchained", "lightning_fp8 cublaslt"]
+
+
+def run(path: Path, case: str = "") -> None:
+    options = ["--device", "cpu", "--rounds", "2", "--case", case, "--out", str(path / "rows.jsonl")]
+    command.main(["--suite", "linear", *options])
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    file = path / "rows.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_the_whole_suite_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in written(tmp_path):
+        found.setdefault(row["case"], {})[row["variant"]] = row
+    theirs = [*iteration.torchao_precisions(CPU), "bf16 autocast", "bf16"]
+    assert {case: list(variants) for case, variants in found.items()} == {
+        "linear, 64 tokens, 32 -> 48": ["lightning_fp8", "lightning_fp8 same weights", *theirs],
+        "linear-GELU-linear, 64 tokens, 32 -> 96 -> 32": [*OURS, *theirs],
+    }
+    flops = (3 * 2 * 64 * 32 * 48, 6 * 2 * 64 * 32 * 96)
+    for expected, variants in zip(flops, found.values(), strict=True):
+        for row in variants.values():
+            assert row["flops"] == expected
+            assert row["tflops"] == pytest.approx(expected / row["p50_us"] / 1e6)
+            assert (row["suite"], row["events_us"], row["share_of_ceiling"]) == ("linear", None, None)
+    assert "TFLOP/s" in capsys.readouterr().out
+
+
+def test_the_cases_of_a_gpu() -> None:
+    assert [case.name for case in linear.cases(GPU)] == [
+        "linear, 2048 tokens, 1024 -> 1024",
+        "linear, 8192 tokens, 1024 -> 1024",
+        "linear, 2048 tokens, 4096 -> 4096",
+        "linear, 8192 tokens, 4096 -> 4096",
+        "linear, 8192 tokens, 4096 -> 16384",
+        "linear, 8192 tokens, 16384 -> 4096",
+        "linear-GELU-linear, 8192 tokens, 4096 -> 16384 -> 4096",
+    ]
+
+
+def made(precision: Precision, block: nn.Module | None = None) -> Iteration:
+    torch.manual_seed(0)
+    block = block or nn.Linear(32, 48)
+    x, dy = torch.randn(64, 32).bfloat16().requires_grad_(), torch.randn(64, 48).mul(1e-3).bfloat16()
+    return Iteration(precision.make(block), x, dy, precision)
+
+
+def exact(given: Iteration) -> dict[str, Tensor]:
+    """By hand: output and gradients of the linear layer in fp64."""
+    layer, x, dy = given.block, given.x.detach().double(), given.dy.double()
+    weight, bias = layer.weight.detach().double(), layer.bias.detach().double()
+    return {
+        "y": x @ weight.t() + bias,
+        "gradient of x": dy @ weight,
+        "gradient of weight": dy.t() @ x,
+        "gradient of bias": dy.sum(dim=0),
+    }
+
+
+FP8 = Precision(linear.convert, in_fp8=True)
+
+
+@pytest.mark.parametrize("precision", [FP8, Precision(lambda block: block)], ids=["fp8", "bf16 autocast"])
+def test_results_are_those_of_the_layer(precision: Precision) -> None:
+    given = made(precision)
+    expected = exact(given)
+    for _ in range(2):
+        # gradients of another iteration are not in them
+        results = given.results()
+        assert set(results) == set(expected)
+        assert iteration.difference(given, expected) is None
+    assert results["y"].dtype == torch.bfloat16
+    assert not results["y"].requires_grad
+    # and they are those of the precision that was asked for
+    noise = (results["y"].double() - expected["y"]).norm() / expected["y"].norm()
+    assert 0.01 < noise < 0.1 if precision.in_fp8 else noise < 0.01
+
+
+def test_bf16_without_autocast_has_bf16_weights() -> None:
+    precision = iteration.bf16_precisions()["bf16"]
+    given = made(precision)
+    results = given.results()
+    assert not precision.autocast
+    assert {tensor.dtype for tensor in results.values()} == {torch.bfloat16}
+
+
+def test_fp32_is_what_all_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Tensor]] = []
+    monkeypatch.setattr(iteration, "difference", lambda iteration, exact: given.append(exact))
+    one = made(Precision(lambda block: block))
+    block, x, dy = one.block, one.x.detach(), one.dy
+    (variant,) = iteration.variants(block, x, dy, {"any": Precision(lambda block: block)}, 1)
+    variant.check()
+    for name, expected in exact(one).items():
+        assert given[0][name].dtype == torch.float32
+        assert torch.allclose(given[0][name].double(), expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_autocast_is_on_where_it_is_asked_for(autocast: bool) -> None:
+    given = made(Precision(lambda block: block.bfloat16(), autocast=autocast))
+    found: list[bool] = []
+    given.block.register_forward_hook(lambda *_: found.append(torch.is_autocast_enabled("cpu")))
+    given.run()
+    assert found == [autocast]
+
+
+@pytest.mark.parametrize("name", ["y", "gradient of x", "gradient of weight", "gradient of bias"])
+def test_each_result_is_compared(name: str) -> None:
+    given = made(Precision(lambda block: block))
+    right = exact(given)
+
+    def compare(change: Any) -> str | None:
+        return iteration.difference(given, {**right, name: change(right[name])})
+
+    least = 20 if name == "y" else 15
+    # 20 and 15 dB are a tenth and 0.178 of the signal
+    inside, outside = (1.08, 1.12) if name == "y" else (1.15, 1.22)
+    assert compare(lambda x: x * inside) is None
+    words = f"^{name} with an SQNR of {least - 1}\\.\\d dB beside fp32, where {least} is the least$"
+    assert re.match(words, str(compare(lambda x: x * outside)))
+    assert "SQNR of nan" in str(compare(lambda x: x * float("nan")))
+    assert compare(lambda x: x[..., 1:]) == f"no {name} of shape {tuple(right[name][..., 1:].shape)}"
+
+
+def test_a_gradient_that_is_missing_is_named() -> None:
+    given = made(Precision(lambda block: block))
+    right = exact(given)
+    given.block.bias.requires_grad_(False)
+    assert iteration.difference(given, right) == "no gradient of bias of shape (48,)"
+
+
+def test_a_wrong_result_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(block: nn.Module, **options: Any) -> nn.Module:
+        with torch.no_grad():
+            block.weight.mul_(1.2)
+        return real(block, **options)
+
+    real = linear.convert
+    monkeypatch.setattr(linear, "convert", wrong)
+    words = r"^linear, 64 tokens, 32 -> 48: lightning_fp8 gave y with an SQNR of 1\d\.\d dB beside fp32, where 20 is"
+    with pytest.raises(SystemExit, match=words):
+        run(tmp_path, "linear, 64")
+    assert written(tmp_path) == []
+
+
+def precisions_of(case: Any, monkeypatch: pytest.MonkeyPatch, device: torch.device = CPU) -> dict[str, Precision]:
+    given: list[dict[str, Precision]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(iteration, "variants", lambda block, x, dy, precisions, copies: given.append(precisions))
+        case.variants(device)
+    return given[0]
+
+
+@pytest.mark.parametrize(("variant", "casts"), [("lightning_fp8", 3), ("lightning_fp8 same weights", 0)])
+def test_weights_are_cast_where_they_have_changed(variant: str, casts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = made(precisions_of(LINEAR, monkeypatch)[variant])
+    iteration.reach_steady_state(given)
+    # the last update of the scales has made the copy stale
+    given.run()
+    cast, seen = modules_gemm.cast_operand, []
+
+    def counting(rows: Any, role: str, *rest: Any, **options: Any) -> Any:
+        seen.append(role)
+        return cast(rows, role, *rest, **options)
+
+    monkeypatch.setattr(modules_gemm, "cast_operand", counting)
+    for _ in range(3):
+        given.run()
+    assert (seen.count("input"), seen.count("weight")) == (3, casts)
+
+
+def test_the_gemms_of_linear_gelu_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    precisions = precisions_of(FEED_FORWARD, monkeypatch)
+    found = {}
+    for name in OURS:
+        block = precisions[name].make(linear.Block(8, 16))
+        assert block.as_one
+        found[name] = scaling_state(block).gemm
+    assert found == dict(zip(OURS, ("rawkernel", "rawkernel", "cublaslt")))
+    assert [precisions[name].around is linear._without_chains for name in OURS] == [False, True, False]
+    assert not linear.Block(8, 16).as_one
+    # the linear layer's are those that a user gets
+    assert scaling_state(precisions_of(LINEAR, monkeypatch)["lightning_fp8"].make(nn.Linear(8, 16))).gemm == "auto"
+
+
+def test_as_one_means_in_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(linear, "fp8_feed_forward", lambda first, activation, second, x: calls.append(activation))
+    block = linear._as_one(linear.Block(8, 16), "auto")
+    block(torch.randn(4, 8))
+    assert calls == ["gelu"]
+
+
+def test_without_chains_is_over_afterwards() -> None:
+    find = chained.find
+
+    def fail() -> None:
+        with linear._without_chains():
+            assert chained.find("any", "arguments") is None
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert chained.find is find
+
+
+def test_what_is_around_an_iteration_is_around_both_ways() -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        events.append("in")
+        yield
+        events.append("out")
+
+    given = made(replace(FP8, around=around))
+    given.block.register_forward_hook(lambda *_: events.append("forward"))
+    given.x.register_hook(lambda _: events.append("backward"))
+    given.run()
+    assert events == ["in", "forward", "backward", "out"]
+
+
+def test_copies_are_blocks_of_their_own_and_in_the_steady_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: list[nn.Module] = []
+
+    def make(block: nn.Module) -> nn.Module:
+        blocks.append(block)
+        return linear.convert(block)
+
+    block = nn.Linear(32, 48)
+    x, dy = torch.randn(64, 32).bfloat16(), torch.randn(64, 48).bfloat16()
+    (variant,) = iteration.variants(block, x, dy, {"ours": Precision(make, in_fp8=True)}, 3)
+    # at the check, where a failure is the variant's own
+    assert blocks == []
+    assert variant.check() is None
+    assert variant.check() is None
+    assert len({id(each) for each in blocks}) == 3
+    assert not any(each is block for each in blocks)
+    assert all(scaling_state(each).every_tensor_has_history for each in blocks)
+    for each in blocks:
+        each.weight.grad = None
+    assert variant.call(2) is None
+    assert [each.weight.grad is not None for each in blocks] == [False, False, True]
+    assert x.grad is None
+    monkeypatch.setattr(ScalingState, "every_tensor_has_history", False)
+    with pytest.raises(RuntimeError, match="this would time the first steps"):
+        iteration.reach_steady_state(Iteration(blocks[0], x.requires_grad_(), dy, FP8))
+
+
+def test_the_block_comes_without_a_touch_of_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(iteration, "variants", lambda *arguments: given.append(arguments))
+    before = torch.random.get_rng_state()
+    LINEAR.variants(CPU)
+    LINEAR.variants(CPU)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    (one, x, dy, _, copies), (other, *_) = given
+    assert torch.equal(one.weight, other.weight)
+    assert (x.shape, dy.shape, x.dtype, dy.dtype, copies) == ((64, 32), (64, 48), torch.bfloat16, torch.bfloat16, 2)
+
+
+def test_torchao_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iteration, "find_spec", lambda name: None)
+    assert iteration.torchao_precisions(CPU) == {}
+    monkeypatch.setattr(iteration, "find_spec", lambda name: "found" if name == "torchao" else None)
+
+    class Float8:
+        Float8LinearConfig = dict
+
+        @staticmethod
+        def convert_to_float8_training(block: Any, config: Any) -> Any:
+            return block, config
+
+    monkeypatch.setitem(sys.modules, "torchao.float8", Float8)
+    for device, name, emulate in ((CPU, "torchao(emulated)", True), (GPU, "torchao", False)):
+        ((found, precision),) = iteration.torchao_precisions(device).items()
+        assert found == name
+        assert precision.make("a block") == ("a block", {"emulate": emulate})
+
+
+CASTS = [("e4m3", "none", False), ("e5m2", "none", False)]
+GELU = [("e4m3", "gelu", False), ("e5m2", "gelu", True)]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What was asked for; ``missing`` is what there is not, ``configuration`` and ``splits`` what is chosen."""
+    found: dict[str, Any] = {"missing": None, "configuration": Configuration("gemm_sm90", 256, 128, 4), "splits": 1}
+    found["asked"] = []
+
+    def kernel(*what: Any) -> Any:
+        found["asked"].append(what)
+        return None if what == found["missing"] else "a kernel"
+
+    def choose(device: Any, word: str, m: int, n: int, k: int, promote: bool, output: Any) -> gemm_choice.Choice:
+        found["sizes"] = [*found.get("sizes", []), (m, n, k)]
+        return gemm_choice.Choice(found["configuration"], found["splits"])
+
+    def chained_kernel(device: Any, configuration: Any, *rest: Any) -> Any:
+        assert configuration == found["configuration"]
+        return kernel("chained", *rest)
+
+    monkeypatch.setattr(kernels, "cast_kernel", lambda device, dtype, *rest: kernel("cast", *rest))
+    monkeypatch.setattr(kernels, "weights_kernel", lambda device: kernel("weights"))
+    monkeypatch.setattr(gemm_choice, "choose", choose)
+    monkeypatch.setattr(kernels, "chained_kernel", chained_kernel, raising=False)
+    monkeypatch.setattr(kernels, "gemm_kernel", lambda device, _, *rest: kernel("gemm", *rest), raising=False)
+    monkeypatch.setattr(kernels, "sum_splits_kernel", lambda device, *rest: kernel("sum", *rest), raising=False)
+    return found
+
+
+def test_a_linear_layer_is_served_by_its_casts(asked: dict[str, Any]) -> None:
+    assert LINEAR.is_served(GPU)
+    needed = [*(("cast", *cast) for cast in CASTS), ("weights",)]
+    assert sorted(asked["asked"]) == sorted(needed)
+    for missing in needed:
+        asked["missing"] = missing
+        assert not LINEAR.is_served(GPU)
+    assert LINEAR.is_served(CPU)
+
+
+def test_linear_gelu_linear_is_served_by_casts_gemms_and_chains(asked: dict[str, Any]) -> None:
+    assert FEED_FORWARD.is_served(GPU)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    chains = [("chained", "e4m3", bf16, False, "gelu", "e4m3"), ("chained", "e5m2", bf16, True, "gelu", "e5m2")]
+    gemms = [
+        ("gemm", "e4m3", "e4m3", bf16, False),
+        ("gemm", "e5m2", "e4m3", bf16, True),
+        ("gemm", "e5m2", "e4m3", fp32, True),
+    ]
+    needed = {*(("cast", *cast) for cast in (*CASTS, *GELU)), ("weights",), *gemms, *chains}
+    assert set(asked["asked"]) == needed
+    up, down = [(64, 96, 32), (64, 32, 96), (96, 32, 64)], [(64, 32, 96), (64, 96, 32), (32, 96, 64)]
+    # six GEMMs, and the two with a cast behind them: fprop of the first, dgrad of the second
+    assert asked["sizes"] == [*up, *down, (64, 96, 32), (64, 96, 32)]
+    for missing in needed:
+        asked["missing"] = missing
+        assert not FEED_FORWARD.is_served(GPU)
+    assert FEED_FORWARD.is_served(CPU)
+
+
+@pytest.mark.parametrize("change", [{"configuration": Configuration("gemm_sm89", 128, 128, 4)}, {"splits": 2}])
+def test_where_nothing_can_be_chained_no_chain_is_missed(change: dict[str, Any], asked: dict[str, Any]) -> None:
+    asked.update(change)
+    assert FEED_FORWARD.is_served(GPU)
+    assert not any(what[0] == "chained" for what in asked["asked"])
