@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_fp8.candidates import candidates, check_dtype, converted, fp8_classes, of_what_size, sizes, weights
 from lightning_fp8.classes import exchange_class, own_class
 from lightning_fp8.device import check_device
 from lightning_fp8.fast_path import keep_own_forwards, restore_fast_path
-from lightning_fp8.formats import CASTABLE_DTYPES, ROLES
-from lightning_fp8.min_features import MinFeatures, Sizes, as_number, too_small
-from lightning_fp8.modules.attention import Fp8MultiheadAttention
+from lightning_fp8.formats import ROLES
+from lightning_fp8.min_features import MinFeatures, as_number
 from lightning_fp8.modules.feed_forward import fuse_feed_forward
 from lightning_fp8.modules.gemm import Fp8Module, Fp8Rows
 from lightning_fp8.modules.linear import Fp8Linear
 from lightning_fp8.modules.weight_group import WeightGroup
 from lightning_fp8.ops.gemm_choice import check_gemm
-from lightning_fp8.paths import check_patterns, modules_inside, named_modules
+from lightning_fp8.paths import check_patterns
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.scaling import ScalingState
 
@@ -94,19 +92,19 @@ def convert(
     check_patterns(module, ignore_modules, "ignore_modules")
     recipe = _settle_recipe(module, recipe)
     chosen: list[tuple[str, nn.Module]] = []
-    for path, layer, reason in _candidates(module, ignore_modules, number):
+    for path, layer, reason in candidates(module, ignore_modules, number):
         if reason is None:
-            _check_dtype(path, layer)
+            check_dtype(path, layer)
             chosen.append((path, layer))
     if not chosen:
         raise ValueError(
             f"There is nothing to convert in {type(module).__name__}: FP8 needs at least one plain `nn.Linear`"
-            + _of_what_size(module, ignore_modules, number)
+            + of_what_size(module, ignore_modules, number)
             + "".join(f"\n  {row}" for row in describe(module, ignore_modules, number)[:10])
         )
     kept = {layer for _, layer in chosen}
     # Nothing is changed before all checks have passed, so an error loses no scales.
-    _restore([(path, layer) for path, layer in _converted(module) if layer not in kept])
+    _restore([(path, layer) for path, layer in converted(module) if layer not in kept])
     _attach(chosen, recipe)
     state = scaling_state(module)
     state.gemm, state.min_features = gemm, number
@@ -121,7 +119,7 @@ def unconvert(module: ModuleT) -> ModuleT:
     Raises:
         RuntimeError: if a layer has been parametrized since it was converted; nothing is changed then.
     """
-    _restore(list(_converted(module)))
+    _restore(list(converted(module)))
     fuse_feed_forward(module)
     restore_fast_path(module)
     return module
@@ -135,11 +133,11 @@ def describe(
     The arguments are those of :func:`convert`; without ``min_features`` it is that of the last conversion.
     """
     rows = []
-    for path, layer, reason in _candidates(module, ignore_modules, _settle_min_features(module, min_features)):
+    for path, layer, reason in candidates(module, ignore_modules, _settle_min_features(module, min_features)):
         if isinstance(layer, Fp8Module):
-            sizes = " and ".join(map(str, _sizes(layer)))
+            shapes = " and ".join(map(str, sizes(layer)))
             fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
-            reason = f"converted, {sizes}" + (f"; fell back to bf16: {fallen}" if fallen else "")
+            reason = f"converted, {shapes}" + (f"; fell back to bf16: {fallen}" if fallen else "")
             rows.append(Candidate(path, layer.plain_class.__name__, layer.in_fp8, reason))
         else:
             rows.append(Candidate(path, type(layer).__name__, False, reason or "not converted yet: call `convert`"))
@@ -157,7 +155,7 @@ def scaling_state(module: nn.Module) -> ScalingState:
     Raises:
         ValueError: if the model is not converted, or is put together of parts converted one by one.
     """
-    states = {id(layer.scaling_state): layer.scaling_state for _, layer in _converted(module)}
+    states = {id(layer.scaling_state): layer.scaling_state for _, layer in converted(module)}
     if not states:
         raise ValueError(f"{type(module).__name__} has no FP8 layers: call `lightning_fp8.convert` on it first.")
     if len(states) > 1:
@@ -168,108 +166,10 @@ def scaling_state(module: nn.Module) -> ScalingState:
     return next(iter(states.values()))
 
 
-def _fp8_classes() -> dict[type[nn.Module], type[Fp8Module]]:
-    classes: dict[type[nn.Module], type[Fp8Module]] = {
-        nn.Linear: Fp8Linear,
-        nn.MultiheadAttention: Fp8MultiheadAttention,
-    }
-    # whoever has such a layer has imported its module; nobody else needs transformers
-    hugging_face = sys.modules.get("transformers.pytorch_utils")
-    if hasattr(hugging_face, "Conv1D"):
-        from lightning_fp8.modules.conv1d import Conv1D, Fp8Conv1D
-
-        classes[Conv1D] = Fp8Conv1D
-    return classes
-
-
-def _candidates(
-    module: nn.Module, ignore_modules: Sequence[str], min_features: int
-) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """Path, layer and the reason against its conversion, None for those to convert, parents before children."""
-    classes = _fp8_classes()
-    kinds = tuple(classes)
-    ignored = modules_inside(module, ignore_modules)
-    outputs_of_converted: set[nn.Module] = set()
-    for path, layer in named_modules(module):
-        if not isinstance(layer, (*kinds, nn.Bilinear)):
-            continue
-        reason: str | None = "matches `ignore_modules`"
-        if layer not in ignored:
-            reason = _reason_against(layer, kinds, is_output=layer in outputs_of_converted)
-        if reason is None and min_features:
-            reason = too_small(_sizes(layer), min_features)
-        if reason is None and isinstance(layer, nn.MultiheadAttention):
-            outputs_of_converted.add(layer.out_proj)
-        yield path, layer, reason
-
-
-def _converted(module: nn.Module) -> Iterator[tuple[str, Fp8Module]]:
-    for path, layer in named_modules(module):
-        if isinstance(layer, Fp8Module):
-            yield path, layer
-
-
-def _reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_output: bool) -> str | None:
-    """Why this layer is not to be converted; None if it is to be. ``is_output``: of an attention that is converted."""
-    if isinstance(layer, Fp8Module):
-        left = layer.plain_class is NonDynamicallyQuantizableLinear and not is_output
-        return "nn.MultiheadAttention, which is not converted, reads its weight directly" if left else None
-    if isinstance(layer, LazyModuleMixin):
-        return "is not initialised yet: run a batch through the model before it is converted"
-    if is_parametrized(layer):
-        return "is parametrized: its weight is made anew at each forward by code of its own"
-    if own_class(layer) is NonDynamicallyQuantizableLinear:
-        return None if is_output else "nn.MultiheadAttention, which is not converted, reads its weight directly"
-    if own_class(layer) not in kinds:
-        names = ", ".join(f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn") else kind.__name__
-                          for kind in kinds)  # fmt: skip
-        return f"a {type(layer).__name__}; converted are {names}, and no subclass of them"
-    if "forward" in vars(layer):
-        return "its `forward` was replaced on the object, and a conversion by class would have no effect"
-    if any(weight.numel() == 0 for weight in _weights(layer)):
-        return "has no elements"
-    return None
-
-
-def _weights(layer: nn.Module) -> list[torch.Tensor]:
-    kind = Fp8MultiheadAttention if isinstance(layer, nn.MultiheadAttention) else Fp8Module
-    return list(kind.gemm_weights(layer).values())
-
-
-def _sizes(layer: nn.Module) -> list[Sizes]:
-    kind = type(layer) if isinstance(layer, Fp8Module) else _fp8_classes().get(own_class(layer), Fp8Module)
-    return [Sizes(*(weight.shape if kind.weight_is_k_by_n else reversed(weight.shape))) for weight in _weights(layer)]
-
-
-def _of_what_size(module: nn.Module, ignore_modules: Sequence[str], min_features: int) -> str:
-    """The end of the sentence that FP8 needs a linear layer, with the largest of those that are too small."""
-    small = [
-        (path, min(_sizes(layer), key=min))
-        for path, layer, reason in _candidates(module, ignore_modules, 0)
-        if reason is None and too_small(_sizes(layer), min_features)
-    ]
-    if not small:
-        return "."
-    path, largest = max(small, key=lambda of: (min(of[1]), max(of[1])))
-    return (
-        f" with `min_features={min_features}` or more features in and out. The largest here is {path or '(root)'},"
-        f" {largest}: pass a smaller `min_features`, or 0."
-    )
-
-
-def _check_dtype(path: str, layer: nn.Module) -> None:
-    for name, parameter in layer.named_parameters(recurse=False):
-        if parameter.dtype not in CASTABLE_DTYPES:
-            raise TypeError(
-                f"{path or '(root)'}.{name} is {parameter.dtype}, and FP8 layers take float32, bfloat16 or float16"
-                " parameters. Call `model.float()` first, or leave the layer out with `ignore_modules`."
-            )
-
-
 def _settle_recipe(module: nn.Module, recipe: DelayedScaling | None) -> DelayedScaling:
     if recipe is not None and not isinstance(recipe, DelayedScaling):
         raise TypeError(f"`recipe` must be a DelayedScaling, got {type(recipe).__name__}: {recipe!r}.")
-    for path, layer in _converted(module):
+    for path, layer in converted(module):
         existing = layer.scaling_state.recipe
         recipe = recipe or existing
         if recipe != existing:
@@ -282,20 +182,20 @@ def _settle_recipe(module: nn.Module, recipe: DelayedScaling | None) -> DelayedS
 
 def _settle_gemm(module: nn.Module, gemm: str | None) -> str:
     if gemm is None:
-        return next((layer.scaling_state.gemm for _, layer in _converted(module)), "auto")
+        return next((layer.scaling_state.gemm for _, layer in converted(module)), "auto")
     check_gemm(gemm)
     return gemm
 
 
 def _settle_min_features(module: nn.Module, min_features: MinFeatures | None) -> int:
     if min_features is None:
-        return next((layer.scaling_state.min_features for _, layer in _converted(module)), 0)
+        return next((layer.scaling_state.min_features for _, layer in converted(module)), 0)
     return as_number(min_features)
 
 
 def _attach(chosen: list[tuple[str, nn.Module]], recipe: DelayedScaling) -> None:
     """Give all chosen layers one scaling state, keeping the rows of those that had one."""
-    classes: dict[type[nn.Module], type[Fp8Module]] = {**_fp8_classes(), NonDynamicallyQuantizableLinear: Fp8Linear}
+    classes: dict[type[nn.Module], type[Fp8Module]] = {**fp8_classes(), NonDynamicallyQuantizableLinear: Fp8Linear}
     gemms = [
         (layer, gemm, ".".join(filter(None, (path, gemm))))
         for path, layer in chosen
@@ -306,7 +206,7 @@ def _attach(chosen: list[tuple[str, nn.Module]], recipe: DelayedScaling) -> None
     known = next(iter(states))
     if len(states) == 1 and known is not None and known.module_names == names:
         return
-    devices = (weight.device for _, layer in chosen for weight in _weights(layer))
+    devices = (weight.device for _, layer in chosen for weight in weights(layer))
     device = next((device for device in devices if device.type != "meta"), torch.device("cpu"))
     check_device(device)
     state = ScalingState(names, recipe, device)
@@ -318,13 +218,13 @@ def _attach(chosen: list[tuple[str, nn.Module]], recipe: DelayedScaling) -> None
             state.copy_rows(row, layer.scaling_state, layer.fp8[gemm].row)
         new_rows[layer][gemm] = Fp8Rows(state, row, group)
     for layer, rows in new_rows.items():
-        converted = cast(Fp8Module, layer)
+        made = cast(Fp8Module, layer)
         if not isinstance(layer, Fp8Module):
-            converted.plain_class = own_class(layer)
-            exchange_class(layer, classes[converted.plain_class])
-        converted.fp8 = rows
+            made.plain_class = own_class(layer)
+            exchange_class(layer, classes[made.plain_class])
+        made.fp8 = rows
         for gemm, placed in rows.items():
-            placed.belong_to(converted, gemm)
+            placed.belong_to(made, gemm)
 
 
 def _restore(layers: Sequence[tuple[str, Fp8Module]]) -> None:

@@ -18,7 +18,7 @@ from lightning_fp8 import scaling_state
 from lightning_fp8.bench import command, iteration, linear
 from lightning_fp8.bench.iteration import Iteration, Precision
 from lightning_fp8.modules import gemm as modules_gemm
-from lightning_fp8.ops import chained, gemm_choice, kernels
+from lightning_fp8.ops import gemm_choice, kernels
 from lightning_fp8.scaling import ScalingState
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -219,19 +219,6 @@ def test_as_one_means_in_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     block = linear._as_one(linear.Block(8, 16), "auto")
     block(torch.randn(4, 8))
     assert calls == ["gelu"]
-
-
-def test_without_chains_is_over_afterwards() -> None:
-    find = chained.find
-
-    def fail() -> None:
-        with linear._without_chains():
-            assert chained.find("any", "arguments") is None
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert chained.find is find
 
 
 def test_what_is_around_an_iteration_is_around_both_ways() -> None:

@@ -209,6 +209,24 @@ def test_steps_aside(gemms: Gemms, why: str) -> None:
     torch.testing.assert_close(actual, step(parts, "gelu"), rtol=0, atol=0)
 
 
+def test_left_out_for_a_measurement(gemms: Gemms) -> None:
+    def fail() -> None:
+        with chained.left_out():
+            raise KeyError
+
+    model, parts = block(), block()
+    gemms.launches.clear()
+    # the backward runs in a thread of its own on a GPU
+    with chained.left_out():
+        actual = step(model, "gelu")
+    assert "chained_gemm" not in gemms.launches
+    with pytest.raises(KeyError):
+        fail()
+    chained_step = step(parts, "gelu")
+    assert gemms.launches.count("chained_gemm") == 2
+    torch.testing.assert_close(actual, chained_step, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("sizes", "activation", "dtype", "forward", "backward"),
     [

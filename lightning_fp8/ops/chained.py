@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,20 @@ class Chain(NamedTuple):
     row: Row
 
 
+_left_out = False
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """GEMMs and casts one by one, in all threads, to measure what chaining them brings."""
+    global _left_out
+    before, _left_out = _left_out, True
+    try:
+        yield
+    finally:
+        _left_out = before
+
+
 def find(
     a: Tensor,
     b: Tensor,
@@ -46,7 +62,7 @@ def find(
     is cast. The GEMM must be one of ours anyway, in whole, and its sizes such as need no padding.
     """
     known, (_, k), n = state_of(state), a.shape, b.shape[0]
-    if known is None or not known.every_tensor_has_history or is_counting(state, record):
+    if _left_out or known is None or not known.every_tensor_has_history or is_counting(state, record):
         return None
     if activation not in CHAINED_ACTIVATIONS or output not in (torch.bfloat16, torch.float16) or n % 8 or k % 16:
         return None

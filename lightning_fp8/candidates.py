@@ -1,0 +1,122 @@
+"""Which layers of a model can run in FP8, which are to, and why the others are not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
+
+from lightning_fp8.classes import own_class
+from lightning_fp8.formats import CASTABLE_DTYPES
+from lightning_fp8.min_features import Sizes, too_small
+from lightning_fp8.modules.attention import Fp8MultiheadAttention
+from lightning_fp8.modules.gemm import Fp8Module
+from lightning_fp8.modules.linear import Fp8Linear
+from lightning_fp8.paths import modules_inside, named_modules
+
+
+def fp8_classes() -> dict[type[nn.Module], type[Fp8Module]]:
+    """What each kind of layer becomes."""
+    classes: dict[type[nn.Module], type[Fp8Module]] = {
+        nn.Linear: Fp8Linear,
+        nn.MultiheadAttention: Fp8MultiheadAttention,
+    }
+    # whoever has such a layer has imported its module; nobody else needs transformers
+    hugging_face = sys.modules.get("transformers.pytorch_utils")
+    if hasattr(hugging_face, "Conv1D"):
+        from lightning_fp8.modules.conv1d import Conv1D, Fp8Conv1D
+
+        classes[Conv1D] = Fp8Conv1D
+    return classes
+
+
+def candidates(
+    module: nn.Module, ignore_modules: Sequence[str], min_features: int
+) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Path, layer and the reason against its conversion, None for those to convert, parents before children."""
+    classes = fp8_classes()
+    kinds = tuple(classes)
+    ignored = modules_inside(module, ignore_modules)
+    outputs_of_converted: set[nn.Module] = set()
+    for path, layer in named_modules(module):
+        if not isinstance(layer, (*kinds, nn.Bilinear)):
+            continue
+        reason: str | None = "matches `ignore_modules`"
+        if layer not in ignored:
+            reason = _reason_against(layer, kinds, is_output=layer in outputs_of_converted)
+        if reason is None and min_features:
+            reason = too_small(sizes(layer), min_features)
+        if reason is None and isinstance(layer, nn.MultiheadAttention):
+            outputs_of_converted.add(layer.out_proj)
+        yield path, layer, reason
+
+
+def converted(module: nn.Module) -> Iterator[tuple[str, Fp8Module]]:
+    """Path and layer of each that runs in FP8, or has fallen back."""
+    for path, layer in named_modules(module):
+        if isinstance(layer, Fp8Module):
+            yield path, layer
+
+
+def _reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_output: bool) -> str | None:
+    """Why this layer is not to be converted; None if it is to be. ``is_output``: of an attention that is converted."""
+    if isinstance(layer, Fp8Module):
+        left = layer.plain_class is NonDynamicallyQuantizableLinear and not is_output
+        return "nn.MultiheadAttention, which is not converted, reads its weight directly" if left else None
+    if isinstance(layer, LazyModuleMixin):
+        return "is not initialised yet: run a batch through the model before it is converted"
+    if is_parametrized(layer):
+        return "is parametrized: its weight is made anew at each forward by code of its own"
+    if own_class(layer) is NonDynamicallyQuantizableLinear:
+        return None if is_output else "nn.MultiheadAttention, which is not converted, reads its weight directly"
+    if own_class(layer) not in kinds:
+        names = ", ".join(f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn") else kind.__name__
+                          for kind in kinds)  # fmt: skip
+        return f"a {type(layer).__name__}; converted are {names}, and no subclass of them"
+    if "forward" in vars(layer):
+        return "its `forward` was replaced on the object, and a conversion by class would have no effect"
+    if any(weight.numel() == 0 for weight in weights(layer)):
+        return "has no elements"
+    return None
+
+
+def weights(layer: nn.Module) -> list[Tensor]:
+    """Of the GEMMs that a layer, converted or plain, holds itself."""
+    kind = Fp8MultiheadAttention if isinstance(layer, nn.MultiheadAttention) else Fp8Module
+    return list(kind.gemm_weights(layer).values())
+
+
+def sizes(layer: nn.Module) -> list[Sizes]:
+    """Of these weights, whichever way round the layer keeps them."""
+    kind = type(layer) if isinstance(layer, Fp8Module) else fp8_classes().get(own_class(layer), Fp8Module)
+    return [Sizes(*(weight.shape if kind.weight_is_k_by_n else reversed(weight.shape))) for weight in weights(layer)]
+
+
+def of_what_size(module: nn.Module, ignore_modules: Sequence[str], min_features: int) -> str:
+    """The end of the sentence that FP8 needs a linear layer, with the largest of those that are too small."""
+    small = [
+        (path, min(sizes(layer), key=min))
+        for path, layer, reason in candidates(module, ignore_modules, 0)
+        if reason is None and too_small(sizes(layer), min_features)
+    ]
+    if not small:
+        return "."
+    path, largest = max(small, key=lambda of: (min(of[1]), max(of[1])))
+    return (
+        f" with `min_features={min_features}` or more features in and out. The largest here is {path or '(root)'},"
+        f" {largest}: pass a smaller `min_features`, or 0."
+    )
+
+
+def check_dtype(path: str, layer: nn.Module) -> None:
+    """TypeError for a layer whose parameters cannot be cast."""
+    for name, parameter in layer.named_parameters(recurse=False):
+        if parameter.dtype not in CASTABLE_DTYPES:
+            raise TypeError(
+                f"{path or '(root)'}.{name} is {parameter.dtype}, and FP8 layers take float32, bfloat16 or float16"
+                " parameters. Call `model.float()` first, or leave the layer out with `ignore_modules`."
+            )
