@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
@@ -252,15 +253,21 @@ def test_control_c_ends_what_it_started(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     command = [sys.executable, "-m", "lightning_fp8", "compare", "--config", str(config), "--steps", "1000000"]
     command += ["--out", str(tmp_path / "out")]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
-    ) as parent:
-        deadline = time.monotonic() + 60
-        while not running(tmp_path / "out") and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert running(tmp_path / "out")
-        parent.send_signal(signal.SIGINT)
-        printed, _ = parent.communicate(timeout=60)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    # who runs the tests in the background has them ignore the signal, and so would what they start
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), preexec_fn=heed, **pipes) as parent:
+        try:
+            deadline = time.monotonic() + 60
+            while not running(tmp_path / "out") and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert running(tmp_path / "out")
+            parent.send_signal(signal.SIGINT)
+            printed, _ = parent.communicate(timeout=60)
+        finally:
+            parent.kill()
+            for process in running(tmp_path / "out") if parent.returncode is None else ():
+                os.kill(int(process), signal.SIGKILL)
     assert parent.returncode == 130
     assert f"Stopped. What has run is in {tmp_path / 'out'}." in printed
     assert "Traceback" not in printed

@@ -17,7 +17,6 @@ that much to spare.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -49,7 +48,6 @@ class Losses(pl.Callback):
 
 def train(kind: str, precision: str, seed: int, folder: Path, steps: int = STEPS) -> dict[str, float]:
     """The metrics of the only validation, at the end, and ``loss``, the mean over the last steps."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     pl.seed_everything(seed, verbose=False)
     model: pl.LightningModule
     data: pl.LightningDataModule
