@@ -18,7 +18,7 @@ from lightning_fp8 import scaling_state
 from lightning_fp8.bench import command, iteration, linear
 from lightning_fp8.bench.iteration import Iteration, Precision
 from lightning_fp8.modules import gemm as modules_gemm
-from lightning_fp8.ops import gemm_choice, kernels
+from lightning_fp8.ops import chained, gemm_choice, kernels
 from lightning_fp8.scaling import ScalingState
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -207,7 +207,7 @@ def test_the_gemms_of_linear_gelu_linear(monkeypatch: pytest.MonkeyPatch) -> Non
         assert block.as_one
         found[name] = scaling_state(block).gemm
     assert found == dict(zip(OURS, ("rawkernel", "rawkernel", "cublaslt")))
-    assert [precisions[name].around is linear._without_chains for name in OURS] == [False, True, False]
+    assert [precisions[name].around is chained.left_out for name in OURS] == [False, True, False]
     assert not linear.Block(8, 16).as_one
     # the linear layer's are those that a user gets
     assert scaling_state(precisions_of(LINEAR, monkeypatch)["lightning_fp8"].make(nn.Linear(8, 16))).gemm == "auto"
