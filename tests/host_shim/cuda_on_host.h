@@ -46,8 +46,10 @@ static std::vector<unsigned> alive;
 static std::vector<Barrier> of_block, of_warp;
 static std::vector<std::vector<unsigned>> exchanged;
 static unsigned first_block;
-/* Whether anything has happened since all fibers were last asked; what is left to do where nothing has. */
-static bool progress;
+/* Whether anything has happened since a warp's fibers were last asked, or one waits for the next round by choice; what
+   is left to do where nothing has. */
+static bool progress, by_choice;
+static unsigned round;
 static bool (*when_stuck)() = nullptr;
 static void (*at_start)() = nullptr;
 static void (*body)();
@@ -63,6 +65,15 @@ static void yield() {
     const unsigned me = current;
     swapcontext(&fibers[me].context, &scheduler);
     become(me);
+}
+
+/* Lets all others run as far as they can: what a thread may do late it does late. */
+static void lag() {
+    const unsigned now = round;
+    while (round == now) {
+        by_choice = true;
+        yield();
+    }
 }
 
 static void wait(Barrier& barrier, unsigned threads) {
@@ -87,18 +98,26 @@ static void fail(const char* what) {
     std::abort();
 }
 
+/* Each warp in turn as far as it can go, so that one is ahead of the others where no barrier holds it. */
 static void run_cluster() {
     unsigned left = fibers.size();
     while (left != 0) {
-        progress = false;
-        left = 0;
-        for (unsigned fiber = 0; fiber < fibers.size(); ++fiber) {
-            if (fibers[fiber].done) continue;
-            ++left;
-            become(fiber);
-            swapcontext(&scheduler, &fibers[fiber].context);
+        bool moved = false;
+        by_choice = false;
+        for (unsigned first = 0; first < fibers.size(); first += 32) {
+            do {
+                progress = false;
+                for (unsigned fiber = first; fiber < std::min(first + 32, (unsigned)fibers.size()); ++fiber) {
+                    if (fibers[fiber].done) continue;
+                    become(fiber);
+                    swapcontext(&scheduler, &fibers[fiber].context);
+                    if (fibers[fiber].done) --left;
+                }
+                moved |= progress;
+            } while (progress);
         }
-        if (left != 0 && !progress && !(when_stuck != nullptr && when_stuck()))
+        ++round;
+        if (left != 0 && !moved && !by_choice && !(when_stuck != nullptr && when_stuck()))
             fail("a barrier that not all threads reach");
     }
 }

@@ -319,6 +319,7 @@ static inline void mma(float (&sums)[COUNT], u64 a, u64 b, bool fresh) {
 /* All of the warpgroup, as the instruction is one of all its warps. */
 template <int PENDING>
 static inline void mma_wait() {
+    host::lag();
     auto& groups = sm90::products[host::current];
     for (; groups.size() > PENDING; groups.pop_front())
         for (const sm90::Product& product : groups.front()) sm90::perform(product);
