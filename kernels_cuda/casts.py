@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels_cuda.launch import Kernel
+from kernels_cuda.launch import Kernel, address
 
 THREADS = 256
 TILE_ROWS, TILE_COLUMNS = 128, 64
@@ -84,16 +84,16 @@ def cast_transpose(
     """
     rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
     grid = _tiles(rows, columns)
-    inputs = (x.data_ptr(), _pointer(dy))
+    inputs = (x.data_ptr(), address(dy))
     strides = (x.stride(0), 0 if dy is None else dy.stride(0), rows, columns)
-    state = (row.scale.data_ptr(), row.newest.data_ptr(), row.index.data_ptr(), _pointer(row.current_amax))
+    state = (row.scale.data_ptr(), row.newest.data_ptr(), row.index.data_ptr(), address(row.current_amax))
     aligned = _loads(x, columns if gated else 0) & (_LOADS if dy is None else _loads(dy, 0))
     if row.current_amax is not None:
         kernel(grid, *inputs, 0, 0, 0, *strides, aligned, *state, row.current_amax.data_ptr(), 0, 1)
     aligned |= _stores(y, y_t, rows, columns)
     kernel(
-        grid, *inputs, _pointer(y), _pointer(y_t), _pointer(column_sums), *strides, aligned,
-        *state, _pointer(row.amax), scale_inv.data_ptr(), 0,
+        grid, *inputs, address(y), address(y_t), address(column_sums), *strides, aligned,
+        *state, address(row.amax), scale_inv.data_ptr(), 0,
     )  # fmt: skip
 
 
@@ -146,14 +146,10 @@ def cast_weights(
         measure: whether some weight may lack a history: a first launch measures those.
     """
     scale, newest, amax = row
-    pointers = (table.data_ptr(), first_tile.data_ptr(), scale.data_ptr(), newest.data_ptr(), _pointer(amax))
+    pointers = (table.data_ptr(), first_tile.data_ptr(), scale.data_ptr(), newest.data_ptr(), address(amax))
     if measure:
         kernel(tiles, *pointers, len(table), 1)
     kernel(tiles, *pointers, len(table), 0)
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _tiles(rows: int, columns: int) -> int:

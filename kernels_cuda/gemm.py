@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels_cuda.casts import Row
-from kernels_cuda.launch import Kernel
+from kernels_cuda.casts import ACTIVATIONS, Row
+from kernels_cuda.launch import Kernel, address
 from kernels_cuda.tensor_map import tensor_map
 
 OUTPUTS = {torch.float32: "OutFp32", torch.bfloat16: "OutBf16", torch.float16: "OutFp16"}
 # linear - activation - linear in one: swiglu's halves lie in different tiles
-CHAINED_ACTIVATIONS = {"relu": "Relu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "silu": "Silu"}
+CHAINED_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 # rows of the FP8 operands, and of the output, start at multiples of so many bytes
 ROW_BYTES = 16
 # rows that a row of the column sums is the sum of
@@ -117,7 +117,7 @@ def chained_variant(
     """The same with a cast into the next GEMM's operand behind it: of ``activation(h)``, or with ``a_format`` of a
     gradient (``promote``) of the gradient of h. ``format`` is what is cast into.
     """
-    chain = (f"CHAIN={'BACKWARD' if promote else 'FORWARD'}", f"ACTIVATION={CHAINED_ACTIVATIONS[activation]}")
+    chain = (f"CHAIN={'BACKWARD' if promote else 'FORWARD'}", ACTIVATIONS[activation])
     return (*variant(configuration, a_format, "e4m3", output, promote), *chain, f"FORMAT={format.upper()}")
 
 
@@ -196,7 +196,7 @@ def sum_split_parts(split: Split, out: Tensor, bias: Tensor | None = None, accum
     parts, (rows, columns) = split.parts, out.shape
     threads = rows * -(-columns // SUM_SPLITS_COLUMNS)
     split.sum_kernel(
-        -(-threads // SUM_SPLITS_THREADS), parts.data_ptr(), out.data_ptr(), _pointer(bias), parts.stride(0),
+        -(-threads // SUM_SPLITS_THREADS), parts.data_ptr(), out.data_ptr(), address(bias), parts.stride(0),
         parts.stride(1), out.stride(0), rows, columns, split.count, 0 if bias is None else _BIAS[bias.dtype],
         int(accumulate),
     )  # fmt: skip
@@ -251,8 +251,8 @@ def chained_gemm(
         _COLUMNS if y_t is not None and m % 16 == 0 and y_t.data_ptr() % 16 == 0 else 0
     )
     chain = (
-        y.data_ptr(), _pointer(y_t), _pointer(column_sums), row.scale.data_ptr(), row.newest.data_ptr(),
-        row.index.data_ptr(), 0, _pointer(row.amax), scale_inv.data_ptr(), aligned,
+        y.data_ptr(), address(y_t), address(column_sums), row.scale.data_ptr(), row.newest.data_ptr(),
+        row.index.data_ptr(), 0, address(row.amax), scale_inv.data_ptr(), aligned,
     )  # fmt: skip
     scales = (a_scale_inv, b_scale_inv)
     _launch(kernel, configuration, a, b, h, n, scales, bias, False, 1, chain)
@@ -278,7 +278,7 @@ def _launch(
     (m, k), n = a.shape, b.shape[0]
     block_m, block_n, cluster = configuration.block_m, configuration.block_n, configuration.cluster
     problem = (
-        scales[0].data_ptr(), scales[1].data_ptr(), _pointer(bias), _pointer(out), out_stride, m, n, k,
+        scales[0].data_ptr(), scales[1].data_ptr(), address(bias), address(out), out_stride, m, n, k,
         0 if bias is None else _BIAS[bias.dtype], int(accumulate), splits,
     )  # fmt: skip
     clusters = -(-m // (block_m * cluster)) * -(-n // block_n) * splits
@@ -294,7 +294,3 @@ def _launch(
         out_map = tensor_map(out.data_ptr(), out.dtype, rows, n, out_stride * out.itemsize, 64, 128 // out.itemsize)
     grid = min(clusters, kernel.multiprocessors // cluster) * cluster
     kernel(grid, a_map, b_map, out_map, *problem, *chain)
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # more than any kernel's arguments take; the limit of all devices is 4096
 _ARGUMENT_BYTES = 1024
@@ -33,6 +34,11 @@ class _Packed(threading.local):
 
 
 _packed = _Packed()
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor's elements begin, for an argument struct; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class Kernel:

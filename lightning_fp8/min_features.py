@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fp8.ops import gemm_table
+from lightning_fp8.warn_once import warn_once
 
 MinFeatures = int | Literal["auto"]
 # Per token, FP8 saves 6 N K (1 / 790e12 - 1 / 1400e12) seconds of GEMMs at the FLOP/s that an H200 reaches in bf16 and
@@ -59,9 +58,11 @@ def as_number(min_features: MinFeatures) -> int:
     gpu = torch.cuda.get_device_name()
     measured = gemm_table.min_features(gpu)
     if measured is None:
-        _say(f'`min_features="auto"` is {ESTIMATE} on {gpu}, which is an estimate from the speeds of an H200: from'
-             " which size on FP8 is faster has not been measured on this GPU. `python -m lightning_fp8 tune"
-             " --min-features` does that.")  # fmt: skip
+        warn_once(
+            f'`min_features="auto"` is {ESTIMATE} on {gpu}, which is an estimate from the speeds of an H200: from which'
+            " size on FP8 is faster has not been measured on this GPU. `python -m lightning_fp8 tune --min-features`"
+            " does that."
+        )
         return ESTIMATE
     return measured
 
@@ -83,8 +84,3 @@ def too_small(sizes: Sequence[Sizes], min_features: int) -> str | None:
     """Which of a layer's weights are too small for FP8, as a reason not to convert it; None where none is."""
     below = [str(one) for one in sizes if min(one) < min_features]
     return f"{' and '.join(below)}: below min_features={min_features}" if below else None
-
-
-@functools.cache
-def _say(message: str) -> None:
-    warnings.warn(message, stacklevel=2)

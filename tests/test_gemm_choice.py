@@ -21,6 +21,7 @@ import torch
 from kernels_cuda.gemm import Configuration, configurations
 from lightning_fp8.ops import gemm_choice, gemm_table, kernels
 from lightning_fp8.ops.gemm_choice import Choice, check_gemm, choose, estimated, most_splits
+from lightning_fp8.warn_once import warn_once
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 NAME, HOPPER = "NVIDIA H200", (9, 0)
@@ -31,7 +32,7 @@ ABOUT = {"gpu": NAME, "driver": "580", "versions": {"torch": "2.13"}, "commit": 
 
 
 def forget() -> None:
-    for function in (choose, gemm_choice._say, gemm_table.rows, gemm_table._say, kernels.backend):
+    for function in (choose, warn_once, gemm_table.rows, kernels.backend):
         function.cache_clear()
 
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from fp8_numpy import code_values, saturating_cast
+from gemm_cases import FORMAT_PAIRS as PAIRS
 from host_kernels import Guarded, HostKernel, at_the_edge
 from test_sass import compiled, count, instructions, resources
 from torch import Tensor
 
 from kernels_cuda.gemm import Configuration, Split, configurations, gemm, split_gemm, split_rows, variant
 
-PAIRS = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POISONS = (0x11, 0xEE)
 NAN_CODE = 0x7F

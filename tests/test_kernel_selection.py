@@ -18,6 +18,7 @@ from kernels_cuda.compile import CompileError, KernelsUnavailable
 from kernels_cuda.launch import Kernel
 from lightning_fp8 import DelayedScaling, ScalingState
 from lightning_fp8.ops import cuda, kernels, plain, self_test
+from lightning_fp8.warn_once import warn_once
 
 CPU = torch.device("cpu")
 
@@ -178,7 +179,7 @@ def test_a_missing_toolchain_is_said_once(monkeypatch: pytest.MonkeyPatch) -> No
         raise KernelsUnavailable("Run `pip install cupy-cuda13x`.")
 
     monkeypatch.setattr(kernels.load, "load", load)
-    kernels._say_unavailable.cache_clear()
+    warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for dtype in (torch.float32, torch.bfloat16):

@@ -42,6 +42,7 @@ from lightning_fp8.ops import gemm_table, kernels
 from lightning_fp8.tune import command
 from lightning_fp8.tune import min_features as measuring
 from lightning_fp8.tune.min_features import BF16, FP8, Timed, smallest_that_pays, timed
+from lightning_fp8.warn_once import warn_once
 
 NAME, CPU = "NVIDIA H200", torch.device("cpu")
 ABOUT = {"gpu": NAME, "driver": "580", "versions": {"torch": "2.13"}, "commit": "abc", "command": "tune it"}
@@ -66,7 +67,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def forget() -> None:
-    for function in (min_features._say, gemm_table._say, gemm_table.rows):
+    for function in (warn_once, gemm_table.rows):
         function.cache_clear()
 
 

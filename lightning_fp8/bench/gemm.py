@@ -20,7 +20,8 @@ from lightning_fp8 import ops
 from lightning_fp8.bench.case import Case, Variant
 from lightning_fp8.bench.timing import copies_for
 from lightning_fp8.formats import FORMATS
-from lightning_fp8.ops import gemm_choice, kernels
+from lightning_fp8.ops import gemm_choice
+from lightning_fp8.ops.gemm import kernels_of
 
 # tokens, in_features, out_features
 LAYERS = (
@@ -115,13 +116,7 @@ class Gemm:
         if device.type != "cuda":
             return True
         choice = gemm_choice.choose(device, "rawkernel", self.m, self.n, self.k, not self.fast, self.output)
-        if choice.configuration is None:
-            return False
-        # parts of a sum are in fp32
-        output = self.output if choice.splits == 1 else torch.float32
-        kernel = kernels.gemm_kernel(device, choice.configuration, self.a_format, "e4m3", output, not self.fast)
-        summed = choice.splits == 1 or kernels.sum_splits_kernel(device, self.output) is not None
-        return kernel is not None and summed
+        return kernels_of(choice, device, self.a_format, "e4m3", self.output, not self.fast) is not None
 
     def variants(self, device: torch.device) -> list[Variant]:
         """``lightning_fp8`` (our kernels), ``auto``, ``cublaslt``, that with the other accumulation, and ``bf16``.

@@ -18,6 +18,7 @@ from lightning_fp8.bench.case import Case, Variant
 from lightning_fp8.bench.precisions import Setting
 from lightning_fp8.bench.training import Training, created_on
 from lightning_fp8.examples import ByteGPT, StdlibText
+from lightning_fp8.examples.optimization import adamw
 
 _LEARNING_RATE = 1e-4
 _CLIPPED_TO = 1.0
@@ -122,9 +123,7 @@ class GptTraining(Training):
         self.steps = itertools.cycle(text.to(device))
         self._first = text[0, 0].to(device)
         # the example's, without its schedule
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), fused=device.type == "cuda" or None
-        )
+        self._optimizer = adamw(self.model, _LEARNING_RATE)
         self._loss = baselines.compiled(gpt.loss, device) if compiled else gpt.loss
 
     def forward(self) -> Tensor:

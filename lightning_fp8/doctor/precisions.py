@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -57,9 +56,8 @@ def _fp8(
 
 def _served(checks: Sequence[KernelCheck], device: torch.device, ready: bool, compile: bool) -> tuple[str, str]:
     """What serves casts, and what the update of the scales."""
-    try:
-        chosen = kernels.backend()
-    except ValueError:
+    chosen = _backend()
+    if chosen is None:
         return "no such backend", "no such backend"
     if not ready or chosen == "reference":
         return _TORCH, _TORCH
@@ -73,12 +71,20 @@ def _served(checks: Sequence[KernelCheck], device: torch.device, ready: bool, co
 def _gemms(device: torch.device, ready: bool) -> str:
     """What ``gemm="auto"`` runs, by the GPU's table."""
     capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-    if not ready or os.environ.get("LIGHTNING_FP8_BACKEND", "auto") != "auto" or not configurations(capability, False):
+    if not ready or _backend() != "auto" or not configurations(capability, promote=False):
         return _CUBLASLT
     measured = gemm_table.rows(name, capability)
     if not measured:
         return f"{_CUBLASLT} (nothing measured: lightning_fp8 tune)"
     return f"{_OWN} for {sum(row.is_faster for row in measured)} of {len(measured)} measured, else {_CUBLASLT}"
+
+
+def _backend() -> str | None:
+    """What ``LIGHTNING_FP8_BACKEND`` says; None for what it may not say."""
+    try:
+        return kernels.backend()
+    except ValueError:
+        return None
 
 
 def _share(checks: Sequence[KernelCheck]) -> str:

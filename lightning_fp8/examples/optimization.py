@@ -7,6 +7,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import nn
+
+
+def adamw(module: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+    """Over all parameters, wherever they lie."""
+    # on a GPU one kernel for many parameters, in place of several for each operation
+    fused = next(module.parameters()).device.type == "cuda" or None
+    return torch.optim.AdamW(module.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=fused)
 
 
 def adamw_with_cosine(module: LightningModule, learning_rate: float, warmup_steps: int) -> dict[str, Any]:
@@ -17,9 +25,7 @@ def adamw_with_cosine(module: LightningModule, learning_rate: float, warmup_step
         learning_rate: peak.
         warmup_steps: optimizer steps of warm-up.
     """
-    # on a GPU one kernel for many parameters, in place of several for each operation
-    fused = module.device.type == "cuda" or None
-    optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=fused)
+    optimizer = adamw(module, learning_rate)
     total = max(int(module.trainer.estimated_stepping_batches), warmup_steps + 1)
 
     def factor(step: int) -> float:

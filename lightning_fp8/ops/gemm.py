@@ -96,18 +96,22 @@ def run_choice(
     if accumulate_into is not None and not _has_aligned_rows(accumulate_into):
         product = run_choice(choice, *operands, bias, a_format, b_format, torch.float32, promote)
         return accumulate_into.add_(product)
-    found = _kernels(choice, a, b, a_format, b_format, output, promote)
+    (m, k), n = a.shape, b.shape[0]
+    found = None
+    if m and n and k:
+        choice = choice._replace(splits=min(choice.splits, -(-k // _STEP)))
+        found = kernels_of(choice, a.device, a_format, b_format, output, promote)
     if found is None:
         if accumulate_into is None:
             return plain.scaled_mm(*operands, bias, a_format, b_format, output, not promote)
         plain.scaled_mm_add_(accumulate_into, *operands, a_format, b_format, not promote)
         return accumulate_into
-    out = _output(a.shape[0], b.shape[0], output, a.device) if accumulate_into is None else accumulate_into
+    out = _output(m, n, output, a.device) if accumulate_into is None else accumulate_into
     _launch(found, out, *operands, bias, accumulate_into is not None)
     return out.contiguous() if accumulate_into is None else out
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """The kernels of a choice: the GEMM and, where K is split, the sum of the parts."""
 
     configuration: Configuration
@@ -116,23 +120,25 @@ class _Found(NamedTuple):
     sum_kernel: Kernel | None
 
 
-def _kernels(
-    choice: Choice, a: Tensor, b: Tensor, a_format: str, b_format: str, output: torch.dtype, promote: bool
-) -> _Found | None:
-    (m, k), n = a.shape, b.shape[0]
-    if choice.configuration is None or not (m and n and k):
+def kernels_of(
+    choice: Choice, device: torch.device, a_format: str, b_format: str, output: torch.dtype, promote: bool
+) -> Found | None:
+    """What a choice is computed by; None where that is cuBLASLt, or a kernel is not to be had."""
+    if choice.configuration is None:
         return None
-    splits = min(choice.splits, -(-k // _STEP))
-    stored = output if splits == 1 else torch.float32
-    kernel = kernels.gemm_kernel(a.device, choice.configuration, a_format, b_format, stored, promote)
-    sum_kernel = kernels.sum_splits_kernel(a.device, output) if splits > 1 else None
-    if kernel is None or (splits > 1 and sum_kernel is None):
+    # parts of a sum are in fp32
+    stored = output if choice.splits == 1 else torch.float32
+    kernel = kernels.gemm_kernel(device, choice.configuration, a_format, b_format, stored, promote)
+    if kernel is None:
         return None
-    return _Found(choice.configuration, kernel, splits, sum_kernel)
+    sum_kernel = kernels.sum_splits_kernel(device, output) if choice.splits > 1 else None
+    if choice.splits > 1 and sum_kernel is None:
+        return None
+    return Found(choice.configuration, kernel, choice.splits, sum_kernel)
 
 
 def _launch(
-    found: _Found,
+    found: Found,
     out: Tensor,
     a: Tensor,
     b: Tensor,

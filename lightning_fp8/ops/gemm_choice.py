@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from kernels_cuda.gemm import Configuration, configurations
 from lightning_fp8.ops import gemm_table
 from lightning_fp8.ops.gemm_table import Row
 from lightning_fp8.ops.kernels import backend
+from lightning_fp8.warn_once import warn_once
 
 GEMMS = ("auto", "rawkernel", "cublaslt")
 MOST_SPLITS = 16
@@ -86,8 +86,10 @@ def choose(device: torch.device, gemm: str, m: int, n: int, k: int, promote: boo
     capability = (gpu.major, gpu.minor)
     ours = configurations(capability, promote)
     if not ours:
-        _say(f"FP8 GEMMs run by torch._scaled_mm on {gpu.name}: lightning_fp8 has no GEMM kernel for compute"
-             f" capability {gpu.major}.{gpu.minor}.")  # fmt: skip
+        warn_once(
+            f"FP8 GEMMs run by torch._scaled_mm on {gpu.name}: lightning_fp8 has no GEMM kernel for compute capability"
+            f" {gpu.major}.{gpu.minor}."
+        )
         return Choice(None)
     measured = gemm_table.rows(gpu.name, capability)
     nearest = _nearest(measured, m, n, k, promote, output)
@@ -163,10 +165,7 @@ def _distance(row: Row, m: int, n: int, k: int, output: torch.dtype) -> float:
 
 def _say_unmeasured(gpu: Any, promote: bool, others: bool) -> None:
     kind = f" {'with' if promote else 'without'} promoted sums" if others else ""
-    _say(f"FP8 GEMMs{kind} run by torch._scaled_mm on {gpu.name}: nothing has been measured on this GPU that would say"
-         " where lightning_fp8's kernels are faster. `python -m lightning_fp8 tune` does that.")  # fmt: skip
-
-
-@functools.cache
-def _say(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
+    warn_once(
+        f"FP8 GEMMs{kind} run by torch._scaled_mm on {gpu.name}: nothing has been measured on this GPU that would say"
+        " where lightning_fp8's kernels are faster. `python -m lightning_fp8 tune` does that."
+    )

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +19,7 @@ import kernels_cuda
 from kernels_cuda.compile import cache_folder
 from kernels_cuda.gemm import OUTPUTS, Configuration, configurations
 from lightning_fp8.formats import dtype_name
+from lightning_fp8.warn_once import warn_once
 
 Read = TypeVar("Read")
 _SHIPPED = Path(kernels_cuda.__file__).parent / "tables"
@@ -185,8 +185,10 @@ def _readable(path: Path, read: Callable[[str], Read], for_what: str = "") -> Re
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, MalformedTable) as error:
-        _say(f"The table of measured GEMMs {path} is left out of account{for_what}: {error}. Delete it, or measure"
-             " again with `python -m lightning_fp8 tune`.")  # fmt: skip
+        warn_once(
+            f"The table of measured GEMMs {path} is left out of account{for_what}: {error}. Delete it, or measure again"
+            " with `python -m lightning_fp8 tune`."
+        )
         return None
 
 
@@ -248,15 +250,12 @@ def _row(row: dict[str, Any], capability: tuple[int, int], path: Path) -> Row | 
     name = row["configuration"]
     known = {one.name: one for one in configurations(capability, row["promote"])}
     if name is not None and name not in known:
-        _say(f"The table of measured GEMMs {path} has rows of the configuration {name!r}, which this version does not"
-             " have: they are left out of account. Measure again with `python -m lightning_fp8 tune`.")  # fmt: skip
+        warn_once(
+            f"The table of measured GEMMs {path} has rows of the configuration {name!r}, which this version does not"
+            " have: they are left out of account. Measure again with `python -m lightning_fp8 tune`."
+        )
         return None
     return Row(
         row["m"], row["n"], row["k"], row["promote"], _DTYPES[row["output"]],
         None if name is None else known[name], row["splits"], row["p50_us"], row["cublaslt_p50_us"],
     )  # fmt: skip
-
-
-@functools.cache
-def _say(message: str) -> None:
-    warnings.warn(message, stacklevel=2)

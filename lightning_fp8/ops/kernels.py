@@ -17,6 +17,7 @@ from kernels_cuda.gemm import Configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.device import is_capturing
 from lightning_fp8.ops import self_test, self_test_gemm
+from lightning_fp8.warn_once import warn_once
 
 BACKENDS = ("auto", "reference")
 _PLAIN = "torch's own operators take over, with the same results and more passes over memory."
@@ -213,7 +214,7 @@ def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
         )
     attempt = try_kernel(variant, device)
     if attempt.unavailable:
-        _say_unavailable(str(attempt.failure))
+        warn_once(f"{attempt.failure} Until then {_PLAIN}")
     elif attempt.failure is not None:
         said = f"The CUDA kernel {variant.name} is not used on {device}: {attempt.failure}. Instead {_PLAIN}"
         warnings.warn(said, stacklevel=2)
@@ -251,8 +252,3 @@ def try_kernel(variant: Variant, device: torch.device, test_again: bool = False)
         return Attempt(None, failure, False, *times)
     load.remember_pass(family, defines, index)
     return Attempt(kernel, None, False, *times)
-
-
-@functools.cache
-def _say_unavailable(message: str) -> None:
-    warnings.warn(f"{message} Until then {_PLAIN}", stacklevel=2)

@@ -94,7 +94,9 @@ def scaled_mm(
     a_padded = _padded(a, m, k).view(FORMATS[a_format].dtype)
     b_padded = _padded(b, columns, k).view(FORMATS[b_format].dtype)
     # torch adds a bias in the GEMM's own epilogue, in fp32, where bias and result are of one 16-bit dtype
-    fused = None if bias is None or out_dtype == torch.float32 else F.pad(bias.to(out_dtype), (0, columns - n))
+    fused = None if bias is None or out_dtype == torch.float32 else bias.to(out_dtype)
+    if fused is not None and columns > n:
+        fused = F.pad(fused, (0, columns - n))
     out = torch._scaled_mm(
         a_padded,
         b_padded.t(),

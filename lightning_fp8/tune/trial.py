@@ -15,7 +15,7 @@ from kernels_cuda.gemm import split_rows
 from lightning_fp8.bench import timing
 from lightning_fp8.bench.case import Variant
 from lightning_fp8.formats import FORMATS, dtype_name
-from lightning_fp8.ops import kernels
+from lightning_fp8.ops.gemm import kernels_of
 from lightning_fp8.ops.gemm_choice import Choice
 from lightning_fp8.tune.shapes import Gemm
 
@@ -41,16 +41,12 @@ def unserved(gemm: Gemm, choice: Choice, device: torch.device) -> str | None:
     """Why there is no kernel for a choice, after which torch would take over; None where there is one."""
     if choice.configuration is None:
         return None
-    output = torch.float32 if choice.splits > 1 else gemm.output
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        kernel = kernels.gemm_kernel(
-            device, choice.configuration, gemm.a_format, gemm.b_format, output, gemm.promote
-        )  # fmt: skip
-        is_served = kernel is not None
-        if is_served and choice.splits > 1:
-            is_served = kernels.sum_splits_kernel(device, gemm.output) is not None
-    return None if is_served else "no kernel: " + (" ".join(str(one.message) for one in said) or "none is to be had")
+        found = kernels_of(choice, device, gemm.a_format, gemm.b_format, gemm.output, gemm.promote)
+    if found is not None:
+        return None
+    return "no kernel: " + (" ".join(str(one.message) for one in said) or "none is to be had")
 
 
 def wrong(gemm: Gemm, choice: Choice, device: torch.device, run: Run) -> str | None:
