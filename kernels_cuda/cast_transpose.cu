@@ -1,8 +1,9 @@
 /* cast_transpose: a tensor into FP8, by rows, by columns, or both, with its amax and column sums, in one pass.
 
 maths       code = sat(v * scale[index]) in fp32, rounded to nearest even; amax[index] = max(amax[index], max |v|);
-            v = activation(x), or the gradient of x (BACKWARD). For a tensor without a history the scale is
-            FP8_MAX / current_amax, which the same kernel has measured before (`measure`: no output but current_amax)
+            v = activation(x), or the gradient of x (BACKWARD). For a tensor without a history, and for a weight, the
+            scale is FP8_MAX / current_amax, which the same kernel has measured before (`measure`: no output but
+            current_amax). A weight leaves amax and scale in the arenas, in place of recording a maximum
 tensors     see cast_tile.cuh and scales.cuh
 variants    INPUT Fp32|Bf16|Fp16, FORMAT E4M3|E5M2, BACKWARD 0|1, and either
             ACTIVATION Identity|Relu|Gelu|GeluTanh|Silu or GATED 1, which is swiglu
@@ -32,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const ScalingRow& row = arguments.row;
     const long long index = *row.index;
     // a first use is measured on the device's own word: the host need not know who has a history
-    if (arguments.measure && row.newest[index] > 0.0f) return;
+    const bool is_weight = row.newest == nullptr;
+    if (arguments.measure && !is_weight && row.newest[index] > 0.0f) return;
     const int tiles_across = (arguments.tensors.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
     const int tile_row = blockIdx.x / tiles_across, tile_column = blockIdx.x % tiles_across;
     const float scale = arguments.measure ? 1.0f : scale_to_use(row, index, FORMAT::max());
@@ -41,10 +43,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #else
     u32 amax = cast_tile<INPUT, FORMAT, ACTIVATION, BACKWARD>(arguments.tensors, scale, memory, tile_row, tile_column);
 #endif
-    float* recorded = arguments.measure ? row.amax : row.amax == nullptr ? nullptr : row.amax + index;
+    float* recorded = arguments.measure ? row.amax : row.amax == nullptr || is_weight ? nullptr : row.amax + index;
     if (recorded != nullptr) {
         amax = block_max(amax, memory);
         if (threadIdx.x == 0) record_amax(recorded, amax);
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0 && row.scale_inv != nullptr) *row.scale_inv = 1.0f / scale;
+    if (blockIdx.x == 0 && threadIdx.x == 0 && row.scale_inv != nullptr) {
+        *row.scale_inv = 1.0f / scale;
+        if (is_weight) note_weight(row.amax, row.scale, index, *row.current_amax, scale);
+    }
 }

@@ -1,10 +1,10 @@
 /* cast_weights: all weights of a model into E4M3, by rows and by columns, with their amaxes, in one launch.
 
-maths       per weight that of cast_transpose without an activation; `measure`: only current_amax of those without a
-            history
+maths       per weight that of cast_transpose for a weight. Two launches: `measure` finds each current_amax, from which the
+            other one scales; amax and scale of each weight are left in the arenas
 tensors     weights [count] Weight; first_tile [count + 1] int32, the running number of tiles
 grid        first_tile[count] blocks of 256 threads; a block finds its weight by bisection
-bytes       fp32 6 an element, bf16 and fp16 4
+bytes       fp32 4 an element to measure and 6 to cast, bf16 and fp16 2 and 4
 ceiling     the memory's
 reference   lightning_fp8.ops.reference.cast, weight by weight
 */
@@ -21,8 +21,7 @@ struct Weight {
 struct Arguments {
     const Weight* weights;
     const int* first_tile;
-    const float* scale;
-    const float* newest;
+    float* scale;
     float* amax;
     int count, measure;
 };
@@ -42,10 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cast_weights(const __gr
     __shared__ __align__(16) TileMemory memory;
     const int number = weight_of(arguments.first_tile, arguments.count, blockIdx.x);
     const Weight& weight = arguments.weights[number];
-    const long long index = weight.index;
-    if (arguments.measure && arguments.newest[index] > 0.0f) return;
-    const ScalingRow row = {arguments.scale, arguments.newest, nullptr, weight.current_amax, nullptr, nullptr};
-    const float scale = arguments.measure ? 1.0f : scale_to_use(row, index, E4M3::max());
+    const float scale = arguments.measure ? 1.0f : scale_of_current(*weight.current_amax, E4M3::max());
     Tensors tensors = weight.tensors;
     if (arguments.measure) tensors.y = tensors.y_t = nullptr;
     const int tiles_across = (tensors.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
@@ -56,12 +52,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cast_weights(const __gr
     else if (weight.input == 1)
         amax = cast_tile<Bf16, E4M3, Identity, false>(tensors, scale, memory, tile_row, tile_column);
     else amax = cast_tile<Fp16, E4M3, Identity, false>(tensors, scale, memory, tile_row, tile_column);
-    float* recorded = arguments.measure ? weight.current_amax
-                      : arguments.amax == nullptr ? nullptr
-                                                  : arguments.amax + index;
-    if (recorded != nullptr) {
+    if (arguments.measure) {
         amax = block_max(amax, memory);
-        if (threadIdx.x == 0) record_amax(recorded, amax);
+        if (threadIdx.x == 0) record_amax(weight.current_amax, amax);
+    } else if (tile == 0 && threadIdx.x == 0) {
+        *weight.scale_inv = 1.0f / scale;
+        note_weight(arguments.amax, arguments.scale, weight.index, *weight.current_amax, scale);
     }
-    if (tile == 0 && threadIdx.x == 0 && !arguments.measure) *weight.scale_inv = 1.0f / scale;
 }

@@ -26,7 +26,7 @@ _LOADS, _ROWS, _COLUMNS = 1, 2, 4
 # struct Tensors, and struct Arguments of either family
 _TENSORS = "PPPPPqqiii4x"
 CAST_TRANSPOSE_LAYOUT = f"{_TENSORS}PPPPPPi"
-CAST_WEIGHTS_LAYOUT = "PPPPPii"
+CAST_WEIGHTS_LAYOUT = "PPPPii"
 _WEIGHT_WORDS = 13
 
 
@@ -40,14 +40,16 @@ class Row(NamedTuple):
 
     Attributes:
         scale: ``[R] float32``.
-        newest: ``[R] float32``, the newest row of the history (or a longer tensor that begins with it).
+        newest: ``[D] float32``, the newest row of the history (or a longer tensor that begins with it); None for a
+            weight, which is scaled by ``current_amax`` and leaves what was used in ``scale`` and ``amax``.
         index: ``[1] int64``, which of the R.
         amax: ``[R] float32`` to record in, or None.
-        current_amax: ``[] float32``, what a tensor without a history is scaled by; None where there is no such tensor.
+        current_amax: ``[] float32``, zero before, what a tensor without a history and a weight are scaled by; None
+            where there is no such tensor.
     """
 
     scale: Tensor
-    newest: Tensor
+    newest: Tensor | None
     index: Tensor  # type: ignore[assignment]
     amax: Tensor | None = None
     current_amax: Tensor | None = None
@@ -86,7 +88,7 @@ def cast_transpose(
     grid = _tiles(rows, columns)
     inputs = (x.data_ptr(), address(dy))
     strides = (x.stride(0), 0 if dy is None else dy.stride(0), rows, columns)
-    state = (row.scale.data_ptr(), row.newest.data_ptr(), row.index.data_ptr(), address(row.current_amax))
+    state = (row.scale.data_ptr(), address(row.newest), row.index.data_ptr(), address(row.current_amax))
     aligned = _loads(x, columns if gated else 0) & (_LOADS if dy is None else _loads(dy, 0))
     if row.current_amax is not None:
         kernel(grid, *inputs, 0, 0, 0, *strides, aligned, *state, row.current_amax.data_ptr(), 0, 1)
@@ -102,54 +104,68 @@ class Weight(NamedTuple):
 
     x: Tensor
     index: int  # type: ignore[assignment]
-    y: Tensor
-    y_t: Tensor
+    y: Tensor | None = None
+    y_t: Tensor | None = None
 
 
-def weight_table(weights: Sequence[Weight], scale_inv: Tensor, current_amax: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The kernel's table of weights and the running number of tiles, both on the CPU.
+class WeightTable(NamedTuple):
+    """What the kernel reads of many weights, on their device.
 
-    Args:
-        weights: all on one device, none of them empty.
-        scale_inv: ``[len(weights)] float32``, on the device, written by the kernel.
-        current_amax: ``[len(weights)] float32``, zeros on the device, or None where every weight has a history.
+    Attributes:
+        weights: ``[count, 13] int64``, ``struct Weight`` of each.
+        first_tile: ``[count + 1] int32``, the running number of tiles; ``tiles`` is the last one, on the host.
+        current_amax: ``[count] float32``, zeros, for the kernel to measure into.
+        scale_inv: ``[count] float32``, for the kernel to write.
     """
-    table, first_tile = [], [0]
+
+    weights: Tensor
+    first_tile: Tensor
+    tiles: int
+    current_amax: Tensor
+    scale_inv: Tensor
+
+
+def weight_table(weights: Sequence[Weight]) -> WeightTable:
+    """The table of weights that are all on one device, none of them empty: one copy to the device, no launch."""
+    count, device = len(weights), weights[0].x.device
+    half = count // 2 + 1
+    memory = torch.empty(count * _WEIGHT_WORDS + 2 * half, dtype=torch.int64, device=device)
+    table, first_tile, amax = memory.split((count * _WEIGHT_WORDS, half, half))
+    current_amax, scale_inv = amax.view(torch.float32), torch.empty(count, dtype=torch.float32, device=device)
+    words, tiles = [], [0]
     for number, (x, index, y, y_t) in enumerate(weights):
         rows, columns = x.shape
         # two 32-bit fields a word, the first in the lower half
         sizes = (rows | columns << 32, _loads(x, 0) | _stores(y, y_t, rows, columns))
-        offset = 4 * number
-        table += [x.data_ptr(), 0, y.data_ptr(), y_t.data_ptr(), 0, x.stride(0), 0, *sizes, index]
-        table += [0 if current_amax is None else current_amax.data_ptr() + offset, scale_inv.data_ptr() + offset]
-        table += [list(INPUTS).index(x.dtype)]
-        first_tile.append(first_tile[-1] + _tiles(rows, columns))
-    return torch.tensor(table, dtype=torch.int64).view(-1, _WEIGHT_WORDS), torch.tensor(first_tile, dtype=torch.int32)
+        words += [x.data_ptr(), 0, address(y), address(y_t), 0, x.stride(0), 0, *sizes, index]
+        words += [current_amax.data_ptr() + 4 * number, scale_inv.data_ptr() + 4 * number, list(INPUTS).index(x.dtype)]
+        tiles.append(tiles[-1] + _tiles(rows, columns))
+    on_host = torch.zeros(len(memory), dtype=torch.int64, pin_memory=device.type == "cuda")
+    on_host[: len(words)] = torch.tensor(words)
+    on_host[len(words) :].view(torch.int32)[: count + 1] = torch.tensor(tiles, dtype=torch.int32)
+    # from pinned memory, which torch keeps from other use until the copy is done, so that nobody waits
+    memory.copy_(on_host, non_blocking=True)
+    table = table.view(count, _WEIGHT_WORDS)
+    return WeightTable(table, first_tile.view(torch.int32)[: count + 1], tiles[-1], current_amax[:count], scale_inv)
 
 
-def cast_weights(
-    kernel: Kernel,
-    table: Tensor,
-    first_tile: Tensor,
-    tiles: int,
-    row: tuple[Tensor, Tensor, Tensor | None],
-    measure: bool,
-) -> None:
-    """Launch over a table on the device; ``row`` is scale, newest and amax, each ``[R] float32``, amax or None.
+def measure_weights(kernel: Kernel, table: WeightTable) -> None:
+    """Launch the kernel of family ``cast_weights`` to find ``table.current_amax``, of weights not measured before."""
+    _over_weights(kernel, table, None, None, measure=True)
 
-    Args:
-        kernel: of family ``cast_weights``.
-        table: of :func:`weight_table`.
-        first_tile: of :func:`weight_table`.
-        tiles: its last element.
-        row: which scales, and where to record.
-        measure: whether some weight may lack a history: a first launch measures those.
+
+def cast_weights(kernel: Kernel, table: WeightTable, scale: Tensor, amax: Tensor) -> None:
+    """Measure, and launch once more to cast: into each weight's ``y`` and ``y_t``, with ``table.scale_inv``.
+
+    Scale and amax, ``[R] float32``, receive at each weight's index what was used.
     """
-    scale, newest, amax = row
-    pointers = (table.data_ptr(), first_tile.data_ptr(), scale.data_ptr(), newest.data_ptr(), address(amax))
-    if measure:
-        kernel(tiles, *pointers, len(table), 1)
-    kernel(tiles, *pointers, len(table), 0)
+    measure_weights(kernel, table)
+    _over_weights(kernel, table, scale, amax, measure=False)
+
+
+def _over_weights(kernel: Kernel, table: WeightTable, scale: Tensor | None, amax: Tensor | None, measure: bool) -> None:
+    pointers = (table.weights.data_ptr(), table.first_tile.data_ptr(), address(scale), address(amax))
+    kernel(table.tiles, *pointers, len(table.weights), int(measure))
 
 
 def _tiles(rows: int, columns: int) -> int:

@@ -251,7 +251,7 @@ def chained_gemm(
         _COLUMNS if y_t is not None and m % 16 == 0 and y_t.data_ptr() % 16 == 0 else 0
     )
     chain = (
-        y.data_ptr(), address(y_t), address(column_sums), row.scale.data_ptr(), row.newest.data_ptr(),
+        y.data_ptr(), address(y_t), address(column_sums), row.scale.data_ptr(), address(row.newest),
         row.index.data_ptr(), 0, address(row.amax), scale_inv.data_ptr(), aligned,
     )  # fmt: skip
     scales = (a_scale_inv, b_scale_inv)

@@ -4,8 +4,8 @@
 
 /* One tensor's place in the scaling state. All pointers are to whole arenas, of which `index` picks the tensor. */
 struct ScalingRow {
-    const float* scale;          // [R]
-    const float* newest;         // [R], the newest row of the history; 0 where a tensor has none
+    float* scale;                // [R]
+    const float* newest;         // [D], the newest row of the history; 0 where a tensor has none. Null for a weight
     const long long* index;      // [1]
     const float* current_amax;   // [1], max|x| of this very tensor; null where every tensor has a history
     float* amax;                 // [R], or null: record nothing
@@ -14,15 +14,22 @@ struct ScalingRow {
 
 __device__ __forceinline__ float largest_finite() { return 3.40282347e+38f; }
 
-/* FP8_MAX / amax for a tensor without a history; 1 where amax is inf or NaN, so that the finite elements survive. */
+/* FP8_MAX / amax; 1 where amax is inf or NaN, so that the finite elements survive. */
 __device__ __forceinline__ float scale_of_current(float amax, float fp8_max) {
     if (!(amax <= largest_finite())) return 1.0f;
     return fminf(fp8_max / amax, largest_finite());
 }
 
 __device__ __forceinline__ float scale_to_use(const ScalingRow& row, long long index, float fp8_max) {
-    const bool delayed = row.current_amax == nullptr || row.newest[index] > 0.0f;
+    const bool delayed = row.current_amax == nullptr || (row.newest != nullptr && row.newest[index] > 0.0f);
     return delayed ? row.scale[index] : scale_of_current(*row.current_amax, fp8_max);
+}
+
+/* What a weight was cast with, left for those who look; by one thread. */
+__device__ __forceinline__ void note_weight(float* amax, float* scale, long long index, float current_amax, float used) {
+    if (amax == nullptr) return;
+    amax[index] = current_amax;
+    scale[index] = used;
 }
 
 /* |x| as bits: of non-negative floats they order as integers, NaN > inf > every finite value. */

@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels_cuda.launch import Kernel
 
 TENSORS_PER_BLOCK, THREADS = 8, 1024
-LAYOUT = "PPPPPiiif"
+LAYOUT = "PPPPPiiiif"
 
 
 def update_scales(
@@ -21,6 +21,6 @@ def update_scales(
     margin_factor: float,
 ) -> None:
     """One launch for all R tensors; arguments as of the operator ``lightning_fp8::update_scales``."""
-    length, tensors = amax_history.shape
+    (length, delayed), tensors = amax_history.shape, len(amax)
     pointers = (tensor.data_ptr() for tensor in (amax, amax_history, scale, fp8_max, nonfinite_steps))
-    kernel(-(-tensors // TENSORS_PER_BLOCK), *pointers, tensors, length, int(most_recent), margin_factor)
+    kernel(-(-tensors // TENSORS_PER_BLOCK), *pointers, tensors, delayed, length, int(most_recent), margin_factor)

@@ -18,6 +18,7 @@ from lightning_fp8.callbacks import (
     ScaleFactorLogger,
     ScaleWatchdog,
 )
+from lightning_fp8.checkpoint_scales import load_scales
 from lightning_fp8.convert import convert, describe, scaling_state, unconvert
 from lightning_fp8.export import export
 from lightning_fp8.exported import load_exported
@@ -59,6 +60,7 @@ __all__ = [
     "export",
     "fsdp2_policy",
     "load_exported",
+    "load_scales",
     "register",
     "scaling_state",
     "unconvert",

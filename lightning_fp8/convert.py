@@ -14,7 +14,6 @@ from lightning_fp8.candidates import candidates, check_dtype, converted, fp8_cla
 from lightning_fp8.classes import exchange_class, own_class
 from lightning_fp8.device import check_device
 from lightning_fp8.fast_path import keep_own_forwards, restore_fast_path
-from lightning_fp8.formats import ROLES
 from lightning_fp8.min_features import MinFeatures, as_number
 from lightning_fp8.modules.feed_forward import fuse_feed_forward
 from lightning_fp8.modules.gemm import Fp8Module, Fp8Rows
@@ -213,10 +212,9 @@ def _attach(chosen: list[tuple[str, nn.Module]], recipe: DelayedScaling) -> None
     group = WeightGroup()
     new_rows: dict[nn.Module, dict[str, Fp8Rows]] = {layer: {} for _, layer in chosen}
     for position, (layer, gemm, _) in enumerate(gemms):
-        row = len(ROLES) * position
         if isinstance(layer, Fp8Module):
-            state.copy_rows(row, layer.scaling_state, layer.fp8[gemm].row)
-        new_rows[layer][gemm] = Fp8Rows(state, row, group)
+            state.copy_module(position, layer.scaling_state, layer.fp8[gemm].module)
+        new_rows[layer][gemm] = Fp8Rows(state, position, group)
     for layer, rows in new_rows.items():
         made = cast(Fp8Module, layer)
         if not isinstance(layer, Fp8Module):

@@ -27,7 +27,7 @@ from lightning_fp8.export_layout import (
     state_tensors,
     to_metadata,
 )
-from lightning_fp8.formats import CASTABLE_DTYPES, E4M3, ROLES, Role, dtype_name
+from lightning_fp8.formats import CASTABLE_DTYPES, E4M3, Role, dtype_name
 from lightning_fp8.modules.gemm import Fp8Rows
 from lightning_fp8.ops.reference import max_abs, scale_of_current
 
@@ -38,8 +38,7 @@ def export(
     """Write a trained model with FP8 weights and static scales: ``model.safetensors`` and ``config.json``.
 
     The layout is that of :mod:`lightning_fp8.export_layout`; :func:`lightning_fp8.load_exported` reads it. Scales are
-    those that an evaluation uses now: of inputs, and of weights, what the training history has left. A weight without
-    a history takes its current amax, as its cast does.
+    those that an evaluation uses now: of inputs, what the training history has left; of weights, of what they hold.
 
     Not in FP8, though perhaps run in FP8 here, are weights that something else reads too (an embedding tied to the
     head), and the output embedding of a Hugging Face model, which vLLM does not quantize (vllm-project/vllm#40999).
@@ -137,7 +136,7 @@ def _static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
             if input_scale is None:
                 without.append(joined(rows.name, "input"))
             else:
-                found[name] = Scales(_weight_scale(rows, tensors[name]), input_scale)
+                found[name] = Scales(_weight_scale(tensors[name]), input_scale)
     if without:
         raise ValueError(
             f"export: {len(without)} tensors have no history, so they have no static scale: {', '.join(without[:6])}"
@@ -157,14 +156,11 @@ def _check_format(rows: Fp8Rows, role: Role) -> None:
 
 
 def _input_scale(rows: Fp8Rows) -> Tensor | None:
-    row = rows.row + ROLES.index("input")
+    row = rows.state.row_of(rows.module, "input")
     return rows.state.scale[row].cpu() if bool(rows.state.amax_history[0, row] > 0) else None
 
 
-def _weight_scale(rows: Fp8Rows, weight: Tensor) -> Tensor:
-    row = rows.weight_index
-    if bool(rows.state.amax_history[0, row] > 0):
-        return rows.state.scale[row].cpu()
+def _weight_scale(weight: Tensor) -> Tensor:
     amax = max_abs(weight.detach())
     # of zeros every scale makes zeros; the largest one would have a reciprocal that not every device keeps
     return torch.where(amax > 0, scale_of_current(amax, E4M3), 1.0).cpu()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from lightning_fp8.export_layout import (
     scale_names,
     state_tensors,
 )
-from lightning_fp8.formats import E4M3, ROLES, dtype_name
+from lightning_fp8.formats import E4M3, dtype_name
+from lightning_fp8.ops.reference import max_abs, scale_of_current
 from lightning_fp8.paths import named_modules, plain_path
 from lightning_fp8.scaling import tensor_name
 
@@ -62,7 +64,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     own = state_tensors(model)
     _check_names({name: tensor for name, (_, tensor) in own.items()}, tensors, gemms)
     _convert_only(model, gemms)
-    values = {own[name][0]: _dequantized(name, tensors) for name in tensors if name in own}
+    values = {own[name][0]: _dequantized(name, tensors, gemms) for name in tensors if name in own}
     model.load_state_dict(values, strict=False)
     _check_codes({name: tensor for name, (_, tensor) in state_tensors(model).items()}, tensors, gemms)
     _set_scales(model, gemms)
@@ -133,10 +135,29 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, bool]:
     return tensor.shape, tensor.is_floating_point()
 
 
-def _dequantized(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """A tensor of the file; of an FP8 one ``code * weight_scale`` in fp32."""
-    tensor = tensors[name]
-    return tensor.float() * _scales(name, tensors)[0] if tensor.dtype == E4M3.dtype else tensor
+def _dequantized(name: str, tensors: Mapping[str, Tensor], gemms: Gemms) -> Tensor:
+    """A tensor of the file; of an FP8 one ``code * weight_scale`` in fp32.
+
+    Its largest codes become the amax that its scale was made of, so that the cast finds the same scale again.
+    """
+    tensor, scales = tensors[name], gemms.get(name)
+    if tensor.dtype != E4M3.dtype or scales is None:
+        return tensor
+    codes = tensor.float()
+    values = codes * _scales(name, tensors)[0]
+    return torch.where(codes.abs() == E4M3.max, codes.sign() * _amax_of_scale(scales.weight), values)
+
+
+def _amax_of_scale(scale: Tensor) -> Tensor:
+    """An amax, ``[] float32``, that gives this scale; of several the one that narrower dtypes hold too."""
+    below = above = nearest = (E4M3.max / scale.double()).float()
+    near = [nearest]
+    for _ in range(4):
+        below, above = torch.nextafter(below, torch.zeros(())), torch.nextafter(above, torch.full((), float("inf")))
+        near += [below, above]
+    fitting = [amax for amax in near if torch.equal(scale_of_current(amax, E4M3), scale)]
+    narrow = [amax for amax in fitting if amax.bfloat16() == amax or amax.half() == amax]
+    return [*narrow, *fitting, nearest][0]
 
 
 def _convert_only(model: nn.Module, gemms: Gemms) -> None:
@@ -160,23 +181,38 @@ def _check_codes(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], gemms
         f"{name} ({dtype_name(own[name].dtype)})"
         for name, scales in gemms.items()
         if scales is not None and name in tensors and tensors[name].dtype == E4M3.dtype
-        and not torch.equal(codes_of(own[name], scales.weight).view(torch.uint8), tensors[name].view(torch.uint8))
+        and not _has_codes(own[name], scales.weight, tensors[name])
     ))  # fmt: skip
+    again = [
+        name
+        for name, scales in gemms.items()
+        if scales is not None and name in tensors and tensors[name].dtype == E4M3.dtype
+        and not _has_codes(own[name], scale_of_current(max_abs(own[name].detach()), E4M3), tensors[name])
+    ]  # fmt: skip
+    if again:
+        warnings.warn(
+            f"load_exported: {len(again)} weights are rounded to FP8 a second time, as their codes leave room below the"
+            f" largest one and a weight here is scaled by what it holds: {', '.join(again[:6])}"
+            f"{', ...' if len(again) > 6 else ''}.",
+            stacklevel=3,
+        )
+
+
+def _has_codes(weight: Tensor, scale: Tensor, codes: Tensor) -> bool:
+    return torch.equal(codes_of(weight, scale).view(torch.uint8), codes.view(torch.uint8))
 
 
 def _set_scales(model: nn.Module, gemms: Gemms) -> None:
     state = scaling_state(model)
     margin = 2.0**state.recipe.margin
-    entries = {name: _entry(None, margin) for name in state.names}
+    entries = {name: _entry(None, margin) for name in state.names[: state.delayed]}
     for weight, rows in converted_gemms(model).items():
         # an attention is converted as one: what is not FP8 of it falls back
-        scales = gemms.get(weight)
+        scales, name = gemms.get(weight), tensor_name(rows.name, "input")
         if scales is not None:
-            entries[tensor_name(rows.name, "weight")] = _entry(scales.weight, margin)
-            entries[tensor_name(rows.name, "input")] = _entry(scales.input, margin)
-            continue
-        for role in ROLES:
-            entries[tensor_name(rows.name, role)]["in_fp8"] = torch.tensor(False)
+            entries[name] = _entry(scales.input, margin)
+        else:
+            entries[name]["in_fp8"] = torch.tensor(False)
     state.load_state_dict(entries)
 
 

@@ -9,6 +9,8 @@ import torch
 
 Role = Literal["input", "weight", "grad_output"]
 ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
+# scaled by what they held in past steps; a weight is scaled by what it holds
+DELAYED_ROLES: tuple[Role, ...] = ("input", "grad_output")
 
 
 @dataclass(frozen=True)

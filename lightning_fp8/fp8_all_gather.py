@@ -1,8 +1,8 @@
 """Weights that ``fully_shard`` gathers in FP8: half the bytes of bf16, and the same numbers.
 
-Each process casts its shard before the gather, with the scale that the whole weight has for this step. Scales are
-known in advance, so that takes no collective; only a weight that has no history yet takes one, for the amax of the
-whole. A shard is brought to the policy's ``param_dtype`` first, as it would have been for a gather without FP8: so the
+Each process casts its shard before the gather, with the scale of the whole weight. For that the amaxes of all shards
+are measured together and reduced over the processes: one collective of one vector for all weights, once per optimizer
+step. A shard is brought to the policy's ``param_dtype`` first, as it would have been for a gather without FP8: so the
 codes, and all that follows from them, are the same bit for bit.
 
 FSDP2 asks a shard for this by two methods of its tensor (``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, see
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Hashable
 from typing import Any, cast
 
 import torch
@@ -25,16 +26,77 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_fp8 import ops
 from lightning_fp8.modules.gathered_weight import GatheredWeight
 from lightning_fp8.modules.gemm import Fp8Module, Fp8Rows
-from lightning_fp8.ops.reference import max_abs, scale_of_current
+from lightning_fp8.modules.optimizer_steps import optimizer_steps
+from lightning_fp8.ops.reference import scale_of_current
+from lightning_fp8.scaling import ScalingState
+
+
+class _Scales:
+    """The scales of all weights that are gathered over the same processes.
+
+    In training they hold until an optimizer steps or a shard is changed in place. In evaluation, where weights are
+    swapped (EMA, averaging) in ways that leave no trace, they hold for one forward: until a weight is gathered again.
+    All processes take part in the reduction, and all come to it by these rules.
+    """
+
+    def __init__(self, state: ScalingState) -> None:
+        self.state = state
+        self.shards: list[Tensor] = []
+        self.modules: list[int] = []
+        self._made_of: list[Hashable] = []
+        self._in_training: bool | None = None
+        self._gathered: set[int] = set()
+        self._scales: dict[torch.dtype, Tensor] = {}
+        self._amax = torch.zeros(0)
+
+    def join(self, rows: Fp8Rows, shard: Tensor) -> int:
+        """Take in a weight's shard; gives its place."""
+        self.shards.append(shard)
+        self.modules.append(rows.module)
+        return len(self.shards) - 1
+
+    def scale(self, place: int, dtype: torch.dtype, group: dist.ProcessGroup, training: bool) -> Tensor:
+        """``[] float32``, of the whole weight in this dtype."""
+        if self._in_training is not training or self._is_stale(place):
+            self._measure(group)
+            self._in_training = training
+        self._gathered.add(place)
+        if dtype not in self._scales:
+            # rounding keeps the order, so the amax of what is rounded is the rounded amax
+            self._scales[dtype] = scale_of_current(self._amax.to(dtype).float(), self.state.recipe.format_of("weight"))
+            self._note(self._amax.to(dtype).float(), self._scales[dtype])
+        return self._scales[dtype][place]
+
+    def _is_stale(self, place: int) -> bool:
+        return self._made_of[place] != _trace(self.shards[place]) if self._in_training else place in self._gathered
+
+    def _measure(self, group: dist.ProcessGroup) -> None:
+        self._made_of = [_trace(shard) for shard in self.shards]
+        self._gathered.clear()
+        self._amax = ops.measure_weights([shard.detach().view(len(shard), -1) for shard in self.shards])
+        # as integers: NaN is the largest
+        dist.all_reduce(self._amax.view(torch.int32), dist.ReduceOp.MAX, group=group)
+        self._scales.clear()
+
+    def _note(self, amax: Tensor, scale: Tensor) -> None:
+        rows = torch.tensor([self.state.row_of(module, "weight") for module in self.modules], device=amax.device)
+        self.state.amax.index_copy_(0, rows, amax)
+        self.state.scale.index_copy_(0, rows, scale)
+
+
+def _trace(shard: Tensor) -> Hashable:
+    return optimizer_steps(), shard._version, shard.data_ptr()
 
 
 class _Gathering:
     """The two methods of one shard."""
 
-    def __init__(self, layer: nn.Module, rows: Fp8Rows, shard: Tensor) -> None:
+    def __init__(self, layer: nn.Module, rows: Fp8Rows, shard: Tensor, scales: _Scales) -> None:
         self.layer = layer
-        self.rows = rows
         self.shard = shard
+        self.scales = scales
+        self.place = scales.join(rows, shard)
+        self.format = rows.state.recipe.format_of("weight")
 
     def before(
         self,
@@ -43,32 +105,28 @@ class _Gathering:
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[Tensor], tuple[Tensor, Tensor, int]]:
+    ) -> tuple[tuple[Tensor], tuple[Tensor, int]]:
         """The shard in FP8, padded to the size that all shards have, and what belongs to it."""
-        state, fmt = self.rows.state, self.rows.state.recipe.format_of("weight")
+        dtype = mp_policy.param_dtype or self.shard.dtype
         with torch.no_grad():
-            x = self.shard.detach().to(mp_policy.param_dtype or self.shard.dtype)
+            scale = self.scales.scale(self.place, dtype, mesh.get_group(), self.layer.training)
+            x = self.shard.detach().to(dtype)
             x = x.reshape(len(x), math.prod(outer_size[1:]))
-            amax = max_abs(x)
-            scale, history, index = state.scale, state.amax_history, self.rows.index["weight"]
-            record = bool(self.layer.records)
-            if not state.has_history(self.rows.weight_index):
-                whole = amax.clone()
-                # as integers: NaN is the largest
-                dist.all_reduce(whole.view(torch.int32), dist.ReduceOp.MAX, group=mesh.get_group())
-                scale, history = scale_of_current(whole, fmt)[None], torch.ones_like(whole)[None, None]
-                index, record = torch.zeros_like(index), False
-            payload, _, scale_inv = ops.cast(x, scale, history, index, fmt.name, "none", "rows", state.handle, record)
+            # a history other than zero is what makes the cast take the scale that it is given
+            history, index = torch.ones_like(scale)[None, None], torch.zeros(1, dtype=torch.int64, device=x.device)
+            payload, _, scale_inv = ops.cast(
+                x, scale[None], history, index, self.format.name, "none", "rows", 0, False
+            )  # fmt: skip
             padded: Tensor = payload.new_zeros(-(-outer_size[0] // mesh.size()), *outer_size[1:])
             padded[: len(payload)] = payload.view(-1, *outer_size[1:])
-        return (padded,), (scale_inv, amax, outer_size[0])
+        return (padded,), (scale_inv, outer_size[0])
 
     def after(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[GatheredWeight, tuple[Tensor, ...]] | None:
         """The weight of the gathered shards; with ``out`` it has been made before and takes them over."""
-        scale_inv, amax, length = metadata
-        held = (outputs[0][:length], scale_inv, amax, self.rows.state.recipe.format_of("weight"))
+        scale_inv, length = metadata
+        held = (outputs[0][:length], scale_inv, self.format)
         if out is not None:
             cast(GatheredWeight, out).hold(*held)
             return None
@@ -88,15 +146,17 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
         ValueError: if that leaves none, or if scales are not shared by all processes (``reduce_amax=False``).
     """
     slots = Counter(id(parameter) for layer in model.modules() for parameter in layer.parameters(recurse=False))
-    names = []
+    names: list[str] = []
+    scales: dict[Hashable, _Scales] = {}
     for layer in model.modules():
         for rows, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
             if not rows.switch.in_fp8 or slots[id(weight)] > 1 or not _is_sharded_by_rows(weight):
                 continue
             if not rows.state.recipe.reduce_amax:
                 raise ValueError("Weights are gathered in FP8 with one scale on all processes: set `reduce_amax=True`.")
-            shard = cast(DTensor, weight)._local_tensor
-            gathering = _Gathering(layer, rows, shard)
+            shard, mesh = cast(DTensor, weight)._local_tensor, cast(DTensor, weight).device_mesh
+            together = scales.setdefault((rows.state.handle, mesh), _Scales(rows.state))
+            gathering = _Gathering(layer, rows, shard, together)
             shard.fsdp_pre_all_gather = gathering.before  # type: ignore[attr-defined]
             shard.fsdp_post_all_gather = gathering.after  # type: ignore[attr-defined]
             rows.switch.may_fall_back = False

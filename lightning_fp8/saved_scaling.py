@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.formats import ROLES
-
 if TYPE_CHECKING:
     from lightning_fp8.scaling import ScalingState
 
@@ -20,7 +18,7 @@ def to_entries(state: ScalingState) -> dict[str, dict[str, Tensor]]:
     """See :meth:`ScalingState.state_dict`."""
     amax, history, scale, nonfinite = (getattr(state, field).detach().to("cpu", copy=True) for field in TENSORS)
     # One entry is pushed at a time from the front, so the filled part is as long as the number of non-zero entries.
-    longest = int((history > 0).sum(dim=0).max()) if len(state.names) else 0
+    longest = int((history > 0).sum(dim=0).max()) if state.delayed else 0
     columns = history[:longest].t().contiguous()
     return {
         name: {
@@ -28,33 +26,35 @@ def to_entries(state: ScalingState) -> dict[str, dict[str, Tensor]]:
             "amax_history": columns[row],
             "scale": scale[row],
             "nonfinite_steps": nonfinite[row],
-            "in_fp8": torch.tensor(state.switches[row // len(ROLES)].in_fp8),
+            "in_fp8": torch.tensor(state.switches[state.module_of(row)].in_fp8),
         }
-        for row, name in enumerate(state.names)
+        for row, name in enumerate(state.names[: state.delayed])
     }
 
 
 @torch.no_grad()
 def from_entries(state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]]) -> None:
     """See :meth:`ScalingState.load_state_dict`; changes nothing where it raises."""
-    _check_names(state.names, entries)
-    for name in state.names:
+    names = state.names[: state.delayed]
+    _check_names(names, entries, of_weights=state.names[state.delayed :])
+    for name in names:
         _check_entry(name, entries[name])
     history = torch.zeros(state.amax_history.shape)
-    for row, name in enumerate(state.names):
+    for row, name in enumerate(names):
         newest = entries[name]["amax_history"][: len(history)]
         history[: len(newest), row] = newest
     state.amax_history.data.copy_(history)
     for field in ("amax", "scale", "nonfinite_steps"):
-        values = [entries[name][field].reshape(()).cpu() for name in state.names]
-        getattr(state, field).data.copy_(torch.stack(values))
-    for switch, first in zip(state.switches, state.names[:: len(ROLES)], strict=True):
+        values = [entries[name][field].reshape(()).cpu() for name in names]
+        getattr(state, field).data[: state.delayed] = torch.stack(values).to(state.device)
+    for module, switch in enumerate(state.switches):
         # checkpoints of 0.3.0 and before do not have it
-        switch.in_fp8 = bool(entries[first].get("in_fp8", True))
+        switch.in_fp8 = bool(entries[names[module]].get("in_fp8", True))
 
 
-def _check_names(names: Sequence[str], entries: Mapping[str, Any]) -> None:
-    known = set(names)
+def _check_names(names: Sequence[str], entries: Mapping[str, Any], of_weights: Sequence[str]) -> None:
+    # checkpoints of 0.5.0 and before have entries of weights
+    known = {*names, *of_weights}
     missing = [name for name in names if name not in entries]
     unexpected = [name for name in entries if name not in known]
     if missing or unexpected:
@@ -80,13 +80,22 @@ def _check_entry(name: str, entry: Any) -> None:
             f"The scaling state of {name!r} must hold single real numbers, and a list of them in `amax_history`, got"
             f" {found}."
         )
-    history, scale = values["amax_history"], values["scale"]
-    if not (history.isfinite().all() and (history >= 0).all() and scale.isfinite().all() and (scale > 0).all()):
-        largest = history.max().item() if history.numel() else 0
+    # in the dtype that they will have: what float64 holds may be inf or 0 in float32
+    amax, history, scale = (values[field].detach().cpu().float() for field in ("amax", "amax_history", "scale"))
+    filled = history > 0
+    if not (scale.isfinite().all() and (scale > 0).all()):
+        raise ValueError(f"The scaling state of {name!r} must have a finite scale above 0, got {scale.item()}.")
+    if not history.isfinite().all() or (history < 0).any() or (filled[1:] & ~filled[:-1]).any():
         raise ValueError(
-            f"The scaling state of {name!r} must have a finite scale above 0 and finite amaxes, got the scale"
-            f" {scale.item()} and amaxes up to {largest}."
+            f"The scaling state of {name!r} must have a history of finite amaxes above 0, newest first and zeros only"
+            f" behind them, got {history[:6].tolist()}{'' if len(history) <= 6 else ' ...'}."
         )
+    # one that is inf or NaN has been recorded so, and the next update leaves it out
+    if (amax < 0).any():
+        raise ValueError(f"The scaling state of {name!r} must have an amax of at least 0, got {amax.item()}.")
+    steps = values["nonfinite_steps"].item()
+    if not 0 <= steps < 2**63 or steps != int(steps):
+        raise ValueError(f"The scaling state of {name!r} must count its `nonfinite_steps`, got {steps}.")
 
 
 def _has_its_shape(field: str, tensor: Tensor) -> bool:

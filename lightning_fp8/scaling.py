@@ -6,16 +6,19 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fp8.formats import ROLES, Role
+from lightning_fp8.formats import DELAYED_ROLES, Role
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.saved_scaling import TENSORS, from_entries, to_entries
+from lightning_fp8.scaling_notices import Notices
 
+# the tensors of a state are in this order, and of each role in that of the modules
+LAYOUT: tuple[Role, ...] = (*DELAYED_ROLES, "weight")
 _handles = itertools.count(1)
 _states: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 
@@ -31,10 +34,14 @@ class Switch:
 class ScalingState:
     """Scales and amax histories of all R tensors of a model together, three tensors for each converted module.
 
-    Forward and backward only read ``scale`` and only max into ``amax``; everything else happens in :meth:`update`,
-    once per optimizer step. So activation recomputation sees the scales of the first pass, and recording a tensor twice
-    changes nothing. The state is not made of module buffers: ``.to(bfloat16)`` would cast them, DDP would broadcast
-    them, and the model's ``state_dict`` would no longer be the plain model's.
+    The D tensors whose scale is delayed come first: all inputs, then all gradients of outputs; the weights follow. Of
+    the former, forward and backward only read ``scale`` and only max into ``amax``; everything else happens in
+    :meth:`update`, once per optimizer step. So activation recomputation sees the scales of the first pass, and
+    recording a tensor twice changes nothing. A weight is scaled by what it holds: each of its casts measures it, and
+    leaves here what it used.
+
+    The state is not made of module buffers: ``.to(bfloat16)`` would cast them, DDP would broadcast them, and the
+    model's ``state_dict`` would no longer be the plain model's.
 
     Args:
         module_names: path of each converted module, in order.
@@ -42,21 +49,26 @@ class ScalingState:
         device: where the tensors live.
 
     Attributes:
-        names: R names, ``<module path>.<role>`` with the roles input, weight and grad_output.
+        names: R names, ``<module path>.<role>`` with the roles input, grad_output and weight.
+        delayed: D, the number of tensors with a history.
         fp8_max: ``[R] float32``, the largest value of each tensor's format; ``fp8_max_on_host`` the same on the CPU.
-        amax: ``[R] float32``, largest absolute value recorded since the last update.
-        amax_history: ``[amax_history_len, R] float32``, newest first; 0 where nothing has been pushed yet.
-        scale: ``[R] float32``, multiplier before the cast; 1 until a tensor has a history.
-        nonfinite_steps: ``[R] int64``, updates at which the tensor's amax was inf or NaN and was left out.
+        amax: ``[R] float32``, largest absolute value recorded since the last update; of a weight, that of its last
+            cast.
+        amax_history: ``[amax_history_len, D] float32``, newest first; 0 where nothing has been pushed yet.
+        scale: ``[R] float32``, multiplier before the cast; 1 until a tensor has a history. Of a weight, that of its
+            last cast.
+        nonfinite_steps: ``[R] int64``, updates at which the tensor's amax was inf or NaN; such a one is left out.
         counts: ``[R, 4] int64`` while counting, else None: numbers, saturated ones, numbers other than zero, and
             those of them that became zero, of all casts that recorded since :meth:`start_counting`.
-        version: counts the changes of ``scale``; what was cast under an older version is stale.
+        updates: how many times :meth:`update` has run.
         switches: for each converted module, whether it runs in FP8; see :meth:`fall_back`.
         gemm: which GEMMs the layers run, one of ``lightning_fp8.ops.gemm_choice.GEMMS``. No part of
             :meth:`state_dict`, as it changes no more than the order in which sums are taken.
         min_features: below how many features in or out layers were left alone by the conversion. No part of
             :meth:`state_dict`, which has the names of the others.
+        has_scales: whether any history has been filled, as far as the host knows.
         before_update: called by :meth:`update` with the amaxes of all processes, ``[R] float32``, before they are used.
+        notices: what the user is told, each once.
         handle: by which operators find the state, see :func:`state_of`.
     """
 
@@ -65,23 +77,26 @@ class ScalingState:
     def __init__(self, module_names: Sequence[str], recipe: DelayedScaling, device: torch.device | str = "cpu") -> None:
         self.recipe = recipe
         self.module_names = tuple(module_names)
-        self.names = tuple(tensor_name(path, role) for path in module_names for role in ROLES)
+        self.names = tuple(tensor_name(path, role) for role in LAYOUT for path in module_names)
+        self.delayed = len(DELAYED_ROLES) * len(self.module_names)
         count = len(self.names)
         # A state made inside `torch.inference_mode()` could never be updated outside of it.
         with torch.inference_mode(False):
-            fp8_max = [recipe.format_of(role).max for _ in module_names for role in ROLES]
+            fp8_max = [recipe.format_of(role).max for role in LAYOUT for _ in module_names]
             self.fp8_max_on_host = torch.tensor(fp8_max, dtype=torch.float32)
             self.fp8_max = self.fp8_max_on_host.to(device)
             self.amax = torch.zeros(count, dtype=torch.float32, device=device)
-            self.amax_history = torch.zeros(recipe.amax_history_len, count, dtype=torch.float32, device=device)
+            self.amax_history = torch.zeros(recipe.amax_history_len, self.delayed, dtype=torch.float32, device=device)
             self.scale = torch.ones(count, dtype=torch.float32, device=device)
             self.nonfinite_steps = torch.zeros(count, dtype=torch.int64, device=device)
-        self.version = 0
+        self.updates = 0
         self.switches = tuple(Switch() for _ in module_names)
         self.gemm = "auto"
         self.min_features = 0
+        self.has_scales = False
+        # the weights or the scales, if these were loaded last, and nothing has run since
+        self._loaded: Literal["weights", "scales"] | None = None
         self._let_go_of_watchers()
-        self._recorded_ahead: set[int] = set()
         self._watch_histories()
         self._take_handle()
 
@@ -90,8 +105,8 @@ class ScalingState:
         _states[self.handle] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        # whoever counts or watches is no part of a copy
-        left_out = ("counts", "_counting_for", "before_update")
+        # whoever counts, watches or has been told is no part of a copy
+        left_out = ("counts", "_counting_for", "before_update", "notices")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -109,6 +124,14 @@ class ScalingState:
         """Where the tensors live."""
         return self.amax.device
 
+    def row_of(self, module: int, role: Role) -> int:
+        """Which of the R tensors is the one with this role of the module at this position."""
+        return LAYOUT.index(role) * len(self.module_names) + module
+
+    def module_of(self, row: int) -> int:
+        """Position of the module that this of the R tensors belongs to."""
+        return row % len(self.module_names)
+
     @torch.no_grad()
     def to(self, device: torch.device | str) -> ScalingState:
         """Move all tensors to ``device`` and return the state. Dtypes never change."""
@@ -117,12 +140,10 @@ class ScalingState:
                 setattr(self, field, getattr(self, field).to(device))
             self.counts = None if self.counts is None else self.counts.to(device)
         self._watch_histories()
-        self.version += 1
         return self
 
     def _watch_histories(self) -> None:
         self._every_tensor_has_history = False
-        self._histories: list[bool] | None = None
         with torch.inference_mode(False):
             self._seen_from_host = torch.zeros((), dtype=torch.bool, pin_memory=self.device.type == "cuda")
 
@@ -136,28 +157,11 @@ class ScalingState:
             self._every_tensor_has_history = bool(self._seen_from_host)
         return self._every_tensor_has_history
 
-    def has_history(self, row: int) -> bool:
-        """Whether tensor ``row`` has a history: exactly, and so it waits for the device until every tensor has one."""
-        if self._every_tensor_has_history:
-            return True
-        if self._histories is None:
-            self._histories = (self.amax_history[0] > 0).tolist()
-            self._every_tensor_has_history = all(self._histories)
-        return self._histories[row]
-
-    def record_ahead(self, row: int) -> None:
-        """The amax of tensor ``row`` has been recorded although its module has not run yet in this step."""
-        self._recorded_ahead.add(row)
-
-    def confirm(self, row: int) -> None:
-        """The module of tensor ``row`` has run."""
-        self._recorded_ahead.discard(row)
-
     @torch.no_grad()
     def update(self) -> None:
         """Turn the recorded amaxes into the next step's scales. Call once per optimizer step, after backward.
 
-        For each tensor with a finite ``amax > 0``: push ``amax`` into its history, then
+        For each input and gradient with a finite ``amax > 0``: push ``amax`` into its history, then
         ``scale = FP8_MAX / (m * 2**margin)`` with ``m`` the maximum (or the newest entry) of the history; an infinite
         result becomes the largest finite fp32. A tensor with ``amax == 0`` did not run and keeps everything; one with a
         non-finite ``amax`` keeps everything and counts in ``nonfinite_steps``. ``amax`` is zeroed at the end.
@@ -165,7 +169,6 @@ class ScalingState:
         Under ``torch.distributed`` (and ``reduce_amax``) every rank must call it: one ``all_reduce(MAX)`` of the whole
         vector makes the scales agree bit for bit. Nothing here waits for the device.
         """
-        self._forget_unconfirmed()
         self._reduce_amax()
         for watch in self.before_update:
             watch(self.amax)
@@ -181,19 +184,38 @@ class ScalingState:
             2.0**self.recipe.margin,
         )
         if not self._every_tensor_has_history:
-            self._histories = None
             self._seen_from_host.copy_((self.amax_history[0] > 0).all(), non_blocking=True)
-        self.version += 1
-
-    def _forget_unconfirmed(self) -> None:
-        if self._recorded_ahead:
-            self.amax[sorted(self._recorded_ahead)] = 0
-            self._recorded_ahead.clear()
+        self.updates += 1
+        self._loaded = None
+        self.notices.see_update(self)
 
     def _reduce_amax(self) -> None:
         if self.recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # As integers, the bits of non-negative floats order as finite < inf < NaN, so no non-finite value is lost.
-            dist.all_reduce(self.amax.view(torch.int32), op=dist.ReduceOp.MAX)
+            dist.all_reduce(self.amax[: self.delayed].view(torch.int32), op=dist.ReduceOp.MAX)
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Forget what has been recorded since the last update: for a loop that gives up a step, as after an error."""
+        self.amax[: self.delayed] = 0
+
+    def weights_loaded(self, module: int) -> None:
+        """The weight of one module has been loaded: its history belonged to another one, and is emptied.
+
+        Not where scales have been loaded just before, with no forward in between: they came with the weights.
+        """
+        if self._loaded != "scales":
+            self._loaded = "weights"
+            self._forget([self.row_of(module, role) for role in DELAYED_ROLES])
+
+    @torch.no_grad()
+    def _forget(self, rows: Sequence[int]) -> None:
+        """Let tensors start as at first use, with their own current amax."""
+        self.amax_history.data[:, rows] = 0
+        self.scale.data[rows] = 1
+        self.amax.data[rows] = 0
+        self._watch_histories()
+        self.has_scales = False
 
     def start_counting(self, asker: object) -> None:
         """Count what casts clip and what they turn to zero, from now on; that takes further passes over each tensor.
@@ -215,6 +237,7 @@ class ScalingState:
         self.counts = None
         self._counting_for: set[int] = set()
         self.before_update: list[Callable[[Tensor], None]] = []
+        self.notices = Notices()
 
     def fall_back(self, module_name: str) -> None:
         """Let one module's GEMMs run without FP8 from its next forward on: in bf16 under autocast, else as its input.
@@ -243,11 +266,11 @@ class ScalingState:
     @property
     def rows_in_fp8(self) -> Tensor:
         """``[R] bool`` on the CPU: whose module runs in FP8."""
-        return torch.tensor([switch.in_fp8 for switch in self.switches for _ in ROLES], dtype=torch.bool)
+        return torch.tensor([switch.in_fp8 for _ in LAYOUT for switch in self.switches], dtype=torch.bool)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """A copy on the CPU, keyed by tensor name: ``amax``, ``scale``, ``nonfinite_steps``, the filled part of
-        ``amax_history``, newest first, and ``in_fp8``.
+        """A copy on the CPU, keyed by tensor name, of inputs and gradients: ``amax``, ``scale``, ``nonfinite_steps``,
+        the filled part of ``amax_history``, newest first, and ``in_fp8``.
 
         Plain dicts and tensors, so ``torch.load(weights_only=True)`` reads it.
         """
@@ -255,7 +278,7 @@ class ScalingState:
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take over the values of :meth:`state_dict`, and which modules fell back. A shorter window keeps the newest
-        entries.
+        entries; entries of weights, which versions up to 0.5.0 wrote, are left out of account.
 
         Raises:
             ValueError: if the tensors are not the same ones, or an entry is not well formed; the message names them,
@@ -263,15 +286,20 @@ class ScalingState:
         """
         from_entries(self, state_dict)
         self._watch_histories()
-        self._recorded_ahead.clear()
-        self.version += 1
+        self.has_scales = bool((self.amax_history[0] > 0).any())
+        self.notices.see_load(self)
+        self._loaded = None if self._loaded == "weights" else "scales"
 
-    def copy_rows(self, row: int, other: ScalingState, other_row: int) -> None:
+    def copy_module(self, module: int, other: ScalingState, other_module: int) -> None:
         """Take over one module's three tensors from another state with the same recipe."""
-        mine, theirs = slice(row, row + len(ROLES)), slice(other_row, other_row + len(ROLES))
-        for field in TENSORS:
-            getattr(self, field)[..., mine] = getattr(other, field)[..., theirs].to(self.device)
-        self.switches[row // len(ROLES)].in_fp8 = other.switches[other_row // len(ROLES)].in_fp8
+        for role in LAYOUT:
+            mine, theirs = self.row_of(module, role), other.row_of(other_module, role)
+            for field in TENSORS:
+                if field != "amax_history" or role in DELAYED_ROLES:
+                    getattr(self, field)[..., mine] = getattr(other, field)[..., theirs].to(self.device)
+        self.switches[module].in_fp8 = other.switches[other_module].in_fp8
+        self.has_scales |= other.has_scales
+        self.notices.see_load(self)
 
 
 def state_of(handle: int) -> ScalingState | None:
@@ -292,8 +320,20 @@ def gemm_of(handle: int) -> str:
 
 def amax_of(handle: int, record: bool) -> Tensor | None:
     """The ``amax`` to record in, ``[R] float32``; None where nothing is to be recorded."""
-    state = state_of(handle) if record else None
-    return None if state is None else state.amax
+    state = state_of(handle)
+    if state is None:
+        return None
+    state._loaded = None
+    state.notices.see_cast(state, record)
+    return state.amax if record else None
+
+
+def note_weight(handle: int, index: Tensor, amax: Tensor, scale: Tensor) -> None:
+    """Leave in the state what the weight at ``index`` was cast with; amax and scale ``[] float32``."""
+    state = state_of(handle)
+    if state is not None:
+        state.amax.index_copy_(0, index, amax.reshape(1))
+        state.scale.index_copy_(0, index, scale.reshape(1))
 
 
 def tensor_name(path: str, role: Role) -> str:

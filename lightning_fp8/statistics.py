@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_fp8.formats import ROLES
-from lightning_fp8.scaling import ScalingState
+from lightning_fp8.scaling import LAYOUT, ScalingState
 
 QUANTITIES = (
     "scale",
@@ -29,10 +28,11 @@ def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor]
         sum_over_processes: applied to the counts, which belong to one process so far; amaxes have been reduced before.
     """
     counts = state.counts if state.counts is not None else state.amax.new_zeros(len(state.names), 4)
+    of_weights = state.amax[state.delayed :]
     columns = (
         state.scale,
-        state.amax_history[0],
-        state.amax_history.amax(dim=0),
+        torch.cat([state.amax_history[0], of_weights]),
+        torch.cat([state.amax_history.amax(dim=0), torch.full_like(of_weights, float("nan"))]),
         state.nonfinite_steps,
         *sum_over_processes(counts).unbind(dim=1),
     )
@@ -43,7 +43,8 @@ def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor]
         "scale": scale,
         "amax": amax,
         "amax_history_max": largest,
-        "headroom_bits": headroom_bits(state.fp8_max_on_host, amax, scale),
+        # a weight's scale follows what it holds, so it has no history and nothing to grow into
+        "headroom_bits": headroom_bits(state.fp8_max_on_host, amax, scale).where(largest.isfinite(), nothing),
         # 0 / 0 is NaN: not cast
         "saturated_fraction": saturated / numbers,
         "underflowed_fraction": torch.where(numbers > 0, underflowed / nonzero.clamp(min=1), nothing),
@@ -60,6 +61,5 @@ def headroom_bits(fp8_max: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
 
 
 def by_role(values: Tensor) -> dict[str, Tensor]:
-    """Values of all tensors ``[R]`` -> those of each role ``[R / 3]``."""
-    # the tensors of a module follow each other, a role each
-    return {role: values[position :: len(ROLES)] for position, role in enumerate(ROLES)}
+    """Values of all tensors ``[R]`` -> those of each role ``[R / 3]``, in the order of the modules."""
+    return dict(zip(LAYOUT, values.chunk(len(LAYOUT)), strict=True))

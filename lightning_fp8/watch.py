@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8.formats import ROLES
 from lightning_fp8.modules.gemm import Fp8Module
-from lightning_fp8.scaling import ScalingState
+from lightning_fp8.scaling import LAYOUT, ScalingState
 from lightning_fp8.statistics import tensor_statistics
 
 CONDITIONS = ("stale", "nonfinite", "saturated", "underflowed")
@@ -61,6 +60,8 @@ class Findings:
 class Watch:
     """Follows the updates of a scaling state, and compares with limits what the state has counted.
 
+    Scales of weights follow what these hold, so they are in no trouble but that of holding inf or NaN.
+
     Whether a tensor is active is not asked of its amax alone, for a lost amax is one of the faults to be found. It is
     active if its layer's weight got a gradient, if (input and weight) another tensor of its layer was updated, or if it
     recorded an amax while there was no update at all.
@@ -75,7 +76,8 @@ class Watch:
             self._nonfinite_in_a_row = torch.zeros_like(self._updates)
             self._most_in_a_row = torch.zeros_like(self._updates)
             self._with_gradient = torch.zeros(len(state.module_names), dtype=torch.bool, device=state.device)
-        self._version = state.version
+        self._is_delayed = torch.arange(count, device=state.device) < state.delayed
+        self._seen = state.updates
         self._last_update = torch.zeros(count, dtype=torch.int64)
         self._above = {name: torch.zeros(count, dtype=torch.int64) for name in ("saturated", "underflowed")}
         state.before_update.append(self._see_update)
@@ -100,15 +102,12 @@ class Watch:
         """Note which layers have a gradient; before the optimizer step."""
         layers = (layer for layer in model.modules() if isinstance(layer, Fp8Module))
         gemms = (gemm for layer in layers for gemm in layer.gemms())
-        first = {rows.row: weight for rows, weight in gemms if rows.state is self.state}
+        held = {rows.module: weight for rows, weight in gemms if rows.state is self.state}
         nothing = torch.zeros((), dtype=torch.bool, device=self.state.device)
         # gradients that are set to zero in place of None belong to a layer that did not run
-        found = [_any(first[row].grad, nothing) if row in first else nothing for row in self._first_rows]
+        modules = range(len(self.state.module_names))
+        found = [_any(held[module].grad, nothing) if module in held else nothing for module in modules]
         self._with_gradient |= torch.stack(found)
-
-    @property
-    def _first_rows(self) -> range:
-        return range(0, len(self.state.names), len(ROLES))
 
     @torch.no_grad()
     def check(self, step: int, sum_over_processes: Callable[[Tensor], Tensor]) -> Findings:
@@ -119,7 +118,7 @@ class Watch:
             sum_over_processes: the sum of a tensor over all processes, which all have to check at the same time.
         """
         statistics = tensor_statistics(self.state, sum_over_processes)
-        updated = self._updates > 0
+        updated = (self._updates > 0) & self._is_delayed
         most, limit = self._most_in_a_row, self.limits.nonfinite_steps or 0
         # of several processes each may see other steps, where scales are not reduced
         seen = torch.stack([self._active(updated), updated, most >= limit, most > 0])
@@ -129,11 +128,11 @@ class Watch:
         self._last_update[updated] = step
 
         in_fp8 = self.state.rows_in_fp8
-        findings = Findings(active=int(active.view(-1, len(ROLES)).any(1).sum()), any_update=bool(updated.any()))
+        findings = Findings(active=int(active.view(len(LAYOUT), -1).any(0).sum()), any_update=bool(updated.any()))
         if self.limits.stale_steps is not None:
             age = step - self._last_update
             # where inf or NaN keep a scale as it is, that is what is wrong
-            stale = active & in_fp8 & ~nonfinite & (age >= self.limits.stale_steps)
+            stale = active & in_fp8 & ~nonfinite & (age >= self.limits.stale_steps) & self._is_delayed.cpu()
             findings.tensors["stale"] = _numbers(stale, age)
         if self.limits.nonfinite_steps is not None:
             findings.tensors["nonfinite"] = _numbers(in_a_row & in_fp8, most_in_a_row)
@@ -144,18 +143,18 @@ class Watch:
         return findings
 
     def _start_anew(self) -> None:
-        self._version = self.state.version
+        self._seen = self.state.updates
         self._updates.zero_()
         self._with_gradient.zero_()
         # a row may go on
         self._most_in_a_row = self._nonfinite_in_a_row.clone()
 
     def _active(self, updated: Tensor) -> Tensor:
-        layers_updated = updated.view(-1, len(ROLES)).any(1, keepdim=True)
-        forward = torch.tensor([role != "grad_output" for role in ROLES], device=updated.device)
-        by_layer = (layers_updated & forward) | self._with_gradient[:, None]
+        layers_updated = updated.view(len(LAYOUT), -1).any(0)
+        forward = torch.tensor([[role != "grad_output"] for role in LAYOUT], device=updated.device)
+        by_layer = (layers_updated & forward) | self._with_gradient
         # while gradients are accumulated an amax may wait for its update
-        waiting = (self.state.amax != 0) & (self._version == self.state.version)
+        waiting = (self.state.amax != 0) & self._is_delayed & (self._seen == self.state.updates)
         return by_layer.flatten() | waiting
 
     def _lasting(self, name: str, fraction: Tensor, limit: float) -> dict[int, float]:

@@ -68,6 +68,7 @@ def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 OPERATORS = {
     "cast": cuda.cast,
+    "cast_weight": cuda.cast_weight,
     "scaled_mm": gemm.scaled_mm,
     "scaled_mm_add_": gemm.scaled_mm_add_,
     "linear_backward": cuda.linear_backward,

@@ -426,48 +426,78 @@ def test_outputs_of_two_halves_alone(outputs: tuple[bool, bool, bool]) -> None:
 # --- all weights at once ----------------------------------------------------------------------------------------------
 
 
-def run_weights(xs: list[Tensor], indices: list[int], newest: Tensor, scale: Tensor, measure: bool) -> Tensor:
-    """Casts all weights, checks each against the reference, and returns the recorded amaxes."""
-    kernel, results = weights_kernel(), []
+def run_weights(xs: list[Tensor], indices: list[int]) -> Tensor:
+    """Casts all weights, checks each against the reference, and returns the amaxes that are left in the arena."""
+    kernel, results, untouched = weights_kernel(), [], -7.0
+    arena = 3 * len(xs)
     for poison in POISONS:
         outputs = [[Guarded(shape, torch.uint8, poison) for shape in (x.shape, x.shape[::-1])] for x in xs]
-        scale_inv, current = Guarded((len(xs),), torch.float32, poison), torch.zeros(len(xs))
         weights = [Weight(x, index, y.tensor, y_t.tensor) for x, index, (y, y_t) in zip(xs, indices, outputs)]
-        table, first_tile = casts.weight_table(weights, scale_inv.tensor, current if measure else None)
-        amax = torch.zeros(len(scale))
-        casts.cast_weights(kernel, table, first_tile, int(first_tile[-1]), (scale, newest, amax), measure)
-        assert all(one.unharmed() for one in (scale_inv, *itertools.chain(*outputs)))
-        results.append([scale_inv.tensor, current, amax, *(one.tensor for one in itertools.chain(*outputs))])
+        scale, amax = (Guarded((arena,), torch.float32, poison) for _ in range(2))
+        for one in (scale, amax):
+            one.tensor.fill_(untouched)
+        table = casts.weight_table(weights)
+        casts.cast_weights(kernel, table, scale.tensor, amax.tensor)
+        assert all(one.unharmed() for one in (scale, amax, *itertools.chain(*outputs)))
+        left = [table.scale_inv, table.current_amax, scale.tensor, amax.tensor]
+        results.append([*left, *(one.tensor for one in itertools.chain(*outputs))])
     for first, second in zip(*results):
         assert_same(first, second)
-    scale_inv, current, amax, *payloads = results[0]
+    scale_inv, current, scale, amax, *payloads = results[0]
     for number, (x, index) in enumerate(zip(xs, indices)):
         largest = reference.max_abs(x)
-        fresh = newest[index] == 0
-        used = first_scale(largest, "e4m3") if fresh else scale[index]
+        used = first_scale(largest, "e4m3")
         assert_same(scale_inv[number], used.reciprocal())
         assert_codes(payloads[2 * number], x, used, "e4m3")
         assert torch.equal(payloads[2 * number + 1].t(), payloads[2 * number])
-        assert_same(current[number], largest if measure and fresh else torch.zeros(()))
+        assert_same(current[number], largest)
         assert_same(amax[index], largest)
-    assert amax.count_nonzero() <= len(xs)
+        assert_same(scale[index], used)
+    others = torch.ones(arena, dtype=torch.bool)
+    others[indices] = False
+    assert (torch.stack([scale, amax])[:, others] == untouched).all()
     return amax
 
 
-@pytest.mark.parametrize("measure", [False, True])
-def test_weights_of_all_kinds_at_once(measure: bool) -> None:
+def weights_of_all_kinds() -> list[Tensor]:
     shapes = [(1, 1), (128, 64), (129, 65), (256, 128), (300, 200), (16, 200), (200, 16), (3, 500), (500, 3)]
     xs = [(torch.randn(shape) * 2.0 ** (n - 4)).to(DTYPES[n % 3]) for n, shape in enumerate(shapes)]
     # a slice of a wider one, whose rows are no multiple of 16 bytes apart; and one off its boundary
     xs.append(torch.randn(130, 100)[:, 1:71])
     xs.append(torch.randn(64 * 128 + 1).bfloat16()[1:].view(128, 64))
+    xs.append(torch.zeros(20, 30))
     xs[3][5, 7] = -INF
     xs[4][299, 199] = NAN
-    indices = [int(n) for n in torch.randperm(3 * len(xs))[: len(xs)]]
-    scale, newest = torch.rand(3 * len(xs)) * 50, torch.ones(3 * len(xs))
-    if measure:
-        newest[indices[::2]] = 0
-    run_weights(xs, indices, newest, scale, measure)
+    return xs
+
+
+def test_weights_of_all_kinds_at_once() -> None:
+    xs = weights_of_all_kinds()
+    run_weights(xs, [int(n) for n in torch.randperm(3 * len(xs))[: len(xs)]])
+
+
+def test_weights_are_measured_alone() -> None:
+    xs = weights_of_all_kinds()
+    table = casts.weight_table([Weight(x, 0) for x in xs])
+    casts.measure_weights(weights_kernel(), table)
+    assert_same(table.current_amax, torch.stack([reference.max_abs(x) for x in xs]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (129, 65), (200, 130)])
+def test_a_weight_alone_leaves_what_was_used(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    for factor in (2.0**-5, 8.0):
+        x = (torch.randn(shape) * factor).to(dtype)
+        # a larger amax from before, and a scale that would clip
+        scale, amax, current = torch.tensor([3.0, 1e9, 5.0]), torch.tensor([2.0, 1e6, 4.0]), torch.zeros(())
+        row = Row(scale, None, torch.tensor([1]), amax, current)
+        y, y_t, _, scale_inv = run(x, "e4m3", row, outputs=(True, True, False))
+        used = first_scale(reference.max_abs(x), "e4m3")
+        assert_codes(y, x, used, "e4m3")
+        assert torch.equal(y_t.t(), y)
+        assert_same(scale_inv, used.reciprocal())
+        assert scale.tolist() == [3.0, used.item(), 5.0]
+        assert amax.tolist() == [2.0, reference.max_abs(x).item(), 4.0]
 
 
 @pytest.mark.parametrize(
@@ -486,8 +516,8 @@ def test_weights_of_all_kinds_at_once(measure: bool) -> None:
 def test_weights_find_their_tiles(shapes: list[tuple[int, int]]) -> None:
     xs = [torch.randn(shape) + 0.1 for shape in shapes]
     count = len(xs)
-    amax = run_weights(xs, list(range(count))[::-1], torch.ones(count), torch.rand(count) * 9 + 1, False)
-    assert torch.equal(amax, torch.stack([x.abs().max() for x in xs[::-1]]))
+    amax = run_weights(xs, list(range(count))[::-1])
+    assert torch.equal(amax[:count], torch.stack([x.abs().max() for x in xs[::-1]]))
 
 
 # --- the end of a step ------------------------------------------------------------------------------------------------
@@ -517,11 +547,13 @@ def update_by_kernel(tensors: dict[str, Tensor], fp8_max: Tensor, most_recent: b
 
 
 def compare_updates(count: int, recipe: DelayedScaling, steps: int) -> None:
-    """Steps of a state of at least ``count`` tensors and of the kernel on the first ``count`` of them."""
+    """Steps of a state of at least ``count`` tensors and of the kernel on the first ``count`` of them: where these are
+    more than the delayed ones, the others are weights.
+    """
     state = ScalingState([str(n) for n in range(-(-count // 3))], recipe)
     special = torch.tensor([0.0, 0.0, INF, NAN, -NAN, 1e-45, 1e-30, 1e30, FLOAT_MAX, 1.0])
-    filled = torch.randint(0, recipe.amax_history_len + 1, (len(state.names),))
-    history = torch.rand(recipe.amax_history_len, len(state.names)) * 10.0 ** torch.randint(-3, 3, (len(state.names),))
+    filled = torch.randint(0, recipe.amax_history_len + 1, (state.delayed,))
+    history = torch.rand(recipe.amax_history_len, state.delayed) * 10.0 ** torch.randint(-3, 3, (state.delayed,))
     state.amax_history.copy_(history * (torch.arange(recipe.amax_history_len)[:, None] < filled))
     for step in range(steps):
         amax = torch.rand(len(state.names)) * 10.0 ** torch.randint(-6, 6, (len(state.names),))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import fp8_numpy
+import numpy as np
 import pytest
 import torch
 from conftest import sqnr
@@ -12,7 +14,7 @@ from fp8_numpy import code_values
 from lightning_fp8 import DelayedScaling, ScalingState, ops
 from lightning_fp8.ops import cuda, plain, reference
 
-INPUT, WEIGHT, GRAD = torch.tensor([0]), torch.tensor([1]), torch.tensor([2])
+INPUT, GRAD, WEIGHT = torch.tensor([0]), torch.tensor([1]), torch.tensor([2])
 SIZES = [(32, 16, 48), (1, 1, 1), (17, 15, 129), (130, 33, 7), (5, 3, 0), (0, 16, 32)]
 
 
@@ -150,12 +152,12 @@ def op_samples() -> list[tuple[object, tuple[object, ...]]]:
     x, w, b, dy = torch.randn(12, 16), torch.randn(8, 16), torch.randn(8), torch.randn(12, 8)
     w_2, b_2 = torch.randn(16, 8), torch.randn(16)
     kept = ("none", "both", 0, False)
-    x_casts, w_casts = ops.cast(x, *arenas, INPUT, "e4m3", *kept), ops.cast(w, *arenas, WEIGHT, "e4m3", *kept)
+    x_casts = ops.cast(x, *arenas, INPUT, "e4m3", *kept)
+    w_casts, w2_casts = (ops.cast_weight(weight, WEIGHT, "e4m3", *kept[1:]) for weight in (w, w_2))
     (x_fp8, x_fp8_t, x_inv), (w_fp8, w_fp8_t, w_inv) = x_casts, w_casts
     grad = [t.clone().requires_grad_() for t in (x, w, b, w_2, b_2)]
     casts = (*x_casts, *w_casts)
     recorded = ("e5m2", state.handle, True)
-    w2_casts = ops.cast(w_2, *arenas, WEIGHT, "e4m3", *kept)
     mlp = (*casts, *w2_casts, *arenas, INPUT, GRAD, GRAD, "gelu", "e4m3")
     a_fp8_t, dy_2 = random_payload(8, 12, "e4m3"), torch.randn(12, 16)
     first, second = (x_fp8_t, x_inv, w_fp8_t, w_inv), (a_fp8_t, x_inv, *w2_casts[1:])
@@ -188,12 +190,12 @@ def op_samples() -> list[tuple[object, tuple[object, ...]]]:
             ops.linear_backward,
             (dy, None, "none", None, *backward[4:], "e5m2", 0, False, torch.bfloat16, torch.float32, False),
         ),
-        (ops.record_amax, (torch.tensor(0.5), torch.tensor(3.0), GRAD, 0, False)),
-        (ops.record_amax, (torch.tensor(0.5), torch.tensor(3.0), GRAD, *recorded[1:])),
+        (ops.cast_weight, (w, WEIGHT, "e4m3", "rows", 0, False)),
+        (ops.cast_weight, (w.t(), WEIGHT, "e4m3", "both", *recorded[-2:])),
         (
             ops.update_scales,
             (
-                *(torch.rand(6), torch.rand(4, 6), torch.rand(6), torch.full((6,), 448.0)),
+                *(torch.rand(6), torch.rand(4, 4), torch.rand(6), torch.full((6,), 448.0)),
                 *(torch.zeros(6, dtype=torch.int64), False, 1.0),
             ),
         ),
@@ -209,7 +211,7 @@ def test_opcheck(sample: int) -> None:
 def test_every_operator_is_checked() -> None:
     checked = {str(op) for op, _ in op_samples()}
     gemms = ("scaled_mm", "scaled_mm_add_", "linear", "linear_backward", "mlp", "mlp_backward")
-    names = ("cast", *gemms, "record_amax", "update_scales")
+    names = ("cast", "cast_weight", *gemms, "update_scales")
     assert checked == {f"lightning_fp8.{name}.default" for name in names}
 
 
@@ -219,8 +221,9 @@ def test_one_layer_reaches_28_and_24_db() -> None:
     arenas = (state.scale, state.amax_history)
     x, w = (torch.randn(*shape).requires_grad_() for shape in ((1024, 1024), (1024, 1024)))
     dy = torch.randn(1024, 1024)
-    casts = [ops.cast(t.detach(), *arenas, i, "e4m3", "none", "both", 0, False) for t, i in ((x, INPUT), (w, WEIGHT))]
-    y = ops.linear(x, w, None, *casts[0], *casts[1], *arenas, GRAD, "e5m2", state.handle, True, torch.float32)
+    x_casts = ops.cast(x.detach(), *arenas, INPUT, "e4m3", "none", "both", 0, False)
+    w_casts = ops.cast_weight(w.detach(), WEIGHT, "e4m3", "both", 0, False)
+    y = ops.linear(x, w, None, *x_casts, *w_casts, *arenas, GRAD, "e5m2", state.handle, True, torch.float32)
     y.backward(dy)
     found = (
         sqnr(y, x.double() @ w.double().T),
@@ -232,18 +235,19 @@ def test_one_layer_reaches_28_and_24_db() -> None:
     assert min(found[1:]) >= 24
 
 
-def test_an_amax_known_already_is_recorded_as_a_cast_records() -> None:
-    state = ScalingState(["layer"], DelayedScaling())
-    scale_inv, index = torch.tensor(0.25), torch.tensor([1])
-
-    def record(amax: float, really: bool = True) -> None:
-        assert torch.equal(ops.record_amax(scale_inv, torch.tensor(amax), index, state.handle, really), scale_inv)
-
-    record(3.0, really=False)
-    assert state.amax.tolist() == [0, 0, 0]
-    record(3.0), record(2.0)
-    assert state.amax.tolist() == [0, 3, 0]
-    record(float("inf")), record(5.0)
-    assert state.amax.tolist() == [0, float("inf"), 0]
-    record(float("nan")), record(float("inf"))
-    assert state.amax[1].isnan()
+@pytest.mark.usefixtures("host_kernels")
+@pytest.mark.parametrize("implementation", [reference, plain, cuda])
+def test_a_weight_is_scaled_by_what_it_holds(implementation: Any) -> None:
+    state, index = ScalingState(["first", "second"], DelayedScaling(margin=3)), torch.tensor([5])
+    state.amax.fill_(1e6), state.scale.fill_(1e6)
+    for factor in (100.0, 0.01, 1.0):
+        w = torch.randn(9, 14) * factor
+        payload, payload_t, scale_inv = implementation.cast_weight(w, index, "e4m3", "both", state.handle, True)
+        amax = w.abs().max()
+        expected = fp8_numpy.saturating_cast(w.numpy(), np.float32(448) / amax.numpy(), "e4m3")
+        assert np.array_equal(payload.numpy(), expected)
+        assert torch.equal(payload_t, payload.t())
+        assert scale_inv == (torch.tensor(448.0) / amax).reciprocal()
+        # what was used, of this weight and no other
+        assert state.amax.tolist() == [1e6] * 5 + [amax]
+        assert state.scale.tolist() == [1e6] * 5 + [(torch.tensor(448.0) / amax).item()]

@@ -10,7 +10,7 @@ import torch
 from lightning_fp8 import DelayedScaling, ScalingState
 
 INF, NAN = math.inf, math.nan
-INPUT, WEIGHT, GRAD = 0, 1, 2
+INPUT, GRAD, WEIGHT = 0, 1, 2
 
 
 def run(recipe: DelayedScaling, amaxes: list[float], row: int = INPUT) -> tuple[ScalingState, list[float]]:
@@ -41,8 +41,8 @@ def test_worked_cases(recipe: DelayedScaling, amaxes: list[float], scales: list[
 def test_history_is_newest_first_and_skips_steps_without_amax() -> None:
     state, _ = run(DelayedScaling(amax_history_len=4), [2, 0, 0, 8])
     assert state.amax_history[:, INPUT].tolist() == [8, 2, 0, 0]
-    assert state.amax_history[:, WEIGHT].tolist() == [0, 0, 0, 0]
-    assert state.scale[WEIGHT].item() == 1
+    assert state.amax_history[:, GRAD].tolist() == [0, 0, 0, 0]
+    assert state.scale[GRAD].item() == 1
 
 
 @pytest.mark.parametrize(("fp8_format", "scale"), [("HYBRID", 57344 / 2), ("E4M3", 224)])
@@ -63,37 +63,43 @@ def test_extreme_amaxes_give_finite_positive_scales() -> None:
     assert run(DelayedScaling(margin=127), [1e30])[1][0] > 0  # 1e30 * 2**127 is infinite
 
 
-def test_update_zeroes_the_amax_and_counts_a_version() -> None:
+def test_an_update_leaves_weights_alone() -> None:
     state = ScalingState(["a", "b"], DelayedScaling())
     state.amax.fill_(3.0)
-    before = state.version
+    state.scale[4:] = torch.tensor([5.0, 7.0])
+    state.amax[5] = NAN
     state.update()
-    assert state.amax.tolist() == [0] * 6
-    assert state.version > before
+    assert state.amax[:5].tolist() == [0, 0, 0, 0, 3]
+    assert state.scale[4:].tolist() == [5, 7]
+    assert state.amax_history.shape == (1024, 4)
+    # but it counts that one of them is not finite
+    assert state.nonfinite_steps.tolist() == [0] * 5 + [1]
+    assert state.updates == 1
 
 
 def test_names() -> None:
     assert ScalingState(["blocks.0.qkv", ""], DelayedScaling()).names == (
         "blocks.0.qkv.input",
-        "blocks.0.qkv.weight",
-        "blocks.0.qkv.grad_output",
         "input",
-        "weight",
+        "blocks.0.qkv.grad_output",
         "grad_output",
+        "blocks.0.qkv.weight",
+        "weight",
     )
 
 
 def filled(history: int = 4, names: tuple[str, ...] = ("a", "b")) -> ScalingState:
     state = ScalingState(names, DelayedScaling(amax_history_len=history))
     for step in range(3):
-        state.amax.copy_(torch.arange(len(state.names)) + 0.25 * step)
+        state.amax[: state.delayed] = torch.arange(state.delayed) + 0.25 * step
         state.update()
     state.amax[1], state.nonfinite_steps[2] = 7.0, 5
     return state
 
 
 def fields(state: ScalingState) -> list[torch.Tensor]:
-    return [state.amax, state.amax_history, state.scale, state.nonfinite_steps]
+    """Of the tensors that have a history."""
+    return [getattr(state, name)[..., : state.delayed] for name in ("amax", "amax_history", "scale", "nonfinite_steps")]
 
 
 def test_state_dict_round_trip_through_a_weights_only_file() -> None:
@@ -104,7 +110,7 @@ def test_state_dict_round_trip_through_a_weights_only_file() -> None:
     torch.save(state.state_dict(), file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    assert set(saved) == set(state.names)
+    assert set(saved) == {"a.input", "a.grad_output", "b.input", "b.grad_output"}
     other.load_state_dict(saved)
     assert all(map(torch.equal, fields(state), fields(other)))
 
@@ -112,8 +118,11 @@ def test_state_dict_round_trip_through_a_weights_only_file() -> None:
 def test_state_dict_is_keyed_by_name_not_by_position() -> None:
     state, other = filled(), ScalingState(["b", "a"], DelayedScaling(amax_history_len=4))
     other.load_state_dict(state.state_dict())
-    assert other.scale[:3].tolist() == state.scale[3:].tolist()
-    assert other.amax_history[:, 3:].tolist() == state.amax_history[:, :3].tolist()
+    for mine, name in enumerate(other.names[:4]):
+        theirs = state.names.index(name)
+        assert mine != theirs
+        assert other.scale[mine] == state.scale[theirs]
+        assert torch.equal(other.amax_history[:, mine], state.amax_history[:, theirs])
 
 
 @pytest.mark.parametrize(("length", "history"), [(2, [0.5, 0.25]), (6, [0.5, 0.25, 0, 0, 0, 0])])
@@ -128,11 +137,11 @@ def test_load_names_missing_and_unexpected_tensors_and_changes_nothing() -> None
     before = copy.deepcopy(state)
     with pytest.raises(ValueError, match="does not fit this model") as error:
         state.load_state_dict(filled(names=("a", "c")).state_dict())
-    assert "In the model but not in the checkpoint: b.input, b.weight, b.grad_output." in str(error.value)
-    assert "In the checkpoint but not in the model: c.input, c.weight, c.grad_output." in str(error.value)
+    assert "In the model but not in the checkpoint: b.input, b.grad_output." in str(error.value)
+    assert "In the checkpoint but not in the model: c.input, c.grad_output." in str(error.value)
     broken = filled().state_dict()
-    del broken["b.weight"]["scale"]
-    with pytest.raises(ValueError, match=r"'b.weight' lacks the tensors scale"):
+    del broken["b.grad_output"]["scale"]
+    with pytest.raises(ValueError, match=r"'b.grad_output' lacks the tensors scale"):
         state.load_state_dict(broken)
     assert all(map(torch.equal, fields(state), fields(before)))
 
@@ -143,3 +152,54 @@ def test_made_in_inference_mode_it_can_be_updated_outside() -> None:
     state.amax[0] = 2.0
     state.update()
     assert state.scale[0] == 224
+
+
+SINGLE = torch.tensor
+MALFORMED = {
+    "a scale that float32 has not": {"scale": SINGLE(1e39, dtype=torch.float64)},
+    "a scale that is 0 in float32": {"scale": SINGLE(1e-50, dtype=torch.float64)},
+    "a negative amax": {"amax": SINGLE(-1.0)},
+    "minus infinity": {"amax": SINGLE(-INF)},
+    "an amax too large for float32": {"amax_history": SINGLE([1e39], dtype=torch.float64)},
+    "a gap": {"amax_history": SINGLE([0.0, 1.0])},
+    "a counter that is NaN": {"nonfinite_steps": SINGLE(NAN)},
+    "a counter below 0": {"nonfinite_steps": SINGLE(-1)},
+    "half a step": {"nonfinite_steps": SINGLE(1.5)},
+    "a counter without end": {"nonfinite_steps": SINGLE(INF)},
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_values_that_the_state_cannot_hold_are_refused(what: str) -> None:
+    state = filled()
+    before, entries = copy.deepcopy(state), filled().state_dict()
+    entries["b.input"].update(MALFORMED[what])
+    with pytest.raises(ValueError, match=r"The scaling state of 'b\.input' must"):
+        state.load_state_dict(entries)
+    assert all(map(torch.equal, fields(state), fields(before)))
+
+
+def test_an_amax_that_waits_may_be_infinite() -> None:
+    # recorded so in the middle of an accumulation, and left out by the next update
+    state, entries = filled(), filled().state_dict()
+    entries["b.input"]["amax"] = SINGLE(INF)
+    state.load_state_dict(entries)
+    state.update()
+    assert state.nonfinite_steps[state.names.index("b.input")] == 1
+
+
+def test_entries_of_weights_are_left_out_of_account() -> None:
+    # versions up to 0.5.0 wrote them
+    state, entries = filled(), filled().state_dict()
+    entries["a.weight"] = {"amax": SINGLE(-1.0)}
+    state.load_state_dict(entries)
+    assert all(map(torch.equal, fields(state), fields(filled())))
+
+
+def test_a_step_given_up_leaves_nothing() -> None:
+    state, other = filled(), filled()
+    state.amax[: state.delayed] = INF
+    state.discard()
+    other.amax[: other.delayed] = 0
+    state.update(), other.update()
+    assert all(map(torch.equal, fields(state), fields(other)))

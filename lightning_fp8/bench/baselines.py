@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fp8.bench.case import Variant
 from lightning_fp8.bench.timing import copies_for
-from lightning_fp8.formats import FORMATS
+from lightning_fp8.formats import E4M3, FORMATS
 from lightning_fp8.ops import plain
 from lightning_fp8.ops.activations import activate, activation_gradient
 
@@ -51,9 +51,10 @@ def cast_gradient(
     return gradient
 
 
-def cast_weights(weights: Sequence[Tensor], scale: Tensor, amax: Tensor) -> list[tuple[Tensor, ...]]:
-    """What :func:`cast` gives for each weight; scale and amax ``[len(weights)] float32``."""
-    return [_cast(weight, scale[k], amax[k], "e4m3") for k, weight in enumerate(weights)]
+def cast_weights(weights: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """What :func:`cast` gives for each weight, with the scale of what it holds."""
+    amaxes = [weight.abs().amax().float() for weight in weights]
+    return [_cast(weight, E4M3.max / amax, amax, "e4m3") for weight, amax in zip(weights, amaxes, strict=True)]
 
 
 def update_scales(amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, nonfinite_steps: Tensor) -> None:

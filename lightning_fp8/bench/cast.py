@@ -14,8 +14,9 @@ from lightning_fp8.bench import baselines
 from lightning_fp8.bench.case import EXACT, Case, Results, Tolerance, Variant, difference
 from lightning_fp8.bench.timing import copies_for
 from lightning_fp8.bench.whole_model import UpdateScales, Weights, steady_state
-from lightning_fp8.formats import FORMATS, ROLES
+from lightning_fp8.formats import FORMATS
 from lightning_fp8.ops import cuda, kernels, plain
+from lightning_fp8.scaling import LAYOUT
 
 _NAMES = ("payload", "transposed payload", "scale_inv", "column sums")
 # an input's standard deviation: with scales for amaxes of 1, few elements saturate
@@ -197,4 +198,4 @@ class _Operator:
 
 
 def _index(role: Any, device: torch.device) -> Tensor:
-    return torch.tensor([ROLES.index(role)], device=device)
+    return torch.tensor([LAYOUT.index(role)], device=device)

@@ -13,10 +13,10 @@ from lightning_fp8 import ops
 from lightning_fp8.bench import baselines
 from lightning_fp8.bench.case import EXACT, Results, Tolerance, Variant, difference
 from lightning_fp8.bench.timing import copies_for
-from lightning_fp8.formats import E4M3, ROLES
+from lightning_fp8.formats import DELAYED_ROLES, E4M3
 from lightning_fp8.ops import cuda, kernels, plain
 from lightning_fp8.recipe import DelayedScaling
-from lightning_fp8.scaling import ScalingState
+from lightning_fp8.scaling import LAYOUT, ScalingState
 
 _UPDATES = {"cuda": 384, "cpu": 8}
 _QUOTIENTS = Tolerance(relative=(("scale_inv", 5e-7), ("scale", 5e-7)))
@@ -58,8 +58,8 @@ class Weights:
 
     @property
     def bytes(self) -> int:
-        """fp32 read, both payloads written."""
-        return 6 * sum(rows * columns for rows, columns in self.shapes)
+        """fp32 read to measure and read to cast, both payloads written."""
+        return 10 * sum(rows * columns for rows, columns in self.shapes)
 
     def is_served(self, device: torch.device) -> bool:
         """Whether there is a kernel, or none is to be expected."""
@@ -71,26 +71,24 @@ class Weights:
         first = [torch.randn(*shape, generator=generator, device=device).mul_(0.25) for shape in self.shapes]
         copies = [first, *([x.clone() for x in first] for _ in range(copies_for(self.bytes, device) - 1))]
         state = steady_state(len(first), device)
-        rows = [ROLES.index("weight") + number * len(ROLES) for number in range(len(first))]
+        rows = [state.row_of(number, "weight") for number in range(len(first))]
         indices = [torch.tensor([row], device=device) for row in rows]
 
         def one_by_one(implementation: Callable[..., Any], weights: Sequence[Tensor]) -> list[Any]:
-            state_row, options = (state.scale, state.amax_history), ("e4m3", "none", "both", state.handle, True)
-            return [implementation(x, *state_row, index, *options) for x, index in zip(weights, indices)]
+            return [implementation(x, index, "e4m3", "both", state.handle, True) for x, index in zip(weights, indices)]
 
         def ours(at: int) -> list[Any]:
             if device.type == "cuda":
                 return cuda.cast_weights(state, copies[at], rows)
-            return one_by_one(ops.cast, copies[at])
+            return one_by_one(ops.cast_weight, copies[at])
 
         def theirs(at: int) -> list[Any]:
-            return one_by_one(plain.cast, copies[at])
+            return one_by_one(plain.cast_weight, copies[at])
 
         function = baselines.compiled(baselines.cast_weights, device)
-        scale, amax = state.scale[rows].clone(), torch.zeros(len(rows), device=device)
 
         def compiled(at: int) -> list[Any]:
-            return function(copies[at], scale, amax)
+            return function(copies[at])
 
         def recorded(call: Callable[[int], list[Any]]) -> Results:
             state.amax.zero_()
@@ -125,7 +123,7 @@ class UpdateScales:
     """The end of an optimizer step for all tensors of a model, each of which has run.
 
     Attributes:
-        modules: of three tensors each.
+        modules: of three tensors each, two of them with a history.
         size: how to call their number.
         length: of the history.
     """
@@ -143,8 +141,8 @@ class UpdateScales:
 
     @property
     def bytes(self) -> int:
-        """The history read and written, amax read and zeroed, fp8_max read, scale written."""
-        return (8 * self.length + 16) * self.modules * len(ROLES)
+        """The histories read and written, amax read and zeroed, fp8_max read, scale written."""
+        return (8 * self.length * len(DELAYED_ROLES) + 16 * len(LAYOUT)) * self.modules
 
     def is_served(self, device: torch.device) -> bool:
         """Whether there is a kernel, or none is to be expected."""

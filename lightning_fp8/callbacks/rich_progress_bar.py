@@ -113,7 +113,9 @@ class Fp8RichProgressBar(RichProgressBar):
 
 def _smallest_headroom(state: ScalingState, amax: Tensor) -> Tensor:
     """``[] float32``, over the tensors that were cast with a scale from their history; inf if there is none."""
-    bits = headroom_bits(state.fp8_max, amax, state.scale)
+    # a weight, with no history, has a scale that leaves none
+    amax, scale, fp8_max = (tensor[: state.delayed] for tensor in (amax, state.scale, state.fp8_max))
+    bits = headroom_bits(fp8_max, amax, scale)
     counts = amax.isfinite() & (amax > 0) & (state.amax_history[0] > 0)
     return torch.where(counts, bits, float("inf")).min()
 

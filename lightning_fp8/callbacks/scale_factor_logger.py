@@ -23,12 +23,13 @@ class ScaleFactorLogger(RunWatcher):
 
     For each tensor ``<module path>.<role>`` that a pattern matches, with the roles input, weight and grad_output:
 
-    - ``fp8/<tensor name>/scale``: multiplier before the cast, as the next step will use it; no unit.
-    - ``fp8/<tensor name>/amax``: largest absolute value in the newest step that counted, in the unit of the tensor; 0
-      until there is one.
-    - ``fp8/<tensor name>/amax_history_max``: the largest of the window, in the unit of the tensor.
+    - ``fp8/<tensor name>/scale``: multiplier before the cast, as the next step will use it; of a weight, which is
+      scaled by what it holds, as its last cast used it. No unit.
+    - ``fp8/<tensor name>/amax``: largest absolute value in the newest step that counted, of a weight in its last cast,
+      in the unit of the tensor; 0 until there is one.
+    - ``fp8/<tensor name>/amax_history_max``: the largest of the window, in the unit of the tensor; not of weights.
     - ``fp8/<tensor name>/headroom_bits``: ``log2(FP8_MAX / (amax * scale))``, powers of two by which that amax may grow
-      before the next cast clips it, in bits; not logged until there is an amax.
+      before the next cast clips it, in bits; not logged until there is an amax, and not of weights, which never clip.
     - ``fp8/<tensor name>/saturated_fraction``: share of the numbers that this step's casts clipped, 0 to 1.
     - ``fp8/<tensor name>/underflowed_fraction``: share of the numbers other than zero that they turned into zero, 0 to
       1. Neither fraction is logged for a tensor that was not cast.

@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.convert import is_converted, scaling_state
-from lightning_fp8.formats import ROLES
 from lightning_fp8.paths import as_patterns, matching_tensors
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.watch import CONDITIONS, Findings, Limits, Watch
@@ -162,11 +161,11 @@ class ScaleWatchdog(RunWatcher):
     def _to_fall_back(self, state: ScalingState, findings: Findings, new: set[tuple[str, int]]) -> list[str]:
         chosen: set[int] = set()
         for condition in CONDITIONS:
-            modules = {row // len(ROLES) for row in findings.tensors[condition]}
+            modules = {state.module_of(row) for row in findings.tensors[condition]}
             # inf and NaN spread, and without updates all scales stand still
             if condition in ("stale", "nonfinite") and 2 * len(modules) > findings.active:
                 continue
-            chosen |= {row // len(ROLES) for name, row in new if name == condition}
+            chosen |= {state.module_of(row) for name, row in new if name == condition}
         return [state.module_names[module] for module in sorted(chosen)]
 
     def _described(self, state: ScalingState, findings: Findings, new: set[tuple[str, int]]) -> str:

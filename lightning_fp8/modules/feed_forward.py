@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 
 from lightning_fp8 import ops
 from lightning_fp8.classes import exchange_class, own_class
-from lightning_fp8.modules.gemm import cast_operand, cast_weight, check_input, output_dtype
+from lightning_fp8.modules.gemm import cast_input, cast_weight, check_input, output_dtype
 from lightning_fp8.modules.linear import Fp8Linear
 
 _FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
@@ -38,7 +38,7 @@ def fp8_feed_forward(first: Fp8Linear, activation: str, second: Fp8Linear, x: Te
     x_2d = x.reshape(x.numel() // first.in_features, first.in_features)
     y, *_ = ops.mlp(
         x_2d, first.weight, first.bias, second.weight, second.bias,
-        *cast_operand(rows, "input", x_2d.detach(), record, with_gradients and first.weight.requires_grad),
+        *cast_input(rows, x_2d.detach(), record, with_gradients and first.weight.requires_grad),
         *weight[1:], *weight_2[1:],
         state.scale, state.amax_history,
         rows_2.index["input"], rows.index["grad_output"], rows_2.index["grad_output"],

@@ -18,26 +18,22 @@ class GatheredWeight(Tensor):
     Attributes:
         payload: ``uint8``, in the shape of the weight.
         scale_inv: ``[] float32``.
-        shard_amax: ``[] float32``, of this process's shard.
         format: of the payload.
     """
 
     payload: Tensor
     scale_inv: Tensor
-    shard_amax: Tensor
     format: Fp8Format
 
     @staticmethod
-    def __new__(
-        cls, payload: Tensor, scale_inv: Tensor, shard_amax: Tensor, format: Fp8Format, dtype: torch.dtype
-    ) -> GatheredWeight:
+    def __new__(cls, payload: Tensor, scale_inv: Tensor, format: Fp8Format, dtype: torch.dtype) -> GatheredWeight:
         """A weight of ``dtype`` for everybody who asks."""
         weight = Tensor._make_wrapper_subclass(cls, payload.shape, dtype=dtype, device=payload.device)  # type: ignore[attr-defined]
-        return weight.hold(payload, scale_inv, shard_amax, format)  # type: ignore[no-any-return]
+        return weight.hold(payload, scale_inv, format)  # type: ignore[no-any-return]
 
-    def hold(self, payload: Tensor, scale_inv: Tensor, shard_amax: Tensor, format: Fp8Format) -> GatheredWeight:
+    def hold(self, payload: Tensor, scale_inv: Tensor, format: Fp8Format) -> GatheredWeight:
         """Take over what has been gathered."""
-        self.payload, self.scale_inv, self.shard_amax, self.format = payload, scale_inv, shard_amax, format
+        self.payload, self.scale_inv, self.format = payload, scale_inv, format
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -45,13 +41,13 @@ class GatheredWeight(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Fp8Format, torch.dtype]]:
         # for `torch.compile`
-        return ["payload", "scale_inv", "shard_amax"], (self.format, self.dtype)
+        return ["payload", "scale_inv"], (self.format, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], rest: tuple[Fp8Format, torch.dtype], size: object, stride: object
     ) -> GatheredWeight:
-        return GatheredWeight(inner["payload"], inner["scale_inv"], inner["shard_amax"], *rest)
+        return GatheredWeight(inner["payload"], inner["scale_inv"], *rest)
 
     def dequantized(self) -> Tensor:
         """What the codes stand for, in the dtype of the weight."""
@@ -75,7 +71,7 @@ class GatheredWeight(Tensor):
         weight = args[0] if args else None
         # what FSDP and `nn.Parameter` do to a tensor that they have been given
         if isinstance(weight, GatheredWeight) and _keeps_the_tensor(func, weight, args):
-            return GatheredWeight(weight.payload, weight.scale_inv, weight.shard_amax, weight.format, weight.dtype)
+            return GatheredWeight(weight.payload, weight.scale_inv, weight.format, weight.dtype)
         args, kwargs = tree_map_only(GatheredWeight, GatheredWeight.dequantized, (args, kwargs or {}))
         return func(*args, **kwargs)
 

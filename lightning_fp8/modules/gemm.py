@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -25,9 +25,9 @@ class Fp8Rows:
 
     Attributes:
         state: the scaling state shared by all converted modules of the model.
-        row: position of the layer's first tensor; input, weight and grad_output follow each other.
-        index: per role the same as ``[1] int64`` on the device of the state. A tensor, not an int, so that
-            ``torch.compile`` makes one graph for all layers of a kind.
+        module: position of the layer among them.
+        index: by role, which tensor of the state it is, as ``[1] int64`` on the device of the state. A tensor, not an
+            int, so that ``torch.compile`` makes one graph for all layers of a kind.
         switch: whether these GEMMs run in FP8.
         weight_cache: the FP8 copy of the weight.
         group: all layers that share the state, whose weights are cast together where the device can.
@@ -35,10 +35,10 @@ class Fp8Rows:
         keeps_cast: whether the FP8 copy of the weight outlives a forward.
     """
 
-    def __init__(self, state: ScalingState, row: int, group: WeightGroup) -> None:
+    def __init__(self, state: ScalingState, module: int, group: WeightGroup) -> None:
         self.state = state
-        self.row = row
-        self.switch = state.switches[row // len(ROLES)]
+        self.module = module
+        self.switch = state.switches[module]
         self.weight_cache = WeightCache()
         self.group = group
         self._owner: tuple[weakref.ref[Fp8Module], str] | None = None
@@ -64,16 +64,15 @@ class Fp8Rows:
             self.weight_cache.drop()
 
     @property
-    def weight_index(self) -> int:
-        """Which tensor of the state the weight is."""
-        return self.row + ROLES.index("weight")
+    def weight(self) -> Tensor | None:
+        """The weight as its layer holds it now; None where the layer is gone."""
+        layer = self.layer
+        return None if layer is None or self._owner is None else layer.gemm_weights(layer).get(self._owner[1])
 
-    def recording_weight(self) -> Tensor | None:
-        """The weight as its layer holds it now; None where the layer is gone or would not cast and record it."""
-        layer = self._owner[0]() if self._owner is not None else None
-        if layer is None or self._owner is None or not layer.records or not self.switch.in_fp8:
-            return None
-        return layer.gemm_weights(layer).get(self._owner[1])
+    @property
+    def layer(self) -> Fp8Module | None:
+        """Whose rows these are; None where it is gone."""
+        return self._owner[0]() if self._owner is not None else None
 
     def in_gemm_order(self, payload: Tensor, payload_t: Tensor) -> tuple[Tensor, Tensor]:
         """The casts of a weight as it is kept, by rows and by columns -> those of ``[N, K]``."""
@@ -81,10 +80,10 @@ class Fp8Rows:
 
     def _place_index(self) -> None:
         with torch.inference_mode(False):
-            rows = range(self.row, self.row + len(ROLES))
+            device = self.state.device
             self.index: dict[Role, Tensor] = {
-                role: torch.tensor([row], dtype=torch.int64, device=self.state.device)
-                for role, row in zip(ROLES, rows, strict=True)
+                role: torch.tensor([self.state.row_of(self.module, role)], dtype=torch.int64, device=device)
+                for role in ROLES
             }
 
     def to(self, device: torch.device) -> None:
@@ -98,7 +97,7 @@ class Fp8Rows:
     @property
     def name(self) -> str:
         """How the state calls the layer: its path in the model that was converted."""
-        return self.state.module_names[self.row // len(ROLES)]
+        return self.state.module_names[self.module]
 
 
 class Fp8Module(nn.Module):
@@ -153,6 +152,13 @@ class Fp8Module(nn.Module):
                 rows.to(device)
         return module
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[no-untyped-call]
+        names = {f"{prefix}{name}" for name, _ in self.named_parameters(recurse=False)}
+        if not names.isdisjoint(state_dict):
+            for rows in self.fp8.values():
+                rows.state.weights_loaded(rows.module)
+
     def extra_repr(self) -> str:
         """As of the plain class, and the recipe."""
         plain = super().extra_repr()
@@ -192,11 +198,7 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
         return Fp8Weight(parameter.t() if rows.k_by_n else parameter, nothing, nothing, nothing)
     if isinstance(parameter, GatheredWeight):
         place = parameter.place_in_graph()
-        payload, payload_t = parameter.payloads(rows.k_by_n)
-        # the amax of this process's shard; the update takes the largest of all
-        index = rows.index["weight"]
-        scale_inv = ops.record_amax(parameter.scale_inv, parameter.shard_amax, index, state.handle, record)
-        return Fp8Weight(place.t() if rows.k_by_n else place, payload, payload_t, scale_inv)
+        return Fp8Weight(place.t() if rows.k_by_n else place, *parameter.payloads(rows.k_by_n), parameter.scale_inv)
     if isinstance(parameter, DTensor):
         raise NotImplementedError(
             f"{rows.name!r}: the weight is distributed over processes, and only `nn.Linear` computes with a part of"
@@ -207,25 +209,25 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
     # Only a recording forward uses the cache: in evaluation weights are swapped (EMA, averaging) in ways that leave no
     # trace.
     use_cache = record and rows.keeps_cast and can_keep_copies(parameter.device)
-    cached = None
-    if use_cache:
-        cached = rows.weight_cache.get(parameter, state.version)
-        if cached is None and rows.group.cast_stale(rows, parameter):
-            cached = rows.weight_cache.get(parameter, state.version)
-        state.confirm(rows.weight_index)
+    cached = rows.weight_cache.get(parameter) if use_cache else None
+    if cached is None and use_cache:
+        cached = rows.group.cast_stale(rows, parameter)
     if cached is None:
-        cached = cast_operand(rows, "weight", weight.detach(), record, keep=torch.is_grad_enabled())
+        fmt = state.recipe.format_of("weight").name
+        cached = ops.cast_weight_operand(
+            weight.detach(), rows.index["weight"], fmt, state.handle, record, keep=torch.is_grad_enabled()
+        )
         if use_cache:
-            rows.weight_cache.put(parameter, state.version, cached)
+            rows.weight_cache.put(parameter, cached)
     return Fp8Weight(weight, *cached)
 
 
-def cast_operand(rows: Fp8Rows, role: Role, x: Tensor, record: bool, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Payload, transposed payload (if backward is to ``keep`` something of it) and scale_inv of x ``[M, K]``."""
     state = rows.state
-    fmt = state.recipe.format_of(role).name
+    fmt = state.recipe.format_of("input").name
     return ops.cast_operand(
-        x, state.scale, state.amax_history, rows.index[role], fmt, "none", state.handle, record, keep
+        x, state.scale, state.amax_history, rows.index["input"], fmt, "none", state.handle, record, keep
     )  # fmt: skip
 
 
@@ -245,7 +247,7 @@ def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None,
         x_2d,
         weight.weight,
         bias,
-        *cast_operand(rows, "input", x_2d.detach(), record, keep),
+        *cast_input(rows, x_2d.detach(), record, keep),
         weight.payload,
         weight.payload_t,
         weight.scale_inv,

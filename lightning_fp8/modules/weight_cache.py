@@ -2,75 +2,68 @@
 
 from __future__ import annotations
 
-import weakref
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from lightning_fp8.device import is_capturing
+from lightning_fp8.modules.optimizer_steps import optimizer_steps
 
-_optimizer_steps = 0
-
-
-def _count_step(*_: Any) -> None:
-    # An optimizer that writes through `.data` leaves no trace in the parameter's version counter.
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
+_BLOCK_ELEMENTS = 1 << 16
 
 
 class _Entry(NamedTuple):
-    weight: weakref.ref[Tensor]
+    # by itself and not by a weak reference, with which torch would refuse to swap it
+    weight: Tensor
     # keeps the storage alive, so that another tensor cannot come to lie at the same address
     alias: Tensor
     key: tuple[Any, ...]
-    fingerprint: tuple[Tensor, ...]
+    fingerprint: Tensor | None
     cast: tuple[Tensor, ...]
 
 
 class WeightCache:
-    """Holds what was made of one weight for as long as weight and scales are surely the same.
+    """Holds what was made of one weight for as long as the weight is surely the same.
 
-    A copy is dropped after any optimizer step, any update of the scales, a change in place, a new ``.data``, a move, or
-    another parameter in its place. On the CPU the bits themselves are compared as well, which also catches changes in
-    place through ``.data``. Copies and pickles of a model start with an empty cache.
+    A copy is dropped after any optimizer step, a change in place, a new ``.data``, a move, or another parameter in its
+    place. On the CPU a hash of the bits is compared as well, which also catches changes in place through ``.data``.
+    Copies and pickles of a model start with an empty cache.
     """
 
     def __init__(self) -> None:
         self._entry: _Entry | None = None
         self._used = False
 
-    def get(self, weight: Tensor, scaling_version: int) -> tuple[Tensor, ...] | None:
-        """The copy of ``weight`` under these scales, or None where there is none or a doubt."""
+    def get(self, weight: Tensor) -> tuple[Tensor, ...] | None:
+        """The copy of ``weight``, or None where there is none or a doubt."""
         entry = self._entry
-        if entry is None or entry.weight() is not weight:
+        if entry is None or entry.weight is not weight:
             return None
-        if entry.key != _key(weight, scaling_version) or entry.alias.data_ptr() != weight.data_ptr():
+        if entry.key != _key(weight) or entry.alias.data_ptr() != weight.data_ptr():
             return None
-        if not all(map(torch.equal, entry.fingerprint, _fingerprint(weight))):
+        if entry.fingerprint is not None and not torch.equal(entry.fingerprint, _fingerprint(weight)):
             return None
         self._used = True
         return entry.cast
 
     def was_used(self, weight: Tensor) -> bool:
         """Whether what was last kept of ``weight``, stale or not, has been asked for."""
-        return self._used and self._entry is not None and self._entry.weight() is weight
+        return self._used and self._entry is not None and self._entry.weight is weight
 
     def drop(self) -> None:
         """Let go of the copy, and of its memory."""
         self._entry = None
 
-    def put(self, weight: Tensor, scaling_version: int, cast: tuple[Tensor, ...], used: bool = True) -> None:
+    def put(self, weight: Tensor, cast: tuple[Tensor, ...], used: bool = True) -> None:
         """Keep ``cast``, made of ``weight`` just now, for a forward that uses it or, if not ``used``, in advance."""
         # Only a parameter is known to be the same tensor at the next call; a parametrized weight is made each time.
         if isinstance(weight, nn.Parameter) and not weight.is_inference():
-            key = _key(weight, scaling_version)
-            self._entry = _Entry(weakref.ref(weight), weight.detach(), key, _fingerprint(weight), cast)
+            # on a GPU comparing would wait
+            fingerprint = _fingerprint(weight) if weight.device.type == "cpu" else None
+            self._entry = _Entry(weight, weight.detach(), _key(weight), fingerprint, cast)
             self._used = used
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,15 +79,24 @@ def can_keep_copies(device: torch.device) -> bool:
     return not (torch.compiler.is_compiling() or is_capturing(device) or _len_torch_dispatch_stack())
 
 
-def _key(weight: Tensor, scaling_version: int) -> tuple[Any, ...]:
+def _key(weight: Tensor) -> tuple[Any, ...]:
     layout = (weight.dtype, weight.device, weight.shape, weight.stride(), weight.storage_offset())
-    return (weight._version, scaling_version, _optimizer_steps, *layout)
+    return (weight._version, optimizer_steps(), *layout)
 
 
-def _fingerprint(weight: Tensor) -> tuple[Tensor, ...]:
-    """Sums of the bits over rows, modulo 2**32, and of the values over columns. On a GPU comparing would wait."""
-    if weight.device.type != "cpu":
-        return ()
+def _fingerprint(weight: Tensor) -> Tensor:
+    """A 64-bit hash of the bits of each row: sums modulo 2**64 of bits times random odd numbers, one for each column.
+
+    So permutations and changes of sign show, which plain sums may miss.
+    """
     bits = weight.detach().view(torch.int32 if weight.element_size() == 4 else torch.int16)
-    # a change of sign is a multiple of 2**31, which the first sum may miss and the second does not
-    return bits.sum(dim=0, dtype=torch.int32), weight.detach().sum(dim=1)
+    multipliers = _multipliers(weight.shape[1])
+    # in blocks that stay in the processor's cache
+    return torch.cat([block.long().mv(multipliers) for block in bits.split(max(1, _BLOCK_ELEMENTS // bits.shape[1]))])
+
+
+@functools.cache
+def _multipliers(count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(count)
+    with torch.inference_mode(False):
+        return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator, dtype=torch.int64) | 1

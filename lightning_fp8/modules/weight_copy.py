@@ -42,10 +42,10 @@ class WeightCopyModule(nn.Module):
         if not can_keep_copies(parameter.device) or parameter.dtype == dtype:
             return parameter
         cache = self.copies[name]
-        kept = cache.get(parameter, 0)
+        kept = cache.get(parameter)
         if kept is None or kept[0].dtype != dtype:
             kept = (parameter.detach().to(dtype),)
-            cache.put(parameter, 0, kept)
+            cache.put(parameter, kept)
         return _CopyOf.apply(parameter, kept[0])
 
 

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.formats import CASTABLE_DTYPES
+from lightning_fp8.modules.optimizer_steps import note_layer
 
 if TYPE_CHECKING:
     from lightning_fp8.modules.gemm import Fp8Rows
+    from lightning_fp8.scaling import ScalingState
 
 
 class WeightGroup:
@@ -26,34 +28,50 @@ class WeightGroup:
 
     def join(self, rows: Fp8Rows) -> None:
         """Take in one layer's rows."""
-        self._members[rows.row] = rows
+        self._members[rows.module] = rows
+        note_layer(self)
 
-    def cast_stale(self, first: Fp8Rows, weight: Tensor) -> bool:
+    def states(self) -> list[ScalingState]:
+        """The state that they share; none where all are gone."""
+        return [rows.state for rows in self.members[:1]]
+
+    @property
+    def members(self) -> list[Fp8Rows]:
+        """The rows of the layers that are still there."""
+        return list(self._members.values())
+
+    def cast_stale(self, first: Fp8Rows, weight: Tensor) -> tuple[Tensor, ...] | None:
         """Cast ``weight``, which is to be used now, and with it every other stale weight that was used when last cast.
 
-        They are recorded ahead of their layers' forward: what is not used before the scales are updated is forgotten
-        there. Returns False where nothing was cast: on a device without a kernel, and for a weight that is not a plain
-        parameter of its own (a shard, a view of a flat buffer), whose values may not be there yet or not be its own.
+        Returns what the first layer takes; None where nothing was cast: on a device without a kernel, and for a weight
+        that is not a plain parameter of its own (a shard, a view of a flat buffer), whose values may not be there yet
+        or not be its own.
         """
         state = first.state
         if not _is_plain(weight, state.device) or not ops.casts_weights_together(state.device):
-            return False
+            return None
         due = [(first, weight)]
-        for rows in list(self._members.values()):
-            other = rows.recording_weight() if rows is not first else None
+        for rows in self.members:
+            other = rows.weight if rows is not first and _records(rows) else None
             if other is None or not rows.weight_cache.was_used(other) or not _is_plain(other, state.device):
                 continue
-            if rows.weight_cache.get(other, state.version) is None:
+            if rows.weight_cache.get(other) is None:
                 due.append((rows, other))
         for rows, _ in due:
             # let go of the old copies first, whose memory serves for the new ones
             rows.weight_cache.drop()
-        made = ops.cast_weights(state, [tensor.detach() for _, tensor in due], [rows.weight_index for rows, _ in due])
-        for (rows, tensor), (payload, payload_t, scale_inv) in zip(due, made, strict=True):
-            cast = (*rows.in_gemm_order(payload, payload_t), scale_inv)
-            rows.weight_cache.put(tensor, state.version, cast, used=rows is first)
-            state.record_ahead(rows.weight_index)
-        return True
+        indices = [state.row_of(rows.module, "weight") for rows, _ in due]
+        made = ops.cast_weights(state, [tensor.detach() for _, tensor in due], indices)
+        casts = [
+            (*rows.in_gemm_order(payload, payload_t), inv) for (rows, _), (payload, payload_t, inv) in zip(due, made)
+        ]
+        for (rows, tensor), cast in zip(due, casts, strict=True):
+            rows.weight_cache.put(tensor, cast, used=rows is first)
+        return casts[0]
+
+
+def _records(rows: Fp8Rows) -> bool:
+    return rows.layer is not None and rows.layer.records and rows.switch.in_fp8
 
 
 def _is_plain(weight: Tensor, device: object) -> bool:

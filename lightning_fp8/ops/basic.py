@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops import cuda, gemm, plain, reference
+from lightning_fp8.ops import cuda, gemm, reference
 from lightning_fp8.ops.activations import activated_width
 from lightning_fp8.ops.library import K_MAJOR_DEVICES, LIBRARY, define, implement
 
@@ -20,9 +20,12 @@ _CAST = define(
     "cast(Tensor x, Tensor scale, Tensor amax_history, Tensor index, str format, str activation, str layout, "
     "int state, bool record) -> (Tensor, Tensor, Tensor)"
 )
-# record_amax: scale_inv [] float32 -> a copy of it; amax [] float32, known already, is recorded as `cast` would. The
-#   copy is what goes on with, or a compiled graph would leave the recording out.
-_RECORD_AMAX = define("record_amax(Tensor scale_inv, Tensor amax, Tensor index, int state, bool record) -> Tensor")
+# cast_weight: weight [N, K] -> as of `cast`, with the scale of what it holds, FP8_MAX / max|weight|. Amax and scale are
+#   left in the state at `index`; `record` says whether what is lost counts, where somebody counts.
+_CAST_WEIGHT = define(
+    "cast_weight(Tensor weight, Tensor index, str format, str layout, int state, bool record) "
+    "-> (Tensor, Tensor, Tensor)"
+)
 # scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype. The bias is rounded to out_dtype,
 #   as autocast rounds it, then added in fp32 to the scaled sum, which is rounded once. Without `fast_accumulation`
 #   partial sums are added up in fp32 at least every 128 along K. `gemm` says what may run it, see ops/gemm_choice.py.
@@ -35,29 +38,22 @@ _SCALED_MM_ADD = define(
     "scaled_mm_add_(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, str a_format, "
     'str b_format, bool fast_accumulation, str gemm="auto") -> ()'
 )
-# update_scales: the end of an optimizer step for all R tensors. amax, scale, fp8_max [R] float32, amax_history [H, R]
-#   float32, newest first, nonfinite_steps [R] int64. Where amax is finite and > 0 it is pushed into the history, and
-#   scale = FP8_MAX / (m * margin_factor) with m the newest or the largest entry; where it is not finite,
-#   nonfinite_steps goes up. amax is zeroed.
+# update_scales: the end of an optimizer step for all R tensors. amax, scale, fp8_max [R] float32, amax_history [H, D]
+#   float32, newest first, nonfinite_steps [R] int64. Of the first D: where amax is finite and > 0 it is pushed into the
+#   history, and scale = FP8_MAX / (m * margin_factor) with m the newest or the largest entry; amax is zeroed. Of all:
+#   where amax is not finite, nonfinite_steps goes up.
 _UPDATE_SCALES = define(
     "update_scales(Tensor(a!) amax, Tensor(b!) amax_history, Tensor(c!) scale, Tensor fp8_max, "
     "Tensor(d!) nonfinite_steps, bool most_recent, float margin_factor) -> ()"
 )
 
 cast = implement("cast", reference.cast, cuda.cast)
+cast_weight = implement("cast_weight", reference.cast_weight, cuda.cast_weight)
 scaled_mm = implement("scaled_mm", reference.scaled_mm, gemm.scaled_mm)
 scaled_mm_add_ = implement("scaled_mm_add_", reference.scaled_mm_add_, gemm.scaled_mm_add_)
 update_scales = implement("update_scales", reference.update_scales, cuda.update_scales)
 cast_weights = cuda.cast_weights
-
-
-def _record_amax(scale_inv: Tensor, amax: Tensor, index: Tensor, state: int, record: bool) -> Tensor:
-    plain.record_amax(amax, index, state, record)
-    return scale_inv.clone()
-
-
-LIBRARY.impl("record_amax", _record_amax, "CompositeExplicitAutograd")
-record_amax = torch.ops.lightning_fp8.record_amax.default
+measure_weights = cuda.measure_weights
 
 
 def cast_operand(
@@ -72,10 +68,23 @@ def cast_operand(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`cast` for the GEMMs of the device x is on; by columns too if backward is to ``keep`` something of it."""
-    k_major = x.device.type in K_MAJOR_DEVICES
-    layout = "both" if keep and k_major else "rows"
-    payload, payload_t, scale_inv = cast(x, scale, amax_history, index, format, activation, layout, state, record)
-    return payload, payload_t if k_major else payload.t(), scale_inv
+    layout = _layout(x.device, keep)
+    return _with_transposed(*cast(x, scale, amax_history, index, format, activation, layout, state, record))
+
+
+def cast_weight_operand(
+    weight: Tensor, index: Tensor, format: str, state: int, record: bool, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`cast_weight` likewise."""
+    return _with_transposed(*cast_weight(weight, index, format, _layout(weight.device, keep), state, record))
+
+
+def _layout(device: torch.device, keep: bool) -> str:
+    return "both" if keep and device.type in K_MAJOR_DEVICES else "rows"
+
+
+def _with_transposed(payload: Tensor, payload_t: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return payload, payload_t if payload.device.type in K_MAJOR_DEVICES else payload.t(), scale_inv
 
 
 def casts_weights_together(device: torch.device) -> bool:
@@ -95,15 +104,21 @@ def _cast_fake(
     state: int,
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, columns = x.shape[0], activated_width(x.shape[1], activation)
+    return _payloads_fake(x, activated_width(x.shape[1], activation), layout)
+
+
+@torch.library.register_fake(_CAST_WEIGHT, lib=LIBRARY)
+def _cast_weight_fake(
+    weight: Tensor, index: Tensor, format: str, layout: str, state: int, record: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _payloads_fake(weight, weight.shape[1], layout)
+
+
+def _payloads_fake(x: Tensor, columns: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.shape[0]
     payload = x.new_empty((rows, columns) if layout != "columns" else 0, dtype=torch.uint8)
     payload_t = x.new_empty((columns, rows) if layout != "rows" else 0, dtype=torch.uint8)
     return payload, payload_t, x.new_empty((), dtype=torch.float32)
-
-
-@torch.library.register_fake(_RECORD_AMAX, lib=LIBRARY)
-def _record_amax_fake(scale_inv: Tensor, amax: Tensor, index: Tensor, state: int, record: bool) -> Tensor:
-    return torch.empty_like(scale_inv)
 
 
 @torch.library.register_fake(_SCALED_MM, lib=LIBRARY)

@@ -15,6 +15,8 @@ from lightning_fp8.ops.activations import activate, activated_width, activation_
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.gemm import scaled_mm
 from lightning_fp8.ops.kernels import cast_kernel, update_kernel, weights_kernel
+from lightning_fp8.ops.library import K_MAJOR_DEVICES
+from lightning_fp8.ops.reference import max_abs
 from lightning_fp8.scaling import ScalingState, amax_of, gemm_of, state_of
 
 
@@ -34,22 +36,43 @@ def cast(
     if kernel is None:
         return plain.cast(x, scale, amax_history, index, format, activation, layout, state, record)
     row = _row(scale, amax_history, index, state, record)
-    given = x
+    y, y_t, scale_inv = _cast(kernel, x, row, layout, activation)
+    if is_counting(state, record):
+        count(activate(x, activation), _used(row, scale_inv), index, FORMATS[format], state)
+    return y, y_t, scale_inv
+
+
+def cast_weight(
+    weight: Tensor, index: Tensor, format: str, layout: str, state: int, record: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::cast_weight``."""
+    kernel, known = _kernel_for(weight, format, "none", backward=False), state_of(state)
+    if kernel is None or known is None:
+        return plain.cast_weight(weight, index, format, layout, state, record)
+    current = torch.zeros((), dtype=torch.float32, device=weight.device)
+    y, y_t, scale_inv = _cast(kernel, weight, casts.Row(known.scale, None, index, known.amax, current), layout)
+    if is_counting(state, record):
+        count(weight, known.scale.index_select(0, index)[0], index, FORMATS[format], state)
+    return y, y_t, scale_inv
+
+
+def _cast(
+    kernel: Kernel, x: Tensor, row: casts.Row, layout: str, activation: str = "none"
+) -> tuple[Tensor, Tensor, Tensor]:
     if activation == "none" and x.stride(1) != 1 and x.stride(0) == 1:
         # laid out by columns: the transposed cast of what it is a transpose of
         y_t, y, scale_inv, _ = _launch(kernel, x.t(), row, layout != "rows", layout != "columns")
     else:
         x = x if x.stride(1) == 1 else x.contiguous()
         y, y_t, scale_inv, _ = _launch(kernel, x, row, layout != "columns", layout != "rows", activation)
-    if is_counting(state, record):
-        count(activate(given, activation), _used(row, scale_inv), index, FORMATS[format], state)
     return y, y_t, scale_inv
 
 
 def cast_weights(
     state: ScalingState, weights: Sequence[Tensor], indices: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Both payloads and scale_inv of many weights in one launch, recorded; on a device with a kernel for it.
+    """Both payloads and scale_inv of many weights, each with the scale of what it holds: measured in one launch, cast
+    in another. On a device with a kernel for it.
 
     Args:
         state: the scaling state.
@@ -62,34 +85,32 @@ def cast_weights(
     kernel = weights_kernel(state.device)
     if kernel is None:
         raise RuntimeError(f"There is no kernel on {state.device} that casts weights together.")
-    device = state.device
     jobs = [
         casts.Weight(
             weight,
             index,
-            torch.empty(weight.shape, dtype=torch.uint8, device=device),
-            torch.empty(weight.shape[::-1], dtype=torch.uint8, device=device),
+            torch.empty(weight.shape, dtype=torch.uint8, device=state.device),
+            torch.empty(weight.shape[::-1], dtype=torch.uint8, device=state.device),
         )
         for weight, index in zip(weights, indices, strict=True)
     ]
-    scale_inv = torch.empty(len(weights), dtype=torch.float32, device=device)
-    measured = not state.every_tensor_has_history
-    current = torch.zeros(len(weights), dtype=torch.float32, device=device) if measured else None
-    table, first_tile = casts.weight_table(jobs, scale_inv, current)
-    tiles = int(first_tile[-1])
-    table, first_tile = (_uploaded(part, device) for part in (table, first_tile))
-    casts.cast_weights(kernel, table, first_tile, tiles, (state.scale, state.amax_history, state.amax), measured)
+    table = casts.weight_table(jobs)
+    casts.cast_weights(kernel, table, state.scale, state.amax)
     if state.counts is not None:
-        fmt, places = state.recipe.format_of("weight"), torch.arange(len(state.names), device=device)
-        for weight, index, inverse in zip(weights, indices, scale_inv.unbind(), strict=True):
-            row = casts.Row(state.scale, state.amax_history, places[index : index + 1], None, current)
-            count(weight, _used(row, inverse), row.index, fmt, state.handle)
-    return [(job.y, job.y_t, inverse) for job, inverse in zip(jobs, scale_inv.unbind(), strict=True)]
+        fmt, places = state.recipe.format_of("weight"), torch.arange(len(state.names), device=state.device)
+        for weight, index in zip(weights, indices, strict=True):
+            count(weight, state.scale[index], places[index : index + 1], fmt, state.handle)
+    return [(job.y, job.y_t, inverse) for job, inverse in zip(jobs, table.scale_inv.unbind(), strict=True)]  # type: ignore[misc]
 
 
-def _uploaded(table: Tensor, device: torch.device) -> Tensor:
-    # from pinned memory, which torch keeps from other use until the copy is done, so that nobody waits
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+def measure_weights(weights: Sequence[Tensor]) -> Tensor:
+    """``max|w|`` of many weights on one device, ``[count] float32``: in one launch where there is a kernel for it."""
+    kernel = weights_kernel(weights[0].device) if weights[0].device.type in K_MAJOR_DEVICES else None
+    if kernel is None or not all(weight.numel() for weight in weights):
+        return torch.stack([max_abs(weight) for weight in weights])
+    table = casts.weight_table([casts.Weight(weight, 0) for weight in weights])
+    casts.measure_weights(kernel, table)
+    return table.current_amax
 
 
 def linear_backward(
@@ -193,7 +214,7 @@ def _row(scale: Tensor, amax_history: Tensor, index: Tensor, state: int, record:
 def _used(row: casts.Row, scale_inv: Tensor) -> Tensor:
     """The scale that a cast has used: exactly, where it came from the state."""
     delayed = row.scale.index_select(0, row.index)[0]
-    if row.current_amax is None:
+    if row.current_amax is None or row.newest is None:
         return delayed
     return torch.where(row.newest[0].index_select(0, row.index)[0] > 0, delayed, scale_inv.reciprocal())
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8.formats import FORMATS, Fp8Format
+from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.reference import in_layout, scale_of_current, update_scales
@@ -31,7 +32,7 @@ def cast(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast``."""
     x = activate(x, activation)
-    current = x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
+    current = reference.max_abs(x)
     record_amax(current, index, state, record)
     delayed = scale.index_select(0, index)[0]
     has_history = amax_history[0].index_select(0, index)[0] > 0
@@ -39,6 +40,13 @@ def cast(
     if is_counting(state, record):
         count(x, used, index, FORMATS[format], state)
     return (*in_layout(saturating_cast(x, used, FORMATS[format]), layout), used.reciprocal())
+
+
+def cast_weight(
+    weight: Tensor, index: Tensor, format: str, layout: str, state: int, record: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::cast_weight``."""
+    return reference.cast_weight(weight, index, format, layout, state, record, saturating_cast)
 
 
 def record_amax(current: Tensor, index: Tensor, state: int, record: bool) -> None:
@@ -69,8 +77,8 @@ def cast_gradient(
     return (*cast(dy, scale, amax_history, index, format, "none", layout, state, record), db)
 
 
-def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
-    """``x * scale`` in fp32, saturated to ±max, rounded to nearest even, as contiguous ``uint8``. NaN stays NaN."""
+def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:
+    """See :func:`lightning_fp8.ops.reference.saturating_cast`; ``amax`` would save a pass to a host that may ask."""
     return (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype).contiguous().view(torch.uint8)
 
 

@@ -9,7 +9,7 @@ and cleared by the operating system again and again, which can take longer than 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_fp8.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.counting import count, is_counting
-from lightning_fp8.scaling import amax_of
+from lightning_fp8.scaling import amax_of, note_weight
 
 FP32_MAX = torch.finfo(torch.float32).max
 _BLOCK_ELEMENTS = 1 << 20
@@ -76,7 +76,7 @@ def max_abs(x: Tensor) -> Tensor:
 
 
 def scale_of_current(amax: Tensor, fmt: Fp8Format) -> Tensor:
-    """``FP8_MAX / amax`` for a tensor without a history; 1 where ``amax`` is not finite: finite elements survive."""
+    """``FP8_MAX / amax``; 1 where ``amax`` is not finite: finite elements survive."""
     # tensor by tensor: a Python number divided by a tensor is its reciprocal times the number, rounded twice
     return torch.where(amax.isfinite(), (torch.full_like(amax, fmt.max) / amax).clamp(max=FP32_MAX), 1.0)
 
@@ -91,6 +91,24 @@ def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | Non
     for rows in _row_blocks(*x.shape):
         payload[rows] = _scaled(x[rows], scale, fmt, saturate)
     return payload.view(torch.uint8)
+
+
+def cast_weight(
+    weight: Tensor,
+    index: Tensor,
+    format: str,
+    layout: str,
+    state: int,
+    record: bool,
+    cast: Callable[[Tensor, Tensor, Fp8Format, Tensor], Tensor] = saturating_cast,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight with the scale of what it holds; see the operator ``lightning_fp8::cast_weight``."""
+    fmt, amax = FORMATS[format], max_abs(weight)
+    used = scale_of_current(amax, fmt)
+    note_weight(state, index, amax, used)
+    if is_counting(state, record):
+        count(weight, used, index, fmt, state)
+    return (*in_layout(cast(weight, used, fmt, amax), layout), used.reciprocal())
 
 
 def _may_saturate(scale: Tensor, fmt: Fp8Format, amax: Tensor | None) -> bool:
@@ -228,9 +246,10 @@ def update_scales(
     margin_factor: float,
 ) -> None:
     """See the operator ``lightning_fp8::update_scales``. Never waits for a device."""
-    finite = torch.isfinite(amax)
-    push = finite & (amax > 0)
-    nonfinite_steps += ~finite
+    nonfinite_steps += ~torch.isfinite(amax)
+    delayed = amax_history.shape[1]
+    amax, scale, fp8_max = amax[:delayed], scale[:delayed], fp8_max[:delayed]
+    push = torch.isfinite(amax) & (amax > 0)
     amax_history.copy_(torch.where(push, torch.cat([amax[None], amax_history[:-1]]), amax_history))
     newest_or_max = amax_history[0] if most_recent else amax_history.amax(dim=0)
     # the product may leave fp32; a scale of 0 would turn the whole tensor into NaN

@@ -34,7 +34,21 @@ def cast_transpose(
             failure = _compare_cast(device, format, activation, x, dy if backward else None, values, index, kernel)
             if failure is not None:
                 return f"its self-test at {rows} x {columns} gave {failure}"
+        if activation == "none" and format == "e4m3":
+            failure = _compare_cast_of_weight(device, x, kernel)
+            if failure is not None:
+                return f"its self-test of a weight of {rows} x {columns} gave {failure}"
     return None
+
+
+def _compare_cast_of_weight(device: torch.device, x: Tensor, kernel: Kernel) -> str | None:
+    _, scale, amax, current = _state(device)
+    y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in (x.shape, x.shape[::-1]))
+    scale_inv, index = torch.zeros((), device=device), torch.tensor([2], device=device)
+    # what the last cast used is in place, not the largest of all
+    amax.fill_(1e9)
+    casts.cast_transpose(kernel, x.to(device), casts.Row(scale, None, index, amax, current), scale_inv, y, y_t)
+    return _compare_weight(x, y, y_t, scale_inv, scale[2], amax[2])
 
 
 def _compare_cast(
@@ -100,35 +114,41 @@ def _compare_state(scale_inv: Tensor, used: Tensor, amax: Tensor, expected: Tens
 
 
 def cast_weights(device: torch.device, kernel: Kernel) -> str | None:
-    """Weights of all dtypes and both shapes in one launch, one of them without a history."""
-    newest, scale, amax, _ = _state(device)
+    """Weights of all dtypes and both shapes together."""
+    _, scale, amax, _ = _state(device)
     weights = []
     for number, dtype in enumerate(casts.INPUTS):
         rows, columns = _SHAPES[number % len(_SHAPES)]
         shapes = ((rows, columns), (columns, rows))
         y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in shapes)
-        weights.append(casts.Weight(_random(rows, columns, dtype).to(device), number, y, y_t))
-    scale_inv, current = torch.zeros(len(weights), device=device), torch.zeros(len(weights), device=device)
-    table, first_tile = casts.weight_table(weights, scale_inv, current)
-    tiles = int(first_tile[-1])
-    casts.cast_weights(kernel, table.to(device), first_tile.to(device), tiles, (scale, newest, amax), measure=True)
-    for number, weight in enumerate(weights):
-        values = weight.x.cpu()
-        used = _expected_scale(scale, newest, number, reference.max_abs(values), "e4m3")
-        codes = reference.saturating_cast(values, used, FORMATS["e4m3"])
-        failure = _compare(weight.y.cpu(), weight.y_t.cpu(), codes, "e4m3", exact=True) or _compare_state(
-            scale_inv[number], used, amax[number], reference.max_abs(values), exact=True
-        )
+        weights.append((_random(rows, columns, dtype).to(device), number, y, y_t))
+    table = casts.weight_table([casts.Weight(*weight) for weight in weights])
+    casts.cast_weights(kernel, table, scale, amax)
+    for x, number, y, y_t in weights:
+        failure = _compare_weight(x.cpu(), y, y_t, table.scale_inv[number], scale[number], amax[number])
         if failure is not None:
             return f"its self-test gave {failure}"
     return None
 
 
+def _compare_weight(
+    values: Tensor, y: Tensor, y_t: Tensor, scale_inv: Tensor, scale: Tensor, amax: Tensor
+) -> str | None:
+    expected = reference.max_abs(values)
+    used = reference.scale_of_current(expected, FORMATS["e4m3"])
+    codes = reference.saturating_cast(values, used, FORMATS["e4m3"])
+    if scale.item() != used.item():
+        return f"the scale {scale.item()} in place of {used.item()}"
+    return _compare(y.cpu(), y_t.cpu(), codes, "e4m3", exact=True) or _compare_state(
+        scale_inv, used, amax, expected, exact=True
+    )
+
+
 def update_scales(device: torch.device, kernel: Kernel) -> str | None:
     """Some steps with tensors that ran, did not run and overflowed, over a window longer than a chunk."""
-    tensors, length = 37, 1030
+    tensors, delayed, length = 37, 29, 1030
     generator = torch.Generator().manual_seed(0)
-    history = torch.rand(length, tensors, generator=generator)
+    history = torch.rand(length, delayed, generator=generator)
     mine = {
         "amax": torch.zeros(tensors),
         "amax_history": history,
@@ -139,7 +159,8 @@ def update_scales(device: torch.device, kernel: Kernel) -> str | None:
     theirs = {name: tensor.to(device, copy=True) for name, tensor in mine.items()}
     for most_recent in (False, True):
         amax = torch.rand(tensors, generator=generator)
-        amax[3], amax[5], amax[7] = 0, float("inf"), float("nan")
+        # of the last ones, which are weights, nothing changes but the counter
+        amax[3], amax[5], amax[7], amax[30], amax[31] = 0, float("inf"), float("nan"), float("inf"), float("nan")
         mine["amax"].copy_(amax)
         theirs["amax"].copy_(amax)
         reference.update_scales(**mine, most_recent=most_recent, margin_factor=2.0)

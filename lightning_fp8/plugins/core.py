@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any, ClassVar
@@ -180,14 +180,15 @@ class PrecisionCore(Precision):
         for state in self._states:
             state.update()
 
-    def _updating_scales(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def closure_then_update() -> Any:
-            # The closure runs forward and backward (in manual optimization they have run before); weights change next.
-            result = closure()
-            self._update_scales()
-            return result
-
-        return closure_then_update
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """What was recorded in a step that an error ends is no part of the next update."""
+        try:
+            yield
+        except BaseException:
+            for state in self._states:
+                state.discard()
+            raise
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
@@ -204,7 +205,7 @@ class PrecisionCore(Precision):
     def forward_context(self) -> Iterator[None]:  # type: ignore[override]
         """Computation in the compute dtype, encoders without torch's fast path, attention operands in one dtype."""
         self._look_at_sharding()
-        with self.recomputation_context(), self._autocast():
+        with self._discarding(), self.recomputation_context(), self._autocast():
             yield
 
     def _look_at_sharding(self) -> None:
@@ -227,7 +228,7 @@ class PrecisionCore(Precision):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        with self.recomputation_context():
+        with self._discarding(), self.recomputation_context():
             super().backward(*args, **kwargs)
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -34,10 +34,10 @@ class Fp8FabricPrecision(PrecisionCore):
 
     @override
     def optimizer_step(self, optimizer: Optimizable, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        if closure is not None:
-            return optimizer.step(closure=self._updating_scales(closure), **kwargs)
+        with self._discarding():
+            result = optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
         self._update_scales()
-        return optimizer.step(**kwargs)
+        return result
 
 
 class Bf16MixedFabricPrecision(Fp8FabricPrecision, MixedPrecision):

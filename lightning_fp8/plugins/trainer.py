@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,8 +39,41 @@ class _TrainerPrecision(PrecisionCore, Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        closure = self._updating_scales(closure)
-        return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        # once, however often the optimizer calls the closure
+        with self._discarding():
+            result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        self._update_scales()
+        return result
+
+    @override
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:  # type: ignore[override]
+        # teachers and target networks are evaluated before the first update as well
+        with self._silent(), super().train_step_context():
+            yield
+
+    @override
+    @contextmanager
+    def val_step_context(self) -> Iterator[None]:  # type: ignore[override]
+        model = self._attention.models[-1]() if self._attention.models else None
+        is_sanity_check = (
+            isinstance(model, pl.LightningModule) and model._trainer is not None and model._trainer.sanity_checking
+        )
+        with self._silent() if is_sanity_check else nullcontext(), super().val_step_context():
+            yield
+
+    @contextmanager
+    def _silent(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for state in self._states:
+                stack.enter_context(state.notices.silent())
+            yield
+
+    @override
+    def teardown(self) -> None:
+        for state in self._states:
+            state.notices.see_end(state)
+        super().teardown()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

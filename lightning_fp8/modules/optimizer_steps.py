@@ -1,0 +1,52 @@
+"""Optimizer steps of this process: what was made of a weight before one is stale, and scales want an update at each."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+if TYPE_CHECKING:
+    from lightning_fp8.modules.weight_group import WeightGroup
+
+_steps = 0
+_groups: weakref.WeakSet[WeightGroup] = weakref.WeakSet()
+_joined = 0
+# by optimizer, the models whose weights it changes, and how many layers had joined when that was looked up
+_changed_by: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[WeightGroup]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def optimizer_steps() -> int:
+    """How many steps optimizers have made, all together. Some write through ``.data``, which leaves no other trace."""
+    return _steps
+
+
+def note_layer(group: WeightGroup) -> None:
+    """A layer has joined this group."""
+    global _joined
+    _groups.add(group)
+    _joined += 1
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    global _steps
+    _steps += 1
+    joined, groups = _changed_by.get(optimizer, (-1, []))
+    if joined != _joined:
+        groups = [weakref.ref(group) for group in _groups if _changes(optimizer, group)]
+        _changed_by[optimizer] = _joined, groups
+    for known in groups:
+        group = known()
+        for state in () if group is None else group.states():
+            state.notices.see_optimizer_step(state, id(optimizer))
+
+
+def _changes(optimizer: Optimizer, group: WeightGroup) -> bool:
+    held = {id(rows.weight) for rows in group.members}
+    return any(id(parameter) in held for part in optimizer.param_groups for parameter in part["params"])
+
+
+register_optimizer_step_post_hook(_after_step)
