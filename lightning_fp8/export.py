@@ -186,9 +186,8 @@ def _tensors(
     for names in together.values():
         tensor, users = by_name[names[0]], [gemms.get(name) for name in names]
         scales = users[0]
-        # everything that reads the weight has to read the same codes
-        same = scales is not None and all(user is not None and user.weight == scales.weight for user in users)
-        if scales is None or not same or not plain.isdisjoint(names):
+        # everything that reads the weight has to read its codes
+        if scales is None or not all(users) or not plain.isdisjoint(names):
             tensors[names[0]] = _stored(names[0], tensor, dtype)
             continue
         in_fp8.update(names)

@@ -93,7 +93,8 @@ def test_recorded_amax_is_non_finite_exactly_when_an_element_is(values: list[flo
 def test_scale_comes_from_the_history_and_else_from_the_tensor() -> None:
     x = torch.tensor([[1.0, -4.0]])
     for implementation in (reference, plain, cuda):
-        state = ScalingState(["a"], DelayedScaling())
+        # the second of two inputs
+        state = ScalingState(["a", "b"], DelayedScaling())
         index = torch.tensor([1])
         payload, _, scale_inv = implementation.cast(
             x, state.scale, state.amax_history, index, "e4m3", "none", "rows", 0, False

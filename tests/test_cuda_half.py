@@ -75,7 +75,7 @@ def test_launches_of_a_step(cuda_half: Counter[str]) -> None:
     cuda_half.clear()
     train(model, 1, (16, 32))
     names = {name.replace(" ACTIVATION=Identity BACKWARD=0", ""): count for name, count in cuda_half.items()}
-    # two micro-batches: an input and a gradient for each linear, all weights once (measured, then cast), the update once
+    # two micro-batches: an input and a gradient for each linear; all weights once, measured and cast; the update once
     assert names == {
         "cast_weights": 2,
         "cast_transpose INPUT=Fp32 FORMAT=E4M3": 4,
