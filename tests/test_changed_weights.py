@@ -1,0 +1,192 @@
+"""Weights that change other than through an optimizer: the next forward is as exact as one of a fresh conversion."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import small_mlp
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from lightning_fp8 import DelayedScaling, convert, export, load_exported, scaling_state, unconvert
+
+FACTORS = (0.01, 0.5, 1.5, 2.0, 4.0, 100.0)
+STEPS = 8
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return ((actual - expected).double().norm() / expected.double().norm()).item()
+
+
+def trained(model: nn.Module) -> nn.Module:
+    convert(model, DelayedScaling(amax_history_len=16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        y = model(torch.randn(64, 32))
+        # of the size of the gradients below
+        y.backward(torch.randn(y.shape))
+        scaling_state(model).update()
+        optimizer.step()
+    return model
+
+
+def in_place(model: nn.Linear, values: Tensor) -> None:
+    with torch.no_grad():
+        model.weight.copy_(values)
+
+
+def through_data(model: nn.Linear, values: Tensor) -> None:
+    model.weight.data.copy_(values)
+
+
+def new_data(model: nn.Linear, values: Tensor) -> None:
+    model.weight.data = values.clone()
+
+
+def load(model: nn.Linear, values: Tensor) -> None:
+    model.load_state_dict({**model.state_dict(), "weight": values})
+
+
+def assign(model: nn.Linear, values: Tensor) -> None:
+    model.load_state_dict({**model.state_dict(), "weight": values.clone()}, assign=True)
+
+
+def merge(model: nn.Linear, values: Tensor) -> None:
+    # as PEFT merges an adapter: a product of low rank, added through `.data`; here of full rank, to reach the values
+    delta = values - model.weight.detach()
+    left, singular, right = torch.linalg.svd(delta)
+    model.weight.data += (left[:, : len(singular)] * singular) @ right[: len(singular)]
+
+
+def swap(model: nn.Linear, values: Tensor) -> None:
+    # as weight averaging does it: through `.data`, forth (and never back)
+    kept = model.weight.data.clone()
+    average = nn.Parameter(values.clone())
+    model.weight.data.copy_(average.data)
+    average.data.copy_(kept)
+
+
+def swap_tensors(model: nn.Linear, values: Tensor) -> None:
+    model.zero_grad()
+    torch.utils.swap_tensors(model.weight, nn.Parameter(values.clone()))
+
+
+def prune_half(model: nn.Linear, values: Tensor) -> None:
+    model.weight.data.copy_(values)
+    prune.l1_unstructured(model, "weight", amount=0.5)
+    prune.remove(model, "weight")
+
+
+CHANGES: dict[str, Callable[[nn.Linear, Tensor], None]] = {
+    "in place": in_place,
+    "through .data": through_data,
+    "new .data": new_data,
+    "load_state_dict": load,
+    "assign=True": assign,
+    "adapter merged": merge,
+    "averaged weights": swap,
+    "swap_tensors": swap_tensors,
+    "pruned": prune_half,
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_weight_is_as_exact_as_in_a_fresh_conversion(change: str, factor: float, tmp_path: Path) -> None:
+    model, x = trained(nn.Linear(32, 48, bias=False)), torch.randn(64, 32)
+    assert isinstance(model, nn.Linear)
+    CHANGES[change](model, model.weight.detach() * factor)
+    plain = unconvert(copy.deepcopy(model))
+    fresh = convert(copy.deepcopy(plain))
+    expected = plain(x).detach()
+    bound = 1.1 * error(fresh(x), expected)
+    assert 0.02 < bound < 0.06
+    # in evaluation, in the next training step, and exported
+    with torch.no_grad():
+        assert error(model.eval()(x), expected) < bound
+    y = model.train()(x)
+    assert error(y, expected) < bound
+    gradient = torch.randn(64, 48)
+    model.zero_grad(), plain.zero_grad(), fresh.zero_grad()
+    y.backward(gradient)
+    inputs = [x.clone().requires_grad_() for _ in range(3)]
+    for run, given in zip((model, plain, fresh), inputs):
+        run(given).backward(gradient)
+    assert error(inputs[0].grad, inputs[1].grad) < 1.1 * error(inputs[2].grad, inputs[1].grad)
+    scaling_state(model).update()
+    export(model, tmp_path)
+    loaded = load_exported(nn.Linear(32, 48, bias=False), tmp_path)
+    with torch.no_grad():
+        assert error(loaded(x), expected) < bound
+        # and so it goes on
+        assert error(model.eval()(x), expected) < bound
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("how", ["load_state_dict", "assign=True", "checkpoint without scales"])
+def test_a_whole_model_that_is_loaded_is_a_fresh_conversion(how: str, factor: float) -> None:
+    # what a layer gets, and not only its weight, is another one then: histories go with the weights
+    model, x = trained(small_mlp()), torch.randn(64, 32)
+    weights = {name: tensor * factor for name, tensor in model.state_dict().items()}
+    if how == "checkpoint without scales":
+        torch.manual_seed(1)
+        weights = {name: tensor * factor for name, tensor in small_mlp().state_dict().items()}
+    model.load_state_dict(weights, assign=how == "assign=True")
+    fresh = convert(small_mlp(), DelayedScaling(amax_history_len=16))
+    fresh.load_state_dict(weights)
+    state = scaling_state(model)
+    assert state.amax_history.count_nonzero() == 0
+    assert (state.scale[: state.delayed] == 1).all()
+    with torch.no_grad():
+        # the same numbers: nothing is left of what was before
+        assert torch.equal(model.eval()(x), fresh.eval()(x))
+    assert torch.equal(model.train()(x), fresh.train()(x))
+
+
+def test_scales_that_come_with_the_weights_stay(tmp_path: Path) -> None:
+    source, x = trained(small_mlp()), torch.randn(8, 32)
+    weights, scales = source.state_dict(), scaling_state(source).state_dict()
+    with torch.no_grad():
+        expected = source.eval()(x)
+    for order in ("weights first", "scales first"):
+        model = trained(small_mlp())
+        parts = [lambda: model.load_state_dict(weights), lambda: scaling_state(model).load_state_dict(scales)]
+        for part in parts if order == "weights first" else parts[::-1]:
+            part()
+        with torch.no_grad():
+            assert torch.equal(model.eval()(x), expected)
+        # others without scales, after something has run
+        model.load_state_dict(small_mlp().state_dict())
+        assert scaling_state(model).amax_history.count_nonzero() == 0
+
+
+def test_a_part_that_is_loaded_keeps_the_histories_of_the_others() -> None:
+    # as a target network that follows another one in the same model
+    model = trained(small_mlp())
+    state = scaling_state(model)
+    before = state.amax_history.clone()
+    model[2].load_state_dict(small_mlp()[2].state_dict())
+    emptied = [state.names.index(name) for name in ("2.input", "2.grad_output")]
+    assert state.amax_history[:, emptied].count_nonzero() == 0
+    kept = [state.names.index(name) for name in ("0.input", "0.grad_output")]
+    assert torch.equal(state.amax_history[:, kept], before[:, kept])
+
+
+def test_a_change_to_the_weights_alone_is_seen_by_compiled_layers() -> None:
+    torch._dynamo.reset()
+    model, x = trained(nn.Linear(32, 48)), torch.randn(64, 32)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(x)
+    for factor in (100.0, 1e-4):
+        model.weight.data.mul_(factor)
+        model.bias.data.mul_(factor)
+        expected = unconvert(copy.deepcopy(model))(x).detach()
+        assert error(compiled(x), expected) < 0.05
+        with torch.no_grad():
+            assert error(compiled(x), expected) < 0.05
