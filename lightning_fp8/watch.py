@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.gemm import Fp8Module
 from lightning_fp8.scaling import LAYOUT, ScalingState
-from lightning_fp8.statistics import tensor_statistics
 
 CONDITIONS = ("stale", "nonfinite", "saturated", "underflowed")
+# Of a small tensor one number is a large share: fewer lost numbers than this, at one check, are never above a limit.
+MIN_LOST = 10
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Limits:
     Attributes:
         stale_steps: steps without an update of an active tensor's scale.
         nonfinite_steps: optimizer steps in a row at which a tensor held inf or NaN.
-        saturated_above: share of clipped numbers.
-        underflowed_above: share of the numbers other than zero that became zero.
+        saturated_above: share of clipped numbers; fewer than ``MIN_LOST`` of them are never too much.
+        underflowed_above: share of the numbers other than zero that became zero; with the same exception.
         checks_in_a_row: at how many checks a share has to be above.
     """
 
@@ -41,11 +42,13 @@ class Findings:
 
     Attributes:
         tensors: the steps, or the share, by row.
+        lost: for the shares, by condition and row: how many numbers were lost, and of how many.
         active: how many modules have run.
         any_update: whether any scale has been updated since the check before.
     """
 
     tensors: dict[str, dict[int, float]] = field(default_factory=lambda: {condition: {} for condition in CONDITIONS})
+    lost: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
     active: int = 0
     any_update: bool = False
 
@@ -117,7 +120,7 @@ class Watch:
             step: steps that have been made, in the unit of ``stale_steps``.
             sum_over_processes: the sum of a tensor over all processes, which all have to check at the same time.
         """
-        statistics = tensor_statistics(self.state, sum_over_processes)
+        counts = self._lost_numbers(sum_over_processes)
         updated = (self._updates > 0) & self._is_delayed
         most, limit = self._most_in_a_row, self.limits.nonfinite_steps or 0
         # of several processes each may see other steps, where scales are not reduced
@@ -139,7 +142,9 @@ class Watch:
         for name in self._above:
             share = getattr(self.limits, f"{name}_above")
             if share is not None:
-                findings.tensors[name] = self._lasting(name, statistics[f"{name}_fraction"], share)
+                lost, of = counts[name]
+                findings.tensors[name] = self._lasting(name, lost, of, share)
+                findings.lost[name] = {row: (int(lost[row]), int(of[row])) for row in findings.tensors[name]}
         return findings
 
     def _start_anew(self) -> None:
@@ -157,11 +162,22 @@ class Watch:
         waiting = (self.state.amax != 0) & self._is_delayed & (self._seen == self.state.updates)
         return by_layer.flatten() | waiting
 
-    def _lasting(self, name: str, fraction: Tensor, limit: float) -> dict[int, float]:
-        # a tensor that was not cast, NaN, is judged by the checks at which it was
-        above = torch.where(fraction.isnan(), self._above[name], (self._above[name] + 1) * (fraction > limit))
-        self._above[name] = above
-        return _numbers((above >= self.limits.checks_in_a_row) & ~fraction.isnan(), fraction)
+    def _lost_numbers(self, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """How many numbers were clipped or turned into zero, and of how many; ``[R] int64`` on the CPU."""
+        counts = self.state.counts
+        if counts is None:
+            counts = torch.zeros(len(self.state.names), 4, dtype=torch.int64, device=self.state.device)
+        summed = sum_over_processes(counts).cpu()
+        # what a layer left behind when it fell back says nothing about the run
+        numbers, saturated, nonzero, underflowed = (summed * self.state.rows_in_fp8[:, None]).unbind(dim=1)
+        return {"saturated": (saturated, numbers), "underflowed": (underflowed, nonzero)}
+
+    def _lasting(self, name: str, lost: Tensor, of: Tensor, limit: float) -> dict[int, float]:
+        share = lost.double() / of.clamp(min=1)
+        above = (share > limit) & (lost >= MIN_LOST)
+        # a tensor that was not cast is judged by the checks at which it was
+        self._above[name] = torch.where(of > 0, (self._above[name] + 1) * above, self._above[name])
+        return _numbers((self._above[name] >= self.limits.checks_in_a_row) & (of > 0), share)
 
 
 def _numbers(chosen: Tensor, values: Tensor) -> dict[int, float]:

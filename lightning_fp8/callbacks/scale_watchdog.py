@@ -29,7 +29,8 @@ class ScaleWatchdog(RunWatcher):
       mode.
     - *nonfinite*: it held inf or NaN in ``nonfinite_steps`` optimizer steps in a row.
     - *saturated*, *underflowed*: at ``checks_in_a_row`` checks the share of numbers that its casts clipped, or (of the
-      numbers other than zero) turned into zero, was above the threshold.
+      numbers other than zero) turned into zero, was above the threshold. Fewer than ten such numbers at a check are
+      never above it: one number of 64 is no sign that a scale is wrong.
 
     Each is said once, and again if it comes back. With ``action="fallback"`` the layers concerned run in bf16 from then
     on, each by itself; checkpoints keep that, whether the callback is there when they are loaded or not, and
@@ -182,10 +183,8 @@ class ScaleWatchdog(RunWatcher):
             numbers = {row: number for row, number in findings.tensors[condition].items() if (condition, row) in new}
             if not numbers:
                 continue
-            shown = [
-                f"{state.names[row]} ({int(number) if condition in ('stale', 'nonfinite') else _percent(number)})"
-                for row, number in sorted(numbers.items(), key=lambda item: -item[1])[:10]
-            ]
+            largest = sorted(numbers, key=lambda row: -numbers[row])[:10]
+            shown = [f"{state.names[row]} {_extent(findings, condition, row)}" for row in largest]
             more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
             lines.append(f"{what[condition]}: {', '.join(shown)}{more}.")
             if condition == "stale":
@@ -207,6 +206,14 @@ class ScaleWatchdog(RunWatcher):
             self._state.stop_counting(self)
             self._watch.close()
         self._state = self._watch = None
+
+
+def _extent(findings: Findings, condition: str, row: int) -> str:
+    number = findings.tensors[condition][row]
+    if condition not in findings.lost:
+        return f"({int(number)})"
+    lost, of = findings.lost[condition][row]
+    return f"{lost} of {of} ({_percent(number)})"
 
 
 def _percent(share: float | None) -> str:
