@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +78,11 @@ def make_trainer(path: Path, **kwargs: Any) -> pl.Trainer:
 def seeded(cls: type[Regression] = Regression, **kwargs: Any) -> Any:
     torch.manual_seed(7)
     return cls(**kwargs)
+
+
+def warned(start: str, run: Callable[[], Any]) -> list[str]:
+    """The warnings of a run that begin with ``start``, each as often as it was given."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [text for text in (str(warning.message) for warning in caught) if text.startswith(start)]

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.fabric as lf
 import pytest
 import torch
-from lit import loader, seeded
+from lightning.fabric.plugins.precision import Precision
+from lit import loader, seeded, warned
+from processes import run_script
 from test_trainer import by_hand, same
 from torch import nn
 
-from lightning_fp8 import DelayedScaling, Fp8Precision, scaling_state
+from lightning_fp8 import DelayedScaling, Fp8Precision, convert, scaling_state, unconvert
+from lightning_fp8.warn_once import warn_once
 
 
 def fabric(**kwargs: Any) -> lf.Fabric:
@@ -64,6 +68,265 @@ def test_scales_in_a_checkpoint(tmp_path: Path) -> None:
     other, other_optimizer = runner.setup(fresh, fresh.configure_optimizers())
     runner.load(tmp_path / "c.ckpt", {"model": other, "optimizer": other_optimizer, "scaling": scaling_state(fresh)})
     assert same(net, fresh)
+
+
+@pytest.fixture
+def said_nothing_yet() -> None:
+    warn_once.cache_clear()
+
+
+def trained(runner: lf.Fabric, **kwargs: Any) -> tuple[Any, Any, Any]:
+    """A model, as set up, and its optimizer, after a step."""
+    net = seeded(**kwargs)
+    model, optimizer = runner.setup(net, net.configure_optimizers())
+    runner.backward(model(torch.randn(4, net.net[0].in_features)).sum())
+    optimizer.step()
+    return net, model, optimizer
+
+
+@pytest.mark.usefixtures("said_nothing_yet")
+def test_a_save_without_scales_says_so_once(tmp_path: Path) -> None:
+    runner = fabric(precision="fp8-delayed")
+    _, model, optimizer = trained(runner)
+
+    def save() -> None:
+        runner.save(tmp_path / "c.ckpt", {"net": model, "optimizer": optimizer, "step": 3})
+
+    (message,) = warned("fabric.save", save)
+    assert "the model under 'net' has layers in FP8, but its scales are not among what is saved" in message
+    assert "`{'net': model, 'scaling': lightning_fp8.scaling_state(model), ...}`" in message
+    assert warned("fabric.save", save) == []
+    # and saves as before
+    assert set(torch.load(tmp_path / "c.ckpt", weights_only=True)) == {"net", "optimizer", "step"}
+
+
+@pytest.mark.usefixtures("said_nothing_yet")
+def test_models_in_wrappers_are_found(tmp_path: Path) -> None:
+    class Wrapper(nn.Module):
+        """As DDP keeps its model."""
+
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    runner = fabric(precision="fp8-delayed")
+    net, model, _ = trained(runner)
+    forms = {"module": net, "fabric": model, "wrapped": Wrapper(net), "compiled": torch.compile(model), "part": net.net}
+    for key, form in forms.items():
+        save = partial(runner.save, tmp_path / "c.ckpt", {key: form})
+        assert len(warned(f"fabric.save: the model under {key!r}", save)) == 1
+
+
+@pytest.mark.usefixtures("said_nothing_yet")
+def test_saves_that_lose_nothing_say_nothing(tmp_path: Path) -> None:
+    runner = fabric(precision="fp8-delayed")
+    net, model, optimizer = trained(runner)
+    state = scaling_state(net)
+    for saved in (
+        {"model": model, "optimizer": optimizer, "scaling": state},
+        {"model": model, "scaling": state.state_dict()},
+        {"model": model, "more": {"scales": [1, state.state_dict()]}},
+        {"model": unconvert(seeded()), "optimizer": optimizer},
+        {"optimizer": optimizer},
+    ):
+        assert warned("fabric.save", partial(runner.save, tmp_path / "c.ckpt", saved)) == []
+    plain = fabric(precision="32-true")
+    assert warned("fabric.save", lambda: plain.save(tmp_path / "c.ckpt", {"model": plain.setup(seeded())})) == []
+
+
+@pytest.mark.usefixtures("said_nothing_yet")
+def test_each_model_needs_its_own_scales(tmp_path: Path) -> None:
+    runner = fabric(precision="fp8-delayed")
+    (net, model, _), (_, other, _) = trained(runner), trained(runner, width=16)
+    saved = {"first": model, "second": other, "scaling": scaling_state(net), "dict": other.state_dict()}
+    (message,) = warned("fabric.save", lambda: runner.save(tmp_path / "c.ckpt", saved))
+    assert "under 'second'" in message
+
+
+@pytest.mark.usefixtures("said_nothing_yet")
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_load_that_leaves_scales_behind_says_so_once(tmp_path: Path, strict: bool) -> None:
+    runner = fabric(precision="fp8-delayed")
+    net, model, _ = trained(runner)
+    runner.save(tmp_path / "c.ckpt", {"model": model, "scales": scaling_state(net), "step": 3})
+    fresh = seeded()
+    other = runner.setup(fresh)
+    rest: dict[str, Any] = {}
+
+    def load() -> None:
+        rest.update(runner.load(tmp_path / "c.ckpt", {"model": other}, strict))
+
+    (message,) = warned("fabric.load", load)
+    assert "the model under 'model' has layers in FP8, and the checkpoint holds their scales under 'scales'" in message
+    assert "`{'model': model, 'scales': lightning_fp8.scaling_state(model), ...}`" in message
+    assert warned("fabric.load", load) == []
+    # what it advises, in place of loading them with the model
+    assert set(rest) == {"scales", "step"}
+    assert not same(net, fresh)
+    scaling_state(fresh).load_state_dict(rest["scales"])
+    assert same(net, fresh)
+
+
+@pytest.mark.usefixtures("said_nothing_yet")
+def test_loads_that_leave_nothing_behind_say_nothing(tmp_path: Path) -> None:
+    runner = fabric(precision="fp8-delayed")
+    net, model, _ = trained(runner)
+    runner.save(tmp_path / "with.ckpt", {"model": model, "scaling": scaling_state(net)})
+    runner.save(tmp_path / "without.ckpt", {"model": model})
+    plain = seeded()
+
+    def loads() -> None:
+        runner.load(tmp_path / "with.ckpt", {"model": model, "scaling": scaling_state(net)})
+        runner.load(tmp_path / "with.ckpt", {"model": model, "scaling": {}})
+        runner.load(tmp_path / "with.ckpt", {"model": plain})
+        runner.load(tmp_path / "without.ckpt", {"model": model})
+        assert set(runner.load(tmp_path / "with.ckpt")) == {"model", "scaling"}
+
+    assert warned("fabric.load", loads) == []
+
+
+def test_all_of_a_scaling_state_is_restored(tmp_path: Path) -> None:
+    """In the middle of an accumulation, with a layer that fell back and another that met inf."""
+    runner = fabric(precision="fp8-delayed")
+    net, model, _ = trained(runner)
+    state = scaling_state(net)
+    state.fall_back("net.2")
+    state.nonfinite_steps[0] = 2
+    runner.backward(model(3 * torch.randn(4, 32)).sum())
+    runner.save(tmp_path / "c.ckpt", {"model": model, "scaling": state})
+    fresh = seeded()
+    runner.load(tmp_path / "c.ckpt", {"model": runner.setup(fresh), "scaling": scaling_state(fresh)})
+    assert same(net, fresh)
+    restored = scaling_state(fresh)
+    assert (restored.amax[:3] > 0).all()
+    assert torch.equal(restored.amax, state.amax)
+    assert torch.equal(restored.nonfinite_steps, state.nonfinite_steps)
+    assert restored.fallbacks == ("net.2",)
+
+
+SHARDED = """
+import os
+import lightning.fabric as lf
+import torch
+from lightning.fabric.strategies import ModelParallelStrategy
+from lit import seeded
+from torch.distributed.fsdp import fully_shard
+from lightning_fp8 import fsdp2_policy, scaling_state
+
+
+def sharded(model, mesh):
+    return fully_shard(model, mesh=mesh["data_parallel"], mp_policy=fsdp2_policy())
+
+
+def set_up(seed_scales):
+    net = seeded()
+    model = runner.setup(net)
+    optimizer = runner.setup_optimizers(torch.optim.AdamW(model.parameters()))
+    if seed_scales:
+        runner.backward(model(torch.ones(4, 32)).sum())
+        optimizer.step()
+    return net, model, optimizer
+
+
+strategy = ModelParallelStrategy(sharded, save_distributed_checkpoint={distributed})
+runner = lf.Fabric(accelerator="cpu", devices=2, strategy=strategy, precision="fp8-delayed")
+runner.launch()
+net, model, optimizer = set_up(True)
+path = {path!r} + "/checkpoint"
+runner.save(path, {{"model": model, "optimizer": optimizer, "scaling": scaling_state(net)}})
+fresh, other, other_optimizer = set_up(False)
+asked = {{"model": other, "optimizer": other_optimizer, "scaling": scaling_state(fresh)}}
+runner.load(path, asked)
+assert asked["scaling"] is scaling_state(fresh)
+torch.save([scaling_state(net).state_dict(), scaling_state(fresh).state_dict()],
+           {path!r} + f"/rank{{os.environ['RANK']}}.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", [True, False])
+def test_scales_in_a_checkpoint_of_shards(tmp_path: Path, distributed: bool) -> None:
+    run_script(SHARDED.format(path=str(tmp_path), distributed=distributed), tmp_path)
+    assert (tmp_path / "checkpoint").is_dir() == distributed
+    for rank in (0, 1):
+        saved, loaded = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
+        assert saved["net.0.input"]["amax_history"].tolist() == [1.0]
+        assert set(saved) == set(loaded)
+        for name, entry in saved.items():
+            assert all(torch.equal(value, loaded[name][field]) for field, value in entry.items())
+
+
+class Mine(Precision):
+    """A plugin of the user's, without a name."""
+
+    precision: Any = None
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        ({"precision": "32-true"}, "'32-true' (Precision)"),
+        ({"precision": "16-mixed"}, "'bf16-mixed' (MixedPrecision)"),
+        ({"precision": "16-true"}, "'16-true' (HalfPrecision)"),
+        ({"plugins": Mine()}, "None (Mine)"),
+    ],
+)
+def test_another_precision_says_that_scales_stand_still(choice: dict[str, Any], name: str) -> None:
+    runner, net = fabric(**choice), convert(seeded())
+    made: list[Any] = []
+    (message,) = warned("Fabric", lambda: made.extend(runner.setup(net, net.configure_optimizers())))
+    layers = "Regression has 2 converted layers, which this precision leaves in FP8: net.0, net.2."
+    assert message.startswith(f"Fabric, precision {name}: {layers} This Fabric does not update their scales.")
+    for advice in ('precision="fp8-delayed"', "unconvert(model)", "scaling_state(model).update()"):
+        assert advice in message
+    model, optimizer = made
+    runner.backward(model(torch.randn(4, 32)).sum())
+    optimizer.step()
+    assert (scaling_state(net).scale == 1).all()
+    assert len(warned("Fabric", lambda: runner.setup_module(module=convert(seeded())))) == 1
+    assert warned("Fabric", lambda: runner.setup(seeded())) == []
+
+
+def test_a_plugin_that_unconverts_is_no_matter() -> None:
+    class Plain(Mine):
+        def convert_module(self, module: nn.Module) -> nn.Module:
+            return unconvert(module)
+
+    assert warned("Fabric", lambda: fabric(plugins=Plain()).setup(convert(seeded()))) == []
+
+
+SCRIPT = """
+import os, warnings
+import lightning.fabric as lf
+import torch
+from lit import seeded
+from torch.nn.parallel import DistributedDataParallel
+
+runner = lf.Fabric(accelerator="cpu", devices=2, strategy="ddp", precision="fp8-delayed")
+runner.launch()
+net = seeded()
+model, optimizer = runner.setup(net, net.configure_optimizers())
+assert isinstance(model._forward_module, DistributedDataParallel)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    runner.save({path!r} + "/c.ckpt", {{"model": model, "optimizer": optimizer}})
+said = [str(warning.message) for warning in caught if "fabric.save" in str(warning.message)]
+torch.save(said, {path!r} + f"/rank{{os.environ['RANK']}}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_of_several_processes_the_first_says_it(tmp_path: Path) -> None:
+    run_script(SCRIPT.format(path=str(tmp_path)), tmp_path)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
+    assert len(first) == 1
+    assert "the model under 'model' has layers in FP8" in first[0]
+    assert second == []
+
+
+@pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed", "bf16-true"])
+def test_under_our_plugins_nothing_stands_still(precision: Any) -> None:
+    assert warned("Fabric", lambda: fabric(precision=precision).setup(convert(seeded()))) == []
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

@@ -185,6 +185,8 @@ def seam() -> list[Any]:
         vars(fabric_connector._Connector)["_check_and_init_precision"],
         fabric_connector._PRECISION_INPUT_STR,
         inspect.unwrap(pl.Trainer.__init__).__annotations__["precision"],
+        vars(strategies.Strategy)["setup_precision_plugin"],
+        *(vars(lf.Fabric)[name] for name in ("setup", "setup_module", "save", "load")),
     ]
 
 
@@ -195,7 +197,9 @@ def test_register_is_idempotent_and_unregister_restores_lightning_exactly() -> N
     lightning_fp8.unregister()
     original = seam()
     assert all(a is not b for a, b in zip(original, registered, strict=True))
-    assert not any("lightning_fp8" in getattr(place, "__module__", "") for place in original)
+    for place in original:
+        assert "lightning_fp8" not in getattr(place, "__module__", "")
+        assert "lightning_fp8" not in getattr(place, "__globals__", {}).get("__name__", "")
     lightning_fp8.unregister()
     with pytest.raises(ValueError, match="is invalid"):
         trainer(precision="fp8-delayed")
@@ -214,6 +218,54 @@ def test_a_lightning_without_the_seam_is_told_plainly(monkeypatch: pytest.Monkey
     assert "Trainer(plugins=lightning_fp8.Fp8Precision())" in str(error.value)
     monkeypatch.undo()
     assert all(a is b for a, b in zip(seam()[1:], before, strict=True))
+
+
+PLACES = [
+    (strategies.Strategy, "setup_precision_plugin"),
+    (lf.Fabric, "setup"),
+    (lf.Fabric, "setup_module"),
+    (lf.Fabric, "save"),
+    (lf.Fabric, "load"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), PLACES)
+def test_methods_that_say_more_keep_their_signatures_and_are_missed_by_name(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    registered = inspect.signature(getattr(owner, name))
+    lightning_fp8.unregister()
+    assert inspect.signature(getattr(owner, name)) == registered
+    before = [place for place in seam() if place is not vars(owner)[name]]
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(RuntimeError, match=rf"has no `lightning\..*\.{owner.__name__}\.{name}`"):
+        lightning_fp8.register()
+    monkeypatch.undo()
+    assert all(any(a is b for b in seam()) for a in before)
+
+
+class Mine(stock.Precision):
+    """A plugin of the user's, with settings and a conversion of its own."""
+
+    def __init__(self, settings: list[str]) -> None:
+        self.settings = settings
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        self.settings.append(type(module).__name__)
+        return module
+
+
+def test_plugins_that_are_not_ours_are_left_as_they_are() -> None:
+    for kwargs in ({"precision": "32-true"}, {"precision": "16-true"}, {"plugins": Mine(["a"])}):
+        plugin = trainer(**kwargs).precision_plugin
+        before = dict(vars(plugin))
+        for other in (copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin)), copy.copy(plugin)):
+            assert type(other) is type(plugin)
+            assert vars(other) == before
+        if isinstance(plugin, Mine):
+            made = copy.deepcopy(plugin)
+            made.convert_module(torch.nn.Linear(2, 2))
+            assert (made.settings, plugin.settings) == (["a", "Linear"], ["a"])
 
 
 @pytest.mark.parametrize(

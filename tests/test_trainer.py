@@ -9,10 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.tuner import Tuner
-from lit import Regression, loader, make_trainer, seeded
+from lit import Regression, loader, make_trainer, seeded, warned
+from processes import run_script
 from torch import Tensor, nn
 
+import lightning_fp8
 from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8Precision, convert, scaling_state, unconvert
 from lightning_fp8.modules import feed_forward
 
@@ -331,3 +334,158 @@ def test_unconvert_after_fit_gives_the_plain_model(tmp_path: Path) -> None:
     plain.load_state_dict(model.state_dict())
     x = torch.randn(3, 32)
     assert torch.equal(unconvert(model)(x), plain(x))
+
+
+# --- a converted model under another precision ---
+
+
+class Mine(Precision):
+    """A plugin of the user's."""
+
+    precision: Any = "mine"
+
+
+OTHERS = [
+    ("32-true", "'32-true' (Precision)"),
+    # Lightning's own fp16 autocast is bf16 on the CPU
+    ("16-mixed", "'bf16-mixed' (MixedPrecision)"),
+    ("16-true", "'16-true' (HalfPrecision)"),
+    (Mine(), "'mine' (Mine)"),
+]
+
+
+def of_another(precision: Any, path: Path, **kwargs: Any) -> pl.Trainer:
+    choice = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
+    return make_trainer(path, **choice, **kwargs)
+
+
+@pytest.mark.parametrize(("precision", "name"), OTHERS)
+def test_another_precision_says_that_scales_stand_still(tmp_path: Path, precision: Any, name: str) -> None:
+    model, trainer = convert(seeded()), of_another(precision, tmp_path, max_epochs=2)
+    (message,) = warned("Trainer", lambda: trainer.fit(model, loader(), loader()))
+    layers = "Regression has 2 converted layers, which this precision leaves in FP8: net.0, net.2."
+    assert message.startswith(
+        f"Trainer, precision {name}: {layers} This Trainer neither updates their scales nor saves"
+    )
+    for advice in ('precision="fp8-delayed"', "unconvert(model)", "scaling_state(model).update()"):
+        assert advice in message
+    # what it says is so
+    assert isinstance(model.net[0], Fp8Linear)
+    assert (scaling_state(model).scale == 1).all()
+    # recorded, but not taken
+    assert (scaling_state(model).amax != 0).all()
+    trainer.save_checkpoint(tmp_path / "without.ckpt")
+    saved = torch.load(tmp_path / "without.ckpt", weights_only=True)
+    assert "net.0.input" not in str(saved)
+
+    for run in (trainer.validate, trainer.test, trainer.predict):
+        (message,) = warned("Trainer", lambda run=run: run(model, loader()))
+        assert message.startswith(f"Trainer, precision {name}: {layers} Their scales stay as they are")
+        for advice in ('a checkpoint use `Trainer(precision="fp8-delayed")`', "unconvert(model)"):
+            assert advice in message
+        assert "update" not in message
+    # the advice helps
+    assert warned("Trainer", lambda: make_trainer(tmp_path).fit(model, loader())) == []
+    assert warned("Trainer", lambda: of_another(precision, tmp_path).fit(unconvert(model), loader())) == []
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "16-true", "64-true", "bf16-mixed", "bf16-true", Mine()])
+def test_a_plain_model_is_told_nothing(tmp_path: Path, precision: Any) -> None:
+    class Matching(Regression):
+        def step(self, batch: Any) -> Tensor:
+            return super().step((batch[0].to(self.dtype), batch[1]))
+
+    trainer = of_another(precision, tmp_path)
+    assert warned("Trainer", lambda: trainer.fit(seeded(Matching), loader(), loader())) == []
+
+
+@pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed", "bf16-true", Fp8Precision()])
+def test_under_our_plugins_nothing_stands_still(tmp_path: Path, precision: Any) -> None:
+    trainer = of_another(precision, tmp_path)
+    assert warned("Trainer", lambda: trainer.fit(convert(seeded()), loader(), loader())) == []
+
+
+def test_a_converted_part_of_a_model_is_named(tmp_path: Path) -> None:
+    class Whole(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(32, 32)
+            self.part = seeded()
+            self.net = nn.Identity()
+
+        def configure_model(self) -> None:
+            convert(self.part, ignore_modules=("net.0",))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(self.before(x))
+
+    (message,) = warned("Trainer", lambda: of_another("32-true", tmp_path).fit(seeded(Whole), loader()))
+    assert ": Whole has 1 converted layer, which this precision leaves in FP8: part.net.2. This" in message
+
+
+def test_the_update_that_the_warning_advises(tmp_path: Path) -> None:
+    class Updating(Regression):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            scaling_state(self).update()
+
+        def step(self, batch: Any) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().step(batch)
+
+    model = convert(seeded(Updating))
+    trainer = of_another("32-true", tmp_path, accumulate_grad_batches=2)
+    assert len(warned("Trainer", lambda: trainer.fit(model, loader()))) == 1
+    assert same(model, by_hand(2, accumulate=2))
+
+
+def test_layers_that_fell_back_are_not_in_fp8(tmp_path: Path) -> None:
+    model = convert(seeded())
+    scaling_state(model).fall_back("net.0")
+    (message,) = warned("Trainer", lambda: of_another("32-true", tmp_path).fit(model, loader()))
+    assert "1 converted layer, which this precision leaves in FP8: net.2." in message
+    scaling_state(model).fall_back("net.2")
+    assert warned("Trainer", lambda: of_another("32-true", tmp_path).fit(model, loader())) == []
+
+
+def test_after_unregister_nothing_is_said_even_by_a_trainer_of_before(tmp_path: Path) -> None:
+    trainer = of_another("32-true", tmp_path)
+    lightning_fp8.unregister()
+    try:
+        assert warned("Trainer", lambda: trainer.fit(convert(seeded()), loader())) == []
+    finally:
+        lightning_fp8.register()
+
+
+STRATEGIES = """
+import os, warnings
+from lit import Regression, loader, make_trainer, seeded
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning_fp8 import convert
+import torch
+
+
+class Configured(Regression):
+    def configure_model(self):
+        convert(self)
+
+
+strategy = {strategy}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    trainer = make_trainer({path!r}, precision="32-true", strategy=strategy, devices=2)
+    trainer.fit(seeded(Configured), loader())
+said = [str(warning.message) for warning in caught if "leaves in FP8" in str(warning.message)]
+torch.save(said, {path!r} + f"/rank{{os.environ['RANK']}}.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", ["DDPStrategy()", "ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)"]
+)
+def test_of_several_processes_the_first_says_it(tmp_path: Path, strategy: str) -> None:
+    run_script(STRATEGIES.format(path=str(tmp_path), strategy=strategy), tmp_path)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
+    assert len(first) == 1
+    assert "Configured has 2 converted layers" in first[0]
+    assert second == []

@@ -20,8 +20,8 @@ class Fp8FabricPrecision(PrecisionCore):
 
     ``Fabric(precision="fp8-delayed")`` makes one, and so does ``Fabric(plugins=Fp8Precision(...))``. As with Fabric's
     own mixed precision, floating point inputs of ``forward`` arrive in the compute dtype, and outputs leave in the
-    default dtype. To checkpoint the scales, add them to what ``fabric.save`` gets:
-    ``{"model": model, "scaling": scaling_state(model)}``.
+    default dtype. To checkpoint the scales, add them to what ``fabric.save`` and ``fabric.load`` get:
+    ``{"model": model, "scaling": scaling_state(model)}``. Where they are left out, both warn.
     """
 
     @override

@@ -1,29 +1,43 @@
 """The one seam in Lightning: where a precision string, or a plugin, becomes the plugin that a strategy works with.
 
-Lightning has no registry for precisions. What is replaced here, and put back by :func:`unregister`:
+Lightning has no registry for precisions. What is replaced here, and put back exactly by :func:`unregister`:
 
 - ``_check_and_init_precision`` of the Trainer's and of Fabric's connector, which makes the plugin;
 - ``_PRECISION_INPUT_STR`` in Fabric's connector, the strings that both accept (and name when they refuse one);
-- the annotation of ``Trainer(precision=...)``, by which the Lightning CLI checks a configuration.
+- the annotation of ``Trainer(precision=...)``, by which the Lightning CLI checks a configuration;
+- ``Strategy.setup_precision_plugin`` of the Trainer, and ``setup``, ``setup_module``, ``save`` and ``load`` of Fabric:
+  they do what they did, and say where the scales of a converted model would stand still or be lost. On the classes, not
+  on plugins: those are copied and pickled, and some are the user's own. ``load`` also restores a ``ScalingState`` from
+  a sharded checkpoint, as it does from any other.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import lightning
 import lightning.fabric.connector as fabric_connector
 import lightning.pytorch.trainer.connectors.accelerator_connector as trainer_connector
+from lightning.fabric import Fabric
 from lightning.fabric import strategies as fabric_strategies
 from lightning.pytorch import Trainer
 from lightning.pytorch import strategies as trainer_strategies
+from torch import nn
 
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.fabric import Fp8FabricFSDPPrecision, Fp8FabricPrecision
+from lightning_fp8.plugins.notices import (
+    warn_of_fabric,
+    warn_of_trainer,
+    warn_of_unloaded_scales,
+    warn_of_unsaved_scales,
+)
 from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import Fp8FSDPPrecision, Fp8Precision
+from lightning_fp8.scaling import ScalingState
 
 _METHOD = "_check_and_init_precision"
 _STRINGS = "_PRECISION_INPUT_STR"
@@ -70,6 +84,62 @@ _FRONT_ENDS = (
     ),
 )
 
+
+def _saying_at_setup(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(original)
+    def setup_precision_plugin(strategy: trainer_strategies.Strategy) -> None:
+        # by now the plugin has converted the model
+        original(strategy)
+        if strategy.lightning_module is not None:
+            warn_of_trainer(strategy.lightning_module, strategy.precision_plugin)
+
+    return setup_precision_plugin
+
+
+def _saying_at_fabric_setup(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def setup(fabric: Fabric, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        made = original(fabric, module, *args, **kwargs)
+        warn_of_fabric(module, fabric.strategy.precision)
+        return made
+
+    return setup
+
+
+def _saying_at_save(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def save(fabric: Fabric, path: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+        warn_of_unsaved_scales(state)
+        original(fabric, path, state, *args, **kwargs)
+
+    return save
+
+
+def _saying_at_load(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(original)
+    def load(fabric: Fabric, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        asked = dict(state) if isinstance(state, Mapping) else {}
+        rest = original(fabric, path, state, *args, **kwargs)
+        for key, value in asked.items():
+            # Strategies that load sharded checkpoints put what was saved in the place of an object that is no model.
+            if isinstance(value, ScalingState) and state[key] is not value:
+                value.load_state_dict(state[key])
+                state[key] = value
+        warn_of_unloaded_scales(state, rest)
+        return rest
+
+    return load
+
+
+# class, method, and what makes the method that says more out of the original
+_METHODS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+    (trainer_strategies.Strategy, "setup_precision_plugin", _saying_at_setup),
+    (Fabric, "setup", _saying_at_fabric_setup),
+    (Fabric, "setup_module", _saying_at_fabric_setup),
+    (Fabric, "save", _saying_at_save),
+    (Fabric, "load", _saying_at_load),
+)
+
 # what puts Lightning back, newest last; empty when nothing is registered
 _undo: list[Callable[[], None]] = []
 
@@ -94,6 +164,8 @@ def register() -> None:
         _replace(connector, _METHOD, _plugin_maker(front_end, getattr(connector, _METHOD)))
     strings = Literal[(*get_args(getattr(fabric_connector, _STRINGS)), "fp8-delayed")]  # type: ignore[valid-type]
     _replace(fabric_connector, _STRINGS, strings)
+    for owner, name, make in _METHODS:
+        _replace(owner, name, make(getattr(owner, name)))
     annotations = inspect.unwrap(Trainer.__init__).__annotations__
     before = annotations["precision"]
     annotations["precision"] = before | Literal["fp8-delayed"]
@@ -116,6 +188,9 @@ def _missing_places() -> list[str]:
         missing.append(f"`{fabric_connector.__name__}.{_STRINGS}`")
     if "precision" not in inspect.unwrap(Trainer.__init__).__annotations__:
         missing.append("annotated `precision` argument of `Trainer`")
+    for owner, name, _ in _METHODS:
+        if not callable(getattr(owner, name, None)):
+            missing.append(f"`{owner.__module__}.{owner.__name__}.{name}`")
     return missing
 
 
