@@ -86,6 +86,24 @@ def test_frozen_parameters_get_no_gradient_and_the_others_theirs(frozen: tuple[s
     assert all(whole.get_parameter(name).grad is None for name in frozen)
 
 
+@pytest.mark.parametrize("frozen", [("0.weight", "0.bias"), ("0.weight", "0.bias", "1.weight"), ("0.weight",)])
+def test_nothing_is_computed_for_a_frozen_first_layer_behind_data(frozen: tuple[str, ...]) -> None:
+    parts, whole = two_linears("gelu"), two_linears("gelu")
+    x = torch.randn(5, 16)
+    for model in (parts, whole):
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+    parts[1](F.gelu(parts[0](x))).sum().backward()
+    fp8_feed_forward(whole[0], "gelu", whole[1], x).sum().backward()
+    # no amax of the gradient of h, unless its sum is the gradient of a bias
+    one, two = scaling_state(parts).amax, scaling_state(whole).amax
+    assert torch.equal(one, two)
+    assert (two[2] > 0) == ("0.bias" not in frozen)
+    for one, two in zip(parts.parameters(), whole.parameters(), strict=True):
+        assert (one.grad is None) == (two.grad is None)
+        assert one.grad is None or torch.equal(one.grad, two.grad)
+
+
 def layer(
     activation: Any = F.gelu, dropout: float = 0.0, kind: type[nn.Module] = nn.TransformerEncoderLayer
 ) -> nn.Module:

@@ -184,6 +184,13 @@ def op_samples() -> list[tuple[object, tuple[object, ...]]]:
                 *(*dtypes, False, True),
             ),
         ),
+        (
+            ops.mlp_backward,
+            (
+                *(dy_2, dy, "silu", None, x_inv, None, w_inv, a_fp8_t, x_inv, None, w_inv, *arenas, GRAD, GRAD),
+                *(*recorded, *dtypes, False, True),
+            ),
+        ),
         (ops.linear_backward, (*backward, *recorded, torch.float32, torch.float32, True)),
         (ops.linear_backward, (dy, dy, "silu", *backward[3:], *recorded, torch.float32, torch.float32, True)),
         (

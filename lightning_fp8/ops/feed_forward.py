@@ -28,10 +28,11 @@ _MLP = define(
 )
 # mlp_backward: dy [M, K'] -> (dx [M, K], dw_1 [N', K], db_1 [N'] float32, dw_2 [K', N], db_2 [K'] float32). As of
 #   linear_backward: without w1_fp8_t no dx, without x_fp8_t no dw_1, without a_fp8_t no dw_2, without `bias_1` and
-#   `bias_2` no sums: empty tensors in their places.
+#   `bias_2` no sums: empty tensors in their places. w2_fp8_t is for the gradient of h, and None where none of the first
+#   three is asked for.
 _MLP_BACKWARD = define(
     "mlp_backward(Tensor dy, Tensor h, str activation, Tensor? x_fp8_t, Tensor x_scale_inv, Tensor? w1_fp8_t, "
-    "Tensor w1_scale_inv, Tensor? a_fp8_t, Tensor a_scale_inv, Tensor w2_fp8_t, Tensor w2_scale_inv, Tensor scale, "
+    "Tensor w1_scale_inv, Tensor? a_fp8_t, Tensor a_scale_inv, Tensor? w2_fp8_t, Tensor w2_scale_inv, Tensor scale, "
     "Tensor amax_history, Tensor dh_index, Tensor dy_index, str format, int state, bool record, ScalarType dx_dtype, "
     "ScalarType dw_1_dtype, ScalarType dw_2_dtype, bool bias_1, bool bias_2) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -101,7 +102,7 @@ def _mlp_gradients(
     w1_scale_inv: Tensor,
     a_fp8_t: Tensor | None,
     a_scale_inv: Tensor,
-    w2_fp8_t: Tensor,
+    w2_fp8_t: Tensor | None,
     w2_scale_inv: Tensor,
     scale: Tensor,
     amax_history: Tensor,
@@ -117,8 +118,15 @@ def _mlp_gradients(
     bias_2: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     first = (x_fp8_t, x_scale_inv, w1_fp8_t, w1_scale_inv)
-    second = (a_fp8_t, a_scale_inv, w2_fp8_t, w2_scale_inv)
     arenas = (scale, amax_history)
+    if w2_fp8_t is None:
+        _, dw_2, db_2 = linear_backward(
+            dy, None, "none", a_fp8_t, a_scale_inv, None, w2_scale_inv, *arenas, dy_index, format, state, record,
+            h.dtype, dw_2_dtype, bias_2,
+        )  # fmt: skip
+        dx, dw_1 = dy.new_empty(0, dtype=dx_dtype), dy.new_empty(h.shape[1], 0, dtype=dw_1_dtype)
+        return dx, dw_1, dy.new_empty(0, dtype=torch.float32), dw_2, db_2
+    second = (a_fp8_t, a_scale_inv, w2_fp8_t, w2_scale_inv)
     chain = None
     if dy.device.type in K_MAJOR_DEVICES:
         chain = chained.find(
@@ -182,7 +190,7 @@ def _save_mlp_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tens
     x, weight_1, bias_1, weight_2, bias_2, _, x_fp8_t, x_scale_inv, _, w1_fp8_t, w1_scale_inv = inputs[:11]
     w2_fp8_t, w2_scale_inv = inputs[12:14]
     _, h, a_fp8_t, a_scale_inv = output
-    needs_x, needs_1, _, needs_2 = ctx.needs_input_grad[:4]
+    needs_x, needs_1, needs_bias_1, needs_2 = ctx.needs_input_grad[:4]
     # The activation's gradient is taken at h, in 16 bits; all other operands are kept in FP8.
     ctx.save_for_backward(
         h,
@@ -192,7 +200,7 @@ def _save_mlp_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tens
         w1_scale_inv,
         a_fp8_t if needs_2 else None,
         a_scale_inv,
-        w2_fp8_t,
+        w2_fp8_t if needs_x or needs_1 or needs_bias_1 else None,
         w2_scale_inv,
     )
     ctx.mark_non_differentiable(h, a_fp8_t, a_scale_inv)
