@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_mlp
 from lightning.fabric.utilities import throughput as lightnings
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
@@ -19,7 +18,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from lightning.pytorch.trainer.states import RunningStage
 from lit import Regression, loader, make_trainer, seeded
 
-from lightning_fp8 import Fp8FSDPPrecision, Fp8Precision, convert
+from lightning_fp8 import Fp8FSDPPrecision, Fp8Precision
 from lightning_fp8.callbacks.throughput_monitor import Fp8ThroughputMonitor, dense_fp8_flops
 from lightning_fp8.examples import ByteGPT
 
@@ -237,16 +236,30 @@ def test_the_docstring_lists_every_key() -> None:
     assert sorted(documented) == sorted(throughput.compute())
 
 
-def test_flops_are_to_be_counted_on_a_plain_model() -> None:
-    def counted(model: torch.nn.Module, device: str) -> int:
-        x = torch.randn(8, 32, device=device)
-        return lightnings.measure_flops(model, lambda: model(x), torch.Tensor.sum)
+class MeasuresItself(Regression):
+    flops_per_batch = None
 
-    with torch.device("meta"):
-        plain = small_mlp()
+    def on_fit_start(self) -> None:
+        x = torch.zeros(16, 32)
+        self.eval()
+        self.flops_per_batch = lightnings.measure_flops(self, lambda: self(x), torch.Tensor.sum)
+        self.train()
+
+
+@pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed"])
+def test_flops_measured_on_the_model_itself(precision: str, tmp_path: Path) -> None:
+    model, logger = seeded(MeasuresItself), CSVLogger(tmp_path)
+    monitor = Fp8ThroughputMonitor(samples, window_size=2, peak_flops=3e9)
+    trainer = make_trainer(tmp_path, callbacks=[monitor], logger=logger, log_every_n_steps=1, precision=precision)
+    trainer.fit(model, loader())
     # three products for the second layer, two for the first, whose input needs no gradient
-    assert counted(plain, "meta") == 2 * 8 * (2 * 32 * 64 + 3 * 64 * 4)
-    assert counted(convert(small_mlp()), "cpu") == 0
+    expected = 2 * 16 * (2 * 32 * 64 + 3 * 64 * 4)
+    assert model.flops_per_batch == expected
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        before, last = [row for row in csv.DictReader(file) if row["train/time"]][-2:]
+    rate = expected / (float(last["train/time"]) - float(before["train/time"]))
+    assert float(last["train/device/flops_per_sec"]) == pytest.approx(rate)
+    assert float(last["train/device/mfu"]) == pytest.approx(rate / 3e9)
 
 
 class CountedGPT(ByteGPT):

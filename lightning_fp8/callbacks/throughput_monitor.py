@@ -71,8 +71,9 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
     run at that peak: attention itself and layers that are not converted compute in bf16, at half of it or less. So the
     number is a lower bound of how well the device is used, and 1 is out of reach.
 
-    ``flops_per_batch`` are the FLOPs of one batch on one device. Count them on a model that is not converted, such as a
-    second one on the meta device: ``measure_flops`` counts FP8 products as nothing.
+    ``flops_per_batch`` are the FLOPs of one batch on one device, as counted by Lightning's ``measure_flops``: a
+    converted model has as many as the same one in bf16. Count on a second model on the meta device, or on this one in
+    ``eval()``: in training mode a forward records the amaxes of what it is given, and the scales follow them.
 
     Args:
         batch_size_fn: batch -> its number of samples. In YAML a dotted path, such as ``builtins.len``.

@@ -288,6 +288,7 @@ def _called(module: Fp8Module) -> str:
 
 def output_dtype(x: Tensor) -> torch.dtype:
     """Autocast's dtype where autocast is on, else that of ``x``."""
-    if torch.is_autocast_enabled(x.device.type):
+    # autocast does not know the meta device, where shapes are followed and FLOPs counted
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype

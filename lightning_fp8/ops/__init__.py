@@ -11,6 +11,7 @@ An FP8 tensor travels as its ``uint8`` payload with the name of its format besid
 behind torch's own operator checks.
 """
 
+from lightning_fp8.ops import flops  # noqa: F401 - registers the FLOP formulas
 from lightning_fp8.ops.basic import (
     cast,
     cast_operand,

@@ -1,0 +1,317 @@
+"""Converted models count as many FLOPs as torch counts for the plain ones, by its own formulas."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import small_mlp
+from lightning.fabric.utilities.throughput import measure_flops
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.utilities.model_summary import summarize
+from lit import Regression, loader, make_trainer, seeded
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+from transformer_models import made
+
+from lightning_fp8 import Fp8Precision, convert, ops
+from lightning_fp8.examples.transformer_block import Block
+from lightning_fp8.modules.feed_forward import fp8_feed_forward
+
+Forward = Callable[..., Any]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "swiglu": lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
+}
+X, MEMORY, IMAGE = (4, 6, 32), (4, 9, 32), (4, 9, 20)
+
+
+class Called(nn.Module):
+    """A module with the arguments that it is called with."""
+
+    def __init__(self, module: nn.Module, **kwargs: Any) -> None:
+        super().__init__()
+        self.module, self.kwargs = module, kwargs
+
+    def forward(self, *args: Tensor) -> Tensor:
+        y = self.module(*args, **self.kwargs)
+        return y[0] if isinstance(y, tuple) else y
+
+
+def encoder(**kwargs: Any) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True, **kwargs)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def attention(**kwargs: Any) -> nn.Module:
+    return nn.MultiheadAttention(32, 2, batch_first=True, **kwargs)
+
+
+# by name: the model, and the shapes of its inputs
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] = {
+    "mlp": (small_mlp, (X,)),
+    "no bias, no multiples of 16": (lambda: nn.Sequential(nn.Linear(32, 13, False), nn.Linear(13, 7)), ((5, 32),)),
+    "no rows": (small_mlp, ((0, 32),)),
+    "block": (lambda: Block(32, 2), (X,)),
+    "encoder": (encoder, (X,)),
+    "encoder, gelu, norm first": (lambda: encoder(activation=F.gelu, norm_first=True), (X,)),
+    "decoder": (lambda: nn.TransformerDecoderLayer(32, 2, 64, dropout=0.0, batch_first=True), (X, MEMORY)),
+    "self-attention": (lambda: Called(attention()), (X, X, X)),
+    "self-attention without weights": (lambda: Called(attention(), need_weights=False), (X, X, X)),
+    "cross-attention": (lambda: Called(attention()), (X, MEMORY, MEMORY)),
+    "attention to other features": (lambda: Called(attention(kdim=20, vdim=20)), (X, IMAGE, IMAGE)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _attention_that_is_counted() -> Iterator[None]:
+    # torch has no formula for the fused attention of the CPU
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def flops(run: Callable[[], Any]) -> int:
+    counter = FlopCounterMode(display=False)
+    with counter:
+        run()
+    return counter.get_total_flops()
+
+
+def step(forward: Forward, inputs: tuple[Tensor, ...], backward: bool = True) -> Callable[[], Any]:
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            y = forward(*inputs)
+        if backward:
+            y.float().sum().backward()
+
+    return run
+
+
+def pair(name: str) -> tuple[nn.Module, nn.Module, tuple[Tensor, ...]]:
+    """A plain model, the same one converted, and inputs."""
+    make, shapes = MODELS[name]
+    plain = make()
+    one = [torch.randn(*shape) for shape in shapes]
+    # self-attention is that of one tensor
+    inputs = tuple(one[shapes.index(shape)] for shape in shapes)
+    return plain, convert(copy.deepcopy(plain)), inputs
+
+
+def test_an_mlp_counts_by_the_definition() -> None:
+    model, x = convert(small_mlp()), torch.randn(8, 32)
+    assert flops(lambda: model(x)) == 2 * 8 * (32 * 64 + 64 * 4)
+    # three products for the second layer, two for the first, whose input needs no gradient
+    assert flops(lambda: model(x).sum().backward()) == 2 * 8 * (2 * 32 * 64 + 3 * 64 * 4)
+
+
+@pytest.mark.parametrize("inputs_need_gradients", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_step_and_evaluation(name: str, inputs_need_gradients: bool) -> None:
+    plain, converted, inputs = pair(name)
+    for x in inputs:
+        x.requires_grad_(inputs_need_gradients)
+    expected = flops(step(plain, inputs))
+    assert (expected > 0) == (name != "no rows")
+    assert flops(step(converted, inputs)) == expected
+    # a training mode without gradients, in which torch's encoder does not take its fused path, which counts as nothing
+    with torch.no_grad():
+        expected = flops(step(plain, inputs, backward=False))
+        assert flops(step(converted, inputs, backward=False)) == expected
+        assert flops(step(converted.eval(), inputs, backward=False)) == expected
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "first", "last", "all but one bias"])
+@pytest.mark.parametrize("name", ["mlp", "encoder", "cross-attention", "attention to other features"])
+def test_frozen_parameters(name: str, frozen: str) -> None:
+    plain, converted, inputs = pair(name)
+    for model in (plain, converted):
+        parameters = list(model.named_parameters())
+        for position, (path, parameter) in enumerate(parameters):
+            first = position < len(parameters) / 2
+            freeze = {"first": first, "last": not first, "all but one bias": "bias" not in path or position > 3}
+            parameter.requires_grad_(not freeze.get(frozen, path.endswith(frozen)))
+    assert flops(step(converted, inputs)) == flops(step(plain, inputs)) > flops(lambda: converted(*inputs))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "encoder", "block"])
+def test_checkpointing_counts_forward_twice(name: str, reentrant: bool) -> None:
+    plain, converted, inputs = pair(name)
+    inputs[0].requires_grad_()
+    once, forward = (flops(step(plain, inputs, backward)) for backward in (True, False))
+    for model in (plain, converted):
+        with set_checkpoint_early_stop(False):
+            again = step(lambda *args, model=model: checkpoint(model, *args, use_reentrant=reentrant), inputs)
+            assert flops(again) == once + forward
+
+
+def test_checkpointing_does_the_last_product_again_that_bf16_can_leave_out() -> None:
+    # recomputation stops when all saved tensors are there: a linear layer of torch saves before it multiplies
+    plain, converted, inputs = pair("mlp")
+    counts = [
+        flops(step(lambda *args, model=model: checkpoint(model, *args, use_reentrant=False), inputs))
+        for model in (plain, converted)
+    ]
+    assert counts[1] - counts[0] == 2 * 4 * 6 * 64 * 4
+
+
+def test_conv1d() -> None:
+    model, batch = made("gpt2")
+    converted = convert(copy.deepcopy(model))
+
+    def counts(model: Any) -> list[int]:
+        return [flops(lambda: model.loss(batch).backward()), flops(lambda: model.logits(batch))]
+
+    assert counts(converted) == counts(model)
+    assert min(counts(model)) > 0
+
+
+def test_each_module_counts_its_own() -> None:
+    def by_module(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, int]:
+        counter = FlopCounterMode(display=False, depth=None)
+        with counter:
+            step(model, inputs)()
+        return {path.partition(".")[2]: sum(of.values()) for path, of in counter.get_flop_counts().items()}
+
+    plain, converted, inputs = pair("block")
+    expected = by_module(plain, inputs)
+    assert by_module(converted, inputs) == expected
+    assert {"qkv", "out", "up", "down"} <= expected.keys()
+    # the first layer's input needs no gradient here either, but the norm before it has parameters
+    assert expected["up"] == 3 * 2 * 4 * 6 * 32 * 128
+
+
+def test_a_layer_that_fell_back() -> None:
+    plain, converted, inputs = pair("mlp")
+    converted[0].scaling_state.fall_back("2")
+    assert flops(step(converted, inputs)) == flops(step(plain, inputs))
+
+
+# --- the feed-forward block as one operator: counters hook all modules, for which it steps aside ---
+
+
+@pytest.mark.parametrize("x_needs_gradient", [False, True])
+@pytest.mark.parametrize("frozen", [(), ("0.weight",), ("0.weight", "0.bias"), ("1.weight", "1.bias"), ("1.weight",)])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_feed_forward_as_one(activation: str, frozen: tuple[str, ...], x_needs_gradient: bool) -> None:
+    plain = nn.Sequential(nn.Linear(16, 48 if activation == "swiglu" else 24), nn.Linear(24, 10))
+    for name in frozen:
+        plain.get_parameter(name).requires_grad_(False)
+    whole = convert(copy.deepcopy(plain))
+    x = torch.randn(3, 7, 16, requires_grad=x_needs_gradient)
+
+    def parts(x: Tensor) -> Tensor:
+        return plain[1](ACTIVATIONS[activation](plain[0](x)))
+
+    def one(x: Tensor) -> Tensor:
+        return fp8_feed_forward(whole[0], activation, whole[1], x)
+
+    assert flops(step(one, (x,))) == flops(step(parts, (x,)))
+    with torch.no_grad():
+        assert flops(step(one, (x,), backward=False)) == flops(step(parts, (x,), backward=False)) > 0
+
+
+def test_products_called_directly() -> None:
+    a, b, one = torch.zeros(5, 24, dtype=torch.uint8), torch.zeros(7, 24, dtype=torch.uint8), torch.tensor(1.0)
+    expected = flops(lambda: torch.randn(5, 24) @ torch.randn(24, 7))
+    formats = ("e4m3", "e4m3")
+    out = torch.zeros(5, 7)
+    assert flops(lambda: ops.scaled_mm(a, b, one, one, None, *formats, torch.bfloat16, True)) == expected
+    assert flops(lambda: ops.scaled_mm_add_(out, a, b, one, one, *formats, False)) == expected
+
+
+def test_a_backward_through_an_activation_counts_by_the_width_before_it() -> None:
+    m, n, k = 5, 14, 24
+    state = convert(nn.Linear(k, n)).scaling_state
+    x_fp8_t, w_fp8_t, one = torch.zeros(k, m, dtype=torch.uint8), torch.zeros(k, n, dtype=torch.uint8), torch.ones(())
+    dy, h, index = torch.randn(m, n // 2), torch.randn(m, n), torch.tensor([2])
+
+    def backward() -> None:
+        ops.linear_backward(
+            *(dy, h, "swiglu", x_fp8_t, one, w_fp8_t, one, state.scale, state.amax_history, index, "e5m2", 0, False),
+            *(torch.float32, torch.float32, False),
+        )
+
+    assert flops(backward) == 2 * 2 * m * n * k
+
+
+# --- torch.compile, Lightning ---
+
+
+@pytest.mark.parametrize(("name", "backend"), [("mlp", "inductor"), ("encoder", "aot_eager")])
+def test_compiled(name: str, backend: str) -> None:
+    """Under a counter dynamo compiles nothing and runs nothing compiled; a backward compiled before is counted."""
+    plain, converted, inputs = pair(name)
+    expected, forward = (flops(step(plain, inputs, backward)) for backward in (True, False))
+    for model in (plain, converted):
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend=backend)
+        losses = []
+        step(lambda *args, compiled=compiled, losses=losses: losses.append(compiled(*args)), inputs, False)()
+        assert flops(lambda losses=losses: losses[0].float().sum().backward()) == expected - forward
+        with warnings.catch_warnings():
+            # about the hooks that a counter has on all modules
+            warnings.simplefilter("ignore")
+            assert flops(step(compiled, inputs)) == expected
+
+
+@pytest.mark.parametrize("name", ["mlp", "encoder", "decoder", "attention to other features"])
+def test_measure_flops_on_the_meta_device(name: str) -> None:
+    def measured(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[int]:
+        return [measure_flops(model, lambda: model(*inputs), loss) for loss in (None, Tensor.sum)]
+
+    plain, converted, inputs = pair(name)
+    expected = measured(plain, inputs)
+    assert min(expected) > 0
+    assert measured(converted, inputs) == expected
+    meta = tuple(x.to("meta") for x in inputs)
+    with torch.device("meta"):
+        born = MODELS[name][0]()
+    assert measured(born, meta) == expected
+    assert measured(convert(born), meta) == expected
+
+
+def test_counting_in_evaluation_mode_leaves_the_scales_alone() -> None:
+    model, x = convert(small_mlp()).eval(), torch.randn(8, 32)
+    assert measure_flops(model, lambda: model(x), Tensor.sum) == flops(lambda: small_mlp()(x).sum().backward())
+    assert not model[0].scaling_state.amax.any()
+
+
+class WithExample(Regression):
+    example_input_array = torch.randn(16, 32)
+
+
+@pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed"])
+def test_model_summary(precision: str, tmp_path: Path) -> None:
+    summaries = []
+
+    class Kept(ModelSummary):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            summaries.append(summarize(pl_module, max_depth=-1))
+
+    model = seeded(WithExample)
+    make_trainer(tmp_path, precision=precision, callbacks=[Kept()], max_steps=1).fit(model, loader())
+    (summary,) = summaries
+    layers = {name: sum(of.values()) for name, of in summary.flop_counts.items()}
+    assert layers == {"net": 73728, "net.0": 65536, "net.1": 0, "net.2": 8192}
+    assert summary.total_flops == 2 * 16 * (32 * 64 + 64 * 4) == 73728
+    assert "65.5 K" in str(summary)
+
+
+def test_encoder_in_evaluation_under_the_plugins() -> None:
+    plain, converted, inputs = pair("encoder")
+    counts = []
+    for precision, prepared in (("bf16-mixed", plain), ("fp8-delayed", converted)):
+        plugin = Fp8Precision(precision)
+        plugin.convert_module(prepared.eval())
+        with torch.no_grad(), plugin.forward_context():
+            counts.append(flops(lambda prepared=prepared: prepared(*inputs)))
+    assert counts[0] == counts[1] > 0
