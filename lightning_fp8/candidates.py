@@ -1,13 +1,17 @@
-"""Which layers of a model can run in FP8, which are to, and why the others are not."""
+"""Which layers of a model can run in FP8, which are to, why the others are not, and which parameters have no layer."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_fp8.classes import own_class
@@ -16,7 +20,38 @@ from lightning_fp8.min_features import Sizes, too_small
 from lightning_fp8.modules.attention import Fp8MultiheadAttention
 from lightning_fp8.modules.gemm import Fp8Module
 from lightning_fp8.modules.linear import Fp8Linear
-from lightning_fp8.paths import modules_inside, named_modules
+from lightning_fp8.paths import modules_inside, named_modules, numbered
+
+# lookups, convolutions, and the normalisations whose parameters can have 2 dimensions: not matrix products
+_WITHOUT_GEMMS = (nn.Embedding, nn.EmbeddingBag, _ConvNd, nn.LayerNorm, nn.RMSNorm)
+# from which share of the model's parameters on it matters that some are not in FP8
+LARGE_SHARE = 0.01
+
+
+class Candidate(NamedTuple):
+    """A row of :func:`lightning_fp8.describe`: a layer that does matrix multiplications, and whether they run in FP8.
+
+    Or a large parameter of a module that is none of these layers, which FP8 does not reach.
+
+    Attributes:
+        path: module path, as ``ignore_modules`` patterns see it; of a parameter its name in the model.
+        kind: class name; ``"Parameter"`` for a parameter.
+        converted: whether it runs in FP8.
+        reason: why, or why not.
+    """
+
+    path: str
+    kind: str
+    converted: bool
+    reason: str
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether the path is that of a layer, not of a parameter."""
+        return self.kind != "Parameter"
+
+    def __str__(self) -> str:
+        return f"{'fp8' if self.converted else '-':4}{self.path or '(root)'} ({self.kind}): {self.reason}"
 
 
 def fp8_classes() -> dict[type[nn.Module], type[Fp8Module]]:
@@ -38,8 +73,7 @@ def candidates(
     module: nn.Module, ignore_modules: Sequence[str], min_features: int
 ) -> Iterator[tuple[str, nn.Module, str | None]]:
     """Path, layer and the reason against its conversion, None for those to convert, parents before children."""
-    classes = fp8_classes()
-    kinds = tuple(classes)
+    kinds = tuple(fp8_classes())
     ignored = modules_inside(module, ignore_modules)
     outputs_of_converted: set[nn.Module] = set()
     for path, layer in named_modules(module):
@@ -53,6 +87,55 @@ def candidates(
         if reason is None and isinstance(layer, nn.MultiheadAttention):
             outputs_of_converted.add(layer.out_proj)
         yield path, layer, reason
+
+
+def large_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Path, module and parameter of each large matrix, or stack of matrices, that is in no layer known here.
+
+    Those are parameters of 2 or more dimensions outside of the layers that :func:`candidates` yields, and of torch's
+    embeddings, convolutions and normalisations. They are large where those whose paths differ only in numbers are, all
+    together, at least ``LARGE_SHARE`` of the model's parameters: the layers of a stack count as one.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, (*fp8_classes(), nn.Bilinear))]
+    in_layers = {parameter for layer in layers for parameter in layer.parameters()}
+    others = [layer for layer in module.modules() if isinstance(layer, _WITHOUT_GEMMS)]
+    passed_over = {part for layer in others for part in layer.modules()}
+    found: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    for path, owner in named_modules(module):
+        for name, parameter in owner.named_parameters(recurse=False):
+            is_known = owner in passed_over or parameter in in_layers
+            if not is_known and not is_lazy(parameter) and parameter.dim() >= 2:
+                found.setdefault(parameter, (".".join(filter(None, (path, name))), owner))
+    sizes: Counter[str] = Counter()
+    for parameter, (path, _) in found.items():
+        sizes[numbered(path)] += parameter.numel()
+    least = max(1, LARGE_SHARE * number_of_parameters(module))
+    for parameter, (path, owner) in found.items():
+        if sizes[numbered(path)] >= least:
+            yield path, owner, parameter
+
+
+def number_of_parameters(module: nn.Module) -> int:
+    """Elements of all parameters, tied ones once, those that are not initialised yet as none."""
+    return sum(0 if is_lazy(parameter) else parameter.numel() for parameter in module.parameters())
+
+
+def table(module: nn.Module, ignore_modules: Sequence[str], min_features: int) -> list[Candidate]:
+    """See :func:`lightning_fp8.describe`."""
+    found = []
+    for path, layer, reason in candidates(module, ignore_modules, min_features):
+        if isinstance(layer, Fp8Module):
+            shapes = " and ".join(map(str, sizes(layer)))
+            fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
+            reason = f"converted, {shapes}" + (f"; fell back to bf16: {fallen}" if fallen else "")
+            found.append(Candidate(path, layer.plain_class.__name__, layer.in_fp8, reason))
+        else:
+            found.append(Candidate(path, type(layer).__name__, False, reason or "not converted yet: call `convert`"))
+    for path, owner, parameter in large_parameters(module):
+        kind = own_class(owner).__name__
+        reason = f"{list(parameter.shape)} parameter of {kind}: no layer known here multiplies with it"
+        found.append(Candidate(path, "Parameter", False, reason))
+    return found
 
 
 def converted(module: nn.Module) -> Iterator[tuple[str, Fp8Module]]:

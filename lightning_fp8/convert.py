@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_fp8.candidates import candidates, check_dtype, converted, fp8_classes, of_what_size, sizes, weights
+from lightning_fp8.candidates import (
+    Candidate,
+    candidates,
+    check_dtype,
+    converted,
+    fp8_classes,
+    of_what_size,
+    table,
+    weights,
+)
 from lightning_fp8.classes import exchange_class, own_class
 from lightning_fp8.device import check_device
 from lightning_fp8.fast_path import keep_own_forwards, restore_fast_path
@@ -25,25 +34,6 @@ from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.scaling import ScalingState
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-class Candidate(NamedTuple):
-    """A row of :func:`describe`: a layer that does matrix multiplications, and whether they run in FP8.
-
-    Attributes:
-        path: module path, as ``ignore_modules`` patterns see it.
-        kind: class name.
-        converted: whether it runs in FP8.
-        reason: why, or why not.
-    """
-
-    path: str
-    kind: str
-    converted: bool
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{'fp8' if self.converted else '-':4}{self.path or '(root)'} ({self.kind}): {self.reason}"
 
 
 def convert(
@@ -129,18 +119,13 @@ def describe(
 ) -> list[Candidate]:
     """A row for each layer that could run in FP8: converted, or why not. ``print(*describe(model), sep="\\n")``.
 
+    Behind them, a row for each large parameter of 2 or more dimensions that is in no such layer and in none of torch's
+    embeddings, convolutions and normalisations, such as the stacked experts of a mixture of experts. Large is what
+    makes up, with the parameters of the same path in other layers of a stack, at least 1% of the model.
+
     The arguments are those of :func:`convert`; without ``min_features`` it is that of the last conversion.
     """
-    rows = []
-    for path, layer, reason in candidates(module, ignore_modules, _settle_min_features(module, min_features)):
-        if isinstance(layer, Fp8Module):
-            shapes = " and ".join(map(str, sizes(layer)))
-            fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
-            reason = f"converted, {shapes}" + (f"; fell back to bf16: {fallen}" if fallen else "")
-            rows.append(Candidate(path, layer.plain_class.__name__, layer.in_fp8, reason))
-        else:
-            rows.append(Candidate(path, type(layer).__name__, False, reason or "not converted yet: call `convert`"))
-    return rows
+    return table(module, ignore_modules, _settle_min_features(module, min_features))
 
 
 def is_converted(module: nn.Module) -> bool:

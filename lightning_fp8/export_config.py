@@ -85,7 +85,7 @@ def _plain_layers(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
     """Paths of the linear layers whose weights are not FP8 in the file; of an attention ``<path>.<projection>``."""
     layers = dict(named_modules(model))
     plain: list[str] = []
-    for path in (row.path for row in describe(model)):
+    for path in (row.path for row in describe(model) if row.is_layer):
         layer = layers[path]
         gemms: Iterable[str] = layer.fp8 if isinstance(layer, Fp8Module) else ("",)
         for gemm in gemms:

@@ -169,7 +169,8 @@ def _convert_only(model: nn.Module, gemms: Gemms) -> None:
         if joined(plain_path(path), name) in gemms
     }
     layers = dict(named_modules(model))
-    others = [row.path for row in describe(model) if chosen.isdisjoint(layers[row.path].modules())]
+    known = [row.path for row in describe(model) if row.is_layer]
+    others = [path for path in known if chosen.isdisjoint(layers[path].modules())]
     convert(model, ignore_modules=[glob.escape(path) for path in others], min_features=0)
     converted = converted_gemms(model).keys()
     _refuse("ran in FP8 and cannot here, see `describe(model)`", (name for name in gemms if name not in converted))

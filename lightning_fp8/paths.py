@@ -16,6 +16,15 @@ def plain_path(path: str) -> str:
     return ".".join(segment for segment in path.split(".") if segment not in _WRAPPER_SEGMENTS)
 
 
+def numbered(path: str) -> str:
+    """A path with ``*`` for each number in it: the same one for what a stack of layers repeats.
+
+    >>> numbered("layers.11.mlp.up")
+    'layers.*.mlp.up'
+    """
+    return ".".join("*" if segment.isdecimal() else segment for segment in path.split("."))
+
+
 def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``module.named_modules()`` by plain paths, parents before children."""
     for path, layer in module.named_modules():

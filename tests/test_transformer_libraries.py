@@ -92,7 +92,8 @@ def test_validation_runs_the_fp8_gemms_of_training(tmp_path: Path, name: str, mo
     assert len(training) > 0
     assert validation == training
     assert sorted(training) == sorted(linear)
-    rows = describe(model)
+    # without the position embedding of ViT, a parameter of its own
+    rows = [row for row in describe(model) if row.is_layer]
     assert all(row.converted for row in rows)
     assert [row.path for row in rows] == linear
     assert all(isinstance(model.get_submodule(path), FP8) for path in linear)

@@ -9,12 +9,12 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.nn.parameter import is_lazy
 from torch.version import cuda
 from typing_extensions import override
 
 from lightning_fp8.bench.rows import environment, gpu_environment, package_version
 from lightning_fp8.callbacks.run_files import log_folder, write_json
+from lightning_fp8.candidates import number_of_parameters
 from lightning_fp8.convert import describe, is_converted, scaling_state
 from lightning_fp8.report import RUN_FILE
 
@@ -50,7 +50,7 @@ def _record(trainer: Trainer, model: LightningModule) -> dict[str, Any]:
         "strategy": type(trainer.strategy).__name__,
         "accelerator": type(trainer.accelerator).__name__,
         "world_size": trainer.world_size,
-        "parameters": sum(0 if is_lazy(parameter) else parameter.numel() for parameter in model.parameters()),
+        "parameters": number_of_parameters(model),
         "environment": _environment(trainer),
         "recipe": asdict(state.recipe) if state else None,
         "modules": list(state.module_names) if state else None,

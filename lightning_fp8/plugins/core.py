@@ -17,7 +17,8 @@ from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing_extensions import Self, override
 
 from lightning_fp8.attention_dtypes import AttentionDtypes, DtypeMismatch
-from lightning_fp8.convert import convert, describe, is_converted, scaling_state, unconvert
+from lightning_fp8.convert import convert, is_converted, scaling_state, unconvert
+from lightning_fp8.coverage import coverage
 from lightning_fp8.dtypes import agree_inputs, float64_parameter, release_inputs, store_parameters
 from lightning_fp8.fast_path import layers_own_forwards
 from lightning_fp8.fp8_all_gather import gather_in_fp8, note_sharded_weights
@@ -147,13 +148,8 @@ class PrecisionCore(Precision):
 
     def _convert(self, module: nn.Module) -> None:
         if not is_converted(module):
-            number = as_agreed_number(self.min_features)
-            convert(module, self.recipe, self._not_converted, self.gemm, number)
-            rows = describe(module)
-            rank_zero_info(
-                f"fp8-delayed: {sum(row.converted for row in rows)} of {len(rows)} linear layers run in FP8"
-                + (f" (min_features={number})." if number else ".")
-            )
+            convert(module, self.recipe, self._not_converted, self.gemm, as_agreed_number(self.min_features))
+            rank_zero_info(f"fp8-delayed: {coverage(module)}.")
             return
         # Converted by the user or by an earlier run: it stays as it is, unless this plugin was told otherwise. Only
         # what runs the GEMMs is each run's own.

@@ -165,8 +165,8 @@ def layers(run: Run) -> Table:
          Cell("FP8" if row["converted"] else "not FP8", mark=not row["converted"]), Cell(row["reason"])]
         for row in found
     ]  # fmt: skip
-    count = sum(row["converted"] for row in found)
-    note = f"{count} of {len(found)} layers ran in FP8 when the run started."
+    known = [row["converted"] for row in found if row["kind"] != "Parameter"]
+    note = f"{sum(known)} of {len(known)} layers ran in FP8 when the run started."
     return Table(["layer", "class", "runs in", "because"], rows, note, by_layer=True)
 
 

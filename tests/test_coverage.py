@@ -1,0 +1,276 @@
+"""How much of a model runs in FP8: its share of the parameters, and large ones that are in no layer known here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from lightning.pytorch.loggers import CSVLogger
+from lit import make_trainer, seeded
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.data import DataLoader
+
+from lightning_fp8 import (
+    Fp8Precision,
+    LayerTimer,
+    RunRecord,
+    convert,
+    describe,
+    export,
+    load_exported,
+    scaling_state,
+)
+from lightning_fp8.coverage import coverage
+from lightning_fp8.report import tables
+from lightning_fp8.report.runs import read_runs
+
+
+class Experts(nn.Module):
+    """``y = x + sum over experts of x @ up @ down``, with the experts stacked in two parameters."""
+
+    def __init__(self, experts: int = 4, width: int = 16, hidden: int = 24) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, width, hidden) / 8)
+        self.down = nn.Parameter(torch.randn(experts, hidden, width) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        up = torch.bmm(rows.expand(len(self.up), -1, -1), self.up.to(x.dtype))
+        return x + torch.bmm(F.relu(up), self.down.to(x.dtype)).sum(0).view_as(x)
+
+
+class Mixture(nn.Module):
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), Experts()) for _ in range(depth))
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=16,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    if not any(parameter.dim() == 3 for parameter in model.parameters()):
+        pytest.skip("before transformers 5 each expert of a Mixtral is made of linear layers")
+    return model
+
+
+def unknown(model: nn.Module) -> dict[str, str]:
+    """Reasons by the path of the parameters that are listed."""
+    return {row.path: row.reason for row in describe(model) if not row.is_layer}
+
+
+def said_by_the_plugin(model: nn.Module, caplog: pytest.LogCaptureFixture, **settings: Any) -> str:
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        Fp8Precision(**settings).convert_module(model)
+    (message,) = [record.getMessage() for record in caplog.records if "run in FP8" in record.getMessage()]
+    return message
+
+
+def test_mixtral(caplog: pytest.LogCaptureFixture) -> None:
+    model = mixtral()
+    elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    linear = [name for name in elements if "_proj.weight" in name or name == "lm_head.weight"]
+    assert len(linear) == 9
+    assert said_by_the_plugin(model, caplog) == (
+        "fp8-delayed: 9 of 9 linear layers run in FP8, with 15% of the parameters; the largest others:"
+        " model.layers.*.mlp.experts.gate_up_proj (53%), model.layers.*.mlp.experts.down_proj (26%)."
+    )
+    total = sum(elements.values())
+    assert f"{sum(elements[name] for name in linear) / total:.0%}" == "15%"
+    assert f"{2 * 4 * 128 * 32 / total:.0%}, {2 * 4 * 32 * 64 / total:.0%}" == "53%, 26%"
+    ending = "parameter of MixtralExperts: no layer known here multiplies with it"
+    assert unknown(model) == {
+        f"model.layers.{layer}.mlp.experts.{name}": f"{shape} {ending}"
+        for layer in (0, 1)
+        for name, shape in (("gate_up_proj", "[4, 128, 32]"), ("down_proj", "[4, 32, 64]"))
+    }
+    row = describe(model)[-1]
+    assert (row.kind, row.converted) == ("Parameter", False)
+    assert str(row).startswith("-   model.layers.1.mlp.experts.down_proj (Parameter): [4, 32, 64] parameter of")
+    assert all(row.converted for row in describe(model) if row.is_layer)
+
+
+def test_a_parameter_multiplied_by_hand(caplog: pytest.LogCaptureFixture) -> None:
+    model = Mixture()
+    assert list(unknown(model)) == ["blocks.0.1.up", "blocks.0.1.down", "blocks.1.1.up", "blocks.1.1.down"]
+    total = 20 * 16 + 2 * (16 * 16 + 16 + 2 * 4 * 16 * 24) + 16 * 8 + 8
+    in_fp8, others = 2 * (16 * 16 + 16), 2 * 4 * 16 * 24
+    message = said_by_the_plugin(model, caplog, ignore_modules=("head",))
+    assert message == (
+        f"fp8-delayed: 2 of 3 linear layers run in FP8, with {in_fp8 / total:.0%} of the parameters; the largest"
+        f" others: blocks.*.*.up ({others / total:.0%}), blocks.*.*.down ({others / total:.0%}), head (2%)."
+    )
+    assert f"{(16 * 8 + 8) / total:.0%}" == "2%"
+    # nothing hides a parameter that lies in an ignored part, or among layers that are too small
+    assert len(unknown(convert(model, min_features=16, ignore_modules=("blocks.1",)))) == 4
+    assert "1 of 3 linear layers run in FP8 (min_features=16), with" in coverage(model)
+
+
+def test_what_torch_has_layers_for_is_not_listed() -> None:
+    lookups = [nn.Embedding(50, 16), nn.EmbeddingBag(50, 16)]
+    linear = [nn.Linear(16, 16), nn.Bilinear(16, 16, 16), nn.MultiheadAttention(16, 2)]
+    convolutions = [nn.Conv1d(16, 16, 3), nn.Conv2d(16, 16, 3), nn.ConvTranspose3d(16, 16, 3)]
+    norms = [nn.LayerNorm((16, 16)), nn.RMSNorm((16, 16)), nn.GroupNorm(4, 16), nn.BatchNorm2d(16)]
+    parametrized = [parametrizations.weight_norm(nn.Linear(16, 16)), parametrizations.weight_norm(nn.Conv1d(16, 16, 3))]
+
+    class OwnLinear(nn.Linear):
+        pass
+
+    class OwnEmbedding(nn.Embedding):
+        pass
+
+    for model in (
+        nn.Sequential(*lookups, nn.Linear(16, 4)),
+        nn.Sequential(*linear, *convolutions, *norms, *parametrized, OwnLinear(8, 8), OwnEmbedding(50, 8)),
+    ):
+        assert unknown(model) == {}
+        assert unknown(convert(model)) == {}
+    model = convert(nn.Sequential(*lookups, nn.Linear(16, 4)))
+    assert coverage(model) == f"1 of 1 linear layers run in FP8, with {68 / (2 * 50 * 16 + 68):.0%} of the parameters"
+
+
+def test_parameters_that_are_not_initialised_yet_count_as_none() -> None:
+    lazy = [nn.LazyLinear(4), nn.LazyConv1d(4, 3), nn.ParameterList([nn.UninitializedParameter()])]
+    model = convert(nn.ModuleList([*lazy, nn.Linear(4, 3), nn.Embedding(5, 2)]))
+    assert unknown(model) == {}
+    # the bias of the convolution has no elements either
+    assert coverage(model) == f"1 of 2 linear layers run in FP8, with {15 / 25:.0%} of the parameters"
+
+
+def test_of_torch_it_lists_what_no_layer_here_does() -> None:
+    model = nn.Sequential(nn.LSTM(16, 16), nn.Linear(16, 16))
+    assert unknown(model) == {
+        f"0.weight_{kind}_l0": "[64, 16] parameter of LSTM: no layer known here multiplies with it"
+        for kind in ("ih", "hh")
+    }
+
+
+def test_ties() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(50, 16)
+            self.head = nn.Linear(16, 50, bias=False)
+            self.head.weight = self.embedding.weight
+            self.again = self.head
+            self.linear = nn.Linear(16, 16, bias=False)
+            self.one = Experts(2)
+            self.two = Experts(2)
+            self.two.up = self.one.up
+
+    model = convert(Tied())
+    # the parameters of linear layers under other names, too
+    model.aside = nn.ParameterDict({"a": model.linear.weight, "b": model.head.weight})
+    assert list(unknown(model)) == ["one.up", "one.down", "two.down"]
+    assert sum(parameter.numel() for parameter in model.parameters()) == 50 * 16 + 16 * 16 + 3 * 2 * 16 * 24
+    assert coverage(model) == (
+        "2 of 2 linear layers run in FP8, with 31% of the parameters;"
+        " the largest others: one.up (23%), one.down (23%), two.down (23%)"
+    )
+    # an embedding that something else has, too, is more than looked up
+    lookup = nn.Embedding(50, 16)
+    model = nn.ModuleList([lookup, nn.ParameterList([lookup.weight]), nn.Linear(4, 4)])
+    assert list(unknown(model)) == ["1.0"]
+
+
+@pytest.mark.parametrize(("stacked", "listed"), [(1, 0), (9, 0), (10, 10), (30, 30)])
+def test_a_stack_counts_as_one_from_one_percent_on(stacked: int, listed: int) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(2, 5))
+
+    model = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(stacked))})
+    # `stacked` times 10 elements of 10 000 in all
+    model["rest"] = nn.Linear(1, 10_000 - 10 * stacked, bias=False)
+    assert list(unknown(model)) == [f"layers.{layer}.table" for layer in range(listed)]
+    assert ("layers.*.table" in coverage(convert(model))) == bool(listed)
+
+
+def test_at_most_three_others_and_layers_among_them() -> None:
+    sizes = (8, 40, 16, 24, 32)
+    model = nn.ModuleDict({f"layer{n}": nn.Linear(n, n, bias=False) for n in sizes})
+    convert(model, ignore_modules=("layer[1-4]*",))
+    total = sum(n * n for n in sizes)
+    named = ", ".join(f"layer{n} ({n * n / total:.0%})" for n in (40, 32, 24))
+    assert coverage(model) == f"1 of 5 linear layers run in FP8, with 2% of the parameters; the largest others: {named}"
+    scaling_state(model).fall_back("layer8")
+    assert coverage(model).startswith("0 of 5 linear layers run in FP8, with 0% of the parameters")
+
+
+def test_other_models() -> None:
+    assert coverage(convert(nn.Linear(4, 4))) == "1 of 1 linear layers run in FP8, with 100% of the parameters"
+    attention = nn.TransformerEncoderLayer(16, 2, 32)
+    assert coverage(convert(attention)).startswith("4 of 4 linear layers run in FP8, with 97% of the parameters")
+    # the outermost module is the parameter's own
+    root = Experts()
+    assert list(unknown(root)) == ["up", "down"]
+    with pytest.raises(ValueError, match=r"(?s)nothing to convert in Experts.*-   up \(Parameter\): \[4, 16, 24\]"):
+        convert(root)
+    with pytest.raises(ValueError, match="has no FP8 layers"):
+        coverage(root)
+    assert describe(nn.ReLU()) == []
+
+
+# what reads `describe`
+
+
+class Tokens(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Mixture()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch).flatten(0, 1).float(), (batch % 8).flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_callbacks_and_report(tmp_path: Path) -> None:
+    model, logger, timer = seeded(Tokens), CSVLogger(tmp_path), LayerTimer(every_n_steps=1)
+    trainer = make_trainer(tmp_path, logger=logger, callbacks=[RunRecord(), timer], max_steps=2, log_every_n_steps=1)
+    trainer.fit(model, DataLoader(torch.randint(0, 20, (8, 5)), batch_size=4))
+    layers = ["net.blocks.0.0", "net.blocks.1.0", "net.head"]
+    assert list(timer.forward_ms) == layers
+    record = json.loads((Path(logger.log_dir) / "fp8_run.json").read_text())
+    rows = [(row["path"], row["kind"]) for row in record["layers"]]
+    parameters = [f"net.blocks.{block}.1.{name}" for block in (0, 1) for name in ("up", "down")]
+    assert rows == [*((path, "Linear") for path in layers), *((path, "Parameter") for path in parameters)]
+    table = tables.layers(read_runs([Path(logger.log_dir)])[0])
+    assert len(table.rows) == 7
+    assert table.note == "3 of 3 layers ran in FP8 when the run started."
+    assert [cell.text for cell in table.rows[-1]][:3] == [parameters[-1], "Parameter", "not FP8"]
+
+
+def test_export_and_back(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    tokens, model = torch.randint(0, 20, (4, 5)), convert(Mixture(), ignore_modules=("head",))
+    model(tokens).sum().backward()
+    scaling_state(model).update()
+    model.eval()
+    export(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["ignored_layers"] == ["head"]
+    loaded = load_exported(Mixture(), tmp_path / "out")
+    assert torch.equal(loaded(tokens), model(tokens))
+    assert [row[:3] for row in describe(loaded)] == [row[:3] for row in describe(model)]
+    assert [row.path for row in describe(loaded) if row.converted] == ["blocks.0.0", "blocks.1.0"]
