@@ -4,19 +4,24 @@ The function is a builtin that any module may hold under any name, so it is met 
 dispatch key of a backend that no longer exists is switched on for the current thread inside our contexts; for that key
 there is one kernel, that of this operator, and every other operator falls through at no cost. ``torch.compile`` traces
 through it.
+
+The settings are those of the running thread or asyncio task, which a context variable knows. torch's backward threads
+know no context variables; what they inherit from the thread that called backward is the dispatch key and ``_STASH``.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import threading
 import traceback
 import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +32,7 @@ from torch.fx import GraphModule
 
 from lightning_fp8.formats import dtype_name
 from lightning_fp8.paths import plain_path
+from lightning_fp8.switch import Switch
 
 DtypeMismatch = Literal["align", "warn", "error"]
 DTYPE_MISMATCH: tuple[DtypeMismatch, ...] = get_args(DtypeMismatch)
@@ -35,6 +41,7 @@ DTYPE_MISMATCH: tuple[DtypeMismatch, ...] = get_args(DtypeMismatch)
 _TRACED_ROOT = re.compile(r"^L\['\w+'\]\.?")
 _KEY = torch._C.DispatchKey.AutocastIPU  # type: ignore[attr-defined]
 _KEY_SET = torch._C.DispatchKeySet(_KEY)
+_STASH = "lightning_fp8.attention_dtypes"
 
 
 class AttentionDtypes:
@@ -64,20 +71,16 @@ class AttentionDtypes:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Inside, in this thread; what was before comes back at the end, after an exception too."""
-        global _active
-        before = _active
-        included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
-        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
-        _active = self
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
-        try:
-            yield
-        finally:
-            torch._C._dispatch_tls_set_dispatch_key_included(_KEY, included)
-            torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, excluded)
-            _active = before
+        """Inside, in this thread or task and the backward that it calls. Contexts may end in any order."""
+        entry = _Entry(self, _innermost(_entered.get()))
+        _entered.set(entry)
+        with _DISPATCH.at(_Dispatch(True, False, entry)):
+            try:
+                yield
+            finally:
+                # not by the variable's token: a generator may be closed in another task or thread
+                entry.is_open = False
+                _entered.set(_innermost(_entered.get()))
 
     def report(self, operands: dict[str, Tensor], dtype: torch.dtype) -> None:
         """Say, or raise, that these operands have different dtypes."""
@@ -110,8 +113,61 @@ class AttentionDtypes:
         return f"{self._paths[running] or '(root)'} ({type(running).__name__})"
 
 
-# the innermost context; a plain global, as backward threads of the same step have to see it too
-_active: AttentionDtypes | None = None
+class _Entry:
+    """One context of one thread or task, inside of another one or of none."""
+
+    def __init__(self, settings: AttentionDtypes, outer: _Entry | None) -> None:
+        self.settings = settings
+        self.outer = outer
+        self.thread = threading.get_ident()
+        self.is_open = True
+
+
+_entered: ContextVar[_Entry | None] = ContextVar("lightning_fp8_attention_dtypes", default=None)
+
+
+def _innermost(entry: _Entry | None) -> _Entry | None:
+    while entry is not None and not entry.is_open:
+        entry = entry.outer
+    return entry
+
+
+def _running() -> AttentionDtypes | None:
+    """The settings of what is running; None outside of all contexts."""
+    inherited = _stashed()
+    own = inherited is None or inherited.thread == threading.get_ident()
+    entry = _innermost(_entered.get() if own else inherited)
+    return None if entry is None else entry.settings
+
+
+class _Dispatch(NamedTuple):
+    """What torch keeps for a thread and hands to the threads of its backward."""
+
+    included: bool
+    excluded: bool
+    entry: _Entry | None
+
+
+def _stashed() -> _Entry | None:
+    return torch._C._get_obj_in_tls(_STASH) if torch._C._is_key_in_tls(_STASH) else None
+
+
+def _dispatch() -> _Dispatch:
+    included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+    return _Dispatch(included, torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY), _stashed())
+
+
+def _set_dispatch(dispatch: _Dispatch) -> None:
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, dispatch.included)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, dispatch.excluded)
+    remove = getattr(torch._C, "_remove_obj_from_tls", None)  # since torch 2.13; before, a None stays
+    if dispatch.entry is None and remove is not None:
+        remove(_STASH)
+    else:
+        torch._C._stash_obj_in_tls(_STASH, dispatch.entry)
+
+
+_DISPATCH = Switch(_dispatch, _set_dispatch, per_thread=True)
 
 
 def _attention(
@@ -126,26 +182,27 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     with torch._C._ExcludeDispatchKeyGuard(_KEY_SET):
-        if _active is not None:
-            query, key, value, attn_mask = _agreed(_active, query, key, value, attn_mask)
+        running = _running()
+        if running is not None:
+            query, key, value, attn_mask = _agreed(running, query, key, value, attn_mask)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
 
 def _agreed(
-    active: AttentionDtypes, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    running: AttentionDtypes, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     floating_mask = mask if mask is not None and mask.is_floating_point() else None
     same = query.dtype == key.dtype == value.dtype
     if same and (floating_mask is None or floating_mask.dtype == query.dtype):
         return query, key, value, mask
-    dtype = query.dtype if same else active.compute_dtype
+    dtype = query.dtype if same else running.compute_dtype
     operands = {"query": query, "key": key, "value": value}
     if floating_mask is not None:
         operands["attn_mask"] = floating_mask
         mask = floating_mask.to(dtype)
-    active.report(operands, dtype)
+    running.report(operands, dtype)
     return query.to(dtype), key.to(dtype), value.to(dtype), mask
 
 

@@ -6,26 +6,22 @@ the CPU it fails on their dtypes, and it goes around every converted layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_fp8.switch import Switch
+
 _HANDLE = "_own_forward_handle"
 _USED_NESTED_TENSOR = "_used_nested_tensor"
+_FAST_PATH = Switch(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled)
 
 
-@contextmanager
-def layers_own_forwards() -> Iterator[None]:
-    """Without the fast path, for all of torch. What was set before comes back, after an exception too."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+def layers_own_forwards() -> AbstractContextManager[None]:
+    """Without the fast path, in all threads. The last context to end restores what was set before the first."""
+    return _FAST_PATH.at(False)
 
 
 def keep_own_forwards(module: nn.Module, converted: type[nn.Module]) -> None:

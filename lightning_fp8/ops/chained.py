@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from lightning_fp8.ops.counting import is_counting
 from lightning_fp8.ops.cuda import cast_gradient
 from lightning_fp8.ops.gemm import as_operand, choice_for, scaled_mm
 from lightning_fp8.scaling import amax_of, gemm_of, state_of
+from lightning_fp8.switch import Switch
 
 
 class Chain(NamedTuple):
@@ -31,15 +31,17 @@ class Chain(NamedTuple):
 _left_out = False
 
 
-@contextmanager
-def left_out() -> Iterator[None]:
-    """GEMMs and casts one by one, in all threads, to measure what chaining them brings."""
+def _set_left_out(value: bool) -> None:
     global _left_out
-    before, _left_out = _left_out, True
-    try:
-        yield
-    finally:
-        _left_out = before
+    _left_out = value
+
+
+_LEFT_OUT = Switch(lambda: _left_out, _set_left_out)
+
+
+def left_out() -> AbstractContextManager[None]:
+    """GEMMs and casts one by one, in all threads, to measure what chaining them brings."""
+    return _LEFT_OUT.at(True)
 
 
 def find(

@@ -10,7 +10,7 @@ and cleared by the operating system again and again, which can take longer than 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from lightning_fp8.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.scaling import amax_of, note_weight
+from lightning_fp8.switch import Switch
 
 FP32_MAX = torch.finfo(torch.float32).max
 _BLOCK_ELEMENTS = 1 << 20
@@ -231,7 +232,7 @@ def linear_backward(
         if w_values is not None:
             _mm_into(dx[rows], values.to(w_values.dtype), w_values, dx_scale_inv)
         if x_fp8 is not None:
-            with _bf16_multiply():
+            with _bf16_multiply(dw.dtype):
                 torch.addmm(dw, values.t(), dequantize(x_fp8[rows], "e4m3", x_has_nan), alpha=dw_scale_inv, out=dw)
     return dx, dw.to(dw_dtype), db
 
@@ -274,7 +275,7 @@ def _mm_into(out: Tensor, a: Tensor, b: Tensor, scale_inv: float, bias: Tensor |
     Autocast, which would turn operands and results to bf16, leaves the ``out=`` form alone.
     """
     target = out if out.dtype == a.dtype else out.new_empty(out.shape, dtype=a.dtype)
-    with _bf16_multiply():
+    with _bf16_multiply(a.dtype):
         torch.addmm(target if bias is None else bias, a, b, beta=0 if bias is None else 1, alpha=scale_inv, out=target)
     if target is not out:
         out.copy_(target)
@@ -288,16 +289,21 @@ def _row_blocks(rows: int, columns: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-@contextmanager
-def _bf16_multiply() -> Iterator[None]:
+def _bf16_multiply(dtype: torch.dtype) -> AbstractContextManager[None]:
     """Let oneDNN multiply fp32 operands as bf16 and accumulate in fp32: exact here, as every FP8 value is a bf16 value.
 
-    On CPUs with bf16 units it is four times as fast; the others keep their fp32 GEMM.
+    On CPUs with bf16 units it is four times as fast; the others keep their fp32 GEMM. The setting is the process's:
+    fp32 products of other threads are multiplied as bf16 meanwhile, so it is left alone where it changes nothing here.
     """
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+    return _FP32_PRECISION.at("bf16") if dtype == torch.float32 and _HAS_BF16_GEMM else nullcontext()
+
+
+def _fp32_precision() -> str:
+    return torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+
+
+def _set_fp32_precision(value: str) -> None:
+    torch.backends.mkldnn.matmul.fp32_precision = value  # type: ignore[attr-defined]
+
+
+_FP32_PRECISION = Switch(_fp32_precision, _set_fp32_precision)

@@ -25,6 +25,7 @@ from lightning_fp8.fp8_all_gather import gather_in_fp8, note_sharded_weights
 from lightning_fp8.min_features import MinFeatures, as_agreed_number
 from lightning_fp8.modules.weight_copy import drop_copies, keep_copies
 from lightning_fp8.paths import as_patterns, check_patterns, modules_inside
+from lightning_fp8.plugins.contexts import autocast, default_dtype
 from lightning_fp8.plugins.settings import (
     GemmString,
     PrecisionString,
@@ -190,7 +191,7 @@ class PrecisionCore(Precision):
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         if self.precision == "bf16-mixed" and not self._asked_param_dtype:
             return nullcontext()
-        return _default_dtype(self.param_dtype)
+        return default_dtype(self.param_dtype)
 
     @override
     def module_init_context(self) -> AbstractContextManager[Any]:
@@ -199,7 +200,12 @@ class PrecisionCore(Precision):
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:  # type: ignore[override]
-        """Computation in the compute dtype, encoders without torch's fast path, attention operands in one dtype."""
+        """Computation in the compute dtype, encoders without torch's fast path, attention operands in one dtype.
+
+        Contexts of several threads or asyncio tasks may overlap, and end in any order. The attention settings are those
+        of the thread or task, autocast is the thread's. torch has one fast path switch for the process and, for
+        ``"bf16-true"``, one default dtype: they are as here in all threads until the last such context ends.
+        """
         self._look_at_sharding()
         with self._discarding(), self.recomputation_context(), self._autocast():
             yield
@@ -218,8 +224,8 @@ class PrecisionCore(Precision):
     @contextmanager
     def recomputation_context(self) -> Iterator[None]:
         """What a forward needs that runs inside backward; autocast is brought back by the checkpointing itself."""
-        default_dtype = _default_dtype(torch.bfloat16) if self.precision == "bf16-true" else nullcontext()
-        with layers_own_forwards(), self._attention.context(), default_dtype:
+        in_bf16 = default_dtype(torch.bfloat16) if self.precision == "bf16-true" else nullcontext()
+        with layers_own_forwards(), self._attention.context(), in_bf16:
             yield
 
     @override
@@ -230,7 +236,7 @@ class PrecisionCore(Precision):
     def _autocast(self) -> AbstractContextManager[Any]:
         if not self._autocasts:
             return nullcontext()
-        return torch.autocast(self._device_type(), dtype=self.compute_dtype, cache_enabled=False)
+        return autocast(self._device_type(), self.compute_dtype)
 
     @property
     def _autocasts(self) -> bool:
@@ -252,13 +258,3 @@ class PrecisionCore(Precision):
 def as_dtype(data: Any, dtype: torch.dtype) -> Any:
     """The floating point tensors of a batch in ``dtype``, everything else as it is."""
     return apply_to_collection(data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

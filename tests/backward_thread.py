@@ -1,0 +1,55 @@
+"""A thread as the autograd engine has them for a GPU: with torch's thread-local state of its caller, not with Python's.
+
+Without ``from __future__ import annotations``, which TorchScript cannot read.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_calls: list[Callable[[], None]] = []
+
+
+def in_a_backward_thread(function: Callable[[], Any]) -> Any:
+    """What the function returns there, or raises."""
+    found: list[Any] = []
+    caller = threading.get_ident()
+
+    def call() -> None:
+        assert threading.get_ident() != caller
+        try:
+            found.append(function())
+        except Exception as error:
+            found.append(error)
+
+    _calls.append(call)
+    _forked()(torch.zeros(1))
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+@torch.jit.ignore
+def _call(x: Tensor) -> Tensor:
+    _calls.pop()()
+    return x
+
+
+def _body(x: Tensor) -> Tensor:
+    return _call(x)
+
+
+def _fork(x: Tensor) -> Tensor:
+    return torch.jit.wait(torch.jit.fork(_body, x))
+
+
+@cache
+def _forked() -> Callable[[Tensor], Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(_fork)

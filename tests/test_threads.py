@@ -1,0 +1,576 @@
+"""Contexts that overlap in threads and asyncio tasks: whose settings hold, and that torch's own come back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backward_thread import in_a_backward_thread
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fp8 import Fp8Precision
+from lightning_fp8.ops import chained, reference
+from lightning_fp8.plugins.settings import PRECISIONS
+from lightning_fp8.switch import Switch
+
+Result = TypeVar("Result")
+ORDERS = list(itertools.permutations(range(3)))
+LIMIT = 60  # seconds after which a thread that should have answered hangs
+
+
+class Thread:
+    """A thread that runs one function after another, each when it is told to."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self.stack = ExitStack()
+
+    def start(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
+        return self._pool.submit(function, *args)
+
+    def run(self, function: Callable[..., Result], *args: Any) -> Result:
+        return self.start(function, *args).result(LIMIT)
+
+    def enter(self, context: AbstractContextManager[Any]) -> None:
+        self.run(self.stack.enter_context, context)
+
+    def leave(self) -> None:
+        self.run(self.stack.close)
+
+    def stop(self) -> None:
+        self._pool.shutdown(wait=False)
+
+
+@pytest.fixture
+def threads() -> Iterator[list[Thread]]:
+    made = [Thread() for _ in range(4)]
+    yield made
+    for thread in made:
+        thread.stop()
+
+
+@pytest.fixture(autouse=True)
+def _as_torch_starts() -> Iterator[None]:
+    before = state()
+    yield
+    # a test that fails must not take others with it
+    torch.backends.mha.set_fastpath_enabled(before["fast path"])
+    torch.set_default_dtype(before["default dtype"])
+    torch.backends.mkldnn.matmul.fp32_precision = before["fp32 precision"]
+    torch.set_autocast_enabled("cpu", before["autocast"][0])
+
+
+def state() -> dict[str, Any]:
+    """Everything our contexts switch, in the thread that asks."""
+    key = torch._C.DispatchKey.AutocastIPU
+    return {
+        "fast path": torch.backends.mha.get_fastpath_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "fp32 precision": torch.backends.mkldnn.matmul.fp32_precision,
+        "autocast": (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+        ),
+        "included": torch._C._dispatch_tls_is_dispatch_key_included(key),
+        "excluded": torch._C._dispatch_tls_is_dispatch_key_excluded(key),
+    }
+
+
+def attend(query: torch.dtype = torch.float32, key: torch.dtype = torch.bfloat16) -> torch.dtype:
+    """What attention gives for a query of another dtype than key and value."""
+    x = torch.ones(1, 1, 3, 8)
+    return F.scaled_dot_product_attention(x.to(query), x.to(key), x.to(key)).dtype
+
+
+def outcome(function: Callable[[], Any] = attend) -> str:
+    """``align``, ``error`` or, outside of all contexts, ``torch``."""
+    try:
+        function()
+    except TypeError as error:
+        assert "dtype_mismatch='align'" in str(error)  # noqa: PT017
+        return "error"
+    except RuntimeError as error:
+        assert "same dtype" in str(error)  # noqa: PT017
+        return "torch"
+    return "align"
+
+
+# ---------------------------------------------------------------------------------------------- torch's own state
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("fast_path", [True, False])
+def test_the_last_thread_out_restores(threads: list[Thread], order: tuple[int, ...], fast_path: bool) -> None:
+    torch.backends.mha.set_fastpath_enabled(fast_path)
+    before = state()
+    plugins = [Fp8Precision(precision) for precision in ("bf16-true", "fp8-delayed", "bf16-true")]
+    for thread, plugin in zip(threads, plugins):
+        thread.enter(plugin.forward_context())
+    for count, leaving in enumerate(order):
+        assert not torch.backends.mha.get_fastpath_enabled()
+        expected = torch.bfloat16 if {0, 2} - set(order[:count]) else torch.float32
+        assert torch.get_default_dtype() == expected
+        assert state()["autocast"] == before["autocast"]
+        threads[leaving].leave()
+    assert state() == before
+    assert all(thread.run(state) == before for thread in threads)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_contexts_of_one_thread_end_in_any_order(order: tuple[int, ...]) -> None:
+    before = state()
+    plugins = [Fp8Precision(precision, dtype_mismatch="error") for precision in PRECISIONS]
+    contexts = [plugin.forward_context() for plugin in plugins]
+    for context in contexts:
+        context.__enter__()
+    for leaving in order:
+        assert outcome() == "error"
+        contexts[leaving].__exit__(None, None, None)
+    assert state() == before
+    assert outcome() == "torch"
+
+
+def test_nested_contexts_come_back_to_the_outer_one() -> None:
+    before, model_init = state(), Fp8Precision().module_init_context
+    with Fp8Precision("bf16-true", dtype_mismatch="error").forward_context():
+        inside = state()
+        with Fp8Precision().forward_context(), model_init():
+            assert torch.get_default_dtype() == torch.float32
+            assert outcome() == "align"
+        assert state() == inside
+        assert outcome() == "error"
+    assert state() == before
+
+
+def test_an_exception_in_one_thread(threads: list[Thread]) -> None:
+    before = state()
+
+    def fail() -> None:
+        with Fp8Precision("bf16-true").forward_context():
+            raise KeyError
+
+    threads[0].enter(Fp8Precision("bf16-true").forward_context())
+    inside = state()
+    with pytest.raises(KeyError):
+        threads[1].run(fail)
+    assert state() == inside
+    threads[0].leave()
+    assert state() == before
+    assert threads[1].run(state) == before
+
+
+def test_what_is_set_inside_is_lost_with_the_last_context(threads: list[Thread]) -> None:
+    before = state()
+    threads[0].enter(Fp8Precision("bf16-true").forward_context())
+    torch.backends.mha.set_fastpath_enabled(True)
+    torch.set_default_dtype(torch.float64)
+    threads[1].enter(Fp8Precision("bf16-true").forward_context())
+    assert not torch.backends.mha.get_fastpath_enabled()
+    assert torch.get_default_dtype() == torch.bfloat16
+    torch.set_default_dtype(torch.float64)
+    threads[0].leave()
+    assert torch.get_default_dtype() == torch.bfloat16
+    torch.set_default_dtype(torch.float64)
+    threads[1].leave()
+    assert state() == before
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_generator_that_another_thread_closes(threads: list[Thread], precision: Any) -> None:
+    before = state()
+
+    def answers() -> Iterator[str]:
+        with Fp8Precision(precision).forward_context():
+            yield outcome()
+
+    generator = answers()
+    assert threads[0].run(next, generator) == "align"
+    threads[1].run(generator.close)
+    assert state() == before
+    assert threads[1].run(state) == before
+    if precision == "bf16-true":  # no autocast, which would bring the operands to one dtype
+        assert threads[0].run(outcome) == "torch"
+    # what its own thread still has is restored by the next context there
+    threads[0].enter(Fp8Precision(precision).forward_context())
+    threads[0].leave()
+    assert threads[0].run(state) == before
+
+
+def test_one_thread_saves_while_another_waits(threads: list[Thread]) -> None:
+    """One that enters while another reads the setting would make it save the switched value."""
+    value, entering = ["off"], []
+
+    def get() -> str:
+        if not entering:
+            entering.append(threads[0].start(threads[0].stack.enter_context, switch.at("on")))
+            wait(entering, 0.2)  # in vain, unless nothing keeps it out
+        return value[0]
+
+    switch = Switch(get, lambda new: value.__setitem__(0, new))
+    with switch.at("on"):
+        entering[0].result(LIMIT)
+    assert value == ["on"]
+    threads[0].leave()
+    assert value == ["off"]
+
+
+def test_a_context_that_ends_while_another_one_begins() -> None:
+    """As when the garbage collector closes an abandoned generator, in whatever this thread is doing."""
+    value, abandoned = ["off"], ExitStack()
+
+    def set_value(new: str) -> None:
+        value[0] = new
+        if new == "second":
+            abandoned.close()
+
+    switch = Switch(lambda: value[0], set_value)
+
+    def overlap() -> None:
+        abandoned.enter_context(switch.at("first"))
+        with switch.at("second"):
+            assert value == ["second"]
+
+    thread = threading.Thread(target=overlap, daemon=True)
+    thread.start()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+    assert value == ["off"]
+
+
+def test_left_out_ends_in_any_order(threads: list[Thread]) -> None:
+    for thread in threads[:2]:
+        thread.enter(chained.left_out())
+    threads[0].leave()
+    assert chained._left_out
+    threads[1].leave()
+    assert not chained._left_out
+
+
+# -------------------------------------------------------------------------------------------------- fp32 products
+
+
+def product(out_dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(8, 64, generator=generator).to(torch.float8_e4m3fn).view(torch.uint8) for _ in range(2))
+    one = torch.ones(())
+    return reference.scaled_mm(a, b, one, one, None, "e4m3", "e4m3", out_dtype, False)
+
+
+def test_four_threads_inside_an_fp32_product(threads: list[Thread], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_HAS_BF16_GEMM", True)
+    before, alone = state(), product(torch.float32)
+    inside, leave = ([threading.Event() for _ in threads] for _ in range(2))
+    seen, running = [], threading.local()
+    original = torch.addmm
+
+    def addmm(*args: Any, **kwargs: Any) -> Tensor:
+        inside[running.number].set()
+        assert leave[running.number].wait(LIMIT)
+        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return original(*args, **kwargs)
+
+    def multiply(number: int) -> Tensor:
+        running.number = number
+        return product(torch.float32)
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    products = []
+    for number, thread in enumerate(threads):
+        products.append(thread.start(multiply, number))
+        assert inside[number].wait(LIMIT)
+    for number, future in enumerate(products):
+        leave[number].set()
+        assert torch.equal(future.result(LIMIT), alone)
+    assert seen == ["bf16"] * 4
+    assert state() == before
+
+
+@pytest.mark.skipif(not reference._HAS_BF16_GEMM, reason="bf16 products are computed in fp32 on this CPU")
+def test_a_bf16_product_leaves_the_fp32_precision_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, original = [], torch.addmm
+
+    def addmm(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    product(torch.bfloat16)
+    product(torch.float32)
+    assert seen == [state()["fp32 precision"], "bf16"]
+
+
+# ------------------------------------------------------------------------------------------------- whose settings
+
+
+def plugin_of(mismatch: Any) -> Fp8Precision:
+    return Fp8Precision("bf16-true", dtype_mismatch=mismatch)
+
+
+def test_threads_keep_their_own_settings(threads: list[Thread]) -> None:
+    for thread, mismatch in zip(threads, ("error", "align", "error")):
+        thread.enter(plugin_of(mismatch).forward_context())
+    assert [thread.run(outcome) for thread in threads] == ["error", "align", "error", "torch"]
+    assert outcome() == "torch"
+    threads[0].leave()
+    assert [thread.run(outcome) for thread in threads] == ["torch", "align", "error", "torch"]
+    threads[2].leave()
+    assert [thread.run(outcome) for thread in threads] == ["torch", "align", "torch", "torch"]
+    threads[1].leave()
+
+
+async def overlap(bodies: list[Callable[..., Any]], order: tuple[int, ...], between: Callable[[], None]) -> list[Any]:
+    """Tasks that are inside their contexts at the same time, and leave them in this order."""
+    inside, leave = ([asyncio.Event() for _ in bodies] for _ in range(2))
+    tasks = []
+    for body, mine, go in zip(bodies, inside, leave):
+        tasks.append(asyncio.create_task(body(mine, go)))
+        await mine.wait()
+    for leaving in order:
+        between()
+        leave[leaving].set()
+        await tasks[leaving]
+    return [task.result() for task in tasks]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_tasks_keep_their_own_settings(order: tuple[int, ...]) -> None:
+    before, mismatches = state(), ("error", "align", "error")
+
+    def body(mismatch: str) -> Callable[..., Any]:
+        async def task(inside: asyncio.Event, leave: asyncio.Event) -> list[str]:
+            seen = [outcome()]
+            with plugin_of(mismatch).forward_context():
+                inside.set()
+                await leave.wait()
+                seen += [outcome()]
+                with plugin_of("error").forward_context():
+                    seen += [outcome()]
+                seen += [outcome()]
+            return [*seen, outcome()]
+
+        return task
+
+    def outside() -> None:
+        assert outcome() == "torch"
+
+    seen = asyncio.run(overlap([body(mismatch) for mismatch in mismatches], order, outside))
+    assert seen == [["torch", mismatch, "error", mismatch, "torch"] for mismatch in mismatches]
+    assert state() == before
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_last_task_out_restores(order: tuple[int, ...]) -> None:
+    before = state()
+
+    def body(precision: Any) -> Callable[..., Any]:
+        async def task(inside: asyncio.Event, leave: asyncio.Event) -> None:
+            with Fp8Precision(precision).forward_context():
+                inside.set()
+                await leave.wait()
+
+        return task
+
+    def still_inside() -> None:
+        assert not torch.backends.mha.get_fastpath_enabled()
+
+    asyncio.run(overlap([body(precision) for precision in PRECISIONS], order, still_inside))
+    assert state() == before
+
+
+def test_a_thread_started_by_a_task_is_outside() -> None:
+    async def main() -> tuple[str, str]:
+        with plugin_of("align").forward_context():
+            return await asyncio.to_thread(outcome), outcome()
+
+    assert asyncio.run(main()) == ("torch", "align")
+
+
+# ------------------------------------------------------------------------------------------------------- backward
+
+
+class Recomputed(nn.Module):
+    """Attention whose operands differ in dtype, and whose forward runs again inside backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.attend, x, use_reentrant=False)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x.float(), x, x)
+
+
+def loss_of(plugin: Fp8Precision) -> tuple[Tensor, Tensor]:
+    x = torch.randn(1, 1, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    with plugin.forward_context():
+        return Recomputed()(x).float().square().sum(), x
+
+
+def test_backward_in_another_thread(threads: list[Thread]) -> None:
+    loss, x = loss_of(plugin_of("align"))
+    with plugin_of("align").recomputation_context():
+        loss.backward()
+    expected = x.grad
+    loss, x = loss_of(plugin_of("align"))
+    with plugin_of("align").forward_context():
+        assert threads[0].run(outcome, loss.backward) == "torch"
+    loss, x = loss_of(plugin_of("align"))
+    with plugin_of("error").forward_context():
+        threads[0].enter(plugin_of("align").recomputation_context())
+        threads[0].run(loss.backward)
+        threads[0].leave()
+    assert torch.equal(x.grad, expected)
+
+
+class Around(torch.autograd.Function):
+    """Runs a function inside backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], Any]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.function()
+        return dy, None
+
+
+def inside_backward(function: Callable[[], Result]) -> Result:
+    found: list[Result] = []
+    x = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():  # as a checkpoint does, where a backward is inside another one
+        y = Around.apply(x, lambda: found.append(function()))
+    y.backward()
+    return found[0]
+
+
+def test_a_backward_thread_has_the_settings_of_its_caller(threads: list[Thread]) -> None:
+    def backward(nested: bool) -> str:
+        innermost = (lambda: inside_backward(outcome)) if nested else outcome
+        return inside_backward(lambda: in_a_backward_thread(innermost))
+
+    def with_a_context_of_its_own() -> tuple[str, str, str]:
+        first = outcome()
+        with plugin_of("error").forward_context():
+            return first, outcome(), outcome()
+
+    for thread, mismatch in zip(threads, ("error", "align")):
+        thread.enter(plugin_of(mismatch).recomputation_context())
+    for nested in (False, True):  # as a reentrant checkpoint is, whose backward is called by a backward thread
+        assert [thread.run(backward, nested) for thread in threads[:3]] == ["error", "align", "torch"]
+    inside = threads[1].run(inside_backward, lambda: in_a_backward_thread(with_a_context_of_its_own))
+    assert inside == ("align", "error", "error")
+    for thread in threads[:2]:
+        thread.leave()
+    assert [thread.run(backward, True) for thread in threads[:3]] == ["torch"] * 3
+
+
+# -------------------------------------------------------------------------------------------- compiled, evaluated
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_compiled_function_may_enter_a_context(precision: Any) -> None:
+    torch._dynamo.reset()
+    before, plugin = state(), Fp8Precision(precision)
+    torch.manual_seed(0)
+    model = plugin.convert_module(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)))
+    x = torch.randn(8, 16).to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+
+    def forward(x: Tensor) -> Tensor:
+        with plugin.forward_context():
+            return model[0](x)
+
+    with torch.no_grad():
+        assert torch.equal(torch.compile(forward, backend="aot_eager")(x), forward(x))
+    assert state() == before
+
+
+class Encoder(nn.Module):
+    """An encoder, whose fast path gives zeros at padded places, and attention with a query in fp32."""
+
+    def __init__(self, align: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 2, 48, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.out = nn.Linear(32, 32)
+        self.align = align
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padded[::2, 3:] = True
+        x = self.encoder(x, src_key_padding_mask=padded)
+        q = k = v = self.out(x).unflatten(-1, (2, 16)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q.float() if self.align else q, k, v)
+
+
+FOUR = (("fp8-delayed", "align"), ("bf16-mixed", "align"), ("bf16-true", "align"), ("fp8-delayed", "error"))
+
+
+def trained(precision: Any, mismatch: Any) -> tuple[Fp8Precision, Encoder]:
+    torch.manual_seed(0)
+    plugin = Fp8Precision(precision, dtype_mismatch=mismatch)
+    with plugin.module_init_context():
+        model = plugin.convert_module(Encoder(mismatch == "align"))
+    with plugin.forward_context():
+        loss = model(plugin.convert_input(batch(0))).float().square().mean()
+        loss.backward()
+    plugin._update_scales()
+    return plugin, model.eval()
+
+
+def batch(number: int) -> Tensor:
+    # one thread in bf16-true changes the default dtype of all
+    return torch.randn(4, 5, 32, generator=torch.Generator().manual_seed(number), dtype=torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:.*(mismatched|enable_nested_tensor|nested tensors).*")
+def test_four_threads_evaluate_four_models(threads: list[Thread]) -> None:
+    before, rounds = state(), range(3)
+    pairs = [trained(*one) for one in FOUR]
+
+    def evaluate(plugin: Fp8Precision, model: Encoder, number: int) -> Tensor:
+        with torch.no_grad(), plugin.forward_context():
+            return model(plugin.convert_input(batch(number)))
+
+    alone = [[evaluate(*pair, number) for number in rounds] for pair in pairs]
+    assert state() == before
+    for number in rounds:
+        found = evaluate_together(threads, pairs, lambda *pair, number=number: evaluate(*pair, number))
+        assert all(torch.equal(y, expected[number]) for y, expected in zip(found, alone))
+        assert state() == before
+    assert all(thread.run(state) == before for thread in threads)
+
+
+def evaluate_together(
+    threads: list[Thread], pairs: list[tuple[Fp8Precision, Encoder]], evaluate: Callable[..., Tensor]
+) -> list[Tensor]:
+    """One after another enters its context, all compute at once, and the first one in is the first one out."""
+    together, hooks = threading.Barrier(len(pairs)), []
+    entered, leave = ([threading.Event() for _ in pairs] for _ in range(2))
+
+    def meet(mine: int) -> None:
+        entered[mine].set()
+        together.wait(LIMIT)
+
+    futures = []
+    for mine, (thread, (_, model)) in enumerate(zip(threads, pairs)):
+        hooks.append(model.register_forward_pre_hook(lambda *_, mine=mine: meet(mine)))
+        hooks.append(model.register_forward_hook(lambda *_, mine=mine: leave[mine].wait(LIMIT) and None))
+        futures.append(thread.start(evaluate, *pairs[mine]))
+        assert entered[mine].wait(LIMIT)
+    found = []
+    for mine, future in enumerate(futures):
+        leave[mine].set()
+        found.append(future.result(LIMIT))
+    for hook in hooks:
+        hook.remove()
+    return found
