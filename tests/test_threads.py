@@ -71,7 +71,7 @@ def _as_torch_starts() -> Iterator[None]:
 
 def state() -> dict[str, Any]:
     """Everything our contexts switch, in the thread that asks."""
-    key = torch._C.DispatchKey.AutocastIPU
+    key, stash = torch._C.DispatchKey.AutocastIPU, "lightning_fp8.attention_dtypes"
     return {
         "fast path": torch.backends.mha.get_fastpath_enabled(),
         "default dtype": torch.get_default_dtype(),
@@ -83,6 +83,7 @@ def state() -> dict[str, Any]:
         ),
         "included": torch._C._dispatch_tls_is_dispatch_key_included(key),
         "excluded": torch._C._dispatch_tls_is_dispatch_key_excluded(key),
+        "stash": torch._C._get_obj_in_tls(stash) if torch._C._is_key_in_tls(stash) else None,
     }
 
 
@@ -142,7 +143,7 @@ def test_contexts_of_one_thread_end_in_any_order(order: tuple[int, ...]) -> None
 
 def test_nested_contexts_come_back_to_the_outer_one() -> None:
     before, model_init = state(), Fp8Precision().module_init_context
-    with Fp8Precision("bf16-true", dtype_mismatch="error").forward_context():
+    with model_init(), Fp8Precision("bf16-true", dtype_mismatch="error").forward_context():
         inside = state()
         with Fp8Precision().forward_context(), model_init():
             assert torch.get_default_dtype() == torch.float32
@@ -150,6 +151,15 @@ def test_nested_contexts_come_back_to_the_outer_one() -> None:
         assert state() == inside
         assert outcome() == "error"
     assert state() == before
+
+
+def test_autocast_comes_back_to_what_the_user_has() -> None:
+    with torch.autocast("cpu", dtype=torch.float16):
+        before = state()
+        with Fp8Precision().forward_context():
+            assert state()["autocast"] == (True, torch.bfloat16, False)
+        assert before["autocast"] == (True, torch.float16, True)
+        assert state() == before
 
 
 def test_an_exception_in_one_thread(threads: list[Thread]) -> None:
@@ -340,6 +350,16 @@ async def overlap(bodies: list[Callable[..., Any]], order: tuple[int, ...], betw
         leave[leaving].set()
         await tasks[leaving]
     return [task.result() for task in tasks]
+
+
+def test_without_the_removal_of_torch_2_13(threads: list[Thread], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_remove_obj_from_tls", raising=False)
+    before = state()
+    with plugin_of("error").forward_context():
+        assert outcome() == "error"
+        assert threads[0].run(outcome) == "torch"
+    assert outcome() == "torch"
+    assert state() == before
 
 
 @pytest.mark.parametrize("order", ORDERS)
