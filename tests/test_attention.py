@@ -54,6 +54,11 @@ def run(
     return y, weights, list(torch.autograd.grad(loss, leaves))
 
 
+def keep_copies_of(model: nn.Module) -> nn.Module:
+    keep_copies(model, set())
+    return model
+
+
 CASES = {
     "self": lambda q, k, v: [q, q, q],
     "key is value": lambda q, k, v: [q, k, k],
@@ -256,7 +261,7 @@ def test_bad_input_is_named() -> None:
         TypeError, match=r"'a\.in_proj': the query must be float32, bfloat16 or float16, got torch.int64"
     ):
         attention(x.long(), x, x)
-    with pytest.raises(ValueError, match=r"last dimension of the key must be kdim=32, got the shape \(2, 3, 7\)"):
+    with pytest.raises(ValueError, match=r"last dimension of the key must be 32, .* got the shape \(2, 3, 7\)"):
         attention(x, x[..., :7], x[..., :7])
     with pytest.raises(ValueError, match=r"2 dimensions .* or 3"):
         attention(x[None], x[None], x[None])
@@ -294,3 +299,39 @@ def test_plain_loop_evaluates_what_it_trains() -> None:
     with torch.no_grad():
         expected = plain.eval()(x, src_key_padding_mask=pad)
         assert torch.equal(fp8.eval()(x, src_key_padding_mask=pad), expected)
+
+
+def test_weights_of_another_shape_decide_where_torchs_own_do() -> None:
+    plain = module(kdim=16, vdim=16)
+    fp8 = convert(copy.deepcopy(plain))
+    for layer in (plain, fp8):
+        torch.manual_seed(3)
+        for name in ("k_proj_weight", "v_proj_weight"):
+            setattr(layer, name, nn.Parameter(torch.randn(WIDTH, 20) / 4))
+    query, key, value = operands(batch_first=False, kdim=20, vdim=20)
+    expected, _, theirs = run(plain, [query, key, value])
+    actual, _, ours = run(fp8, [query, key, value])
+    assert sqnr(actual, expected) > 15
+    assert all(a.shape == b.shape for a, b in zip(ours, theirs, strict=True))
+    with pytest.raises(ValueError, match=r"'q_proj': .* the key must be 20, .* got the shape \(5, 3, 16\)"):
+        fp8(query, *operands(batch_first=False, kdim=16, vdim=16)[1:])
+
+
+@pytest.mark.parametrize("make", [convert, keep_copies_of], ids=["fp8", "weight copies"])
+@pytest.mark.parametrize(
+    ("options", "name", "shape", "rows"),
+    [
+        ({}, "in_proj_weight", (4 * WIDTH, WIDTH), 3 * WIDTH),
+        ({}, "in_proj_weight", (2 * WIDTH, WIDTH), 3 * WIDTH),
+        ({}, "in_proj_bias", (4 * WIDTH,), 3 * WIDTH),
+        ({"kdim": 16}, "k_proj_weight", (WIDTH + 8, 16), WIDTH),
+        ({"kdim": 16}, "in_proj_bias", (4 * WIDTH,), 3 * WIDTH),
+    ],
+)
+def test_rows_that_would_be_left_out_are_refused(
+    make: Any, options: dict[str, int], name: str, shape: tuple[int, ...], rows: int
+) -> None:
+    attention = make(module(**options))
+    setattr(attention, name, nn.Parameter(torch.randn(shape)))
+    with pytest.raises(ValueError, match=rf"`{name}` must have {rows} rows with embed_dim=32, got .* \({shape[0]}, ?"):
+        attention(*operands(batch_first=False, kdim=options.get("kdim", WIDTH)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import sqnr
 from torch import nn
 from transformer_models import made
 from transformers.pytorch_utils import Conv1D
@@ -60,6 +61,18 @@ def test_conv1d_equals_linear_of_the_transposed_weight(autocast: bool) -> None:
         assert torch.equal(states[0].scale, states[1].scale)
     assert (states[0].amax_history > 0).sum(0).tolist() == [2, 2]
     assert (states[0].scale != 1).all()
+
+
+def test_a_weight_of_another_shape_decides() -> None:
+    layer = Conv1D(40, 24)
+    plain = copy.deepcopy(layer)
+    convert(layer)
+    weight, bias, x = torch.randn(16, 8), torch.randn(8), torch.randn(5, 16)
+    for each in (layer, plain):
+        each.nf, each.weight, each.bias = 8, nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
+    assert sqnr(layer(x), plain(x)) > 20
+    with pytest.raises(ValueError, match=r"the input must be 16, .* got the shape \(5, 24\)"):
+        layer(torch.randn(5, 24))
 
 
 def test_unconvert_gives_conv1d_back() -> None:

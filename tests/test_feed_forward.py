@@ -15,7 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import convert, scaling_state, unconvert
 from lightning_fp8.modules import feed_forward
-from lightning_fp8.modules.feed_forward import Fp8TransformerEncoderLayer, activation_name, fp8_feed_forward
+from lightning_fp8.modules.feed_forward import (
+    Fp8TransformerEncoderLayer,
+    _fused_activation,
+    activation_name,
+    fp8_feed_forward,
+)
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -250,7 +255,24 @@ def test_names_of_activations() -> None:
 
 def test_bad_input_is_named() -> None:
     model = two_linears("gelu")
-    with pytest.raises(ValueError, match=r"Fp8Linear '0'.*in_features=16, got the shape \(3, 5\)"):
+    with pytest.raises(ValueError, match=r"Fp8Linear '0'.* must be 16, .* got the shape \(3, 5\)"):
         fp8_feed_forward(model[0], "gelu", model[1], torch.randn(3, 5))
     with pytest.raises(TypeError, match="float32, bfloat16 or float16"):
         fp8_feed_forward(model[0], "gelu", model[1], torch.zeros(3, 16, dtype=torch.int64))
+    model[1].bias = nn.Parameter(torch.zeros(23))
+    with pytest.raises(ValueError, match=r"bias of '1' must have the shape \(10,\)"):
+        fp8_feed_forward(model[0], "gelu", model[1], torch.randn(3, 16))
+
+
+def test_weights_of_another_width() -> None:
+    """As one block with the numbers of its parts; and where the parts do not fit, the error is that of the part."""
+    layer = convert(nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True))
+    layer.linear1.weight, layer.linear1.bias = nn.Parameter(torch.randn(80, 32) / 4), nn.Parameter(torch.randn(80))
+    layer.linear2.weight = nn.Parameter(torch.randn(32, 80) / 4)
+    x = torch.randn(2, 5, 32)
+    assert _fused_activation(layer) == "relu"
+    expected = layer.linear2(layer.linear1(x).relu())
+    assert torch.equal(layer._ff_block(x), expected)
+    layer.linear2.weight = nn.Parameter(torch.randn(32, 40))
+    with pytest.raises(ValueError, match=r"'linear2': .* the input must be 40, .* got the shape \(2, 5, 80\)"):
+        layer(x)

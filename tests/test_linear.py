@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -210,9 +211,51 @@ def test_input_dtypes_that_cannot_work_are_named(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(2, 15), (32, 1), ()])
 def test_input_shapes_that_cannot_work_are_named(shape: tuple[int, ...]) -> None:
     model = convert(nn.Sequential(nn.Linear(16, 8)))
-    with pytest.raises(ValueError, match=r"Fp8Linear '0': the last dimension .* in_features=16") as error:
+    with pytest.raises(ValueError, match=r"Fp8Linear '0': the last dimension of the input must be 16,") as error:
         model(torch.ones(shape))
     assert str(shape) in str(error.value)
+
+
+def replace_weight(layer: nn.Linear, *shape: int) -> None:
+    torch.manual_seed(5)
+    layer.weight = nn.Parameter(torch.randn(shape) / 4)
+    layer.bias = nn.Parameter(torch.randn(shape[0]))
+
+
+def test_a_weight_of_another_shape_decides_as_in_a_plain_layer() -> None:
+    plain, fp8 = pair(16, 8)
+    fp8(torch.randn(4, 16)).sum().backward()
+    for layer in (plain, fp8):
+        replace_weight(layer, 12, 24)
+    x = torch.randn(2, 5, 24)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    expected, actual = plain(inputs[0]), fp8(inputs[1])
+    assert actual.shape == (2, 5, 12)
+    dy = torch.randn_like(expected)
+    expected.backward(dy)
+    actual.backward(dy)
+    assert sqnr(actual, expected) > 20
+    assert sqnr(inputs[1].grad, inputs[0].grad) > 18
+    assert sqnr(fp8.weight.grad, plain.weight.grad) > 18
+    torch.testing.assert_close(fp8.bias.grad, plain.bias.grad)
+    with pytest.raises(ValueError, match=r"the input must be 24, .* got the shape \(4, 16\)"):
+        fp8(torch.randn(4, 16))
+
+
+@pytest.mark.parametrize("shape", [(16,), (2, 8, 16), (8, 0)])
+def test_weights_that_cannot_work_are_named(shape: tuple[int, ...]) -> None:
+    model = convert(nn.Sequential(nn.Linear(16, 8, bias=False)))
+    model[0].weight = nn.Parameter(torch.ones(shape))
+    with pytest.raises(ValueError, match=rf"Fp8Linear '0': the weight must have two .* {re.escape(str(shape))}"):
+        model(torch.ones(3, shape[-1]))
+
+
+@pytest.mark.parametrize("shape", [(7,), (9,), (1,), (), (1, 8)])
+def test_a_bias_that_a_kernel_would_read_past_is_named(shape: tuple[int, ...]) -> None:
+    model = convert(nn.Sequential(nn.Linear(16, 8)))
+    model[0].bias = nn.Parameter(torch.ones(shape))
+    with pytest.raises(ValueError, match=rf"bias of '0' must have the shape \(8,\).* got {re.escape(str(shape))}"):
+        model(torch.ones(3, 16))
 
 
 def test_unconverted_between_forward_and_backward() -> None:

@@ -129,6 +129,7 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
         return k, v, mask
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
+        self._check_rows()
         if query.is_nested or key.is_nested or value.is_nested:
             raise TypeError(
                 f"{type(self).__name__} takes padded tensors with a `key_padding_mask`, not nested tensors."
@@ -147,6 +148,20 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
             raise ValueError(
                 f"{type(self).__name__}: `is_causal` is a hint about `attn_mask`, which must be given too."
             )
+
+    def _check_rows(self) -> None:
+        # they are cut into those of query, key and value: what is too many would be left out in silence
+        parts = 3 if self.in_proj_weight is not None else 1
+        rows = {f"{gemm}_weight": parts * self.embed_dim for gemm in in_gemms(self)}
+        if self.in_proj_bias is not None:
+            rows["in_proj_bias"] = 3 * self.embed_dim
+        for name, expected in rows.items():
+            shape = tuple(getattr(self, name).shape)
+            if shape[:1] != (expected,):
+                raise ValueError(
+                    f"{type(self).__name__}: `{name}` must have {expected} rows with"
+                    f" embed_dim={self.embed_dim}, got the shape {shape}."
+                )
 
 
 class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
@@ -178,9 +193,9 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
         super()._check(query, key, value, attn_mask, is_causal)
-        check_input(self, "query", query, self.embed_dim, "embed_dim")
-        check_input(self, "key", key, self.kdim, "kdim")
-        check_input(self, "value", value, self.vdim, "vdim")
+        gemms = in_gemms(self) if self.in_proj_weight is None else ("in_proj",) * 3
+        for gemm, what, x in zip(gemms, ("query", "key", "value"), (query, key, value), strict=True):
+            check_input(self, what, x, getattr(self, f"{gemm}_weight"))
 
 
 def in_gemms(layer: nn.Module) -> tuple[str, ...]:

@@ -16,14 +16,14 @@ class Fp8Conv1D(Fp8Module, Conv1D):
 
     Raises:
         TypeError: for an input that is not fp32, bf16 or fp16.
-        ValueError: for an input whose last dimension is not ``nx``.
+        ValueError: for an input whose last dimension is not that of the weight, or a bias of another length.
     """
 
     weight_is_k_by_n = True
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[*, nx]`` -> y ``[*, nf]``; see the class."""
-        check_input(self, "input", x, self.weight.shape[0], "nx")
+        check_input(self, "input", x, self.weight)
         rows, record = self.fp8[""], self.records
         return fp8_linear(rows, x, cast_weight(rows, self.weight, record), self.bias, record)
 

@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 
 from lightning_fp8 import ops
 from lightning_fp8.classes import exchange_class, own_class
-from lightning_fp8.modules.gemm import cast_input, cast_weight, check_input, output_dtype
+from lightning_fp8.modules.gemm import cast_input, cast_weight, check_bias, check_input, output_dtype
 from lightning_fp8.modules.linear import Fp8Linear
 
 _FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
@@ -30,12 +30,15 @@ def fp8_feed_forward(first: Fp8Linear, activation: str, second: Fp8Linear, x: Te
         second: converted layer of the same model.
         x: fp32, bf16 or fp16.
     """
-    check_input(first, "input", x, first.in_features, "in_features")
+    check_input(first, "input", x, first.weight)
     rows, rows_2, record = first.fp8[""], second.fp8[""], first.records
+    check_bias(rows, first.bias, first.weight.shape[0])
+    check_bias(rows_2, second.bias, second.weight.shape[0])
     state, recipe = rows.state, rows.state.recipe
     weight, weight_2 = cast_weight(rows, first.weight, record), cast_weight(rows_2, second.weight, record)
     with_gradients = torch.is_grad_enabled()
-    x_2d = x.reshape(x.numel() // first.in_features, first.in_features)
+    features = first.weight.shape[1]
+    x_2d = x.reshape(x.numel() // features, features)
     y, *_ = ops.mlp(
         x_2d, first.weight, first.bias, second.weight, second.bias,
         *cast_input(rows, x_2d.detach(), record, with_gradients and first.weight.requires_grad),
@@ -45,7 +48,7 @@ def fp8_feed_forward(first: Fp8Linear, activation: str, second: Fp8Linear, x: Te
         activation, recipe.format_of("input").name, recipe.format_of("grad_output").name,
         state.handle, record, with_gradients and second.weight.requires_grad, with_gradients, output_dtype(x),
     )  # fmt: skip
-    return y.view(*x.shape[:-1], second.out_features)
+    return y.view(*x.shape[:-1], second.weight.shape[0])
 
 
 def activation_name(activation: Any) -> str | None:
@@ -114,6 +117,9 @@ def _fused_activation(layer: nn.Module) -> str | None:
     if type(first) is not Fp8Linear or type(second) is not Fp8Linear or not (first.in_fp8 and second.in_fp8):
         return None
     if type(dropout) is not nn.Dropout or (dropout.training and dropout.p > 0):
+        return None
+    # weights may have been replaced since: part by part the layer whose input does not fit says so
+    if first.weight.shape[0] != second.weight.shape[1]:
         return None
     # the parts' own calls would be missed by whoever watches or replaces them
     parts = (first, dropout, second, activation)

@@ -241,6 +241,7 @@ def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None,
         return F.linear(x.to(dtype), weight.weight.to(dtype), None if bias is None else bias.to(dtype))
     state = rows.state
     n, k = weight.payload.shape
+    check_bias(rows, bias, n)
     x_2d = x.reshape(x.numel() // k, k)
     keep = torch.is_grad_enabled() and weight.weight.requires_grad
     y = ops.linear(
@@ -262,22 +263,40 @@ def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None,
     return y.view(*x.shape[:-1], n)
 
 
-def check_input(module: Fp8Module, what: str, x: Tensor, features: int, features_name: str) -> None:
+def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None:
     """Refuse an input that an FP8 layer cannot take.
+
+    As in a plain layer, the weight that the layer holds now decides, not ``in_features`` and the like: a weight of
+    another shape may have taken the place of the first one.
 
     Raises:
         TypeError: if it is not fp32, bf16 or fp16.
-        ValueError: if its last dimension is another one.
+        ValueError: if its last dimension is not that of the weight, or the weight is not ``[N, K]`` with a K above 0.
     """
     if x.dtype not in CASTABLE_DTYPES:
         raise TypeError(
             f"{_called(module)}: the {what} must be float32, bfloat16 or float16, got {x.dtype}."
             " Convert it before this layer, or leave the layer unconverted with `ignore_modules`."
         )
+    features = weight.shape[0 if module.weight_is_k_by_n else 1] if weight.dim() == 2 else 0
+    if not features:
+        raise ValueError(
+            f"{_called(module)}: the weight must have two dimensions and take in at least one feature, got the shape"
+            f" {tuple(weight.shape)}."
+        )
     if x.dim() == 0 or x.shape[-1] != features:
         raise ValueError(
-            f"{_called(module)}: the last dimension of the {what} must be"
-            f" {features_name}={features}, got the shape {tuple(x.shape)}."
+            f"{_called(module)}: the last dimension of the {what} must be {features}, the features that its weight"
+            f" takes in, got the shape {tuple(x.shape)}."
+        )
+
+
+def check_bias(rows: Fp8Rows, bias: Tensor | None, outputs: int) -> None:
+    """ValueError for a bias without one element for each output: a kernel would read past its end."""
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(
+            f"The bias of {rows.name!r} must have the shape ({outputs},), one element for each output of the weight,"
+            f" got {tuple(bias.shape)}."
         )
 
 

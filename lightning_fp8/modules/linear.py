@@ -25,12 +25,12 @@ class Fp8Linear(Fp8Module, nn.Linear):
 
     Raises:
         TypeError: for an input that is not fp32, bf16 or fp16.
-        ValueError: for an input whose last dimension is not ``in_features``.
+        ValueError: for an input whose last dimension is not that of the weight, or a bias of another length.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[*, in_features]`` -> y ``[*, out_features]``; see the class."""
-        check_input(self, "input", x, self.in_features, "in_features")
+        check_input(self, "input", x, self.weight)
         rows, record = self.fp8[""], self.records
         if isinstance(self.weight, DTensor):
             return parallel_linear(rows, x, self.weight, self.bias, record)
