@@ -36,6 +36,10 @@ from lightning_fp8.scaling import ScalingState
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
+class NothingToConvertError(ValueError):
+    """A model has no layer that can run in FP8, or the settings leave none."""
+
+
 def convert(
     module: ModuleT,
     recipe: DelayedScaling | None = None,
@@ -86,7 +90,7 @@ def convert(
             check_dtype(path, layer)
             chosen.append((path, layer))
     if not chosen:
-        raise ValueError(
+        raise NothingToConvertError(
             f"There is nothing to convert in {type(module).__name__}: FP8 needs at least one plain `nn.Linear`"
             + of_what_size(module, ignore_modules, number)
             + "".join(f"\n  {row}" for row in describe(module, ignore_modules, number)[:10])

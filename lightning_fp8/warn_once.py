@@ -1,4 +1,4 @@
-"""Warnings about the machine: each is said once, however often its cause is met."""
+"""Warnings about the machine or a model: each is said once, however often its cause is met."""
 
 from __future__ import annotations
 

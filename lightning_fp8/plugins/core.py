@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins.precision.precision import Precision
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing_extensions import Self, override
 
 from lightning_fp8.attention_dtypes import AttentionDtypes, DtypeMismatch
-from lightning_fp8.convert import convert, is_converted, scaling_state, unconvert
+from lightning_fp8.convert import NothingToConvertError, convert, is_converted, scaling_state, unconvert
 from lightning_fp8.coverage import coverage
 from lightning_fp8.dtypes import agree_inputs, float64_parameter, release_inputs, store_parameters
 from lightning_fp8.fast_path import layers_own_forwards
@@ -41,6 +41,7 @@ from lightning_fp8.plugins.settings import (
 )
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.scaling import ScalingState
+from lightning_fp8.warn_once import warn_once
 
 
 class PrecisionCore(Precision):
@@ -120,8 +121,9 @@ class PrecisionCore(Precision):
             self._refuse_float64(module)
             store_parameters(module, self.param_dtype, self.keep_fp32)
             self._convert(module)
-            self._add_state(scaling_state(module))
-            self._not_run.append(weakref.ref(module))
+            if is_converted(module):
+                self._add_state(scaling_state(module))
+                self._not_run.append(weakref.ref(module))
         else:
             self._make_plain(module)
             # under bf16-mixed parameters stay as they came, as with Lightning's own, unless a dtype was asked for
@@ -148,6 +150,18 @@ class PrecisionCore(Precision):
             unconvert(module)
 
     def _convert(self, module: nn.Module) -> None:
+        try:
+            self._convert_layers(module)
+        except NothingToConvertError as reason:
+            # what an earlier run has converted, and these settings leave out
+            unconvert(module)
+            without_fp8 = "bf16-mixed" if self.compute_dtype == torch.bfloat16 else "32-true"
+            rank_zero_only(warn_once)(
+                f"fp8-delayed: no layer runs in FP8, and the model computes in {self.compute_dtype}. If you want that,"
+                f' `precision="{without_fp8}"` does the same without this warning. The reason: {reason}'
+            )
+
+    def _convert_layers(self, module: nn.Module) -> None:
         if not is_converted(module):
             convert(module, self.recipe, self._not_converted, self.gemm, as_agreed_number(self.min_features))
             rank_zero_info(f"fp8-delayed: {coverage(module)}.")

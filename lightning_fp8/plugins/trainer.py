@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fp8.convert import scaling_state
+from lightning_fp8.convert import is_converted, scaling_state
 from lightning_fp8.plugins.core import PrecisionCore, as_dtype
 
 
@@ -28,7 +28,7 @@ class _TrainerPrecision(PrecisionCore, Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         if self._is_fp8:
             # the state of this model and no other: the plugin may have served another one before
-            self._states = [scaling_state(model)]
+            self._states = [scaling_state(model)] if is_converted(model) else []
         return model, optimizers, lr_schedulers
 
     @override
@@ -85,12 +85,18 @@ class _TrainerPrecision(PrecisionCore, Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The scaling state, keyed by tensor name: empty before set-up and in the bf16 precisions."""
+        """The scaling state, keyed by tensor name: empty before set-up, and where no layer runs in FP8."""
         return self._states[0].state_dict() if self._states else {}
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         if not self._states:
+            if self._is_fp8 and state_dict:
+                raise ValueError(
+                    f"The checkpoint has FP8 scales ({', '.join(list(state_dict)[:3])}, ...), and here no layer runs in"
+                    " FP8. Convert the same modules as in the run that saved it (`ignore_modules`, `min_features`), or"
+                    " load the weights only."
+                )
             return
         self._states[0].load_state_dict(state_dict)
         fallen = self._states[0].fallbacks
@@ -108,7 +114,8 @@ class Fp8Precision(_TrainerPrecision):
 
     In ``"fp8-delayed"`` linear and attention layers compute in FP8 (:func:`lightning_fp8.convert`), all other
     operations in bf16 by autocast, and parameters are fp32 masters. Scales are updated once per optimizer step, after
-    backward; evaluation moves none. The scaling state is part of the Lightning checkpoint.
+    backward; evaluation moves none. The scaling state is part of the Lightning checkpoint. A model without a layer that
+    can run in FP8, or whose layers the settings all leave out, trains without FP8, and a warning says why.
 
     With ``precision="bf16-mixed"`` or ``"bf16-true"`` the plugin is also an instance of Lightning's ``MixedPrecision``
     or ``HalfPrecision`` and trains with the numbers of these.
