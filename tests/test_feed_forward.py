@@ -268,7 +268,7 @@ def test_weights_of_another_width() -> None:
     """As one block with the numbers of its parts; and where the parts do not fit, the error is that of the part."""
     layer = convert(nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True))
     layer.linear1.weight, layer.linear1.bias = nn.Parameter(torch.randn(80, 32) / 4), nn.Parameter(torch.randn(80))
-    layer.linear2.weight = nn.Parameter(torch.randn(32, 80) / 4)
+    layer.linear2.weight, layer.linear2.bias = nn.Parameter(torch.randn(24, 80) / 4), nn.Parameter(torch.randn(24))
     x = torch.randn(2, 5, 32)
     assert _fused_activation(layer) == "relu"
     expected = layer.linear2(layer.linear1(x).relu())
