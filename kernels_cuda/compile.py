@@ -16,15 +16,16 @@ import os
 import re
 import shutil
 import tempfile
-import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from kernels_cuda import source
+from kernels_cuda.cache import Untrusted, cache_folder, check_folder, make_folder, read_trusted, write
 
 _OLDEST_NVRTC = (12, 4)
 # "relu.cu(12): error: ...", "tile.cuh(3): catastrophic error: ..."
@@ -186,13 +187,6 @@ def compile_source(
         nvrtc.destroyProgram(program)
 
 
-def cache_folder() -> Path:
-    """Where cubins are kept: ``$LIGHTNING_FP8_CACHE_DIR``, else ``lightning_fp8`` in the user's cache folder."""
-    chosen = os.environ.get("LIGHTNING_FP8_CACHE_DIR")
-    path = chosen or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "lightning_fp8")
-    return Path(os.path.expanduser(path))
-
-
 def _key(source: str, headers: Mapping[str, str], options: Sequence[str]) -> str:
     parts = [source, sorted(headers.items()), list(options), nvrtc_version()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -203,29 +197,47 @@ def source_key(family: str, arch: str, defines: Sequence[str] = ()) -> str:
     return _key(source(family), headers(), _options(arch, defines))
 
 
-def compiled(family: str, arch: str, defines: Sequence[str] = ()) -> Path:
-    """The family's cubin as a file, from the cache where it has been compiled before; else see :func:`compile_source`.
+class Cubin(NamedTuple):
+    """A compiled kernel family.
 
-    Where the cache folder cannot be written, warns once and keeps the file for the life of this process.
+    Attributes:
+        path: where it is kept.
+        content: the bytes of an ELF, checked: to be loaded in place of the file, which may have changed since.
+    """
+
+    path: Path
+    content: bytes
+
+
+def compiled(family: str, arch: str, defines: Sequence[str] = ()) -> Cubin:
+    """The family's cubin, from the cache where it has been compiled before; else see :func:`compile_source`.
+
+    Where the cache folder cannot be written or is not to be trusted (see :mod:`kernels_cuda.cache`), warns once and
+    keeps the file for the life of this process.
     """
     text, included = source(family), headers()
     stem = _stem(family, arch, text, included, defines)
-    folder = cache_folder()
     kept = _kept(stem)
     if kept is not None:
         return kept
-    cubin, _ = compile_source(family, text, arch, defines, included)
+    content, _ = compile_source(family, text, arch, defines, included)
+    folder = cache_folder()
     try:
-        return _write(folder, stem, cubin)
+        return _write(folder, stem, content)
     except OSError as error:
         if os.getpid() not in _private_folders:
             _private_folders[os.getpid()] = Path(tempfile.mkdtemp(prefix="lightning_fp8-"))
-            warnings.warn(
-                f"Compiled kernels cannot be kept in {folder} ({error}): set LIGHTNING_FP8_CACHE_DIR to a writable "
-                "folder; until then kernels are compiled at each start.",
-                stacklevel=2,
-            )
-        return _write(_private_folders[os.getpid()], stem, cubin)
+            warnings.warn(_why_not_kept(folder, error), stacklevel=2)
+        return _write(_private_folders[os.getpid()], stem, content)
+
+
+def _why_not_kept(folder: Path, error: OSError) -> str:
+    if isinstance(error, Untrusted):
+        return f"{error} Until then kernels are compiled and tested at each start."
+    return (
+        f"Compiled kernels cannot be kept in {folder} ({error}): set LIGHTNING_FP8_CACHE_DIR to a writable folder;"
+        " until then kernels are compiled at each start."
+    )
 
 
 def is_cached(family: str, arch: str, defines: Sequence[str] = ()) -> bool:
@@ -237,46 +249,39 @@ def _stem(family: str, arch: str, text: str, included: Mapping[str, str], define
     return f"{family}-{arch}-{_key(text, included, _options(arch, defines))[:16]}"
 
 
-def _kept(stem: str) -> Path | None:
+def _kept(stem: str) -> Cubin | None:
     for place in (cache_folder(), *_private_folders.values()):
         with contextlib.suppress(OSError):
+            check_folder(place)
             for path in sorted(place.glob(f"{stem}-*.cubin")):
-                if _is_whole(path, stem):
-                    return path
+                content = _whole(path, stem)
+                if content is not None:
+                    return Cubin(path, content)
     return None
 
 
-def _is_whole(path: Path, stem: str) -> bool:
-    """Whether the file is what its name says: no torn or foreign one."""
-    with contextlib.suppress(OSError):
-        cubin = path.read_bytes()
-        return cubin.startswith(b"\x7fELF") and path.name == _file_name(stem, cubin)
-    return False
+def _whole(path: Path, stem: str) -> bytes | None:
+    """The file's content where that is what its name says; None of a torn or foreign one."""
+    content = read_trusted(path)
+    if content is None or not content.startswith(b"\x7fELF") or path.name != _file_name(stem, content):
+        return None
+    return content
 
 
 def _file_name(stem: str, cubin: bytes) -> str:
     return f"{stem}-{hashlib.sha256(cubin).hexdigest()[:16]}.cubin"
 
 
-def _write(folder: Path, stem: str, cubin: bytes) -> Path:
-    if str(folder).startswith("~"):
-        raise FileNotFoundError("the user has no home folder")
-    folder.mkdir(parents=True, exist_ok=True)
+def _write(folder: Path, stem: str, cubin: bytes) -> Cubin:
+    make_folder(folder)
     path = folder / _file_name(stem, cubin)
-    # unique over the threads, processes and hosts that share the folder; unlike `mkstemp`'s, others can read it
-    temporary = folder / f".{uuid.uuid4().hex}.tmp"
-    try:
-        temporary.write_bytes(cubin)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    write(path, cubin)
     # only now, and only under other names: another process may just have put its whole file in a torn one's place
     for other in folder.glob(f"{stem}-*.cubin"):
         with contextlib.suppress(OSError):
-            if not _is_whole(other, stem):
+            if _whole(other, stem) is None:
                 other.unlink()
-    return path
+    return Cubin(path, cubin)
 
 
 @atexit.register

@@ -16,6 +16,8 @@ _ARGUMENT_BYTES = 1024
 _ALIGNMENT = 64
 # what a block may have without asking for more
 _UNASKED_SHARED_BYTES = 48 << 10
+# CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of the driver's API
+_MAX_DYNAMIC_SHARED_BYTES = 8
 
 
 class _Packed(threading.local):
@@ -45,7 +47,7 @@ class Kernel:
     """A kernel ready to launch on one device. Its only parameter is a struct, by value.
 
     Args:
-        function: CuPy's ``RawKernel``.
+        function: CuPy's ``Function``.
         layout: format of the struct, as of Python's ``struct``, native and aligned.
         block: threads of a block.
         device: index of the CUDA device.
@@ -74,9 +76,9 @@ class Kernel:
         # torch's public way to the same number makes a Stream object first
         self._current_stream = torch._C._cuda_getCurrentRawStream
         with torch.cuda.device(self._device), Device(self._device):
-            self._pointer: int = self._function.kernel.ptr
+            self._pointer: int = self._function.ptr
             if self._shared_bytes > _UNASKED_SHARED_BYTES:
-                self._function.max_dynamic_shared_size_bytes = self._shared_bytes
+                driver.funcSetAttribute(self._pointer, _MAX_DYNAMIC_SHARED_BYTES, self._shared_bytes)
         self.multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
 
     def __call__(self, grid: int, *arguments: int | float | bytes) -> None:

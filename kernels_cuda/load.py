@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from kernels_cuda.compile import architecture, cache_folder, check_driver, compiled, nvrtc_version, source_key
+from kernels_cuda.cache import cache_folder, check_folder, read_trusted, write
+from kernels_cuda.compile import architecture, check_driver, compiled, nvrtc_version, source_key
 from kernels_cuda.launch import Kernel
 
 
@@ -31,12 +32,15 @@ def load(family: str, defines: Sequence[str], layout: str, block: int, device: i
     """
     version = nvrtc_version()
     check_driver(_driver_version(), version)
-    from cupy import RawModule
     from cupy.cuda import Device
+    from cupy.cuda.function import Module
 
-    path = compiled(family, architecture(torch.cuda.get_device_capability(device)), defines)
+    cubin = compiled(family, architecture(torch.cuda.get_device_capability(device)), defines)
     with torch.cuda.device(device), Device(device):
-        function = RawModule(path=str(path)).get_function(family)
+        # not `RawModule(path=...)`, for which the driver reads the file again: it may be another one by then
+        module = Module()
+        module.load(cubin.content)
+        function = module.get_function(family)
     return Kernel(function, layout, block, device, shared_bytes)
 
 
@@ -50,14 +54,16 @@ def _driver_version() -> int:
 def has_passed(family: str, defines: Sequence[str], device: int) -> bool:
     """Whether this kernel, of this source, has passed its self-test on such a device under this driver before."""
     with contextlib.suppress(OSError):
-        return _pass_file(family, defines, device).exists()
+        check_folder(cache_folder())
+        return read_trusted(_pass_file(family, defines, device)) is not None
     return False
 
 
 def remember_pass(family: str, defines: Sequence[str], device: int) -> None:
     """Spare the next process the self-test. Where nothing can be written it is simply run again."""
     with contextlib.suppress(OSError):
-        _pass_file(family, defines, device).touch()
+        check_folder(cache_folder())
+        write(_pass_file(family, defines, device), b"")
 
 
 def forget_pass(family: str, defines: Sequence[str], device: int) -> None:

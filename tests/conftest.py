@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import warnings
 from collections import Counter
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _usual_umask() -> None:
+    # under 002, which some systems have, the tests' own folders would be no kernel caches: their group may write there
+    os.umask(0o022)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -19,7 +19,8 @@ from test_kernel_selection import Broken, poke
 
 import lightning_fp8
 from kernels_cuda import casts
-from kernels_cuda.compile import CompileError, KernelsUnavailable, cache_folder, nvrtc_version
+from kernels_cuda.cache import cache_folder
+from kernels_cuda.compile import CompileError, KernelsUnavailable, nvrtc_version
 from kernels_cuda.gemm import configurations
 from lightning_fp8 import __main__ as entry
 from lightning_fp8.doctor import Diagnosis, command, diagnosis, examine, hardware, kernel_checks, page, software

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from cupy_backends.cuda.api import driver
 
 import kernels_cuda.load
-from kernels_cuda.compile import KernelsUnavailable
+from kernels_cuda.compile import KernelsUnavailable, compiled
 from kernels_cuda.launch import Kernel
 
 LAYOUT = "PPiif"
@@ -108,24 +109,23 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: list[int]) -> SimpleNamespace:
     """A CuPy that records what it is asked to load."""
-    record = SimpleNamespace(paths=[], names=[], devices=[], driver=13000)
+    record = SimpleNamespace(cubins=[], names=[], devices=[], attributes=[], driver=13000)
 
-    class RawModule:
-        def __init__(self, path: str) -> None:
-            assert Path(path).read_bytes().startswith(b"\x7fELF")
-            record.paths.append(Path(path).name)
+    class Module:
+        def load(self, cubin: bytes) -> None:
+            record.cubins.append(cubin)
 
         def get_function(self, name: str) -> SimpleNamespace:
             record.names.append(name)
-            record.function = SimpleNamespace(kernel=SimpleNamespace(ptr=4242))
-            return record.function
+            return SimpleNamespace(ptr=4242)
 
     @contextmanager
     def device(index: int) -> Iterator[None]:
         record.devices.append(index)
         yield
 
-    monkeypatch.setattr("cupy.RawModule", RawModule)
+    monkeypatch.setattr("cupy.cuda.function.Module", Module)
+    monkeypatch.setattr(driver, "funcSetAttribute", lambda *arguments: record.attributes.append(arguments))
     monkeypatch.setattr("cupy.cuda.Device", device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     properties = SimpleNamespace(multi_processor_count=132)
@@ -144,7 +144,7 @@ def test_loading_compiles_for_the_device_and_takes_the_function_there(
     assert kernel._current_stream is current_stream
     assert kernel._current_device is torch.cuda.current_device
     assert cupy.names == ["update_scales"]
-    assert [name.rsplit("-", 2)[0] for name in cupy.paths] == ["update_scales-sm_90a"]
+    assert cupy.cubins == [compiled("update_scales", "sm_90a").content]
     # once for the module and once for its function: both belong to the device
     assert devices == cupy.devices == [1, 1]
 
@@ -154,7 +154,8 @@ def test_more_shared_memory_than_usual_is_asked_for(
     cupy: SimpleNamespace, shared_bytes: int, asked: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = kernels_cuda.load.load("update_scales", (), LAYOUT, 1024, 0, shared_bytes)
-    assert getattr(cupy.function, "max_dynamic_shared_size_bytes", None) == asked
+    # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert cupy.attributes == ([] if asked is None else [(4242, 8, asked)])
     launches: list[tuple[Any, ...]] = []
     monkeypatch.setattr(kernel, "_launch_kernel", lambda *sizes: launches.append(sizes))
     monkeypatch.setattr(kernel, "_current_device", lambda: 0)
@@ -169,4 +170,4 @@ def test_a_driver_that_is_too_old_is_named(cupy: SimpleNamespace) -> None:
     cupy.driver = 0
     with pytest.raises(KernelsUnavailable, match="none was found"):
         kernels_cuda.load.load("update_scales", (), "PPPPPiiif", 1024, 0)
-    assert cupy.paths == []
+    assert cupy.cubins == []

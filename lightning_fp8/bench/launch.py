@@ -41,7 +41,7 @@ class UpdateArguments:
         return device.type != "cuda" or kernels.update_kernel(device) is not None
 
     def variants(self, device: torch.device) -> list[Variant]:
-        """``Kernel``, CuPy's ``RawKernel`` and ``driver``; on the CPU ``Kernel`` without a driver."""
+        """``Kernel``, CuPy's ``Function`` and ``driver``; on the CPU ``Kernel`` without a driver."""
         timed, checked = _tensors(device), _tensors(device)
         if device.type != "cuda":
             kernel = WithoutDriver(None, scales.LAYOUT, scales.THREADS, 0)
@@ -75,12 +75,12 @@ def _launches(kernel: Kernel, tensors: Tensors) -> dict[str, Launch]:
     arguments = _arguments(tensors)
     return {
         "Kernel": lambda at: kernel(1, *arguments),
-        "RawKernel": _raw_launch(kernel, arguments),
+        "Function": _cupy_launch(kernel, arguments),
         "driver": _driver_launch(kernel, arguments),
     }
 
 
-def _raw_launch(kernel: Kernel, arguments: Arguments) -> Launch:
+def _cupy_launch(kernel: Kernel, arguments: Arguments) -> Launch:
     """CuPy's own launch: the struct as a NumPy scalar, on torch's current stream as CuPy's."""
     cupy, numpy = import_module("cupy"), import_module("numpy")
     fields = [(f"field{number}", _NUMPY_TYPES[letter]) for number, letter in enumerate(scales.LAYOUT)]

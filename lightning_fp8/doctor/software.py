@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import lightning_fp8
-from kernels_cuda.compile import cache_folder
+from kernels_cuda.cache import Untrusted, cache_folder, check_folder
 from lightning_fp8.bench.rows import package_version
 from lightning_fp8.doctor.diagnosis import CANNOT, SLOWER, Findings, Section
 from lightning_fp8.ops.kernels import backend
@@ -130,13 +130,22 @@ def _backend(findings: Findings, has_gpu: bool) -> str:
 def _cache(findings: Findings) -> str:
     folder = cache_folder()
     origin = "" if os.environ.get("LIGHTNING_FP8_CACHE_DIR") else " (not set)"
+    mend = "export LIGHTNING_FP8_CACHE_DIR=/a/folder/that/you/may/write"
+    try:
+        check_folder(folder)
+    except Untrusted as error:
+        findings.problem(SLOWER, f"{error} Until then every process compiles and tests kernels anew.", mend)
+        return f"{folder}{origin}: not trusted"
+    except OSError:
+        # said below
+        pass
     trouble = _why_not_writable(folder)
     if trouble is None:
         return f"{folder}{origin}: writable"
     findings.problem(
         SLOWER,
         f"Compiled kernels cannot be kept in {folder} ({trouble}), so every process compiles and tests them anew.",
-        "export LIGHTNING_FP8_CACHE_DIR=/a/folder/that/you/may/write",
+        mend,
     )
     return f"{folder}{origin}: not writable ({trouble})"
 

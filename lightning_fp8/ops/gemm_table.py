@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 import kernels_cuda
-from kernels_cuda.compile import cache_folder
+from kernels_cuda import cache
 from kernels_cuda.gemm import OUTPUTS, Configuration, configurations
 from lightning_fp8.formats import dtype_name
 from lightning_fp8.warn_once import warn_once
@@ -81,7 +80,7 @@ def shipped_path(gpu: str) -> Path:
 
 def own_path(gpu: str) -> Path:
     """Of the table that ``python -m lightning_fp8 tune`` writes on this machine; there may be none."""
-    return cache_folder() / f"gemm-{slug(gpu)}.json"
+    return cache.cache_folder() / f"gemm-{slug(gpu)}.json"
 
 
 @functools.cache
@@ -151,12 +150,7 @@ def _replace(path: Path, head: Mapping[str, Any], rows: Iterable[Mapping[str, An
     merged = {_key(row): dict(row) for row in rows}
     lines = ",\n".join(f"  {json.dumps(merged[key])}" for key in sorted(merged))
     above = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items())
-    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.write_text(f'{{\n{above} "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    cache.write(path, f'{{\n{above} "rows": [\n{lines}\n ]\n}}\n'.encode())
 
 
 @contextlib.contextmanager
@@ -165,9 +159,12 @@ def _locked(path: Path) -> Iterator[None]:
     # only where tables are written, which is where CUDA is
     import fcntl
 
-    with path.with_name(f".{path.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -181,7 +178,7 @@ def _readable_rows(path: Path) -> list[dict[str, Any]]:
 def _readable(path: Path, read: Callable[[str], Read], for_what: str = "") -> Read | None:
     """What is in a file; None where there is no such file, or nothing that can be used."""
     try:
-        return read(path.read_text(encoding="utf-8"))
+        return read(_text(path))
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, MalformedTable) as error:
@@ -192,10 +189,18 @@ def _readable(path: Path, read: Callable[[str], Read], for_what: str = "") -> Re
         return None
 
 
+def _text(path: Path) -> str:
+    """A table in the cache folder is read only where nobody else may have written it; others were chosen by name."""
+    if path.parent != cache.cache_folder():
+        return path.read_text(encoding="utf-8")
+    cache.check_folder(path.parent)
+    return cache.read(path).decode()
+
+
 def _parsed(text: str) -> dict[str, Any]:
     try:
         table = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedTable(f"it is not JSON ({error})") from error
     if not isinstance(table, dict) or not isinstance(table.get("rows"), list):
         raise MalformedTable("it has no list `rows`")

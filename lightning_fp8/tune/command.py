@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from kernels_cuda.cache import make_folder
 from kernels_cuda.compile import KernelsUnavailable, nvrtc_version
 from kernels_cuda.gemm import configurations
 from lightning_fp8.bench import rows, timing
@@ -186,10 +187,12 @@ def _device(for_gemms: bool = True) -> torch.device:
 
 
 def _check_folder(path: Path, is_asked_for: bool) -> None:
-    if is_asked_for and not path.parent.is_dir():
-        sys.exit(f"--out: there is no folder {path.parent} to write {path.name} in.")
+    if is_asked_for:
+        if not path.parent.is_dir():
+            sys.exit(f"--out: there is no folder {path.parent} to write {path.name} in.")
+        return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
     except OSError as error:
         sys.exit(f"tune: the table cannot be written ({error}). Set LIGHTNING_FP8_CACHE_DIR, or give --out.")
 
