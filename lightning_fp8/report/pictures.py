@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_fp8.formats import ROLES
 from lightning_fp8.report.curves import curve_keys, loss_keys, thinned
-from lightning_fp8.report.runs import Run
+from lightning_fp8.report.runs import Floats, Run, Series
 from lightning_fp8.report.tensors import Tensors, role_curves, tensors_of
 
 # Okabe and Ito's colours, which most colour-blind people tell apart; the page has the same
@@ -55,6 +55,11 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def _shown(series: Series) -> Floats:
+    """As on the page, what is too large for float32 is a gap: no axes reach to the end of float64."""
+    return np.where(np.abs(series.values) <= np.finfo(np.float32).max, series.values, np.nan)
+
+
 def _curves(runs: Sequence[Run]) -> Any:
     keys = loss_keys(curve_keys(runs))
     figure = _figure(9, 4.2)
@@ -66,7 +71,7 @@ def _curves(runs: Sequence[Run]) -> Any:
                 marker = "o" if len(series.steps) < 20 else ""
                 colour = COLOURS[position % len(COLOURS)]
                 label = f"{run.name} {key} ({run.precision})"
-                axes.plot(series.steps, series.values, line, color=colour, marker=marker, markersize=3, label=label)
+                axes.plot(series.steps, _shown(series), line, color=colour, marker=marker, markersize=3, label=label)
     axes.set(xlabel="step", ylabel=", ".join(keys), title="Loss" if "loss" in keys[0] else keys[0])
     axes.legend(fontsize=8)
     return figure
@@ -104,7 +109,7 @@ def _roles(found: Sequence[tuple[Run, dict[str, Any]]], quantities: Sequence[str
                     series = curves.get(quantity, {}).get(role, {}).get(statistic)
                     if series is not None:
                         some = thinned(series)
-                        axes.plot(some.steps, some.values, line, color=colour, label=f"{role}, {statistic}")
+                        axes.plot(some.steps, _shown(some), line, color=colour, label=f"{role}, {statistic}")
             unit = "bits" if quantity == "headroom_bits" else "share"
             axes.set(xlabel="step", ylabel=unit, title=f"{quantity.replace('_', ' ')}: {run.name}")
             if axes.lines:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
-import json
 import re
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,18 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
 from lightning_fp8.report import DTYPES_FILE, RUN_FILE
+from lightning_fp8.report.records import ReadError, read_dtypes, read_hparams, read_record
 
 CSV_FILE = "metrics.csv"
 HPARAMS_FILE = "hparams.yaml"
 _EVENTS = "events.out.tfevents.*"
+# what the page's own numbers are exact up to
+_LARGEST_STEP = 2**53
 Floats = npt.NDArray[np.float64]
-
-
-class ReadError(Exception):
-    """Logs that cannot be read; the message names the file, what is wrong and what to do."""
 
 
 class Series(NamedTuple):
@@ -93,7 +92,7 @@ def _read(folder: Path) -> Run:
         raise ReadError(f"{place / CSV_FILE if path.is_file() else place} has no step with a number in it yet.")
     return Run(
         place.name, place, source, note, scalars,
-        _json(place / RUN_FILE), _json(place / DTYPES_FILE), _hparams(place / HPARAMS_FILE),
+        read_record(place / RUN_FILE), read_dtypes(place / DTYPES_FILE), read_hparams(place / HPARAMS_FILE),
     )  # fmt: skip
 
 
@@ -147,10 +146,7 @@ def _columns(header: list[str], lines: Any, path: Path) -> dict[str, tuple[list[
     for cells in lines:
         if len(cells) != len(header):
             raise ReadError(f"{path}, line {lines.line_num}: {len(cells)} cells, and its header has {len(header)}.")
-        try:
-            step = int(float(cells[at]))
-        except (ValueError, OverflowError) as error:
-            raise ReadError(f"{path}, line {lines.line_num}: the step is {cells[at]!r}, not a number.") from error
+        step = _step(cells[at], f"{path}, line {lines.line_num}")
         for position, steps, values in columns:
             if cells[position]:
                 try:
@@ -159,6 +155,15 @@ def _columns(header: list[str], lines: Any, path: Path) -> dict[str, tuple[list[
                     continue
                 steps.append(step)
     return found
+
+
+def _step(value: str | int, place: str) -> int:
+    with contextlib.suppress(ValueError, OverflowError):
+        number = value if isinstance(value, int) else float(value)
+        # no NaN is smaller than anything
+        if abs(number) <= _LARGEST_STEP:
+            return int(number)
+    raise ReadError(f"{place}: the step is {reprlib.repr(value)}, not a number of at most 2**53.")
 
 
 def _series(steps: Sequence[int], values: Sequence[float]) -> Series:
@@ -181,36 +186,8 @@ def _read_events(folder: Path) -> dict[str, Series]:
     # what a damaged file makes of the reader is not documented
     except Exception as error:
         raise ReadError(f"The event files in {folder} cannot be read: {error}.") from error
-    return {key: _series([e.step for e in some], [e.value for e in some]) for key, some in found.items()}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ReadError(f"{path} cannot be read: {error}. Remove it to make the report without it.") from error
-    if not isinstance(content, dict):
-        raise ReadError(f"{path} cannot be read: it holds no object. Remove it to make the report without it.")
-    return content
-
-
-class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML in which objects of Python's are their tags, not made."""
-
-
-_PlainLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, tag, node: f"({tag})")
-
-
-def _hparams(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ReadError(f"{path} cannot be read: {error}. Remove it to make the report without it.") from error
-    return content if isinstance(content, dict) else {}
+    place = f"The event files in {folder}"
+    return {key: _series([_step(e.step, place) for e in some], [e.value for e in some]) for key, some in found.items()}
 
 
 def _names(folders: list[Path]) -> list[str]:

@@ -105,7 +105,7 @@ def _worst_cells(tensors: Tensors | None, rows: list[int]) -> list[Cell]:
         if known:
             row = pick(known, key=lambda row: values[row])
             where = f"{tensors.roles[row]}, step {steps[row]}"
-            cells.append(Cell(f"{_text(values[row], form)} ({where})", float(values[row])))
+            cells.append(Cell(f"{_text(values[row], form)} ({where})", _known(values[row])))
         else:
             cells.append(Cell("-"))
     counts = [(tensors.nonfinite_steps[row], tensors.roles[row]) for row in rows]
@@ -139,7 +139,7 @@ def slowest_layers(runs: Sequence[Run]) -> Table:
     for path in dict.fromkeys(path for found in times for path in found):
         spent = [times[position].get(path) for position in timed]
         sums = [sum(both) if both else None for both in spent]
-        cells = [Cell("-") if both is None else Cell(_milliseconds(*both), sum(both)) for both in spent]
+        cells = [Cell("-") if both is None else Cell(_milliseconds(*both), _known(sum(both))) for both in spent]
         ratios = [value / sums[0] if value is not None and sums[0] else None for value in sums[1:]]
         rows.append([Cell(path or "(root)"), *cells, *(_formatted(ratio, "{:.2f}") for ratio in ratios)])
     rows.sort(key=lambda cells: -max(cell.sort or 0.0 for cell in cells[1 : 1 + len(timed)]))

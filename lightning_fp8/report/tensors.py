@@ -118,10 +118,16 @@ def in_model_order(names: Iterable[str], run: Run) -> list[str]:
 
     def place(name: str) -> tuple[Any, ...]:
         module, _, role = name.rpartition(".")
-        by_name = [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", module)]
+        by_name = [_by_size(part) if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", module)]
         return known.get(module, len(known)), by_name, ROLES.index(role) if role in ROLES else 0  # type: ignore[arg-type]
 
     return sorted(names, key=place)
+
+
+def _by_size(digits: str) -> tuple[int, str]:
+    # no `int`, which Python does not make of thousands of digits
+    digits = digits.lstrip("0")
+    return len(digits), digits
 
 
 def layer_of(name: str, run: Run, sqnr: dict[str, float]) -> str:

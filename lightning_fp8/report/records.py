@@ -1,0 +1,178 @@
+"""Files beside a run's logs, checked: whatever they hold, a report is made from them or says what is wrong in which."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+# what a page shows of one file: characters of text and other values, and how deep they may lie
+_MOST_VALUES, _DEEPEST = 1_000_000, 50
+# of a whole number, far beyond a count or a seed, and short enough to be written out
+_MOST_BITS = 1024
+Check = Callable[[Any], bool]
+
+
+class ReadError(Exception):
+    """Logs that cannot be read; the message names the file, what is wrong and what to do."""
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What ``RunRecord`` wrote; empty where it wrote nothing.
+
+    Raises:
+        ReadError: for anything else.
+    """
+    return _read(path, json.loads, lambda content: _wrong_field(content, _RECORD))
+
+
+def read_dtypes(path: Path) -> dict[str, Any]:
+    """What ``DtypeAudit`` wrote; empty where it wrote nothing.
+
+    Raises:
+        ReadError: for anything else.
+    """
+
+    def wrong(content: Mapping[str, Any]) -> str | None:
+        missing = [name for name in _DTYPES if name not in content]
+        return f"it has no list {missing[0]!r}" if missing else _wrong_field(content, _DTYPES)
+
+    return _read(path, json.loads, wrong)
+
+
+def read_hparams(path: Path) -> dict[str, Any]:
+    """The hyperparameters that Lightning saved; empty where there are none.
+
+    Raises:
+        ReadError: for what is no mapping, or too much for a page, as aliases of aliases make it.
+    """
+
+    def parse(text: str) -> Any:
+        content = yaml.load(text, _PlainLoader)
+        return {} if content is None else content
+
+    return _read(path, parse, lambda content: None)
+
+
+def _read(path: Path, parse: Callable[[str], Any], wrong: Callable[[dict[str, Any]], str | None]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    # what a damaged file makes of the reader of YAML is not documented: IndexError, KeyError, RecursionError, ...
+    except Exception as error:
+        raise _error(path, f"{type(error).__name__}: {error}") from error
+    found = _why_too_much(content)
+    if found is None:
+        found = wrong(content) if isinstance(content, dict) else f"it holds {reprlib.repr(content)} and no object"
+    if found is not None:
+        raise _error(path, found)
+    return content
+
+
+def _error(path: Path, why: str) -> ReadError:
+    return ReadError(f"{path} cannot be read: {why}. Remove it to make the report without it.")
+
+
+class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML in which objects of Python's are their tags, not made; and without merges, which multiply as aliases do."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Leave ``<<`` alone: it is refused as an unknown tag then."""
+
+
+_PlainLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, tag, node: f"({tag})")
+
+
+def _why_too_much(content: Any) -> str | None:
+    """Why the content cannot be shown; None where it can. What is there more than once counts each time."""
+    waiting, values = [(content, 0)], 1
+    while waiting:
+        node, depth = waiting.pop()
+        if depth > _DEEPEST:
+            return f"its values lie more than {_DEEPEST} deep"
+        if isinstance(node, str | bytes):
+            values += len(node)
+            if isinstance(node, str) and any("\ud800" <= letter <= "\udfff" for letter in node):
+                return f"{reprlib.repr(node)} is no text: it has half of a surrogate pair"
+        elif isinstance(node, int) and node.bit_length() > _MOST_BITS:
+            return f"it has a number of {node.bit_length()} bits"
+        elif isinstance(node, dict | list | tuple | set):
+            values += len(node)
+            parts = [part for pair in node.items() for part in pair] if isinstance(node, dict) else node
+            if values <= _MOST_VALUES:
+                waiting += [(part, depth + 1) for part in parts]
+        if values > _MOST_VALUES:
+            return f"it has more than {_MOST_VALUES:,} values and letters"
+    return None
+
+
+def _wrong_field(content: Mapping[str, Any], rules: Mapping[str, tuple[str, Check]]) -> str | None:
+    """The first field that is not what it should be, with what came."""
+    for name, (rule, is_right) in rules.items():
+        if name in content and not is_right(content[name]):
+            got = content[name]
+            if isinstance(got, list) and is_right([]):
+                # what is wrong in the list
+                got = next((row for row in got if not is_right([row])), got)
+            return f"{name!r} must be {rule}, got {reprlib.repr(got)}"
+    return None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_optional_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
+
+
+def _are_objects(**fields: Check) -> Check:
+    """A list of objects that have at least these fields."""
+
+    def check(value: Any) -> bool:
+        return isinstance(value, list) and all(
+            isinstance(row, dict) and all(name in row and is_right(row[name]) for name, is_right in fields.items())
+            for row in value
+        )
+
+    return check
+
+
+_are_layers = _are_objects(
+    path=_is_text, kind=_is_text, reason=_is_text, converted=lambda value: isinstance(value, bool)
+)
+_are_tensors = _are_objects(
+    kind=_is_text, name=_is_text, dtype=_is_dtype, promised=_is_optional_text, elements=_is_count
+)
+_A_TEXT = ("text", _is_optional_text)
+_A_COUNT = ("a whole number of at least 0", _is_count)
+_AN_OBJECT = ("an object or null", lambda value: value is None or isinstance(value, dict))
+_TENSORS = ("a list of `kind`, `name`, `dtype`, `promised` and `elements` of tensors", _are_tensors)
+_RECORD: dict[str, tuple[str, Check]] = {
+    **dict.fromkeys(("precision", "strategy", "accelerator"), _A_TEXT),
+    **dict.fromkeys(("world_size", "parameters"), _A_COUNT),
+    **dict.fromkeys(("environment", "recipe"), _AN_OBJECT),
+    "modules": (
+        "a list of module paths or null",
+        lambda value: value is None or (isinstance(value, list) and all(map(_is_text, value))),
+    ),
+    "layers": (
+        "a list of `path`, `kind`, `converted` and `reason` of layers or null",
+        lambda value: value is None or _are_layers(value),
+    ),
+}
+_DTYPES: dict[str, tuple[str, Check]] = {"rows": _TENSORS, "violations": _TENSORS}
