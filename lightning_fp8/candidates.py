@@ -167,10 +167,15 @@ def _reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_out
     return None
 
 
-def weights(layer: nn.Module) -> list[Tensor]:
-    """Of the GEMMs that a layer, converted or plain, holds itself."""
+def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
+    """The weights of the GEMMs that a layer, converted or plain, holds itself, by the names of these."""
     kind = Fp8MultiheadAttention if isinstance(layer, nn.MultiheadAttention) else Fp8Module
-    return list(kind.gemm_weights(layer).values())
+    return kind.gemm_weights(layer)
+
+
+def weights(layer: nn.Module) -> list[Tensor]:
+    """The same without the names."""
+    return list(gemm_weights(layer).values())
 
 
 def sizes(layer: nn.Module) -> list[Sizes]:

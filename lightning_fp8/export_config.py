@@ -8,6 +8,7 @@ Source: vllm-project/vllm, ``model_executor/layers/quantization/fp8.py``, ``Fp8C
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def check_config(folder: Path) -> None:
         raise FileNotFoundError(f"There is no exported model in {folder}: {CONFIG_FILE} is missing.")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
     if not isinstance(quantization, dict):
@@ -65,7 +66,8 @@ def check_config(folder: Path) -> None:
     for key, expected in _METHOD.items():
         if quantization.get(key) != expected:
             raise ValueError(
-                f"{file}: `quantization_config` must have {key}={expected!r}, got {quantization.get(key)!r}."
+                f"{file}: `quantization_config` must have {key}={expected!r}, got"
+                f" {reprlib.repr(quantization.get(key))}."
                 " Models with one static scale a tensor are read here, as `lightning_fp8.export` writes them."
             )
 

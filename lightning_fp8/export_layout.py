@@ -19,9 +19,10 @@ Sources: vllm-project/vllm, ``model_executor/layers/quantization/fp8.py`` (``Fp8
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Hashable, Mapping
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,13 @@ from torch.distributed.tensor import DTensor
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3
 from lightning_fp8.modules.gemm import Fp8Module, Fp8Rows
+from lightning_fp8.ops.reference import scale_of_current
 from lightning_fp8.paths import plain_path
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 _METADATA_KEY = "lightning_fp8.scales"
+SCALE_RULE = "a finite number above 0 in float32, and so must be its reciprocal"
 
 
 class Scales(NamedTuple):
@@ -131,14 +134,73 @@ def to_metadata(gemms: Gemms) -> dict[str, str]:
 
 
 def from_metadata(metadata: Mapping[str, str] | None) -> dict[str, Scales | None] | None:
-    """What :func:`to_metadata` has written; None for a file that was not exported here."""
+    """What :func:`to_metadata` has written; None for a file that was not exported here.
+
+    Raises:
+        ValueError: for anything else under the same key; the message says what is wrong.
+    """
     if not metadata or _METADATA_KEY not in metadata:
         return None
-    scales = json.loads(metadata[_METADATA_KEY])
-    return {
-        name: None if entry is None else Scales(*(torch.tensor(float.fromhex(entry[role])) for role in Scales._fields))
-        for name, entry in scales.items()
-    }
+    try:
+        scales = json.loads(metadata[_METADATA_KEY])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{_METADATA_KEY!r} is not valid JSON ({error})") from error
+    if not isinstance(scales, dict):
+        raise ValueError(f"{_METADATA_KEY!r} must be an object, got {reprlib.repr(scales)}")
+    return {name: None if entry is None else _scales_from(name, entry) for name, entry in scales.items()}
+
+
+def _scales_from(name: str, entry: Any) -> Scales:
+    if not isinstance(entry, dict) or entry.keys() != set(Scales._fields):
+        wanted = " and ".join(map(repr, Scales._fields))
+        raise ValueError(f"{name!r} must be null or have {wanted}, got {reprlib.repr(entry)}")
+    found = {}
+    for role in Scales._fields:
+        try:
+            scale = torch.tensor(float.fromhex(entry[role]), dtype=torch.float32)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(
+                f"the scale {role!r} of {name!r} must be a number in hexadecimal, got {reprlib.repr(entry[role])}"
+            ) from error
+        if not is_scale(scale):
+            raise ValueError(f"the scale {role!r} of {name!r} must be {SCALE_RULE}, got {entry[role]}")
+        found[role] = scale
+    return Scales(**found)
+
+
+def is_scale(scale: Tensor) -> bool:
+    """Whether the scale, ``[] float32``, and its reciprocal can be multiplied by: :data:`SCALE_RULE`."""
+    return all(bool(number.isfinite() and number > 0) for number in (scale, scale.reciprocal()))
+
+
+def scales_of(weight: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """The scales of a weight and of its input as they are in a file, ``[] float32`` each."""
+    return [tensors[name].float().reshape(()) for name in scale_names(weight)]
+
+
+def dequantized(name: str, tensors: Mapping[str, Tensor], gemms: Gemms) -> Tensor:
+    """A tensor of a file; of an FP8 one ``code * weight_scale`` in fp32.
+
+    Its largest codes become the amax that its scale was made of, so that a cast finds the same scale again.
+    """
+    tensor, scales = tensors[name], gemms.get(name)
+    if tensor.dtype != E4M3.dtype or scales is None:
+        return tensor
+    codes = tensor.float()
+    values = codes * scales_of(name, tensors)[0]
+    return torch.where(codes.abs() == E4M3.max, codes.sign() * amax_of_scale(scales.weight), values)
+
+
+def amax_of_scale(scale: Tensor) -> Tensor:
+    """An amax, ``[] float32``, that gives this scale; of several the one that narrower dtypes hold too."""
+    below = above = nearest = (E4M3.max / scale.double()).float()
+    near = [nearest]
+    for _ in range(4):
+        below, above = torch.nextafter(below, torch.zeros(())), torch.nextafter(above, torch.full((), float("inf")))
+        near += [below, above]
+    fitting = [amax for amax in near if torch.equal(scale_of_current(amax, E4M3), scale)]
+    narrow = [amax for amax in fitting if amax.bfloat16() == amax or amax.half() == amax]
+    return [*narrow, *fitting, nearest][0]
 
 
 def import_safetensors() -> ModuleType:

@@ -156,9 +156,9 @@ def test_scales_that_come_with_the_weights_stay(tmp_path: Path) -> None:
         expected = source.eval()(x)
     for order in ("weights first", "scales first"):
         model = trained(small_mlp())
-        parts = [lambda: model.load_state_dict(weights), lambda: scaling_state(model).load_state_dict(scales)]
-        for part in parts if order == "weights first" else parts[::-1]:
-            part()
+        parts = [(model, weights), (scaling_state(model), scales)]
+        for target, values in parts if order == "weights first" else parts[::-1]:
+            target.load_state_dict(values)
         with torch.no_grad():
             assert torch.equal(model.eval()(x), expected)
         # others without scales, after something has run

@@ -27,8 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8 import DelayedScaling, convert, describe, export, load_exported, scaling_state
 from lightning_fp8.examples import ByteGPT
-from lightning_fp8.export_layout import codes_of, scale_names
-from lightning_fp8.exported import _amax_of_scale
+from lightning_fp8.export_layout import amax_of_scale, codes_of, scale_names
 from lightning_fp8.formats import E5M2, Fp8Format, Role
 from lightning_fp8.modules.gemm import Fp8Module
 from lightning_fp8.scaling import ScalingState
@@ -489,7 +488,7 @@ def test_every_scale_of_a_weight_has_an_amax_that_gives_it(dtype: torch.dtype) -
     amaxes = (torch.rand(3000) * 2.0 ** torch.randint(-14, 15, (3000,))).to(dtype).float()
     for amax in amaxes[amaxes > 0]:
         scale = torch.tensor(448.0) / amax
-        found = _amax_of_scale(scale)
+        found = amax_of_scale(scale)
         assert torch.tensor(448.0) / found == scale
         # so that a model in this dtype holds it
         assert found.to(dtype) == found
