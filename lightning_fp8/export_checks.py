@@ -124,7 +124,9 @@ def check_values(file: Path, own: Tensors, tensors: Tensors, gemms: Gemms) -> No
         f"{name} and {first[memory_of(tensor)]}"
         for name, tensor in own.items()
         if name in tensors and first.setdefault(memory_of(tensor), name) != name
-        and not torch.equal(*(_held(tensor, dequantized(one, tensors, gemms)) for one in (name, first[memory_of(tensor)])))
+        and not torch.equal(*(
+            _held(tensor, dequantized(one, tensors, gemms)) for one in (name, first[memory_of(tensor)])
+        ))
     ))  # fmt: skip
 
 
