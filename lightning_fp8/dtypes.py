@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_fp8.formats import dtype_name
 from lightning_fp8.modules.gemm import Fp8Module
-from lightning_fp8.paths import modules_inside, topmost_matches
+from lightning_fp8.paths import modules_inside, named_modules, topmost_matches
+from lightning_fp8.warn_once import warn_once
 
 # Layers of torch that refuse an input of another floating dtype than their parameters, at least on some device. Only
 # what would fail is brought to the parameters' dtype, so no model that runs changes its numerics.
@@ -79,16 +81,21 @@ def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = (), under_autocas
       which brings the operands of most of them together, only one with parameters of two bytes does.
     - What ``keep_fp32`` matches runs in fp32, without autocast, on fp32 inputs; its outputs come back in the dtype of
       its first floating point input (without one, in the default dtype).
+    - Under autocast, on a CPU whose oneDNN has no bf16 LSTM, an ``nn.LSTM`` with fp32 parameters runs so too; the
+      first call says it.
 
     Converted layers take any input. Under autocast a model in fp32 gets no hook but for ``nn.Bilinear``.
     """
     release_inputs(module)
     for layer in topmost_matches(module, keep_fp32):
         if next(layer.parameters(), None) is not None:
-            # on the object rather than by hooks, which torch.compile does not let switch autocast
-            vars(layer)[_FORWARD_BEFORE] = before = vars(layer).get("forward")
-            vars(layer)["forward"] = partial(_forward_in_fp32, layer, before)
+            _replace_forward(layer, _forward_in_fp32)
     inside_kept = modules_inside(module, keep_fp32)
+    lstms = {path: layer for path, layer in named_modules(module) if layer not in inside_kept and _is_fp32_lstm(layer)}
+    if under_autocast and lstms and _autocast_lstm_fails_on_cpu():
+        names = ", ".join(repr(path or "(root)") for path in lstms)
+        for layer in lstms.values():
+            _replace_forward(layer, _lstm_forward, names)
     for layer in module.modules():
         if layer not in inside_kept and _must_agree(layer, under_autocast):
             vars(layer)[_HANDLES] = (layer.register_forward_pre_hook(_to_parameter_dtype, with_kwargs=True),)
@@ -103,6 +110,30 @@ def release_inputs(module: nn.Module) -> None:
             before = vars(layer).pop(_FORWARD_BEFORE)
             del vars(layer)["forward"]
             vars(layer).update({} if before is None else {"forward": before})
+
+
+def _replace_forward(layer: nn.Module, forward: Callable[..., Any], *arguments: Any) -> None:
+    # on the object rather than by hooks, which torch.compile does not let switch autocast
+    vars(layer)[_FORWARD_BEFORE] = before = vars(layer).get("forward")
+    vars(layer)["forward"] = partial(forward, layer, before, *arguments)
+
+
+def _is_fp32_lstm(layer: nn.Module) -> bool:
+    # with projections oneDNN is not asked, nor is it for GRU, RNN, cells and bf16 parameters: torch's own code runs
+    return isinstance(layer, nn.LSTM) and layer.proj_size == 0 and _dtype_of(layer) == torch.float32
+
+
+@cache
+def _autocast_lstm_fails_on_cpu() -> bool:
+    """Whether an LSTM with fp32 parameters raises under bf16 autocast: tried, since the CPU's flags do not tell."""
+    # made on `meta`, where no parameters are drawn: the user's random numbers stay the same on every machine
+    lstm = nn.LSTM(1, 1, device="meta", dtype=torch.float32).to_empty(device="cpu")
+    try:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            lstm(torch.zeros(1, 1, 1, device="cpu", dtype=torch.float32))
+    except RuntimeError:
+        return True
+    return False
 
 
 def _must_agree(layer: nn.Module, under_autocast: bool) -> bool:
@@ -131,12 +162,38 @@ def _dtype_of(layer: nn.Module) -> torch.dtype | None:
 
 
 def _forward_in_fp32(layer: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    return _without_autocast(layer, forward, torch.float32, args, kwargs)
+
+
+def _lstm_forward(
+    layer: nn.LSTM, forward: Callable[..., Any] | None, names: str, *args: Any, **kwargs: Any
+) -> tuple[Any, Any]:
+    # asked for at each call: plugins convert a model before the strategy moves it, and a GPU has a bf16 LSTM
+    if layer.weight_ih_l0.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return _own_forward(layer, forward, args, kwargs)
+    # fp32, unless sharding gathers parameters in another dtype than they are stored in
+    dtype = layer.weight_ih_l0.dtype
+    warn_once(
+        f"The LSTM layers {names} run in {dtype_name(dtype)}, without autocast: oneDNN has no bf16 LSTM for this CPU."
+        " GPUs and CPUs with bf16 instructions run them in bf16. `keep_fp32` with these names gives fp32 everywhere."
+    )
+    return _without_autocast(layer, forward, dtype, args, kwargs)
+
+
+def _without_autocast(
+    layer: nn.Module, forward: Callable[..., Any] | None, dtype: torch.dtype, args: Any, kwargs: Any
+) -> Any:
+    values = (x.data if isinstance(x, PackedSequence) else x for x in (*args, *kwargs.values()))
+    tensors = [x for x in values if isinstance(x, Tensor)]
     came_in = next((x.dtype for x in tensors if x.is_floating_point()), torch.get_default_dtype())
-    args, kwargs = _inputs_to(args, kwargs, torch.float32)
+    args, kwargs = _inputs_to(args, kwargs, dtype)
     with torch.autocast((tensors[0] if tensors else next(layer.parameters())).device.type, enabled=False):
-        output = type(layer).forward(layer, *args, **kwargs) if forward is None else forward(*args, **kwargs)
+        output = _own_forward(layer, forward, args, kwargs)
     return _floating_to(output, came_in, [])
+
+
+def _own_forward(layer: nn.Module, forward: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
 
 def _inputs_to(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
