@@ -13,6 +13,9 @@ An image of the 449 is 0.22 points. Rounding alone, 32-true against bf16-mixed, 
 no image; two seeds are 2% apart, which pairs leave out. A scale that is 4 times too large, so that the largest numbers
 are clipped, costs the GPT 79%. One that is 1024 times too small costs nothing: FP8 is a floating point format and has
 that much to spare.
+
+On a CPU without bf16 units torch's bf16 products take ten times as long as fp32 ones. The runs to compare with are in
+32-true there, a stricter reference, with the same bounds.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from lightning_fp8.scaling import ScalingState
 STEPS = 200
 # the loss at the end is the mean over so many
 LAST = 40
+BASELINE = "bf16-mixed" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "32-true"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*enable_nested_tensor.*")]
 
 
@@ -81,32 +85,30 @@ def train(kind: str, precision: str, seed: int, folder: Path, steps: int = STEPS
 
 
 def difference(name: str, found: list[tuple[dict[str, float], dict[str, float]]]) -> float:
-    """Of FP8 from bf16, as a share of bf16's, on average."""
-    return mean(fp8[name] / bf16[name] - 1 for fp8, bf16 in found)
+    """Of FP8 from the baseline, as a share of the baseline's, on average."""
+    return mean(fp8[name] / baseline[name] - 1 for fp8, baseline in found)
 
 
 def pairs(kind: str, seeds: int, folder: Path) -> list[tuple[dict[str, float], dict[str, float]]]:
-    found = [
-        (train(kind, "fp8-delayed", seed, folder), train(kind, "bf16-mixed", seed, folder)) for seed in range(seeds)
-    ]
-    for fp8, bf16 in found:
+    found = [(train(kind, "fp8-delayed", seed, folder), train(kind, BASELINE, seed, folder)) for seed in range(seeds)]
+    for fp8, baseline in found:
         print("fp8-delayed", {name: round(value, 4) for name, value in fp8.items()})
-        print("bf16-mixed ", {name: round(value, 4) for name, value in bf16.items()})
+        print(f"{BASELINE:11}", {name: round(value, 4) for name, value in baseline.items()})
     return found
 
 
 def test_gpt_ends_at_the_same_loss(tmp_path: Path) -> None:
     found = pairs("gpt", 2, tmp_path)
     # nats per byte; an untrained model has 5.55
-    assert all(bf16["loss"] < 2.5 for _, bf16 in found)
+    assert all(baseline["loss"] < 2.5 for _, baseline in found)
     for name in ("loss", "val_loss"):
         assert abs(difference(name, found)) < 0.005, name
 
 
 def test_encoder_ends_at_the_same_accuracy(tmp_path: Path) -> None:
     found = pairs("encoder", 3, tmp_path)
-    assert all(bf16["val_accuracy"] > 0.93 for _, bf16 in found)
-    assert abs(mean(fp8["val_accuracy"] - bf16["val_accuracy"] for fp8, bf16 in found)) < 0.005
+    assert all(baseline["val_accuracy"] > 0.93 for _, baseline in found)
+    assert abs(mean(fp8["val_accuracy"] - baseline["val_accuracy"] for fp8, baseline in found)) < 0.005
 
 
 def test_a_wrong_scale_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +118,9 @@ def test_a_wrong_scale_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         update(state)
         state.scale *= 4
 
-    bf16 = train("gpt", "bf16-mixed", 0, tmp_path, steps=60)
+    baseline = train("gpt", BASELINE, 0, tmp_path, steps=60)
     fp8 = train("gpt", "fp8-delayed", 0, tmp_path, steps=60)
     monkeypatch.setattr(ScalingState, "update", update_and_spoil)
     spoiled = train("gpt", "fp8-delayed", 0, tmp_path, steps=60)
-    assert abs(difference("val_loss", [(fp8, bf16)])) < 0.005
-    assert difference("val_loss", [(spoiled, bf16)]) > 0.05
+    assert abs(difference("val_loss", [(fp8, baseline)])) < 0.005
+    assert difference("val_loss", [(spoiled, baseline)]) > 0.05
