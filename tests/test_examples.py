@@ -33,11 +33,13 @@ def test_stdlib_text_is_text_and_held_out_text_is_other_text() -> None:
 
 
 def small(config: Path, tmp_path: Path) -> Path:
-    """The configuration as it stands, but for a few steps, and of a large model two narrow blocks."""
+    """The configuration as it stands, but for a few steps of few texts, and of a large model two narrow blocks."""
     parsed = yaml.safe_load(config.read_text())
+    if "context" in parsed["data"]["init_args"]:
+        parsed["data"]["init_args"].update(batch_size=4)
     if parsed["model"]["init_args"].get("create_on_device"):
         parsed["model"]["init_args"].update(layers=2, width=64, heads=2, context=64)
-        parsed["data"]["init_args"].update(context=64, batch_size=4)
+        parsed["data"]["init_args"].update(context=64)
     for callback in parsed["trainer"].get("callbacks", ()):
         if "every_n_steps" in callback.get("init_args", {}):
             callback["init_args"]["every_n_steps"] = 2
