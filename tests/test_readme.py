@@ -33,6 +33,7 @@ def test_yaml(position: int, tmp_path: Path) -> None:
     if "plugins" in shown:
         parsed["trainer"].pop("precision")
     parsed["trainer"].update(shown, max_steps=2, val_check_interval=1, limit_val_batches=1, accelerator="cpu")
+    parsed["data"]["init_args"]["batch_size"] = 4
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(parsed))
     run = subprocess.run(
         [sys.executable, "-m", "lightning_fp8", "fit", "--config", "config.yaml"],
