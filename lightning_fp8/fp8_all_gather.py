@@ -73,15 +73,16 @@ class _Scales:
     def _measure(self, group: dist.ProcessGroup) -> None:
         self._made_of = [_trace(shard) for shard in self.shards]
         self._gathered.clear()
-        self._amax = ops.measure_weights([shard.detach().view(len(shard), -1) for shard in self.shards])
+        self._amax = ops.measure_weights([shard.detach().flatten(1) for shard in self.shards])
         # as integers: NaN is the largest
         dist.all_reduce(self._amax.view(torch.int32), dist.ReduceOp.MAX, group=group)
         self._scales.clear()
 
     def _note(self, amax: Tensor, scale: Tensor) -> None:
         rows = torch.tensor([self.state.row_of(module, "weight") for module in self.modules], device=amax.device)
-        self.state.amax.index_copy_(0, rows, amax)
-        self.state.scale.index_copy_(0, rows, scale)
+        # through `.data`, as a compiled graph may hold these for its backward
+        self.state.amax.data.index_copy_(0, rows, amax)
+        self.state.scale.data.index_copy_(0, rows, scale)
 
 
 def _trace(shard: Tensor) -> Hashable:

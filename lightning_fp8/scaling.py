@@ -332,8 +332,9 @@ def note_weight(handle: int, index: Tensor, amax: Tensor, scale: Tensor) -> None
     """Leave in the state what the weight at ``index`` was cast with; amax and scale ``[] float32``."""
     state = state_of(handle)
     if state is not None:
-        state.amax.index_copy_(0, index, amax.reshape(1))
-        state.scale.index_copy_(0, index, scale.reshape(1))
+        # through `.data`, as in `update`
+        state.amax.data.index_copy_(0, index, amax.reshape(1))
+        state.scale.data.index_copy_(0, index, scale.reshape(1))
 
 
 def tensor_name(path: str, role: Role) -> str:

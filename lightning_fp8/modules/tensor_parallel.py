@@ -14,7 +14,8 @@ def parallel_linear(rows: Fp8Rows, x: Tensor, weight: DTensor, bias: Tensor | No
     - ``ColwiseParallel``: weight split by rows, x whole on each process; y is split along its last dimension.
     - ``RowwiseParallel``: weight split by columns, x along its last dimension; y is a partial sum.
 
-    Amaxes are those of the parts, and the update takes the largest of all processes: that of the whole tensor.
+    Amaxes are those of the parts. Of inputs and gradients the update takes the largest of all processes, that of the
+    whole tensor; each process scales its part of the weight by what that part holds.
 
     Raises:
         TypeError: if x is no distributed tensor, which is to say that the layer was not called by its plan's hooks.
