@@ -96,7 +96,7 @@ def test_trainer_fabric_and_plain_loop_are_the_same(tmp_path: Path, options: dic
     assert same(by_fabric, by_hand)
     # scales moved at `optimizer.step`, and at nothing else
     steps = 8 * epochs // accumulate
-    assert (scaling_state(by_fabric).amax_history > 0).sum(0).tolist() == [steps] * 6
+    assert (scaling_state(by_fabric).amax_history > 0).sum(0).tolist() == [steps] * 4
 
 
 def test_scales_move_at_the_step_of_the_optimizer() -> None:
@@ -107,16 +107,17 @@ def test_scales_move_at_the_step_of_the_optimizer() -> None:
         before = state.scale.clone()
         for _ in range(2):
             runner.backward(nn.functional.mse_loss(model(x).float(), y))
-        assert torch.equal(state.scale, before)
+        assert torch.equal(state.scale[:4], before[:4])
         assert (state.amax > 0).all()
-        largest = net.net[0].weight.detach().abs().max()
+        largest = torch.stack([net.net[layer].weight.detach().abs().max() for layer in (0, 2)])
         optimizer.step()
         optimizer.zero_grad()
-        assert (state.amax == 0).all()
-        assert (state.amax_history > 0).sum(0).tolist() == [count + 1] * 6
+        assert (state.amax[:4] == 0).all()
+        assert (state.amax_history > 0).sum(0).tolist() == [count + 1] * 4
         # what was cast for this step, not what the step made of it
-        assert state.amax_history[0, 1] == largest
-        assert largest != net.net[0].weight.detach().abs().max()
+        assert torch.equal(state.amax[4:], largest)
+        assert torch.equal(state.scale[4:], torch.tensor(448.0) / largest)
+        assert largest[0] != net.net[0].weight.detach().abs().max()
 
 
 # --- two processes ---
@@ -157,6 +158,14 @@ def both_by_hand(accumulate: int, clip: float | None, models: tuple[Regression, 
             optimizer.zero_grad()
 
 
+def forward_and_same(loaded: Regression, other: Regression) -> bool:
+    """Scales of weights are no part of a checkpoint: the next forward finds them."""
+    assert (scaling_state(loaded).scale[4:] == 1).all()
+    for model in (loaded, other):
+        model(torch.randn(4, 32))
+    return same(loaded, other)
+
+
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, None), (2, 0.05)])
 def test_two_processes_with_fabric(tmp_path: Path, accumulate: int, clip: float | None) -> None:
     with as_ranks(train_on_one_of_two, 2, tmp_path, accumulate, clip) as processes:
@@ -169,12 +178,12 @@ def test_two_processes_with_fabric(tmp_path: Path, accumulate: int, clip: float 
         other = convert(seeded())
         other.load_state_dict(dict(zip(other.state_dict(), found["weights"], strict=True)))
         scaling_state(other).load_state_dict(found["scaling"])
-        assert same(other, models[0])
+        assert forward_and_same(other, models[0])
     # and on from there in one process
     net, runner = seeded(), fabric()
     model, optimizer = runner.setup(net, net.configure_optimizers())
     runner.load(tmp_path / "two.ckpt", {"model": model, "optimizer": optimizer, "scaling": scaling_state(net)})
-    assert same(net, models[0])
+    assert forward_and_same(net, models[0])
 
 
 # --- save and load ---
@@ -203,7 +212,7 @@ def test_a_fabric_run_stopped_and_resumed_is_the_same(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
     # the state dict of the plain model
     seeded().load_state_dict(saved["model"])
-    assert set(saved["scaling"]) == set(scaling_state(whole).names)
+    assert set(saved["scaling"]) == {"net.0.input", "net.2.input", "net.0.grad_output", "net.2.grad_output"}
 
 
 def test_a_plain_loop_stopped_and_resumed_is_the_same(tmp_path: Path) -> None:
@@ -284,7 +293,7 @@ def test_two_models_that_meet_in_one_fabric() -> None:
     assert scaling_state(nets[0]) is not scaling_state(nets[1])
     entries = [(scaling_state(net).amax_history > 0).sum(0).tolist() for net in nets]
     # the generator runs forward in both steps of each batch, backward in one; the critic both in both
-    assert entries == [[12, 12, 6, 12, 12, 6], [12] * 6]
+    assert entries == [[12, 12, 6, 6], [12] * 4]
 
 
 def test_one_model_with_two_optimizers() -> None:
@@ -302,7 +311,7 @@ def test_one_model_with_two_optimizers() -> None:
         for optimizer in (*optimizers, *own):
             optimizer.zero_grad()
     assert same(net, by_hand)
-    assert (scaling_state(net).amax_history > 0).sum(0).tolist() == [8] * 6
+    assert (scaling_state(net).amax_history > 0).sum(0).tolist() == [8] * 4
 
 
 # --- the README's loop ---
@@ -330,6 +339,6 @@ def test_the_readmes_loop() -> None:
     exec("for _ in range(3):" + marker, names)
     assert [type(layer) for layer in model] == [Fp8Linear, nn.GELU, Fp8Linear]
     assert len(after) == 3
-    assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [3] * 6
+    assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [3] * 4
     assert not any(map(torch.equal, weights, model.parameters()))
     assert (after[-1] != 1).all()
