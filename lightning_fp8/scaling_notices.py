@@ -40,10 +40,10 @@ class Notices:
             self._silent -= 1
 
     def see_cast(self, state: ScalingState, record: bool) -> None:
-        """An input or gradient is cast. Without gradients, and with nothing recorded, that is an evaluation."""
+        """An input or gradient is cast. Without gradients, with nothing recorded, that is an evaluation."""
         if record:
             self._recorded = True
-        elif not state.has_scales and not self._silent and not torch.is_grad_enabled():
+        elif not state.has_scales and not self._silent and not torch.is_grad_enabled() and not _in_backward():
             self._say(
                 f"A model with FP8 layers ({_some(state.module_names)}) is evaluated without scales from training: each"
                 " batch is scaled by itself, so results depend on which samples are in it. Take the scales along with"
@@ -80,7 +80,7 @@ class Notices:
     def see_load(self, state: ScalingState) -> None:
         """The state has been loaded: what was not finite before has been another run's."""
         self._recorded = False
-        self._nonfinite = _Nonfinite(state.nonfinite_steps.cpu())
+        self._nonfinite = _Nonfinite(state.nonfinite_steps.to("cpu", copy=True))
 
     def _report_nonfinite(self, state: ScalingState) -> None:
         found = self._nonfinite.look(state)
@@ -148,6 +148,10 @@ class _Nonfinite:
         self._at = state.updates
         self._copied = torch.cuda.Event()
         self._copied.record(torch.cuda.current_stream(state.device))
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:
