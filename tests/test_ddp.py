@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,10 @@ def batch(step, micro=0):
     return torch.randn(8, 32, generator=generator) * (1 + rank)
 
 
+def layers(model):
+    return [model.first, model.second, model.some, model.never, model.last]
+
+
 def train(model, run, steps=4, micro=1):
     optimizer, seen = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(steps):
@@ -58,13 +63,15 @@ def train(model, run, steps=4, micro=1):
             seen.append(loss.detach())
         reductions.clear()
         scaling_state(model).update()
-        assert reductions == [(len(scaling_state(model).names),)], reductions
+        # inputs and gradients of five layers; each process measures the weights, which are the same, by itself
+        assert reductions == [(2 * 5,)], reductions
+        casts = torch.stack([torch.tensor(448.0) / layer.weight.detach().abs().max() for layer in layers(model)])
         optimizer.step()
         optimizer.zero_grad()
     state = scaling_state(model)
     return {
         "losses": torch.stack(seen), "scale": state.scale.clone(), "history": state.amax_history.clone(),
-        "weights": [parameter.detach().clone() for parameter in model.parameters()],
+        "casts": casts, "weights": [parameter.detach().clone() for parameter in model.parameters()],
     }
 
 
@@ -72,9 +79,15 @@ start = Net()
 """
 
 
-def assert_agree(ranks: list[dict[str, torch.Tensor]]) -> None:
+def assert_agree(ranks: list[dict[str, torch.Tensor]], not_run: Sequence[Sequence[int]]) -> None:
+    """``not_run``: for each rank, the layers that did not run there, whose weights it has not cast."""
+    for rank, layers in zip(ranks, not_run, strict=True):
+        casts = rank["casts"].clone()
+        casts[list(layers)] = 1
+        assert torch.equal(rank["scale"][10:], casts)
     for rank in ranks[1:]:
-        assert torch.equal(rank["scale"], ranks[0]["scale"])
+        assert torch.equal(rank["scale"][:10], ranks[0]["scale"][:10])
+        assert torch.equal(rank["casts"], ranks[0]["casts"])
         assert torch.equal(rank["history"], ranks[0]["history"])
         assert all(map(torch.equal, rank["weights"], ranks[0]["weights"]))
         # on other data
@@ -97,12 +110,13 @@ for name, sometimes, options, micro in (
 """
     ranks = run_processes(COMMON + body, tmp_path, processes, device)
     for name in ranks[0]:
-        assert_agree([rank[name] for rank in ranks])
-        filled = (ranks[0][name]["history"] > 0).sum(0).view(-1, 3)
-        # first, second, some, never, last
-        assert filled.tolist() == [[4] * 3, [4] * 3, [4] * 3, [0] * 3, [4] * 3], name
+        some = [[2, 3] if name == "on some ranks" and rank != 1 else [3] for rank in range(processes)]
+        assert_agree([rank[name] for rank in ranks], some)
+        filled = (ranks[0][name]["history"] > 0).sum(0).view(2, 5)
+        # inputs and gradients of: first, second, some, never, last
+        assert filled.tolist() == [[4, 4, 4, 0, 4]] * 2, name
     # what the layer saw where it ran is what all have
-    inputs = [rank["on some ranks"]["history"][:, 6] for rank in ranks]
+    inputs = [rank["on some ranks"]["history"][:, 2] for rank in ranks]
     assert all(torch.equal(mine, inputs[1]) for mine in inputs)
 
 
@@ -125,7 +139,7 @@ for name, around in {
     ranks = run_processes(COMMON + body, tmp_path, device=device)
     for accumulate in (1, 2):
         expected = [rank[f"plain {accumulate}"] for rank in ranks]
-        assert_agree(expected)
+        assert_agree(expected, [[3], [3]])
         for name in ("reentrant", "not reentrant"):
             for mine, rank in zip(expected, ranks, strict=True):
                 found = rank[f"{name} {accumulate}"]
