@@ -38,6 +38,13 @@ def train(model, steps=3, checkpointed=False):
     return {"y": torch.stack(seen), "gradients": {n: whole(p.grad) for n, p in model.named_parameters()}}
 
 
+def casts(model, parts=world, part=rank, dtype=torch.float32):
+    # scales of the rows of the first weight, the columns of the second, and the third, that one process holds
+    weights = model[0].weight.chunk(parts, 0), model[2].weight.chunk(parts, 1), [model[3].weight] * parts
+    held = [weight[part if parts > 1 else 0].detach().to(dtype).float() for weight in weights]
+    return torch.stack([torch.tensor(448.0) / weight.abs().max() for weight in held])
+
+
 def parallel(model, columns="0", rows="2"):
     # the other layer stays whole
     return parallelize_module(model, mesh, {columns: ColwiseParallel(), rows: RowwiseParallel()})
@@ -57,6 +64,7 @@ result["split"] = train(split)
 result["calls"] = [type(layer).__name__ for layer in split]
 result["alone scale"], result["split scale"] = scaling_state(alone).scale.clone(), scaling_state(split).scale.clone()
 result["alone history"], result["split history"] = (scaling_state(m).amax_history.clone() for m in (alone, split))
+result["casts"], result["whole casts"] = casts(net()), casts(net(), parts=1)
 again = parallel(convert(net()))
 result["recomputed"] = train(again, checkpointed=True)
 result["recomputed scale"] = scaling_state(again).scale.clone()
@@ -64,11 +72,15 @@ result["recomputed scale"] = scaling_state(again).scale.clone()
     ranks = run_processes(COMMON + body, tmp_path, device=device)
     for rank in ranks:
         assert rank["calls"] == ["Fp8Linear", "GELU", "Fp8Linear", "Fp8Linear"]
-        # weights are the same in both, so their amaxes are those of the whole, bit for bit; so is the first input's
-        exact = [0, 1, 4, 7]
-        assert torch.equal(rank["split history"][:, exact], rank["alone history"][:, exact])
+        # the first input is the same in both, bit for bit; the last weight is whole
+        assert torch.equal(rank["split history"][:, 0], rank["alone history"][:, 0])
         assert torch.allclose(rank["split history"], rank["alone history"], rtol=0.1, atol=1e-8)
-        assert torch.equal(rank["split scale"], ranks[0]["split scale"])
+        assert torch.equal(rank["split scale"][:6], ranks[0]["split scale"][:6])
+        # each process scales what it holds of a weight by itself
+        assert torch.equal(rank["split scale"][6:], rank["casts"])
+        assert torch.equal(rank["alone scale"][6:], rank["whole casts"])
+    assert not torch.equal(ranks[0]["casts"], ranks[1]["casts"])
+    for rank in ranks:
         # partial sums are rounded to bf16 before they are added, so later casts differ by a code here and there
         assert sqnr(rank["split"]["y"], rank["alone"]["y"]) > 24
         assert sqnr(rank["split"]["y"], rank["fp32"]["y"]) > sqnr(rank["alone"]["y"], rank["fp32"]["y"]) - 1
@@ -108,11 +120,13 @@ result["alone"] = train(alone)
 split = fully_shard(parallel(convert(net())), mesh=grid["data_parallel"], mp_policy=fsdp2_policy())
 result["split"] = train(split)
 result["scale"] = scaling_state(split).scale.clone()
-result["history"] = [scaling_state(model).amax_history[:, [0, 1, 4, 7]].clone() for model in (alone, split)]
+result["history"] = [scaling_state(model).amax_history[:, 0].clone() for model in (alone, split)]
+result["casts"] = casts(net(), 2, mesh.get_local_rank(), torch.bfloat16)
 """
     ranks = run_processes(COMMON + body, tmp_path, 4, device)
     for rank in ranks:
-        assert torch.equal(rank["scale"], ranks[0]["scale"])
+        assert torch.equal(rank["scale"][:6], ranks[0]["scale"][:6])
+        assert torch.equal(rank["scale"][6:], rank["casts"])
         assert sqnr(rank["split"]["y"], rank["alone"]["y"]) > 24
         alone, split = rank["history"]
         # FSDP gathers the weights, and hands on the input, in bf16
