@@ -38,7 +38,7 @@ class Net(nn.Module):
         self.second = nn.Linear(65, 64)
         self.encoder = nn.TransformerEncoderLayer(64, 4, 48, 0.0, batch_first=True)
         self.last = nn.Linear(64, 1)
-        nn.init.zeros_(self.second.weight)  # a weight that gets its history a step late
+        nn.init.zeros_(self.second.weight)  # a weight whose amax is 0
         self.around = lambda f, x: f(x)
 
     def forward(self, x):
@@ -177,11 +177,15 @@ result["kinds"] = sorted(kinds)
         assert rank["kinds"] == ["GatheredWeight"]
         assert_same(rank["fp8"], rank["bf16"])
         assert torch.equal(rank["fp8"]["scale"], ranks[0]["fp8"]["scale"])
-    # the weight of zeros has one entry less than the others
-    names = [f"{name}.{role}" for name in ranks[0]["names"] for role in ("input", "weight", "grad_output")]
-    filled = (ranks[0]["fp8"]["history"] > 0).sum(dim=0)
-    assert filled[names.index("second.weight")] == 3
-    assert filled[names.index("first.weight")] == 4
+    # behind the weight of zeros there is no gradient in the first step
+    names, fp8 = ranks[0]["names"], ranks[0]["fp8"]
+    filled = (fp8["history"] > 0).sum(dim=0)
+    assert filled.tolist() == [4] * 7 + [4 - (name == "first") for name in names]
+    # the last cast was in evaluation, after the last step: of whole weights, in bf16
+    weights = [fp8["weights"].get(f"{name}.weight", fp8["weights"].get(f"{name}_weight")) for name in names]
+    assert torch.equal(
+        fp8["scale"][14:], torch.stack([torch.tensor(448.0) / w.bfloat16().float().abs().max() for w in weights])
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -199,32 +203,50 @@ def counting(self, output_tensor, *args, **kwargs):
     return original(self, output_tensor, *args, **kwargs)
 
 
-def counting_reduce(*args, **kwargs):
-    reduced.append(1)
-    return original_reduce(*args, **kwargs)
+def counting_reduce(tensor, *args, **kwargs):
+    reduced.append(len(tensor))
+    return original_reduce(tensor, *args, **kwargs)
+
+
+def run(model):
+    with torch.autocast(device.type, torch.bfloat16):
+        return model(torch.randn(8, 64)).float().square().mean()
 
 
 collectives.DefaultAllGather.__call__, dist.all_reduce = counting, counting_reduce
 for name in ("bf16", "fp8"):
     model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 64, bias=False))
-    convert(fully_shard(model, mp_policy=fsdp2_policy("fp8-delayed")))
+    convert(fully_shard(model, mp_policy=fsdp2_policy("fp8-delayed"), reshard_after_forward=True))
     if name == "fp8":
         gather_in_fp8(model)
-    steps = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    steps, evaluations = [], []
     for step in range(3):
         gathered.clear(), reduced.clear()
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = model(torch.randn(8, 64)).float().square().mean()
-        loss.backward()
+        for micro in range(2):
+            run(model).backward()
         scaling_state(model).update()
-        steps.append((sum(gathered), len(reduced)))
-    result[name] = steps
+        steps.append((sum(gathered), list(reduced)))
+        optimizer.step()
+        optimizer.zero_grad()
+        # evaluated after the second step alone, twice
+        gathered.clear(), reduced.clear()
+        if step == 1:
+            with torch.no_grad():
+                run(model.eval()), run(model)
+            model.train()
+            evaluations.append((sum(gathered), list(reduced)))
+    result[name], result[name + " evaluated"] = steps, evaluations
 """
     first, _ = run(body, tmp_path, device=device)
     weights = 2 * 64 * 128
-    assert first["bf16"] == [(2 * weights, 1)] * 3
-    # in the first step an amax for each of the two weights; later the update's alone
-    assert first["fp8"] == [(weights, 3), (weights, 1), (weights, 1)]
+    # each of two micro-batches gathers for forward and for backward; inputs and gradients of two layers are reduced
+    assert first["bf16"] == [(4 * 2 * weights, [4])] * 3
+    assert first["bf16 evaluated"] == [(2 * 2 * weights, [])]
+    # and the amaxes of both weights, once for each optimizer step
+    assert first["fp8"] == [(4 * weights, [2, 4])] * 3
+    # in evaluation once for each forward
+    assert first["fp8 evaluated"] == [(2 * weights, [2, 2])]
 
 
 @pytest.mark.parametrize("gather", [False, True])
@@ -248,7 +270,7 @@ for name, around in {{
     for rank in run(body, tmp_path, device=device):
         for name in ("reentrant", "not reentrant", "nested"):
             assert_same(rank[name], rank["plain"])
-        # each tensor once per step (that of the zero weight once)
+        # each tensor once per step (those of the zero weight's gradient once)
         assert rank["plain history"].max() == 2
 
 
@@ -324,13 +346,16 @@ for gather in (False, True):
     convert(sharded(model))
     if gather:
         gather_in_fp8(model)
-    train(model, steps=1)
+    with torch.autocast(device.type, torch.bfloat16):
+        model(batch(0))
     state = scaling_state(model)
-    result[str(gather)] = (expected, state.amax_history[0, state.names.index("encoder.linear1.weight")].clone())
+    row = state.names.index("encoder.linear1.weight")
+    result[str(gather)] = (expected, state.amax[row].clone(), state.scale[row].clone())
 """
     for rank in run(body, tmp_path, device=device):
-        for expected, found in (rank["False"], rank["True"]):
-            assert found == expected
+        for expected, amax, scale in (rank["False"], rank["True"]):
+            assert amax == expected
+            assert scale == torch.tensor(448.0) / expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -412,7 +437,9 @@ class Sharded(Regression):
                 part.reshard()
         weights = [parameter.full_tensor().detach().to("cpu", copy=True) for parameter in self.parameters()]
         state = scaling_state(self)
-        return {"scale": state.scale.to("cpu", copy=True), "weights": weights, "fallbacks": state.fallbacks}
+        entries = (state.amax_history > 0).sum(0).cpu()
+        scale = state.scale.to("cpu", copy=True)
+        return {"scale": scale, "entries": entries, "weights": weights, "fallbacks": state.fallbacks}
 
 
 def train_sharded(path: Path, what: str, gather: bool, device: str) -> None:
@@ -452,15 +479,19 @@ def test_a_sharded_checkpoint_of_four_resumed_on_two(gather: bool, device: str, 
     assert (tmp_path / "sharded.ckpt" / ".metadata").exists()
     resumed = trained(tmp_path, "resume", 2, gather, device)
     for rank in resumed:
-        assert torch.equal(rank["start"]["scale"], saved[0]["end"]["scale"])
+        assert torch.equal(rank["start"]["scale"][:4], saved[0]["end"]["scale"][:4])
         assert all(map(torch.equal, rank["start"]["weights"], saved[0]["end"]["weights"]))
         assert rank["start"]["fallbacks"] == (() if gather else ("net.2",))
         # and training goes on
         assert len(rank["losses"]) == 4
         assert torch.isfinite(rank["losses"]).all()
-        moved = rank["end"]["scale"] != rank["start"]["scale"]
-        assert moved[:3].any()
-        assert moved[3:].any() == gather
+        entries = rank["end"]["entries"] - rank["start"]["entries"]
+        assert entries.tolist() == [4, 4 * gather] * 2
+        # the sanity check has cast what was loaded, the last validation what training ended with
+        for found in (rank["start"], rank["end"]):
+            largest = [found["weights"][index].bfloat16().float().abs().max() for index in (0, 2)]
+            first, second = torch.tensor(448.0) / torch.stack(largest)
+            assert found["scale"][4:].tolist() == [first, second if gather else 1]
     assert torch.equal(resumed[0]["end"]["scale"], resumed[1]["end"]["scale"])
 
 
@@ -480,7 +511,7 @@ def test_payloads_of_a_gathered_weight_are_laid_out_for_the_device(
     k_by_n: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = torch.arange(12, dtype=torch.uint8).view(3, 4)
-    weight = GatheredWeight(kept, torch.tensor(0.5), torch.tensor(1.0), FORMATS["e4m3"], torch.bfloat16)
+    weight = GatheredWeight(kept, torch.tensor(0.5), FORMATS["e4m3"], torch.bfloat16)
     for devices in (set(), {"cpu"}):
         monkeypatch.setattr("lightning_fp8.modules.gathered_weight.K_MAJOR_DEVICES", devices)
         payload, payload_t = weight.payloads(k_by_n)
