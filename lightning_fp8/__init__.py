@@ -37,7 +37,7 @@ from lightning_fp8.scaling import ScalingState
 # a recipe among hyperparameters is plain values: checkpoints with one load with `weights_only=True`
 torch.serialization.add_safe_globals([DelayedScaling])
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 __all__ = [
     "DelayedScaling",
     "DtypeAudit",
