@@ -17,8 +17,7 @@ from kernels_cuda.gemm import Configuration
 from lightning_fp8 import scaling_state
 from lightning_fp8.bench import command, iteration, linear
 from lightning_fp8.bench.iteration import Iteration, Precision
-from lightning_fp8.modules import gemm as modules_gemm
-from lightning_fp8.ops import chained, gemm_choice, kernels
+from lightning_fp8.ops import basic, chained, gemm_choice, kernels
 from lightning_fp8.scaling import ScalingState
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -185,18 +184,18 @@ def precisions_of(case: Any, monkeypatch: pytest.MonkeyPatch, device: torch.devi
 def test_weights_are_cast_where_they_have_changed(variant: str, casts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given = made(precisions_of(LINEAR, monkeypatch)[variant])
     iteration.reach_steady_state(given)
-    # the last update of the scales has made the copy stale
     given.run()
-    cast, seen = modules_gemm.cast_operand, []
+    seen: list[str] = []
 
-    def counting(rows: Any, role: str, *rest: Any, **options: Any) -> Any:
-        seen.append(role)
-        return cast(rows, role, *rest, **options)
+    def counting(name: str) -> Any:
+        cast = getattr(basic, name)
+        return lambda *arguments: (seen.append(name), cast(*arguments))[1]
 
-    monkeypatch.setattr(modules_gemm, "cast_operand", counting)
+    for name in ("cast", "cast_weight"):
+        monkeypatch.setattr(basic, name, counting(name))
     for _ in range(3):
         given.run()
-    assert (seen.count("input"), seen.count("weight")) == (3, casts)
+    assert (seen.count("cast"), seen.count("cast_weight")) == (3, casts)
 
 
 def test_the_gemms_of_linear_gelu_linear(monkeypatch: pytest.MonkeyPatch) -> None:

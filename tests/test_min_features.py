@@ -431,8 +431,9 @@ def test_a_run_resumes_with_its_number(tmp_path: Path) -> None:
     resumed = seeded()
     plugin = Fp8Precision(min_features=32)
     make_trainer(tmp_path, plugins=plugin, max_epochs=1).fit(resumed, loader(), ckpt_path=path)
-    assert torch.equal(scaling_state(resumed).scale, scaling_state(model).scale)
-    assert list(scaling_state(resumed).state_dict()) == [f"net.0.{role}" for role in ("input", "weight", "grad_output")]
+    delayed = scaling_state(model).delayed
+    assert torch.equal(scaling_state(resumed).scale[:delayed], scaling_state(model).scale[:delayed])
+    assert list(scaling_state(resumed).state_dict()) == ["net.0.input", "net.0.grad_output"]
 
 
 @pytest.mark.parametrize(
@@ -442,7 +443,7 @@ def test_a_run_resumes_with_its_number(tmp_path: Path) -> None:
 def test_another_number_is_refused_with_the_layers_names(tmp_path: Path, saved: int, resumed: int, said: str) -> None:
     _, path = fitted(tmp_path, saved)
     plugin = Fp8Precision(min_features=resumed)
-    with pytest.raises(ValueError, match=f"{said}: net.2.input, net.2.weight, net.2.grad_output.*`min_features`"):
+    with pytest.raises(ValueError, match=f"{said}: net.2.input, net.2.grad_output.*`min_features`"):
         make_trainer(tmp_path, plugins=plugin, max_epochs=2).fit(seeded(), loader(), ckpt_path=path)
 
 

@@ -66,8 +66,8 @@ def _tensors(device: torch.device) -> Tensors:
 
 def _arguments(tensors: Tensors) -> Arguments:
     """As :func:`kernels_cuda.scales.update_scales` gives them."""
-    length, count = tensors[1].shape
-    return (*(tensor.data_ptr() for tensor in tensors), count, length, 0, 1.0)
+    length, delayed = tensors[1].shape
+    return (*(tensor.data_ptr() for tensor in tensors), len(tensors[0]), delayed, length, 0, 1.0)
 
 
 def _launches(kernel: Kernel, tensors: Tensors) -> dict[str, Launch]:
