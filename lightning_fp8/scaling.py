@@ -113,6 +113,7 @@ class ScalingState:
         # copies and unpickled states record in themselves
         self.__dict__.update(attributes)
         self._let_go_of_watchers()
+        self.notices.see_load(self)
         self._watch_histories()
         self._take_handle()
 

@@ -78,8 +78,12 @@ class Notices:
         self._report_nonfinite(state)
 
     def see_load(self, state: ScalingState) -> None:
-        """The state has been loaded: what was not finite before has been another run's."""
-        self._recorded = False
+        """The state has been loaded or copied: what was not finite before has been another run's.
+
+        Amaxes that wait for their update may have come with it.
+        """
+        self._recorded = bool((state.amax[: state.delayed] != 0).any())
+        # `.cpu()` would give the counters themselves on the CPU
         self._nonfinite = _Nonfinite(state.nonfinite_steps.to("cpu", copy=True))
 
     def _report_nonfinite(self, state: ScalingState) -> None:
@@ -151,6 +155,7 @@ class _Nonfinite:
 
 
 def _in_backward() -> bool:
+    # gradients are disabled there too, whatever the forward was
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,0 +1,62 @@
+"""What a scaling state says, where copies and loaded states are concerned."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fp8 import ScalingState, convert, scaling_state
+
+
+def converted() -> nn.Linear:
+    return convert(nn.Linear(8, 8))
+
+
+def record(model: nn.Module, value: float = 1.0) -> ScalingState:
+    model(torch.full((2, 8), value)).sum().backward()
+    return scaling_state(model)
+
+
+def test_a_backward_is_no_evaluation() -> None:
+    # as through a frozen encoder, which never records
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        record(converted().eval())
+
+
+def test_inf_or_nan_after_a_load_is_reported() -> None:
+    model = converted()
+    scaling_state(model).load_state_dict(scaling_state(model).state_dict())
+    record(model, float("nan"))
+    with pytest.warns(UserWarning, match="inf or NaN in 'input'"):
+        scaling_state(model).update()
+
+
+def test_a_copy_does_not_report_what_was_before_it() -> None:
+    model = converted()
+    state = record(model, float("inf"))
+    with pytest.warns(UserWarning, match="inf or NaN in 'input'"):
+        state.update()
+    other = copy.deepcopy(state)
+    assert other.nonfinite_steps[0] == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.update()
+
+
+@pytest.mark.parametrize("how", ["copied", "loaded"])
+def test_amaxes_that_came_along_become_scales(how: str) -> None:
+    model = converted()
+    state = record(model)
+    if how == "copied":
+        model = copy.deepcopy(model)
+    else:
+        state.load_state_dict(state.state_dict())
+    scaling_state(model).update()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        model.eval()(torch.ones(2, 8))
