@@ -1,0 +1,199 @@
+"""What the specification says of the scales of a model, in numpy's fp32 and without anything of torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+from fp8_numpy import DEFINITIONS, code_values, saturating_cast
+
+from lightning_fp8 import DelayedScaling
+
+FP32_MAX = np.finfo(np.float32).max
+# what a model says once, by words of it
+NOTICES = {
+    "evaluation": "is evaluated without scales",
+    "no update": "nothing has updated its scales",
+    "nonfinite": "inf or NaN in",
+}
+
+
+def scale_of(amax: np.float32, fmt: str, margin: int = 0) -> np.float32:
+    """``FP8_MAX / (amax * 2**margin)``, at most the largest finite fp32."""
+    with np.errstate(divide="ignore", over="ignore"):
+        return np.minimum(np.float32(DEFINITIONS[fmt][3]) / (amax * np.float32(2**margin)), FP32_MAX)
+
+
+def scale_of_current(amax: np.float32, fmt: str) -> np.float32:
+    return scale_of(amax, fmt) if np.isfinite(amax) else np.float32(1)
+
+
+def largest(x: np.ndarray) -> np.float32:
+    return np.abs(x).max()
+
+
+def quantized(x: np.ndarray, scale: np.float32, fmt: str) -> np.ndarray:
+    """What FP8 makes of ``x``, in fp64."""
+    return code_values(fmt)[saturating_cast(x, scale, fmt)] / np.float64(scale)
+
+
+class Delayed:
+    """An input or a gradient, whose scale follows a history, newest first."""
+
+    def __init__(self, fmt: str) -> None:
+        self.fmt = fmt
+        self.nonfinite_steps = 0
+        self.forget()
+
+    def forget(self) -> None:
+        self.history: list[np.float32] = []
+        self.scale, self.amax = np.float32(1), np.float32(0)
+
+    def cast(self, x: np.ndarray, record: bool) -> np.ndarray:
+        if record:
+            self.amax = np.maximum(self.amax, largest(x))
+        return quantized(x, self.scale if self.history else scale_of_current(largest(x), self.fmt), self.fmt)
+
+    def update(self, recipe: DelayedScaling) -> None:
+        if not np.isfinite(self.amax):
+            self.nonfinite_steps += 1
+        elif self.amax > 0:
+            self.history = [self.amax, *self.history][: recipe.amax_history_len]
+            chosen = self.history[0] if recipe.amax_compute_algo == "most_recent" else max(self.history)
+            self.scale = scale_of(chosen, self.fmt, recipe.margin)
+        self.amax = np.float32(0)
+
+    def load(self, other: Delayed, window: int) -> None:
+        self.history = other.history[:window]
+        self.scale, self.amax, self.nonfinite_steps = other.scale, other.amax, other.nonfinite_steps
+
+    def shown(self) -> list[tuple[np.float32, np.float32]]:
+        """The amaxes and scales that the state may have: these."""
+        return [(self.amax, self.scale)]
+
+
+class Weight:
+    """A weight is cast with the scale of what it holds; the state shows what the last cast used."""
+
+    def __init__(self) -> None:
+        self.nonfinite_steps = 0
+        self.kept = np.float32(-1)
+        self._shown = [(np.float32(0), np.float32(1))]
+
+    def cast(self, weight: np.ndarray, record: bool) -> np.ndarray:
+        amax = largest(weight)
+        scale = scale_of_current(amax, "e4m3")
+        # A cast may serve several forwards that record, and an evaluation with other weights come between them.
+        before = self._shown if record and np.array_equal(self.kept, amax, equal_nan=True) else []
+        self._shown = [(amax, scale), *before[-1:]]
+        if record:
+            self.kept = amax
+        return quantized(weight, scale, "e4m3")
+
+    def update(self) -> None:
+        self.nonfinite_steps += not np.isfinite(self._shown[0][0])
+
+    def shown(self) -> list[tuple[np.float32, np.float32]]:
+        return self._shown
+
+
+class ScaledLayer:
+    """The three tensors of one layer."""
+
+    def __init__(self, recipe: DelayedScaling) -> None:
+        self.input, self.weight = Delayed("e4m3"), Weight()
+        self.grad_output = Delayed("e5m2" if recipe.fp8_format == "HYBRID" else "e4m3")
+        self.in_fp8 = True
+
+
+class ModelScales:
+    """The scales of all layers of a model, and what it has said and has to say."""
+
+    def __init__(self, recipe: DelayedScaling, names: Iterable[str]) -> None:
+        self.recipe = recipe
+        self.layers = {name: ScaledLayer(recipe) for name in names}
+        # the weights or the scales, where these were loaded last and nothing has run since
+        self.loaded: str | None = None
+        # whether anything has been recorded since the last update, and had been before one
+        self.recorded = self.may_have_scales = False
+        self.steps = 0
+        self.new_state()
+
+    def new_state(self) -> None:
+        """A copy, or a state that came of another: it says everything anew."""
+        self.said: set[str] = set()
+        self.due: set[str] = set()
+        self.may_say: set[str] = set()
+        self.steps = 0
+
+    def in_fp8(self, name: str) -> ScaledLayer | None:
+        layer = self.layers.get(name)
+        return layer if layer is not None and layer.in_fp8 else None
+
+    def delayed(self) -> list[Delayed]:
+        return [tensor for layer in self.layers.values() for tensor in (layer.input, layer.grad_output)]
+
+    def see_cast(self, record: bool, is_evaluation: bool, with_gradients: bool) -> None:
+        self.loaded = None
+        if record:
+            self.recorded = True
+        elif not with_gradients and not all(layer.input.history for layer in self.layers.values()):
+            # in training, the pass that will be recomputed is not told from an evaluation
+            must = is_evaluation and not self.may_have_scales
+            (self.due if must else self.may_say).add("evaluation")
+
+    def update(self) -> None:
+        before = self._nonfinite_steps()
+        for tensor in self.delayed():
+            tensor.update(self.recipe)
+        for layer in self.layers.values():
+            layer.weight.update()
+        if self._nonfinite_steps() > before:
+            self.due.add("nonfinite")
+        self.may_have_scales |= self.recorded
+        self.recorded, self.loaded, self.steps = False, None, 0
+
+    def _nonfinite_steps(self) -> int:
+        weights = [layer.weight for layer in self.layers.values()]
+        return sum(tensor.nonfinite_steps for tensor in (*self.delayed(), *weights))
+
+    def discard(self) -> None:
+        for tensor in self.delayed():
+            tensor.amax = np.float32(0)
+
+    def see_optimizer_step(self) -> None:
+        self.steps += self.recorded
+        if self.steps >= 3:
+            self.due.add("no update")
+
+    def see_weights_loaded(self, names: Collection[str]) -> None:
+        for name in set(names) & set(self.layers) if self.loaded != "scales" else ():
+            self.layers[name].input.forget()
+            self.layers[name].grad_output.forget()
+            self.loaded, self.may_have_scales = "weights", False
+
+    def load(self, saved: ModelScales) -> None:
+        for name, layer in self.layers.items():
+            layer.input.load(saved.layers[name].input, self.recipe.amax_history_len)
+            layer.grad_output.load(saved.layers[name].grad_output, self.recipe.amax_history_len)
+            layer.in_fp8 = saved.layers[name].in_fp8
+        self.may_have_scales = any(tensor.history for tensor in self.delayed())
+        self.recorded = any(tensor.amax != 0 for tensor in self.delayed())
+        self.said.discard("nonfinite")
+        self.loaded = None if self.loaded == "weights" else "scales"
+
+    def convert_again(self, names: Sequence[str]) -> None:
+        """Layers that stay keep what they have."""
+        if list(names) != list(self.layers):
+            before = copy.copy(self.layers)
+            self.layers = {name: before.get(name, ScaledLayer(self.recipe)) for name in names}
+            self.loaded = None
+            self.new_state()
+
+    def check_said(self, said: Sequence[str]) -> None:
+        """Once each, what is due and nothing else."""
+        assert len(said) == len(set(said)), said
+        assert self.due - self.said <= set(said) <= (self.due | self.may_say) - self.said
+        self.said |= set(said)
+        self.due, self.may_say = set(), set()

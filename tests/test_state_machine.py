@@ -1,0 +1,398 @@
+"""Any sequence of what may happen to a converted model, against the specification of its scales in plain floats."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scales_in_numpy import NOTICES, ModelScales, ScaledLayer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fp8 import DelayedScaling, Fp8Linear, convert, load_scales, scaling_state, unconvert
+
+WIDTH = 6
+LAYERS = ("a", "b", "c", "d")
+ROLES = ("input", "grad_output")
+INPUTS = ("amax", "amax_history", "scale", "nonfinite_steps")
+
+which = st.integers(0, 1)
+seeds = st.integers(0, 99)
+# 448 / 1e-37 is infinite in fp32
+magnitudes = st.sampled_from([1.0, 30.0, 1e4, 1e-4, 1e-37, 0.0])
+poisons = st.sampled_from([None, None, None, float("inf"), float("nan")])
+layers = st.sampled_from(LAYERS)
+some_layers = st.frozensets(layers, max_size=2)
+recipes = st.builds(
+    DelayedScaling,
+    margin=st.sampled_from([0, 2]),
+    fp8_format=st.sampled_from(["HYBRID", "E4M3"]),
+    amax_history_len=st.integers(1, 4),
+    amax_compute_algo=st.sampled_from(["max", "most_recent"]),
+)
+
+
+class Chain(nn.Module):
+    """Linear layers one after the other; a forward may skip some, and recompute each or all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in LAYERS[:3]:
+            self.add_module(name, nn.Linear(WIDTH, WIDTH, bias=False))
+
+    def forward(self, x: Tensor, skipped: frozenset[str] = frozenset(), recompute: str = "no") -> Tensor:
+        what, _, kind = recompute.partition(" ")
+        around = partial(checkpoint, use_reentrant=kind == "reentrant")
+        run = [layer for name, layer in self.named_children() if name not in skipped]
+        if what == "all":
+            return around(nn.Sequential(*run), x)
+        for layer in run:
+            x = around(layer, x) if what == "each" else layer(x)
+        return x
+
+
+class Subject:
+    """A converted model, its optimizer, and what the specification says of its scales."""
+
+    def __init__(self, net: Chain, scales: ModelScales) -> None:
+        self.net, self.scales = net, scales
+        self.frozen: frozenset[str] = frozenset()
+        self.new_optimizer()
+
+    def new_optimizer(self) -> None:
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.scales.steps = 0
+
+    def copy(self) -> Subject:
+        other = Subject(copy.deepcopy(self.net), copy.deepcopy(self.scales))
+        other.scales.new_state()
+        other.frozen = self.frozen
+        return other
+
+    def set_training(self, training: bool) -> None:
+        self.net.train(training)
+        for name, layer in self.net.named_children():
+            layer.train(training and name not in self.frozen)
+
+
+class Observer:
+    """Sees inputs and gradients of every layer with hooks, and checks what was computed with them."""
+
+    def __init__(self, subject: Subject, is_evaluation: bool = False) -> None:
+        self.scales, self.is_evaluation = subject.scales, is_evaluation
+        self.operands: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self.handles: list[Any] = []
+        for name, layer in subject.net.named_children():
+            self.handles.append(layer.register_forward_pre_hook(partial(self.see_input, name)))
+            self.handles.append(layer.register_forward_hook(partial(self.see_output, name)))
+
+    def see_input(self, name: str, layer: nn.Linear, args: tuple[Tensor]) -> None:
+        x, weight = args[0].detach().numpy(), layer.weight.detach().numpy()
+        scaled = self.scales.in_fp8(name)
+        if scaled is not None:
+            record = layer.training and torch.is_grad_enabled()
+            self.scales.see_cast(record, is_evaluation=self.is_evaluation, with_gradients=torch.is_grad_enabled())
+            x, weight = scaled.input.cast(x, record), scaled.weight.cast(weight, record)
+        self.operands[name] = x, weight
+
+    def see_output(self, name: str, layer: nn.Linear, args: tuple[Tensor], y: Tensor) -> None:
+        x, weight = self.operands.pop(name)
+        check_product(y.detach().numpy(), x, weight)
+        if y.requires_grad:
+            dy: list[np.ndarray] = []
+            y.register_hook(partial(self.see_gradient, dy, self.scales.in_fp8(name), layer.training))
+            if args[0].requires_grad:
+                # in the recomputation without reentrance nothing comes back through y
+                args[0].register_hook(lambda dx: check_product(dx.numpy(), dy.pop(), weight.T) if dy else None)
+
+    def see_gradient(self, dy: list[np.ndarray], scaled: ScaledLayer | None, record: bool, gradient: Tensor) -> None:
+        dy.append(gradient.detach().numpy())
+        if scaled is not None:
+            self.scales.see_cast(record, is_evaluation=False, with_gradients=True)
+            dy[0] = scaled.grad_output.cast(dy[0], record)
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def check_product(actual: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
+    """``a @ b^T`` within the rounding of fp32 sums."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    if not (np.isinf(a).any() or np.isinf(b).any()):
+        expected, bound = a @ b.T, 1e-6 * (np.abs(a) @ np.abs(b).T) + 1e-36
+        assert np.array_equal(np.isnan(actual), np.isnan(expected))
+        assert not (np.abs(actual - expected) > bound).any()
+
+
+def random(seed: int, magnitude: float, poison: float | None = None, rows: int = 3) -> Tensor:
+    x = magnitude * torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+    if poison is not None:
+        x[1, 2] = poison
+    return x
+
+
+def write_in_place(parameter: nn.Parameter, weight: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(weight)
+
+
+def assign_data(parameter: nn.Parameter, weight: Tensor) -> None:
+    parameter.data = weight
+
+
+WRITES: dict[str, Callable[[nn.Parameter, Tensor], Any]] = {
+    "in place": write_in_place,
+    "in place through .data": lambda parameter, weight: parameter.data.copy_(weight),
+    ".data": assign_data,
+}
+
+
+class ConvertedModel(RuleBasedStateMachine):
+    """Two models at most, the second a copy of the first, and what was saved of them."""
+
+    @initialize(recipe=recipes)
+    def start(self, recipe: DelayedScaling) -> None:
+        torch.manual_seed(0)
+        self.subjects = [Subject(convert(Chain(), recipe), ModelScales(recipe, LAYERS[:3]))]
+        self.saved: list[tuple[bytes, ModelScales]] = []
+
+    @contextmanager
+    def acting(self, number: int) -> Iterator[Subject]:
+        """One of the models, which says exactly what it has to while something is done with it."""
+        subject = self.subjects[number % len(self.subjects)]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield subject
+        messages = [str(warning.message) for warning in caught]
+        said = [next(kind for kind in NOTICES if NOTICES[kind] in text) for text in messages if "lightning_fp8" in text]
+        subject.scales.check_said(said)
+
+    @rule(
+        number=which,
+        seed=seeds,
+        magnitude=magnitudes,
+        of_gradient=magnitudes,
+        poison=poisons,
+        skipped=some_layers,
+        training=st.sampled_from([True, True, True, False]),
+        recompute=st.sampled_from(["no", "no", "each", "all", "each reentrant", "all reentrant"]),
+        update_between=st.sampled_from([False, False, False, True]),
+    )
+    def forward_and_backward(
+        self,
+        number: int,
+        seed: int,
+        magnitude: float,
+        of_gradient: float,
+        poison: float | None,
+        skipped: frozenset[str],
+        training: bool,
+        recompute: str,
+        update_between: bool,
+    ) -> None:
+        with self.acting(number) as subject:
+            subject.set_training(training)
+            observer = Observer(subject)
+            y = subject.net(random(seed, magnitude, poison).requires_grad_(), skipped, recompute)
+            if update_between:
+                self.update_one(subject)
+            y.backward(random(seed + 1, of_gradient))
+            observer.close()
+
+    @rule(
+        number=which,
+        seed=seeds,
+        magnitude=magnitudes,
+        poison=poisons,
+        skipped=some_layers,
+        training=st.booleans(),
+        swapped=st.booleans(),
+    )
+    def evaluate(
+        self,
+        number: int,
+        seed: int,
+        magnitude: float,
+        poison: float | None,
+        skipped: frozenset[str],
+        training: bool,
+        swapped: bool,
+    ) -> None:
+        with self.acting(number) as subject, torch.no_grad():
+            subject.set_training(training)
+            weights = [parameter.data for parameter in subject.net.parameters()]
+            for parameter in subject.net.parameters() if swapped else ():
+                parameter.data = 0.25 * parameter.data
+            observer = Observer(subject, is_evaluation=True)
+            subject.net(random(seed, magnitude, poison), skipped)
+            observer.close()
+            for parameter, weight in zip(subject.net.parameters(), weights, strict=True):
+                parameter.data = weight
+
+    @staticmethod
+    def update_one(subject: Subject) -> None:
+        scaling_state(subject.net).update()
+        subject.scales.update()
+
+    @rule(number=which)
+    def update(self, number: int) -> None:
+        with self.acting(number) as subject:
+            self.update_one(subject)
+
+    @rule(number=which)
+    def discard(self, number: int) -> None:
+        with self.acting(number) as subject:
+            scaling_state(subject.net).discard()
+            subject.scales.discard()
+
+    @rule(number=which, updated=st.booleans())
+    def optimizer_step(self, number: int, updated: bool) -> None:
+        with self.acting(number) as subject:
+            if updated:
+                self.update_one(subject)
+            for parameter in subject.net.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.nan_to_num_().clamp_(-1, 1)
+            subject.optimizer.step()
+            subject.optimizer.zero_grad()
+            subject.scales.see_optimizer_step()
+
+    @rule(
+        number=which,
+        name=layers,
+        seed=seeds,
+        magnitude=st.sampled_from([1.0, 0.1, 0.0, 100.0]),
+        poison=poisons,
+        how=st.sampled_from(list(WRITES)),
+    )
+    def write_weight(self, number: int, name: str, seed: int, magnitude: float, poison: float | None, how: str) -> None:
+        with self.acting(number) as subject:
+            layer = dict(subject.net.named_children()).get(name)
+            if layer is not None:
+                WRITES[how](layer.weight, random(seed, magnitude, poison, rows=WIDTH))
+
+    @rule(number=which, frozen=some_layers)
+    def freeze(self, number: int, frozen: frozenset[str]) -> None:
+        self.subjects[number % len(self.subjects)].frozen = frozen
+
+    @rule(number=which, name=layers)
+    def fall_back(self, number: int, name: str) -> None:
+        with self.acting(number) as subject:
+            if name in subject.scales.layers:
+                scaling_state(subject.net).fall_back(name)
+                subject.scales.layers[name].in_fp8 = False
+
+    @rule(number=which)
+    def save(self, number: int) -> None:
+        with self.acting(number) as subject:
+            file = io.BytesIO()
+            torch.save({"weights": subject.net.state_dict(), "scaling": scaling_state(subject.net).state_dict()}, file)
+            self.saved = [*self.saved[-1:], (file.getvalue(), copy.deepcopy(subject.scales))]
+
+    @precondition(lambda self: self.saved)
+    @rule(
+        number=which,
+        of=which,
+        parts=st.sampled_from(["weights", "scales", "scales weights", "weights scales", "weights weights"]),
+        left_out=st.frozensets(layers, max_size=3),
+        assign=st.booleans(),
+    )
+    def load(self, number: int, of: int, parts: str, left_out: frozenset[str], assign: bool) -> None:
+        data, scales = self.saved[of % len(self.saved)]
+        with self.acting(number) as subject:
+            for part in parts.split():
+                saved = torch.load(io.BytesIO(data), weights_only=True)
+                if part == "scales":
+                    self.load_scales_into(subject, saved, scales)
+                    continue
+                weights = {key: weight for key, weight in saved["weights"].items() if key.split(".")[0] not in left_out}
+                subject.net.load_state_dict(weights, strict=False, assign=assign)
+                subject.scales.see_weights_loaded({key.split(".")[0] for key in weights})
+                if assign:
+                    subject.new_optimizer()
+
+    @staticmethod
+    def load_scales_into(subject: Subject, saved: dict[str, Any], scales: ModelScales) -> None:
+        if set(scales.layers) == set(subject.scales.layers):
+            scaling_state(subject.net).load_state_dict(saved["scaling"])
+            subject.scales.load(scales)
+        else:
+            with pytest.raises(ValueError, match="does not fit this model"):
+                scaling_state(subject.net).load_state_dict(saved["scaling"])
+
+    @rule(number=which)
+    def copy_model(self, number: int) -> None:
+        with self.acting(number) as subject:
+            self.subjects = [subject, subject.copy()]
+
+    @rule(number=which, ignored=some_layers, add=st.booleans())
+    def convert_again(self, number: int, ignored: frozenset[str], add: bool) -> None:
+        with self.acting(number) as subject:
+            if add and not hasattr(subject.net, "d"):
+                subject.net.d = nn.Linear(WIDTH, WIDTH, bias=False)
+                subject.new_optimizer()
+            names = [name for name, _ in subject.net.named_children()]
+            convert(subject.net, ignore_modules=[name for name in ignored if name in names])
+            subject.scales.convert_again([name for name in names if name not in ignored])
+
+    @rule(number=which, recipe=recipes, ignored=some_layers)
+    def convert_anew(self, number: int, recipe: DelayedScaling, ignored: frozenset[str]) -> None:
+        with self.acting(number) as subject:
+            unconvert(subject.net)
+            names = [name for name, _ in subject.net.named_children()]
+            convert(subject.net, recipe, ignore_modules=[name for name in ignored if name in names])
+            subject.scales = ModelScales(recipe, [name for name in names if name not in ignored])
+
+    @precondition(lambda self: self.saved)
+    @rule(number=which, of=which, recipe=recipes)
+    def convert_with_loaded_scales(self, number: int, of: int, recipe: DelayedScaling) -> None:
+        data, scales = self.saved[of % len(self.saved)]
+        with self.acting(number) as subject:
+            names = [name for name, _ in subject.net.named_children()]
+            if set(scales.layers) <= set(names):
+                load_scales(unconvert(subject.net), torch.load(io.BytesIO(data), weights_only=True), recipe)
+                subject.scales = ModelScales(recipe, [name for name in names if name in scales.layers])
+                subject.scales.load(scales)
+
+    @invariant()
+    def the_state_is_as_specified(self) -> None:
+        for subject in self.subjects:
+            state, scales = scaling_state(subject.net), subject.scales
+            converted = {name for name, layer in subject.net.named_children() if isinstance(layer, Fp8Linear)}
+            assert converted == set(scales.layers) == set(state.module_names)
+            assert set(state.fallbacks) == {name for name, layer in scales.layers.items() if not layer.in_fp8}
+            for row, full_name in enumerate(state.names):
+                name, role = full_name.split(".")
+                amax, scale, nonfinite = (t[row].numpy() for t in (state.amax, state.scale, state.nonfinite_steps))
+                expected = getattr(scales.layers[name], role)
+                assert nonfinite == expected.nonfinite_steps, full_name
+                assert any(is_same(amax, a) and is_same(scale, s) for a, s in expected.shown()), full_name
+                if role != "weight":
+                    history = state.amax_history[:, row].tolist()
+                    assert [value for value in history if value] == expected.history, full_name
+                    assert history[: len(expected.history)] == expected.history, full_name
+            if state.every_tensor_has_history:
+                assert all(layer.input.history and layer.grad_output.history for layer in scales.layers.values())
+
+
+def is_same(actual: np.ndarray, expected: np.float32) -> bool:
+    """Bit for bit, all NaN being one."""
+    return np.array_equal(actual, np.float32(expected), equal_nan=True)
+
+
+TestConvertedModel = ConvertedModel.TestCase
+TestConvertedModel.settings = settings(
+    max_examples=200, stateful_step_count=25, deadline=None, derandomize=True, database=None, report_multiple_bugs=False
+)
