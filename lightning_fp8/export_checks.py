@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.candidates import candidates, check_dtype, gemm_weights
+from lightning_fp8.candidates import candidates, gemm_weights
 from lightning_fp8.export_layout import (
     SCALE_RULE,
     Gemms,
@@ -94,17 +94,14 @@ def check_convertible(file: Path, model: nn.Module, gemms: Gemms, plain: Sequenc
 
     Raises:
         ValueError: for others, and for a shared layer that has scales of its own under each of its names.
-        TypeError: if a layer has parameters that cannot be cast.
     """
-    layers = {layer: path for path, layer, reason in candidates(model, plain, 0) if reason is None}
+    layers = {layer for _, layer, reason in candidates(model, plain, 0) if reason is None}
     found: dict[str, tuple[nn.Module, str]] = {}
     for path, layer in model.named_modules(remove_duplicate=False):
         if layer in layers:
             for gemm in gemm_weights(layer):
                 found[joined(plain_path(path), f"{gemm}_weight" if gemm else "weight")] = layer, gemm
     _refuse(file, "ran in FP8 and cannot here, see `describe(model)`", (name for name in gemms if name not in found))
-    for layer, path in layers.items():
-        check_dtype(path, layer)
     first: dict[tuple[nn.Module, str], Scales | None] = {}
     _refuse(file, "have two scales of one layer", (
         name for name, scales in gemms.items() if first.setdefault(found[name], scales) != scales

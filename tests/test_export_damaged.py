@@ -213,6 +213,20 @@ def test_tensors(model: nn.Module, folder: Path, kind: str) -> None:
     refused(model, folder, message)
 
 
+@pytest.mark.parametrize("value", [torch.ones(3, dtype=torch.bool), torch.ones(3) * 1j], ids=["bool", "complex64"])
+def test_a_buffer_of_another_kind(folder: Path, value: Tensor) -> None:
+    """What copying would change without a word."""
+    tensors, metadata = parts(folder)
+    rewrite(folder, {**tensors, "positions": value}, metadata)
+    model = small_mlp()
+    model.register_buffer("positions", torch.arange(3))
+    refused(
+        model, folder, rf"differ between .* positions \(\(3,\) {str(value.dtype).removeprefix('torch.')} in the file"
+    )
+    rewrite(folder, {**tensors, "positions": torch.tensor([7, 8, 9], dtype=torch.int32)}, metadata)
+    assert load_exported(model, folder).positions.tolist() == [7, 8, 9]
+
+
 def test_layers_that_cannot_be_converted(folder: Path) -> None:
     class Special(nn.Linear):
         pass

@@ -440,10 +440,11 @@ def test_a_table_that_cannot_be_read_counts_as_absent() -> None:
     with pytest.warns(UserWarning, match="left out of account"):
         assert gemm_table.rows(NAME, HOPPER) == ()
     path.rmdir()
-    path.write_bytes(b"\xff\xfe")
-    forget()
-    with pytest.warns(UserWarning, match="left out of account"):
-        assert gemm_table.rows(NAME, HOPPER) == ()
+    for content in (b"\xff\xfe", b"[" * 100_000):
+        path.write_bytes(content)
+        forget()
+        with pytest.warns(UserWarning, match="left out of account"):
+            assert gemm_table.rows(NAME, HOPPER) == ()
 
 
 def test_a_malformed_table_is_written_anew() -> None:
