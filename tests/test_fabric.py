@@ -58,6 +58,13 @@ def test_plugin_object_and_two_models() -> None:
         assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [1] * 4
 
 
+@torch.no_grad()
+def cast_weights_of(*models: Any) -> None:
+    """Scales of weights are no part of a checkpoint: a forward finds them, and without gradients records nothing."""
+    for model in models:
+        model(torch.zeros(1, 32))
+
+
 def test_scales_in_a_checkpoint(tmp_path: Path) -> None:
     runner, net = fabric(precision="fp8-delayed"), seeded()
     model, optimizer = runner.setup(net, net.configure_optimizers())
@@ -168,6 +175,7 @@ def test_a_load_that_leaves_scales_behind_says_so_once(tmp_path: Path, strict: b
     assert set(rest) == {"scales", "step"}
     assert not same(net, fresh)
     scaling_state(fresh).load_state_dict(rest["scales"])
+    cast_weights_of(net, fresh)
     assert same(net, fresh)
 
 
@@ -200,9 +208,10 @@ def test_all_of_a_scaling_state_is_restored(tmp_path: Path) -> None:
     runner.save(tmp_path / "c.ckpt", {"model": model, "scaling": state})
     fresh = seeded()
     runner.load(tmp_path / "c.ckpt", {"model": runner.setup(fresh), "scaling": scaling_state(fresh)})
+    cast_weights_of(net, fresh)
     assert same(net, fresh)
     restored = scaling_state(fresh)
-    assert (restored.amax[:3] > 0).all()
+    assert (restored.amax[[restored.names.index(name) for name in ("net.0.input", "net.0.grad_output")]] > 0).all()
     assert torch.equal(restored.amax, state.amax)
     assert torch.equal(restored.nonfinite_steps, state.nonfinite_steps)
     assert restored.fallbacks == ("net.2",)
@@ -286,7 +295,8 @@ def test_another_precision_says_that_scales_stand_still(choice: dict[str, Any], 
     model, optimizer = made
     runner.backward(model(torch.randn(4, 32)).sum())
     optimizer.step()
-    assert (scaling_state(net).scale == 1).all()
+    state = scaling_state(net)
+    assert (state.scale[: state.delayed] == 1).all()
     assert len(warned("Fabric", lambda: runner.setup_module(module=convert(seeded())))) == 1
     assert warned("Fabric", lambda: runner.setup(seeded())) == []
 

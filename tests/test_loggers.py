@@ -145,6 +145,7 @@ def of_states(states: dict[int, dict[str, dict[str, torch.Tensor]]]) -> Numbers:
     """The quantities that follow from the scaling state alone, by hand."""
     numbers: Numbers = {}
     for step, tensors in states.items():
+        # weights have no entry; what is logged of them is in test_callbacks
         for name, entry in tensors.items():
             scale, history = entry["scale"].item(), entry["amax_history"].tolist()
             largest = 57344 if name.endswith("grad_output") else 448
@@ -173,11 +174,11 @@ def test_every_logger_keeps_every_number(tmp_path: Path, offline: None) -> None:
 
     read = {name: LOGGERS[name][1](logger) for name, logger in loggers.items()}
     expected = of_states(kept.states)
-    assert len(expected) == 6 * 5
+    assert len(expected) == 4 * 5
     expected |= {f"fp8/{path}/sqnr_db": {7: ratio} for path, ratio in probe.sqnr_db.items()}
     expected |= {f"timing/{path}/forward_ms": {7: number} for path, number in timer.forward_ms.items()}
     expected |= {f"timing/{path}/backward_ms": {7: number} for path, number in timer.backward_ms.items()}
-    assert len(expected) == 6 * 5 + 3 * 2
+    assert len(expected) == 4 * 5 + 3 * 2
     for name, numbers in read.items():
         for key, by_step in expected.items():
             for step, value in by_step.items():
@@ -185,7 +186,7 @@ def test_every_logger_keeps_every_number(tmp_path: Path, offline: None) -> None:
                 assert numbers[key][step] == pytest.approx(value, rel=1e-6, abs=1e-6), (name, key, step)
     # nothing is lost on the way, and no key has another name: fractions and summaries as well
     keys = set(read["csv"])
-    assert {"fp8/net.0.input/saturated_fraction", "fp8/weight/headroom_bits/median"} <= keys
+    assert {"fp8/net.0.input/saturated_fraction", "fp8/weight/scale/median"} <= keys
     for name, numbers in read.items():
         assert set(numbers) == keys, name
         for key, by_step in numbers.items():

@@ -38,9 +38,9 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     made: list[torch.Size] = []
     original = weight_copy.WeightCache.put
 
-    def counting(self: Any, weight: Tensor, version: int, cast: tuple[Tensor, ...]) -> None:
+    def counting(self: Any, weight: Tensor, cast: tuple[Tensor, ...]) -> None:
         made.append(weight.shape)
-        original(self, weight, version, cast)
+        original(self, weight, cast)
 
     monkeypatch.setattr(weight_copy.WeightCache, "put", counting)
     return made

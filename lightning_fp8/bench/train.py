@@ -123,7 +123,7 @@ class GptTraining(Training):
         self.steps = itertools.cycle(text.to(device))
         self._first = text[0, 0].to(device)
         # the example's, without its schedule
-        self._optimizer = adamw(self.model, _LEARNING_RATE)
+        self._optimizer = adamw(self.model, _LEARNING_RATE, device)
         self._loss = baselines.compiled(gpt.loss, device) if compiled else gpt.loss
 
     def forward(self) -> Tensor:

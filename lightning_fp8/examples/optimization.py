@@ -10,10 +10,10 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 
-def adamw(module: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """Over all parameters, wherever they lie."""
+def adamw(module: nn.Module, learning_rate: float, device: torch.device) -> torch.optim.AdamW:
+    """Over all parameters, which are on this device."""
     # on a GPU one kernel for many parameters, in place of several for each operation
-    fused = next(module.parameters()).device.type == "cuda" or None
+    fused = device.type == "cuda" or None
     return torch.optim.AdamW(module.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=fused)
 
 
@@ -25,7 +25,7 @@ def adamw_with_cosine(module: LightningModule, learning_rate: float, warmup_step
         learning_rate: peak.
         warmup_steps: optimizer steps of warm-up.
     """
-    optimizer = adamw(module, learning_rate)
+    optimizer = adamw(module, learning_rate, module.device)
     total = max(int(module.trainer.estimated_stepping_batches), warmup_steps + 1)
 
     def factor(step: int) -> float:
