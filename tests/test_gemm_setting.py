@@ -74,6 +74,7 @@ def test_copies_have_it_and_checkpoints_have_not(gemms: Gemms) -> None:
 
 
 def test_a_compiled_model_follows_it(gemms: Gemms) -> None:
+    torch._dynamo.reset()
     model = convert(small_mlp())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for value in ("auto", "rawkernel", "cublaslt"):
