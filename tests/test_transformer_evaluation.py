@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,14 +105,23 @@ def inputs(batch_first: bool, length: int, dtype: torch.dtype) -> Tensor:
 
 
 DTYPES = (torch.float32, torch.bfloat16)
+BOTH = (True, False)
 MASKS = ("none", "bool", "float")
-
-
-def hints(mask: str) -> tuple[bool | None, ...]:
-    return (None, False, True) if mask != "none" else (None,)
-
-
+# with what the caller says about its being causal
+HINTED_MASKS = (("none", None), *itertools.product(("bool", "float"), (None, False, True)))
 KINDS = {"relu": "relu", "gelu": "gelu", "callable": squared_relu}
+LAYERS = tuple(itertools.product(BOTH, KINDS))
+
+
+def one_in(share: int, offset: int, *options: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Every ``share``-th combination, the one where the positions of the choices add up to ``offset``.
+
+    Any three choices meet, as long as the options left add up to every remainder: two of two values each do for a share
+    of 3, three for 4. All combinations run in each precision, spread over the layers with an offset of their own.
+    """
+    for chosen in itertools.product(*map(enumerate, options)):
+        if (sum(position for position, _ in chosen) - offset) % share == 0:
+            yield tuple(value for _, value in chosen)
 
 
 @pytest.mark.parametrize("activation", KINDS)
@@ -120,19 +129,19 @@ KINDS = {"relu": "relu", "gelu": "gelu", "callable": squared_relu}
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_encoder(precision: Any, norm_first: bool, activation: str, gemms: list[str]) -> None:
     count = 4 if precision == "fp8-delayed" else 0
-    for batch_first, bias, nested in itertools.product((True, False), repeat=3):
+    offset = LAYERS.index((norm_first, activation))
+    combinations = one_in(4, offset, BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
+    for batch_first, bias, nested, dtype, (mask, hint), pad in combinations:
         plugin = Fp8Precision(precision)
         sizes = (WIDTH, HEADS, 24, 0.0, KINDS[activation])
         options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
         layer = partial(nn.TransformerEncoderLayer, *sizes, **options)
         encoder = prepared(plugin, lambda: nn.TransformerEncoder(layer(), 1, enable_nested_tensor=nested))  # noqa: B023
-        for dtype, mask, pad in itertools.product(DTYPES, MASKS, MASKS):
-            x, src_mask, kpm = inputs(batch_first, LENGTH, dtype), causal(mask), padding(pad)
-            for hint in hints(mask):
-                agree(plugin, encoder, partial(encoder, x, src_mask, kpm, is_causal=hint), gemms, count)
-                if nested:
-                    one = encoder.layers[0]
-                    agree(plugin, one, partial(one, x, src_mask, kpm, is_causal=bool(hint)), gemms, count)
+        x, src_mask, kpm = inputs(batch_first, LENGTH, dtype), causal(mask), padding(pad)
+        agree(plugin, encoder, partial(encoder, x, src_mask, kpm, is_causal=hint), gemms, count)
+        if nested:
+            one = encoder.layers[0]
+            agree(plugin, one, partial(one, x, src_mask, kpm, is_causal=bool(hint)), gemms, count)
 
 
 @pytest.mark.parametrize("activation", KINDS)
@@ -141,57 +150,54 @@ def test_encoder(precision: Any, norm_first: bool, activation: str, gemms: list[
 def test_decoder(precision: Any, norm_first: bool, activation: str, gemms: list[str]) -> None:
     # self-attention: in and out; cross-attention: query, key with value, out; then two linear layers
     count = 7 if precision == "fp8-delayed" else 0
-    for batch_first, bias in itertools.product((True, False), repeat=2):
+    offset = LAYERS.index((norm_first, activation))
+    for batch_first, bias, dtype, (mask, hint), pad in one_in(3, offset, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS):
         plugin = Fp8Precision(precision)
         sizes = (WIDTH, HEADS, 24, 0.0, KINDS[activation])
         options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
         layer = partial(nn.TransformerDecoderLayer, *sizes, **options)
         decoder = prepared(plugin, lambda: nn.TransformerDecoder(layer(), 1))  # noqa: B023
-        for dtype, mask, pad in itertools.product(DTYPES, MASKS, MASKS):
-            x, memory = inputs(batch_first, LENGTH, dtype), inputs(batch_first, SOURCE, dtype)
-            masks = (causal(mask), None, padding(pad), padding(pad, SOURCE))
-            for hint in hints(mask):
-                agree(plugin, decoder, partial(decoder, x, memory, *masks, tgt_is_causal=hint), gemms, count)
-                if batch_first:
-                    one = decoder.layers[0]
-                    agree(plugin, one, partial(one, x, memory, *masks, tgt_is_causal=bool(hint)), gemms, count)
+        x, memory = inputs(batch_first, LENGTH, dtype), inputs(batch_first, SOURCE, dtype)
+        masks = (causal(mask), None, padding(pad), padding(pad, SOURCE))
+        agree(plugin, decoder, partial(decoder, x, memory, *masks, tgt_is_causal=hint), gemms, count)
+        if batch_first:
+            one = decoder.layers[0]
+            agree(plugin, one, partial(one, x, memory, *masks, tgt_is_causal=bool(hint)), gemms, count)
 
 
 @pytest.mark.parametrize("activation", KINDS)
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_transformer(precision: Any, norm_first: bool, activation: str, gemms: list[str]) -> None:
-    for batch_first, bias in itertools.product((True, False), repeat=2):
+    offset = LAYERS.index((norm_first, activation))
+    for batch_first, bias, dtype, (mask, hint), pad in one_in(3, offset, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS):
         plugin = Fp8Precision(precision)
         sizes = (WIDTH, HEADS, 1, 1, 24, 0.0, KINDS[activation])
         options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
         model = prepared(plugin, partial(nn.Transformer, *sizes, **options))
-        for dtype, mask, pad in itertools.product(DTYPES, MASKS, MASKS):
-            x, y = inputs(batch_first, SOURCE, dtype), inputs(batch_first, LENGTH, dtype)
-            masks = {
-                "src_mask": causal(mask, SOURCE),
-                "tgt_mask": causal(mask),
-                "src_key_padding_mask": padding(pad, SOURCE),
-                "memory_key_padding_mask": padding(pad, SOURCE),
-                "tgt_key_padding_mask": padding(pad),
-            }
-            for hint in hints(mask):
-                call = partial(model, x, y, **masks, tgt_is_causal=hint, src_is_causal=hint)
-                agree(plugin, model, call, gemms, 11 if precision == "fp8-delayed" else 0)
+        x, y = inputs(batch_first, SOURCE, dtype), inputs(batch_first, LENGTH, dtype)
+        masks = {
+            "src_mask": causal(mask, SOURCE),
+            "tgt_mask": causal(mask),
+            "src_key_padding_mask": padding(pad, SOURCE),
+            "memory_key_padding_mask": padding(pad, SOURCE),
+            "tgt_key_padding_mask": padding(pad),
+        }
+        call = partial(model, x, y, **masks, tgt_is_causal=hint, src_is_causal=hint)
+        agree(plugin, model, call, gemms, 11 if precision == "fp8-delayed" else 0)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_attention(precision: Any, need_weights: bool, gemms: list[str]) -> None:
-    for batch_first, bias, extra in itertools.product((True, False), repeat=3):
+    combinations = one_in(2, int(need_weights), BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
+    for batch_first, bias, extra, dtype, (mask, hint), pad in combinations:
         plugin = Fp8Precision(precision)
         options = {"add_bias_kv": extra, "add_zero_attn": extra, "batch_first": batch_first}
         model = prepared(plugin, partial(nn.MultiheadAttention, WIDTH, HEADS, 0.0, bias, **options))
-        for dtype, mask, pad in itertools.product(DTYPES, MASKS, MASKS):
-            x = inputs(batch_first, LENGTH, dtype)
-            for hint in hints(mask):
-                call = partial(model, x, x, x, padding(pad), need_weights, causal(mask), is_causal=bool(hint))
-                agree(plugin, model, call, gemms, 2 if precision == "fp8-delayed" else 0)
+        x = inputs(batch_first, LENGTH, dtype)
+        call = partial(model, x, x, x, padding(pad), need_weights, causal(mask), is_causal=bool(hint))
+        agree(plugin, model, call, gemms, 2 if precision == "fp8-delayed" else 0)
 
 
 def encoder_inputs() -> tuple[nn.Module, Tensor, Tensor | None]:
