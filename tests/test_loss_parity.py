@@ -5,9 +5,11 @@ a CPU, fp8-delayed less bf16-mixed:
 
 | seed | GPT, loss | GPT, val_loss | encoder, val_accuracy |
 |---|---|---|---|
-| 0 | -0.07% | +0.02% | +0.45 points |
-| 1 | +0.11% | +0.12% | -0.67 points |
-| 2 | | | -0.22 points |
+| 0 | -0.03% | +0.01% | +0.22 points |
+| 1 | -0.01% | -0.02% | -0.45 points |
+| 2 | +0.05% | +0.05% | 0 points |
+| 3 | +0.16% | +0.12% | -0.67 points |
+| 4 | +0.14% | +0.20% | -0.22 points |
 
 An image of the 449 is 0.22 points. Rounding alone, 32-true against bf16-mixed, moved a GPT's loss by 0.02% to 0.04% and
 no image; two seeds are 2% apart, which pairs leave out. A scale that is 4 times too large, so that the largest numbers
