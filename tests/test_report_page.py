@@ -51,12 +51,14 @@ class Opened:
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page: Page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **kwargs})
+        # a machine that is busy with other tests opens the first page slowly
+        self.page.set_default_timeout(120_000)
         self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
         self.page.goto(path.as_uri())
-        self.page.wait_for_selector("body[data-ready=yes]", timeout=60_000)
+        self.page.wait_for_selector("body[data-ready=yes]")
 
     def check(self) -> None:
         assert self.complaints == []
