@@ -162,11 +162,14 @@ WRITES: dict[str, Callable[[nn.Parameter, Tensor], Any]] = {
 class ConvertedModel(RuleBasedStateMachine):
     """Two models at most, the second a copy of the first, and what was saved of them."""
 
-    @initialize(recipe=recipes)
-    def start(self, recipe: DelayedScaling) -> None:
+    @initialize(recipe=recipes, steps=st.integers(0, 3))
+    def start(self, recipe: DelayedScaling, steps: int) -> None:
         torch.manual_seed(0)
         self.subjects = [Subject(convert(Chain(), recipe), ModelScales(recipe, LAYERS[:3]))]
         self.saved: list[tuple[bytes, ModelScales]] = []
+        for seed in range(steps):
+            self.forward_and_backward(0, seed, 2.0 - seed, 1.0, None, frozenset(), True, "no", "after")
+            self.save(0)
 
     @contextmanager
     def acting(self, number: int) -> Iterator[Subject]:
@@ -188,7 +191,7 @@ class ConvertedModel(RuleBasedStateMachine):
         skipped=some_layers,
         training=st.sampled_from([True, True, True, False]),
         recompute=st.sampled_from(["no", "no", "each", "all", "each reentrant", "all reentrant"]),
-        update_between=st.sampled_from([False, False, False, True]),
+        update=st.sampled_from(["later", "after", "after", "between"]),
     )
     def forward_and_backward(
         self,
@@ -200,16 +203,18 @@ class ConvertedModel(RuleBasedStateMachine):
         skipped: frozenset[str],
         training: bool,
         recompute: str,
-        update_between: bool,
+        update: str,
     ) -> None:
         with self.acting(number) as subject:
             subject.set_training(training)
             observer = Observer(subject)
             y = subject.net(random(seed, magnitude, poison).requires_grad_(), skipped, recompute)
-            if update_between:
+            if update == "between":
                 self.update_one(subject)
             y.backward(random(seed + 1, of_gradient))
             observer.close()
+            if update == "after":
+                self.update_one(subject)
 
     @rule(
         number=which,
@@ -271,17 +276,19 @@ class ConvertedModel(RuleBasedStateMachine):
 
     @rule(
         number=which,
-        name=layers,
+        left_out=some_layers,
         seed=seeds,
         magnitude=st.sampled_from([1.0, 0.1, 0.0, 100.0]),
         poison=poisons,
         how=st.sampled_from(list(WRITES)),
     )
-    def write_weight(self, number: int, name: str, seed: int, magnitude: float, poison: float | None, how: str) -> None:
+    def write_weights(
+        self, number: int, left_out: frozenset[str], seed: int, magnitude: float, poison: float | None, how: str
+    ) -> None:
         with self.acting(number) as subject:
-            layer = dict(subject.net.named_children()).get(name)
-            if layer is not None:
-                WRITES[how](layer.weight, random(seed, magnitude, poison, rows=WIDTH))
+            for name, layer in subject.net.named_children():
+                if name not in left_out:
+                    WRITES[how](layer.weight, random(seed, magnitude, poison, rows=WIDTH))
 
     @rule(number=which, frozen=some_layers)
     def freeze(self, number: int, frozen: frozenset[str]) -> None:
@@ -305,14 +312,14 @@ class ConvertedModel(RuleBasedStateMachine):
     @rule(
         number=which,
         of=which,
-        parts=st.sampled_from(["weights", "scales", "scales weights", "weights scales", "weights weights"]),
+        parts=st.lists(st.sampled_from(["weights", "scales"]), min_size=1, max_size=3),
         left_out=st.frozensets(layers, max_size=3),
         assign=st.booleans(),
     )
-    def load(self, number: int, of: int, parts: str, left_out: frozenset[str], assign: bool) -> None:
+    def load(self, number: int, of: int, parts: list[str], left_out: frozenset[str], assign: bool) -> None:
         data, scales = self.saved[of % len(self.saved)]
         with self.acting(number) as subject:
-            for part in parts.split():
+            for part in parts:
                 saved = torch.load(io.BytesIO(data), weights_only=True)
                 if part == "scales":
                     self.load_scales_into(subject, saved, scales)
@@ -396,3 +403,37 @@ TestConvertedModel = ConvertedModel.TestCase
 TestConvertedModel.settings = settings(
     max_examples=200, stateful_step_count=25, deadline=None, derandomize=True, database=None, report_multiple_bugs=False
 )
+
+
+def train(machine: ConvertedModel, update: str) -> None:
+    machine.forward_and_backward(0, 5, 1.0, 1.0, None, frozenset(), True, "no", update)
+
+
+# that the drawing may leave out
+RARE: dict[str, Callable[[ConvertedModel], None]] = {
+    "weights, their scales, other weights": lambda machine: machine.load(
+        0, 0, ["weights", "scales", "weights"], frozenset(), assign=False
+    ),
+    "a write through .data between two micro-batches": lambda machine: (
+        train(machine, "later"),
+        machine.write_weights(0, frozenset(), 7, 1.0, None, "in place through .data"),
+        train(machine, "after"),
+    ),
+    "amaxes that wait are loaded into a new model": lambda machine: (
+        machine.convert_anew(0, DelayedScaling(), frozenset()),
+        train(machine, "later"),
+        machine.save(0),
+        machine.load(0, 1, ["weights"], frozenset(), assign=False),
+        machine.load(0, 1, ["scales"], frozenset(), assign=False),
+        machine.update(0),
+        machine.evaluate(0, 5, 1.0, None, frozenset(), training=False, swapped=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", RARE)
+def test_rare_sequence(what: str) -> None:
+    machine = ConvertedModel()
+    machine.start(DelayedScaling(amax_history_len=2), steps=2)
+    RARE[what](machine)
+    machine.the_state_is_as_specified()
