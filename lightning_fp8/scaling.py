@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from lightning_fp8.scaling_notices import Notices
 
 # the tensors of a state are in this order, and of each role in that of the modules
 LAYOUT: tuple[Role, ...] = (*DELAYED_ROLES, "weight")
+# a weight whose largest value is more times larger or smaller than the one that histories go with is another one
+_OTHER_WEIGHT = 2**0.5
 _handles = itertools.count(1)
 _states: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 
@@ -57,6 +60,8 @@ class ScalingState:
         amax_history: ``[amax_history_len, D] float32``, newest first; 0 where nothing has been pushed yet.
         scale: ``[R] float32``, multiplier before the cast; 1 until a tensor has a history. Of a weight, that of its
             last cast.
+        held: for each converted module, ``[R / 3] float32``, the largest absolute value of the weight that the
+            histories go with; 0 where that is not known.
         nonfinite_steps: ``[R] int64``, updates at which the tensor's amax was inf or NaN; such a one is left out.
         counts: ``[R, 4] int64`` while counting, else None: numbers, saturated ones, numbers other than zero, and
             those of them that became zero, of all casts that recorded since :meth:`start_counting`.
@@ -89,13 +94,21 @@ class ScalingState:
             self.amax_history = torch.zeros(recipe.amax_history_len, self.delayed, dtype=torch.float32, device=device)
             self.scale = torch.ones(count, dtype=torch.float32, device=device)
             self.nonfinite_steps = torch.zeros(count, dtype=torch.int64, device=device)
+            self.held = torch.zeros(len(self.module_names), dtype=torch.float32, device=device)
+        # whose `held` follows the optimizer's steps, and whose stays unknown
+        self._followed: set[int] = set()
+        self._sharded: set[int] = set()
+        # whose weight is another one, and whose has been cast in this pass through the model
+        self._other: set[int] = set()
+        self._cast: set[int] = set()
+        self._emptied = False
         self.updates = 0
         self.switches = tuple(Switch() for _ in module_names)
         self.gemm = "auto"
         self.min_features = 0
         self.has_scales = False
-        # the weights or the scales, if these were loaded last, and nothing has run since
-        self._loaded: Literal["weights", "scales"] | None = None
+        # of modules, the weights or the scales, if these were loaded last, and nothing has run since
+        self._loaded: dict[int, Literal["weights", "scales"]] = {}
         self._let_go_of_watchers()
         self._watch_histories()
         self._take_handle()
@@ -137,7 +150,7 @@ class ScalingState:
     def to(self, device: torch.device | str) -> ScalingState:
         """Move all tensors to ``device`` and return the state. Dtypes never change."""
         with torch.inference_mode(False):
-            for field in (*TENSORS, "fp8_max"):
+            for field in (*TENSORS, "fp8_max", "held"):
                 setattr(self, field, getattr(self, field).to(device))
             self.counts = None if self.counts is None else self.counts.to(device)
         self._watch_histories()
@@ -186,8 +199,14 @@ class ScalingState:
         )
         if not self._every_tensor_has_history:
             self._seen_from_host.copy_((self.amax_history[0] > 0).all(), non_blocking=True)
+        if len(self._followed) < len(self.module_names):
+            of_weights = self.amax.data[self.delayed :]
+            followed = torch.zeros(len(of_weights), dtype=torch.bool)
+            followed[list(self._followed)] = True
+            self.held = torch.where(followed.to(self.device), self.held, of_weights)
         self.updates += 1
-        self._loaded = None
+        self._loaded.clear()
+        self._emptied = False
         self.notices.see_update(self)
 
     def _reduce_amax(self) -> None:
@@ -205,18 +224,70 @@ class ScalingState:
 
         Not where scales have been loaded just before, with no forward in between: they came with the weights.
         """
-        if self._loaded != "scales":
-            self._loaded = "weights"
+        self.held[module] = 0
+        self._other.discard(module)
+        if self._loaded.get(module) == "scales":
+            del self._loaded[module]
+        else:
+            self._loaded[module] = "weights"
             self._forget([self.row_of(module, role) for role in DELAYED_ROLES])
 
     @torch.no_grad()
-    def _forget(self, rows: Sequence[int]) -> None:
+    def _forget(self, rows: Sequence[int] | slice) -> None:
         """Let tensors start as at first use, with their own current amax."""
         self.amax_history.data[:, rows] = 0
         self.scale.data[rows] = 1
         self.amax.data[rows] = 0
         self._watch_histories()
-        self.has_scales = False
+        self.has_scales = bool((self.amax_history[0] > 0).any())
+
+    def note_sharding(self, module: int, is_sharded: bool) -> None:
+        """Each process may hold another part of this weight, so none decides by it what histories are worth."""
+        (self._sharded.add if is_sharded else self._sharded.discard)(module)
+
+    def weights_stepped(self, modules: Sequence[int], amax: Tensor) -> None:
+        """An optimizer has made these weights what they are, with ``amax`` ``[len(modules)] float32``."""
+        self._followed.update(modules)
+        self.held[modules] = amax
+
+    def see_weights(self, amaxes: Mapping[int, float], record: bool) -> None:
+        """Compare weights, by their modules, with those that the histories go with.
+
+        Where a weight has been replaced by other means than an optimizer, by one that is much larger or smaller, other
+        layers get other inputs than before. So histories are emptied by a forward that records, and not used by others
+        for as long as the weight is there.
+        """
+        modules = [module for module in amaxes if module not in self._sharded]
+        for module, held in zip(modules, self.held[modules].tolist()):
+            now = amaxes[module]
+            self._other.discard(module)
+            if held == 0:
+                self.held[module] = now
+            elif now * _OTHER_WEIGHT < held or held * _OTHER_WEIGHT < now < math.inf:
+                if not record:
+                    self._other.add(module)
+                    continue
+                # what this forward has recorded before stays
+                if not self._emptied:
+                    self._forget(slice(self.delayed))
+                    self._emptied = True
+                self.held[module] = now
+
+    def see_weight_cast(self, module: int, amax: float, record: bool) -> None:
+        """The same for one of a pass through the model, in which no weight is cast twice."""
+        if module in self._cast:
+            self._cast.clear()
+            self._other.clear()
+        self._cast.add(module)
+        self.see_weights({module: amax}, record)
+
+    def held_another(self, module: int) -> bool:
+        """Whether the histories did not go with this module's weight when it was last seen."""
+        return module in self._other
+
+    def uses_histories(self, record: bool) -> bool:
+        """Whether histories go with the weights that are there; see :meth:`see_weights`."""
+        return record or not self._other
 
     def start_counting(self, asker: object) -> None:
         """Count what casts clip and what they turn to zero, from now on; that takes further passes over each tensor.
@@ -289,7 +360,12 @@ class ScalingState:
         self._watch_histories()
         self.has_scales = bool((self.amax_history[0] > 0).any())
         self.notices.see_load(self)
-        self._loaded = None if self._loaded == "weights" else "scales"
+        with_weights = {module for module, part in self._loaded.items() if part == "weights"}
+        self._loaded = {module: "scales" for module in range(len(self.module_names)) if module not in with_weights}
+        # of the weights that they go with
+        self.held.zero_()
+        self._other.clear()
+        self._emptied = False
 
     def copy_module(self, module: int, other: ScalingState, other_module: int) -> None:
         """Take over one module's three tensors from another state with the same recipe."""
@@ -298,6 +374,7 @@ class ScalingState:
             for field in TENSORS:
                 if field != "amax_history" or role in DELAYED_ROLES:
                     getattr(self, field)[..., mine] = getattr(other, field)[..., theirs].to(self.device)
+        self.held[module] = other.held[other_module].to(self.device)
         self.switches[module].in_fp8 = other.switches[other_module].in_fp8
         self.has_scales |= other.has_scales
         self.notices.see_load(self)
@@ -324,9 +401,15 @@ def amax_of(handle: int, record: bool) -> Tensor | None:
     state = state_of(handle)
     if state is None:
         return None
-    state._loaded = None
+    state._loaded.clear()
     state.notices.see_cast(state, record)
     return state.amax if record else None
+
+
+def uses_history(handle: int, record: bool) -> bool:
+    """See :meth:`ScalingState.uses_histories`; True where the state is not known."""
+    state = state_of(handle)
+    return state is None or state.uses_histories(record)
 
 
 def note_weight(handle: int, index: Tensor, amax: Tensor, scale: Tensor) -> None:

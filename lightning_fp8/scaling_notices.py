@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_fp8.device import is_capturing
 
@@ -43,7 +45,7 @@ class Notices:
         """An input or gradient is cast. Without gradients, with nothing recorded, that is an evaluation."""
         if record:
             self._recorded = True
-        elif not state.has_scales and not self._silent and not torch.is_grad_enabled() and not _in_backward():
+        elif not (state.has_scales or self._silent or torch.is_grad_enabled() or _in_backward() or _is_recomputed()):
             self._say(
                 f"A model with FP8 layers ({_some(state.module_names)}) is evaluated without scales from training: each"
                 " batch is scaled by itself, so results depend on which samples are in it. Take the scales along with"
@@ -157,6 +159,16 @@ class _Nonfinite:
 def _in_backward() -> bool:
     # gradients are disabled there too, whatever the forward was
     return torch._C._current_graph_task_id() != -1
+
+
+def _is_recomputed() -> bool:
+    # Reentrant checkpointing runs a training forward without gradients. Frames are looked at until something is said.
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+    return False
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:

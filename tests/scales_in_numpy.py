@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from fp8_numpy import DEFINITIONS, code_values, saturating_cast
@@ -50,10 +50,11 @@ class Delayed:
         self.history: list[np.float32] = []
         self.scale, self.amax = np.float32(1), np.float32(0)
 
-    def cast(self, x: np.ndarray, record: bool) -> np.ndarray:
+    def cast(self, x: np.ndarray, record: bool, use_history: bool) -> np.ndarray:
         if record:
             self.amax = np.maximum(self.amax, largest(x))
-        return quantized(x, self.scale if self.history else scale_of_current(largest(x), self.fmt), self.fmt)
+        delayed = use_history and self.history
+        return quantized(x, self.scale if delayed else scale_of_current(largest(x), self.fmt), self.fmt)
 
     def update(self, recipe: DelayedScaling) -> None:
         if not np.isfinite(self.amax):
@@ -79,6 +80,10 @@ class Weight:
     def __init__(self) -> None:
         self.nonfinite_steps = 0
         self.kept = np.float32(-1)
+        # what the histories go with, 0 where that is not known; whether an optimizer's steps are followed; whether the
+        # last cast was of another weight
+        self.held = np.float32(0)
+        self.followed = self.is_another = False
         self._shown = [(np.float32(0), np.float32(1))]
 
     def cast(self, weight: np.ndarray, record: bool) -> np.ndarray:
@@ -93,6 +98,16 @@ class Weight:
 
     def update(self) -> None:
         self.nonfinite_steps += not np.isfinite(self._shown[0][0])
+        if not self.followed:
+            self.held = self._shown[0][0]
+
+    def is_changed(self, weight: np.ndarray) -> bool:
+        """By more than a factor of the square root of 2."""
+        amax = np.float64(largest(weight))
+        if self.held == 0:
+            self.held = np.float32(amax)
+        ratio = amax / self.held if self.held else 1
+        return bool(np.isfinite(amax) and not np.isnan(ratio) and not 2**-0.5 <= ratio <= 2**0.5)
 
     def shown(self) -> list[tuple[np.float32, np.float32]]:
         return self._shown
@@ -113,8 +128,10 @@ class ModelScales:
     def __init__(self, recipe: DelayedScaling, names: Iterable[str]) -> None:
         self.recipe = recipe
         self.layers = {name: ScaledLayer(recipe) for name in names}
-        # the weights or the scales, where these were loaded last and nothing has run since
-        self.loaded: str | None = None
+        # by layer, the weights or the scales, where these were loaded last and nothing has run since
+        self.loaded: dict[str, str] = {}
+        self.emptied = False
+        self.cast: set[str] = set()
         # whether anything has been recorded since the last update, and had been before one
         self.recorded = self.may_have_scales = False
         self.steps = 0
@@ -134,14 +151,37 @@ class ModelScales:
     def delayed(self) -> list[Delayed]:
         return [tensor for layer in self.layers.values() for tensor in (layer.input, layer.grad_output)]
 
+    def see_weight(self, name: str, weight: np.ndarray, record: bool) -> None:
+        """One that is much larger or smaller than what the histories go with: they are emptied, or not used."""
+        if name in self.cast:
+            # another pass through the model
+            self.cast.clear()
+            for layer in self.layers.values():
+                layer.weight.is_another = False
+        self.cast.add(name)
+        held = self.layers[name].weight
+        held.is_another = held.is_changed(weight)
+        if held.is_another and record:
+            held.is_another, held.held = False, largest(weight)
+            if not self.emptied:
+                self.emptied = True
+                for tensor in self.delayed():
+                    tensor.forget()
+                self.may_have_scales = False
+
+    def uses_histories(self, record: bool) -> bool:
+        return record or not any(layer.weight.is_another for layer in self.layers.values())
+
+    def see_weights_stepped(self, weights: Mapping[str, np.ndarray]) -> None:
+        for name in set(weights) & set(self.layers):
+            self.layers[name].weight.held, self.layers[name].weight.followed = largest(weights[name]), True
+
     def see_cast(self, record: bool, is_evaluation: bool, with_gradients: bool) -> None:
-        self.loaded = None
+        self.loaded.clear()
         if record:
             self.recorded = True
-        elif not with_gradients and not all(layer.input.history for layer in self.layers.values()):
-            # in training, the pass that will be recomputed is not told from an evaluation
-            must = is_evaluation and not self.may_have_scales
-            (self.due if must else self.may_say).add("evaluation")
+        elif is_evaluation and not with_gradients and not all(layer.input.history for layer in self.layers.values()):
+            (self.may_say if self.may_have_scales else self.due).add("evaluation")
 
     def update(self) -> None:
         before = self._nonfinite_steps()
@@ -152,7 +192,8 @@ class ModelScales:
         if self._nonfinite_steps() > before:
             self.due.add("nonfinite")
         self.may_have_scales |= self.recorded
-        self.recorded, self.loaded, self.steps = False, None, 0
+        self.recorded, self.emptied, self.steps = False, False, 0
+        self.loaded.clear()
 
     def _nonfinite_steps(self) -> int:
         weights = [layer.weight for layer in self.layers.values()]
@@ -168,10 +209,14 @@ class ModelScales:
             self.due.add("no update")
 
     def see_weights_loaded(self, names: Collection[str]) -> None:
-        for name in set(names) & set(self.layers) if self.loaded != "scales" else ():
-            self.layers[name].input.forget()
-            self.layers[name].grad_output.forget()
-            self.loaded, self.may_have_scales = "weights", False
+        for name in set(names) & set(self.layers):
+            layer = self.layers[name]
+            layer.weight.held, layer.weight.is_another = np.float32(0), False
+            if self.loaded.pop(name, None) != "scales":
+                layer.input.forget()
+                layer.grad_output.forget()
+                self.loaded[name] = "weights"
+                self.may_have_scales = any(tensor.history for tensor in self.delayed())
 
     def load(self, saved: ModelScales) -> None:
         for name, layer in self.layers.items():
@@ -181,14 +226,19 @@ class ModelScales:
         self.may_have_scales = any(tensor.history for tensor in self.delayed())
         self.recorded = any(tensor.amax != 0 for tensor in self.delayed())
         self.said.discard("nonfinite")
-        self.loaded = None if self.loaded == "weights" else "scales"
+        self.loaded = {name: "scales" for name in self.layers if self.loaded.get(name) != "weights"}
+        self.emptied = False
+        for layer in self.layers.values():
+            layer.weight.held, layer.weight.is_another = np.float32(0), False
 
     def convert_again(self, names: Sequence[str]) -> None:
         """Layers that stay keep what they have."""
         if list(names) != list(self.layers):
             before = copy.copy(self.layers)
             self.layers = {name: before.get(name, ScaledLayer(self.recipe)) for name in names}
-            self.loaded = None
+            self.loaded, self.emptied, self.cast = {}, False, set()
+            for layer in self.layers.values():
+                layer.weight.is_another = layer.weight.followed = False
             self.new_state()
 
     def check_said(self, said: Sequence[str]) -> None:

@@ -190,3 +190,111 @@ def test_a_change_to_the_weights_alone_is_seen_by_compiled_layers() -> None:
         assert error(compiled(x), expected) < 0.05
         with torch.no_grad():
             assert error(compiled(x), expected) < 0.05
+
+
+def deep() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
+
+
+def errors(model: nn.Module, x: Tensor, training: bool) -> tuple[float, float]:
+    """Of the model and of a fresh conversion of its weights, against the plain model."""
+    plain = unconvert(copy.deepcopy(model))
+    fresh = convert(copy.deepcopy(plain))
+    expected = plain(x).detach()
+    with torch.set_grad_enabled(training):
+        return error(model.train(training)(x).detach(), expected), error(fresh(x).detach(), expected)
+
+
+# of the ways above, those that leave the histories; multiplied by all other factors, too
+DEEP_FACTORS = (0.01, 0.1, 0.5, 0.7, 1.42, 2.0, 4.0, 100.0)
+# on a GPU, where a write through .data leaves no trace, those that leave one
+WAYS = [
+    *((way, "cpu") for way in CHANGES if way not in ("load_state_dict", "assign=True", "pruned")),
+    *((way, "cuda") for way in ("in place", "new .data", "swap_tensors")),
+]
+
+
+@pytest.mark.parametrize("first", ["evaluation", "training"])
+@pytest.mark.parametrize("factor", DEEP_FACTORS)
+@pytest.mark.parametrize(("way", "half"), WAYS)
+def test_what_deeper_layers_get_is_as_exact_as_in_a_fresh_conversion(
+    way: str, factor: float, first: str, half: str, request: pytest.FixtureRequest
+) -> None:
+    if half == "cuda":
+        request.getfixturevalue("cuda_half")
+    model, x = trained(deep()), torch.randn(64, 32)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            CHANGES[way](layer, layer.weight.detach() * factor)
+            layer.bias.data *= factor
+    for training in (first == "training", first != "training"):
+        actual, fresh = errors(model, x, training)
+        assert actual <= 1.02 * fresh < 0.1
+
+
+@pytest.mark.parametrize("half", ["cpu", "cuda"])
+def test_weights_swapped_for_evaluation_leave_the_histories(half: str, request: pytest.FixtureRequest) -> None:
+    if half == "cuda":
+        request.getfixturevalue("cuda_half")
+    model, x = trained(deep()), torch.randn(64, 32)
+    with torch.no_grad():
+        before = model.eval()(x)
+    histories = scaling_state(model).amax_history.clone()
+    for factor, batch_decides in ((1.3, False), (30.0, True), (0.02, True)):
+        own = [layer.weight.data for layer in model if isinstance(layer, nn.Linear)]
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                layer.weight.data = layer.weight.data * factor
+        with torch.no_grad():
+            large = torch.cat([x, 10 * x])
+            assert torch.equal(model.eval()(large)[:64], model.eval()(x)) != batch_decides
+        for layer, weight in zip([layer for layer in model if isinstance(layer, nn.Linear)], own):
+            layer.weight.data = weight
+        assert torch.equal(scaling_state(model).amax_history, histories)
+        with torch.no_grad():
+            assert torch.equal(model.eval()(x), before)
+
+
+@pytest.mark.parametrize("half", ["cpu", "cuda"])
+def test_what_an_optimizer_does_is_no_other_weight(half: str, request: pytest.FixtureRequest) -> None:
+    # from almost nothing, ten times as much at each step
+    if half == "cuda":
+        request.getfixturevalue("cuda_half")
+    model = convert(deep(), DelayedScaling(amax_history_len=16))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 1e-6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(6):
+        model(torch.rand(8, 32)).sum().backward()
+        scaling_state(model).update()
+        for parameter in model.parameters():
+            parameter.grad = -9 * parameter.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (scaling_state(model).amax_history[: step + 1] > 0).all()
+
+
+def test_shards_decide_nothing() -> None:
+    # another process may hold a part that has not changed, and scales are to be the same everywhere
+    model = trained(deep())
+    for module in range(3):
+        scaling_state(model).note_sharding(module, True)
+    histories = scaling_state(model).amax_history.clone()
+    model[0].weight.data *= 100
+    model(torch.randn(4, 32))
+    assert torch.equal(scaling_state(model).amax_history, histories)
+
+
+def test_compiled_layers_see_other_weights_before_them() -> None:
+    torch._dynamo.reset()
+    model, x = trained(deep()), torch.randn(64, 32)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for factor, training in ((8.0, False), (1 / 64, True), (64.0, True)):
+        model.train(training)
+        compiled(x)
+        for parameter in model.parameters():
+            parameter.data.mul_(factor)
+        fresh = errors(copy.deepcopy(model), x, training)[1]
+        with torch.set_grad_enabled(training):
+            actual = compiled(x).detach()
+        assert error(actual, unconvert(copy.deepcopy(model))(x).detach()) <= 1.02 * fresh < 0.1

@@ -23,6 +23,7 @@ import yaml
 from conftest import ROOT
 from lit import Regression, loader, make_trainer, seeded
 
+from lightning_fp8.compare import processes
 from lightning_fp8.compare.advice import advise, overlap, worse_loss
 from lightning_fp8.compare.command import main
 from lightning_fp8.compare.measure import Measure, _digest, tokens_of
@@ -471,3 +472,23 @@ def test_table_without_tokens_and_with_a_failure() -> None:
     assert "tokens/s" not in table
     assert "val loss" not in table
     assert table.splitlines()[-1].split() == ["bf16-true", *"------"]
+
+
+def test_control_c_while_a_run_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the process is there, and nobody knows it yet
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Started(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__([sys.executable, "-c", "import time; time.sleep(60)"], **kwargs)
+            started.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            processes.run("bf16-mixed", tmp_path / "out", 10, 2, [])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert started[0].returncode == -signal.SIGTERM

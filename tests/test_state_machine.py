@@ -103,7 +103,9 @@ class Observer:
         if scaled is not None:
             record = layer.training and torch.is_grad_enabled()
             self.scales.see_cast(record, is_evaluation=self.is_evaluation, with_gradients=torch.is_grad_enabled())
-            x, weight = scaled.input.cast(x, record), scaled.weight.cast(weight, record)
+            self.scales.see_weight(name, weight, record)
+            x = scaled.input.cast(x, record, self.scales.uses_histories(record))
+            weight = scaled.weight.cast(weight, record)
         self.operands[name] = x, weight
 
     def see_output(self, name: str, layer: nn.Linear, args: tuple[Tensor], y: Tensor) -> None:
@@ -120,7 +122,7 @@ class Observer:
         dy.append(gradient.detach().numpy())
         if scaled is not None:
             self.scales.see_cast(record, is_evaluation=False, with_gradients=True)
-            dy[0] = scaled.grad_output.cast(dy[0], record)
+            dy[0] = scaled.grad_output.cast(dy[0], record, self.scales.uses_histories(record))
 
     def close(self) -> None:
         for handle in self.handles:
@@ -273,6 +275,11 @@ class ConvertedModel(RuleBasedStateMachine):
             subject.optimizer.step()
             subject.optimizer.zero_grad()
             subject.scales.see_optimizer_step()
+            stepped = {id(parameter) for part in subject.optimizer.param_groups for parameter in part["params"]}
+            layers = subject.net.named_children()
+            subject.scales.see_weights_stepped(
+                {name: layer.weight.detach().numpy() for name, layer in layers if id(layer.weight) in stepped}
+            )
 
     @rule(
         number=which,

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lightning_fp8.compare import LOG_FILE, MEASURED_FILE
+from lightning_fp8.interrupts import held_interrupts
 from lightning_fp8.report import RUN_FILE
 from lightning_fp8.report.runs import CSV_FILE, HPARAMS_FILE
 
@@ -37,12 +38,7 @@ def run(variant: str, folder: Path, steps: int, warmup: int, args: Sequence[str]
     command = [sys.executable, "-m", "lightning_fp8.compare.run", variant, str(folder), str(steps), str(warmup), *args]
     log = folder / LOG_FILE
     with log.open("w") as output:
-        status = _finish(
-            # a group of its own, so that what it starts can be ended with it
-            subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        )
+        status = _run(command, output)
     path = folder / MEASURED_FILE
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if status == 0 and found:
@@ -56,16 +52,23 @@ def run(variant: str, folder: Path, steps: int, warmup: int, args: Sequence[str]
     return {"error": f"{why} (see {log})"}
 
 
-def _finish(process: subprocess.Popen[bytes]) -> int:
+def _run(command: Sequence[str], output: IO[str]) -> int:
+    process: subprocess.Popen[bytes] | None = None
     try:
+        with held_interrupts():
+            # a group of its own, so that what it starts can be ended with it
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
         return process.wait()
     except BaseException:
-        _end(process, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_SECONDS_TO_END)
-        # what it started may still be there
-        _end(process, signal.SIGKILL)
-        process.wait()
+        if process is not None:
+            _end(process, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_SECONDS_TO_END)
+            # what it started may still be there
+            _end(process, signal.SIGKILL)
+            process.wait()
         raise
 
 

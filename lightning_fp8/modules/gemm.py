@@ -17,6 +17,7 @@ from lightning_fp8.formats import CASTABLE_DTYPES, ROLES, Role
 from lightning_fp8.modules.gathered_weight import GatheredWeight
 from lightning_fp8.modules.weight_cache import WeightCache, can_keep_copies
 from lightning_fp8.modules.weight_group import WeightGroup
+from lightning_fp8.ops.library import K_MAJOR_DEVICES
 from lightning_fp8.scaling import ScalingState
 
 
@@ -42,13 +43,14 @@ class Fp8Rows:
         self.weight_cache = WeightCache()
         self.group = group
         self._owner: tuple[weakref.ref[Fp8Module], str] | None = None
+        self._trace: tuple[int, int] | None = None
         self.k_by_n = False
         self.keeps_cast = True
         self._place_index()
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy belongs to the copied layer, which says so in its own `__setstate__`
-        return {**self.__dict__, "_owner": None}
+        return {**self.__dict__, "_owner": None, "_trace": None}
 
     def belong_to(self, layer: Fp8Module, gemm: str) -> None:
         """Say which layer these rows are of, and by which name it knows them."""
@@ -58,10 +60,16 @@ class Fp8Rows:
         self.group.join(self)
 
     def note_sharding(self, weight: Tensor) -> None:
-        """Keep no FP8 copy of a weight that is sharded: a copy of the whole would undo it."""
+        """Keep no FP8 copy of a weight that is sharded: a copy of the whole would undo it. Nor is it compared."""
         self.keeps_cast = not isinstance(weight, DTensor)
+        self.state.note_sharding(self.module, not self.keeps_cast)
         if not self.keeps_cast:
             self.weight_cache.drop()
+
+    def note_trace(self, weight: Tensor) -> bool:
+        """Remember what changes with a weight that is changed or replaced; whether that may be another weight."""
+        before, self._trace = self._trace, (weight._version, weight.data_ptr())
+        return before not in (None, self._trace) or self.state.held_another(self.module)
 
     @property
     def weight(self) -> Tensor | None:
@@ -154,9 +162,10 @@ class Fp8Module(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[no-untyped-call]
-        names = {f"{prefix}{name}" for name, _ in self.named_parameters(recurse=False)}
-        if not names.isdisjoint(state_dict):
-            for rows in self.fp8.values():
+        names = {id(parameter): f"{prefix}{name}" for name, parameter in self.named_parameters(recurse=False)}
+        for rows, weight in self.gemms():
+            # one that is computed, as of a pruned layer, changes with any of them
+            if not ({names[id(weight)]} if id(weight) in names else {*names.values()}).isdisjoint(state_dict):
                 rows.state.weights_loaded(rows.module)
 
     def extra_repr(self) -> str:
@@ -210,6 +219,7 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
     # trace.
     use_cache = record and rows.keeps_cast and can_keep_copies(parameter.device)
     cached = rows.weight_cache.get(parameter) if use_cache else None
+    is_cached = cached is not None
     if cached is None and use_cache:
         cached = rows.group.cast_stale(rows, parameter)
     if cached is None:
@@ -219,7 +229,17 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
         )
         if use_cache:
             rows.weight_cache.put(parameter, cached)
+    if not is_cached:
+        _see_change(rows, parameter, record)
     return Fp8Weight(weight, *cached)
+
+
+def _see_change(rows: Fp8Rows, parameter: Tensor, record: bool) -> None:
+    # The CPU's operators compare each weight that they cast. A GPU would have to be waited for, so only where there is
+    # a trace; what FSDP gathers is elsewhere each time.
+    device = parameter.device
+    if device.type in K_MAJOR_DEVICES and rows.keeps_cast and can_keep_copies(device) and rows.note_trace(parameter):
+        rows.group.see_changes(rows, parameter, record)
 
 
 def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> tuple[Tensor, Tensor, Tensor]:

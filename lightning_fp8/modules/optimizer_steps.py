@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 _steps = 0
 _groups: weakref.WeakSet[WeightGroup] = weakref.WeakSet()
 _joined = 0
-# by optimizer, the models whose weights it changes, and how many layers had joined when that was looked up
-_changed_by: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[WeightGroup]]]] = (
+# by optimizer, the models whose weights it changes, with the ids of these, and how many layers had joined when that was
+# looked up
+_changed_by: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[tuple[weakref.ref[WeightGroup], set[int]]]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -34,19 +35,21 @@ def note_layer(group: WeightGroup) -> None:
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     global _steps
     _steps += 1
-    joined, groups = _changed_by.get(optimizer, (-1, []))
+    joined, changed = _changed_by.get(optimizer, (-1, []))
     if joined != _joined:
-        groups = [weakref.ref(group) for group in _groups if _changes(optimizer, group)]
-        _changed_by[optimizer] = _joined, groups
-    for known in groups:
-        group = known()
-        for state in () if group is None else group.states():
-            state.notices.see_optimizer_step(state, id(optimizer))
-
-
-def _changes(optimizer: Optimizer, group: WeightGroup) -> bool:
-    held = {id(rows.weight) for rows in group.members}
-    return any(id(parameter) in held for part in optimizer.param_groups for parameter in part["params"])
+        parameters = {id(parameter) for part in optimizer.param_groups for parameter in part["params"]}
+        changed = []
+        for group in list(_groups):
+            weights = parameters & {id(rows.weight) for rows in group.members}
+            if weights:
+                changed.append((weakref.ref(group), weights))
+        _changed_by[optimizer] = _joined, changed
+    for reference, weights in changed:
+        known = reference()
+        if known is not None:
+            known.weights_stepped(weights)
+            for state in known.states():
+                state.notices.see_optimizer_step(state, id(optimizer))
 
 
 register_optimizer_step_post_hook(_after_step)

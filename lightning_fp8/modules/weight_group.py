@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.formats import CASTABLE_DTYPES
 from lightning_fp8.modules.optimizer_steps import note_layer
+from lightning_fp8.ops.library import K_MAJOR_DEVICES
+from lightning_fp8.ops.reference import max_abs
 
 if TYPE_CHECKING:
     from lightning_fp8.modules.gemm import Fp8Rows
@@ -39,6 +43,32 @@ class WeightGroup:
     def members(self) -> list[Fp8Rows]:
         """The rows of the layers that are still there."""
         return list(self._members.values())
+
+    def weights_stepped(self, weights: Collection[int]) -> None:
+        """An optimizer has changed these weights, given by their ``id``: they are what the histories go on with."""
+        modules, amaxes = [], []
+        for rows in self.members:
+            weight = rows.weight
+            # FSDP's shards have one dimension, or are of a class of their own
+            if weight is None or id(weight) not in weights or not rows.keeps_cast or weight.dim() != 2:
+                continue
+            rows.note_trace(weight)
+            # a GPU's are compared only where their trace tells of another change
+            if weight.device.type not in K_MAJOR_DEVICES:
+                modules.append(rows.module)
+                amaxes.append(max_abs(weight.detach()))
+        if modules:
+            self.states()[0].weights_stepped(modules, torch.stack(amaxes))
+
+    def see_changes(self, first: Fp8Rows, weight: Tensor, record: bool) -> None:
+        """Compare all weights that have left a trace of a change, this one among them, with what they were. Waits."""
+        changed = {first.module: weight}
+        for rows in self.members:
+            other = rows.weight
+            if rows is not first and rows.keeps_cast and other is not None and rows.note_trace(other):
+                changed[rows.module] = other
+        amaxes = ops.measure_weights([tensor.detach() for tensor in changed.values()]).tolist()
+        first.state.see_weights(dict(zip(changed, amaxes, strict=True)), record)
 
     def cast_stale(self, first: Fp8Rows, weight: Tensor) -> tuple[Tensor, ...] | None:
         """Cast ``weight``, which is to be used now, and with it every other stale weight that was used when last cast.

@@ -66,6 +66,8 @@ def find(
     known, (_, k), n = state_of(state), a.shape, b.shape[0]
     if _left_out or known is None or not known.every_tensor_has_history or is_counting(state, record):
         return None
+    if not known.uses_histories(record):
+        return None
     if activation not in CHAINED_ACTIVATIONS or output not in (torch.bfloat16, torch.float16) or n % 8 or k % 16:
         return None
     configuration, splits = choice_for(a, b, known.gemm, promote, output)

@@ -17,7 +17,7 @@ from lightning_fp8.ops.gemm import scaled_mm
 from lightning_fp8.ops.kernels import cast_kernel, update_kernel, weights_kernel
 from lightning_fp8.ops.library import K_MAJOR_DEVICES
 from lightning_fp8.ops.reference import max_abs
-from lightning_fp8.scaling import ScalingState, amax_of, gemm_of, state_of
+from lightning_fp8.scaling import ScalingState, amax_of, gemm_of, state_of, uses_history
 
 
 def cast(
@@ -206,7 +206,9 @@ def _kernel_for(x: Tensor, format: str, activation: str, backward: bool) -> Kern
 
 def _row(scale: Tensor, amax_history: Tensor, index: Tensor, state: int, record: bool) -> casts.Row:
     known = state_of(state)
-    measured = known is None or not known.every_tensor_has_history
+    if not uses_history(state, record):
+        amax_history = torch.zeros_like(amax_history[:1])
+    measured = known is None or not known.every_tensor_has_history or not known.uses_histories(record)
     current = torch.zeros((), dtype=torch.float32, device=scale.device) if measured else None
     return casts.Row(scale, amax_history, index, amax_of(state, record), current)
 

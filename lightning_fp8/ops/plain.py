@@ -11,7 +11,7 @@ from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.reference import in_layout, scale_of_current, update_scales
-from lightning_fp8.scaling import amax_of
+from lightning_fp8.scaling import amax_of, uses_history
 
 __all__ = ["cast", "cast_gradient", "scaled_mm", "scaled_mm_add_", "update_scales"]
 
@@ -35,7 +35,7 @@ def cast(
     current = reference.max_abs(x)
     record_amax(current, index, state, record)
     delayed = scale.index_select(0, index)[0]
-    has_history = amax_history[0].index_select(0, index)[0] > 0
+    has_history = (amax_history[0].index_select(0, index)[0] > 0) & uses_history(state, record)
     used = torch.where(has_history, delayed, scale_of_current(current, FORMATS[format]))
     if is_counting(state, record):
         count(x, used, index, FORMATS[format], state)
@@ -46,7 +46,7 @@ def cast_weight(
     weight: Tensor, index: Tensor, format: str, layout: str, state: int, record: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_weight``."""
-    return reference.cast_weight(weight, index, format, layout, state, record, saturating_cast)
+    return reference.cast_by_content(weight, index, format, layout, state, record, saturating_cast)
 
 
 def record_amax(current: Tensor, index: Tensor, state: int, record: bool) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_fp8.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.counting import count, is_counting
-from lightning_fp8.scaling import amax_of, note_weight
+from lightning_fp8.scaling import amax_of, note_weight, state_of, uses_history
 from lightning_fp8.switch import Switch
 
 FP32_MAX = torch.finfo(torch.float32).max
@@ -59,7 +59,7 @@ def _scale_to_use(
 ) -> tuple[Tensor, Tensor | None]:
     """The scale of this cast and, where it had to be known, ``max|x|``. Host branches cost nothing on the CPU."""
     row, amax = int(index.item()), amax_of(state, record)
-    has_history = bool(amax_history[0, row] > 0)
+    has_history = bool(amax_history[0, row] > 0) and uses_history(state, record)
     current = max_abs(x) if amax is not None or not has_history else None
     if amax is not None and current is not None:
         torch.maximum(amax[row], current, out=amax[row])
@@ -95,15 +95,27 @@ def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | Non
 
 
 def cast_weight(
+    weight: Tensor, index: Tensor, format: str, layout: str, state: int, record: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight with the scale of what it holds; see the operator ``lightning_fp8::cast_weight``."""
+    cast = cast_by_content(weight, index, format, layout, state, record, saturating_cast)
+    known, row = state_of(state), int(index)
+    if known is not None:
+        # nobody has to wait for what the CPU holds
+        known.see_weight_cast(known.module_of(row), float(known.amax[row]), record)
+    return cast
+
+
+def cast_by_content(
     weight: Tensor,
     index: Tensor,
     format: str,
     layout: str,
     state: int,
     record: bool,
-    cast: Callable[[Tensor, Tensor, Fp8Format, Tensor], Tensor] = saturating_cast,
+    cast: Callable[[Tensor, Tensor, Fp8Format, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight with the scale of what it holds; see the operator ``lightning_fp8::cast_weight``."""
+    """The same on any device, by the given cast, and without a comparison with what the weight held before."""
     fmt, amax = FORMATS[format], max_abs(weight)
     used = scale_of_current(amax, fmt)
     note_weight(state, index, amax, used)
