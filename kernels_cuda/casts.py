@@ -84,18 +84,24 @@ def cast_transpose(
         dy: ``[rows, columns]`` like x, for variants with ``backward``.
         gated: whether the variant is swiglu.
     """
-    rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
+    rows, columns = x.shape
+    columns = columns // 2 if gated else columns
     grid = _tiles(rows, columns)
-    inputs = (x.data_ptr(), address(dy))
-    strides = (x.stride(0), 0 if dy is None else dy.stride(0), rows, columns)
-    state = (row.scale.data_ptr(), address(row.newest), row.index.data_ptr(), address(row.current_amax))
-    aligned = _loads(x, columns if gated else 0) & (_LOADS if dy is None else _loads(dy, 0))
-    if row.current_amax is not None:
-        kernel(grid, *inputs, 0, 0, 0, *strides, aligned, *state, row.current_amax.data_ptr(), 0, 1)
+    aligned = _loads(x, columns if gated else 0)
+    stride, dy_address, dy_stride = x.stride(0), 0, 0
+    if dy is not None:
+        aligned &= _loads(dy, 0)
+        dy_address, dy_stride = dy.data_ptr(), dy.stride(0)
+    inputs, strides = (x.data_ptr(), dy_address), (stride, dy_stride, rows, columns)
+    scale, newest, index, amax, current_amax = row
+    current = address(current_amax)
+    state = (scale.data_ptr(), address(newest), index.data_ptr(), current)
+    if current_amax is not None:
+        kernel(grid, *inputs, 0, 0, 0, *strides, aligned, *state, current, 0, 1)
     aligned |= _stores(y, y_t, rows, columns)
     kernel(
         grid, *inputs, address(y), address(y_t), address(column_sums), *strides, aligned,
-        *state, address(row.amax), scale_inv.data_ptr(), 0,
+        *state, address(amax), scale_inv.data_ptr(), 0,
     )  # fmt: skip
 
 

@@ -289,6 +289,13 @@ class ScalingState:
         """Whether histories go with the weights that are there; see :meth:`see_weights`."""
         return record or not self._other
 
+    def amax_of_cast(self, record: bool) -> Tensor | None:
+        """An input or gradient is cast: the ``amax`` to record in; None where nothing is to be recorded."""
+        if self._loaded:
+            self._loaded.clear()
+        self.notices.see_cast(self, record)
+        return self.amax if record else None
+
     def start_counting(self, asker: object) -> None:
         """Count what casts clip and what they turn to zero, from now on; that takes further passes over each tensor.
 
@@ -399,11 +406,7 @@ def gemm_of(handle: int) -> str:
 def amax_of(handle: int, record: bool) -> Tensor | None:
     """The ``amax`` to record in, ``[R] float32``; None where nothing is to be recorded."""
     state = state_of(handle)
-    if state is None:
-        return None
-    state._loaded.clear()
-    state.notices.see_cast(state, record)
-    return state.amax if record else None
+    return None if state is None else state.amax_of_cast(record)
 
 
 def uses_history(handle: int, record: bool) -> bool:

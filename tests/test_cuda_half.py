@@ -292,3 +292,47 @@ def test_any_number_of_rows(cuda_half: Counter[str], shape: tuple[int, ...]) -> 
     assert y.shape == (*shape[:-1], 24)
     assert x.grad.shape == shape
     assert model.weight.grad.isfinite().all()
+
+
+# of torch's operators, those that launch nothing on a GPU
+NO_LAUNCH = {"empty", "new_empty", "empty_like", "empty_strided", "view", "t", "transpose", "as_strided", "detach"}
+NO_LAUNCH |= {
+    "reshape",
+    "_reshape_alias",
+    "contiguous",
+    "slice",
+    "select",
+    "to",
+    "result_type",
+    "expand",
+    "resolve_conj",
+}
+
+
+@pytest.mark.parametrize("shape", [(256, 32), (2, 128, 32)])
+def test_six_launches_of_a_biased_linear(cuda_half: Counter[str], shape: tuple[int, ...]) -> None:
+    # in the second of two micro-batches, whose weight is cast already: two casts, three GEMMs and a sum for the bias
+    torch.manual_seed(0)
+    model = convert(nn.Linear(32, 48), DelayedScaling(amax_history_len=4))
+    x, dy = torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], 48).bfloat16()
+    for step in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x).backward(dy)
+        if step == 0:
+            scaling_state(model).update()
+        x.grad = model.weight.grad = model.bias.grad = None
+    cuda_half.clear()
+    with torch.profiler.profile() as profiler, torch.autocast("cpu", torch.bfloat16):
+        model(x).backward(dy)
+    torchs = Counter(event.name.removeprefix("aten::") for event in profiler.events() if is_outermost(event))
+    launches = {name: count for name, count in torchs.items() if name not in NO_LAUNCH}
+    assert launches == {"_scaled_mm": 3, "sum": 1}
+    assert sum(cuda_half.values()) == 2
+
+
+def is_outermost(event: Any) -> bool:
+    """Whether it is an operator of torch that none of torch's has called."""
+    parent = event.cpu_parent
+    while parent is not None and not parent.name.startswith("aten::"):
+        parent = parent.cpu_parent
+    return parent is None and event.name.startswith("aten::")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import fp8_numpy
@@ -10,9 +12,13 @@ import pytest
 import torch
 from conftest import sqnr
 from fp8_numpy import code_values
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import DelayedScaling, ScalingState, ops
 from lightning_fp8.ops import cuda, plain, reference
+from lightning_fp8.ops.library import Operator, is_watched
 
 INPUT, GRAD, WEIGHT = torch.tensor([0]), torch.tensor([1]), torch.tensor([2])
 SIZES = [(32, 16, 48), (1, 1, 1), (17, 15, 129), (130, 33, 7), (5, 3, 0), (0, 16, 32)]
@@ -146,7 +152,7 @@ def test_gemm_leaves_the_matmul_precision_as_it_was() -> None:
 SAMPLE_STATE = state_with_history()
 
 
-def op_samples() -> list[tuple[object, tuple[object, ...]]]:
+def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
     state = SAMPLE_STATE
     arenas = (state.scale, state.amax_history)
     x, w, b, dy = torch.randn(12, 16), torch.randn(8, 16), torch.randn(8), torch.randn(12, 8)
@@ -169,8 +175,12 @@ def op_samples() -> list[tuple[object, tuple[object, ...]]]:
         (ops.cast, (x.bfloat16(), *arenas, INPUT, "e4m3", "swiglu", "columns", 0, False)),
         (ops.scaled_mm, (x_fp8, w_fp8, x_inv, w_inv, b, "e4m3", "e4m3", torch.bfloat16, True)),
         (ops.scaled_mm, (x_fp8, w_fp8, x_inv, w_inv, None, "e4m3", "e4m3", torch.float32, False, "cublaslt")),
-        (ops.linear, (*grad[:3], *casts, *arenas, GRAD, *recorded, torch.float32)),
-        (ops.linear, (grad[0], w, None, *casts, *arenas, GRAD, *recorded, torch.float32)),
+        (ops.linear, (*grad[:3], b, *casts, *arenas, GRAD, *recorded, torch.float32)),
+        (
+            ops.linear,
+            (grad[0].unflatten(0, (3, 4)), w, b, b.bfloat16(), *casts, *arenas, GRAD, *recorded, torch.bfloat16),
+        ),
+        (ops.linear, (grad[0], w, None, None, *casts, *arenas, GRAD, *recorded, torch.float32)),
         (ops.scaled_mm_add_, (dy.clone(), x_fp8, w_fp8, x_inv, w_inv, "e4m3", "e4m3", False, "rawkernel")),
         (ops.scaled_mm_add_, (dy.bfloat16(), x_fp8, w_fp8, x_inv, w_inv, "e4m3", "e4m3", True)),
         (ops.mlp, (*grad, *mlp, *recorded, True, True, torch.float32)),
@@ -211,12 +221,66 @@ def op_samples() -> list[tuple[object, tuple[object, ...]]]:
 
 @pytest.mark.parametrize("sample", range(len(op_samples())))
 def test_opcheck(sample: int) -> None:
-    op, args = op_samples()[sample]
-    torch.library.opcheck(op, args)
+    operator, args = op_samples()[sample]
+    torch.library.opcheck(operator.op, args)
+
+
+@pytest.mark.parametrize("sample", range(len(op_samples())))
+def test_a_function_called_directly_does_what_its_operator_does(sample: int) -> None:
+    results = []
+    for kind in ("operator", "function"):
+        torch.manual_seed(0)
+        SAMPLE_STATE.amax.zero_()
+        operator, args = op_samples()[sample]
+        run = operator.op if kind == "operator" else operator
+        made = run(*args)
+        tensors = [made] if isinstance(made, torch.Tensor) else list(made or ())
+        if tensors and tensors[0].requires_grad:
+            inputs = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+            tensors += torch.autograd.grad(tensors[0].float().square().sum(), inputs)
+        # what is changed in place, too
+        results.append([tensor.detach().clone() for tensor in (*tensors, *filter(torch.is_tensor, args))])
+        results[-1].append(SAMPLE_STATE.amax.clone())
+    assert len(results[0]) == len(results[1])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+WATCHERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "a dispatch mode": Passing,
+    "a counter of FLOPs": lambda: FlopCounterMode(display=False),
+    "fake tensors": FakeTensorMode,
+}
+
+
+@pytest.mark.parametrize("watcher", WATCHERS)
+def test_who_watches_operators_sees_them(watcher: str) -> None:
+    assert not is_watched(torch.ones(1))
+    with WATCHERS[watcher]():
+        assert is_watched(torch.ones(1))
+    assert not is_watched(torch.ones(1))
+
+
+def test_where_functions_cannot_serve() -> None:
+    class Mine(torch.Tensor):
+        pass
+
+    seen: list[bool] = []
+    assert is_watched(torch.ones(1).as_subclass(Mine))
+    assert is_watched(torch.ones(1, device="meta"))
+    torch.func.vmap(lambda x: (seen.append(is_watched(x)), x)[1])(torch.ones(2))
+    torch.jit.trace(lambda x: (seen.append(is_watched(x)), x + 1)[1], torch.ones(2), check_trace=False)
+    assert seen == [True, True]
 
 
 def test_every_operator_is_checked() -> None:
-    checked = {str(op) for op, _ in op_samples()}
+    checked = {str(operator.op) for operator, _ in op_samples()}
     gemms = ("scaled_mm", "scaled_mm_add_", "linear", "linear_backward", "mlp", "mlp_backward")
     names = ("cast", "cast_weight", *gemms, "update_scales")
     assert checked == {f"lightning_fp8.{name}.default" for name in names}
@@ -230,7 +294,7 @@ def test_one_layer_reaches_28_and_24_db() -> None:
     dy = torch.randn(1024, 1024)
     x_casts = ops.cast(x.detach(), *arenas, INPUT, "e4m3", "none", "both", 0, False)
     w_casts = ops.cast_weight(w.detach(), WEIGHT, "e4m3", "both", 0, False)
-    y = ops.linear(x, w, None, *x_casts, *w_casts, *arenas, GRAD, "e5m2", state.handle, True, torch.float32)
+    y = ops.linear(x, w, None, None, *x_casts, *w_casts, *arenas, GRAD, "e5m2", state.handle, True, torch.float32)
     y.backward(dy)
     found = (
         sqnr(y, x.double() @ w.double().T),
@@ -249,7 +313,7 @@ def test_a_weight_is_scaled_by_what_it_holds(implementation: Any) -> None:
     state.amax.fill_(1e6), state.scale.fill_(1e6)
     for factor in (100.0, 0.01, 1.0):
         w = torch.randn(9, 14) * factor
-        payload, payload_t, scale_inv = implementation.cast_weight(w, index, "e4m3", "both", state.handle, True)
+        payload, payload_t, scale_inv = implementation.cast_weight(w, index, "e4m3", "both", state.handle, False)
         amax = w.abs().max()
         expected = fp8_numpy.saturating_cast(w.numpy(), np.float32(448) / amax.numpy(), "e4m3")
         assert np.array_equal(payload.numpy(), expected)

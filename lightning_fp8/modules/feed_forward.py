@@ -37,18 +37,16 @@ def fp8_feed_forward(first: Fp8Linear, activation: str, second: Fp8Linear, x: Te
     state, recipe = rows.state, rows.state.recipe
     weight, weight_2 = cast_weight(rows, first.weight, record), cast_weight(rows_2, second.weight, record)
     with_gradients = torch.is_grad_enabled()
-    features = first.weight.shape[1]
-    x_2d = x.reshape(x.numel() // features, features)
     y, *_ = ops.mlp(
-        x_2d, first.weight, first.bias, second.weight, second.bias,
-        *cast_input(rows, x_2d.detach(), record, with_gradients and first.weight.requires_grad),
+        x, first.weight, first.bias, second.weight, second.bias,
+        *cast_input(rows, x, record, with_gradients and first.weight.requires_grad),
         *weight[1:], *weight_2[1:],
         state.scale, state.amax_history,
         rows_2.index["input"], rows.index["grad_output"], rows_2.index["grad_output"],
         activation, recipe.format_of("input").name, recipe.format_of("grad_output").name,
         state.handle, record, with_gradients and second.weight.requires_grad, with_gradients, output_dtype(x),
     )  # fmt: skip
-    return y.view(*x.shape[:-1], second.weight.shape[0])
+    return y  # type: ignore[no-any-return]
 
 
 def activation_name(activation: Any) -> str | None:

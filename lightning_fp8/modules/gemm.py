@@ -31,6 +31,7 @@ class Fp8Rows:
             int, so that ``torch.compile`` makes one graph for all layers of a kind.
         switch: whether these GEMMs run in FP8.
         weight_cache: the FP8 copy of the weight.
+        bias_cache: the bias in a 16-bit dtype, as torch's GEMM takes it.
         group: all layers that share the state, whose weights are cast together where the device can.
         k_by_n: whether the layer keeps its weight as ``[K, N]``.
         keeps_cast: whether the FP8 copy of the weight outlives a forward.
@@ -40,7 +41,7 @@ class Fp8Rows:
         self.state = state
         self.module = module
         self.switch = state.switches[module]
-        self.weight_cache = WeightCache()
+        self.weight_cache, self.bias_cache = WeightCache(), WeightCache()
         self.group = group
         self._owner: tuple[weakref.ref[Fp8Module], str] | None = None
         self._trace: tuple[int, int] | None = None
@@ -243,12 +244,20 @@ def _see_change(rows: Fp8Rows, parameter: Tensor, record: bool) -> None:
 
 
 def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Payload, transposed payload (if backward is to ``keep`` something of it) and scale_inv of x ``[M, K]``."""
+    """Payload, transposed payload (if backward is to ``keep`` something of it) and scale_inv of x ``[*, K]``."""
     state = rows.state
     fmt = state.recipe.format_of("input").name
     return ops.cast_operand(
-        x, state.scale, state.amax_history, rows.index["input"], fmt, "none", state.handle, record, keep
-    )  # fmt: skip
+        ops.in_rows(x.detach()),
+        state.scale,
+        state.amax_history,
+        rows.index["input"],
+        fmt,
+        "none",
+        state.handle,
+        record,
+        keep,
+    )
 
 
 def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool) -> Tensor:
@@ -260,15 +269,15 @@ def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None,
         dtype = output_dtype(x)
         return F.linear(x.to(dtype), weight.weight.to(dtype), None if bias is None else bias.to(dtype))
     state = rows.state
-    n, k = weight.payload.shape
-    check_bias(rows, bias, n)
-    x_2d = x.reshape(x.numel() // k, k)
+    check_bias(rows, bias, weight.payload.shape[0])
     keep = torch.is_grad_enabled() and weight.weight.requires_grad
-    y = ops.linear(
-        x_2d,
+    dtype = output_dtype(x)
+    return ops.linear(  # type: ignore[no-any-return]
+        x,
         weight.weight,
         bias,
-        *cast_input(rows, x_2d.detach(), record, keep),
+        None if bias is None else rounded_bias(rows, bias, dtype, record),
+        *cast_input(rows, x, record, keep),
         weight.payload,
         weight.payload_t,
         weight.scale_inv,
@@ -278,9 +287,22 @@ def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None,
         state.recipe.format_of("grad_output").name,
         state.handle,
         record,
-        output_dtype(x),
+        dtype,
     )
-    return y.view(*x.shape[:-1], n)
+
+
+def rounded_bias(rows: Fp8Rows, bias: Tensor, dtype: torch.dtype, record: bool) -> Tensor:
+    """A bias as the GEMM with an output of this dtype takes it: in 16 bits kept, as the cast of the weight is."""
+    value = bias.detach()
+    if bias.dtype == dtype or dtype == torch.float32:
+        return value
+    if not (record and rows.keeps_cast and can_keep_copies(bias.device)):
+        return value.to(dtype)
+    kept = rows.bias_cache.get(bias)
+    if kept is None or kept[0].dtype != dtype:
+        kept = (value.to(dtype),)
+        rows.bias_cache.put(bias, kept)
+    return kept[0]
 
 
 def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None:

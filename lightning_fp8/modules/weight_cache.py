@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from lightning_fp8.device import is_capturing
 from lightning_fp8.modules.optimizer_steps import optimizer_steps
+from lightning_fp8.ops.library import K_MAJOR_DEVICES
 
 _BLOCK_ELEMENTS = 1 << 16
 
@@ -62,7 +63,7 @@ class WeightCache:
         # Only a parameter is known to be the same tensor at the next call; a parametrized weight is made each time.
         if isinstance(weight, nn.Parameter) and not weight.is_inference():
             # on a GPU comparing would wait
-            fingerprint = _fingerprint(weight) if weight.device.type == "cpu" else None
+            fingerprint = None if weight.device.type in K_MAJOR_DEVICES else _fingerprint(weight)
             self._entry = _Entry(weight, weight.detach(), _key(weight), fingerprint, cast)
             self._used = used
 
@@ -76,7 +77,7 @@ def can_keep_copies(device: torch.device) -> bool:
     Nothing in a compiled or captured graph can see whether a copy is stale. A dispatch mode, such as that of selective
     checkpointing, has to meet the same operators when a forward is done again.
     """
-    return not (torch.compiler.is_compiling() or is_capturing(device) or _len_torch_dispatch_stack())
+    return not (torch.compiler.is_compiling() or _len_torch_dispatch_stack() or is_capturing(device))
 
 
 def _key(weight: Tensor) -> tuple[Any, ...]:
@@ -90,7 +91,8 @@ def _fingerprint(weight: Tensor) -> Tensor:
     So permutations and changes of sign show, which plain sums may miss.
     """
     bits = weight.detach().view(torch.int32 if weight.element_size() == 4 else torch.int16)
-    multipliers = _multipliers(weight.shape[1])
+    bits = bits if bits.dim() == 2 else bits[None]
+    multipliers = _multipliers(bits.shape[1])
     # in blocks that stay in the processor's cache
     return torch.cat([block.long().mv(multipliers) for block in bits.split(max(1, _BLOCK_ELEMENTS // bits.shape[1]))])
 

@@ -49,14 +49,15 @@ class WeightGroup:
         modules, amaxes = [], []
         for rows in self.members:
             weight = rows.weight
-            # FSDP's shards have one dimension, or are of a class of their own
-            if weight is None or id(weight) not in weights or not rows.keeps_cast or weight.dim() != 2:
-                continue
-            rows.note_trace(weight)
-            # a GPU's are compared only where their trace tells of another change
-            if weight.device.type not in K_MAJOR_DEVICES:
-                modules.append(rows.module)
-                amaxes.append(max_abs(weight.detach()))
+            if type(weight) is not nn.Parameter or weight.dim() != 2:
+                # FSDP's shards have one dimension or are of a class of their own; others are computed
+                rows.state.note_sharding(rows.module, True)
+            elif id(weight) in weights:
+                rows.note_trace(weight)
+                # a GPU's are compared only where their trace tells of another change
+                if weight.device.type not in K_MAJOR_DEVICES:
+                    modules.append(rows.module)
+                    amaxes.append(max_abs(weight.detach()))
         if modules:
             self.states()[0].weights_stepped(modules, torch.stack(amaxes))
 

@@ -25,7 +25,7 @@ from lightning_fp8.ops.basic import (
     update_scales,
 )
 from lightning_fp8.ops.feed_forward import mlp, mlp_backward
-from lightning_fp8.ops.linear_layer import linear, linear_backward
+from lightning_fp8.ops.linear_layer import in_rows, linear, linear_backward
 
 __all__ = [
     "cast",
@@ -34,6 +34,7 @@ __all__ = [
     "cast_weight_operand",
     "cast_weights",
     "casts_weights_together",
+    "in_rows",
     "linear",
     "linear_backward",
     "measure_weights",

@@ -17,7 +17,7 @@ from lightning_fp8.ops.gemm import scaled_mm
 from lightning_fp8.ops.kernels import cast_kernel, update_kernel, weights_kernel
 from lightning_fp8.ops.library import K_MAJOR_DEVICES
 from lightning_fp8.ops.reference import max_abs
-from lightning_fp8.scaling import ScalingState, amax_of, gemm_of, state_of, uses_history
+from lightning_fp8.scaling import ScalingState, gemm_of, state_of
 
 
 def cast(
@@ -132,18 +132,20 @@ def linear_backward(
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::linear_backward``."""
-    width = dy.shape[1] if h is None else h.shape[1]
-    dx, dw = dy.new_empty(0, dtype=dx_dtype), dy.new_empty(width, 0, dtype=dw_dtype)
     layout = "rows" if x_fp8_t is None else "columns" if w_fp8_t is None else "both"
     dy_fp8, dy_fp8_t, dy_scale_inv, db = cast_gradient(
         dy, h, activation, scale, amax_history, index, format, layout, state, record, bias
     )
     gemm = gemm_of(state)
-    if w_fp8_t is not None:
+    if w_fp8_t is None:
+        dx = dy.new_empty(0, dtype=dx_dtype)
+    else:
         dx = scaled_mm(dy_fp8, w_fp8_t, dy_scale_inv, w_scale_inv, None, format, "e4m3", dx_dtype, False, gemm)
     # a large tensor: its memory may serve the next one
     del dy_fp8
-    if x_fp8_t is not None:
+    if x_fp8_t is None:
+        dw = dy.new_empty((dy if h is None else h).shape[1], 0, dtype=dw_dtype)
+    else:
         dw = scaled_mm(dy_fp8_t, x_fp8_t, dy_scale_inv, x_scale_inv, None, format, "e4m3", dw_dtype, False, gemm)
     return dx, dw, db
 
@@ -176,7 +178,7 @@ def cast_gradient(
     if is_counting(state, record):
         gradient = dy if h is None else activation_gradient(h, dy, activation)
         count(gradient, _used(row, scale_inv), index, FORMATS[format], state)
-    return y, y_t, scale_inv, sums
+    return y, y_t, scale_inv, dy.new_empty(0, dtype=torch.float32) if sums is None else sums
 
 
 def update_scales(
@@ -206,11 +208,14 @@ def _kernel_for(x: Tensor, format: str, activation: str, backward: bool) -> Kern
 
 def _row(scale: Tensor, amax_history: Tensor, index: Tensor, state: int, record: bool) -> casts.Row:
     known = state_of(state)
-    if not uses_history(state, record):
+    if known is not None and known.every_tensor_has_history and known.uses_histories(record):
+        return casts.Row(scale, amax_history, index, known.amax_of_cast(record))
+    current = torch.zeros((), dtype=torch.float32, device=scale.device)
+    if known is None:
+        return casts.Row(scale, amax_history, index, None, current)
+    if not known.uses_histories(record):
         amax_history = torch.zeros_like(amax_history[:1])
-    measured = known is None or not known.every_tensor_has_history or not known.uses_histories(record)
-    current = torch.zeros((), dtype=torch.float32, device=scale.device) if measured else None
-    return casts.Row(scale, amax_history, index, amax_of(state, record), current)
+    return casts.Row(scale, amax_history, index, known.amax_of_cast(record), current)
 
 
 def _used(row: casts.Row, scale_inv: Tensor) -> Tensor:
@@ -230,16 +235,17 @@ def _launch(
     activation: str = "none",
     dy: Tensor | None = None,
     sums: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocate and launch: payload, transposed payload, scale_inv and column sums, empty where not asked for."""
-    rows, width = x.shape[0], x.shape[1] if dy is not None else activated_width(x.shape[1], activation)
-    y = torch.empty((rows, width) if by_rows else (0,), dtype=torch.uint8, device=x.device)
-    y_t = torch.empty((width, rows) if by_columns else (0,), dtype=torch.uint8, device=x.device)
-    scale_inv = torch.empty((), dtype=torch.float32, device=x.device)
-    sums_shape = (casts.column_sum_tiles(rows), width) if sums else (0,)
-    partial = torch.empty(sums_shape, dtype=torch.float32, device=x.device)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Allocate and launch: payload, transposed payload, both empty where not asked for, scale_inv and column sums."""
+    rows, width = x.shape
+    width = width if dy is not None else activated_width(width, activation)
+    y = x.new_empty((rows, width) if by_rows else 0, dtype=torch.uint8)
+    y_t = x.new_empty((width, rows) if by_columns else 0, dtype=torch.uint8)
+    scale_inv = x.new_empty((), dtype=torch.float32)
+    tiles = casts.column_sum_tiles(rows)
+    partial = x.new_empty((tiles, width) if tiles > 1 else width, dtype=torch.float32) if sums else None
     casts.cast_transpose(
         kernel, x, row, scale_inv, y if by_rows else None, y_t if by_columns else None,
-        partial if sums else None, dy, gated=activation == "swiglu",
+        partial, dy, gated=activation == "swiglu",
     )  # fmt: skip
-    return y, y_t, scale_inv, partial.sum(dim=0) if sums else partial
+    return y, y_t, scale_inv, partial if partial is None or tiles == 1 else partial.sum(dim=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 from lightning_fp8.ops import chained
 from lightning_fp8.ops.activations import activated_width
 from lightning_fp8.ops.basic import cast_operand, scaled_mm
-from lightning_fp8.ops.library import K_MAJOR_DEVICES, LIBRARY, define
-from lightning_fp8.ops.linear_layer import linear_backward, refuse_double_backward
+from lightning_fp8.ops.library import K_MAJOR_DEVICES, LIBRARY, Operator, define, differentiable
+from lightning_fp8.ops.linear_layer import in_rows, linear_backward, refuse_double_backward
 from lightning_fp8.scaling import gemm_of
 
-# mlp: linear - activation - linear. x [M, K], weight_1 [N', K], bias_1, weight_2 [K', N], bias_2
-#   -> (y [M, K'] and, for backward, h [M, N'] the first linear's output, a_fp8_t [N, M] the second's input, its
+# mlp: linear - activation - linear. x [*, K], weight_1 [N', K], bias_1, weight_2 [K', N], bias_2
+#   -> (y [*, K'] and, for backward, h [M, N'] the first linear's output, a_fp8_t [N, M] the second's input, its
 #   scale_inv). N' is N, or 2 N for swiglu. `a_index`, `dh_index` and `dy_index` say which tensors a and the gradients
 #   of h and y are. Without `keep_a` backward needs no a_fp8_t, which may be empty then; without `keep_h` there is no
 #   backward, and h is empty.
@@ -37,8 +38,6 @@ _MLP_BACKWARD = define(
     "ScalarType dw_1_dtype, ScalarType dw_2_dtype, bool bias_1, bool bias_2) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-mlp = torch.ops.lightning_fp8.mlp.default
-mlp_backward = torch.ops.lightning_fp8.mlp_backward.default
 
 
 def _mlp(
@@ -81,15 +80,12 @@ def _mlp(
     if chain is not None:
         h, a_fp8, a_fp8_t, a_scale_inv = chained.hidden(chain, *operands, keep_a, keep_h, out_dtype)
     else:
-        h = scaled_mm(*operands, "e4m3", "e4m3", out_dtype, True, gemm)
+        h = scaled_mm.run(*operands, "e4m3", "e4m3", out_dtype, True, gemm)
         a_fp8, a_fp8_t, a_scale_inv = cast_operand(h, *arenas, a_index, a_format, activation, state, record, keep_a)
         # its memory may serve the output
         h = h if keep_h else h.new_empty(0)
-    y = scaled_mm(a_fp8, w2_fp8, a_scale_inv, w2_scale_inv, bias_2, "e4m3", "e4m3", out_dtype, True, gemm)
-    return y, h, a_fp8_t, a_scale_inv
-
-
-LIBRARY.impl("mlp", _mlp, "CompositeExplicitAutograd")
+    y = scaled_mm.run(a_fp8, w2_fp8, a_scale_inv, w2_scale_inv, bias_2, "e4m3", "e4m3", out_dtype, True, gemm)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight_2)), h, a_fp8_t, a_scale_inv
 
 
 def _mlp_gradients(
@@ -120,7 +116,7 @@ def _mlp_gradients(
     first = (x_fp8_t, x_scale_inv, w1_fp8_t, w1_scale_inv)
     arenas = (scale, amax_history)
     if w2_fp8_t is None:
-        _, dw_2, db_2 = linear_backward(
+        _, dw_2, db_2 = linear_backward.run(
             dy, None, "none", a_fp8_t, a_scale_inv, None, w2_scale_inv, *arenas, dy_index, format, state, record,
             h.dtype, dw_2_dtype, bias_2,
         )  # fmt: skip
@@ -137,16 +133,17 @@ def _mlp_gradients(
             chain, dy, h, *first, *second, *arenas, dy_index, format, state, record,
             dx_dtype, dw_1_dtype, dw_2_dtype, bias_1, bias_2,
         )  # fmt: skip
-    da, dw_2, db_2 = linear_backward(
+    da, dw_2, db_2 = linear_backward.run(
         dy, None, "none", *second, *arenas, dy_index, format, state, record, h.dtype, dw_2_dtype, bias_2
     )  # fmt: skip
-    dx, dw_1, db_1 = linear_backward(
+    dx, dw_1, db_1 = linear_backward.run(
         da, h, activation, *first, *arenas, dh_index, format, state, record, dx_dtype, dw_1_dtype, bias_1
     )  # fmt: skip
     return dx, dw_1, db_1, dw_2, db_2
 
 
 LIBRARY.impl("mlp_backward", _mlp_gradients, "CompositeExplicitAutograd")
+mlp_backward = Operator(torch.ops.lightning_fp8.mlp_backward.default, _mlp_gradients, _mlp_gradients)
 
 
 @torch.library.register_fake(_MLP, lib=LIBRARY)
@@ -155,13 +152,14 @@ def _mlp_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     activation, keep_a, keep_h, out_dtype = rest[-8], *rest[-3:]
     width = activated_width(weight_1.shape[0], activation)
-    h = x.new_empty((x.shape[0], weight_1.shape[0]) if keep_h else 0, dtype=out_dtype)
+    m = math.prod(x.shape[:-1])
+    h = x.new_empty((m, weight_1.shape[0]) if keep_h else 0, dtype=out_dtype)
     a_fp8_t = x.new_empty(0, dtype=torch.uint8)
     if x.device.type not in K_MAJOR_DEVICES:
-        a_fp8_t = x.new_empty(x.shape[0], weight_2.shape[1], dtype=torch.uint8).t()
+        a_fp8_t = x.new_empty(m, weight_2.shape[1], dtype=torch.uint8).t()
     elif keep_a:
-        a_fp8_t = x.new_empty(width, x.shape[0], dtype=torch.uint8)
-    y = x.new_empty(x.shape[0], weight_2.shape[0], dtype=out_dtype)
+        a_fp8_t = x.new_empty(width, m, dtype=torch.uint8)
+    y = x.new_empty(*x.shape[:-1], weight_2.shape[0], dtype=out_dtype)
     return y, h, a_fp8_t, x.new_empty((), dtype=torch.float32)
 
 
@@ -205,24 +203,25 @@ def _save_mlp_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tens
     )
     ctx.mark_non_differentiable(h, a_fp8_t, a_scale_inv)
     ctx.scale, ctx.amax_history, _, ctx.dh_index, ctx.dy_index, ctx.activation, _, *ctx.casting = inputs[14:24]
+    ctx.shape = x.shape
     ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (x, weight_1, bias_1, weight_2, bias_2)]
 
 
-def _mlp_backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _mlp_backward(ctx: Any, dy: Tensor, *_: Any) -> list[Tensor | None]:
     refuse_double_backward()
     h, *operands = ctx.saved_tensors
     needs = ctx.needs_input_grad[:5]
     x_dtype, dtype_1, bias_dtype_1, dtype_2, bias_dtype_2 = ctx.dtypes
     dx, dw_1, db_1, dw_2, db_2 = mlp_backward(
-        dy, h, ctx.activation, *operands, ctx.scale, ctx.amax_history, ctx.dh_index, ctx.dy_index, *ctx.casting,
-        x_dtype, dtype_1, dtype_2, needs[2], needs[4],
+        in_rows(dy), h, ctx.activation, *operands, ctx.scale, ctx.amax_history, ctx.dh_index, ctx.dy_index,
+        *ctx.casting, x_dtype, dtype_1, dtype_2, needs[2], needs[4],
     )  # fmt: skip
     db_1, db_2 = (
         db.to(dtype) if needed else None
         for db, dtype, needed in ((db_1, bias_dtype_1, needs[2]), (db_2, bias_dtype_2, needs[4]))
     )
-    gradients = (dx, dw_1, db_1, dw_2, db_2)
-    return (*(gradient if needed else None for gradient, needed in zip(gradients, needs)), *(None,) * 22)
+    gradients = (dx.view(ctx.shape) if needs[0] else None, dw_1, db_1, dw_2, db_2)
+    return [gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)]
 
 
-torch.library.register_autograd(_MLP, _mlp_backward, setup_context=_save_mlp_for_backward, lib=LIBRARY)
+mlp = differentiable("mlp", 5, _mlp, _save_mlp_for_backward, _mlp_backward)

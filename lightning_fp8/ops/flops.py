@@ -6,6 +6,7 @@ its operator, and nothing is counted twice. Casts count as nothing, as elementwi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,22 +20,22 @@ from lightning_fp8.ops.linear_layer import linear, linear_backward
 Shape = Sequence[int]
 
 
-@register_flop_formula(scaled_mm.overloadpacket)
+@register_flop_formula(scaled_mm.op.overloadpacket)
 def _scaled_mm(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
     return _gemm(a, b)
 
 
-@register_flop_formula(scaled_mm_add_.overloadpacket)
+@register_flop_formula(scaled_mm_add_.op.overloadpacket)
 def _scaled_mm_add(out: Shape, a: Shape, b: Shape, *_: Any, **__: Any) -> int:
     return _gemm(a, b)
 
 
-@register_flop_formula(linear.overloadpacket)
+@register_flop_formula(linear.op.overloadpacket)
 def _linear(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
-    return _gemm(x, weight)
+    return _gemm(_rows(x), weight)
 
 
-@register_flop_formula(linear_backward.overloadpacket)
+@register_flop_formula(linear_backward.op.overloadpacket)
 def _linear_backward(
     dy: Shape,
     h: Shape | None,
@@ -48,12 +49,12 @@ def _linear_backward(
     return _gradients(dy if h is None else h, x_fp8_t, w_fp8_t)
 
 
-@register_flop_formula(mlp.overloadpacket)
+@register_flop_formula(mlp.op.overloadpacket)
 def _mlp(x: Shape, weight_1: Shape, bias_1: Shape | None, weight_2: Shape, *_: Any, **__: Any) -> int:
-    return _gemm(x, weight_1) + _gemm((x[0], weight_2[1]), weight_2)
+    return _gemm(_rows(x), weight_1) + _gemm((_rows(x)[0], weight_2[1]), weight_2)
 
 
-@register_flop_formula(mlp_backward.overloadpacket)
+@register_flop_formula(mlp_backward.op.overloadpacket)
 def _mlp_backward(
     dy: Shape,
     h: Shape,
@@ -69,6 +70,11 @@ def _mlp_backward(
     **__: Any,
 ) -> int:
     return _gradients(dy, a_fp8_t, w2_fp8_t) + _gradients(h, x_fp8_t, w1_fp8_t)
+
+
+def _rows(x: Shape) -> Shape:
+    """Of ``[*, K]`` as ``[M, K]``."""
+    return math.prod(x[:-1]), x[-1]
 
 
 def _gemm(a: Shape, b: Shape) -> int:

@@ -98,22 +98,24 @@ def scaled_mm(
     if m == 0 or n == 0 or k == 0:
         empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
         return empty if bias is None else empty + bias.to(out_dtype)
-    columns = -(-n // _ALIGNMENT) * _ALIGNMENT
-    a_padded = _padded(a, m, k).view(FORMATS[a_format].dtype)
-    b_padded = _padded(b, columns, k).view(FORMATS[b_format].dtype)
+    missing = -n % _ALIGNMENT
+    if missing or k % _ALIGNMENT:
+        a, b = _padded(a, 0), _padded(b, missing)
     # torch adds a bias in the GEMM's own epilogue, in fp32, where bias and result are of one 16-bit dtype
     fused = None if bias is None or out_dtype == torch.float32 else bias.to(out_dtype)
-    if fused is not None and columns > n:
-        fused = F.pad(fused, (0, columns - n))
+    if fused is not None and missing:
+        fused = F.pad(fused, (0, missing))
     out = torch._scaled_mm(
-        a_padded,
-        b_padded.t(),
-        scale_a=a_scale_inv,
-        scale_b=b_scale_inv,
-        bias=fused,
+        a.contiguous().view(FORMATS[a_format].dtype),
+        b.contiguous().view(FORMATS[b_format].dtype).t(),
+        a_scale_inv,
+        b_scale_inv,
+        fused,
         out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
-    )[:, :n].contiguous()
+    )
+    if missing:
+        out = out[:, :n].contiguous()
     return out if bias is None or fused is not None else out.add_(bias)
 
 
@@ -131,7 +133,6 @@ def scaled_mm_add_(
     out.add_(scaled_mm(a, b, a_scale_inv, b_scale_inv, None, a_format, b_format, torch.float32, fast_accumulation))
 
 
-def _padded(payload: Tensor, rows: int, columns: int) -> Tensor:
-    columns = -(-columns // _ALIGNMENT) * _ALIGNMENT
-    padding = (0, columns - payload.shape[1], 0, rows - payload.shape[0])
-    return F.pad(payload, padding) if any(padding) else payload.contiguous()
+def _padded(payload: Tensor, rows: int) -> Tensor:
+    """With so many rows of zeros more, and columns to a multiple of what cuBLASLt takes."""
+    return F.pad(payload, (0, -payload.shape[1] % _ALIGNMENT, 0, rows))

@@ -1,0 +1,247 @@
+"""Host time of layers in eager training: how long Python and torch take to issue the work of a layer.
+
+    python benchmarks/host_time.py
+
+The CUDA half of the package on CPU tensors of 16 features, on one thread, with kernels that do nothing: arguments are
+checked, packed and handed over, and nothing runs. Each layer is in a stack of eight, in the steady state of training
+(histories filled, weights cast), under bf16 autocast. Plain layers of torch are timed in the same run, and do compute,
+which at this size is next to nothing.
+
+Microseconds for each layer, the smallest of several repetitions: forward, and forward with backward. The last two lines
+are the ratios of forward with backward of `Fp8Linear` to `nn.Linear`, and of a converted block of Llama to a plain one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import functools
+import pstats
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels_cuda.launch import Kernel
+from lightning_fp8 import convert, scaling_state
+from lightning_fp8.modules.feed_forward import fp8_feed_forward
+from lightning_fp8.ops import cuda, gemm, kernels
+from lightning_fp8.ops.library import K_MAJOR_DEVICES
+
+FEATURES = 16
+LAYERS = 8
+
+
+class _NoKernel(Kernel):
+    """Packs its arguments as any kernel does, and launches nothing."""
+
+    def _load(self) -> None:
+        self._launch_kernel = lambda *_: None
+        self._current_device = lambda: 0
+        self._current_stream = lambda _: 0
+        self._pointer, self.multiprocessors = 0, 132
+
+
+def _no_kernel(variant: kernels.Variant, device: torch.device) -> Kernel:
+    return _NoKernel(None, variant.layout, variant.block, 0, variant.shared_bytes)
+
+
+def _no_scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: object, out_dtype: torch.dtype, use_fast_accum: bool
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(FEATURES, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+
+class _FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(FEATURES, FEATURES), nn.GELU(), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))  # type: ignore[no-any-return]
+
+
+class _Fused(_FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return fp8_feed_forward(self.up, "gelu", self.down, x)  # type: ignore[arg-type]
+
+
+class _LlamaBlock(nn.Module):
+    def __init__(self) -> None:
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=FEATURES, intermediate_size=FEATURES, num_attention_heads=2, num_key_value_heads=2
+        )
+        config._attn_implementation = "sdpa"
+        self.layer = LlamaDecoderLayer(config, 0)
+        with torch.no_grad():
+            self.rotary = LlamaRotaryEmbedding(config)(torch.zeros(1, 16, FEATURES), torch.arange(16)[None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x, position_embeddings=self.rotary)
+        return y[0] if isinstance(y, tuple) else y
+
+
+class _NoFunction(torch.autograd.Function):
+    """What autograd takes for any function of an input, a weight and a bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return _like(x, torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        return _like(dy, torch.float32), _like(dy, torch.float32), dy.new_empty(FEATURES, dtype=torch.float32)
+
+
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((FEATURES, FEATURES), dtype=dtype)
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(FEATURES, FEATURES)
+
+
+# plain, converted, shape of the input
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (_linear, _linear, (16, FEATURES)),
+    "linear - gelu - linear": (_FeedForward, _FeedForward, (16, FEATURES)),
+    "the same, fused": (_FeedForward, _Fused, (16, FEATURES)),
+    "attention": (_Attention, _Attention, (1, 16, FEATURES)),
+    "block of Llama": (_LlamaBlock, _LlamaBlock, (1, 16, FEATURES)),
+}
+
+
+def _stack(make: Callable[[], nn.Module], shape: tuple[int, ...], to_fp8: bool) -> tuple[Callable[[], Tensor], Any]:
+    """A forward through eight layers, and them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(make() for _ in range(LAYERS)))
+    x = torch.randn(shape, requires_grad=True)
+    if to_fp8:
+        convert(model)
+        state = scaling_state(model)
+        # the steady state: as after a step, with what a kernel would have written
+        state.amax_history.fill_(1)
+        state._every_tensor_has_history = True
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)  # type: ignore[no-any-return]
+
+    return forward, model
+
+
+def _step(forward: Callable[[], Tensor]) -> None:
+    forward().float().sum().backward()
+
+
+def _microseconds(run: Callable[[], object], repetitions: int, calls: int) -> float:
+    """Of this thread's processor time: what else runs on the machine takes no part."""
+    for _ in range(5):
+        run()
+    best = float("inf")
+    for _ in range(repetitions):
+        start = time.thread_time()
+        for _ in range(calls):
+            run()
+        best = min(best, time.thread_time() - start)
+    return 1e6 * best / calls
+
+
+def main() -> None:
+    """The command."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--repetitions", type=int, default=15)
+    options.add_argument("--calls", type=int, default=20)
+    options.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    options.add_argument("--profile", choices=list(CASES), help="where the time of this converted case goes")
+    asked = options.parse_args()
+    _without_work()
+    if asked.profile:
+        _profile(asked.profile)
+        return
+    measure = functools.partial(_microseconds, repetitions=asked.repetitions, calls=asked.calls)
+    ratios = {}
+    print(f"{'microseconds a layer':24}{'':10}{'plain':>10}{'':10}{'converted':>10}")
+    print(f"{'':24}{'forward':>10}{'+backward':>10}{'forward':>10}{'+backward':>10}{'ratio':>8}")
+    for name in asked.cases:
+        plain, converted, shape = CASES[name]
+        times = []
+        for make, to_fp8 in ((plain, False), (converted, True)):
+            forward, _ = _stack(make, shape, to_fp8)
+            times += [measure(forward) / LAYERS, measure(functools.partial(_step, forward)) / LAYERS]
+        ratios[name] = times[3] / times[1]
+        print(f"{name:24}{''.join(f'{one:10.1f}' for one in times)}{ratios[name]:8.2f}", flush=True)
+        if name == "linear":
+            linear = times[3]
+    if "linear" in ratios:
+        _show_parts(measure, linear)
+    for short, name in (("linear", "linear"), ("block", "block of Llama")):
+        if name in ratios:
+            print(f"ratio {short} {ratios[name]:.2f}")
+
+
+def _without_work() -> None:
+    """The CUDA half in the place of the CPU's, kernels and torch's FP8 GEMM that do nothing, and one thread."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    K_MAJOR_DEVICES.add("cpu")
+    kernels._obtain = _no_kernel  # type: ignore[assignment]
+    torch._scaled_mm = _no_scaled_mm  # type: ignore[assignment]
+
+
+def _show_parts(measure: Callable[[Callable[[], object]], float], whole: float) -> None:
+    """Where the time of a converted linear layer goes, forward and backward."""
+    forward, model = _stack(_linear, (16, FEATURES), to_fp8=True)
+    _step(forward)
+    layer, state = model[0], scaling_state(model)
+    x, dy = torch.randn(16, FEATURES), torch.randn(16, FEATURES).bfloat16()
+    arguments = (state.scale, state.amax_history, layer.fp8[""].index["input"])
+    x_fp8, _, x_inv = cuda.cast(x, *arguments, "e4m3", "none", "both", state.handle, True)
+    function = functools.partial(_NoFunction.apply, x.requires_grad_(), layer.weight, layer.bias)
+    parts = {
+        "cast of the input": measure(lambda: cuda.cast(x, *arguments, "e4m3", "none", "both", state.handle, True)),
+        "cast of the gradient": measure(
+            lambda: cuda.cast_gradient(dy, None, "none", *arguments, "e5m2", "both", state.handle, True, True)
+        ),
+        "three GEMMs": 3
+        * measure(lambda: gemm.scaled_mm(x_fp8, x_fp8, x_inv, x_inv, None, "e4m3", "e4m3", torch.bfloat16, True)),
+        "autograd, for a function that does nothing": measure(lambda: function().backward(dy)),
+    }
+    print("\nof a converted linear layer, forward and backward")
+    for name, time_us in {**parts, "checks, caches, calls": whole - sum(parts.values())}.items():
+        print(f"  {name:44}{time_us:8.1f}")
+    print()
+
+
+def _profile(case: str) -> None:
+    _, converted, shape = CASES[case]
+    forward, _ = _stack(converted, shape, to_fp8=True)
+    _microseconds(functools.partial(_step, forward), 3, 20)
+    profiler = cProfile.Profile(time.thread_time)
+    # the backward in this thread, so that it is seen
+    with torch.autograd.set_multithreading_enabled(False):
+        profiler.enable()
+        for _ in range(50):
+            _step(forward)
+        profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
+
+
+if __name__ == "__main__":
+    main()
