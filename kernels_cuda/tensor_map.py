@@ -7,6 +7,8 @@ import functools
 
 import torch
 
+from kernels_cuda.launch import set_context
+
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion of cuda.h
 _DATA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _SWIZZLE_128B, _L2_PROMOTION_256B = 3, 3
@@ -15,11 +17,19 @@ _BYTES, _ALIGNMENT = 128, 64
 
 @functools.lru_cache(maxsize=4096)
 def tensor_map(
-    address: int, dtype: torch.dtype, rows: int, columns: int, row_bytes: int, box_rows: int, box_columns: int
+    device: int,
+    address: int,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    row_bytes: int,
+    box_rows: int,
+    box_columns: int,
 ) -> bytes:
     """A matrix, copied in boxes with a 128-byte swizzle; what is outside of it is read as 0 and not written.
 
     Args:
+        device: index of the CUDA device that holds it.
         address: of the first element, a multiple of 16.
         dtype: uint8, fp16, bf16 or fp32.
         rows: of the matrix.
@@ -31,6 +41,7 @@ def tensor_map(
     Raises:
         RuntimeError: if the driver refuses it.
     """
+    set_context(device)
     memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     at = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
     u64, u32 = ctypes.c_uint64, ctypes.c_uint32

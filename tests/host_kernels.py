@@ -129,7 +129,14 @@ def at_the_edge(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_tensor_map(
-    address: int, dtype: torch.dtype, rows: int, columns: int, row_bytes: int, box_rows: int, box_columns: int
+    device: int,
+    address: int,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    row_bytes: int,
+    box_rows: int,
+    box_columns: int,
 ) -> bytes:
     """In the place of ``kernels_cuda.tensor_map.tensor_map``: what host_shim/instructions_sm90.cuh reads as a map."""
     # what the driver asks for
