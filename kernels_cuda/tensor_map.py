@@ -34,7 +34,7 @@ def tensor_map(
         dtype: uint8, fp16, bf16 or fp32.
         rows: of the matrix.
         columns: of the matrix.
-        row_bytes: between rows, a multiple of 16.
+        row_bytes: between rows, a multiple of 16; of a single row, which torch gives any stride, it is not looked at.
         box_rows: of a box, at most 256.
         box_columns: of a box, 128 bytes.
 
@@ -42,6 +42,8 @@ def tensor_map(
         RuntimeError: if the driver refuses it.
     """
     set_context(device)
+    if rows == 1:
+        row_bytes = -(-columns * dtype.itemsize // 16) * 16
     memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     at = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
     u64, u32 = ctypes.c_uint64, ctypes.c_uint32

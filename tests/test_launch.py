@@ -111,12 +111,14 @@ class Driver:
 
     Attributes:
         contexts: what each thread has got from the runtime, in order: thread and device.
+        row_bytes: of each tensor map.
     """
 
-    INVALID_CONTEXT = 201
+    INVALID_VALUE, INVALID_CONTEXT = 1, 201
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.contexts: list[tuple[int, int]] = []
+        self.row_bytes: list[int] = []
         self._thread = threading.local()
         monkeypatch.setattr(runtime, "setDevice", self._set_device)
         monkeypatch.setattr(driver, "launchKernel", self._launch)
@@ -135,8 +137,13 @@ class Driver:
         if not hasattr(self._thread, "device"):
             raise RuntimeError("CUDA_ERROR_INVALID_CONTEXT")
 
-    def cuTensorMapEncodeTiled(self, *_: object) -> int:  # noqa: N802
-        return 0 if hasattr(self._thread, "device") else self.INVALID_CONTEXT
+    def cuTensorMapEncodeTiled(self, *given: Any) -> int:  # noqa: N802
+        if not hasattr(self._thread, "device"):
+            return self.INVALID_CONTEXT
+        columns, row_bytes = given[4][0], given[5][0]
+        self.row_bytes.append(row_bytes)
+        itemsize = {0: 1, 6: 2, 7: 4, 9: 2}[given[1]]
+        return 0 if row_bytes % 16 == 0 and row_bytes >= columns * itemsize else self.INVALID_VALUE
 
 
 def in_a_thread(work: Callable[[], None]) -> int:
@@ -184,6 +191,20 @@ def test_the_first_tensor_map_of_a_thread_sets_the_context(devices: list[int], m
     # the context of the kernel's device, though another one is current: that one's is not to be made
     assert stub.contexts == [(thread, 1)]
     assert set(devices) == {1}
+
+
+@pytest.mark.usefixtures("devices")
+def test_a_single_row_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Driver(monkeypatch)
+    kernel = Kernel(SimpleNamespace(ptr=77), HOPPER.layout, HOPPER.threads, 0)
+    # contiguous by torch's rule, with rows one element apart
+    a, b = (torch.zeros(144, 1, dtype=torch.uint8).t() for _ in range(2))
+    assert a.is_contiguous()
+    assert a.stride(0) == 1
+    out = torch.zeros(3, dtype=torch.bfloat16).as_strided((1, 3), (1, 1))
+    gemm.gemm(kernel, HOPPER, a, b, out[:, :1], torch.ones(()), torch.ones(()))
+    gemm.gemm(kernel, HOPPER, a, torch.zeros(3, 144, dtype=torch.uint8), out, torch.ones(()), torch.ones(()))
+    assert stub.row_bytes == [144, 144, 16, 144, 16]
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
