@@ -285,12 +285,14 @@ def _launch(
     if configuration.family == "gemm_sm89":
         kernel(clusters, a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(0), *problem)
         return
-    a_map = tensor_map(a.data_ptr(), torch.uint8, m, k, a.stride(0), block_m, 128)
-    b_map = tensor_map(b.data_ptr(), torch.uint8, n, k, b.stride(0), block_n // cluster, 128)
+    a_map = tensor_map(kernel.device, a.data_ptr(), torch.uint8, m, k, a.stride(0), block_m, 128)
+    b_map = tensor_map(kernel.device, b.data_ptr(), torch.uint8, n, k, b.stride(0), block_n // cluster, 128)
     out_map = _NO_MAP
     if out is not None:
         rows = m if splits == 1 else out.shape[0] * out.shape[1]
         # boxes of 64 rows of 128 bytes
-        out_map = tensor_map(out.data_ptr(), out.dtype, rows, n, out_stride * out.itemsize, 64, 128 // out.itemsize)
+        out_map = tensor_map(
+            kernel.device, out.data_ptr(), out.dtype, rows, n, out_stride * out.itemsize, 64, 128 // out.itemsize
+        )
     grid = min(clusters, kernel.multiprocessors // cluster) * cluster
     kernel(grid, a_map, b_map, out_map, *problem, *chain)

@@ -139,6 +139,12 @@ __device__ __forceinline__ void consume(const Arguments& arguments, const Shared
     epilogue.end();
 }
 
+/* All threads whose barriers meet; a launch without a cluster takes the block's own barrier. */
+__device__ __forceinline__ void sync_blocks() {
+    if constexpr (CLUSTER == 1) __syncthreads();
+    else cluster_sync();
+}
+
 extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(THREADS, 1)
     gemm_sm90(const __grid_constant__ Arguments arguments) {
     // uniform over the warp, which the compiler cannot see
@@ -152,7 +158,7 @@ extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(THREADS, 1)
         }
         barrier_init_fence();
     }
-    cluster_sync();
+    sync_blocks();
     if (warpgroup == 0) {
         give_registers<40>();
         if (threadIdx.x == 0) produce(arguments, memory, block);
@@ -161,5 +167,5 @@ extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(THREADS, 1)
         consume(arguments, memory, block, warpgroup - 1);
     }
     // no block leaves while another may still arrive at its barriers
-    cluster_sync();
+    sync_blocks();
 }

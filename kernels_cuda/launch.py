@@ -21,7 +21,8 @@ _MAX_DYNAMIC_SHARED_BYTES = 8
 
 
 class _Packed(threading.local):
-    """One thread's place to pack arguments in, and the one-element array of pointers that the driver reads.
+    """One thread's place to pack arguments in, the one-element array of pointers that the driver reads, and the devices
+    whose context the thread has had.
 
     The driver copies the arguments before the launch returns, so the place is free again then. Autograd launches from
     threads of its own, and the launch itself lets other threads run: hence one each.
@@ -33,6 +34,7 @@ class _Packed(threading.local):
         self.offset = start
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer) + start)
         self.address: int = ctypes.addressof(self._pointers)
+        self.devices: set[int] = set()
 
 
 _packed = _Packed()
@@ -41,6 +43,20 @@ _packed = _Packed()
 def address(tensor: Tensor | None) -> int:
     """Where a tensor's elements begin, for an argument struct; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def set_context(device: int) -> None:
+    """Make the context of a device the thread's, once per thread and device: functions of the driver fail without one.
+
+    A thread gets its context with its first call of the runtime, which may come after our first launch: torch's
+    allocator makes no such call for memory that it has kept.
+    """
+    if device not in _packed.devices:
+        from cupy_backends.cuda.api import runtime
+
+        with torch.cuda.device(device):
+            runtime.setDevice(device)
+        _packed.devices.add(device)
 
 
 class Kernel:
@@ -54,6 +70,7 @@ class Kernel:
         shared_bytes: dynamic shared memory of a block.
 
     Attributes:
+        device: index of the CUDA device.
         multiprocessors: of the device.
     """
 
@@ -62,7 +79,7 @@ class Kernel:
     def __init__(self, function: Any, layout: str, block: int, device: int, shared_bytes: int = 0) -> None:
         self._layout = struct.Struct(layout)
         self._block = block
-        self._device = device
+        self.device = device
         self._shared_bytes = shared_bytes
         self._function = function
         self._load()
@@ -72,25 +89,27 @@ class Kernel:
         from cupy_backends.cuda.api import driver
 
         self._launch_kernel = driver.launchKernel
+        self._set_context = set_context
         self._current_device = torch.cuda.current_device
         # torch's public way to the same number makes a Stream object first
         self._current_stream = torch._C._cuda_getCurrentRawStream
-        with torch.cuda.device(self._device), Device(self._device):
+        with torch.cuda.device(self.device), Device(self.device):
             self._pointer: int = self._function.ptr
             if self._shared_bytes > _UNASKED_SHARED_BYTES:
                 driver.funcSetAttribute(self._pointer, _MAX_DYNAMIC_SHARED_BYTES, self._shared_bytes)
-        self.multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
         """Launch ``grid`` blocks, after all work that torch has queued on its current stream. Waits for nothing."""
         packed = _packed
+        self._set_context(self.device)
         self._layout.pack_into(packed.buffer, packed.offset, *arguments)
-        if self._current_device() == self._device:
+        if self._current_device() == self.device:
             self._launch(grid, packed.address)
         else:
-            with torch.cuda.device(self._device):
+            with torch.cuda.device(self.device):
                 self._launch(grid, packed.address)
 
     def _launch(self, grid: int, arguments: int) -> None:
-        stream = self._current_stream(self._device)
+        stream = self._current_stream(self.device)
         self._launch_kernel(self._pointer, grid, 1, 1, self._block, 1, 1, self._shared_bytes, stream, arguments, 0)

@@ -7,6 +7,8 @@ import functools
 
 import torch
 
+from kernels_cuda.launch import set_context
+
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion of cuda.h
 _DATA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _SWIZZLE_128B, _L2_PROMOTION_256B = 3, 3
@@ -15,22 +17,33 @@ _BYTES, _ALIGNMENT = 128, 64
 
 @functools.lru_cache(maxsize=4096)
 def tensor_map(
-    address: int, dtype: torch.dtype, rows: int, columns: int, row_bytes: int, box_rows: int, box_columns: int
+    device: int,
+    address: int,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    row_bytes: int,
+    box_rows: int,
+    box_columns: int,
 ) -> bytes:
     """A matrix, copied in boxes with a 128-byte swizzle; what is outside of it is read as 0 and not written.
 
     Args:
+        device: index of the CUDA device that holds it.
         address: of the first element, a multiple of 16.
         dtype: uint8, fp16, bf16 or fp32.
         rows: of the matrix.
         columns: of the matrix.
-        row_bytes: between rows, a multiple of 16.
+        row_bytes: between rows, a multiple of 16; of a single row, which torch gives any stride, it is not looked at.
         box_rows: of a box, at most 256.
         box_columns: of a box, 128 bytes.
 
     Raises:
         RuntimeError: if the driver refuses it.
     """
+    set_context(device)
+    if rows == 1:
+        row_bytes = -(-columns * dtype.itemsize // 16) * 16
     memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     at = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
     u64, u32 = ctypes.c_uint64, ctypes.c_uint32

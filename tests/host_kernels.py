@@ -129,11 +129,19 @@ def at_the_edge(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_tensor_map(
-    address: int, dtype: torch.dtype, rows: int, columns: int, row_bytes: int, box_rows: int, box_columns: int
+    device: int,
+    address: int,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    row_bytes: int,
+    box_rows: int,
+    box_columns: int,
 ) -> bytes:
     """In the place of ``kernels_cuda.tensor_map.tensor_map``: what host_shim/instructions_sm90.cuh reads as a map."""
-    # what the driver asks for
-    assert address % 16 == row_bytes % 16 == 0
+    # what `kernels_cuda.tensor_map.tensor_map` asks for
+    assert address % 16 == 0
+    assert rows == 1 or row_bytes % 16 == 0
     assert box_rows <= 256
     assert box_columns * dtype.itemsize == 128
     fields = (address, rows, columns, row_bytes, box_rows, box_columns, dtype.itemsize)

@@ -186,6 +186,34 @@ def test_a_captured_graph_casts_weights_itself(cuda_half: Counter[str], monkeypa
     assert cuda_half == {"cast_transpose INPUT=Fp32 FORMAT=E4M3 ACTIVATION=Identity BACKWARD=0": 2 * (1 + 2)}
 
 
+@pytest.mark.usefixtures("cuda_half")
+@pytest.mark.parametrize("x_dtype", casts.INPUTS)
+@pytest.mark.parametrize("weight_dtype", casts.INPUTS)
+def test_a_capture_after_a_warm_up_loads_no_kernel(
+    host_kernels: list[str], weight_dtype: torch.dtype, x_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(weight_dtype)
+    model = convert(layers)
+    for _ in range(2):
+        step(model, x_dtype)
+    loaded = list(host_kernels)
+    for module in ("modules.weight_cache", "ops.kernels"):
+        monkeypatch.setattr(f"lightning_fp8.{module}.is_capturing", lambda _: True)
+    step(model, x_dtype)
+    assert host_kernels == loaded
+
+
+def step(model: nn.Module, x_dtype: torch.dtype) -> None:
+    """What a graph may hold: forward and backward, the update of the scales, and SGD."""
+    x = torch.randn(8, 16, dtype=x_dtype, requires_grad=True)
+    model(x).float().square().mean().backward()
+    scaling_state(model).update()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(parameter.grad, alpha=0.05)
+            parameter.grad = None
+
+
 def test_parameters_that_are_no_tensors_of_their_own_are_cast_one_by_one(cuda_half: Counter[str]) -> None:
     model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     flat = torch.randn(2 * 256)

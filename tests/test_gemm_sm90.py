@@ -11,7 +11,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gemm_cases import FORMAT_PAIRS, Operands, assert_close, operands
+from gemm_cases import (
+    ACCUMULATION,
+    DTYPES,
+    FORMAT_PAIRS,
+    LARGEST,
+    Operands,
+    Problem,
+    assert_close,
+    operands,
+    random_problems,
+)
 from host_kernels import Guarded, HostKernel, at_the_edge, host_tensor_map
 from torch import Tensor
 
@@ -101,14 +111,15 @@ def check(
     output: torch.dtype = torch.bfloat16,
     bias: Tensor | None = None,
     before: Tensor | None = None,
+    promote: bool = False,
     **options: bool | int,
 ) -> None:
-    result = run(case, configuration, output, bias=bias, before=before, **options)  # type: ignore[arg-type]
+    result = run(case, configuration, output, promote, bias, before, **options)  # type: ignore[arg-type]
     expected, magnitude = case.product(), case.magnitude()
     for term in (None if bias is None else bias.to(output).double(), None if before is None else before.double()):
         if term is not None:
             expected, magnitude = expected + term, magnitude + term.abs()
-    assert_close(result, expected, magnitude, case.a.shape[1])
+    assert_close(result, expected, magnitude, ACCUMULATION[promote])
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
@@ -136,6 +147,13 @@ def test_every_configuration(configuration: Configuration, promote: bool, late: 
 def test_ragged_rows_and_columns(m: int, n: int) -> None:
     for configuration in (LARGE, SMALL):
         check(operands(m, n, 144), configuration)
+
+
+def test_single_rows_one_element_apart() -> None:
+    case = operands(1, 1, 144)
+    case = case._replace(a=case.a[0][:, None].t(), b=case.b[0][:, None].t())
+    assert case.a.stride(0) == case.b.stride(0) == 1
+    check(case, SMALL)
 
 
 @pytest.mark.parametrize("k", [16, 112, 128, 144, 768, 784])
@@ -196,24 +214,99 @@ def test_parts_are_those_of_their_steps() -> None:
     gemm.split_gemm(kernel, configuration, split, case.a, case.b, out, case.a_scale_inv, case.b_scale_inv)
     for part, steps in zip(parts, (slice(0, 256), slice(256, 640))):
         its = case._replace(a=case.a[:, steps], b=case.b[:, steps])
-        assert_close(part[:64], its.product(), its.magnitude(), 640)
+        assert_close(part[:64], its.product(), its.magnitude(), ACCUMULATION[True])
     assert torch.equal(out, parts[0, :64] + parts[1, :64])
 
 
-def test_promotion_adds_up_what_128_steps_make() -> None:
-    """The host's products are exact in fp32, so the order of sums is all there is to see."""
-    case = operands(64, 64, 384)
-    a, b = (values.float() for values in case.values())
-    expected = torch.zeros(64, 64)
-    for start in range(0, 384, 128):
-        partial = torch.zeros(64, 64)
-        for k in range(start, start + 128):
-            partial += a[:, k : k + 1] * b[:, k]
-        expected += partial
-    result = run(case, PROMOTED[-1], torch.float32, promote=True)
+def tensor_core_sums(case: Operands, promote: bool) -> Tensor:
+    """Sums without the factors, fp64, by the model of host_shim/instructions_sm90.cuh: 13 bits behind the largest term.
+
+    Every 32 of K are added to the sum, all terms cut off towards zero at the same bit, and the result once more; with
+    ``promote`` the sum begins anew every 128, and what the parts make is added up in fp32.
+    """
+    a, b = case.values()
+    a_exponents, b_exponents = exponents(a, case.a_format), exponents(b, case.b_format)
+    total, sums = torch.zeros(len(a), len(b)), torch.zeros(len(a), len(b), dtype=torch.float64)
+    for k in range(0, a.shape[1], 32):
+        if promote and k % 128 == 0:
+            total, sums = total + sums.float(), torch.zeros_like(sums)
+        its = slice(k, k + 32)
+        terms = torch.cat([a[:, None, its] * b[:, its], sums[..., None]], dim=2)
+        aligned_by = a_exponents[:, None, its] + b_exponents[:, its]
+        unit = torch.maximum(aligned_by.amax(dim=2), exponents(sums)).sub(13).exp2()
+        fraction, exponent = torch.frexp((terms / unit[..., None]).trunc().sum(dim=2) * unit)
+        sums = torch.ldexp((fraction * 2**14).trunc(), exponent - 14)
+    return (total + sums.float()).double() if promote else sums
+
+
+def exponents(values: Tensor, fmt: str = "") -> Tensor:
+    """Of the leading bit, or of a format's subnormal the smallest one; of zero less than any other."""
+    smallest = {"e4m3": -6.0, "e5m2": -14.0, "": -126.0}[fmt]
+    found = (torch.frexp(values).exponent - 1).double().clamp(min=smallest)
+    return torch.where(values == 0, -500.0, found)
+
+
+@pytest.mark.parametrize("pair", FORMAT_PAIRS, ids="-".join)
+def test_sums_are_those_of_the_tensor_cores(pair: tuple[str, str]) -> None:
+    case = operands(64, 64, 400, *pair)
+    # subnormals too
+    case.a.view(DTYPES[pair[0]])[::2].copy_(case.values()[0][::2] * 2.0**-5)
     factor = case.a_scale_inv * case.b_scale_inv
-    assert torch.equal(result, expected * factor)
-    assert not torch.equal(run(case, SMALL, torch.float32), expected * factor)
+    fast, promoted = (tensor_core_sums(case, promote) for promote in (False, True))
+    assert torch.equal(run(case, SMALL, torch.float32), fast.float() * factor)
+    assert torch.equal(run(case, PROMOTED[-1], torch.float32, promote=True), promoted.float() * factor)
+    # neither is what exact sums, rounded at the end, would be
+    a, b = case.values()
+    assert not any(torch.equal(sums.float(), (a @ b.t()).float()) for sums in (fast, promoted))
+
+
+@pytest.mark.parametrize(
+    ("terms", "expected"),
+    [
+        # 2^13 leaves no bit behind the point
+        ([2.0**13, 1.5], 8193),
+        ([2.0**13, -1.5], 8191),
+        ([2.0**13, 0.5, 0.5], 8192),
+        ([-(2.0**13), 0.5, -0.5], -8192),
+        # and the sum, where it needs one bit more, loses its last
+        ([2.0**13, 2.0**13, 1.0], 16384),
+        # 1.5 * 1.5 is aligned as 1 * 1 is, not by its own leading bit: 2^-13 is kept
+        ([2.25, 2.0**-13, 2.0**-13], 2.25 + 2.0**-12),
+        ([2.0, 2.0**-13, 2.0**-13], 2.0),
+        ([1.0, 2.0**-13], 1 + 2.0**-13),
+        ([1.0, 2.0**-14, 2.0**-14], 1.0),
+    ],
+)
+def test_what_the_tensor_cores_keep(terms: list[float], expected: float) -> None:
+    a, b = torch.zeros(2, 1, 32)
+    for place, term in enumerate(terms):
+        exponent = math.frexp(abs(term))[1] // 2
+        a[0, place], b[0, place] = (1.5, 1.5) if term == 2.25 else (term / 2.0**exponent, 2.0**exponent)
+    codes = [values.to(torch.float8_e5m2) for values in (a, b)]
+    assert (codes[0].double() * codes[1].double())[0, : len(terms)].tolist() == terms
+    case = Operands(*(code.view(torch.uint8) for code in codes), torch.tensor(1.0), torch.tensor(1.0), "e5m2", "e5m2")
+    assert run(case, SMALL, torch.float32).item() == expected
+
+
+# those of `tests/test_cuda_gemm.py`, and of them those that do not take long here
+PROBLEMS = [*random_problems([(one, False) for one in FAST] + [(one, True) for one in PROMOTED])]
+SOME = [problem for problem in PROBLEMS if problem.m * problem.n * problem.k < 1e6]
+
+
+@pytest.mark.parametrize(("number", "row", "column"), [(197, 156, 143), (90, 273, 893)])
+def test_the_worst_sums(number: int, row: int, column: int) -> None:
+    """Of all sums of the random shapes, promoted and not: what the tolerances of GEMMs on Hopper follow from."""
+    problem = next(problem for problem in PROBLEMS if problem.number == number)
+    case = problem.case._replace(a=problem.case.a[row : row + 1], b=problem.case.b[column : column + 1])
+    result = run(case, problem.configuration, torch.float32, problem.promote)
+    error = ((result.double() - case.product()).abs() / case.magnitude()).item()
+    assert error == pytest.approx(LARGEST[problem.promote], rel=0.005)
+
+
+@pytest.mark.parametrize("problem", SOME, ids=lambda problem: str(problem.number))
+def test_random_shapes(problem: Problem) -> None:
+    bias = torch.randn(problem.n) if problem.number % 3 == 0 else None
+    check(problem.case, problem.configuration, problem.output, bias, promote=problem.promote)
 
 
 @pytest.mark.parametrize("shape", [(70, 40, 48), (129, 135, 16)])
@@ -228,7 +321,7 @@ def test_reads_nothing_behind_its_tensors(shape: tuple[int, int, int]) -> None:
         edges = at_the_edge(case.a), at_the_edge(case.b)
         gemm.gemm(kernel, SMALL, *edges, out[:, :n], case.a_scale_inv, case.b_scale_inv, bias, accumulate=True)
         expected = case.product() + bias.to(output).double() + before[:, :n].double()
-        assert_close(out[:, :n], expected, case.magnitude() + 10, shape[2])
+        assert_close(out[:, :n], expected, case.magnitude() + 10, ACCUMULATION[False])
     if n % 8 == 0:
         h = at_the_edge(torch.randn(m, n).bfloat16())
         kernel = load(PROMOTED[-1], gemm.chained_variant(PROMOTED[-1], "e4m3", torch.bfloat16, True, "relu", "e4m3"))
@@ -320,7 +413,7 @@ def test_forward_chain(activation: str, shape: tuple[int, int, int]) -> None:
     runs = [Chained(case, configuration, activation, "e4m3", poison, bias=bias) for poison in POISONS]
     expected, magnitude = case.product() + bias.bfloat16().double(), case.magnitude() + bias.abs()
     for one in runs:
-        assert_close(one.h, expected, magnitude, shape[2])
+        assert_close(one.h, expected, magnitude, ACCUMULATION[False])
         # from h as it was stored: between the two nothing but the activation is left
         one.check_codes(activate(one.h, activation), exact=activation == "relu")
     assert torch.equal(runs[0].y, runs[1].y)
@@ -351,7 +444,7 @@ def test_backward_chain(activation: str, shape: tuple[int, int, int]) -> None:
 def test_chains_in_both_16_bit_formats(output: torch.dtype, late: bool) -> None:
     case, bias = operands(130, 136, 144), torch.randn(136)
     one = Chained(case, SMALL, "relu", "e4m3", 0x11, bias=bias, output=output, late=late)
-    assert_close(one.h, case.product() + bias.to(output).double(), case.magnitude() + bias.abs(), 144)
+    assert_close(one.h, case.product() + bias.to(output).double(), case.magnitude() + bias.abs(), ACCUMULATION[False])
     one.check_codes(activate(one.h, "relu"), exact=True)
     case, h = operands(130, 136, 144, "e4m3"), torch.randn(130, 136).to(output)
     da = run(case, PROMOTED[-1], output, promote=True)

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -171,6 +172,29 @@ def test_what_does_not_compile_or_load_is_named_and_not_used(
     with pytest.warns(UserWarning, match=rf"cast_transpose.*is not used on cpu: .*{words}.*torch's own operators"):
         results = cast(x)
     assert all(map(torch.equal, results, cast(x, plain)))
+
+
+@pytest.mark.usefixtures("host_kernels")
+@pytest.mark.parametrize("place", ["load", "test"])
+def test_a_want_of_memory_is_not_remembered(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[str] = []
+    forgotten: list[str] = []
+    with_kernels(monkeypatch, HostKernel, passed)
+    monkeypatch.setattr(kernels.load, "forget_pass", lambda family, *_: forgotten.append(family))
+    # as torch's allocator and as CuPy say it
+    errors = [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: out of memory")]
+    for error in errors:
+        with monkeypatch.context() as full:
+            failing = Mock(side_effect=error)
+            full.setattr(*((kernels.load, "load") if place == "load" else (self_test, "update_scales")), failing)
+            with pytest.raises(torch.OutOfMemoryError, match=f"to load and test update_scales: .*{error}"):
+                kernels.update_kernel(CPU)
+            # nor is a pass from before forgotten
+            full.setattr(kernels.load, "has_passed", lambda *_: True)
+            assert kernels.try_kernel(kernels._update_variant(), CPU, test_again=True).out_of_memory
+    assert passed == forgotten == []
+    assert kernels.update_kernel(CPU) is not None
+    assert passed == ["update_scales"]
 
 
 @pytest.mark.usefixtures("host_kernels")

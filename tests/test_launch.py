@@ -7,19 +7,23 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from cupy_backends.cuda.api import driver
+from cupy_backends.cuda.api import driver, runtime
+from gemm_in_fp64 import HOPPER
 
 import kernels_cuda.load
+from kernels_cuda import gemm
 from kernels_cuda.compile import KernelsUnavailable, compiled
 from kernels_cuda.launch import Kernel
+from kernels_cuda.tensor_map import tensor_map
 
 LAYOUT = "PPiif"
 CURRENT_DEVICE = 0
@@ -37,6 +41,7 @@ class Recorded(Kernel):
         self.launches: list[tuple[Any, ...]] = []
         self._pointer = 77
         self._launch_kernel = self._record
+        self._set_context = lambda device: None
         self._current_device = lambda: CURRENT_DEVICE
         self._current_stream = current_stream
 
@@ -101,6 +106,107 @@ def test_threads_do_not_mix_their_arguments() -> None:
     assert found == {(n, (n, step, n, step, float(n))) for n in range(8) for step in range(300)}
 
 
+class Driver:
+    """Refuses what comes from a thread that has no context, as CUDA's does; a context comes from the runtime.
+
+    Attributes:
+        contexts: what each thread has got from the runtime, in order: thread and device.
+        row_bytes: of each tensor map.
+    """
+
+    INVALID_VALUE, INVALID_CONTEXT = 1, 201
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.contexts: list[tuple[int, int]] = []
+        self.row_bytes: list[int] = []
+        self._thread = threading.local()
+        monkeypatch.setattr(runtime, "setDevice", self._set_device)
+        monkeypatch.setattr(driver, "launchKernel", self._launch)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: CURRENT_DEVICE)
+        properties = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr("cupy.cuda.Device", lambda _: nullcontext())
+        tensor_map.cache_clear()
+        monkeypatch.setattr("kernels_cuda.tensor_map._driver", lambda: self)
+
+    def _set_device(self, device: int) -> None:
+        self._thread.device = device
+        self.contexts.append((threading.get_ident(), device))
+
+    def _launch(self, *_: int) -> None:
+        if not hasattr(self._thread, "device"):
+            raise RuntimeError("CUDA_ERROR_INVALID_CONTEXT")
+
+    def cuTensorMapEncodeTiled(self, *given: Any) -> int:  # noqa: N802
+        if not hasattr(self._thread, "device"):
+            return self.INVALID_CONTEXT
+        columns, row_bytes = given[4][0], given[5][0]
+        self.row_bytes.append(row_bytes)
+        itemsize = {0: 1, 6: 2, 7: 4, 9: 2}[given[1]]
+        return 0 if row_bytes % 16 == 0 and row_bytes >= columns * itemsize else self.INVALID_VALUE
+
+
+def in_a_thread(work: Callable[[], None]) -> int:
+    """Does it in a new thread, whose number it returns."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+        return pool.submit(threading.get_ident).result()
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_the_first_launch_of_a_thread_sets_the_context(
+    devices: list[int], device: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = Driver(monkeypatch)
+    kernel = Kernel(SimpleNamespace(ptr=77), LAYOUT, 32, device)
+
+    def launch() -> None:
+        for _ in range(3):
+            kernel(1, 1, 2, 3, 4, 5.0)
+
+    threads = [in_a_thread(launch) for _ in range(2)]
+    # once per thread, however often it launches
+    assert stub.contexts == [(thread, device) for thread in threads]
+
+
+@pytest.mark.usefixtures("devices")
+def test_a_thread_gets_the_context_of_each_device_that_it_launches_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Driver(monkeypatch)
+    kernels = [Kernel(SimpleNamespace(ptr=77), LAYOUT, 32, device) for device in (0, 1)]
+
+    def launch() -> None:
+        for kernel in (*kernels, *kernels):
+            kernel(1, 1, 2, 3, 4, 5.0)
+
+    in_a_thread(launch)
+    assert [device for _, device in stub.contexts] == [0, 1]
+
+
+def test_the_first_tensor_map_of_a_thread_sets_the_context(devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Driver(monkeypatch)
+    kernel = Kernel(SimpleNamespace(ptr=77), HOPPER.layout, HOPPER.threads, 1)
+    del devices[:]
+    a, b, out = *torch.zeros(2, 64, 128, dtype=torch.uint8), torch.zeros(64, 64)
+    thread = in_a_thread(lambda: gemm.gemm(kernel, HOPPER, a, b, out, torch.ones(()), torch.ones(())))
+    # the context of the kernel's device, though another one is current: that one's is not to be made
+    assert stub.contexts == [(thread, 1)]
+    assert set(devices) == {1}
+
+
+@pytest.mark.usefixtures("devices")
+def test_a_single_row_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Driver(monkeypatch)
+    kernel = Kernel(SimpleNamespace(ptr=77), HOPPER.layout, HOPPER.threads, 0)
+    # contiguous by torch's rule, with rows one element apart
+    a, b = (torch.zeros(144, 1, dtype=torch.uint8).t() for _ in range(2))
+    assert a.is_contiguous()
+    assert a.stride(0) == 1
+    out = torch.zeros(3, dtype=torch.bfloat16).as_strided((1, 3), (1, 1))
+    gemm.gemm(kernel, HOPPER, a, b, out[:, :1], torch.ones(()), torch.ones(()))
+    gemm.gemm(kernel, HOPPER, a, torch.zeros(3, 144, dtype=torch.uint8), out, torch.ones(()), torch.ones(()))
+    assert stub.row_bytes == [144, 144, 16, 144, 16]
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(struct.error):
         Recorded(None, LAYOUT, 32, 0)(1, 2, 3)
@@ -159,6 +265,7 @@ def test_more_shared_memory_than_usual_is_asked_for(
     launches: list[tuple[Any, ...]] = []
     monkeypatch.setattr(kernel, "_launch_kernel", lambda *sizes: launches.append(sizes))
     monkeypatch.setattr(kernel, "_current_device", lambda: 0)
+    monkeypatch.setattr(kernel, "_set_context", lambda device: None)
     kernel(3, 1, 2, 3, 4, 5.0)
     assert launches[0][:8] == (4242, 3, 1, 1, 1024, 1, 1, shared_bytes)
 

@@ -128,6 +128,7 @@ class WithoutDriver(Kernel):
     """A ``Kernel`` for machines without a driver: what it asks of torch and of the driver is answered at once."""
 
     def _load(self) -> None:
+        self._set_context = lambda device: None
         self._launch_kernel: Callable[..., Any] = lambda *_: None
         self._current_device = lambda: 0
         self._current_stream = lambda device: 0

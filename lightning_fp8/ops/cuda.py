@@ -85,6 +85,9 @@ def cast_weights(
     kernel = weights_kernel(state.device)
     if kernel is None:
         raise RuntimeError(f"There is no kernel on {state.device} that casts weights together.")
+    for dtype in {weight.dtype for weight in weights}:
+        # a CUDA graph casts each weight by itself, with a kernel that its capture could not load
+        cast_kernel(state.device, dtype, state.recipe.format_of("weight").name, "none", False)
     jobs = [
         casts.Weight(
             weight,

@@ -61,6 +61,7 @@ class Attempt(NamedTuple):
         unavailable: whether the toolchain or the driver is to blame, and so every kernel in the same way.
         loading_s: seconds that compiling, or reading the cache, and loading took.
         testing_s: seconds that the self-test took; None where it did not run.
+        out_of_memory: whether it failed for want of memory, which says nothing of the kernel.
     """
 
     kernel: Kernel | None
@@ -68,6 +69,7 @@ class Attempt(NamedTuple):
     unavailable: bool
     loading_s: float
     testing_s: float | None
+    out_of_memory: bool = False
 
 
 def variants(capability: tuple[int, int]) -> list[Variant]:
@@ -213,6 +215,9 @@ def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
             " neither loaded nor tested. Run a step of the same kind, forward and backward, before the capture."
         )
     attempt = try_kernel(variant, device)
+    if attempt.out_of_memory:
+        # as of any operator, and not remembered: the next use tests the kernel
+        raise torch.OutOfMemoryError(f"There was no memory to load and test {variant.name}: {attempt.failure}")
     if attempt.unavailable:
         warn_once(f"{attempt.failure} Until then {_PLAIN}")
     elif attempt.failure is not None:
@@ -232,6 +237,7 @@ def try_kernel(variant: Variant, device: torch.device, test_again: bool = False)
     family, defines, index = variant.family, variant.defines, device.index or 0
     began = time.perf_counter()
     testing: float | None = None
+    out_of_memory = False
     try:
         kernel = load.load(family, defines, variant.layout, variant.block, index, variant.shared_bytes)
         passed = load.has_passed(family, defines, index)
@@ -244,11 +250,12 @@ def try_kernel(variant: Variant, device: torch.device, test_again: bool = False)
     # what the compiler, the driver or a first launch raises: all are reasons not to use this kernel, and none to stop
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
+        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "CUDA_ERROR_OUT_OF_MEMORY" in failure
     ended = time.perf_counter()
     times = (ended - began, None) if testing is None else (testing - began, ended - testing)
     if failure is not None:
-        if testing is not None and passed:
+        if testing is not None and passed and not out_of_memory:
             load.forget_pass(family, defines, index)
-        return Attempt(None, failure, False, *times)
+        return Attempt(None, failure, False, *times, out_of_memory)
     load.remember_pass(family, defines, index)
     return Attempt(kernel, None, False, *times)

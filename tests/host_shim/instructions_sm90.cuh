@@ -4,7 +4,7 @@
    into shared memory when they are asked for, or only when all threads wait; copies out of it at once, or only when
    their thread waits for them; products always only when their warpgroup waits for them. So a stage that is read before
    it is full, or written before it is empty, shows in the result. Stores from shared memory that no fence has made
-   visible to the copy engine are an error. */
+   visible to the copy engine are an error. Products are added up as the tensor cores do it, see `accumulate`. */
 #pragma once
 #include <deque>
 #include <map>
@@ -159,44 +159,78 @@ static bool load_one() {
 }
 static const bool prepared = (host::at_start = start, host::when_stuck = load_one, true);
 
-static float decode(u8 code, bool e5m2) {
-    const int mantissa_bits = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7, exponent = (code & 127) >> mantissa_bits;
-    const int mantissa = code & ((1 << mantissa_bits) - 1);
-    float value;
-    if (e5m2 && exponent == 31) value = mantissa ? NAN : INFINITY;
-    else if (!e5m2 && (code & 127) == 127) value = NAN;
-    else value = std::ldexp((float)(exponent ? mantissa + (1 << mantissa_bits) : mantissa),
-                            std::max(exponent, 1) - bias - mantissa_bits);
-    return code >> 7 ? -value : value;
-}
+/* What a product needs of a code: its value, and the exponent that the tensor cores align it by. A subnormal has the
+   smallest exponent of its format, and zero one that no sum is aligned by. */
+constexpr short ZERO = -1000;
 struct Values {
     float of[256];
+    short exponents[256];
     explicit Values(const char* format) {
-        for (int code = 0; code < 256; ++code) of[code] = decode((u8)code, std::strcmp(format, "e5m2") == 0);
+        const bool e5m2 = std::strcmp(format, "e5m2") == 0;
+        const int mantissa_bits = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
+        for (int code = 0; code < 256; ++code) {
+            const int exponent = (code & 127) >> mantissa_bits, mantissa = code & ((1 << mantissa_bits) - 1);
+            const int significand = exponent ? mantissa + (1 << mantissa_bits) : mantissa;
+            exponents[code] = significand ? std::max(exponent, 1) - bias : ZERO;
+            float value = std::ldexp((float)significand, std::max(exponent, 1) - bias - mantissa_bits);
+            if (e5m2 && exponent == 31) value = mantissa ? NAN : INFINITY;
+            if (!e5m2 && (code & 127) == 127) value = NAN;
+            of[code] = code >> 7 ? -value : value;
+        }
     }
 };
 static const Values a_values(STRING(A_FORMAT)), b_values(STRING(B_FORMAT));
 
 /* 32 values of K of one row of an operand. */
-static void row_of(float (&row)[32], u64 operand, u32 index, const Values& values) {
-    const u32 start = (u32)(operand & 0x3fff) << 4, group_bytes = (u32)(operand >> 32 & 0x3fff) << 4;
-    const u32 address = start + index / 8 * group_bytes + index % 8 * 128;
-    for (u32 chunk = 0; chunk < 32; chunk += 16) {
-        const u8* codes = at(block(), swizzled(address + chunk), 16);
-        for (u32 k = 0; k < 16; ++k) row[chunk + k] = values.of[codes[k]];
+struct Row {
+    float values[32];
+    short exponents[32];
+    Row(u64 operand, u32 index, const Values& all) {
+        const u32 start = (u32)(operand & 0x3fff) << 4, group_bytes = (u32)(operand >> 32 & 0x3fff) << 4;
+        const u32 address = start + index / 8 * group_bytes + index % 8 * 128;
+        for (u32 chunk = 0; chunk < 32; chunk += 16) {
+            const u8* codes = at(block(), swizzled(address + chunk), 16);
+            for (u32 k = 0; k < 16; ++k) {
+                values[chunk + k] = all.of[codes[k]];
+                exponents[chunk + k] = all.exponents[codes[k]];
+            }
+        }
     }
+};
+
+/* sum + the sum of a[k] * b[k] over 32 of K, as Hopper's tensor cores add them: all 33 terms are aligned to the largest
+   exponent (of a product: the sum of its factors'), each is cut off behind FRACTION_BITS, they are added exactly, and of
+   the result so many bits behind the leading one are kept. The model is that of MMA-Sim (github.com/microsoft/MMA-Sim),
+   which was compared with the hardware bit for bit. */
+constexpr int FRACTION_BITS = 13;
+/* Most of a GEMM's time goes here. */
+#pragma GCC push_options
+#pragma GCC optimize("O3")
+__attribute__((no_sanitize("bounds"))) static float accumulate(float sum, const Row& a, const Row& b) {
+    float products[32], plain = sum;
+    short exponent = ZERO;
+    for (u32 k = 0; k < 32; ++k) {
+        const short of_product = a.exponents[k] + b.exponents[k];
+        exponent = of_product > exponent ? of_product : exponent;
+        products[k] = a.values[k] * b.values[k];
+    }
+    for (u32 k = 0; k < 32; ++k) plain += products[k];
+    if (sum != 0) exponent = std::max<int>(exponent, (__float_as_uint(sum) >> 23 & 255) - 127);
+    if (!std::isfinite(plain) || exponent <= ZERO / 2) return plain;
+    const float units = __uint_as_float((127 + FRACTION_BITS - exponent) << 23);
+    int total = (int)(sum * units);
+    for (u32 k = 0; k < 32; ++k) total += (int)(products[k] * units);
+    return __uint_as_float(__float_as_uint((float)total) & ~0u << (23 - FRACTION_BITS)) / units;
 }
+#pragma GCC pop_options
 static void perform(const Product& product) {
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    float a[2][32], b[32];
-    for (u32 h = 0; h < 2; ++h) row_of(a[h], product.a, warp * 16 + lane / 4 + 8 * h, a_values);
+    const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const Row a[2] = {Row(product.a, row, a_values), Row(product.a, row + 8, a_values)};
     for (int i = 0; i < product.columns / 4; ++i) {
-        row_of(b, product.b, i / 2 * 8 + lane % 4 * 2 + i % 2, b_values);
+        const Row b(product.b, i / 2 * 8 + lane % 4 * 2 + i % 2, b_values);
         for (u32 h = 0; h < 2; ++h) {
             float& sum = product.sums[i / 2 * 4 + h * 2 + i % 2];
-            float total = product.fresh ? 0.0f : sum;
-            for (u32 k = 0; k < 32; ++k) total += a[h][k] * b[k];
-            sum = total;
+            sum = accumulate(product.fresh ? 0.0f : sum, a[h], b);
         }
     }
 }
@@ -271,7 +305,10 @@ static inline void warpgroup_sync(int consumer) {
     host::wait(sm90::of_warpgroup[sm90::block() * 16 + consumer], 128);
 }
 static inline u32 block_in_cluster() { return sm90::block(); }
-static inline void cluster_sync() { host::wait(sm90::of_cluster, host::fibers.size()); }
+static inline void cluster_sync() {
+    if (CLUSTER == 1) host::fail("a cluster's barrier where there is none");
+    host::wait(sm90::of_cluster, host::fibers.size());
+}
 
 static inline void load_box(u32 target, const TensorMap& map, u32 barrier, int row, int column) {
     sm90::ask({sm90::block(), target, barrier, sm90::read(map), row, column});

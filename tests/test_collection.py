@@ -1,0 +1,77 @@
+"""The GPU tests where little is installed: a machine with a GPU need not have what the other tests import."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+INSTALLED = ("torch", "lightning", "torchmetrics", "cupy-cuda13x", "numpy", "pytest", "transformers")
+# For a new interpreter, where neither the other packages nor their metadata are to be found, and a GPU seems to be.
+COLLECT = """
+import json, sys
+from importlib.machinery import PathFinder
+
+hidden = json.loads(sys.argv[1])
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden["modules"] else super().find_spec(name, path, target)
+
+    @classmethod
+    def find_distributions(cls, *context):
+        found = PathFinder.find_distributions(*context)
+        return (one for one in found if one.name.lower() not in hidden["packages"])
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+import pytest, torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+sys.exit(pytest.main(["--collect-only", "-q", "-m", "cuda", "-p", "no:cacheprovider"]))
+"""
+
+
+def with_requirements(names: tuple[str, ...]) -> set[str]:
+    """These packages and all that they need."""
+    found: set[str] = set()
+    left = [Requirement(name) for name in names]
+    while left:
+        one = left.pop()
+        name = canonicalize_name(one.name)
+        if name in found:
+            continue
+        found.add(name)
+        extras = ["", *one.extras]
+        for needed in map(Requirement, requires(name) or ()):
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                left.append(needed)
+    return found
+
+
+@pytest.mark.slow
+def test_the_gpu_tests_need_few_packages() -> None:
+    there = {*with_requirements(INSTALLED), "lightning-fp8"}
+    packages_of = {module: {*map(canonicalize_name, found)} for module, found in packages_distributions().items()}
+    hidden = {
+        "modules": [module for module, packages in packages_of.items() if not packages & there],
+        "packages": sorted(set().union(*packages_of.values()) - there),
+    }
+    assert {"playwright", "torchdata", "x_transformers", "jsonargparse", "matplotlib"} <= {*hidden["modules"]}
+    program, environment = [sys.executable, "-c", COLLECT, json.dumps(hidden)], {**os.environ}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    ran = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+    files = (ROOT / "tests").glob("test_*.py")
+    expected = {file.name for file in files if re.search(r"pytest\.mark\.cuda\n|, DEVICES\)", file.read_text())}
+    assert {"test_cuda.py", "test_cuda_gemm.py", "test_bench.py", "test_ddp.py"} <= expected
+    assert {*re.findall(r"^tests/(\w+\.py)::", ran.stdout, re.MULTILINE)} == expected
