@@ -23,8 +23,9 @@ from kernels_cuda.cache import cache_folder
 from kernels_cuda.compile import CompileError, KernelsUnavailable, nvrtc_version
 from kernels_cuda.gemm import configurations
 from lightning_fp8 import __main__ as entry
-from lightning_fp8.doctor import Diagnosis, command, diagnosis, examine, hardware, kernel_checks, page, software
+from lightning_fp8.doctor import Diagnosis, child, command, diagnosis, examine, hardware, kernel_checks, page, software
 from lightning_fp8.ops import gemm_table, kernels
+from lightning_fp8.worker import Answer, Job
 
 CPU = torch.device("cpu")
 kernels_of = kernels.variants
@@ -41,7 +42,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("kernels_cuda.compile._private_folders", {})
-    monkeypatch.setattr(kernels, "variants", lambda capability: FEW)
+    monkeypatch.setattr(kernels, "variants", lambda capability, every=False: FEW)
     kernels.backend.cache_clear()
     nvrtc_version.cache_clear()
     gemm_table.rows.cache_clear()
@@ -93,11 +94,28 @@ def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "package_version", lambda name: None if "cupy" in name else version(name))
 
 
+class InProcess:
+    """In place of a ``Worker``: the jobs are done here, where kernels and torch are made up."""
+
+    def __init__(self, _: list[str]) -> None:
+        pass
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def answer(self, job: Job, limit_s: float) -> Answer:
+        return Answer(json.loads(json.dumps(child.test(job))), None)
+
+
 @pytest.fixture
 def host_gpu(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One GPU whose kernels run on the CPU, from their own sources, under the CPU's name; forgotten passes."""
     with_gpus(monkeypatch, (9, 0))
     monkeypatch.setattr(hardware, "gpus", lambda: [CPU])
+    monkeypatch.setattr(kernel_checks, "Worker", InProcess)
     forgotten: list[str] = []
     monkeypatch.setattr(kernels.load, "forget_pass", lambda family, *_: forgotten.append(family))
     return forgotten
@@ -192,21 +210,27 @@ def test_gemms_are_those_of_the_table(
     assert seen == [*([plain, plain] if capability == (10, 0) else measured_texts), plain]
 
 
-@pytest.mark.parametrize("arguments", [["--quick"], ["--architectures", "sm_89", "sm_120a"], ["--architectures"]])
+@pytest.mark.parametrize("arguments", [["--quick"], ["--compile", "sm_89", "sm_120a"], ["--compile"]])
 def test_architectures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     without_gpu(monkeypatch)
     with pytest.raises(SystemExit) as ended:
         command.main([*arguments, "--json"])
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
     assert ended.value.code == found["status"] == 0
     expected = {
         "--quick": [],
         "sm_89": ["sm_89", "sm_120a"],
-        "--architectures": [*kernel_checks.ARCHITECTURES],
+        "--compile": [*kernel_checks.ARCHITECTURES],
     }[arguments[min(1, len(arguments) - 1)]]
     assert list(dict.fromkeys(check["place"] for check in found["kernels"])) == expected
+    # each as it was tried
+    assert [line.split(": ")[:2] for line in printed.err.splitlines()] == [
+        [check["place"], check["kernel"]] for check in found["kernels"]
+    ]
+    assert all("compiled" in line or "from the cache" in line for line in printed.err.splitlines())
     assert cache_folder().exists() == bool(expected)
 
 
@@ -356,6 +380,55 @@ def test_a_toolchain_that_gives_out_is_said_once(monkeypatch: pytest.MonkeyPatch
     found = examine()
     assert (found.status, len(found.problems), len(found.kernels)) == (1, 1, 1)
     assert fp8(found, "cpu")["casts"] == fp8(found, "cpu")["scales"] == "torch's operators"
+
+
+# a child whose kernels are made up: `update_scales` hangs, `cast_weights` takes its process with it
+FAKE = """
+import os, sys, time
+import torch
+from lightning_fp8.doctor import child
+from lightning_fp8.ops import kernels
+from lightning_fp8.worker import serve
+
+def attempt(variant, device, test_again):
+    print("what libraries print")
+    if variant.family == "update_scales":
+        time.sleep(600)
+    if variant.family == "cast_weights":
+        os.abort()
+    return kernels.Attempt(None, None, False, 0.25, 0.5)
+
+torch.cuda.get_device_capability = lambda _: (9, 0)
+kernels.try_kernel = attempt
+serve(child.test)
+"""
+
+
+def test_a_kernel_that_hangs_costs_its_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, (9, 0))
+    chosen = [next(one for one in EVERY if one.family == family) for family in ("cast_weights", "update_scales")]
+    cast = FEW[0]
+    monkeypatch.setattr(kernels, "variants", lambda *_: [cast, *chosen, chosen[1], chosen[1], cast])
+    monkeypatch.setattr(child, "command", lambda: [sys.executable, "-c", FAKE])
+    shown: list[str] = []
+    checks = kernel_checks.on_device(torch.device("cuda:0"), 20.0, shown.append)
+    assert [(check.kernel, check.self_test, check.failure) for check in checks] == [
+        (cast.name, "passed", None),
+        ("cast_weights", "not run: not loaded", "ended by signal 6"),
+        ("update_scales", "not run: not loaded", "did not end within 20 s"),
+        ("update_scales", "not run: not loaded", "did not end within 20 s"),
+        (
+            "update_scales",
+            "not run: not loaded",
+            "not tried, after 2 of update_scales in a row came to nothing",
+        ),
+        (cast.name, "passed", None),
+    ]
+    # named before it is tried, so that the last line of what is killed names what it hung in
+    assert shown[0] == f"cuda:0: {cast.name}: "
+    assert shown[1] == "compiled 0.25 s, self-test passed 0.50 s\n"
+    assert shown[4] == "cuda:0: update_scales: "
+    assert shown[5].endswith("did not end within 20 s\n")
 
 
 def test_gemm_is_compared(monkeypatch: pytest.MonkeyPatch, host_gpu: list[str]) -> None:
@@ -621,8 +694,9 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_whole_command(tmp_path: Path) -> None:
     ran = run(tmp_path, "--json")
-    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.returncode == 0
     found = json.loads(ran.stdout)
+    assert len(ran.stderr.splitlines()) == len(found["kernels"])
     assert [check["kernel"] for check in found["kernels"]] == [variant.name for variant in EVERY]
     assert {check["compiled"] for check in found["kernels"]} == {"compiled"}
 
@@ -641,7 +715,7 @@ def test_the_command_on_a_machine_in_a_bad_state(tmp_path: Path) -> None:
         assert words in ran.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--nonsense"], ["--architectures", "sm_70"]])
+@pytest.mark.parametrize("arguments", [["--nonsense"], ["--compile", "sm_70"]])
 def test_wrong_arguments_are_not_a_diagnosis(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command.main(arguments)
