@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
+from gemm_cases import FORMAT_PAIRS
 from host_kernels import VARIANTS, HostKernel
 from test_kernel_selection import Broken, poke
 
@@ -21,7 +23,7 @@ import lightning_fp8
 from kernels_cuda import casts
 from kernels_cuda.cache import cache_folder
 from kernels_cuda.compile import CompileError, KernelsUnavailable, nvrtc_version
-from kernels_cuda.gemm import configurations
+from kernels_cuda.gemm import CHAINED_ACTIVATIONS, OUTPUTS, configurations
 from lightning_fp8 import __main__ as entry
 from lightning_fp8.doctor import Diagnosis, child, command, diagnosis, examine, hardware, kernel_checks, page, software
 from lightning_fp8.ops import gemm_table, kernels
@@ -155,6 +157,46 @@ def test_kernels_are_compiled_without_a_gpu_and_kept(monkeypatch: pytest.MonkeyP
     assert all(check.compile_s > 0 for check in first)
     assert sum(check.compile_s for check in second) < sum(check.compile_s for check in first)
     assert len(list(cache_folder().glob("*-sm_90a-*.cubin"))) == len(FEW)
+
+
+def test_cubins_that_were_carried_here_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_gpu(monkeypatch)
+    assert value(examine(compile=False), "GPU and toolchain", "compiled kernels") == "none in the cache"
+    examine(architectures=["sm_90a"])
+    carried = tmp_path / "carried"
+    shutil.copytree(cache_folder(), carried)
+    monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(carried))
+    version = "{}.{}".format(*nvrtc_version())
+    found = examine(architectures=["sm_90a"])
+    assert value(found, "GPU and toolchain", "compiled kernels") == f"{len(FEW)} by NVRTC {version}"
+    assert {check.compiled for check in found.kernels} == {"from the cache"}
+
+
+def test_cubins_of_another_nvrtc_are_said_to_be_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    real = nvrtc_version()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("kernels_cuda.compile.nvrtc_version", lambda: (12, 9))
+        examine(architectures=["sm_90a"])
+    found = examine(architectures=["sm_90a"])
+    expected = f"{len(FEW)} by NVRTC 12.9, of no use here: NVRTC {real[0]}.{real[1]} compiles its own"
+    assert value(found, "GPU and toolchain", "compiled kernels") == expected
+    assert {check.compiled for check in found.kernels} == {"compiled"}
+
+
+def test_every_kernel_there_is_can_be_compiled_ahead() -> None:
+    """Whatever formats, dtypes and configurations a recipe or a table asks for."""
+    names = {variant.name for variant in kernels_of((9, 0), every=True)}
+    assert {variant.name for variant in EVERY} < names
+    for promote, grad in ((False, "e4m3"), (True, "e5m2"), (True, "e4m3")):
+        for one in configurations((9, 0), promote):
+            made = [kernels._gemm_variant(one, *pair, output, promote) for pair in FORMAT_PAIRS for output in OUTPUTS]
+            made += [
+                kernels._chained_variant(one, grad, output, promote, activation, grad)
+                for output in (torch.bfloat16, torch.float16)
+                for activation in CHAINED_ACTIVATIONS
+            ]
+            assert {variant.name for variant in made} <= names
 
 
 def test_there_is_a_variant_for_everything_that_is_cast() -> None:
