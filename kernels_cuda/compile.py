@@ -17,6 +17,7 @@ import re
 import shutil
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,6 +31,7 @@ from kernels_cuda.cache import Untrusted, cache_folder, check_folder, make_folde
 _OLDEST_NVRTC = (12, 4)
 # "relu.cu(12): error: ...", "tile.cuh(3): catastrophic error: ..."
 _ERROR = re.compile(r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error\b", re.MULTILINE)
+_BY_VERSION = re.compile(r"-nvrtc(?P<version>\d+\.\d+)-")
 # by process: a forked child has its parent's entry too, and reads there, but writes into a folder of its own
 _private_folders: dict[int, Path] = {}
 
@@ -246,7 +248,14 @@ def is_cached(family: str, arch: str, defines: Sequence[str] = ()) -> bool:
 
 
 def _stem(family: str, arch: str, text: str, included: Mapping[str, str], defines: Sequence[str]) -> str:
-    return f"{family}-{arch}-{_key(text, included, _options(arch, defines))[:16]}"
+    version = "{}.{}".format(*nvrtc_version())
+    return f"{family}-{arch}-nvrtc{version}-{_key(text, included, _options(arch, defines))[:16]}"
+
+
+def cached_by_version() -> dict[str, int]:
+    """How many cubins the cache folder holds, by the version of the NVRTC that compiled them: ``{"13.0": 273}``."""
+    found = (_BY_VERSION.search(path.name) for path in cache_folder().glob("*.cubin"))
+    return dict(sorted(Counter(match["version"] for match in found if match is not None).items()))
 
 
 def _kept(stem: str) -> Cubin | None:

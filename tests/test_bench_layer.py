@@ -299,7 +299,7 @@ def backwards(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(("change", "words"), [(weakened, "a loss of"), (backwards, "gradients at a cosine of")])
-def test_a_wrong_result_ends_the_run_by_name(
+def test_a_wrong_result_is_named_in_its_row(
     change: Callable[[nn.Module], nn.Module], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def settings(device: torch.device) -> dict[str, Setting]:
@@ -309,7 +309,9 @@ def test_a_wrong_result_ends_the_run_by_name(
     monkeypatch.setattr(training, "settings", settings)
     with pytest.raises(SystemExit, match=f"layer 64 wide, 2 x 32 tokens, eager: wrong gave {words}"):
         run(tmp_path, "layer")
-    assert written(tmp_path) == []
+    eager = [row for row in written(tmp_path) if row["case"].endswith("eager")]
+    assert [(row["variant"], row["checked"]) for row in eager] == [("bf16-mixed", True), ("wrong", False)]
+    assert words in eager[1]["wrong"]
 
 
 def test_what_does_not_run_costs_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

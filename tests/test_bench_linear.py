@@ -158,7 +158,7 @@ def test_a_gradient_that_is_missing_is_named() -> None:
     assert iteration.difference(given, right) == "no gradient of bias of shape (48,)"
 
 
-def test_a_wrong_result_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(block: nn.Module, **options: Any) -> nn.Module:
         with torch.no_grad():
             block.weight.mul_(1.2)
@@ -166,10 +166,10 @@ def test_a_wrong_result_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     real = linear.convert
     monkeypatch.setattr(linear, "convert", wrong)
-    words = r"^linear, 64 tokens, 32 -> 48: lightning_fp8 gave y with an SQNR of 1\d\.\d dB beside fp32, where 20 is"
+    words = r"\nlinear, 64 tokens, 32 -> 48: lightning_fp8 gave y with an SQNR of 1\d\.\d dB beside fp32, where 20 is"
     with pytest.raises(SystemExit, match=words):
         run(tmp_path, "linear, 64")
-    assert written(tmp_path) == []
+    assert {row["case"].partition(",")[0] for row in written(tmp_path)} == {"linear-GELU-linear"}
 
 
 def precisions_of(case: Any, monkeypatch: pytest.MonkeyPatch, device: torch.device = CPU) -> dict[str, Precision]:

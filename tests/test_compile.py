@@ -224,9 +224,9 @@ def test_headers_are_those_of_the_package() -> None:
 
 def test_compiles_once(compiler: Compiler, folder: Path) -> None:
     path = compiled("twice", "sm_89").path
-    content = path.read_bytes()
+    content, version = path.read_bytes(), "{}.{}".format(*nvrtc_version())
     digest = hashlib.sha256(content).hexdigest()
-    assert path == folder / f"twice-sm_89-{source_key('twice', 'sm_89')[:16]}-{digest[:16]}.cubin"
+    assert path == folder / f"twice-sm_89-nvrtc{version}-{source_key('twice', 'sm_89')[:16]}-{digest[:16]}.cubin"
     assert content.startswith(b"\x7fELF")
     assert compiled("twice", "sm_89").path == path
     assert compiler.calls == 1

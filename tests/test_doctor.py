@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
+from gemm_cases import FORMAT_PAIRS
 from host_kernels import VARIANTS, HostKernel
 from test_kernel_selection import Broken, poke
 
@@ -21,10 +23,11 @@ import lightning_fp8
 from kernels_cuda import casts
 from kernels_cuda.cache import cache_folder
 from kernels_cuda.compile import CompileError, KernelsUnavailable, nvrtc_version
-from kernels_cuda.gemm import configurations
+from kernels_cuda.gemm import CHAINED_ACTIVATIONS, OUTPUTS, configurations
 from lightning_fp8 import __main__ as entry
-from lightning_fp8.doctor import Diagnosis, command, diagnosis, examine, hardware, kernel_checks, page, software
+from lightning_fp8.doctor import Diagnosis, child, command, diagnosis, examine, hardware, kernel_checks, page, software
 from lightning_fp8.ops import gemm_table, kernels
+from lightning_fp8.worker import Answer, Job
 
 CPU = torch.device("cpu")
 kernels_of = kernels.variants
@@ -41,7 +44,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("kernels_cuda.compile._private_folders", {})
-    monkeypatch.setattr(kernels, "variants", lambda capability: FEW)
+    monkeypatch.setattr(kernels, "variants", lambda capability, every=False: FEW)
     kernels.backend.cache_clear()
     nvrtc_version.cache_clear()
     gemm_table.rows.cache_clear()
@@ -93,11 +96,28 @@ def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "package_version", lambda name: None if "cupy" in name else version(name))
 
 
+class InProcess:
+    """In place of a ``Worker``: the jobs are done here, where kernels and torch are made up."""
+
+    def __init__(self, _: list[str]) -> None:
+        pass
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def answer(self, job: Job, limit_s: float) -> Answer:
+        return Answer(json.loads(json.dumps(child.test(job))), None)
+
+
 @pytest.fixture
 def host_gpu(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One GPU whose kernels run on the CPU, from their own sources, under the CPU's name; forgotten passes."""
     with_gpus(monkeypatch, (9, 0))
     monkeypatch.setattr(hardware, "gpus", lambda: [CPU])
+    monkeypatch.setattr(kernel_checks, "Worker", InProcess)
     forgotten: list[str] = []
     monkeypatch.setattr(kernels.load, "forget_pass", lambda family, *_: forgotten.append(family))
     return forgotten
@@ -137,6 +157,46 @@ def test_kernels_are_compiled_without_a_gpu_and_kept(monkeypatch: pytest.MonkeyP
     assert all(check.compile_s > 0 for check in first)
     assert sum(check.compile_s for check in second) < sum(check.compile_s for check in first)
     assert len(list(cache_folder().glob("*-sm_90a-*.cubin"))) == len(FEW)
+
+
+def test_cubins_that_were_carried_here_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_gpu(monkeypatch)
+    assert value(examine(compile=False), "GPU and toolchain", "compiled kernels") == "none in the cache"
+    examine(architectures=["sm_90a"])
+    carried = tmp_path / "carried"
+    shutil.copytree(cache_folder(), carried)
+    monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(carried))
+    version = "{}.{}".format(*nvrtc_version())
+    found = examine(architectures=["sm_90a"])
+    assert value(found, "GPU and toolchain", "compiled kernels") == f"{len(FEW)} by NVRTC {version}"
+    assert {check.compiled for check in found.kernels} == {"from the cache"}
+
+
+def test_cubins_of_another_nvrtc_are_said_to_be_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    real = nvrtc_version()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("kernels_cuda.compile.nvrtc_version", lambda: (12, 9))
+        examine(architectures=["sm_90a"])
+    found = examine(architectures=["sm_90a"])
+    expected = f"{len(FEW)} by NVRTC 12.9, of no use here: NVRTC {real[0]}.{real[1]} compiles its own"
+    assert value(found, "GPU and toolchain", "compiled kernels") == expected
+    assert {check.compiled for check in found.kernels} == {"compiled"}
+
+
+def test_every_kernel_there_is_can_be_compiled_ahead() -> None:
+    """Whatever formats, dtypes and configurations a recipe or a table asks for."""
+    names = {variant.name for variant in kernels_of((9, 0), every=True)}
+    assert {variant.name for variant in EVERY} < names
+    for promote, grad in ((False, "e4m3"), (True, "e5m2"), (True, "e4m3")):
+        for one in configurations((9, 0), promote):
+            made = [kernels._gemm_variant(one, *pair, output, promote) for pair in FORMAT_PAIRS for output in OUTPUTS]
+            made += [
+                kernels._chained_variant(one, grad, output, promote, activation, grad)
+                for output in (torch.bfloat16, torch.float16)
+                for activation in CHAINED_ACTIVATIONS
+            ]
+            assert {variant.name for variant in made} <= names
 
 
 def test_there_is_a_variant_for_everything_that_is_cast() -> None:
@@ -192,21 +252,27 @@ def test_gemms_are_those_of_the_table(
     assert seen == [*([plain, plain] if capability == (10, 0) else measured_texts), plain]
 
 
-@pytest.mark.parametrize("arguments", [["--quick"], ["--architectures", "sm_89", "sm_120a"], ["--architectures"]])
+@pytest.mark.parametrize("arguments", [["--quick"], ["--compile", "sm_89", "sm_120a"], ["--compile"]])
 def test_architectures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     without_gpu(monkeypatch)
     with pytest.raises(SystemExit) as ended:
         command.main([*arguments, "--json"])
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
     assert ended.value.code == found["status"] == 0
     expected = {
         "--quick": [],
         "sm_89": ["sm_89", "sm_120a"],
-        "--architectures": [*kernel_checks.ARCHITECTURES],
+        "--compile": [*kernel_checks.ARCHITECTURES],
     }[arguments[min(1, len(arguments) - 1)]]
     assert list(dict.fromkeys(check["place"] for check in found["kernels"])) == expected
+    # each as it was tried
+    assert [line.split(": ")[:2] for line in printed.err.splitlines()] == [
+        [check["place"], check["kernel"]] for check in found["kernels"]
+    ]
+    assert all("compiled" in line or "from the cache" in line for line in printed.err.splitlines())
     assert cache_folder().exists() == bool(expected)
 
 
@@ -356,6 +422,55 @@ def test_a_toolchain_that_gives_out_is_said_once(monkeypatch: pytest.MonkeyPatch
     found = examine()
     assert (found.status, len(found.problems), len(found.kernels)) == (1, 1, 1)
     assert fp8(found, "cpu")["casts"] == fp8(found, "cpu")["scales"] == "torch's operators"
+
+
+# a child whose kernels are made up: `update_scales` hangs, `cast_weights` takes its process with it
+FAKE = """
+import os, sys, time
+import torch
+from lightning_fp8.doctor import child
+from lightning_fp8.ops import kernels
+from lightning_fp8.worker import serve
+
+def attempt(variant, device, test_again):
+    print("what libraries print")
+    if variant.family == "update_scales":
+        time.sleep(600)
+    if variant.family == "cast_weights":
+        os.abort()
+    return kernels.Attempt(None, None, False, 0.25, 0.5)
+
+torch.cuda.get_device_capability = lambda _: (9, 0)
+kernels.try_kernel = attempt
+serve(child.test)
+"""
+
+
+def test_a_kernel_that_hangs_costs_its_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, (9, 0))
+    chosen = [next(one for one in EVERY if one.family == family) for family in ("cast_weights", "update_scales")]
+    cast = FEW[0]
+    monkeypatch.setattr(kernels, "variants", lambda *_: [cast, *chosen, chosen[1], chosen[1], cast])
+    monkeypatch.setattr(child, "command", lambda: [sys.executable, "-c", FAKE])
+    shown: list[str] = []
+    checks = kernel_checks.on_device(torch.device("cuda:0"), 20.0, shown.append)
+    assert [(check.kernel, check.self_test, check.failure) for check in checks] == [
+        (cast.name, "passed", None),
+        ("cast_weights", "not run: not loaded", "ended by signal 6"),
+        ("update_scales", "not run: not loaded", "did not end within 20 s"),
+        ("update_scales", "not run: not loaded", "did not end within 20 s"),
+        (
+            "update_scales",
+            "not run: not loaded",
+            "not tried, after 2 of update_scales in a row came to nothing",
+        ),
+        (cast.name, "passed", None),
+    ]
+    # named before it is tried, so that the last line of what is killed names what it hung in
+    assert shown[0] == f"cuda:0: {cast.name}: "
+    assert shown[1] == "compiled 0.25 s, self-test passed 0.50 s\n"
+    assert shown[4] == "cuda:0: update_scales: "
+    assert shown[5].endswith("did not end within 20 s\n")
 
 
 def test_gemm_is_compared(monkeypatch: pytest.MonkeyPatch, host_gpu: list[str]) -> None:
@@ -621,8 +736,9 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_whole_command(tmp_path: Path) -> None:
     ran = run(tmp_path, "--json")
-    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.returncode == 0
     found = json.loads(ran.stdout)
+    assert len(ran.stderr.splitlines()) == len(found["kernels"])
     assert [check["kernel"] for check in found["kernels"]] == [variant.name for variant in EVERY]
     assert {check["compiled"] for check in found["kernels"]} == {"compiled"}
 
@@ -641,7 +757,7 @@ def test_the_command_on_a_machine_in_a_bad_state(tmp_path: Path) -> None:
         assert words in ran.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--nonsense"], ["--architectures", "sm_70"]])
+@pytest.mark.parametrize("arguments", [["--nonsense"], ["--compile", "sm_70"]])
 def test_wrong_arguments_are_not_a_diagnosis(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command.main(arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,16 +17,19 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
+from gemm_in_fp64 import HOPPER as HOPPER_CONFIGURATION
+from gemm_in_fp64 import Gemms
 
 from kernels_cuda.compile import KernelsUnavailable
 from kernels_cuda.gemm import configurations
 from lightning_fp8 import __main__ as entry
 from lightning_fp8.bench import timing
 from lightning_fp8.ops import gemm_table, kernels, plain
+from lightning_fp8.ops.gemm import run_choice
 from lightning_fp8.ops.gemm_choice import Choice
-from lightning_fp8.tune import child, command, search, trial
-from lightning_fp8.tune.children import Answer, answers
+from lightning_fp8.tune import chain, child, command, search, trial
 from lightning_fp8.tune.shapes import LAYERS, Gemm, Layer, candidates, gemms_of, parse_layers
+from lightning_fp8.worker import Answer, Worker
 
 CPU, HOPPER, NAME = torch.device("cpu"), (9, 0), "NVIDIA H200"
 FAST = {one.name: one for one in configurations(HOPPER, promote=False)}
@@ -54,6 +58,8 @@ def test_layers_of_training() -> None:
             projections = {(i, o) for t, i, o in LAYERS if t == tokens and hidden in (i, o)}
             ours = {(hidden, hidden), (hidden, 3 * hidden), (hidden, 4 * hidden), (4 * hidden, hidden)}
             assert ours <= projections
+    # what a run that is cut short is to have: the feed-forward of the middle size
+    assert LAYERS[:2] == (Layer(8192, 4096, 16384), Layer(8192, 16384, 4096))
     gemms = gemms_of(LAYERS)
     assert len(gemms) == len(set(gemms))
     assert set(gemms) == {gemm for layer in LAYERS for gemm in layer.gemms()}
@@ -106,9 +112,17 @@ def test_fast_candidates_are_the_configurations() -> None:
 
 # answers each job with its own fields, its process and how many came before; does what the job says
 CHILD = """
-import json, os, subprocess, sys, time
-for number, line in enumerate(sys.stdin):
-    job = json.loads(line)
+import os, subprocess, sys, time, types
+# without Lightning, which takes seconds
+package = sys.modules["lightning_fp8"] = types.ModuleType("lightning_fp8")
+package.__path__ = ["lightning_fp8"]
+from lightning_fp8.worker import serve
+number = -1
+
+def work(job):
+    global number
+    number += 1
+    print("what libraries print")
     if "pids" in job:
         below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         open(job["pids"], "w").write(f"{os.getpid()} {below.pid}")
@@ -118,40 +132,42 @@ for number, line in enumerate(sys.stdin):
     if "status" in job:
         print("first line", "ValueError: no good", sep="\\n", file=sys.stderr)
         sys.exit(job["status"])
-    if "close" in job:
-        os.close(1)
-        time.sleep(60)
-    print(job.get("print") or json.dumps({"job": job, "pid": os.getpid(), "number": number}), flush=True)
+    return job["give"] if "give" in job else {"job": job, "pid": os.getpid(), "number": number}
+
+serve(work)
 """
 COMMAND = [sys.executable, "-c", CHILD]
 LIMIT = 20.0
 
 
-def ask(*jobs: dict[str, Any], limit: float = LIMIT) -> list[Answer]:
-    return list(answers(COMMAND, jobs, lambda job: job.get("limit", limit)))
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    monkeypatch.chdir(ROOT)
+    with Worker(COMMAND) as made:
+        yield made
 
 
-def test_one_process_answers_all_jobs_in_order() -> None:
-    found = [answer.found for answer in ask(*({"at": at, "long": "x" * 100_000} for at in range(5)))]
+def test_one_process_answers_all_jobs_in_order(worker: Worker) -> None:
+    found = [worker.answer({"at": at, "long": "x" * 20_000}, LIMIT).found for at in range(5)]
     assert [one["job"]["at"] for one in found if one] == [0, 1, 2, 3, 4]
     assert [one["number"] for one in found if one] == [0, 1, 2, 3, 4]
     assert len({one["pid"] for one in found if one}) == 1
-    assert ask() == []
 
 
 @pytest.mark.parametrize(
     ("job", "failure"),
     [
-        ({"sleep": 60, "limit": 3.0}, "did not end within 3 s"),
+        ({"sleep": 60}, "did not end within 3 s"),
         ({"signal": 11}, "ended by signal 11"),
         ({"status": 1}, "ended with status 1: ValueError: no good"),
         ({"status": 0}, "ended with status 0: ValueError: no good"),
-        ({"print": "hello"}, "gave 'hello' in place of an answer"),
-        ({"print": "[3]"}, "gave '[3]' in place of an answer"),
+        ({"give": [3]}, "gave '[3]' in place of an answer"),
     ],
 )
-def test_a_job_that_fails_costs_itself_only(job: dict[str, Any], failure: str) -> None:
-    before, failed, after, last = ask({"at": 0}, job, {"at": 2}, {"at": 3})
+def test_a_job_that_fails_costs_itself_only(worker: Worker, job: dict[str, Any], failure: str) -> None:
+    before = worker.answer({"at": 0}, LIMIT)
+    failed = worker.answer(job, 3.0)
+    after, last = worker.answer({"at": 2}, LIMIT), worker.answer({"at": 3}, LIMIT)
     assert failed == Answer(None, failure)
     assert before.failure is after.failure is last.failure is None
     assert [answer.found["job"]["at"] for answer in (before, after, last) if answer.found] == [0, 2, 3]
@@ -163,17 +179,20 @@ def test_a_job_that_fails_costs_itself_only(job: dict[str, Any], failure: str) -
     assert [after.found["number"], last.found["number"]] == [0, 1]
 
 
-def test_the_limit_is_for_each_job() -> None:
-    jobs = [{"sleep": 1.5} for _ in range(4)]
-    assert [answer.failure for answer in ask(*jobs, limit=5.0)] == [None] * 4
+def test_a_process_that_has_ended_between_jobs_is_said(worker: Worker) -> None:
+    found = worker.answer({"at": 0}, LIMIT).found
+    assert found
+    os.kill(found["pid"], signal.SIGKILL)
+    wait_until_gone([found["pid"]])
+    assert worker.answer({"at": 1}, LIMIT) == Answer(None, "ended by signal 9")
+    assert worker.answer({"at": 2}, LIMIT).failure is None
 
 
-def test_after_two_failures_in_a_row_the_rest_is_not_tried(tmp_path: Path) -> None:
-    found = ask({"signal": 11}, {"at": 1}, {"signal": 11}, {"status": 3}, {"pids": str(tmp_path / "tried")}, {"at": 5})
-    assert [answer.failure is None for answer in found] == [False, True, False, False, False, False]
-    expected = "not tried, after 2 failures in a row, the last of which ended with status 3: ValueError: no good"
-    assert [answer.failure for answer in found[4:]] == [expected] * 2
-    assert not (tmp_path / "tried").exists()
+def test_what_is_no_answer_is_said() -> None:
+    with Worker([sys.executable, "-c", "print('hello', flush=True); input()"]) as worker:
+        assert worker.answer({}, LIMIT) == Answer(None, "gave 'hello' in place of an answer")
+    with Worker([sys.executable, "-c", "import os, time; os.close(1); time.sleep(60)"]) as worker:
+        assert worker.answer({}, LIMIT) == Answer(None, "closed its output without an answer")
 
 
 def is_running(pid: int) -> bool:
@@ -188,19 +207,40 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
-def test_what_hangs_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
+def test_what_hangs_is_killed_with_what_it_has_started(worker: Worker, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    (answer,) = ask({"pids": str(pids), "sleep": 60, "limit": 3.0})
-    assert answer.failure == "did not end within 3 s"
+    assert worker.answer({"pids": str(pids), "sleep": 60}, 3.0).failure == "did not end within 3 s"
     wait_until_gone([int(pid) for pid in pids.read_text().split()])
 
 
-def test_nothing_is_left_behind_by_who_stops_asking(tmp_path: Path) -> None:
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     pids = tmp_path / "pids"
-    asking = answers(COMMAND, [{"pids": str(pids)}, {"sleep": 60}], lambda _: LIMIT)
-    assert next(asking).failure is None
-    asking.close()
+    with Worker(COMMAND) as worker:
+        assert worker.answer({"pids": str(pids)}, LIMIT).failure is None
     wait_until_gone([int(pid) for pid in pids.read_text().split()])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux to end it")
+def test_what_hangs_ends_with_who_asked_even_by_a_signal(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    asking = f"""
+import sys, types
+package = sys.modules["lightning_fp8"] = types.ModuleType("lightning_fp8")
+package.__path__ = ["lightning_fp8"]
+from lightning_fp8.worker import Worker
+Worker({COMMAND!r}).answer({{"pids": {str(pids)!r}, "sleep": 600}}, 600)
+"""
+    asker = subprocess.Popen([sys.executable, "-c", asking], cwd=ROOT)
+    until = time.monotonic() + 20
+    while not (pids.exists() and len(pids.read_text().split()) == 2):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    asker.kill()
+    asker.wait()
+    child_pid, below = map(int, pids.read_text().split())
+    wait_until_gone([child_pid])
+    os.kill(below, signal.SIGKILL)
 
 
 # one candidate
@@ -388,6 +428,103 @@ def test_without_a_right_candidate_torch_is_timed_alone(clock: list[str]) -> Non
     assert row["cublaslt_p50_us"] == pytest.approx(22.15)
 
 
+class Device:
+    """A host that takes 50 microseconds for a call, and a device that takes 10 for what it is to do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.done = 0.0
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                pass
+
+            def record(self) -> None:
+                self.at = max(device.done, device.now)
+
+            def synchronize(self) -> None:
+                device.now = max(device.now, self.at)
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at - self.at) / 1e3
+
+        def sleep(cycles: int) -> None:
+            self.launch(1.0, cycles / 2000)
+
+        def synchronize() -> None:
+            self.now = max(self.now, self.done)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+        monkeypatch.setattr(timing, "synchronize", synchronize)
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now / 1e6)
+
+    def launch(self, host_us: float, device_us: float) -> None:
+        self.now += host_us
+        self.done = max(self.done, self.now) + device_us
+
+
+def test_a_gemm_shorter_than_its_call_is_not_the_hosts_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    made = trial.operands
+    monkeypatch.setattr(trial, "operands", lambda gemm, *_: made(gemm, CPU))
+    monkeypatch.setattr(timing, "copies_for", lambda *_: 2)
+
+    def run(choice: Choice, *_: Any) -> torch.Tensor:
+        device.launch(50.0, 10.0 if choice.configuration is None else 7.0)
+        return torch.zeros(1)
+
+    row = trial.timed(DGRAD, CHOICES[:1], 3, torch.device("cuda"), run)
+    assert (row["p50_us"], row["cublaslt_p50_us"]) == (pytest.approx(7.0), pytest.approx(10.0))
+
+
+# chained to the next operand's cast
+
+
+@pytest.fixture
+def gemms(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> Gemms:
+    """GEMMs in fp64; casts from their own source."""
+    return Gemms(monkeypatch)
+
+
+UP, DOWN = Layer(96, 32, 48).gemms()[0], Layer(96, 48, 32).gemms()[1]
+
+
+def chain_measured(gemm: Gemm, activation: str, run: trial.Run = run_choice) -> dict[str, Any]:
+    choice = Choice(HOPPER_CONFIGURATION)
+    return chain.measured(gemm, choice, choice, activation, 2, CPU, run)
+
+
+@pytest.mark.parametrize("gemm", [UP, DOWN])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_a_chained_gemm_is_compared_and_timed_beside_gemm_and_cast(
+    gemms: Gemms, monkeypatch: pytest.MonkeyPatch, gemm: Gemm, activation: str
+) -> None:
+    ran: list[str] = []
+
+    def batch(variant: timing.Variant, calls: int) -> float:
+        ran.append(variant.name)
+        gemms.launches.clear()
+        variant.call(0)
+        assert gemms.launches == ["chained_gemm" if variant.name == chain.CHAINED else "gemm"]
+        return {chain.CHAINED: 3.0, chain.SEPARATE: 4.0}[variant.name]
+
+    monkeypatch.setattr(timing, "wall_batch", batch)
+    monkeypatch.setattr(timing, "_calls_for", lambda *_: 1)
+    assert chain_measured(gemm, activation) == {"wrong": None, "chained_us": 3.0, "separate_us": 4.0}
+    assert ran == [chain.CHAINED, chain.SEPARATE] * 2
+
+
+@pytest.mark.parametrize("gemm", [UP, DOWN])
+def test_a_chained_gemm_that_gives_something_else_is_not_timed(gemms: Gemms, gemm: Gemm) -> None:
+    def run(*arguments: Any) -> torch.Tensor:
+        return run_choice(*arguments) * 1.2
+
+    assert "other codes of" in chain_measured(gemm, "relu", run)["wrong"]
+    gemms.missing = {"chained"}
+    assert chain_measured(gemm, "relu") == {"wrong": "no kernel: chained"}
+
+
 def test_rows_are_rows_of_a_table(clock: list[str], tmp_path: Path) -> None:
     rows = [trial.timed(gemm, choices, 2, CPU, run_plain) for gemm, choices in ((WGRAD, CHOICES), (FPROP, []))]
     gemm_table.write(tmp_path / "table.json", {"gpu": NAME}, rows)
@@ -405,6 +542,7 @@ package.__path__ = ["lightning_fp8"]
 import torch
 from lightning_fp8.ops import kernels, plain
 from lightning_fp8.tune import child
+from lightning_fp8.worker import serve
 
 def run(choice, *arguments):
     *operands, output, promote = arguments
@@ -427,7 +565,7 @@ child._device = lambda: torch.device("cpu")
 torch.cuda.get_device_capability = lambda _: (9, 0)
 kernels.gemm_kernel = lambda device, one, *_: None if one.name == "256x128 s4 c2" else 1
 child.run_choice = run
-child.main(sys.argv[1:])
+serve(child.work)
 """
 
 
@@ -438,7 +576,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: NAME)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(command, "_device", lambda: CPU)
-    monkeypatch.setattr(child, "command", lambda kind: [sys.executable, "-c", FAKE, kind])
+    monkeypatch.setattr(child, "command", lambda: [sys.executable, "-c", FAKE])
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(ROOT)
@@ -490,67 +628,145 @@ def test_tune_leaves_out_what_is_broken_and_keeps_the_fastest(
     ours, theirs = rows[0].p50_us, rows[0].cublaslt_p50_us
     assert ours
     assert theirs
-    assert line.split()[-4:] == [f"{ours:.1f}", "0", "0", f"{theirs / ours:.3f}"]
+    assert line.split()[-5:] == [f"{ours:.1f}", "0", "0", f"{theirs / ours:.3f}", "-"]
 
 
 def test_figures_of_the_table() -> None:
     row = {"configuration": "256x128 s4 c2", "splits": 2, "p50_us": 1000.0, "cublaslt_p50_us": 1500.0}
     gemm = Gemm(8192, 4096, 16384, True, torch.float32, "e5m2", "e4m3")
-    assert command._cells(gemm, row)[1:] == ("256x128 s4 c2, K in 2", "1000.0", "1100", "733", "1.500")
+    assert command._cells(gemm, row)[1:] == ("256x128 s4 c2, K in 2", "1000.0", "1100", "733", "1.500", "-")
     none = {"configuration": None, "splits": 1, "p50_us": None, "cublaslt_p50_us": None}
-    assert command._cells(gemm, none)[1:] == ("none", "-", "-", "-", "-")
+    assert command._cells(gemm, none)[1:] == ("none", "-", "-", "-", "-", "-")
+    chained = {
+        **row,
+        "chained_p50_us": {"relu": 1050.0, "silu": 1250.0},
+        "separate_p50_us": {"relu": 1200.0, "silu": 1000},
+    }
+    assert command._cells(gemm, chained)[-1] == "relu 1.143, silu 0.800"
 
 
 class Steps:
-    """In place of processes: what came of trials and of timings."""
+    """In place of a worker: what came of trials, timings and chained GEMMs.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, failed: set[str]) -> None:
-        self.limits: list[float] = []
-        self.kinds: list[tuple[list[str], list[dict[str, Any]]]] = []
-        self.failed = failed
-        monkeypatch.setattr(search, "answers", self)
+    Attributes:
+        wrong: configurations that give rubbish, and activations that do so behind a GEMM.
+        lost: those that take the process with them; numbers of rows of GEMMs whose timing does.
+    """
 
-    def __call__(self, started: list[str], jobs: list[dict[str, Any]], limit_s: Any) -> Iterator[Answer]:
-        self.kinds.append((started[-1:], jobs))
-        self.limits += map(limit_s, jobs)
-        for job in jobs:
-            m, n, k, promote, output, *_ = job["gemm"]
-            if started[-1] == "trial":
-                yield Answer({"wrong": "gave rubbish" if job["choices"][0][0] in self.failed else None}, None)
-            elif f"{m}" in self.failed:
-                yield Answer(None, "did not end")
-            else:
-                key = {"m": m, "n": n, "k": k, "promote": promote, "output": output}
-                (name, splits), *_ = [*job["choices"], (None, 1)]
-                yield Answer(
-                    {**key, "configuration": name, "splits": splits, "p50_us": 1.0, "cublaslt_p50_us": 2.0}, None
-                )
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, wrong: set[str] = frozenset(), lost: set[str] = frozenset()
+    ) -> None:  # type: ignore[assignment]
+        self.asked: list[tuple[dict[str, Any], float]] = []
+        self.wrong, self.lost = wrong, lost
+        monkeypatch.setattr(search, "Worker", lambda command: self)
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def jobs(self, kind: str) -> list[dict[str, Any]]:
+        return [job for job, _ in self.asked if job["kind"] == kind]
+
+    def answer(self, job: dict[str, Any], limit_s: float) -> Answer:
+        self.asked.append((job, limit_s))
+        m, n, k, promote, output, *_ = job["gemm"]
+        (name, splits), *_ = [*job["choices"], (None, 1)]
+        what = {"trial": name, "timing": f"{m}", "chain": job.get("activation")}[job["kind"]]
+        if what in self.lost:
+            return Answer(None, "did not end")
+        if job["kind"] == "timing":
+            key = {"m": m, "n": n, "k": k, "promote": promote, "output": output}
+            best = {"configuration": name, "splits": splits, "p50_us": name and 2.0, "cublaslt_p50_us": 3.0}
+            return Answer({**key, **best}, None)
+        if what in self.wrong:
+            return Answer({"wrong": "gave rubbish"}, None)
+        times = {"relu": (4.0, 5.0), "silu": (6.0, 5.0)}.get(job.get("activation", ""), (5.0, 5.0))
+        return Answer({"wrong": None, **dict(zip(("chained_us", "separate_us"), times))}, None)
 
 
-def test_a_process_serves_one_configuration_and_kind(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gemm_is_done_before_the_next_is_begun(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the table has what is known whenever it ends."""
     steps = Steps(monkeypatch, {"128x128 s6 c1"})
+    rows_then: list[int] = []
+    answer = steps.answer
+
+    def looking(job: dict[str, Any], limit_s: float) -> Answer:
+        own = gemm_table.own_path(NAME)
+        rows_then.append(len(json.loads(own.read_text())["rows"]) if own.exists() else 0)
+        return answer(job, limit_s)
+
+    monkeypatch.setattr(steps, "answer", looking)
     command.main(["--shapes", "48x64x32,2048x1024x1024", "--time-limit", "7", "--rounds", "3"])
-    trials = [jobs for (kind,), jobs in steps.kinds if kind == "trial"]
-    assert len(trials) == len(FAST) + 2 * len(PROMOTED)
-    for jobs in trials:
-        assert len({(job["choices"][0][0], job["gemm"][3], job["gemm"][4]) for job in jobs}) == 1
-    (timings,) = (jobs for (kind,), jobs in steps.kinds if kind == "timing")
-    assert [Gemm.from_json(job["gemm"]) for job in timings] == [
-        *Layer(48, 64, 32).gemms(),
-        *Layer(2048, 1024, 1024).gemms(),
-    ]
+    gemms = [*Layer(48, 64, 32).gemms(), *Layer(2048, 1024, 1024).gemms()]
+    assert list(dict.fromkeys(Gemm.from_json(job["gemm"]) for job, _ in steps.asked)) == gemms
+    of_each = [[job["kind"] for job, _ in steps.asked if job["gemm"] == gemm.as_json()] for gemm in gemms]
+    assert all(kinds == sorted(kinds, key=["trial", "timing", "chain"].index) for kinds in of_each)
+    assert [len(list(jobs)) for jobs in of_each][:3] == [len(FAST) + 1, len(PROMOTED) + 1 + 4, len(PROMOTED) + 1]
+    assert rows_then == [at + (kind == "chain") for at, kinds in enumerate(of_each) for kind in kinds]
+    timings = steps.jobs("timing")
     assert all("128x128 s6 c1" not in dict(job["choices"]) for job in timings)
     assert len(timings[0]["choices"]) == len(FAST) - 1
     assert [splits for name, splits in timings[5]["choices"] if name == "256x128 s4 c2"] == [1, 2]
     assert {job["rounds"] for job in timings} == {3}
-    assert steps.limits[: -len(timings)] == [7.0] * sum(map(len, trials))
-    assert steps.limits[-len(timings) :] == [7.0 * (1 + len(job["choices"])) for job in timings]
+    for job, limit in steps.asked:
+        assert limit == 7.0 * {"trial": 1, "timing": 1 + len(job["choices"]), "chain": 2}[job["kind"]]
+
+
+def test_what_was_lost_twice_is_not_tried_again(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = Steps(monkeypatch, lost={"256x128 s4 c1"})
+    command.main(["--shapes", "48x64x32,16x16x16"])
+    tried = [job["gemm"][3] for job in steps.jobs("trial") if job["choices"][0][0] == "256x128 s4 c1"]
+    # by kind of GEMM: twice without promotion, and twice of four with
+    assert tried == [False, True, True, False]
+    printed = capsys.readouterr().out
+    assert printed.count("left out: 256x128 s4 c1 for") == 6
+    assert printed.count("not tried again, after 2 times that it did not end well") == 2
+
+
+def test_chained_or_separate_is_decided_by_activation(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = Steps(monkeypatch, wrong={"gelu"}, lost={"gelu_tanh"})
+    command.main(["--shapes", "48x64x32"])
+    # of fprop [48, 32], dgrad [48, 64] and wgrad only dgrad goes into something wider
+    assert [Gemm.from_json(job["gemm"]) for job in steps.jobs("chain")] == [DGRAD] * 4
+    rows = json.loads(gemm_table.own_path(NAME).read_text())["rows"]
+    (row,) = (row for row in rows if "chained" in row)
+    assert (row["m"], row["n"], row["k"]) == DGRAD[:3]
+    assert row["chained"] == {"relu": True, "gelu": False, "gelu_tanh": False, "silu": False}
+    assert row["chained_p50_us"] == {"relu": 4.0, "silu": 6.0}
+    assert row["separate_p50_us"] == {"relu": 5.0, "silu": 5.0}
+    printed = capsys.readouterr().out
+    assert f"left out: 256x128 s4 c2 with gelu for {DGRAD.name}: gave rubbish" in printed
+    assert f"left out: 256x128 s4 c2 with gelu_tanh for {DGRAD.name}: did not end" in printed
+    assert "relu 1.250, silu 0.833" in printed
+    assert all(job["choices"] == [["256x128 s4 c2", 1], ["256x128 s4 c2", 1]] for job in steps.jobs("chain"))
+
+
+def test_what_is_chained_stands_beside_the_faster_gemm() -> None:
+    row = {"configuration": "256x128 s4 c2", "splits": 1, "p50_us": 2.0, "cublaslt_p50_us": 1.5}
+    assert child.chain_job(DGRAD, row, "relu", 3)["choices"] == [["256x128 s4 c2", 1], [None, 1]]
+    assert child.chain_job(DGRAD, {**row, "cublaslt_p50_us": None}, "relu", 3)["choices"][1] == ["256x128 s4 c2", 1]
+
+
+def test_only_what_is_whole_and_ours_can_be_chained() -> None:
+    row = {"configuration": "256x128 s4 c2", "splits": 1}
+    assert chain.activations(DGRAD, row) == ("relu", "gelu", "gelu_tanh", "silu")
+    assert chain.activations(Layer(48, 32, 64).gemms()[0], row) == ("relu", "gelu", "gelu_tanh", "silu")
+    assert (
+        chain.activations(DGRAD, {**row, "splits": 2}) == chain.activations(DGRAD, {**row, "configuration": None}) == ()
+    )
+    assert chain.activations(FPROP, row) == chain.activations(WGRAD._replace(m=64, n=128), row) == ()
 
 
 def test_a_gemm_that_cannot_be_measured_is_named_and_the_others_kept(
     gpu: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Steps(monkeypatch, {"32"})
+    Steps(monkeypatch, lost={"32"})
     with pytest.raises(SystemExit, match=f"could not be measured:\n{WGRAD.name}: did not end"):
         command.main(["--shapes", "48x64x32", "--out", str(gpu / "table.json")])
     assert [row["m"] for row in json.loads((gpu / "table.json").read_text())["rows"]] == [48, 48]
@@ -558,7 +774,7 @@ def test_a_gemm_that_cannot_be_measured_is_named_and_the_others_kept(
 
 
 def test_tuning_one_shape_keeps_the_others(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Steps(monkeypatch, set())
+    Steps(monkeypatch)
     command.main(["--shapes", "48x64x32"])
     command.main(["--shapes", "16x16x16"])
     assert len(gemm_table.rows(NAME, HOPPER)) == 6
@@ -635,5 +851,5 @@ def test_entry_point_hands_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_children_start_in_this_python() -> None:
-    assert child.command("trial") == [sys.executable, "-m", "lightning_fp8.tune.child", "trial"]
+    assert child.command() == [sys.executable, "-m", "lightning_fp8.tune.child"]
     assert os.path.exists(import_module("lightning_fp8.tune.child").__file__ or "")

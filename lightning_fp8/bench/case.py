@@ -40,6 +40,11 @@ class Variant:
     tokens: int | None = None
     saved_bytes: Callable[[], int] | None = None
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is this package that is measured, and no baseline."""
+        return self.name.startswith(("lightning_fp8", "auto", "Kernel"))
+
 
 class Case(Protocol):
     """One piece of work, at one size."""

@@ -39,7 +39,7 @@ _COLUMNS = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one suite or all; exits with a message where it cannot, on a wrong result, and if a variant did not run."""
+    """Run one suite or all; exits with a message where it cannot, and at the end if a variant did not run or is wrong."""
     options = _parser().parse_args(arguments)
     device = _device(options.device)
     suites = SUITES if options.suite == "all" else {options.suite: SUITES[options.suite]}
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
         print(f"\n{options.plot}" if drawn else "\n--plot: no case has the variant that its suite compares with.")
     failures = [failure for run in runs.values() for failure in run.failures]
     if failures:
-        sys.exit("\nThese did not run:\n" + "\n".join(failures))
+        sys.exit("\nThese did not run, or gave something wrong:\n" + "\n".join(failures))
 
 
 def _measure(run: Run, cases: list[Case], out: Path | None, begin: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -72,7 +72,11 @@ def _measure(run: Run, cases: list[Case], out: Path | None, begin: Callable[[str
             columns = {key: column for key, column in _COLUMNS.items() if any(row[key] is not None for row in made)}
             print(f"\n{case.name}\n{rows.table(made, columns)}", flush=True)
             rows.append(made, out)
-            found += made
+            # what is wrong is named and kept, and nothing is compared with it
+            for row in made:
+                if row["wrong"] is not None:
+                    print(f"{row['variant']} gave {row['wrong']}")
+            found += [row for row in made if row["checked"]]
         timing.release()
     if run.suite.summary is not None and (line := run.suite.summary(found)):
         print(f"\n{line}", flush=True)

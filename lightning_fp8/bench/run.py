@@ -1,8 +1,7 @@
-"""One suite's run: every variant is checked, then all of a case are timed in turns."""
+"""One suite's run: all variants of a case are checked, then timed in turns; what is wrong costs no other case."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +44,7 @@ class Run:
     """What all cases of one suite share: above all the ceilings, a copy's bandwidth and the GPU's FP8 peak.
 
     Attributes:
-        failures: what did not run, one line each.
+        failures: what did not run or gave something wrong, one line each.
     """
 
     def __init__(self, name: str, suite: Suite, device: torch.device, rounds: int, about: dict[str, Any]) -> None:
@@ -62,23 +61,30 @@ class Run:
         return [LargeCopy(_CEILING_BYTES[self.device.type])] if self.suite.copy_is_ceiling else []
 
     def measure(self, case: Case) -> list[dict[str, Any]]:
-        """Check and time all variants of a case: one row each."""
+        """Check and time all variants of a case: one row each.
+
+        Where one of ours is wrong nothing of the case is timed; another one that is wrong says so in its row.
+        """
         if not case.is_served(self.device):
-            sys.exit(
+            self.failures.append(
                 f"{case.name}: no kernel of lightning_fp8 serves it on {self.device}, and torch's own operators, which"
                 " would take over, are not what is to be timed. The warning above says why; LIGHTNING_FP8_BACKEND"
                 " must not be `reference`."
             )
+            return []
         try:
             with torch.set_grad_enabled(self.suite.timed in _WITH_GRADIENTS):
-                variants = [variant for variant in case.variants(self.device) if self._is_right(case, variant)]
+                made = case.variants(self.device)
+                wrong = self._wrong(case, made)
+                variants = [variant for variant in made if variant.name in wrong]
                 found = self._timed(variants)
         except torch.OutOfMemoryError as error:
             self.failures.append(f"{case.name}: {error}")
             return []
         if isinstance(case, LargeCopy):
-            self.ceiling_gb_per_s = next((_gb_per_s(case, one.times) for one in found.values()), None)
-        return [self._row(case, variant, found[variant.name]) for variant in variants]
+            right = (times.times for name, times in found.items() if wrong[name] is None)
+            self.ceiling_gb_per_s = next((_gb_per_s(case, times) for times in right), None)
+        return [self._row(case, variant, found[variant.name], wrong[variant.name]) for variant in variants]
 
     def _timed(self, variants: list[Variant]) -> dict[str, Measured]:
         if self.suite.timed in ("steps", "steps alone"):
@@ -86,19 +92,25 @@ class Run:
         times = timing.time_in_turns(variants, self.rounds, *self.clock)
         return {name: Measured(found) for name, found in times.items()}
 
-    def _is_right(self, case: Case, variant: Variant) -> bool:
-        """Whether it runs; where it gives another result than it should, the program ends."""
-        try:
-            wrong = variant.check()
-        # whatever a compiler or another package raises costs its own rows and the exit status, not the other rows
-        except Exception as error:
-            self.failures.append(f"{case.name}: {variant.name}: {type(error).__name__}: {str(error)[:500]}")
-            return False
-        if wrong is not None:
-            sys.exit(f"{case.name}: {variant.name} gave {wrong}. Nothing of this case is timed.")
-        return True
+    def _wrong(self, case: Case, variants: list[Variant]) -> dict[str, str | None]:
+        """Of each variant that is to be timed, by name: what is wrong with its result, or None."""
+        found: dict[str, str | None] = {}
+        for variant in variants:
+            try:
+                wrong = variant.check()
+            # whatever a compiler or another package raises costs its own rows and the exit status, not the other rows
+            except Exception as error:
+                self.failures.append(f"{case.name}: {variant.name}: {type(error).__name__}: {str(error)[:500]}")
+                continue
+            if wrong is not None:
+                end = ". Nothing of this case is timed." if variant.is_ours else "."
+                self.failures.append(f"{case.name}: {variant.name} gave {wrong}{end}")
+                if variant.is_ours:
+                    return {}
+            found[variant.name] = wrong
+        return found
 
-    def _row(self, case: Case, variant: Variant, found: Measured) -> dict[str, Any]:
+    def _row(self, case: Case, variant: Variant, found: Measured, wrong: str | None) -> dict[str, Any]:
         times = found.times
         gb_per_s = _gb_per_s(case, times)
         tflops = None if case.flops is None else case.flops / times.p50_us / 1e6
@@ -118,7 +130,8 @@ class Run:
             "tokens_per_s": None if variant.tokens is None else variant.tokens / times.p50_us * 1e6,
             "peak_memory_bytes": found.peak_memory_bytes,
             "saved_bytes": found.saved_bytes,
-            "checked": True,
+            "checked": wrong is None,
+            "wrong": wrong,
             **self.about,
         }
 

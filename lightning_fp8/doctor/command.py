@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
-from lightning_fp8.doctor.examination import examine
+from lightning_fp8.doctor.examination import LIMIT_S, examine
 from lightning_fp8.doctor.kernel_checks import ARCHITECTURES
 from lightning_fp8.doctor.page import show
 
@@ -25,8 +26,9 @@ _STATUSES = """exit status:
      without the place for the precision strings
   64 the arguments are wrong
 
-Without a GPU the kernels are compiled all the same, for sm_90a. Without rich the
-page is plain text."""
+Without a GPU the kernels are compiled all the same, for sm_90a. Each is named as it
+is tried, on stderr with --json, and one that hangs or crashes ends after its time
+limit. Without rich the page is plain text."""
 _USAGE_ERROR = 64
 
 
@@ -40,24 +42,19 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str]) -> NoReturn:
     """Examine this machine, print the page, and exit with the status."""
     options = _parser().parse_args(arguments)
-    architectures = options.architectures
+    architectures = options.compile
     if architectures is not None:
         architectures = list(dict.fromkeys(architectures)) or ARCHITECTURES
-    progress = _progress()
-    diagnosis = examine(compile=not options.quick, architectures=architectures, progress=progress)
-    progress("")
+    # as it goes: where a machine is taken away, or hangs, what has been said is all there is
+    progress = partial(print, end="", file=sys.stderr if options.json else sys.stdout, flush=True)
+    diagnosis = examine(
+        compile=not options.quick, architectures=architectures, limit_s=options.time_limit, progress=progress
+    )
     if options.json:
         print(json.dumps(diagnosis.as_dict(), indent=2))
     else:
         show(diagnosis, sys.stdout)
     sys.exit(diagnosis.status)
-
-
-def _progress() -> Callable[[str], None]:
-    """Writes what is being done over what was, where somebody watches."""
-    if not sys.stderr.isatty():
-        return lambda _: None
-    return lambda text: print(f"\r\033[K{text[:78]}", end="", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,7 +67,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="the same as JSON, with every kernel")
     parser.add_argument("--quick", action="store_true", help="compile and test no kernels")
     parser.add_argument(
-        "--architectures", nargs="*", choices=ARCHITECTURES, metavar="ARCH",
-        help=f"compile the kernels for these as well, by default for all of {', '.join(ARCHITECTURES)}",
+        "--compile", nargs="*", choices=ARCHITECTURES, metavar="ARCH",
+        help=f"compile every kernel for these as well, by default for all of {', '.join(ARCHITECTURES)}, into"
+        " LIGHTNING_FP8_CACHE_DIR: another machine with the same NVRTC can use a copy of that folder",
     )  # fmt: skip
+    parser.add_argument("--time-limit", type=_positive, default=LIMIT_S, metavar="S",
+                        help="seconds for compiling and testing one kernel on a GPU (%(default)g)")  # fmt: skip
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)

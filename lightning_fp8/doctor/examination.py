@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from lightning_fp8.doctor import hardware, kernel_checks, precisions, software
 from lightning_fp8.doctor.diagnosis import CANNOT, FINE, SLOWER, Diagnosis, Findings, Section
 
+# the first of a process starts it, which takes seconds
+LIMIT_S = 60.0
 _Result = TypeVar("_Result")
 
 
@@ -19,6 +22,7 @@ def examine(
     *,
     compile: bool = True,
     architectures: Sequence[str] | None = None,
+    limit_s: float = LIMIT_S,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Diagnosis:
     """What this machine has, which precisions run on it and on which kernels. Raises nothing.
@@ -28,16 +32,17 @@ def examine(
     Args:
         device: one GPU; every visible one if left out; ``"cpu"`` leaves GPUs out.
         compile: whether to compile, load and test the package's kernels.
-        architectures: what to compile for besides, as ``"sm_90a"``, without testing; that one where there is no GPU, if
-            left out.
-        progress: is told what is compiled next.
+        architectures: what to compile every kernel for besides, as ``"sm_90a"``, without testing; if left out, where
+            there is no GPU, those of the default recipe for that one.
+        limit_s: seconds for compiling, loading and testing one kernel on a GPU.
+        progress: is told of each kernel before it is tried and after, in pieces of text.
     """
     findings = Findings()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         no_gpus: list[torch.device] = []
         devices = _guarded(findings, "GPUs", lambda: _devices(device), no_gpus)
-        _examine(findings, devices, compile, architectures, progress)
+        _examine(findings, devices, compile, architectures, limit_s, progress)
     said = dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, (UserWarning, RuntimeWarning)))
     if said:
         findings.sections.append(Section("Warnings", ("said meanwhile",), tuple((text,) for text in said)))
@@ -52,6 +57,7 @@ def _examine(
     devices: list[torch.device],
     compile: bool,
     architectures: Sequence[str] | None,
+    limit_s: float,
     progress: Callable[[str], None],
 ) -> None:
     _guarded(findings, "Versions", lambda: software.versions(findings), None)
@@ -60,9 +66,9 @@ def _examine(
     unfit = hardware.unfit(devices)
     hardware.note_unfit(findings, devices, unfit)
     if compile and ready:
-        wanted = (() if devices else ("sm_90a",)) if architectures is None else tuple(architectures)
         fit = [device for device in devices if device not in unfit]
-        _guarded(findings, "Kernels", lambda: _kernels(findings, fit, bool(devices), wanted, progress), None)
+        kernels = partial(_kernels, findings, fit, bool(devices), architectures, limit_s, progress)
+        _guarded(findings, "Kernels", kernels, None)
     else:
         why = "--quick compiles nothing" if not compile else "NVRTC does not serve, see above"
         findings.sections.append(Section("Kernels", kernel_checks.NOT_TRIED, ((why,),)))
@@ -73,12 +79,15 @@ def _kernels(
     findings: Findings,
     devices: list[torch.device],
     has_gpu: bool,
-    architectures: tuple[str, ...],
+    architectures: Sequence[str] | None,
+    limit_s: float,
     progress: Callable[[str], None],
 ) -> None:
-    checks = [check for device in devices for check in kernel_checks.on_device(device, progress)]
-    for arch in architectures:
-        checks += kernel_checks.for_architecture(arch, "compiled only" if has_gpu else "no GPU", progress)
+    checks = [check for device in devices for check in kernel_checks.on_device(device, limit_s, progress)]
+    wanted = (() if has_gpu else ("sm_90a",)) if architectures is None else architectures
+    for arch in wanted:
+        why = "compiled only" if has_gpu else "no GPU"
+        checks += kernel_checks.for_architecture(arch, why, architectures is not None, progress)
     kernel_checks.note(findings, checks)
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from kernels_cuda.compile import KernelsUnavailable, check_driver, nvrtc_version
+from kernels_cuda.compile import KernelsUnavailable, cached_by_version, check_driver, nvrtc_version
 from lightning_fp8.bench.rows import package_version
 from lightning_fp8.device import check_device
 from lightning_fp8.doctor.diagnosis import CANNOT, SLOWER, Findings, Section
@@ -60,11 +60,20 @@ def describe(findings: Findings, devices: list[torch.device]) -> bool:
             f"pip uninstall -y {' '.join(one.split()[0] for one in installed)}, then pip install {_extra(driver)}",
         )
     ready, nvrtc = _toolchain(findings, bool(devices), bool(installed), driver)
-    rows.append(("NVRTC", nvrtc))
+    rows += [("NVRTC", nvrtc), ("compiled kernels", asked(partial(_compiled, nvrtc)))]
     findings.sections.append(Section("GPU and toolchain", ("what", "found"), tuple(rows)))
     if not devices and names:
         _unseen(findings, names, driver)
     return ready
+
+
+def _compiled(nvrtc: str) -> str:
+    """What the cache folder holds, and whether it is of use here."""
+    counts = cached_by_version()
+    held = ", ".join(f"{count} by NVRTC {version}" for version, count in counts.items()) or "none in the cache"
+    if not counts or nvrtc in counts:
+        return held
+    return f"{held}, of no use here: NVRTC {nvrtc} compiles its own"
 
 
 def _description(gpu: torch.device) -> str:

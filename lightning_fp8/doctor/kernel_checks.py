@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kernels_cuda.compile import architecture, capability, compiled, is_cached
+from kernels_cuda.compile import capability, compiled, is_cached
+from lightning_fp8.doctor import child
 from lightning_fp8.doctor.diagnosis import SLOWER, Findings, KernelCheck, Section
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops import kernels, plain
+from lightning_fp8.worker import Answer, Worker
 
 ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a", "sm_120a")
 NOT_TRIED = ("not compiled or tested",)
@@ -19,35 +21,55 @@ _NOT_LOADED = "not run: not loaded"
 _COLUMNS = ("where", "kernels", "compiling", "self-tests")
 # names of kernels in one problem; all are in the list of kernels
 _NAMED = 4
+_MOST_LOST = 2
 Progress = Callable[[str], None]
 
 
-def on_device(device: torch.device, progress: Progress) -> list[KernelCheck]:
-    """Compile or find in the cache, load and test every kernel there; ends early where the toolchain does not serve."""
-    its_capability = torch.cuda.get_device_capability(device)
-    arch, checks = architecture(its_capability), []
-    for variant in kernels.variants(its_capability):
-        progress(f"{device}: {variant.name}")
-        cached = is_cached(variant.family, arch, variant.defines)
-        attempt = kernels.try_kernel(variant, device, test_again=True)
-        how, test = "from the cache" if cached else "compiled", "passed" if attempt.failure is None else "failed"
-        if attempt.testing_s is None:
-            how, test = "failed", _NOT_LOADED
-        checks.append(
-            KernelCheck(
-                variant.name, str(device), how, attempt.loading_s, test, attempt.testing_s, attempt.failure
-            )
-        )  # fmt: skip
-        if attempt.unavailable:
-            break
+def on_device(device: torch.device, limit_s: float, progress: Progress) -> list[KernelCheck]:
+    """Compile or find in the cache, load and test every kernel there; ends early where the toolchain does not serve.
+
+    All in a process of its own, so that one that hangs costs no more than its limit. After two of a family in a row
+    that did so, or took the process with them, the rest of the family is not tried.
+    """
+    checks: list[KernelCheck] = []
+    lost: Counter[str] = Counter()
+    with Worker(child.command()) as worker:
+        for variant in kernels.variants(torch.cuda.get_device_capability(device)):
+            progress(f"{device}: {variant.name}: ")
+            if lost[variant.family] < _MOST_LOST:
+                answer = worker.answer(child.job(device, variant.name), limit_s)
+            else:
+                answer = Answer(None, f"not tried, after {_MOST_LOST} of {variant.family} in a row came to nothing")
+            lost[variant.family] = 0 if answer.failure is None else lost[variant.family] + 1
+            checks.append(_checked(variant.name, device, answer))
+            progress(f"{_said(checks[-1])}\n")
+            if answer.found is not None and answer.found["unavailable"]:
+                break
     return checks
 
 
-def for_architecture(arch: str, why_no_test: str, progress: Progress) -> list[KernelCheck]:
-    """Compile every kernel, or find it in the cache; needs no GPU."""
+def _checked(kernel: str, device: torch.device, answer: Answer) -> KernelCheck:
+    if answer.found is None:
+        return KernelCheck(kernel, str(device), "failed", 0.0, _NOT_LOADED, None, answer.failure)
+    found = answer.found
+    how, test = "from the cache" if found["cached"] else "compiled", "passed" if found["failure"] is None else "failed"
+    if found["testing_s"] is None:
+        how, test = "failed", _NOT_LOADED
+    return KernelCheck(kernel, str(device), how, found["loading_s"], test, found["testing_s"], found["failure"])
+
+
+def for_architecture(arch: str, why_no_test: str, every: bool, progress: Progress) -> list[KernelCheck]:
+    """Compile every kernel, or find it in the cache; needs no GPU.
+
+    Args:
+        arch: as ``"sm_90a"``.
+        why_no_test: of the self-tests, that do not run.
+        every: also those of other recipes, dtypes and configurations than the default ones.
+        progress: is told, in pieces of text.
+    """
     checks = []
-    for variant in kernels.variants(capability(arch)):
-        progress(f"{arch}: {variant.name}")
+    for variant in kernels.variants(capability(arch), every):
+        progress(f"{arch}: {variant.name}: ")
         began, failure, how = time.perf_counter(), None, "compiled"
         try:
             how = "from the cache" if is_cached(variant.family, arch, variant.defines) else "compiled"
@@ -57,7 +79,15 @@ def for_architecture(arch: str, why_no_test: str, progress: Progress) -> list[Ke
             failure, how = f"{type(error).__name__}: {error}", "failed"
         seconds = time.perf_counter() - began
         checks.append(KernelCheck(variant.name, arch, how, seconds, f"not run: {why_no_test}", None, failure))
+        progress(f"{_said(checks[-1])}\n")
     return checks
+
+
+def _said(check: KernelCheck) -> str:
+    """``"compiled 0.71 s, self-test passed 0.02 s"``."""
+    test = "" if check.self_test_s is None else f" {check.self_test_s:.2f} s"
+    text = f"{check.compiled} {check.compile_s:.2f} s, self-test {check.self_test}{test}"
+    return text if check.failure is None else f"{text}: {' '.join(check.failure.split())[:500]}"
 
 
 def gemm(device: torch.device) -> str | None:

@@ -72,10 +72,11 @@ class Attempt(NamedTuple):
     out_of_memory: bool = False
 
 
-def variants(capability: tuple[int, int]) -> list[Variant]:
-    """Every kernel that training with the default recipe may use on GPUs of this compute capability.
+def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
+    """The kernels that training with the default recipe may use on GPUs of this compute capability.
 
-    Of the GEMMs that end with a cast those in bf16 and of the first configuration, which stand for the others.
+    Of the GEMMs that end with a cast those in bf16 and of the first configuration, which stand for the others. With
+    ``every`` all that there are: other formats, outputs and configurations too.
     """
     of_casts = [
         _cast_variant(dtype, fmt, activation, backward)
@@ -85,22 +86,36 @@ def variants(capability: tuple[int, int]) -> list[Variant]:
         for backward in (False, True)
         if not (backward and activation == "none")
     ]
-    return [*of_casts, _weights_variant(), _update_variant(), *_gemm_variants(capability)]
+    return [*of_casts, _weights_variant(), _update_variant(), *_gemm_variants(capability, every)]
 
 
-def _gemm_variants(capability: tuple[int, int]) -> list[Variant]:
+def _gemm_variants(capability: tuple[int, int], every: bool) -> list[Variant]:
     fast, promoted = (gemm.configurations(capability, promote) for promote in (False, True))
-    made = [_gemm_variant(one, "e4m3", "e4m3", torch.bfloat16, False) for one in fast]
+    # no recipe multiplies two gradients
+    pairs = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")]
+    outputs = tuple(gemm.OUTPUTS)
+    made = [
+        _gemm_variant(one, *pair, output, False)
+        for one in fast
+        for pair in (pairs if every else [("e4m3", "e4m3")])
+        for output in (outputs if every else (torch.bfloat16,))
+    ]
     # dgrad in bf16; wgrad in the parameters' dtype
-    made += [_gemm_variant(one, "e5m2", "e4m3", output, True) for one in promoted for output in gemm.OUTPUTS]
-    chained = [one for one in (*fast[:1], *promoted[:1]) if one.family == "gemm_sm90"]
-    for one in chained:
-        promote, fmt = one in promoted, "e5m2" if one in promoted else "e4m3"
+    made += [
+        _gemm_variant(one, *pair, output, True)
+        for one in promoted
+        for pair in (pairs if every else [("e5m2", "e4m3")])
+        for output in outputs
+    ]
+    for promote, fmt in ((False, "e4m3"), (True, "e5m2"), *([(True, "e4m3")] if every else [])):
+        chained = [one for one in (promoted if promote else fast) if one.family == "gemm_sm90"]
         made += [
-            _chained_variant(one, fmt, torch.bfloat16, promote, activation, fmt)
+            _chained_variant(one, fmt, output, promote, activation, fmt)
+            for one in (chained if every else chained[:1])
+            for output in ((torch.bfloat16, torch.float16) if every else (torch.bfloat16,))
             for activation in gemm.CHAINED_ACTIVATIONS
         ]
-    return [*made, *(_sum_splits_variant(output) for output in gemm.OUTPUTS)] if made else []
+    return [*made, *(_sum_splits_variant(output) for output in outputs)] if made else []
 
 
 @functools.cache

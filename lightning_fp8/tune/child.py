@@ -1,48 +1,52 @@
-"""``python -m lightning_fp8.tune.child trial|timing``: does the jobs of :func:`lightning_fp8.tune.children.answers`."""
+"""``python -m lightning_fp8.tune.child``: does the jobs that are made here, one after the other."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from kernels_cuda.gemm import configurations
+from kernels_cuda.gemm import Configuration, configurations
 from lightning_fp8.bench import timing
 from lightning_fp8.ops.gemm import run_choice
 from lightning_fp8.ops.gemm_choice import Choice
-from lightning_fp8.tune import trial
-from lightning_fp8.tune.children import Job
+from lightning_fp8.tune import chain, trial
 from lightning_fp8.tune.shapes import Gemm
+from lightning_fp8.worker import Job, serve
 
 
-def command(kind: str) -> list[str]:
-    """What starts a process that works on jobs of this kind."""
-    return [sys.executable, "-m", "lightning_fp8.tune.child", kind]
+def command() -> list[str]:
+    """What starts a process that works on jobs."""
+    return [sys.executable, "-m", "lightning_fp8.tune.child"]
 
 
 def trial_job(gemm: Gemm, choice: Choice) -> Job:
     """Is answered by ``{"wrong": None}``, or by what is wrong."""
-    return {"gemm": gemm.as_json(), "choices": _named([choice])}
+    return {"kind": "trial", "gemm": gemm.as_json(), "choices": _named([choice])}
 
 
 def timing_job(gemm: Gemm, choices: Sequence[Choice], rounds: int) -> Job:
     """Is answered by a row of the table."""
-    return {"gemm": gemm.as_json(), "choices": _named(choices), "rounds": rounds}
+    return {"kind": "timing", "gemm": gemm.as_json(), "choices": _named(choices), "rounds": rounds}
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Answer one line of standard output for each line of standard input."""
-    work = {"trial": _try, "timing": _time}[arguments[0]]
-    # what libraries print goes elsewhere
-    with os.fdopen(os.dup(1), "w") as output, torch.no_grad():
-        os.dup2(2, 1)
-        for line in sys.stdin:
-            output.write(f"{json.dumps(work(json.loads(line)))}\n")
-            output.flush()
+def chain_job(gemm: Gemm, row: dict[str, Any], activation: str, rounds: int) -> Job:
+    """Is answered as :func:`lightning_fp8.tune.chain.measured` says: the choice of the row, beside its fastest GEMM."""
+    own, theirs = row["p50_us"], row["cublaslt_p50_us"]
+    ours = [[row["configuration"], row["splits"]]]
+    separate = ours if theirs is None or own < theirs else [[None, 1]]
+    return {
+        "kind": "chain", "gemm": gemm.as_json(), "choices": [*ours, *separate], "activation": activation,
+        "rounds": rounds,
+    }  # fmt: skip
+
+
+def work(job: Job) -> dict[str, Any]:
+    """The answer to a job."""
+    with torch.no_grad():
+        return {"trial": _try, "timing": _time, "chain": _chain}[job["kind"]](job)
 
 
 def _try(job: Job) -> dict[str, Any]:
@@ -53,9 +57,15 @@ def _try(job: Job) -> dict[str, Any]:
 def _time(job: Job) -> dict[str, Any]:
     gemm, choices, device = _read(job)
     served = [choice for choice in choices if trial.unserved(gemm, choice, device) is None]
-    row = trial.timed(gemm, served, job["rounds"], device, run_choice)
+    # how many copies of inputs are taken goes by the memory that is free
     timing.release()
-    return row
+    return trial.timed(gemm, served, job["rounds"], device, run_choice)
+
+
+def _chain(job: Job) -> dict[str, Any]:
+    gemm, (choice, separate), device = _read(job)
+    timing.release()
+    return chain.measured(gemm, choice, separate, job["activation"], job["rounds"], device, run_choice)
 
 
 def _named(choices: Sequence[Choice]) -> list[list[Any]]:
@@ -68,9 +78,10 @@ def _device() -> torch.device:
 
 def _read(job: Job) -> tuple[Gemm, list[Choice], torch.device]:
     gemm, device = Gemm.from_json(job["gemm"]), _device()
-    known = {one.name: one for one in configurations(torch.cuda.get_device_capability(device), gemm.promote)}
+    ours = configurations(torch.cuda.get_device_capability(device), gemm.promote)
+    known: dict[str | None, Configuration | None] = {None: None, **{one.name: one for one in ours}}
     return gemm, [Choice(known[name], splits) for name, splits in job["choices"]], device
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve(work)

@@ -1,53 +1,93 @@
-"""All candidates for all GEMMs: tried apart from each other, then those that are right timed in turns."""
+"""GEMM by GEMM: all candidates tried apart from this process, those that are right timed in turns, then chained."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning_fp8.ops.gemm_choice import Choice
-from lightning_fp8.tune import child
-from lightning_fp8.tune.children import answers
+from lightning_fp8.tune import chain, child
 from lightning_fp8.tune.shapes import Gemm
+from lightning_fp8.worker import Answer, Worker
 
-# what starts a process for jobs of a kind: `lightning_fp8.tune.child.command`
-Command = Callable[[str], Sequence[str]]
+# a candidate that has taken its process with it so often, by a crash or by taking too long, is not tried again
+_MOST_LOST = 2
 
 
 class Tried(NamedTuple):
-    """A candidate for a GEMM, and why it is left out; None where it is not."""
+    """A candidate for a GEMM, with the name of its activation where it is chained, and why it is left out."""
 
     gemm: Gemm
-    choice: Choice
+    name: str
     failure: str | None
 
 
 class Measured(NamedTuple):
-    """A GEMM's row for the table; or None, and why there is none."""
+    """A GEMM's row for the table; or None, and why there is none. It comes again where more has been measured."""
 
     gemm: Gemm
     row: dict[str, Any] | None
     failure: str | None
 
 
-def try_candidates(candidates: Mapping[Gemm, Sequence[Choice]], limit_s: float, command: Command) -> Iterator[Tried]:
-    """Each candidate on each of its GEMMs; a process serves one configuration and kind of GEMM."""
-    groups: dict[tuple[Any, ...], list[tuple[Gemm, Choice]]] = defaultdict(list)
-    for gemm, choices in candidates.items():
-        for choice in choices:
-            groups[choice.configuration, gemm.promote, gemm.output].append((gemm, choice))
-    for group in groups.values():
-        jobs = [child.trial_job(gemm, choice) for gemm, choice in group]
-        for (gemm, choice), answer in zip(group, answers(command("trial"), jobs, lambda _: limit_s)):
-            yield Tried(gemm, choice, answer.failure if answer.found is None else answer.found["wrong"])
+def measure(
+    candidates: Mapping[Gemm, Sequence[Choice]], rounds: int, limit_s: float, command: Sequence[str]
+) -> Iterator[Tried | Measured]:
+    """All that is found, as it is found: one GEMM after the other, in order.
+
+    Args:
+        candidates: ours, by GEMM.
+        rounds: batches of each candidate.
+        limit_s: seconds for trying one candidate, or for timing it.
+        command: starts a process that does the jobs of :mod:`lightning_fp8.tune.child`.
+    """
+    lost: Counter[str] = Counter()
+    with Worker(command) as worker:
+        for gemm, choices in candidates.items():
+            right = []
+            for choice in choices:
+                failure = _tried(worker, child.trial_job(gemm, choice), limit_s, lost, f"{choice.name} {gemm.promote}")
+                yield Tried(gemm, choice.name, failure)
+                if failure is None:
+                    right.append(choice)
+            answer = worker.answer(child.timing_job(gemm, right, rounds), limit_s * (1 + len(right)))
+            yield Measured(gemm, answer.found, answer.failure)
+            if answer.found is not None:
+                yield from _chains(worker, gemm, answer.found, rounds, limit_s, lost)
 
 
-def time_candidates(
-    right: Mapping[Gemm, Sequence[Choice]], rounds: int, limit_s: float, command: Command
-) -> Iterator[Measured]:
-    """Those that are right, beside ``torch._scaled_mm``; the limit is for each of them."""
-    jobs = [child.timing_job(gemm, choices, rounds) for gemm, choices in right.items()]
-    found = answers(command("timing"), jobs, lambda job: limit_s * (1 + len(job["choices"])))
-    for gemm, answer in zip(right, found):
-        yield Measured(gemm, answer.found, answer.failure)
+def _chains(
+    worker: Worker, gemm: Gemm, row: dict[str, Any], rounds: int, limit_s: float, lost: Counter[str]
+) -> Iterator[Tried | Measured]:
+    """With each activation behind the GEMM; its row, with what came of it."""
+    times: dict[str, dict[str, float]] = {"chained": {}, "separate": {}}
+    faster: dict[str, bool] = {}
+    for activation in chain.activations(gemm, row):
+        name = f"{row['configuration']} with {activation}"
+        job = child.chain_job(gemm, row, activation, rounds)
+        answer = _answer(worker, job, 2 * limit_s, lost, f"{name} {gemm.promote}")
+        failure = answer.failure if answer.found is None else answer.found["wrong"]
+        yield Tried(gemm, name, failure)
+        # what is not right must not run
+        faster[activation] = False
+        if answer.found is not None and failure is None:
+            faster[activation] = answer.found["chained_us"] < answer.found["separate_us"]
+            for way, us in times.items():
+                us[activation] = answer.found[f"{way}_us"]
+        found = {f"{way}_p50_us": dict(us) for way, us in times.items()}
+        yield Measured(gemm, {**row, "chained": dict(faster), **found}, None)
+
+
+def _tried(worker: Worker, job: dict[str, Any], limit_s: float, lost: Counter[str], name: str) -> str | None:
+    """What is wrong with a candidate; None if nothing is."""
+    answer = _answer(worker, job, limit_s, lost, name)
+    return answer.failure if answer.found is None else answer.found["wrong"]
+
+
+def _answer(worker: Worker, job: dict[str, Any], limit_s: float, lost: Counter[str], name: str) -> Answer:
+    if lost[name] >= _MOST_LOST:
+        return Answer(None, f"not tried again, after {_MOST_LOST} times that it did not end well")
+    answer = worker.answer(job, limit_s)
+    lost[name] += answer.failure is not None
+    return answer

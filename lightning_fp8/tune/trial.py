@@ -54,11 +54,11 @@ def wrong(gemm: Gemm, choice: Choice, device: torch.device, run: Run) -> str | N
 
     The result must be equal to the last bit, three times.
     """
-    operands = _operands(gemm, device, whole=True)
-    expected = _product(gemm, operands)
+    given = operands(gemm, device, whole=True)
+    expected = _product(gemm, given)
     for _ in range(_CHECKS):
         _leave_poison(gemm, choice, device)
-        got = _run(run, choice, operands, gemm)
+        got = computed(run, choice, given, gemm)
         if got.shape != expected.shape or got.dtype != gemm.output:
             return f"gave {dtype_name(got.dtype)} {tuple(got.shape)}"
         others = int((got != expected).sum())
@@ -78,14 +78,14 @@ def timed(gemm: Gemm, choices: Sequence[Choice], rounds: int, device: torch.devi
         run: computes a choice.
     """
     size = gemm.m * gemm.k + gemm.n * gemm.k + gemm.m * gemm.n * gemm.output.itemsize
-    inputs = [_operands(gemm, device) for _ in range(timing.copies_for(size, device))]
+    inputs = [operands(gemm, device) for _ in range(timing.copies_for(size, device))]
     in_turn = {choice.name: choice for choice in (*choices, *_torch_if_it_can(run, gemm, inputs[0]))}
     variants = [
         Variant(name, functools.partial(_call, run, choice, gemm, inputs), lambda: None, len(inputs))
         for name, choice in in_turn.items()
     ]
-    batch = timing.device_batch if device.type == "cuda" else timing.wall_batch
-    times = timing.time_in_turns(variants, rounds, batch, None)
+    # queued: a small GEMM takes the device less time than its call takes the host
+    times = timing.time_in_turns(variants, rounds, timing.clock("kernels", device).batch, None)
     best = min(choices, key=lambda choice: times[choice.name].p50_us, default=None)
     return {
         **dict(zip(("m", "n", "k", "promote"), gemm)),
@@ -98,16 +98,17 @@ def timed(gemm: Gemm, choices: Sequence[Choice], rounds: int, device: torch.devi
 
 
 def _call(run: Run, choice: Choice, gemm: Gemm, inputs: Sequence[Operands], at: int) -> Tensor:
-    return _run(run, choice, inputs[at], gemm)
+    return computed(run, choice, inputs[at], gemm)
 
 
-def _run(run: Run, choice: Choice, operands: Operands, gemm: Gemm) -> Tensor:
+def computed(run: Run, choice: Choice, operands: Operands, gemm: Gemm) -> Tensor:
+    """``[m, n]``: what a choice gives."""
     return run(choice, *operands, None, gemm.a_format, gemm.b_format, gemm.output, gemm.promote)
 
 
 def _torch_if_it_can(run: Run, gemm: Gemm, operands: Operands) -> list[Choice]:
     try:
-        _run(run, Choice(None), operands, gemm)
+        computed(run, Choice(None), operands, gemm)
     except torch.OutOfMemoryError:
         raise
     # "not supported", in the words of torch or of cuBLASLt
@@ -120,7 +121,7 @@ def _percentiles(prefix: str, times: timing.Times | None) -> dict[str, float | N
     return {f"{prefix}{name}": getattr(times, name, None) for name in ("p20_us", "p50_us", "p80_us")}
 
 
-def _operands(gemm: Gemm, device: torch.device, whole: bool = False) -> Operands:
+def operands(gemm: Gemm, device: torch.device, whole: bool = False) -> Operands:
     """Normal values, whose bits change from one to the next as in training; or whole numbers."""
     payloads = []
     for rows, name in ((gemm.m, gemm.a_format), (gemm.n, gemm.b_format)):
