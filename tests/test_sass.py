@@ -109,15 +109,22 @@ def disassembler() -> str:
 
 
 @functools.cache
-def instructions(family: Family, arch: str, folder: Path) -> Counter[str]:
-    """How often each instruction, with its modifiers, occurs."""
+def listing(family: Family, arch: str, folder: Path) -> str:
+    """SASS, an instruction or a label a line."""
     path = folder / "kernel.cubin"
     path.write_bytes(compiled(family, arch)[0])
-    listing = subprocess.run([disassembler(), "-c", str(path)], capture_output=True, text=True, check=False)
-    assert listing.returncode == 0, listing.stderr
-    # "        /*0040*/              @P0 LDG.E R2, desc[UR4][R2.64] ;"
-    line = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", re.MULTILINE)
-    found = Counter(line.findall(listing.stdout))
+    listed = subprocess.run([disassembler(), "-c", str(path)], capture_output=True, text=True, check=False)
+    assert listed.returncode == 0, listed.stderr
+    return listed.stdout
+
+
+# "        /*0040*/              @P0 LDG.E R2, desc[UR4][R2.64] ;"
+LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", re.MULTILINE)
+
+
+def instructions(family: Family, arch: str, folder: Path) -> Counter[str]:
+    """How often each instruction, with its modifiers, occurs."""
+    found = Counter(LINE.findall(listing(family, arch, folder)))
     # the listing was understood
     assert found["EXIT"] >= 1
     assert sum(found.values()) > 100

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from gemm_cases import FORMAT_PAIRS
-from test_sass import Family, compiled, count, instructions, name, resources
+from test_sass import LINE, Family, compiled, count, instructions, listing, name, resources
 
 from kernels_cuda import gemm
 from kernels_cuda.gemm import Configuration, configurations
@@ -107,3 +108,40 @@ def test_instructions(chosen: Chosen, tmp_path: Path) -> None:
     # 16 codes at once, by rows and by columns
     assert count(found, r"STG\.E\.128") == words // 2
     assert count(found, r"(REDG|ATOMG)\.E\.MAX\..*") == 1
+
+
+# --- what the end of a tile costs ------------------------------------------------------------------------------------
+
+
+def epilogue_instructions(family: Family, folder: Path) -> int:
+    """Of a thread that computes, for a tile: from the last product of the main loop to where the next tile begins, with
+    all that lies in between, such as what is done only at the edges of a matrix."""
+    lines = listing(family, "sm_90a", folder).splitlines()
+    products = [place for place, line in enumerate(lines) if "QGMMA" in line]
+    labels = {label[1]: place for place, line in enumerate(lines) if (label := re.match(r"(\.L_\w+):", line))}
+    jumps = {
+        place: labels[jump[1]] for place, line in enumerate(lines) if (jump := re.search(r"BRA.*`\((\.L_\w+)\)", line))
+    }
+    # the loop over tiles is the outermost one around all products
+    end = min((target, place) for place, target in jumps.items() if target < products[0] and place > products[-1])[1]
+    return sum(LINE.match(line) is not None for line in lines[products[-1] + 1 : end + 1])
+
+
+# README.md has these figures: at most, for 128 sums of a thread
+COSTS = {
+    "plain": (plain(FAST[0], "e4m3", "e4m3", torch.bfloat16, False), 500),
+    **{
+        f"{activation} forward": (chained(FAST[0], torch.bfloat16, False, activation, "e4m3"), most)
+        for activation, most in (("relu", 3000), ("gelu", 6700), ("gelu_tanh", 6700), ("silu", 6350))
+    },
+    **{
+        f"{activation} backward": (chained(PROMOTED[0], torch.bfloat16, True, activation, "e5m2"), most)
+        for activation, most in (("relu", 3500), ("gelu", 9500), ("gelu_tanh", 9500), ("silu", 7900))
+    },
+}
+
+
+@pytest.mark.parametrize("which", COSTS)
+def test_an_epilogue_costs_at_most(which: str, tmp_path: Path) -> None:
+    (_, family), most = COSTS[which]
+    assert epilogue_instructions(family, tmp_path) <= most
