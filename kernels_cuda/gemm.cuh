@@ -32,8 +32,7 @@ __device__ __forceinline__ float load_bias(const void* bias, int format, int col
     return format == BIAS_BF16 ? bf16_to_float(bits) : from_fp16(bits);
 }
 
-/* What a sum becomes. `pack`: two of a 16-bit format in a word, the first in the lower half. `load_pair` wants two
-   neighbours of which the first is at an even place in its row. */
+/* What a sum becomes. `pack`: two of a 16-bit format in a word, the first in the lower half. */
 struct OutFp32 : Fp32 {
     static constexpr int BYTES = 4;
     __device__ static void store(float* address, float value) { *address = value; }
@@ -45,10 +44,6 @@ struct OutBf16 : Bf16 {
     __device__ static u32 pack(float low, float high) { return to_bf16x2(low, high); }
     __device__ static float low(u32 pair) { return __uint_as_float(pair << 16); }
     __device__ static float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-    __device__ static float2 load_pair(const u16* address) {
-        const u32 pair = *reinterpret_cast<const u32*>(address);
-        return {low(pair), high(pair)};
-    }
 };
 
 struct OutFp16 : Fp16 {
@@ -57,8 +52,4 @@ struct OutFp16 : Fp16 {
     __device__ static u32 pack(float low, float high) { return to_fp16x2(low, high); }
     __device__ static float low(u32 pair) { return from_fp16((u16)pair); }
     __device__ static float high(u32 pair) { return from_fp16((u16)(pair >> 16)); }
-    __device__ static float2 load_pair(const u16* address) {
-        const u32 pair = *reinterpret_cast<const u32*>(address);
-        return {low(pair), high(pair)};
-    }
 };

@@ -5,6 +5,9 @@
 struct Epilogue {
     // of a part: 256 bytes of each of 64 rows, two boxes
     static constexpr int COLUMNS = 256 / OUTPUT::BYTES, BOX_COLUMNS = COLUMNS / 2;
+    // stages that it reads
+    static constexpr int INPUTS = 0;
+    __device__ static void load_input(const Arguments&, u32, u32, const Tile&, int) {}
     const Arguments& arguments;
     const Gemm& gemm;
     const u32 staging, bias;
@@ -45,7 +48,7 @@ struct Epilogue {
     }
 
     /* A part of a piece: rows from `row`, columns from `part` of the tile. */
-    __device__ __forceinline__ void store(const float* sums, const Tile& tile, int row, int part) const {
+    __device__ __forceinline__ void store(const float* sums, const Tile& tile, const Stage&, int row, int part) const {
         const int column = tile.column + part, thread = threadIdx.x & 127;
         if (thread == 0) store_wait_read();
         warpgroup_sync(consumer);
