@@ -6,7 +6,8 @@ tensors     x        [rows, columns] fp32, bf16 or fp16, rows `x_stride` element
             dy       [rows, columns] like x, rows `dy_stride` apart; BACKWARD only
             y        [rows, width] u8, contiguous, or null; width = columns (gated BACKWARD: 2 * columns)
             y_t      [width, rows] u8, contiguous, or null
-            column_sums  [ceil(rows / TILE_ROWS), width] fp32, or null: sums of v over the rows of each tile
+            column_sums  [ceil(rows / TILE_ROWS), width] fp32, or null: sums of v over the rows of each tile; not of an
+                     activation's output, which is no gradient
             `aligned`: LOADS if every 8 neighbours of x (and dy) from a multiple of 8 are at a 16-byte-aligned address,
             ROWS if those of y are at an 8-byte-aligned one, COLUMNS if 16 neighbours of y_t at a 16-byte-aligned one
 tile        128 rows x 64 columns, 256 threads; thread t holds rows 4 (t / 8) + 0..3, columns 8 (t % 8) + 0..7
@@ -93,7 +94,7 @@ struct Encoded {
     __device__ __forceinline__ void put(int row, const float (&v)[THREAD_COLUMNS], float scale) {
 #pragma unroll
         for (int j = 0; j < THREAD_COLUMNS; ++j) {
-            amax = max(amax, magnitude_bits(v[j]));
+            amax = larger_amax(amax, v[j]);
             sums[j] += v[j];
         }
 #pragma unroll
@@ -191,14 +192,14 @@ __device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2]
     }
 }
 
-/* What becomes of a tile, `column_offset` columns into an output of `width` columns. */
-template <class Format>
+/* What becomes of a tile, `column_offset` columns into an output of `width` columns. SUMS: of what may be a gradient. */
+template <bool SUMS, class Format>
 __device__ __forceinline__ void store_tile(const Encoded<Format>& encoded, const Tensors& tensors, long long width,
                                            long long column_offset, const Place& place, TileMemory& memory,
                                            int tile_row, int tile_column) {
     if (tensors.y) store_rows(encoded.codes, tensors, width, column_offset, place);
     if (tensors.y_t) store_columns(encoded.codes, tensors, column_offset, place, memory, tile_row, tile_column);
-    if (tensors.column_sums) {
+    if (SUMS && tensors.column_sums) {
         float* sums = tensors.column_sums + tile_row * width + column_offset;
         sum_columns(encoded.sums, sums, memory, tile_column, tensors.columns);
     }
@@ -241,7 +242,8 @@ __device__ __forceinline__ u32 cast_tile(const Tensors& tensors, float scale, Ti
             encoded.put(i, v, scale);
         }
     }
-    store_tile(encoded, tensors, tensors.columns, 0, place, memory, tile_row, tile_column);
+    constexpr bool sums = Backward || is_identity<Activation>;
+    store_tile<sums>(encoded, tensors, tensors.columns, 0, place, memory, tile_row, tile_column);
     return encoded.amax;
 }
 
@@ -263,7 +265,7 @@ __device__ __forceinline__ u32 cast_gated_tile(const Tensors& tensors, float sca
                 v[j] = Input::round(Input::round(Silu::forward(gate.get(i, j))) * up.get(i, j));
             encoded.put(i, v, scale);
         }
-        store_tile(encoded, tensors, columns, 0, place, memory, tile_row, tile_column);
+        store_tile<false>(encoded, tensors, columns, 0, place, memory, tile_row, tile_column);
         return encoded.amax;
     } else {
         const Loaded<Input> dy(tensors.dy, tensors.dy_stride, 0, place, tensors);
@@ -280,9 +282,9 @@ __device__ __forceinline__ u32 cast_gated_tile(const Tensors& tensors, float sca
             of_gate.put(i, d_gate, scale);
             of_up.put(i, d_up, scale);
         }
-        store_tile(of_gate, tensors, 2 * columns, 0, place, memory, tile_row, tile_column);
+        store_tile<true>(of_gate, tensors, 2 * columns, 0, place, memory, tile_row, tile_column);
         __syncthreads();   // the first half's codes and sums have been read
-        store_tile(of_up, tensors, 2 * columns, columns, place, memory, tile_row, tile_column);
+        store_tile<true>(of_up, tensors, 2 * columns, columns, place, memory, tile_row, tile_column);
         return max(of_gate.amax, of_up.amax);
     }
 }

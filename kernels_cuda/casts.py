@@ -80,7 +80,7 @@ def cast_transpose(
         scale_inv: ``[] float32``, written.
         y: ``[rows, width] uint8``, written; ``width`` is ``columns``, or the width of x in a gated backward.
         y_t: ``[width, rows] uint8``, written.
-        column_sums: ``[column_sum_tiles(rows), width] float32``, written.
+        column_sums: ``[column_sum_tiles(rows), width] float32``, written; None for the output of an activation.
         dy: ``[rows, columns]`` like x, for variants with ``backward``.
         gated: whether the variant is swiglu.
     """

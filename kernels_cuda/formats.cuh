@@ -34,7 +34,8 @@ struct SixteenBits {
 };
 
 struct Bf16 : SixteenBits {
-    __device__ static float round(float value) { return __uint_as_float((u32)to_bf16(value) << 16); }
+    // as the upper half of a pair, whose bits are the fp32 number's
+    __device__ static float round(float value) { return __uint_as_float(to_bf16x2(0.0f, value)); }
     __device__ static float get(const Eight& eight, int at) {
         const u32 word = eight.words[at >> 1];
         return __uint_as_float(at & 1 ? word & 0xffff0000u : word << 16);

@@ -1,8 +1,8 @@
 /* What the GEMM families have in common: the problem, and what becomes of a sum.
 
 maths       out[m, n] = (sum over k of a[m, k] * b[n, k]) * a_scale_inv * b_scale_inv + bias[n]
-            (accumulate: added to what is in out), in fp32, rounded to nearest even once, when it is stored;
-            the bias is rounded to the output's format before it is added, as autocast rounds it
+            in fp32, rounded to nearest even once, when it is stored; the bias is rounded to the
+            output's format before it is added, as autocast rounds it
 tensors     a    [m, k] FP8, rows contiguous, k a multiple of 16
             b    [n, k] FP8, rows contiguous
             out  [m, n] fp32, bf16 or fp16, rows `out_stride` elements apart, each at a multiple of 16 bytes
@@ -21,7 +21,7 @@ struct Gemm {
     const void* bias;
     void* out;
     long long out_stride;
-    int m, n, k, bias_format, accumulate, splits;
+    int m, n, k, bias_format, splits;
 };
 
 __device__ __forceinline__ float bf16_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
@@ -32,37 +32,24 @@ __device__ __forceinline__ float load_bias(const void* bias, int format, int col
     return format == BIAS_BF16 ? bf16_to_float(bits) : from_fp16(bits);
 }
 
-/* What a sum becomes. `pack`: two of a 16-bit format in a word, the first in the lower half. `load_pair` wants two
-   neighbours of which the first is at an even place in its row. */
+/* What a sum becomes. `pack`: two of a 16-bit format in a word, the first in the lower half. */
 struct OutFp32 : Fp32 {
     static constexpr int BYTES = 4;
-    __device__ static float load(const float* address) { return *address; }
-    __device__ static float2 load_pair(const float* address) { return *reinterpret_cast<const float2*>(address); }
     __device__ static void store(float* address, float value) { *address = value; }
 };
 
 struct OutBf16 : Bf16 {
     static constexpr int BYTES = 2;
-    __device__ static float load(const u16* address) { return bf16_to_float(*address); }
     __device__ static void store(u16* address, float value) { *address = to_bf16(value); }
     __device__ static u32 pack(float low, float high) { return to_bf16x2(low, high); }
     __device__ static float low(u32 pair) { return __uint_as_float(pair << 16); }
     __device__ static float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-    __device__ static float2 load_pair(const u16* address) {
-        const u32 pair = *reinterpret_cast<const u32*>(address);
-        return {low(pair), high(pair)};
-    }
 };
 
 struct OutFp16 : Fp16 {
     static constexpr int BYTES = 2;
-    __device__ static float load(const u16* address) { return from_fp16(*address); }
     __device__ static void store(u16* address, float value) { *address = to_fp16(value); }
     __device__ static u32 pack(float low, float high) { return to_fp16x2(low, high); }
     __device__ static float low(u32 pair) { return from_fp16((u16)pair); }
     __device__ static float high(u32 pair) { return from_fp16((u16)(pair >> 16)); }
-    __device__ static float2 load_pair(const u16* address) {
-        const u32 pair = *reinterpret_cast<const u32*>(address);
-        return {low(pair), high(pair)};
-    }
 };

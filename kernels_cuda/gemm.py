@@ -21,7 +21,7 @@ ROW_BYTES = 16
 COLUMN_SUM_ROWS = 64
 SUM_SPLITS_THREADS, SUM_SPLITS_COLUMNS = 256, 4
 _MAP = "128s"
-_GEMM = "PPPPqiiiiii"
+_GEMM = "PPPPqiiiii4x"
 _CHAIN = "PPPPPPPPPi4x"
 _BLOCK_K = {"gemm_sm90": 128, "gemm_sm89": 64}
 _CONSUMERS, _STAGING_BYTES = 2, 16384
@@ -135,9 +135,8 @@ def gemm(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None = None,
-    accumulate: bool = False,
 ) -> None:
-    """``out = (a @ b^T) * a_scale_inv * b_scale_inv + bias``, and with ``accumulate`` added to what is in ``out``.
+    """``out = (a @ b^T) * a_scale_inv * b_scale_inv + bias``.
 
     Args:
         kernel: of the configuration's family and :func:`variant`.
@@ -148,9 +147,8 @@ def gemm(
         a_scale_inv: ``[] float32``.
         b_scale_inv: ``[] float32``.
         bias: ``[N] float32, bfloat16 or float16``, rounded to the dtype of ``out`` before it is added.
-        accumulate: whether to add to ``out``.
     """
-    _launch(kernel, configuration, a, b, out, out.stride(0), (a_scale_inv, b_scale_inv), bias, accumulate, 1)
+    _launch(kernel, configuration, a, b, out, out.stride(0), (a_scale_inv, b_scale_inv), bias, 1)
 
 
 class Split(NamedTuple):
@@ -183,26 +181,24 @@ def split_gemm(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None = None,
-    accumulate: bool = False,
 ) -> None:
     """What :func:`gemm` computes, by a kernel with fp32 output and the sum of its parts, always in the same order."""
     parts, scales = split.parts, (a_scale_inv, b_scale_inv)
-    _launch(kernel, configuration, a, b, parts, parts.stride(1), scales, None, False, split.count)
-    sum_split_parts(split, out, bias, accumulate)
+    _launch(kernel, configuration, a, b, parts, parts.stride(1), scales, None, split.count)
+    sum_split_parts(split, out, bias)
 
 
-def sum_split_parts(split: Split, out: Tensor, bias: Tensor | None = None, accumulate: bool = False) -> None:
+def sum_split_parts(split: Split, out: Tensor, bias: Tensor | None = None) -> None:
     """The second half of :func:`split_gemm`."""
     parts, (rows, columns) = split.parts, out.shape
     threads = rows * -(-columns // SUM_SPLITS_COLUMNS)
     split.sum_kernel(
         -(-threads // SUM_SPLITS_THREADS), parts.data_ptr(), out.data_ptr(), address(bias), parts.stride(0),
         parts.stride(1), out.stride(0), rows, columns, split.count, 0 if bias is None else _BIAS[bias.dtype],
-        int(accumulate),
     )  # fmt: skip
 
 
-SUM_SPLITS_LAYOUT = "PPPqqqiiiii4x"
+SUM_SPLITS_LAYOUT = "PPPqqqiiii"
 
 
 def sum_splits_variant(output: torch.dtype) -> tuple[str, ...]:
@@ -255,7 +251,7 @@ def chained_gemm(
         row.index.data_ptr(), 0, address(row.amax), scale_inv.data_ptr(), aligned,
     )  # fmt: skip
     scales = (a_scale_inv, b_scale_inv)
-    _launch(kernel, configuration, a, b, h, n, scales, bias, False, 1, chain)
+    _launch(kernel, configuration, a, b, h, n, scales, bias, 1, chain)
 
 
 _NO_CHAIN = (0,) * 10
@@ -271,7 +267,6 @@ def _launch(
     out_stride: int,
     scales: tuple[Tensor, Tensor],
     bias: Tensor | None,
-    accumulate: bool,
     splits: int,
     chain: tuple[int, ...] = _NO_CHAIN,
 ) -> None:
@@ -279,7 +274,7 @@ def _launch(
     block_m, block_n, cluster = configuration.block_m, configuration.block_n, configuration.cluster
     problem = (
         scales[0].data_ptr(), scales[1].data_ptr(), address(bias), address(out), out_stride, m, n, k,
-        0 if bias is None else _BIAS[bias.dtype], int(accumulate), splits,
+        0 if bias is None else _BIAS[bias.dtype], splits,
     )  # fmt: skip
     clusters = -(-m // (block_m * cluster)) * -(-n // block_n) * splits
     if configuration.family == "gemm_sm89":

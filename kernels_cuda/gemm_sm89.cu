@@ -136,18 +136,6 @@ struct Pair {
 };
 
 template <class Output>
-__device__ __forceinline__ Pair load_pair(const typename Output::Element* address, bool both) {
-    if (!both) return {Output::load(address), 0.0f};
-    if constexpr (Output::BYTES == 4) {
-        const uint2 words = *reinterpret_cast<const uint2*>(address);
-        return {__uint_as_float(words.x), __uint_as_float(words.y)};
-    } else {
-        const u32 word = *reinterpret_cast<const u32*>(address);
-        return {Output::low(word), Output::high(word)};
-    }
-}
-
-template <class Output>
 __device__ __forceinline__ void store_pair(typename Output::Element* address, Pair pair, bool both) {
     if (!both) Output::store(address, pair.first);
     else if constexpr (Output::BYTES == 4)
@@ -168,20 +156,11 @@ __device__ __forceinline__ void store(const Sums& sums, const Gemm& gemm, int ro
         const bool some = n < gemm.n, both = n + 1 < gemm.n, has_bias = gemm.bias_format != NO_BIAS;
         const float low = has_bias && some ? Output::round(load_bias(gemm.bias, gemm.bias_format, n)) : 0.0f;
         const float high = has_bias && both ? Output::round(load_bias(gemm.bias, gemm.bias_format, n + 1)) : 0.0f;
-        Pair before[2 * MMAS_M] = {};
-        if (gemm.accumulate) {
-            // all of them under way before the first is stored
-#pragma unroll
-            for (int i = 0; i < 2 * MMAS_M; ++i) {
-                const int m = row + 8 * i + lane / 4;
-                if (some && m < gemm.m) before[i] = load_pair<Output>(out + m * gemm.out_stride + n, both);
-            }
-        }
 #pragma unroll
         for (int i = 0; i < 2 * MMAS_M; ++i) {
             const int m = row + 8 * i + lane / 4;
             const float* of = &sums.of[i / 2][j][i % 2 * 2];
-            const Pair pair = {of[0] * scale + low + before[i].first, of[1] * scale + high + before[i].second};
+            const Pair pair = {of[0] * scale + low, of[1] * scale + high};
             if (some && m < gemm.m) store_pair<Output>(out + m * gemm.out_stride + n, pair, both);
         }
     }

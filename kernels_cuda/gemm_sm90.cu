@@ -33,7 +33,7 @@ reference   lightning_fp8.ops.reference.scaled_mm
 #include "gemm_sm90_store.cuh"
 #endif
 
-/* Loads all steps of all tiles of this block, as stages become empty. */
+/* Loads all steps of all tiles of this block, and what their ends read, as stages become empty. */
 __device__ __forceinline__ void produce(const Arguments& arguments, const SharedMemory& memory, u32 block) {
     Stage stage;
     for (Work work(arguments.gemm); work.left(); work.next()) {
@@ -52,13 +52,12 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Shared
             }
             stage.advance();
         }
+        for (int input = 0; input < Epilogue::INPUTS; ++input) {
+            barrier_wait(memory.empty(stage.index), stage.parity ^ 1);
+            Epilogue::load_input(arguments, memory.stage(stage.index), memory.full(stage.index), tile, input);
+            stage.advance();
+        }
     }
-}
-
-/* Tells every block of the cluster that this warpgroup has read a stage: one thread for each. */
-__device__ __forceinline__ void release(const SharedMemory& memory, int stage) {
-    const int thread = threadIdx.x & 127;
-    if (thread < CLUSTER) barrier_arrive(memory.empty(stage), thread);
 }
 
 /* Partial sums of one step at a time, added up in registers. */
@@ -133,7 +132,7 @@ __device__ __forceinline__ void consume(const Arguments& arguments, const Shared
         for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
             for (int part = 0; part < BLOCK_N / Epilogue::COLUMNS; ++part)
-                epilogue.store(&sums[piece].values[part * Epilogue::COLUMNS / 2], tile,
+                epilogue.store(&sums[piece].values[part * Epilogue::COLUMNS / 2], tile, stage,
                                tile.row + consumer * CONSUMER_ROWS + piece * PIECE_ROWS, part * Epilogue::COLUMNS);
     }
     epilogue.end();

@@ -90,6 +90,12 @@ struct Work {
     __device__ int split_rows() const { return rows * CLUSTER * BLOCK_M; }
 };
 
+/* Tells every block of the cluster that this warpgroup has read a stage: one thread for each. */
+__device__ __forceinline__ void release(const SharedMemory& memory, int stage) {
+    const int thread = threadIdx.x & 127;
+    if (thread < CLUSTER) barrier_arrive(memory.empty(stage), thread);
+}
+
 /* Which of the sums a thread holds: for the 8 columns from 8 j on, sums[4 j + 2 h + e] is row() + 8 h, column() + e. */
 struct Lane {
     int warp, lane;

@@ -4,7 +4,8 @@ maths       FORWARD   h = round(sum * scale + bias), v = round(activation(h))
             BACKWARD  da = round(sum * scale),       v = round(gradient of activation at h, times da)
             code = sat(v * scale[index]) as cast_tile.cuh casts; amax[index] = max(amax[index], max |v|)
             `round` is to the output's format, as the separate operators round between them
-tensors     h, m x n, contiguous: written by FORWARD through the map of out, if gemm.out is not null; read by BACKWARD
+tensors     h, m x n, contiguous: through the map of out: written by FORWARD, if gemm.out is not null; read by BACKWARD, in
+            steps of their own after those of K
             y and y_t as in struct Chain; column_sums of BACKWARD: sums of v over 64 rows, always in the same order
 piece       64 x 128 at a time. Codes of one row lie in a thread two by two, of one column 8 rows apart; stmatrix lays
             them down as 16-bit elements, by rows and transposed, and the threads that read them back in pieces of 16
@@ -34,24 +35,41 @@ __device__ __forceinline__ uint4 in_column_order(uint4 w) {
             __byte_perm(w.z, w.w, 0x7531)};
 }
 
-/* The first `count` of 16 codes to consecutive addresses; where they are aligned, all 16 are there. */
-__device__ __forceinline__ void put_codes(u8* target, uint4 codes, int count, bool aligned) {
-    if (aligned) {
-        *reinterpret_cast<uint4*>(target) = codes;
-        return;
-    }
-    const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+/* A thread's four chunks of 16 codes, 2048 bytes further each in shared memory, `apart` further each in memory. */
+template <class Order>
+__device__ __forceinline__ void put_chunks(u32 source, u8* target, long long apart, int chunks, const Order& in_order) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-        if (i < count) target[i] = (u8)(words[i >> 2] >> (8 * (i & 3)));
+    for (int i = 0; i < 4; ++i)
+        if (i < chunks)
+            *reinterpret_cast<uint4*>(target + i * apart) = in_order(load_shared_16_bytes(source + 2048 * i));
+}
+
+/* The same where 16 bytes cannot be written at once: the first `count` codes of each, one by one. */
+template <class Order>
+__device__ __forceinline__ void put_codes(u32 source, u8* target, long long apart, int chunks, int count,
+                                          const Order& in_order) {
+#pragma unroll 1
+    for (; chunks > 0; --chunks, source += 2048, target += apart) {
+        uint4 codes = in_order(load_shared_16_bytes(source));
+#pragma unroll 1
+        for (int i = 0; i < min(count, 16); ++i) {
+            target[i] = (u8)codes.x;
+            codes = {codes.x >> 8 | codes.y << 24, codes.y >> 8 | codes.z << 24, codes.z >> 8 | codes.w << 24, codes.w >> 8};
+        }
+    }
 }
 
 struct Epilogue {
     static constexpr int COLUMNS = 128;
+    // pieces of h that BACKWARD reads for a tile, each in a stage: of both consumers 64 rows x 128 columns, 16 KB
+    static constexpr int INPUTS = CHAIN == BACKWARD ? PIECES * BLOCK_N / COLUMNS : 0;
+    static constexpr u32 INPUT_BYTES = 16384;
+    static_assert(CHAIN == FORWARD || CONSUMERS * INPUT_BYTES <= STAGE_BYTES, "a stage has room for h");
     static_assert(OUTPUT::BYTES == 2, "what is rounded between the operators is in 16 bits");
     const Arguments& arguments;
     const Gemm& gemm;
     const Chain& chain;
+    const SharedMemory& memory;
     const u32 staging, bias;
     const int consumer;
     const float scale, code_scale;
@@ -59,12 +77,23 @@ struct Epilogue {
     u32 amax = 0;
 
     __device__ __forceinline__ Epilogue(const Arguments& arguments, const SharedMemory& memory, int consumer)
-        : arguments(arguments), gemm(arguments.gemm), chain(arguments.chain), staging(memory.staging(consumer)),
+        : arguments(arguments), gemm(arguments.gemm), chain(arguments.chain), memory(memory), staging(memory.staging(consumer)),
           bias(memory.bias(consumer)), consumer(consumer), scale(*gemm.a_scale_inv * *gemm.b_scale_inv),
           code_scale(chain.row.scale[*chain.row.index]) {}
 
     __device__ __forceinline__ void begin(const Tile& tile) {
         if constexpr (CHAIN == FORWARD) stage_bias(gemm, bias, tile.column);
+    }
+
+    /* Asks for what `store` of this part reads. */
+    __device__ static __forceinline__ void load_input(const Arguments& arguments, u32 stage, u32 full, const Tile& tile,
+                                                      int input) {
+        constexpr int PARTS = BLOCK_N / COLUMNS;
+        barrier_expect(full, CONSUMERS * INPUT_BYTES);
+        for (int box = 0; box < 2 * CONSUMERS; ++box)
+            load_box(stage + box * (INPUT_BYTES / 2), arguments.out, full,
+                     tile.row + box / 2 * CONSUMER_ROWS + input / PARTS * PIECE_ROWS,
+                     tile.column + input % PARTS * COLUMNS + box % 2 * 64);
     }
 
     /* h of FORWARD, or da of BACKWARD, rounded: takes the place of the sums. */
@@ -76,38 +105,30 @@ struct Epilogue {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float* two = sums + 4 * j + 2 * h;
-                const u32 rounded = OUTPUT::pack(two[0] * scale + of_bias.x, two[1] * scale + of_bias.y);
-                two[0] = OUTPUT::low(rounded);
-                two[1] = OUTPUT::high(rounded);
+                two[0] = OUTPUT::round(two[0] * scale + of_bias.x);
+                two[1] = OUTPUT::round(two[1] * scale + of_bias.y);
             }
         }
     }
 
-    /* v at two neighbours; 0 outside of the matrix, which changes neither amax nor sums. */
-    __device__ __forceinline__ float2 values(const float* two, int row, int column) const {
-        if (row >= gemm.m || column >= gemm.n) return {0.0f, 0.0f};
-        float2 v;
-        if constexpr (CHAIN == FORWARD) {
-            v = {ACTIVATION::forward(two[0]), ACTIVATION::forward(two[1])};
-        } else {
-            // n is a multiple of 8: both are inside, in one word
-            const OUTPUT::Element* h = static_cast<const OUTPUT::Element*>(gemm.out) + row * gemm.out_stride + column;
-            const float2 both = OUTPUT::load_pair(h);
-            v = {ACTIVATION::backward(both.x, two[0]), ACTIVATION::backward(both.y, two[1])};
-        }
-        return {rounded<OUTPUT, ACTIVATION>(v.x), rounded<OUTPUT, ACTIVATION>(v.y)};
-    }
-
-    /* Codes of the 8 columns from 8 j on: of row() in the lower half of the word, of row() + 8 in the upper. */
-    __device__ __forceinline__ u32 encode(float* sums, int j, int row, int column) {
+    /* Codes of the 8 columns from 8 j on: of row() in the lower half of the word, of row() + 8 in the upper. `pairs`: h
+       there. Outside of the matrix the sums are 0, or NaN for a row or column that holds NaN inside too, and h is 0: what
+       BACKWARD makes of them changes neither amax nor sums, and of FORWARD, where the bias is, rows are told apart. */
+    __device__ __forceinline__ u32 encode(float* sums, const u32 (&pairs)[2], u32 (&largest)[2]) const {
         u32 codes = 0;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float* two = sums + 4 * j + 2 * h;
-            const float2 v = values(two, row + at.row() + 8 * h, column + 8 * j + at.column());
-            amax = max(amax, max(magnitude_bits(v.x), magnitude_bits(v.y)));
-            codes |= FORMAT::codes(v.x * code_scale, v.y * code_scale) << (16 * h);
-            if constexpr (CHAIN == BACKWARD) two[0] = v.x, two[1] = v.y;   // for the column sums
+            float v[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& sum = sums[2 * h + e];
+                if constexpr (CHAIN == FORWARD) v[e] = ACTIVATION::forward(sum);
+                else v[e] = ACTIVATION::backward(e == 0 ? OUTPUT::low(pairs[h]) : OUTPUT::high(pairs[h]), sum);
+                v[e] = rounded<OUTPUT, ACTIVATION>(v[e]);
+                largest[h] = larger_amax(largest[h], v[e]);
+                if constexpr (CHAIN == BACKWARD) sum = v[e];   // for the column sums
+            }
+            codes |= FORMAT::codes(v[0] * code_scale, v[1] * code_scale) << (16 * h);
         }
         return codes;
     }
@@ -117,13 +138,22 @@ struct Epilogue {
         return staging + 8192 + column * 64 + ((chunk ^ ((column >> 1) & 3)) << 4);
     }
 
-    __device__ __forceinline__ void stage_codes(float* sums, int row, int column) {
+    /* `input`: h of this consumer, as two boxes of 64 rows x 128 bytes. */
+    __device__ __forceinline__ void stage_codes(float* sums, int row, u32 input) {
         const int stored_row = at.warp * 16 + (at.lane & 15);
+        u32 largest[2] = {};
 #pragma unroll
         for (int j = 0; j < 16; j += 4) {
-            u32 codes[4];
+            u32 codes[4], pairs[4][2] = {};
+            if constexpr (CHAIN == BACKWARD) {
+                const int first = j + (at.lane >> 4);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) codes[i] = encode(sums, j + i, row, column);
+                for (int i = 0; i < 4; i += 2)
+                    load_matrices(input + (j >> 3) * 8192 + swizzled_128(stored_row, (first + i) & 7), pairs[i][0],
+                                  pairs[i][1], pairs[i + 1][0], pairs[i + 1][1]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) codes[i] = encode(sums + 4 * (j + i), pairs[i], largest);
             // two groups of 8 columns make a chunk of 16 bytes of a row
             const int chunk = j / 2 + (at.lane >> 4);
             store_matrices(staging + swizzled_128(stored_row, chunk), __byte_perm(codes[0], codes[1], 0x5410),
@@ -135,24 +165,31 @@ struct Epilogue {
             for (int i = 0; i < 4; ++i) codes[i] = __byte_perm(codes[i], 0, 0x3120);
             store_matrices_transposed(column_chunk(8 * j + at.lane, at.warp), codes[0], codes[1], codes[2], codes[3]);
         }
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            if (CHAIN == BACKWARD || row + at.row() + 8 * h < gemm.m) amax = max(amax, largest[h]);
     }
 
     __device__ __forceinline__ void store_codes(int row, int column) const {
         const int thread = threadIdx.x & 127;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int index = thread + 128 * i, m = index >> 3, chunk = index & 7, n = column + 16 * chunk;
-            if (row + m >= gemm.m || n >= gemm.n) continue;
-            const uint4 codes = in_row_order(load_shared_16_bytes(staging + swizzled_128(m, chunk)));
-            put_codes(chain.y + (long long)(row + m) * gemm.n + n, codes, gemm.n - n, chain.aligned & ROWS);
+        {
+            const int m = thread >> 3, chunk = thread & 7, n = column + 16 * chunk;
+            const int count = gemm.n - n, chunks = count > 0 ? (gemm.m - row - m + 15) >> 4 : 0;
+            const u32 source = staging + swizzled_128(m, chunk);
+            u8* target = chain.y + (long long)(row + m) * gemm.n + n;
+            const long long apart = 16ll * gemm.n;
+            if (chain.aligned & ROWS) put_chunks(source, target, apart, chunks, in_row_order);
+            else put_codes(source, target, apart, min(chunks, 4), count, in_row_order);
         }
         if (chain.y_t == nullptr) return;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int index = thread + 128 * i, n = index >> 2, chunk = index & 3, m = row + 16 * chunk;
-            if (m >= gemm.m || column + n >= gemm.n) continue;
-            const uint4 codes = in_column_order(load_shared_16_bytes(column_chunk(n, chunk)));
-            put_codes(chain.y_t + (long long)(column + n) * gemm.m + m, codes, gemm.m - m, chain.aligned & COLUMNS);
+        {
+            const int n = thread >> 2, chunk = thread & 3, m = row + 16 * chunk;
+            const int count = gemm.m - m, chunks = count > 0 ? (gemm.n - column - n + 31) >> 5 : 0;
+            const u32 source = column_chunk(n, chunk);
+            u8* target = chain.y_t + (long long)(column + n) * gemm.m + m;
+            const long long apart = 32ll * gemm.m;
+            if (chain.aligned & COLUMNS) put_chunks(source, target, apart, chunks, in_column_order);
+            else put_codes(source, target, apart, min(chunks, 4), count, in_column_order);
         }
     }
 
@@ -190,14 +227,19 @@ struct Epilogue {
             chain.column_sums[(long long)(row / PIECE_ROWS) * gemm.n + column + n] = sum;
     }
 
-    __device__ __forceinline__ void store(float* sums, const Tile& tile, int row, int part) {
+    __device__ __forceinline__ void store(float* sums, const Tile& tile, Stage& stage, int row, int part) {
         const int column = tile.column + part;
         const bool stores_h = CHAIN == FORWARD && gemm.out != nullptr;
-        if ((threadIdx.x & 127) == 0) store_wait_read();
+        if (CHAIN == FORWARD && (threadIdx.x & 127) == 0) store_wait_read();
         warpgroup_sync(consumer);
         finish_sums(sums, part);
-        stage_codes(sums, row, column);
+        if constexpr (CHAIN == BACKWARD) barrier_wait(memory.full(stage.index), stage.parity);
+        stage_codes(sums, row, memory.stage(stage.index) + consumer * INPUT_BYTES);
         warpgroup_sync(consumer);
+        if constexpr (CHAIN == BACKWARD) {
+            release(memory, stage.index);
+            stage.advance();
+        }
         store_codes(row, column);
         if (!stores_h && chain.column_sums == nullptr) return;
         warpgroup_sync(consumer);

@@ -1,10 +1,13 @@
-/* The plain end of a tile: scaled, with the bias, added to what is there if asked for, and stored by the copy engine. */
+/* The plain end of a tile: scaled, with the bias, and stored by the copy engine. */
 #pragma once
 #include "gemm_sm90.cuh"
 
 struct Epilogue {
     // of a part: 256 bytes of each of 64 rows, two boxes
     static constexpr int COLUMNS = 256 / OUTPUT::BYTES, BOX_COLUMNS = COLUMNS / 2;
+    // stages that it reads
+    static constexpr int INPUTS = 0;
+    __device__ static void load_input(const Arguments&, u32, u32, const Tile&, int) {}
     const Arguments& arguments;
     const Gemm& gemm;
     const u32 staging, bias;
@@ -20,34 +23,24 @@ struct Epilogue {
     __device__ __forceinline__ void begin(const Tile& tile) { stage_bias(gemm, bias, tile.column); }
 
     /* Sums 4 j + 2 h and the next, finished. */
-    __device__ __forceinline__ float2 pair(const float* sums, int j, int h, int row, int column) const {
-        const float2 of_bias = load_shared_pair(bias + 4 * (column % BLOCK_N + 8 * j + at.column()));
-        float2 values = {sums[4 * j + 2 * h] * scale + of_bias.x, sums[4 * j + 2 * h + 1] * scale + of_bias.y};
-        if (gemm.accumulate) {
-            const int m = row + at.row() + 8 * h, n = column + 8 * j + at.column();
-            const OUTPUT::Element* there = static_cast<const OUTPUT::Element*>(gemm.out) + m * gemm.out_stride + n;
-            float2 before = {0.0f, 0.0f};
-            if (m < gemm.m && n + 1 < gemm.n) before = OUTPUT::load_pair(there);
-            else if (m < gemm.m && n < gemm.n) before.x = OUTPUT::load(there);
-            values.x += before.x;
-            values.y += before.y;
-        }
-        return values;
+    __device__ __forceinline__ float2 pair(const float* sums, int j, int h, int part) const {
+        const float2 of_bias = load_shared_pair(bias + 4 * (part + 8 * j + at.column()));
+        return {sums[4 * j + 2 * h] * scale + of_bias.x, sums[4 * j + 2 * h + 1] * scale + of_bias.y};
     }
 
     /* A part's finished values to shared memory, as two boxes of 64 rows x 128 bytes. */
     template <class Output>
-    __device__ __forceinline__ void stage(const float* sums, int row, int column) const {
+    __device__ __forceinline__ void stage(const float* sums, int part) const {
         if constexpr (Output::BYTES == 2) {
             stage_pairs(staging, at, [&](int j, int h) {
-                const float2 values = pair(sums, j, h, row, column);
+                const float2 values = pair(sums, j, h, part);
                 return Output::pack(values.x, values.y);
             });
         } else {
 #pragma unroll
             for (int i = 0; i < COLUMNS / 4; ++i) {
                 const int j = i >> 1, h = i & 1, in_row = 4 * (8 * (j & 3) + at.column());
-                const float2 values = pair(sums, j, h, row, column);
+                const float2 values = pair(sums, j, h, part);
                 const u32 address = staging + (j >> 2) * 8192 + swizzled_128(at.row() + 8 * h, in_row >> 4);
                 store_shared_pair(address + (in_row & 15), values.x, values.y);
             }
@@ -55,11 +48,11 @@ struct Epilogue {
     }
 
     /* A part of a piece: rows from `row`, columns from `part` of the tile. */
-    __device__ __forceinline__ void store(const float* sums, const Tile& tile, int row, int part) const {
+    __device__ __forceinline__ void store(const float* sums, const Tile& tile, const Stage&, int row, int part) const {
         const int column = tile.column + part, thread = threadIdx.x & 127;
         if (thread == 0) store_wait_read();
         warpgroup_sync(consumer);
-        stage<OUTPUT>(sums, row, column);
+        stage<OUTPUT>(sums, part);
         fence_for_copy_engine();
         warpgroup_sync(consumer);
         if (thread == 0) {

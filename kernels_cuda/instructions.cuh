@@ -47,6 +47,28 @@ __device__ __forceinline__ u32 to_fp16x2(float low, float high) {
 /* As the lower half of a pair: the conversion of a single one is a slower instruction. */
 __device__ __forceinline__ u16 to_bf16(float value) { return (u16)to_bf16x2(value, 0.0f); }
 
+/* 2^x and 1 / x, each one instruction: relative errors of at most 2^-22 and 2^-23; results below 2^-126 are 0. */
+__device__ __forceinline__ float exp2_approx(float x) {
+    float value;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float value;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
+/* max(x, |y|), NaN if either is. */
+__device__ __forceinline__ float max_magnitude(float x, float y) {
+    float value;
+    asm("{\n.reg .f32 magnitude;\nabs.f32 magnitude, %2;\nmax.NaN.f32 %0, %1, magnitude;\n}"
+        : "=f"(value)
+        : "f"(x), "f"(y));
+    return value;
+}
+
 /* 16 bytes at a 16-byte-aligned address that are read once: they pass L1 by. */
 __device__ __forceinline__ uint4 load_once(const void* address) {
     uint4 words;

@@ -64,6 +64,14 @@ __device__ __forceinline__ void store_matrices_transposed(u32 address, u32 first
                  : "memory");
 }
 
+/* The reverse: four matrices from the addresses, one word of two neighbours a thread and matrix. */
+__device__ __forceinline__ void load_matrices(u32 address, u32& first, u32& second, u32& third, u32& fourth) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(first), "=r"(second), "=r"(third), "=r"(fourth)
+                 : "r"(address)
+                 : "memory");
+}
+
 /* ---- barriers ---------------------------------------------------------------------------------------------------- */
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {

@@ -32,8 +32,10 @@ __device__ __forceinline__ void note_weight(float* amax, float* scale, long long
     scale[index] = used;
 }
 
-/* |x| as bits: of non-negative floats they order as integers, NaN > inf > every finite value. */
-__device__ __forceinline__ u32 magnitude_bits(float value) { return __float_as_uint(value) & 0x7fffffffu; }
+/* Amaxes go as bits: those of non-negative floats order as integers, NaN > inf > every finite value. */
+__device__ __forceinline__ u32 larger_amax(u32 amax, float value) {
+    return __float_as_uint(max_magnitude(__uint_as_float(amax), value));
+}
 
 __device__ __forceinline__ void record_amax(float* amax, u32 bits) {
     atomicMax(reinterpret_cast<u32*>(amax), bits);

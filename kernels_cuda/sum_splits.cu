@@ -1,7 +1,7 @@
 /* sum_splits: adds up the parts of a GEMM whose K was divided among blocks.
 
-maths       out[m, n] = (part 0 + part 1 + ...)[m, n] + bias[n]  (accumulate: + what is in out), in fp32, in this
-            order, rounded once; the bias is rounded to the output's format first
+maths       out[m, n] = (part 0 + part 1 + ...)[m, n] + bias[n], in fp32, in this order, rounded once; the bias is
+            rounded to the output's format first
 tensors     parts  splits x [m, n] fp32, rows `row_stride` elements apart, a multiple of 4; parts `part_stride` apart
             out    [m, n] fp32, bf16 or fp16, rows `out_stride` elements apart
             bias   [n], see gemm.cuh
@@ -20,7 +20,7 @@ struct Arguments {
     void* out;
     const void* bias;
     long long part_stride, row_stride, out_stride;
-    int m, n, splits, bias_format, accumulate;
+    int m, n, splits, bias_format;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) sum_splits(const __grid_constant__ Arguments arguments) {
@@ -45,7 +45,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_splits(const __grid_co
         if (column + i >= arguments.n) return;
         if (arguments.bias_format != NO_BIAS)
             sums[i] += OUTPUT::round(load_bias(arguments.bias, arguments.bias_format, column + i));
-        if (arguments.accumulate) sums[i] += OUTPUT::load(out + i);
         OUTPUT::store(out + i, sums[i]);
     }
 }

@@ -95,12 +95,11 @@ def gemm(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None = None,
-    accumulate: bool = False,
 ) -> None:
     assert out.dtype == kernel.output
     check_rows(out)
     product = _product(kernel, a, b, a_scale_inv, b_scale_inv)
-    out.copy_(product + _addend(bias, out.dtype) + (out.double() if accumulate else 0))
+    out.copy_(product + _addend(bias, out.dtype))
 
 
 def split_gemm(
@@ -113,7 +112,6 @@ def split_gemm(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None = None,
-    accumulate: bool = False,
 ) -> None:
     (m, n), steps = out.shape, -(-a.shape[1] // 128)
     assert kernel.output == split.parts.dtype == torch.float32
@@ -130,8 +128,7 @@ def split_gemm(
             kernel, a[:, columns].contiguous(), b[:, columns].contiguous(), a_scale_inv, b_scale_inv
         )  # fmt: skip
         split.parts[part, :m, :n] = product
-    before = out.double() if accumulate else 0
-    out.copy_(split.parts[:, :m, :n].double().sum(dim=0) + _addend(bias, out.dtype) + before)
+    out.copy_(split.parts[:, :m, :n].double().sum(dim=0) + _addend(bias, out.dtype))
 
 
 def chained_gemm(

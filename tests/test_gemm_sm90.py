@@ -69,12 +69,11 @@ def run(
     output: torch.dtype,
     promote: bool = False,
     bias: Tensor | None = None,
-    before: Tensor | None = None,
     splits: int = 1,
     late: bool = True,
     multiprocessors: int = 4,
 ) -> Tensor:
-    """One GEMM, twice, into poisoned memory between guards; with ``before``, added to that."""
+    """One GEMM, twice, into poisoned memory between guards."""
     m, n = len(case.a), len(case.b)
     padded = -(-n * output.itemsize // 16) * 16 // output.itemsize
     made = torch.float32 if splits > 1 else output
@@ -84,17 +83,15 @@ def run(
     for poison in POISONS:
         memory = Guarded((m, padded), output, poison)
         out = memory.tensor[:, :n]
-        if before is not None:
-            out.copy_(before)
         # columns that only fill a row up belong to nobody
         filling = memory.tensor[:, n:].clone()
         if splits == 1:
-            gemm.gemm(kernel, configuration, case.a, case.b, out, *scales, bias, before is not None)
+            gemm.gemm(kernel, configuration, case.a, case.b, out, *scales, bias)
         else:
             rows = gemm.split_rows(configuration, m)
             parts = Guarded((splits, rows, -(-n // 4) * 4), torch.float32, 0xFF)
             split = Split(splits, parts.tensor, sum_kernel(output))
-            gemm.split_gemm(kernel, configuration, split, case.a, case.b, out, *scales, bias, before is not None)
+            gemm.split_gemm(kernel, configuration, split, case.a, case.b, out, *scales, bias)
             assert parts.unharmed()
         assert memory.unharmed()
         # the copy engine may write whole boxes' rows, never past the matrix it was told of
@@ -110,15 +107,13 @@ def check(
     configuration: Configuration,
     output: torch.dtype = torch.bfloat16,
     bias: Tensor | None = None,
-    before: Tensor | None = None,
     promote: bool = False,
     **options: bool | int,
 ) -> None:
-    result = run(case, configuration, output, promote, bias, before, **options)  # type: ignore[arg-type]
+    result = run(case, configuration, output, promote, bias, **options)  # type: ignore[arg-type]
     expected, magnitude = case.product(), case.magnitude()
-    for term in (None if bias is None else bias.to(output).double(), None if before is None else before.double()):
-        if term is not None:
-            expected, magnitude = expected + term, magnitude + term.abs()
+    if bias is not None:
+        expected, magnitude = expected + bias.to(output).double(), magnitude + bias.to(output).double().abs()
     assert_close(result, expected, magnitude, ACCUMULATION[promote])
 
 
@@ -181,29 +176,11 @@ def test_bias(dtype: torch.dtype, output: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-def test_accumulates_into_the_output(output: torch.dtype) -> None:
-    case = operands(150, 131, 272)
-    before = torch.randn(150, 131).to(output)
-    check(case, PROMOTED[-1], output, before=before, promote=True)
-    check(case, PROMOTED[-1], output, before=before, bias=torch.randn(131), promote=True)
-
-
-def test_accumulating_rounds_once() -> None:
-    # 1 + 2**-8 + 2**-8: rounded in between, either is lost
-    codes, one = torch.full((1, 16), 0x08, dtype=torch.uint8), torch.tensor(1.0)
-    case = Operands(codes, codes, one, one, "e4m3", "e4m3")
-    assert case.product().item() == 2.0**-8
-    before, bias = torch.ones(1, 1, dtype=torch.bfloat16), torch.tensor([2.0**-8])
-    assert run(case, SMALL, torch.bfloat16, before=before, bias=bias).item() == 1 + 2.0**-7
-
-
-@pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("splits", [2, 3, 7])
 def test_splits(splits: int, output: torch.dtype, late: bool) -> None:
     case = operands(140, 67, 8 * 128 - 48, "e5m2")
-    before = torch.randn(140, 67).to(output)
     check(case, PROMOTED[0], output, promote=True, splits=splits, late=late)
-    check(case, PROMOTED[-1], output, torch.randn(67), before, promote=True, splits=splits, late=late)
+    check(case, PROMOTED[-1], output, torch.randn(67), promote=True, splits=splits, late=late)
 
 
 def test_parts_are_those_of_their_steps() -> None:
@@ -315,12 +292,11 @@ def test_reads_nothing_behind_its_tensors(shape: tuple[int, int, int]) -> None:
     m, n = shape[:2]
     bias, width = at_the_edge(torch.randn(n)), -(-n // 8) * 8
     for output in (torch.bfloat16, torch.float32):
-        before = torch.randn(m, width).to(output)
-        out = at_the_edge(before)
+        out = at_the_edge(torch.empty(m, width, dtype=output))
         kernel = load(SMALL, gemm.variant(SMALL, "e4m3", "e4m3", output, False))
         edges = at_the_edge(case.a), at_the_edge(case.b)
-        gemm.gemm(kernel, SMALL, *edges, out[:, :n], case.a_scale_inv, case.b_scale_inv, bias, accumulate=True)
-        expected = case.product() + bias.to(output).double() + before[:, :n].double()
+        gemm.gemm(kernel, SMALL, *edges, out[:, :n], case.a_scale_inv, case.b_scale_inv, bias)
+        expected = case.product() + bias.to(output).double()
         assert_close(out[:, :n], expected, case.magnitude() + 10, ACCUMULATION[False])
     if n % 8 == 0:
         h = at_the_edge(torch.randn(m, n).bfloat16())

@@ -358,17 +358,18 @@ def in_order(codes: Tensor) -> Tensor:
     return torch.where(signed > 127, 128 - signed, signed)
 
 
-def close_codes(got: Tensor, v: Tensor, slack: Tensor, scale: float, fmt: str) -> float:
+def close_codes(got: Tensor, v: Tensor, slack: Tensor, scale: float, fmt: str, exact: Tensor | None = None) -> float:
     """Asserts that each code is that of a value at most one place of v's dtype, or ``slack``, from v; where v is NaN, a
-    NaN's. Returns the share of codes that differ from v's."""
+    NaN's. Returns the share of codes that differ from v's and from those of ``exact``."""
     low, high = (torch.nextafter(v, torch.full((), limit, dtype=v.dtype)).float() for limit in (-INF, INF))
     low, high = torch.minimum(low, v.float() - slack), torch.maximum(high, v.float() + slack)
-    codes = [reference.saturating_cast(one, torch.tensor(scale), FORMATS[fmt]) for one in (low, v, high)]
-    at_least, expected, at_most = map(in_order, codes)
+    wanted = (low, v, high, v if exact is None else exact)
+    codes = [reference.saturating_cast(one, torch.tensor(scale), FORMATS[fmt]) for one in wanted]
+    at_least, expected, at_most, exact_codes = map(in_order, codes)
     values, nan, code = torch.from_numpy(code_values(fmt))[got.int()], v.isnan(), in_order(got)
     assert torch.equal(values.isnan(), nan)
     assert ((at_least <= code) & (code <= at_most) | nan).all()
-    return ((code != expected) & ~nan).double().mean().item()
+    return ((code != expected) & (code != exact_codes) & ~nan).double().mean().item()
 
 
 @pytest.mark.usefixtures("_activations_compiled", "_torch_formulas")
@@ -381,12 +382,14 @@ def test_activations(dtype: torch.dtype, fmt: str, activation: str, backward: bo
     dy = torch.randn(512, 256).to(dtype) if backward else None
     v = by_torch(x, activation, dy)
     slack = tolerance(x, activation, dy, v)
+    # in the tails torch's fp32 formulas cancel, of which ours has less
+    exact = by_torch(x.double(), activation, None if dy is None else dy.double()).to(dtype)
     for scale in (1.0, 3.7):
         y = run(x, fmt, delayed(scale), activation, dy, (True, False, False)).y
         if activation == "relu":
             assert_codes(y, v, scale, fmt)
             continue
-        different = close_codes(y, v, slack, scale, fmt)
+        different = close_codes(y, v, slack, scale, fmt, exact)
         assert different <= DIFFERENT[activation] * 1e-6, f"{different:.1e} of the codes differ"
 
 
@@ -402,15 +405,17 @@ def test_outputs_of_activations(dtype: torch.dtype, fmt: str, activation: str, b
         v = by_torch(x, activation, dy)
         amax, current = torch.zeros(1), torch.zeros(())
         row = Row(torch.full((1,), 1e-3), torch.zeros(1), torch.tensor([0]), amax, current)
-        y, y_t, sums, scale_inv = run(x, fmt, row, activation, dy, (True, True, True))
+        y, y_t, sums, scale_inv = run(x, fmt, row, activation, dy, (True, True, backward))
         assert torch.equal(y_t.t(), y)
         assert torch.equal(amax[0], current)
-        # the place of the largest is the same, so it is off by one place at most
-        torch.testing.assert_close(current, reference.max_abs(v), rtol=torch.finfo(dtype).eps, atol=0)
+        # the place of the largest is the same, so it is off by as much as a result may be
+        slack = tolerance(x, activation, dy, v)
+        atol = 0.0 if activation == "relu" else slack.max().item()
+        torch.testing.assert_close(current, reference.max_abs(v), rtol=torch.finfo(dtype).eps, atol=atol)
         scale = first_scale(current, fmt)
         assert torch.equal(scale_inv, scale.reciprocal())
-        close_codes(y, v, tolerance(x, activation, dy, v), scale.item(), fmt)
-        for partial, block in zip(sums, v.double().split(casts.TILE_ROWS), strict=True):
+        close_codes(y, v, slack, scale.item(), fmt)
+        for partial, block in zip(sums, v.double().split(casts.TILE_ROWS), strict=True) if backward else ():
             torch.testing.assert_close(partial.double(), block.sum(0), rtol=0, atol=2 * torch.finfo(dtype).eps * 128)
 
 

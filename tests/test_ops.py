@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import DelayedScaling, ScalingState, ops
-from lightning_fp8.ops import cuda, plain, reference
+from lightning_fp8.ops import cuda, gemm, plain, reference
 from lightning_fp8.ops.library import Operator, is_watched
 
 INPUT, GRAD, WEIGHT = torch.tensor([0]), torch.tensor([1]), torch.tensor([2])
@@ -77,7 +77,7 @@ def test_scaled_mm_without_bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("implementation", [reference, plain])
+@pytest.mark.parametrize("implementation", [reference, gemm])
 def test_a_product_is_added_in_fp32(size: tuple[int, int, int], dtype: torch.dtype, implementation: Any) -> None:
     m, n, k = size
     a, b = random_payload(m, k, "e5m2"), random_payload(n, k, "e4m3")

@@ -109,15 +109,34 @@ def disassembler() -> str:
 
 
 @functools.cache
-def instructions(family: Family, arch: str, folder: Path) -> Counter[str]:
-    """How often each instruction, with its modifiers, occurs."""
+def listing(family: Family, arch: str, folder: Path) -> str:
+    """SASS, an instruction or a label a line."""
     path = folder / "kernel.cubin"
     path.write_bytes(compiled(family, arch)[0])
-    listing = subprocess.run([disassembler(), "-c", str(path)], capture_output=True, text=True, check=False)
-    assert listing.returncode == 0, listing.stderr
-    # "        /*0040*/              @P0 LDG.E R2, desc[UR4][R2.64] ;"
-    line = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", re.MULTILINE)
-    found = Counter(line.findall(listing.stdout))
+    listed = subprocess.run([disassembler(), "-c", str(path)], capture_output=True, text=True, check=False)
+    assert listed.returncode == 0, listed.stderr
+    return listed.stdout
+
+
+# "        /*0040*/              @P0 LDG.E R2, desc[UR4][R2.64] ;"
+LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", re.MULTILINE)
+
+
+def program(family: Family, arch: str, folder: Path) -> tuple[list[str], dict[str, int]]:
+    """The instructions in order, and which of them each label is before."""
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    for line in listing(family, arch, folder).splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = len(lines)
+        elif LINE.match(line):
+            lines.append(line)
+    return lines, labels
+
+
+def instructions(family: Family, arch: str, folder: Path) -> Counter[str]:
+    """How often each instruction, with its modifiers, occurs."""
+    found = Counter(LINE.findall(listing(family, arch, folder)))
     # the listing was understood
     assert found["EXIT"] >= 1
     assert sum(found.values()) > 100
@@ -163,6 +182,36 @@ def test_instructions(family: Family, arch: str, tmp_path: Path) -> None:
     assert count(found, r"F2FP\.SATFINITE\..*") == 16 * tiles, found
     assert count(found, r"C?REDUX\.MAX\b.*") >= 1, found
     assert count(found, rf"{ATOMIC}\.E\.MAX\..*") == count(found, rf"{ATOMIC}\..*") == 1, found
+
+
+@pytest.mark.parametrize(("activation", "most"), [("none", 12.5), ("relu", 13.5), ("gelu", 25), ("silu", 17.5)])
+def test_a_cast_costs_an_element_at_most(activation: str, most: float, tmp_path: Path) -> None:
+    """Instructions of a thread in a whole tile, with all outputs, where the scale is known; it casts 32 elements."""
+    lines, labels = program(casts(torch.bfloat16, "e4m3", activation), "sm_90a", tmp_path)
+    passed, place = 0, 0
+    # what only a whole tile passes, in order; in between the shortest way
+    for landmark in (r"LDG\.E\.NA\.128", r"F2FP\.SATFINITE", r"STG\.E\.64", r"STG\.E\.128", r"REDUX", r"EXIT"):
+        place, between = shortest_way(lines, labels, place, landmark)
+        passed += between
+    assert passed / 32 <= most
+
+
+def shortest_way(lines: list[str], labels: dict[str, int], start: int, landmark: str) -> tuple[int, int]:
+    """Where behind ``start`` the next instruction is that has the landmark, and how many instructions lead there."""
+    steps = {start: 0}
+    for place in (queue := [start]):
+        line = lines[place]
+        if place != start and re.search(landmark, line):
+            return place, steps[place]
+        jump = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", line)
+        following = [labels[jump[1]]] if jump else []
+        if "@" in line or not (jump or re.search(r"\b(EXIT|RET)\b", line)):
+            following.append(place + 1)
+        for one in following:
+            if one < len(lines) and one not in steps:
+                steps[one] = steps[place] + 1
+                queue.append(one)
+    raise AssertionError(f"no way to {landmark}")
 
 
 def test_update_scales_moves_words(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from gemm_cases import FORMAT_PAIRS
-from test_sass import Family, compiled, count, instructions, name, resources
+from test_sass import Family, compiled, count, instructions, name, program, resources
 
 from kernels_cuda import gemm
 from kernels_cuda.gemm import Configuration, configurations
@@ -80,6 +81,7 @@ def test_instructions(chosen: Chosen, tmp_path: Path) -> None:
     assert not count(found, r"(LDL|STL)\b.*"), "local memory"
     # products: 4 of 32 bytes a step and piece, in a loop that may be unrolled
     pieces = configuration.block_m // 128
+    words = configuration.block_n // 8 * pieces
     products = count(found, rf"QGMMA\.64x{configuration.block_n}x32\.F32\.{a}\.{b}")
     assert products == count(found, r"QGMMA.*") > 0
     assert products % (4 * pieces) == 0
@@ -89,11 +91,13 @@ def test_instructions(chosen: Chosen, tmp_path: Path) -> None:
     # loads: of a by each block for itself, of b for the cluster
     assert count(found, r"UTMALDG\.2D") > 0
     multicast = count(found, r"UTMALDG\.2D\.MULTICAST")
-    assert multicast == (count(found, r"UTMALDG\.2D") if configuration.cluster > 1 else 0)
+    # and of h, two boxes of each consumer
+    of_h = 4 * pieces if chain == "BACKWARD" else 0
+    assert multicast == (count(found, r"UTMALDG\.2D") - of_h if configuration.cluster > 1 else 0)
+    assert count(found, r"LDSM\.16\.M88\.4") == (words // 2 if of_h else 0)
     # stores: two boxes for every 256 bytes of a piece's rows
     stored = 0 if chain == "BACKWARD" else pieces * configuration.block_n * (4 if fp32 else 2) // 128
     assert count(found, r"UTMASTG\.2D") == stored
-    words = configuration.block_n // 8 * pieces
     # four matrices hold 16 rows of 16 columns of 16 bits, or of 32 columns of codes
     matrices = (0 if fp32 or chain == "BACKWARD" else words // 2) + (0 if chain is None else words // 4)
     assert count(found, r"STSM\.16\.M88\.4") == matrices
@@ -106,6 +110,44 @@ def test_instructions(chosen: Chosen, tmp_path: Path) -> None:
         return
     assert count(found, r"STSM\.16\.MT88\.4") == words // 4
     assert count(found, rf"F2FP\.SATFINITE\.{settings['FORMAT']}\.F32\..*") == 2 * words
-    # 16 codes at once, by rows and by columns
+    # 16 codes at once, by rows and by columns; nothing is read but through shared memory
     assert count(found, r"STG\.E\.128") == words // 2
     assert count(found, r"(REDG|ATOMG)\.E\.MAX\..*") == 1
+
+
+# --- what the end of a tile costs ------------------------------------------------------------------------------------
+
+
+def epilogue_instructions(family: Family, folder: Path) -> int:
+    """Of a thread that computes, for a tile: from the last product of the main loop to where the next tile begins, with
+    all that lies in between, such as what is done only at the edges of a matrix."""
+    lines, labels = program(family, "sm_90a", folder)
+    products = [place for place, line in enumerate(lines) if "QGMMA" in line]
+    jumps = {
+        place: labels[jump[1]] for place, line in enumerate(lines) if (jump := re.search(r"BRA.*`\((\.L_\w+)\)", line))
+    }
+    # the loop over tiles is the outermost one around all products
+    end = min((target, place) for place, target in jumps.items() if target < products[0] and place > products[-1])[1]
+    return end - products[-1]
+
+
+# README.md has these figures: at most, for 128 sums of a thread
+FORWARD = {"relu": 1900, "gelu": 3313, "gelu_tanh": 2650, "silu": 2400}
+BACKWARD = {"relu": 2400, "gelu": 4300, "gelu_tanh": 4050, "silu": 3550}
+COSTS = {
+    "plain": (plain(FAST[0], "e4m3", "e4m3", torch.bfloat16, False), 450),
+    **{
+        f"{activation} forward": (chained(FAST[0], torch.bfloat16, False, activation, "e4m3"), most)
+        for activation, most in FORWARD.items()
+    },
+    **{
+        f"{activation} backward": (chained(PROMOTED[0], torch.bfloat16, True, activation, "e5m2"), most)
+        for activation, most in BACKWARD.items()
+    },
+}
+
+
+@pytest.mark.parametrize("which", COSTS)
+def test_an_epilogue_costs_at_most(which: str, tmp_path: Path) -> None:
+    (_, family), most = COSTS[which]
+    assert epilogue_instructions(family, tmp_path) <= most

@@ -50,9 +50,8 @@ def scaled_mm_add_(
     gemm: str = "auto",
 ) -> None:
     """See the operator ``lightning_fp8::scaled_mm_add_``."""
-    promote = not fast_accumulation
-    choice = choice_for(a, b, gemm, promote, out.dtype)
-    run_choice(choice, a, b, a_scale_inv, b_scale_inv, None, a_format, b_format, out.dtype, promote, out)
+    operands = (a, b, a_scale_inv, b_scale_inv)
+    out.add_(scaled_mm(*operands, None, a_format, b_format, torch.float32, fast_accumulation, gemm))
 
 
 def choice_for(a: Tensor, b: Tensor, gemm: str, promote: bool, output: torch.dtype) -> Choice:
@@ -72,7 +71,6 @@ def run_choice(
     b_format: str,
     output: torch.dtype,
     promote: bool,
-    accumulate_into: Tensor | None = None,
 ) -> Tensor:
     """``(a @ b^T) * a_scale_inv * b_scale_inv + bias`` in the way that was chosen.
 
@@ -89,28 +87,21 @@ def run_choice(
         b_format: the same of b.
         output: dtype of the result.
         promote: whether partial sums are added up in fp32 registers every 128 along K.
-        accumulate_into: ``[M, N]`` of dtype ``output``, to which the product is added in fp32; without a bias.
 
     Returns:
-        ``[M, N]``, contiguous; with ``accumulate_into`` that one itself.
+        ``[M, N]``, contiguous.
     """
     operands = (a, b, a_scale_inv, b_scale_inv)
-    if accumulate_into is not None and not _has_aligned_rows(accumulate_into):
-        product = run_choice(choice, *operands, bias, a_format, b_format, torch.float32, promote)
-        return accumulate_into.add_(product)
     (m, k), n = a.shape, b.shape[0]
     found = None
     if m and n and k:
         choice = choice._replace(splits=min(choice.splits, -(-k // _STEP)))
         found = kernels_of(choice, a.device, a_format, b_format, output, promote)
     if found is None:
-        if accumulate_into is None:
-            return plain.scaled_mm(*operands, bias, a_format, b_format, output, not promote)
-        plain.scaled_mm_add_(accumulate_into, *operands, a_format, b_format, not promote)
-        return accumulate_into
-    out = _output(m, n, output, a.device) if accumulate_into is None else accumulate_into
-    _launch(found, out, *operands, bias, accumulate_into is not None)
-    return out.contiguous() if accumulate_into is None else out
+        return plain.scaled_mm(*operands, bias, a_format, b_format, output, not promote)
+    out = _output(m, n, output, a.device)
+    _launch(found, out, *operands, bias)
+    return out.contiguous()
 
 
 class Found(NamedTuple):
@@ -147,10 +138,9 @@ def _launch(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None,
-    accumulate: bool,
 ) -> None:
     bias = None if bias is None else bias.contiguous()
-    operands = (as_operand(a), as_operand(b), out, a_scale_inv, b_scale_inv, bias, accumulate)
+    operands = (as_operand(a), as_operand(b), out, a_scale_inv, b_scale_inv, bias)
     configuration, kernel, splits, sum_kernel = found
     if sum_kernel is None:
         kernel_gemm.gemm(kernel, configuration, *operands)
@@ -172,11 +162,6 @@ def _output(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """``[m, n]``, not initialised, with rows as the kernels store them."""
     columns = _up_to(ROW_BYTES // dtype.itemsize, n)
     return torch.empty(m, columns, dtype=dtype, device=device)[:, :n]
-
-
-def _has_aligned_rows(out: Tensor) -> bool:
-    starts = (out.data_ptr(), out.stride(0) * out.itemsize)
-    return out.stride(1) == 1 and not any(start % ROW_BYTES for start in starts)
 
 
 def _up_to(multiple: int, size: int) -> int:

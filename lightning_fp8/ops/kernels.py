@@ -267,10 +267,10 @@ def try_kernel(variant: Variant, device: torch.device, test_again: bool = False)
         failure = f"{type(error).__name__}: {error}"
         out_of_memory = isinstance(error, torch.OutOfMemoryError) or "CUDA_ERROR_OUT_OF_MEMORY" in failure
     ended = time.perf_counter()
-    times = (ended - began, None) if testing is None else (testing - began, ended - testing)
+    loading, tested = (ended - began, None) if testing is None else (testing - began, ended - testing)
     if failure is not None:
         if testing is not None and passed and not out_of_memory:
             load.forget_pass(family, defines, index)
-        return Attempt(None, failure, False, *times, out_of_memory)
+        return Attempt(None, failure, False, loading, tested, out_of_memory)
     load.remember_pass(family, defines, index)
-    return Attempt(kernel, None, False, *times)
+    return Attempt(kernel, None, False, loading, tested)

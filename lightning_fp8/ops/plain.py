@@ -13,7 +13,7 @@ from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.reference import in_layout, scale_of_current, update_scales
 from lightning_fp8.scaling import amax_of, uses_history
 
-__all__ = ["cast", "cast_gradient", "scaled_mm", "scaled_mm_add_", "update_scales"]
+__all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
 
 # cuBLASLt takes FP8 operands whose rows are a multiple of 16 bytes
 _ALIGNMENT = 16
@@ -117,20 +117,6 @@ def scaled_mm(
     if missing:
         out = out[:, :n].contiguous()
     return out if bias is None or fused is not None else out.add_(bias)
-
-
-def scaled_mm_add_(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    a_format: str,
-    b_format: str,
-    fast_accumulation: bool,
-) -> None:
-    """See the operator ``lightning_fp8::scaled_mm_add_``."""
-    out.add_(scaled_mm(a, b, a_scale_inv, b_scale_inv, None, a_format, b_format, torch.float32, fast_accumulation))
 
 
 def _padded(payload: Tensor, rows: int) -> Tensor:

@@ -31,19 +31,14 @@ def gemm(
     output: torch.dtype,
     kernel: Kernel,
 ) -> str | None:
-    """Whole tiles, more than run at once, and ragged ones; with a bias, and added to what is there."""
-    for (m, n, k), accumulate in zip(_shapes(configuration, kernel), (False, True)):
+    """Whole tiles, more than run at once, and ragged ones; with a bias."""
+    for m, n, k in _shapes(configuration, kernel):
         a, b = _operand(m, k, a_format, 1), _operand(n, k, b_format, 2)
         bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
         out = torch.full((m, -(-n // 8) * 8), float("nan"), dtype=output, device=device)[:, :n]
-        before = torch.randn(m, n, generator=torch.Generator().manual_seed(4)).to(output)
-        if accumulate:
-            out.copy_(before)
-        kernels.gemm(
-            kernel, configuration, a.to(device), b.to(device), out, *_scales(device), bias.to(device), accumulate
-        )  # fmt: skip
+        kernels.gemm(kernel, configuration, a.to(device), b.to(device), out, *_scales(device), bias.to(device))
         expected, magnitude = _product(a, b, a_format, b_format)
-        expected += bias.to(output).float() + (before.float() if accumulate else 0.0)
+        expected += bias.to(output).float()
         failure = _difference(out.cpu(), expected, magnitude)
         if failure is not None:
             return f"its self-test at {m} x {n} x {k} gave {failure}"
@@ -96,15 +91,15 @@ def chained_gemm(
 
 
 def sum_splits(device: torch.device, output: torch.dtype, kernel: Kernel) -> str | None:
-    """Three parts, with a bias, added to what is there; a ragged last group of columns."""
+    """Three parts, with a bias; a ragged last group of columns."""
     rows, columns, splits = 37, 71, 3
     generator = torch.Generator().manual_seed(0)
     parts = torch.randn(splits, 40, 72, generator=generator)
     bias, before = torch.randn(columns, generator=generator), torch.randn(rows, 72, generator=generator).to(output)
     out = before.to(device, copy=True)
     split = kernels.Split(splits, parts.to(device), kernel)
-    kernels.sum_split_parts(split, out[:, :columns], bias.to(device), accumulate=True)
-    expected = parts[:, :rows, :columns].sum(dim=0) + bias.to(output).float() + before[:, :columns].float()
+    kernels.sum_split_parts(split, out[:, :columns], bias.to(device))
+    expected = parts[:, :rows, :columns].sum(dim=0) + bias.to(output).float()
     failure = _difference(out[:, :columns].cpu(), expected, 2.0**-10 * torch.ones_like(expected))
     if failure is None and not torch.equal(out[:, columns:].cpu(), before[:, columns:]):
         failure = "a column that is not its own"

@@ -119,8 +119,8 @@ def _separate(gemm: Gemm, choice: Choice, activation: str, device: torch.device,
     def way(given: Inputs) -> tuple[Tensor, ...]:
         out = trial.computed(run, choice, given.operands, gemm)
         x, dy = (out, None) if given.h is None else (given.h, out)
-        made = cuda._launch(kernel, x, given.row, True, True, activation, dy, sums=gemm.promote)
-        return (*made, out)
+        *made, sums = cuda._launch(kernel, x, given.row, True, True, activation, dy, sums=gemm.promote)
+        return (*made, *(() if sums is None else (sums,)), out)
 
     return way
 

@@ -46,6 +46,16 @@ static inline u16 to_bf16(float value) {
 }
 static inline u32 to_bf16x2(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
 static inline u32 to_fp16x2(float low, float high) { return to_fp16(low) | (u32)to_fp16(high) << 16; }
+/* As far off as the device's may be, upwards or downwards as the argument's last bits fall. */
+static inline float off_by(float value, float x, float relative) {
+    return (__float_as_uint(x) * 2654435761u) >> 31 ? value * (1.0f + relative) : value * (1.0f - relative);
+}
+static inline float flushed(float value) { return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, value) : value; }
+static inline float exp2_approx(float x) { return flushed(off_by(std::exp2(flushed(x)), x, 0x1p-22f)); }
+static inline float reciprocal_approx(float x) { return flushed(off_by(1.0f / flushed(x), x, 0x1p-23f)); }
+static inline float max_magnitude(float x, float y) {
+    return std::isnan(x) || std::isnan(y) ? std::nanf("") : std::max(x, std::fabs(y));
+}
 static inline uint4 load_once(const void* address) {
     // as on the device, where a load off its 16-byte boundary is an error
     if ((unsigned long long)address % 16 != 0) std::abort();

@@ -280,6 +280,16 @@ static inline void store_matrices_transposed(u32 address, u32 first, u32 second,
     store_any_matrices(true, address, first, second, third, fourth);
 }
 
+static inline void load_matrices(u32 address, u32& first, u32& second, u32& third, u32& fourth) {
+    u32* const words[4] = {&first, &second, &third, &fourth};
+    const u32 lane = threadIdx.x % 32;
+    for (u32 i = 0; i < 4; ++i) {
+        const u32 row = exchange(address)[8 * i + lane / 4];
+        std::memcpy(words[i], sm90::at(sm90::block(), row, 16) + 4 * (lane % 4), 4);
+    }
+    exchange(0);
+}
+
 static inline void barrier_init(u32 barrier, u32 arrivals) {
     sm90::at(sm90::block(), barrier, 8);
     sm90::Phase phase;
