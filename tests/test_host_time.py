@@ -1,0 +1,34 @@
+"""``benchmarks/host_time.py``: every case runs, through the CUDA half, and the ratios are those of the columns."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+PROGRAM = ROOT / "benchmarks" / "host_time.py"
+
+
+def test_the_last_lines_are_the_ratios_of_the_table() -> None:
+    command = [sys.executable, str(PROGRAM), "--repetitions", "2", "--calls", "1"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    *lines, linear, block = ran.stdout.splitlines()
+    table = {line[:24].strip(): [float(cell) for cell in line[24:].split()] for line in lines[2:7]}
+    assert list(table) == ["linear", "linear - gelu - linear", "the same, fused", "attention", "block of Llama"]
+    for plain, plain_both, converted, converted_both, ratio in table.values():
+        assert 0 < plain < plain_both
+        assert 0 < converted < converted_both
+        assert ratio == pytest.approx(converted_both / plain_both, rel=0.02)
+    assert linear == f"ratio linear {table['linear'][-1]:.2f}"
+    assert block == f"ratio block {table['block of Llama'][-1]:.2f}"
+    parts = {line.rsplit(maxsplit=1)[0].strip(): float(line.rsplit(maxsplit=1)[1]) for line in lines[9:14]}
+    assert sum(parts.values()) == pytest.approx(table["linear"][3], abs=0.4)
+
+
+def test_a_profile() -> None:
+    command = [sys.executable, str(PROGRAM), "--profile", "linear"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "cast_transpose" in ran.stdout
