@@ -39,7 +39,7 @@ _COLUMNS = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one suite or all; exits with a message where it cannot, and at the end if a variant did not run or is wrong."""
+    """Run one suite or all; exits with a message where it cannot, and at its end if a variant failed or was wrong."""
     options = _parser().parse_args(arguments)
     device = _device(options.device)
     suites = SUITES if options.suite == "all" else {options.suite: SUITES[options.suite]}
