@@ -51,7 +51,7 @@ step() {
     local name=$1 seconds=$2 began=$EPOCHREALTIME limit grace process teller status
     shift 2
     limit=$(scaled "$seconds") grace=$(scaled 5)
-    printf '\n=== %s, at most %s s: %s\n' "$name" "$limit" "$*" | tee -a "$log"
+    printf '\n=== %s, at most %s s: %s\n' "$name" "$limit" "${*@Q}" | tee -a "$log"
     rm -f "$pipe" && mkfifo "$pipe"
     tee -a "$log" <"$pipe" &
     teller=$!
@@ -67,7 +67,7 @@ step() {
     case $status in 0) ;; 124 | 137) status="$status (time limit)" ;; esac
     [[ $status == 0 ]] || failed=1
     printf '%s\t%s\t%s\t%s\t%s\n' "$name" "$status" \
-        "$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $began }")" "$limit" "$*" | tee -a "$summary"
+        "$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $began }")" "$limit" "${*@Q}" | tee -a "$summary"
     cp "$cache"/gemm-*.json "$out" 2>/dev/null
     [[ $(stat -c %s "$log") -le $most ]] || truncate -s "$most" "$log"
 }

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from conftest import ROOT
 
 from kernels_cuda import cache
+from lightning_fp8.bench.suites import SUITES
+from lightning_fp8.tune.shapes import parse_layers
 
 SCRIPT = ROOT / "benchmarks" / "first_contact.sh"
 GRACE_S = 10
@@ -76,7 +81,7 @@ def test_what_fails_does_not_keep_the_next_from_running(tmp_path: Path, programs
     assert len({step.name for step in steps}) == len(steps) >= 6
     log = (tmp_path / "out" / f"stage{stage}.log").read_text()
     for step in steps:
-        program, _, rest = step.command.partition(" ")
+        program, _, rest = " ".join(shlex.split(step.command)).partition(" ")
         assert f"=== {step.name}, at most {step.limit} s: {step.command}\n" in log
         assert f"{program} was asked: {rest}\n" in log
     # what is printed is what is kept
@@ -87,6 +92,23 @@ def test_what_fails_does_not_keep_the_next_from_running(tmp_path: Path, programs
 def test_limits_of_a_stage_are_less_than_ten_minutes(tmp_path: Path, programs: Path, stage: int) -> None:
     _, steps = run(tmp_path, stage)
     assert sum(float(step.limit) + GRACE_S for step in steps) < 600
+
+
+def test_cases_layers_and_tests_are_ones_that_there_are(tmp_path: Path, programs: Path) -> None:
+    gpu = torch.device("cuda")
+    for stage in STAGES:
+        for words in (shlex.split(step.command) for step in run(tmp_path, stage)[1]):
+            if "bench" in words:
+                chosen = dict(pairwise(words))
+                suite = SUITES[chosen["--suite"]]
+                assert any(chosen.get("--case", "") in case.name for case in suite.cases(gpu)), words
+            if "tune" in words:
+                assert parse_layers(words[-1])
+            if "pytest" in words:
+                (file,) = (ROOT / word for word in words if word.startswith("tests/"))
+                wanted = [word for word in words[-1].split() if word not in ("and", "or")]
+                named = [] if "not" in wanted else [word for word in wanted if not word.isdigit()]
+                assert all(re.search(rf"def test_\w*{word}", file.read_text()) for word in named), words
 
 
 def test_what_hangs_ends_and_the_rest_is_run(tmp_path: Path, programs: Path) -> None:
