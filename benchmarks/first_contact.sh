@@ -1,0 +1,143 @@
+#!/usr/bin/env bash
+# Half an hour on a GPU that nothing has run on: four stages, each of less than ten minutes whatever hangs.
+#
+#     benchmarks/first_contact.sh 1|2|3|4
+#
+#   1  what the machine is; every kernel's self-test; the first GEMM and cast with a time
+#   2  the GPU tests of GEMMs; graphs, threads, no waiting
+#   3  GEMMs, layers and launches beside their baselines
+#   4  tuning of more layers; profiles; a memory check
+#
+# Every step has a time limit, and a step that fails or hangs does not keep the next from running. What is found is
+# written as it is found, into four files: stageN.log, all output; stageN-summary.tsv, a line for each step; stageN.jsonl,
+# the rows of benchmarks; gemm-GPU.json, the measured table, with the last step's state.
+#
+# Environment: OUT, where these files go (./first_contact). CUBINS, a folder that `doctor --compile` filled elsewhere
+# (build/cubins): a copy is used that belongs to this user and that nobody else may write in. PYTHON (python).
+# LIMIT_SCALE, by which all time limits are multiplied (1).
+set -u
+umask 022
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+stage=${1:-}
+case $stage in [1-4]) ;; *) echo "usage: $0 1|2|3|4" >&2; exit 64 ;; esac
+python=${PYTHON:-python}
+cubins=${CUBINS:-$root/build/cubins}
+mkdir -p "${OUT:=first_contact}"
+out=$(cd "$OUT" && pwd)
+log=$out/stage$stage.log summary=$out/stage$stage-summary.tsv rows=$out/stage$stage.jsonl
+cd "$root" || exit
+cache=${LIGHTNING_FP8_CACHE_DIR:-$root/build/cache}
+export LIGHTNING_FP8_CACHE_DIR=$cache PYTHONUNBUFFERED=1 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+# bytes: a log of more does not come back from some machines
+most=12000000
+failed=0
+private=$(mktemp -d) pipe=$private/output
+
+scaled() { awk "BEGIN { print $1 * ${LIMIT_SCALE:-1} }"; }
+
+# ended_within SECONDS PROCESS: its status; where it has not ended, that of the clock's end, which is 0 too
+ended_within() {
+    local clock status
+    sleep "$(scaled "$1")" >/dev/null 2>&1 &
+    clock=$!
+    wait -n "$2" "$clock"
+    status=$?
+    kill "$clock" 2>/dev/null
+    return "$status"
+}
+
+# step NAME SECONDS COMMAND...
+step() {
+    local name=$1 seconds=$2 began=$EPOCHREALTIME limit grace process teller status
+    shift 2
+    limit=$(scaled "$seconds") grace=$(scaled 5)
+    printf '\n=== %s, at most %s s: %s\n' "$name" "$limit" "${*@Q}" | tee -a "$log"
+    rm -f "$pipe" && mkfifo "$pipe"
+    tee -a "$log" <"$pipe" &
+    teller=$!
+    timeout -k "$grace" "$limit" "$@" </dev/null >"$pipe" 2>&1 &
+    process=$!
+    # a process may be stuck in the driver, where no signal ends it
+    ended_within "$((seconds + 10))" "$process"
+    status=$?
+    kill -0 "$process" 2>/dev/null && status=stuck
+    # what a step leaves behind may hold its output open
+    ended_within 2 "$teller"
+    kill "$teller" 2>/dev/null
+    case $status in 0) ;; 124 | 137) status="$status (time limit)" ;; esac
+    [[ $status == 0 ]] || failed=1
+    printf '%s\t%s\t%s\t%s\t%s\n' "$name" "$status" \
+        "$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $began }")" "$limit" "${*@Q}" | tee -a "$summary"
+    cp "$cache"/gemm-*.json "$out" 2>/dev/null
+    [[ $(stat -c %s "$log") -le $most ]] || truncate -s "$most" "$log"
+}
+
+# each test is named before it runs; one that hangs says where and ends its step alone
+tests() {
+    local name=$1 seconds=$2 chosen=$3
+    shift 3
+    step "$name" "$seconds" "$python" -m pytest -v -m cuda --tb=short -p no:cacheprovider -o addopts=--strict-markers \
+        -o faulthandler_timeout=40 -o faulthandler_exit_on_timeout=true "$@" -k "$chosen"
+}
+
+bench() {
+    local name=$1 seconds=$2
+    shift 2
+    step "$name" "$seconds" "$python" -m lightning_fp8 bench --rounds 10 --out "$rows" "$@"
+}
+
+tune() {
+    step "$1" "$2" "$python" -m lightning_fp8 tune --rounds 5 --time-limit 15 --shapes "$3"
+}
+
+mkdir -p "$cache" && chmod -R go-w "$cache"
+[[ ! -d $cubins ]] || cp -u "$cubins"/*.cubin "$cache"
+commit=${COMMIT:-$(git describe --always --dirty --exclude='*' 2>/dev/null || echo unknown)}
+printf '# stage %s, commit %s, %s\n' "$stage" "$commit" "$(date -u +%FT%TZ)" | tee -a "$log" >>"$summary"
+printf 'step\tstatus\tseconds\tlimit\tcommand\n' >>"$summary"
+step machine 15 nvidia-smi
+case $stage in
+    1)
+        step versions 20 "$python" -c 'import sys, importlib.metadata as m; print(sys.version, *sorted({f"{d.name}=={d.version}" for d in m.distributions()}), sep="\n")'
+        step "doctor quick" 45 "$python" -m lightning_fp8 doctor --quick
+        step doctor 150 "$python" -m lightning_fp8 doctor --time-limit 20
+        tests "casts, every bit pattern" 45 "bit_pattern" tests/test_cuda.py
+        tests "casts, ragged; weights; scales" 45 "ragged or weights_and_scales" tests/test_cuda.py
+        tune "tune 8192x4096x16384" 120 8192x4096x16384
+        bench "cast 8192x8192" 60 --suite cast --case "8192x8192 bf16->e4m3 cast_transpose"
+        ;;
+    2)
+        tests "GEMM self-tests" 90 "self_test" tests/test_cuda_gemm.py
+        tests "GEMM random shapes" 90 "random_shapes" tests/test_cuda_gemm.py
+        tests "GEMM splits" 45 "splits" tests/test_cuda_gemm.py
+        tests "GEMM load, graph, chains" 120 "not (self_test or random_shapes or splits)" tests/test_cuda_gemm.py
+        tests "graphs, threads, no waiting" 120 \
+            "not (self_test or theirs or bit_pattern or ragged or reduced_overhead)" tests/test_cuda.py
+        ;;
+    3)
+        bench "fprop 8192x16384x4096" 40 --suite gemm --case "fprop 8192x16384x4096"
+        bench "dgrad 8192x4096x16384" 40 --suite gemm --case "dgrad 8192x4096x16384"
+        bench "wgrad 16384x4096x8192" 40 --suite gemm --case "wgrad 16384x4096x8192"
+        bench "small GEMMs" 40 --suite gemm --case "2048x1024x1024"
+        bench "linear-GELU-linear" 120 --suite linear --case GELU
+        bench "linear 8192, 4096 to 16384" 60 --suite linear --case "8192 tokens, 4096 -> 16384"
+        bench "gelu cast 8192x14336" 60 --suite cast --case "8192x14336 bf16->e4m3 gelu"
+        bench launch 30 --suite launch
+        ;;
+    4)
+        tune "tune 8192x16384x4096" 90 8192x16384x4096
+        tune "tune 8192x4096x4096 and 2048x1024x4096" 120 8192x4096x4096,2048x1024x4096
+        step "profile of a GEMM" 60 ncu --set full -k regex:gemm_sm -c 2 \
+            "$python" -m lightning_fp8 bench --rounds 1 --suite gemm --case "fprop 8192x16384x4096"
+        step "profile of a cast" 60 ncu --set full -k regex:cast_transpose -c 2 \
+            "$python" -m lightning_fp8 bench --rounds 1 --suite cast --case "8192x8192 bf16->e4m3 cast_transpose"
+        step "memory check of split GEMMs" 90 compute-sanitizer --tool memcheck --error-exitcode 1 \
+            "$python" -m pytest -v -m cuda -p no:cacheprovider -o addopts=--strict-markers tests/test_cuda_gemm.py \
+            -k "splits and 2"
+        step "memory check of ragged casts" 60 compute-sanitizer --tool memcheck --error-exitcode 1 \
+            "$python" -m pytest -v -m cuda -p no:cacheprovider -o addopts=--strict-markers tests/test_cuda.py \
+            -k "ragged and 71"
+        ;;
+esac
+rm -rf "$private"
+exit "$failed"

@@ -1,0 +1,188 @@
+"""``benchmarks/first_contact.sh``: whatever hangs or fails, each stage ends in time and says what came of each step."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import ROOT
+
+from kernels_cuda import cache
+from lightning_fp8.bench.suites import SUITES
+from lightning_fp8.tune.shapes import parse_layers
+
+SCRIPT = ROOT / "benchmarks" / "first_contact.sh"
+GRACE_S = 10
+STAGES = (1, 2, 3, 4)
+pytestmark = pytest.mark.skipif(shutil.which("timeout") is None, reason="the script needs GNU's timeout")
+
+
+class Step(NamedTuple):
+    name: str
+    status: str
+    seconds: str
+    limit: str
+    command: str
+
+
+def stand_in(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """In front of the path: all that the script starts, each saying what it was asked and failing."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("python", "nvidia-smi", "ncu", "compute-sanitizer"):
+        stand_in(folder, name, f'echo "{name} was asked: $*"; exit 3')
+    return folder
+
+
+def run(
+    tmp_path: Path, stage: int | str, scale: float = 1.0, limit_s: float = 60, **environment: str
+) -> tuple[subprocess.CompletedProcess[str], list[Step]]:
+    variables = {
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "OUT": str(tmp_path / "out"),
+        "LIGHTNING_FP8_CACHE_DIR": str(tmp_path / "cache"),
+        "LIMIT_SCALE": str(scale),
+        **environment,
+    }
+    ran = subprocess.run(
+        [str(SCRIPT), str(stage)], capture_output=True, text=True, check=False, env=variables, timeout=limit_s
+    )
+    summary = tmp_path / "out" / f"stage{stage}-summary.tsv"
+    if not summary.exists():
+        return ran, []
+    header, titles, *lines = summary.read_text().splitlines()
+    assert re.fullmatch(rf"# stage {stage}, commit \S+, 20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", header)
+    assert titles == "step\tstatus\tseconds\tlimit\tcommand"
+    return ran, [Step(*line.split("\t")) for line in lines]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_fails_does_not_keep_the_next_from_running(tmp_path: Path, programs: Path, stage: int) -> None:
+    ran, steps = run(tmp_path, stage)
+    assert ran.returncode == 1
+    assert {step.status for step in steps} == {"3"}
+    assert len({step.name for step in steps}) == len(steps) >= 6
+    log = (tmp_path / "out" / f"stage{stage}.log").read_text()
+    for step in steps:
+        program, _, rest = " ".join(shlex.split(step.command)).partition(" ")
+        assert f"=== {step.name}, at most {step.limit} s: {step.command}\n" in log
+        assert f"{program} was asked: {rest}\n" in log
+    # what is printed is what is kept
+    assert ran.stdout.count(" was asked: ") == len(steps)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_limits_of_a_stage_are_less_than_ten_minutes(tmp_path: Path, programs: Path, stage: int) -> None:
+    _, steps = run(tmp_path, stage)
+    assert sum(float(step.limit) + GRACE_S for step in steps) < 600
+
+
+def test_cases_layers_and_tests_are_ones_that_there_are(tmp_path: Path, programs: Path) -> None:
+    gpu = torch.device("cuda")
+    for stage in STAGES:
+        for words in (shlex.split(step.command) for step in run(tmp_path, stage)[1]):
+            if "bench" in words:
+                chosen = dict(pairwise(words))
+                suite = SUITES[chosen["--suite"]]
+                assert any(chosen.get("--case", "") in case.name for case in suite.cases(gpu)), words
+            if "tune" in words:
+                assert parse_layers(words[-1])
+            if "pytest" in words:
+                (file,) = (ROOT / word for word in words if word.startswith("tests/"))
+                wanted = [word for word in words[-1].split() if word not in ("and", "or")]
+                named = [] if "not" in wanted else [word for word in wanted if not word.isdigit()]
+                assert all(re.search(rf"def test_\w*{word}", file.read_text()) for word in named), words
+
+
+def test_what_hangs_ends_and_the_rest_is_run(tmp_path: Path, programs: Path) -> None:
+    """Even one that ignores the first signal, and one that leaves a process with its output behind."""
+    left = tmp_path / "left"
+    stand_in(
+        programs, "python",
+        f"""echo "begun: $*"
+case "$*" in
+    *--quick*) trap '' TERM; while :; do sleep 60; done ;;
+    *doctor*) setsid sleep 300 & echo $! > {left}; exit 0 ;;
+    *"-m pytest"*) exec sleep 300 ;;
+    *) exit 0 ;;
+esac""",
+    )  # fmt: skip
+    ran, steps = run(tmp_path, 1, scale=0.03, limit_s=45)
+    subprocess.run(["kill", left.read_text().strip()], check=False)
+    assert ran.returncode == 1
+    status = {step.name: step.status for step in steps}
+    assert status["doctor quick"] == "137 (time limit)"
+    assert status["doctor"] == "0"
+    assert status["casts, every bit pattern"] == "124 (time limit)"
+    assert status["cast 8192x8192"] == "0"
+    assert len(steps) == 8
+    log = (tmp_path / "out" / "stage1.log").read_text()
+    # what it said before it hung
+    assert "begun: -m lightning_fp8 doctor --quick" in log
+
+
+def test_what_is_measured_is_there_after_each_step(tmp_path: Path, programs: Path) -> None:
+    stand_in(
+        programs, "python",
+        """case "$*" in
+    *tune*) echo '{"rows": []}' > "$LIGHTNING_FP8_CACHE_DIR/gemm-nvidia-h100.json" ;;
+    *bench*) while [ "$1" != --out ]; do shift; done; echo '{"row": 1}' >> "$2"; ls "$OUT" ;;
+esac""",
+    )  # fmt: skip
+    ran, steps = run(tmp_path, 1)
+    assert (tmp_path / "out" / "gemm-nvidia-h100.json").read_text() == '{"rows": []}\n'
+    assert (tmp_path / "out" / "stage1.jsonl").read_text() == '{"row": 1}\n'
+    # already when the next step ran
+    assert "\ngemm-nvidia-h100.json\n" in ran.stdout
+    assert len(list((tmp_path / "out").iterdir())) == 4
+    assert [step.name for step in steps if step.status != "0"] == ["machine"]
+
+
+def test_cubins_that_anybody_could_have_written_are_used_as_ones_own(tmp_path: Path, programs: Path) -> None:
+    carried, used = tmp_path / "carried", tmp_path / "cache"
+    carried.mkdir()
+    (carried / "a.cubin").write_bytes(b"\x7fELF")
+    (carried / "a.cubin").chmod(0o777)
+    carried.chmod(0o777)
+    used.mkdir()
+    used.chmod(0o777)
+    run(tmp_path, 2, CUBINS=str(carried))
+    cache.check_folder(used)
+    assert cache.read(used / "a.cubin") == b"\x7fELF"
+
+
+@pytest.mark.parametrize("stage", ["", "5", "all"])
+def test_another_stage_is_refused(tmp_path: Path, programs: Path, stage: str) -> None:
+    ran, steps = run(tmp_path, stage)
+    assert (ran.returncode, steps) == (64, [])
+    assert "1|2|3|4" in ran.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_without_a_gpu_each_step_says_why(tmp_path: Path) -> None:
+    """With the real programs: the commands are ones that there are."""
+    (tmp_path / "bin").mkdir()
+    for stage in (1, 3):
+        _, steps = run(tmp_path, stage, limit_s=550, PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
+        log = (tmp_path / "out" / f"stage{stage}.log").read_text()
+        assert "usage:" not in log
+        assert "Traceback" not in log
+        assert "time limit" not in " ".join(step.status for step in steps)
