@@ -145,13 +145,16 @@ extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(THREADS, 1)
     const SharedMemory memory(shared_address());
     const u32 block = CLUSTER == 1 ? 0 : block_in_cluster();
     if (threadIdx.x == 0) {
+        prefetch_map(arguments.a);
+        prefetch_map(arguments.b);
+        if (arguments.gemm.out != nullptr) prefetch_map(arguments.out);
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(memory.full(i), 1);
             barrier_init(memory.empty(i), CONSUMERS * CLUSTER);
         }
         barrier_init_fence();
     }
-    cluster_sync();
+    cluster_sync<true>();
     if (warpgroup == 0) {
         give_registers<40>();
         if (threadIdx.x == 0) produce(arguments, memory, block);
@@ -160,5 +163,5 @@ extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(THREADS, 1)
         consume(arguments, memory, block, warpgroup - 1);
     }
     // no block leaves while another may still arrive at its barriers
-    cluster_sync();
+    cluster_sync<false>();
 }
