@@ -138,12 +138,6 @@ __device__ __forceinline__ void consume(const Arguments& arguments, const Shared
     epilogue.end();
 }
 
-/* All threads whose barriers meet; a launch without a cluster takes the block's own barrier. */
-__device__ __forceinline__ void sync_blocks() {
-    if constexpr (CLUSTER == 1) __syncthreads();
-    else cluster_sync();
-}
-
 extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(THREADS, 1)
     gemm_sm90(const __grid_constant__ Arguments arguments) {
     // uniform over the warp, which the compiler cannot see
@@ -151,13 +145,16 @@ extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(THREADS, 1)
     const SharedMemory memory(shared_address());
     const u32 block = CLUSTER == 1 ? 0 : block_in_cluster();
     if (threadIdx.x == 0) {
+        prefetch_map(arguments.a);
+        prefetch_map(arguments.b);
+        if (arguments.gemm.out != nullptr) prefetch_map(arguments.out);
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(memory.full(i), 1);
             barrier_init(memory.empty(i), CONSUMERS * CLUSTER);
         }
         barrier_init_fence();
     }
-    sync_blocks();
+    cluster_sync<true>();
     if (warpgroup == 0) {
         give_registers<40>();
         if (threadIdx.x == 0) produce(arguments, memory, block);
@@ -166,5 +163,5 @@ extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(THREADS, 1)
         consume(arguments, memory, block, warpgroup - 1);
     }
     // no block leaves while another may still arrive at its barriers
-    sync_blocks();
+    cluster_sync<false>();
 }

@@ -8,7 +8,8 @@ constexpr int BLOCK_K = 128, MMA_K = 32, CONSUMERS = 2, THREADS = 384;
 // rows of a wgmma, of a warpgroup, and how many of the one make the other
 constexpr int PIECE_ROWS = 64, CONSUMER_ROWS = BLOCK_M / CONSUMERS, PIECES = CONSUMER_ROWS / PIECE_ROWS;
 constexpr u32 A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr u32 STAGING_BYTES = 16384, BIAS_BYTES = 4 * BLOCK_N, BARRIER_BYTES = 8;
+// what is stored, or staged for it, at a time: 64 rows x 128 bytes; two of them a warpgroup
+constexpr u32 BOX_BYTES = 8192, STAGING_BYTES = 2 * BOX_BYTES, BIAS_BYTES = 4 * BLOCK_N, BARRIER_BYTES = 8;
 // rows of tiles that go by together
 constexpr int RASTER_ROWS = 16;
 
@@ -116,15 +117,13 @@ __device__ __forceinline__ void stage_bias(const Gemm& gemm, u32 memory, int fir
 /* Where 16 bytes of a row of 128, swizzled by 128, lie. */
 __device__ __forceinline__ u32 swizzled_128(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-/* A piece's 64 x 128 elements of 16 bits to shared memory, as two boxes of 64 rows x 128 bytes. `word(j, h)` is the
-   pair of columns 8 j + column(), row() + 8 h. */
+/* 64 x 64 elements of 16 bits of a piece to shared memory, as a box. `word(j, h)` is the pair of columns 8 j + column(),
+   row() + 8 h. */
 template <class Word>
-__device__ __forceinline__ void stage_pairs(u32 staging, const Lane& at, const Word& word) {
+__device__ __forceinline__ void stage_box(u32 box, const Lane& at, const Word& word) {
     const int row = at.warp * 16 + (at.lane & 15);
 #pragma unroll
-    for (int j = 0; j < 16; j += 2) {
-        const int chunk = j + (at.lane >> 4);
-        store_matrices(staging + (chunk >> 3) * 8192 + swizzled_128(row, chunk & 7), word(j, 0), word(j, 1),
-                       word(j + 1, 0), word(j + 1, 1));
-    }
+    for (int j = 0; j < 8; j += 2)
+        store_matrices(box + swizzled_128(row, j + (at.lane >> 4)), word(j, 0), word(j, 1), word(j + 1, 0),
+                       word(j + 1, 1));
 }

@@ -230,7 +230,7 @@ struct Epilogue {
     __device__ __forceinline__ void store(float* sums, const Tile& tile, Stage& stage, int row, int part) {
         const int column = tile.column + part;
         const bool stores_h = CHAIN == FORWARD && gemm.out != nullptr;
-        if (CHAIN == FORWARD && (threadIdx.x & 127) == 0) store_wait_read();
+        if (CHAIN == FORWARD && (threadIdx.x & 127) == 0) store_wait_read<0>();
         warpgroup_sync(consumer);
         finish_sums(sums, part);
         if constexpr (CHAIN == BACKWARD) barrier_wait(memory.full(stage.index), stage.parity);
@@ -246,14 +246,17 @@ struct Epilogue {
         if constexpr (CHAIN == BACKWARD) {
             sum_columns(sums, row, column);
         } else {
-            stage_pairs(staging, at, [&](int j, int h) {
-                return OUTPUT::pack(sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
-            });
+#pragma unroll
+            for (int box = 0; box < 2; ++box)
+                stage_box(staging + box * BOX_BYTES, at, [&](int j, int h) {
+                    const float* two = sums + 4 * (8 * box + j) + 2 * h;
+                    return OUTPUT::pack(two[0], two[1]);
+                });
             fence_for_copy_engine();
             warpgroup_sync(consumer);
             if ((threadIdx.x & 127) == 0) {
                 store_box(arguments.out, staging, row, column);
-                store_box(arguments.out, staging + 8192, row, column + 64);
+                store_box(arguments.out, staging + BOX_BYTES, row, column + 64);
                 store_commit();
             }
         }

@@ -3,8 +3,9 @@
 #include "gemm_sm90.cuh"
 
 struct Epilogue {
-    // of a part: 256 bytes of each of 64 rows, two boxes
-    static constexpr int COLUMNS = 256 / OUTPUT::BYTES, BOX_COLUMNS = COLUMNS / 2;
+    // of a part: 128 bytes of each of 64 rows
+    static constexpr int COLUMNS = 128 / OUTPUT::BYTES;
+    static_assert(BLOCK_N / COLUMNS % 2 == 0, "parts of a piece alternate between two halves");
     // stages that it reads
     static constexpr int INPUTS = 0;
     __device__ static void load_input(const Arguments&, u32, u32, const Tile&, int) {}
@@ -28,37 +29,37 @@ struct Epilogue {
         return {sums[4 * j + 2 * h] * scale + of_bias.x, sums[4 * j + 2 * h + 1] * scale + of_bias.y};
     }
 
-    /* A part's finished values to shared memory, as two boxes of 64 rows x 128 bytes. */
+    /* A part's finished values to half of the staging memory, as a box of 64 rows x 128 bytes. */
     template <class Output>
-    __device__ __forceinline__ void stage(const float* sums, int part) const {
+    __device__ __forceinline__ void stage(u32 half, const float* sums, int part) const {
         if constexpr (Output::BYTES == 2) {
-            stage_pairs(staging, at, [&](int j, int h) {
+            stage_box(half, at, [&](int j, int h) {
                 const float2 values = pair(sums, j, h, part);
                 return Output::pack(values.x, values.y);
             });
         } else {
 #pragma unroll
             for (int i = 0; i < COLUMNS / 4; ++i) {
-                const int j = i >> 1, h = i & 1, in_row = 4 * (8 * (j & 3) + at.column());
+                const int j = i >> 1, h = i & 1, in_row = 4 * (8 * j + at.column());
                 const float2 values = pair(sums, j, h, part);
-                const u32 address = staging + (j >> 2) * 8192 + swizzled_128(at.row() + 8 * h, in_row >> 4);
-                store_shared_pair(address + (in_row & 15), values.x, values.y);
+                store_shared_pair(half + swizzled_128(at.row() + 8 * h, in_row >> 4) + (in_row & 15), values.x, values.y);
             }
         }
     }
 
-    /* A part of a piece: rows from `row`, columns from `part` of the tile. */
+    /* A part of a piece: rows from `row`, columns from `part` of the tile. Parts take turns in the two halves of the
+       staging memory, so that one is written while the copy engine reads the other. */
     __device__ __forceinline__ void store(const float* sums, const Tile& tile, const Stage&, int row, int part) const {
-        const int column = tile.column + part, thread = threadIdx.x & 127;
-        if (thread == 0) store_wait_read();
+        const int thread = threadIdx.x & 127;
+        const u32 half = staging + part / COLUMNS % 2 * BOX_BYTES;
+        // all but the newest store have been read
+        if (thread == 0) store_wait_read<1>();
         warpgroup_sync(consumer);
-        stage<OUTPUT>(sums, part);
+        stage<OUTPUT>(half, sums, part);
         fence_for_copy_engine();
         warpgroup_sync(consumer);
         if (thread == 0) {
-            const int out_row = row + tile.split * Work(gemm).split_rows();
-            store_box(arguments.out, staging, out_row, column);
-            store_box(arguments.out, staging + 8192, out_row, column + BOX_COLUMNS);
+            store_box(arguments.out, half, row + tile.split * Work(gemm).split_rows(), tile.column + part);
             store_commit();
         }
     }

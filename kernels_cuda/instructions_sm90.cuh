@@ -127,12 +127,25 @@ __device__ __forceinline__ u32 block_in_cluster() {
     return rank;
 }
 
-/* All threads of all blocks of the cluster. */
+/* All threads of all blocks of the cluster. A launch without a cluster takes __syncthreads. RELAXED: orders no memory
+   accesses, which is enough after `barrier_init_fence`. */
+template <bool RELAXED>
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if constexpr (CLUSTER == 1) {
+        __syncthreads();
+        return;
+    }
+    if constexpr (RELAXED) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    else asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 /* ---- the tensor copy engine -------------------------------------------------------------------------------------- */
+
+/* A first use finds the map in the cache. */
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 
 /* The box whose first element is (row, column) to shared memory; its bytes count at the barrier when they are there. */
 __device__ __forceinline__ void load_box(u32 target, const TensorMap& map, u32 barrier, int row, int column) {
@@ -159,8 +172,12 @@ __device__ __forceinline__ void store_box(const TensorMap& map, u32 source, int 
 /* Ends a group of this thread's stores. */
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-/* Until this thread's stores have read their sources, which may then be written again. */
-__device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+/* Until all but the newest PENDING groups of this thread's stores have read their sources, which may then be written
+   again. */
+template <int PENDING>
+__device__ __forceinline__ void store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
 
 /* Until they are in memory. */
 __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

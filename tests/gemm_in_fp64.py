@@ -40,6 +40,7 @@ class SumKernel(NamedTuple):
 class Gemms:
     """Attributes:
     choice: what every GEMM is to run as.
+    chained: activations with which a GEMM is to write the next one's operand.
     missing: families of kernels that are not to be had: "gemm", "chained", "sum_splits".
     asked: what was to be chosen: gemm, m, n, k, promote and the output's dtype.
     launches: names of the functions that launched, in order.
@@ -48,10 +49,12 @@ class Gemms:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.choice, self.missing = Choice(HOPPER), set[str]()
+        self.chained = set(kernel_gemm.CHAINED_ACTIVATIONS)
         self.asked: list[tuple[Any, ...]] = []
         self.launches: list[str] = []
         self.kernels: list[GemmKernel] = []
         monkeypatch.setattr(gemm_choice, "choose", self._choose)
+        monkeypatch.setattr(gemm_choice, "is_chained", lambda *asked: asked[1] in self.chained)
         monkeypatch.setattr(kernels, "gemm_kernel", self._obtain("gemm", GemmKernel))
         monkeypatch.setattr(kernels, "chained_kernel", self._obtain("chained", chained_kernel))
         monkeypatch.setattr(kernels, "sum_splits_kernel", self._obtain("sum_splits", SumKernel))

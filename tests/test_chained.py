@@ -209,6 +209,19 @@ def test_steps_aside(gemms: Gemms, why: str) -> None:
     torch.testing.assert_close(actual, step(parts, "gelu"), rtol=0, atol=0)
 
 
+def test_an_activation_that_is_faster_apart_is_cast_on_its_own(gemms: Gemms) -> None:
+    model = block()
+    gemms.chained = {"relu"}
+    for activation, chains in (("gelu", 0), ("relu", 2)):
+        gemms.launches.clear()
+        step(model, activation)
+        assert gemms.launches.count("chained_gemm") == chains
+    gemms.launches.clear()
+    with chained.taken():
+        step(model, "gelu")
+    assert gemms.launches.count("chained_gemm") == 2
+
+
 def test_left_out_for_a_measurement(gemms: Gemms) -> None:
     def fail() -> None:
         with chained.left_out():
@@ -315,6 +328,7 @@ def from_sources(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Co
     """Launches of kernels that all run from their sources, GEMMs too."""
     monkeypatch.setattr(kernel_gemm, "tensor_map", host_tensor_map)
     monkeypatch.setattr(gemm_choice, "choose", lambda *_: Choice(HOPPER))
+    monkeypatch.setattr(gemm_choice, "is_chained", lambda *_: True)
     return cuda_half
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels_cuda.gemm import Configuration, configurations
+from kernels_cuda.gemm import CHAINED_ACTIVATIONS, Configuration, configurations
 from lightning_fp8.ops import gemm_choice, gemm_table, kernels
 from lightning_fp8.ops.gemm_choice import Choice, check_gemm, choose, estimated, most_splits
 from lightning_fp8.warn_once import warn_once
@@ -32,7 +32,7 @@ ABOUT = {"gpu": NAME, "driver": "580", "versions": {"torch": "2.13"}, "commit": 
 
 
 def forget() -> None:
-    for function in (choose, warn_once, gemm_table.rows, kernels.backend):
+    for function in (choose, gemm_choice.is_chained, warn_once, gemm_table.rows, kernels.backend):
         function.cache_clear()
 
 
@@ -350,6 +350,38 @@ def test_parts_of_k_are_long_and_few(k: int, promote: bool, most: int) -> None:
     assert most_splits(k, promote) == most
 
 
+# chained or separate
+
+
+def is_chained(activation: str, m: int, n: int, k: int, promote: bool = False) -> bool:
+    gemm_choice.is_chained.cache_clear()
+    return gemm_choice.is_chained(GPU, activation, m, n, k, promote, BF16)
+
+
+def test_unmeasured_only_relu_is_chained() -> None:
+    for rows in ((), (row(512, 512, 512, 1.0, 2.0),)):
+        given(*rows)
+        assert [name for name in CHAINED_ACTIVATIONS if is_chained(name, 512, 512, 512)] == ["relu"]
+
+
+def test_measured_chains_are_those_of_the_nearest_gemm_that_knows() -> None:
+    given(
+        row(512, 512, 512, 1.0, 2.0, chained={"gelu": True, "relu": False}),
+        row(2048, 512, 512, 1.0, 2.0, chained={"gelu": False}),
+        row(600, 512, 512, 1.0, 2.0),
+        promoted(512, 512, 512, 1.0, 2.0, chained={"gelu": False, "silu": True}),
+    )
+    assert is_chained("gelu", 600, 512, 512)
+    assert not is_chained("gelu", 1100, 512, 512)
+    assert not is_chained("relu", 512, 512, 512)
+    # too far from what was measured, and not measured for this activation
+    assert is_chained("relu", 2048, 512, 512)
+    assert not is_chained("gelu", 100, 512, 512)
+    assert not is_chained("silu", 512, 512, 512)
+    assert is_chained("silu", 512, 512, 512, promote=True)
+    assert not is_chained("gelu", 512, 512, 512, promote=True)
+
+
 # tables
 
 
@@ -358,8 +390,8 @@ def test_rows_come_back_as_they_were_written() -> None:
         promoted(1024, 512, 8192, 3.5, None, output="float32", splits=4), row(64, 64, 64, None, 2.0, configuration=None)
     )
     assert gemm_table.rows(NAME, HOPPER) == (
-        (64, 64, 64, False, BF16, None, 1, None, 2.0),
-        (1024, 512, 8192, True, FP32, PROMOTED["256x128 s4 c1"], 4, 3.5, None),
+        (64, 64, 64, False, BF16, None, 1, None, 2.0, {}),
+        (1024, 512, 8192, True, FP32, PROMOTED["256x128 s4 c1"], 4, 3.5, None, {}),
     )
 
 
@@ -404,6 +436,7 @@ WRONG = {
             *(("m", value) for value in (0, -1, 64.0, "64", True, None)),
             *(("n", 0), ("k", 0), ("splits", 0), ("splits", None), ("promote", 1), ("output", "int8")),
             *(("output", None), ("configuration", 3), ("p50_us", 0), ("p50_us", -1.0), ("p50_us", float("nan"))),
+            *(("chained", value) for value in (None, True, ["gelu"], {"gelu": 1})),
             *(("cublaslt_p50_us", "fast"), ("cublaslt_p50_us", float("inf")), ("p50_us", True)),
         )
     },

@@ -416,6 +416,16 @@ def test_backward_chain(activation: str, shape: tuple[int, int, int]) -> None:
     assert torch.equal(runs[0].sums, runs[1].sums)
 
 
+@pytest.mark.parametrize("configuration", [PROMOTED[0], PROMOTED[-1]], ids=lambda one: one.name)
+def test_stages_with_h_are_filled_again(configuration: Configuration, late: bool) -> None:
+    # more tiles than blocks, and more steps than stages
+    m, n, k = 5 * configuration.block_m * configuration.cluster, 136, 128 * configuration.stages
+    case, h = operands(m, n, k, "e5m2"), torch.randn(m, n).bfloat16()
+    da = run(case, configuration, torch.bfloat16, promote=True)
+    one = Chained(case, configuration, "relu", "e5m2", 0x11, h=h, late=late)
+    one.check_codes(activation_gradient(h, da, "relu"), exact=True)
+
+
 @pytest.mark.parametrize("output", [torch.bfloat16, torch.float16])
 def test_chains_in_both_16_bit_formats(output: torch.dtype, late: bool) -> None:
     case, bias = operands(130, 136, 144), torch.randn(136)

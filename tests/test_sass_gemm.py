@@ -101,10 +101,11 @@ def test_instructions(chosen: Chosen, tmp_path: Path) -> None:
     # four matrices hold 16 rows of 16 columns of 16 bits, or of 32 columns of codes
     matrices = (0 if fp32 or chain == "BACKWARD" else words // 2) + (0 if chain is None else words // 4)
     assert count(found, r"STSM\.16\.M88\.4") == matrices
-    # the whole device is waited for where a cluster starts and ends, nowhere else
-    ends = 2 if configuration.cluster > 1 else 0
-    assert count(found, r"MEMBAR\.\w+\.GPU") == ends
-    assert count(found, r"UCGABAR_ARV") == count(found, r"UCGABAR_WAIT") == ends
+    # the whole device is waited for where a cluster ends, nowhere else; a single block has no cluster's barriers
+    clustered = configuration.cluster > 1
+    assert count(found, r"MEMBAR\.\w+\.GPU") == clustered
+    assert count(found, r"UCGABAR_ARV") == count(found, r"UCGABAR_WAIT") == 2 * clustered
+    assert count(found, r"UTMACCTL\.PF") == 3
     if chain is None:
         assert not count(found, r"STG\..*|RED.*|ATOM.*")
         return
@@ -135,7 +136,7 @@ def epilogue_instructions(family: Family, folder: Path) -> int:
 FORWARD = {"relu": 1900, "gelu": 3313, "gelu_tanh": 2650, "silu": 2400}
 BACKWARD = {"relu": 2400, "gelu": 4300, "gelu_tanh": 4050, "silu": 3550}
 COSTS = {
-    "plain": (plain(FAST[0], "e4m3", "e4m3", torch.bfloat16, False), 450),
+    "plain": (plain(FAST[0], "e4m3", "e4m3", torch.bfloat16, False), 500),
     **{
         f"{activation} forward": (chained(FAST[0], torch.bfloat16, False, activation, "e4m3"), most)
         for activation, most in FORWARD.items()

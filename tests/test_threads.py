@@ -261,9 +261,9 @@ def test_left_out_ends_in_any_order(threads: list[Thread]) -> None:
     for thread in threads[:2]:
         thread.enter(chained.left_out())
     threads[0].leave()
-    assert chained._left_out
+    assert chained._wanted is False
     threads[1].leave()
-    assert not chained._left_out
+    assert chained._wanted is None
 
 
 # -------------------------------------------------------------------------------------------------- fp32 products

@@ -129,7 +129,7 @@ class FeedForward:
         """
         ours = functools.partial(_as_one, gemm="rawkernel")
         precisions = {
-            "lightning_fp8": Precision(ours, in_fp8=True),
+            "lightning_fp8": Precision(ours, in_fp8=True, around=chained.taken),
             "lightning_fp8 unchained": Precision(ours, in_fp8=True, around=chained.left_out),
             "lightning_fp8 cublaslt": Precision(functools.partial(_as_one, gemm="cublaslt"), in_fp8=True),
             **iteration.torchao_precisions(device),

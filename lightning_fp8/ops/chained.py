@@ -12,7 +12,7 @@ from kernels_cuda import gemm as kernel_gemm
 from kernels_cuda.casts import Row
 from kernels_cuda.gemm import CHAINED_ACTIVATIONS, Configuration
 from kernels_cuda.launch import Kernel
-from lightning_fp8.ops import kernels
+from lightning_fp8.ops import gemm_choice, kernels
 from lightning_fp8.ops.counting import is_counting
 from lightning_fp8.ops.cuda import cast_gradient
 from lightning_fp8.ops.gemm import as_operand, choice_for, scaled_mm
@@ -28,20 +28,25 @@ class Chain(NamedTuple):
     row: Row
 
 
-_left_out = False
+_wanted: bool | None = None
 
 
-def _set_left_out(value: bool) -> None:
-    global _left_out
-    _left_out = value
+def _set_wanted(value: bool | None) -> None:
+    global _wanted
+    _wanted = value
 
 
-_LEFT_OUT = Switch(lambda: _left_out, _set_left_out)
+_WANTED: Switch[bool | None] = Switch(lambda: _wanted, _set_wanted)
 
 
 def left_out() -> AbstractContextManager[None]:
     """GEMMs and casts one by one, in all threads, to measure what chaining them brings."""
-    return _LEFT_OUT.at(True)
+    return _WANTED.at(False)
+
+
+def taken() -> AbstractContextManager[None]:
+    """GEMMs and casts chained wherever they can be, in all threads, to measure what that brings."""
+    return _WANTED.at(True)
 
 
 def find(
@@ -61,10 +66,10 @@ def find(
     """The kernel for ``a [M, K] @ b [N, K]^T`` with a cast behind it; None where GEMM and cast are to be two.
 
     The cast's scale has to be known before the sums are, so every tensor must have a history, and nobody may count what
-    is cast. The GEMM must be one of ours anyway, in whole, and its sizes such as need no padding.
+    is cast. The GEMM must be one of ours anyway, in whole, its sizes such as need no padding, and the chain not slower.
     """
     known, (_, k), n = state_of(state), a.shape, b.shape[0]
-    if _left_out or known is None or not known.every_tensor_has_history or is_counting(state, record):
+    if _wanted is False or known is None or not known.every_tensor_has_history or is_counting(state, record):
         return None
     if not known.uses_histories(record):
         return None
@@ -73,6 +78,9 @@ def find(
     configuration, splits = choice_for(a, b, known.gemm, promote, output)
     # the other family stores no operands
     if configuration is None or splits > 1 or configuration.family != "gemm_sm90":
+        return None
+    sizes = (a.shape[0], n, k)
+    if _wanted is None and not gemm_choice.is_chained(a.device, activation, *sizes, promote, output):
         return None
     kernel = kernels.chained_kernel(a.device, configuration, a_format, output, promote, activation, format)
     if kernel is None:

@@ -104,6 +104,33 @@ def choose(device: torch.device, gemm: str, m: int, n: int, k: int, promote: boo
     return estimated(ours, m, n, k, promote, gpu.multi_processor_count)
 
 
+@functools.lru_cache(maxsize=4096)
+def is_chained(
+    device: torch.device, activation: str, m: int, n: int, k: int, promote: bool, output: torch.dtype
+) -> bool:
+    """Whether one of our GEMMs is to write the next one's operand, in place of a cast behind it.
+
+    As measured for this activation in the nearest GEMM, up to the distance at which :func:`choose` takes over a
+    configuration; unmeasured only for relu, whose arithmetic costs less than a cast's memory traffic.
+
+    Args:
+        device: a CUDA GPU.
+        activation: between the two, or with ``promote`` the one whose gradient is.
+        m: rows of the output, see :func:`choose` for it and the others.
+        n: columns of the output.
+        k: what is summed over.
+        promote: whether partial sums are added up in fp32 registers every 128 along K.
+        output: dtype of what is rounded in between.
+    """
+    gpu = torch.cuda.get_device_properties(device)
+    measured = gemm_table.rows(gpu.name, (gpu.major, gpu.minor))
+    knowing = tuple(row for row in measured if activation in row.chained)
+    nearest = _nearest(knowing, m, n, k, promote, output)
+    if nearest and _distance(nearest[0], m, n, k, output) <= _NEAR:
+        return nearest[0].chained[activation]
+    return activation == "relu"
+
+
 def estimated(ours: tuple[Configuration, ...], m: int, n: int, k: int, promote: bool, multiprocessors: int) -> Choice:
     """The configuration and number of splits with the smallest estimated time; the first and smallest of equals.
 

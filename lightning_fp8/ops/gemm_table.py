@@ -40,6 +40,8 @@ class Row(NamedTuple):
         splits: parts of K that it was fastest with.
         p50_us: median microseconds of that; None where none ran.
         cublaslt_p50_us: the same of ``torch._scaled_mm``; None where it refuses this GEMM.
+        chained: by activation, whether the GEMM that writes the next one's operand was faster than GEMM and cast; what
+            was not measured is missing. A row in a file may lack it.
     """
 
     m: int
@@ -51,6 +53,7 @@ class Row(NamedTuple):
     splits: int
     p50_us: float | None
     cublaslt_p50_us: float | None
+    chained: Mapping[str, bool]
 
     @property
     def is_faster(self) -> bool:
@@ -237,6 +240,9 @@ def _wrong_field(row: dict[str, Any]) -> str | None:
             return f"no {field!r}"
         if not is_right(row[field]):
             return f"{field!r} is {row[field]!r}"
+    chained = row.get("chained", {})
+    if not isinstance(chained, dict) or not all(isinstance(value, bool) for value in chained.values()):
+        return f"'chained' is {chained!r}"
     return None
 
 
@@ -263,4 +269,5 @@ def _row(row: dict[str, Any], capability: tuple[int, int], path: Path) -> Row | 
     return Row(
         row["m"], row["n"], row["k"], row["promote"], _DTYPES[row["output"]],
         None if name is None else known[name], row["splits"], row["p50_us"], row["cublaslt_p50_us"],
+        row.get("chained", {}),
     )  # fmt: skip

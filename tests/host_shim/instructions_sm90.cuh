@@ -57,7 +57,7 @@ static std::vector<u32> unseen[CLUSTER];
 static std::vector<std::vector<u32>> unseen_of;
 static std::map<u32, Phase> phases[CLUSTER];
 static std::deque<Load> loads;
-static std::vector<std::vector<Store>> stores;
+static std::vector<std::deque<std::vector<Store>>> stores;
 static std::vector<std::deque<std::vector<Product>>> products;
 static host::Barrier of_cluster;
 static std::map<u32, host::Barrier> of_warpgroup;
@@ -73,7 +73,7 @@ static void start() {
         phases[i].clear();
     }
     unseen_of.assign(threads, {});
-    stores.assign(threads, {});
+    stores.assign(threads, {{}});
     products.assign(threads, {});
     loads.clear();
     of_cluster = host::Barrier();
@@ -315,11 +315,10 @@ static inline void warpgroup_sync(int consumer) {
     host::wait(sm90::of_warpgroup[sm90::block() * 16 + consumer], 128);
 }
 static inline u32 block_in_cluster() { return sm90::block(); }
-static inline void cluster_sync() {
-    if (CLUSTER == 1) host::fail("a cluster's barrier where there is none");
-    host::wait(sm90::of_cluster, host::fibers.size());
-}
+template <bool RELAXED>
+static inline void cluster_sync() { host::wait(sm90::of_cluster, host::fibers.size()); }
 
+static inline void prefetch_map(const TensorMap&) {}
 static inline void load_box(u32 target, const TensorMap& map, u32 barrier, int row, int column) {
     sm90::ask({sm90::block(), target, barrier, sm90::read(map), row, column});
 }
@@ -331,15 +330,20 @@ static inline void store_box(const TensorMap& map, u32 source, int row, int colu
     const sm90::Store store = {sm90::read(map), sm90::block(), source, row, column};
     for (u32 word = source / 4; word < (source + store.map.box_rows * 128) / 4; ++word)
         if (sm90::unseen[sm90::block()][word] != sm90::NOBODY) host::fail("a copy of what no fence has made visible");
-    if (late) sm90::stores[host::current].push_back(store);
+    if (late) sm90::stores[host::current].back().push_back(store);
     else sm90::perform(store);
 }
-static inline void store_commit() {}
-static inline void store_wait_read() {
-    for (const sm90::Store& store : sm90::stores[host::current]) sm90::perform(store);
-    sm90::stores[host::current].clear();
+static inline void store_commit() {
+    if (late) sm90::stores[host::current].emplace_back();
 }
-static inline void store_wait() { store_wait_read(); }
+/* The newest entry is the group that is not committed yet. */
+template <int PENDING>
+static inline void store_wait_read() {
+    auto& groups = sm90::stores[host::current];
+    for (; groups.size() > PENDING + 1; groups.pop_front())
+        for (const sm90::Store& store : groups.front()) sm90::perform(store);
+}
+static inline void store_wait() { store_wait_read<0>(); }
 static inline void fence_for_copy_engine() {
     for (u32 word : sm90::unseen_of[host::current]) {
         u32& writer = sm90::unseen[sm90::block()][word];
