@@ -256,6 +256,6 @@ def try_kernel(variant: Variant, device: torch.device, test_again: bool = False)
     if failure is not None:
         if testing is not None and passed and not out_of_memory:
             load.forget_pass(family, defines, index)
-        return Attempt(None, failure, False, *times, out_of_memory)
+        return Attempt(None, failure, False, *times)._replace(out_of_memory=out_of_memory)
     load.remember_pass(family, defines, index)
     return Attempt(kernel, None, False, *times)
