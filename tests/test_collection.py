@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import packages_distributions, requires
@@ -75,3 +76,18 @@ def test_the_gpu_tests_need_few_packages() -> None:
     expected = {file.name for file in files if re.search(r"pytest\.mark\.cuda\n|, DEVICES\)", file.read_text())}
     assert {"test_cuda.py", "test_cuda_gemm.py", "test_bench.py", "test_ddp.py"} <= expected
     assert {*re.findall(r"^tests/(\w+\.py)::", ran.stdout, re.MULTILINE)} == expected
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_what_make_test_cuda_runs_and_leaves_out(installed: bool, tmp_path: Path) -> None:
+    for name in ("python3", "compute-sanitizer") if installed else ("python3",):
+        (tmp_path / name).write_text('#!/bin/sh\necho "ran ${0##*/} $*"\n')
+        (tmp_path / name).chmod(0o755)
+    make, environment = shutil.which("make"), {**os.environ, "PATH": str(tmp_path)}
+    ran = subprocess.run([make, "test-cuda"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    files = "tests/test_cuda.py tests/test_cuda_gemm.py"
+    tools = re.findall(rf"^ran compute-sanitizer --tool (\w+) .*{files}", ran.stdout, re.MULTILINE)
+    assert tools == (["memcheck", "synccheck", "racecheck"] if installed else [])
+    assert re.search(r"^ran python3 -m pytest -m cuda$", ran.stdout, re.MULTILINE)
+    (left_out,) = re.findall(r"^Left out.*", ran.stdout, re.MULTILINE)
+    assert ("large shapes" if installed else "memcheck, synccheck and racecheck") in left_out

@@ -42,6 +42,54 @@ def test_the_kernels_for_weights_and_scales_pass_theirs() -> None:
     assert self_test.update_scales(CPU, HostKernel(("update_scales", ()), scales.LAYOUT, scales.THREADS, 0)) is None
 
 
+class FlushingInput(HostKernel):
+    """Takes subnormals for zero, as code compiled with ``-ftz=true`` does."""
+
+    def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
+        torch.set_flush_denormal(True)
+        try:
+            super().__call__(grid, *arguments)
+        finally:
+            torch.set_flush_denormal(False)
+
+
+# wrong casts, by what is said about them elsewhere: each differs in a few codes of numbers that are rare
+FAULTS = {
+    "half away from zero": "ROUND=std::round",
+    "half down": "ROUND(units)=std::ceil((units) - 0.5)",
+    "rounded to bf16 before": "FAULT(value, min_exponent)=__uint_as_float((u32)to_bf16(value) << 16)",
+    "subnormals flushed": "FAULT(value, min_exponent)=value * (std::fabs(value) >= std::ldexp(1.0, min_exponent))",
+    "no negative zero": "FAULT(value, min_exponent)=value + 0.0f",
+    "inf becomes NaN": "FAULT(value, min_exponent)=std::isinf(value) ? NAN : value",
+    "NaN saturates": "FAULT(value, min_exponent)=std::isnan(value) ? INFINITY : value",
+}
+FOUND_AT_RANDOM = ("rounded to bf16 before", "subnormals flushed")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_self_test_finds_wrong_casts(fault: str) -> None:
+    defines = (*casts.variant(torch.float32, "e4m3"), FAULTS[fault])
+    kernel = HostKernel(("cast_transpose", defines), casts.CAST_TRANSPOSE_LAYOUT, casts.THREADS, 0)
+    found = str(self_test.cast_transpose(CPU, torch.float32, "e4m3", "none", False, kernel))
+    # random numbers are enough for some
+    assert re.search("other codes" if fault in FOUND_AT_RANDOM else "hard to round gave .*codes", found)
+
+
+@pytest.mark.parametrize("fault", ["half away from zero", "rounded to bf16 before", "subnormals flushed"])
+def test_the_self_test_finds_wrong_casts_of_weights(fault: str) -> None:
+    kernel = HostKernel(("cast_weights", (FAULTS[fault],)), casts.CAST_WEIGHTS_LAYOUT, casts.THREADS, 0)
+    assert re.search(r"\d+ other codes", str(self_test.cast_weights(CPU, kernel)))
+
+
+@pytest.mark.parametrize("dtype", casts.INPUTS)
+def test_the_self_test_finds_flushed_inputs(dtype: torch.dtype) -> None:
+    family = ("cast_transpose", casts.variant(dtype, "e5m2"))
+    kernel = FlushingInput(family, casts.CAST_TRANSPOSE_LAYOUT, casts.THREADS, 0)
+    found = self_test.cast_transpose(CPU, dtype, "e5m2", "none", False, kernel)
+    # fp16's are normal numbers as soon as they are fp32
+    assert (found is None) == (dtype == torch.float16)
+
+
 class Broken(HostKernel):
     """Does its work, and then something else."""
 

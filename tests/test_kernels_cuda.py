@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import fp8_ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -95,11 +96,14 @@ def delayed(scale: float, amax: Tensor | None = None) -> Row:
 
 
 def assert_codes(payload: Tensor, x: Tensor, scale: float | Tensor, fmt: str) -> None:
-    """Equal to FP8 from its definition, and to the reference; all NaN codes count as one."""
+    """Equal to FP8 from its definition, by ``ml_dtypes``, and to the reference; all NaN codes count as one."""
     canonical = torch.from_numpy(np.where(np.isnan(code_values(fmt)), 0x7F, np.arange(256)).astype(np.uint8))
-    from_definition = torch.from_numpy(saturating_cast(x.float().numpy(), np.float32(scale), fmt))
+    from_definition, by_ml_dtypes = (
+        torch.from_numpy(oracle(x.float().numpy(), np.float32(scale), fmt))
+        for oracle in (saturating_cast, fp8_ml_dtypes.saturating_cast)
+    )
     of_reference = reference.saturating_cast(x, torch.as_tensor(scale, dtype=torch.float32), FORMATS[fmt])
-    for expected in (from_definition, of_reference):
+    for expected in (from_definition, by_ml_dtypes, of_reference):
         torch.testing.assert_close(canonical[payload.int()], canonical[expected.int()], rtol=0, atol=0)
 
 

@@ -20,6 +20,10 @@ _TENSORS = 3
 # Activations are rounded after functions whose last bits differ between libraries: a code may be the neighbouring one.
 _NEIGHBOURING = 0.01
 _NEARLY_ZERO = 1e-5
+# one scale leaves midpoints where they are, the other makes subnormals of the input large enough to be seen
+_ROUNDING_SCALES = (1.0, 2.0**127)
+# of the input's dtype, on both sides of a midpoint
+_NEAREST = 8
 
 
 def cast_transpose(
@@ -38,6 +42,40 @@ def cast_transpose(
             failure = _compare_cast_of_weight(device, x, kernel)
             if failure is not None:
                 return f"its self-test of a weight of {rows} x {columns} gave {failure}"
+    failure = _compare_rounding(device, input, format, kernel) if activation == "none" else None
+    return None if failure is None else f"its self-test of numbers that are hard to round gave {failure}"
+
+
+def hard_to_round(input: torch.dtype, format: str) -> Tensor:
+    """The numbers that casts are wrong about, ``[rows, 64]``.
+
+    All numbers of the format and midpoints of two of them, each with the eight nearest numbers of the input's dtype on
+    both sides; its smallest ones, subnormal and normal, and its largest; zero, inf and NaN; with both signs.
+    """
+    codes = torch.arange(128, dtype=torch.uint8).view(FORMATS[format].dtype).float()
+    codes, info = codes[codes.isfinite()], torch.finfo(input)
+    centres = torch.cat([codes, (codes[1:] + codes[:-1]) / 2, torch.tensor([info.tiny, info.max])]).to(input)
+    bits = centres.view(torch.int32 if input.itemsize == 4 else torch.int16)[:, None]
+    # what follows the largest number is inf and NaN, and nothing comes before zero
+    positive = (bits + torch.arange(-_NEAREST, _NEAREST + 1)).clamp(min=0).to(bits.dtype).view(input).flatten()
+    values = torch.cat([positive, -positive])
+    return torch.nn.functional.pad(values, (0, -len(values) % 64)).view(-1, 64)
+
+
+def _compare_rounding(device: torch.device, input: torch.dtype, format: str, kernel: Kernel) -> str | None:
+    x, dtype = hard_to_round(input, format), FORMATS[format].dtype
+    one, index = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    for scale in _ROUNDING_SCALES:
+        y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in (x.shape, x.shape[::-1]))
+        row = casts.Row(one * scale, one, index, torch.zeros_like(one))
+        casts.cast_transpose(kernel, x.to(device), row, torch.zeros((), device=device), y, y_t)
+        codes = reference.saturating_cast(x, torch.tensor(scale), FORMATS[format])
+        # any NaN is as good as another
+        for payload in (y, y_t, codes):
+            payload[payload.view(dtype).float().isnan()] = 0x7F
+        failure = _compare(y.cpu(), y_t.cpu(), codes, format, exact=True)
+        if failure is not None:
+            return f"{failure}, at a scale of {scale}"
     return None
 
 
@@ -119,14 +157,20 @@ def _compare_state(scale_inv: Tensor, used: Tensor, amax: Tensor, expected: Tens
 
 
 def cast_weights(device: torch.device, kernel: Kernel) -> str | None:
-    """Weights of all dtypes and both shapes together."""
+    """Weights of all dtypes and both shapes together; then numbers that are hard to round."""
+    random = [_random(*_SHAPES[number % len(_SHAPES)], dtype) for number, dtype in enumerate(casts.INPUTS)]
+    # without what is larger than the format's largest number, which makes the scale 1
+    hard = [hard_to_round(dtype, "e4m3") for dtype in casts.INPUTS]
+    hard = [values.where(values.abs() <= FORMATS["e4m3"].max, 0) for values in hard]
+    return _cast_weights(device, random, kernel) or _cast_weights(device, hard, kernel)
+
+
+def _cast_weights(device: torch.device, values: list[Tensor], kernel: Kernel) -> str | None:
     _, scale, amax, _ = _state(device)
     weights = []
-    for number, dtype in enumerate(casts.INPUTS):
-        rows, columns = _SHAPES[number % len(_SHAPES)]
-        shapes = ((rows, columns), (columns, rows))
-        y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in shapes)
-        weights.append((_random(rows, columns, dtype).to(device), number, y, y_t))
+    for number, x in enumerate(values):
+        y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in (x.shape, x.shape[::-1]))
+        weights.append((x.to(device), number, y, y_t))
     table = casts.weight_table([casts.Weight(*weight) for weight in weights])
     casts.cast_weights(kernel, table, scale, amax)
     for x, number, y, y_t in weights:
