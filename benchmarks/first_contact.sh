@@ -28,7 +28,7 @@ log=$out/stage$stage.log summary=$out/stage$stage-summary.tsv rows=$out/stage$st
 cd "$root" || exit
 cache=${LIGHTNING_FP8_CACHE_DIR:-$root/build/cache}
 export LIGHTNING_FP8_CACHE_DIR=$cache PYTHONUNBUFFERED=1 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-# bytes: a log of more does not come back from some machines
+# bytes: so that a log stays easy to carry away
 most=12000000
 failed=0
 private=$(mktemp -d) pipe=$private/output
