@@ -15,8 +15,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from lightning_fp8.interrupts import held_interrupts
+
 Job = dict[str, Any]
 _SECONDS_TO_END = 10
+# Python and torch; a busy machine takes its time
+_SECONDS_TO_START = 120
+_READY = "ready\n"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -48,9 +53,10 @@ class Worker:
         self._end()
 
     def answer(self, job: Job, limit_s: float) -> Answer:
-        """What comes of a job within so many seconds; the start of a process counts to its first job."""
+        """What comes of a job within so many seconds, the start of a process left out of account."""
         if self._child is None:
-            self._child = _Child(self._command)
+            with held_interrupts():
+                self._child = _Child(self._command)
         found = self._child.answer(job, limit_s)
         if found.failure is not None:
             self._end()
@@ -73,6 +79,8 @@ def serve(work: Callable[[Job], dict[str, Any]]) -> None:
     # what libraries print goes elsewhere
     with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)
+        output.write(_READY)
+        output.flush()
         for line in sys.stdin:
             output.write(f"{json.dumps(work(json.loads(line)))}\n")
             output.flush()
@@ -91,6 +99,7 @@ class _Child:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        self._is_ready = False
 
     def _read(self) -> None:
         if self._process.stdout is not None:
@@ -105,10 +114,16 @@ class _Child:
             if self._process.stdin is not None:
                 self._process.stdin.write(f"{json.dumps(job)}\n")
                 self._process.stdin.flush()
+        line: str | None = _READY
         try:
-            line = self._lines.get(timeout=limit_s)
+            if not self._is_ready:
+                line = self._lines.get(timeout=_SECONDS_TO_START)
+                self._is_ready = True
+            if line == _READY:
+                line = self._lines.get(timeout=limit_s)
         except queue.Empty:
-            return Answer(None, f"did not end within {limit_s:g} s")
+            rule = f"end within {limit_s:g} s" if self._is_ready else f"start within {_SECONDS_TO_START} s"
+            return Answer(None, f"did not {rule}")
         if line is None:
             return Answer(None, self._why_it_ended())
         with suppress(ValueError):
