@@ -7,6 +7,7 @@
 constexpr int BLOCK_K = 128, MMA_K = 32, CONSUMERS = 2, THREADS = 384;
 // warpgroups that compute a tile: both together, or with PING_PONG each one of its own
 constexpr int TILE_CONSUMERS = PING_PONG ? 1 : CONSUMERS;
+static_assert(BLOCK_M * BLOCK_N <= TILE_CONSUMERS * 128 * 128, "a thread's registers have room for the sums");
 // rows of a wgmma, of a warpgroup, and how many of the one make the other
 constexpr int PIECE_ROWS = 64, CONSUMER_ROWS = BLOCK_M / TILE_CONSUMERS, PIECES = CONSUMER_ROWS / PIECE_ROWS;
 constexpr u32 A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K, STAGE_BYTES = A_BYTES + B_BYTES;
@@ -71,7 +72,8 @@ struct Stage {
     }
 };
 
-/* Whose products may be asked for, with PING_PONG: the consumers take turns, tile by tile. */
+/* Whose products may be asked for, with PING_PONG: the consumers take turns, tile by tile. All threads of one give the
+   turn to the other. */
 struct Turn {
     const u32 mine, others, block;
     // the first consumer's first turn is given by nobody

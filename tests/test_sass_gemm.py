@@ -121,6 +121,17 @@ def test_instructions(chosen: Chosen, tmp_path: Path) -> None:
     assert count(found, r"(REDG|ATOMG)\.E\.MAX\..*") == 1
 
 
+def test_the_turn_is_given_while_products_run(tmp_path: Path) -> None:
+    given = []
+    for configuration in (PING_PONG[0], FAST[-1]):
+        lines, _ = program(plain(configuration, "e4m3", "e4m3", torch.bfloat16, False)[1], "sm_90a", tmp_path)
+        rest = lines[max(place for place, line in enumerate(lines) if "QGMMA" in line) :]
+        waits = next(place for place, line in enumerate(rest) if re.search(r"DEPBAR\.LE gsb0, 0x0", line))
+        given.append(sum("SYNCS.ARRIVE" in line for line in rest[:waits]))
+    # both release the stage before
+    assert given == [2, 1]
+
+
 # --- what the end of a tile costs ------------------------------------------------------------------------------------
 
 
