@@ -39,6 +39,8 @@ class Configuration(NamedTuple):
         block_n: columns of the output that a block computes at a time.
         stages: pieces of K that are in shared memory at a time.
         cluster: blocks, neighbours along M, that load their share of B for each other.
+        ping_pong: whether of a block's two warpgroups each computes a tile of its own, one storing while the other
+            multiplies, in place of half of the rows of each tile. Hopper only.
     """
 
     family: str
@@ -46,11 +48,12 @@ class Configuration(NamedTuple):
     block_n: int
     stages: int
     cluster: int = 1
+    ping_pong: bool = False
 
     @property
     def name(self) -> str:
-        """``"128x256 s4 c2"``, as tables and messages call it."""
-        return f"{self.block_m}x{self.block_n} s{self.stages} c{self.cluster}"
+        """``"128x256 s4 c2"`` or ``"128x128 s6 c2 ping-pong"``, as tables and messages call it."""
+        return f"{self.block_m}x{self.block_n} s{self.stages} c{self.cluster}{' ping-pong' * self.ping_pong}"
 
     @property
     def threads(self) -> int:
@@ -63,7 +66,7 @@ class Configuration(NamedTuple):
         stages = self.stages * (self.block_m + self.block_n) * _BLOCK_K[self.family]
         if self.family == "gemm_sm89":
             return stages
-        return stages + _CONSUMERS * (_STAGING_BYTES + 4 * self.block_n) + 16 * self.stages
+        return stages + _CONSUMERS * (_STAGING_BYTES + 4 * self.block_n) + 16 * (self.stages + 1)
 
     @property
     def layout(self) -> str:
@@ -80,6 +83,8 @@ _SM90 = (
     Configuration("gemm_sm90", 256, 128, 4, 2),
     Configuration("gemm_sm90", 128, 256, 4, 1),
     Configuration("gemm_sm90", 256, 128, 4, 1),
+    Configuration("gemm_sm90", 128, 128, 6, 2, ping_pong=True),
+    Configuration("gemm_sm90", 128, 128, 6, 1, ping_pong=True),
     Configuration("gemm_sm90", 128, 128, 6, 2),
     Configuration("gemm_sm90", 128, 128, 6, 1),
 )
@@ -106,9 +111,9 @@ def variant(
 ) -> tuple[str, ...]:
     """The definitions that make a family one kernel: the plain GEMM."""
     shape = (f"BLOCK_M={configuration.block_m}", f"BLOCK_N={configuration.block_n}", f"STAGES={configuration.stages}")
-    cluster = (f"CLUSTER={configuration.cluster}",) if configuration.family == "gemm_sm90" else ()
+    hopper = (f"CLUSTER={configuration.cluster}", f"PING_PONG={int(configuration.ping_pong)}")
     formats = (f"A_FORMAT={a_format}", f"B_FORMAT={b_format}", f"OUTPUT={OUTPUTS[output]}")
-    return (*shape, *cluster, *formats, f"PROMOTE={int(promote)}")
+    return (*shape, *(hopper if configuration.family == "gemm_sm90" else ()), *formats, f"PROMOTE={int(promote)}")
 
 
 def chained_variant(

@@ -13,10 +13,17 @@ tile        BLOCK_M x BLOCK_N of the output, of which each of two warpgroups com
 
             Warpgroup 0 loads: each step of a, and its block's share of b, which the copy engine hands to all CLUSTER
             blocks (neighbours along m, with the same columns). A stage is `full` when its bytes are there, and `empty`
-            when both warpgroups of all the cluster's blocks have read it
+            when all that read it, in all the cluster's blocks, have done so
+
+            With PING_PONG the block's tiles go to the two warpgroups by turns, each whole. Both walk through the
+            stages of all tiles, and pass over the other's. One multiplies while the other stores:
+
+            warpgroup 1    products of tile 0 | store 0             | products of 2 | store 2
+            warpgroup 2    -                  | products of tile 1  | store 1       | products of 3
 variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, BLOCK_M, BLOCK_N 128|256, STAGES, CLUSTER;
-            PROMOTE 1: partial sums leave the tensor cores every 128 along K and are added up in fp32 registers
-            (the tensor cores' own accumulator keeps fewer bits). CHAIN FORWARD|BACKWARD, ACTIVATION, FORMAT
+            PING_PONG 0|1, with 1 at 128 x 128; PROMOTE 1: partial sums leave the tensor cores every 128 along K and are
+            added up in fp32 registers (the tensor cores' own accumulator keeps fewer bits). CHAIN FORWARD|BACKWARD,
+            ACTIVATION, FORMAT
 grid        at most a block for each multiprocessor, whole clusters, 384 threads; each cluster takes every n-th tile.
             Tiles go by groups of 16 rows of tiles, so that what runs at once shares operands in the L2 cache
 shared      STAGES * (BLOCK_M + BLOCK_N) * 128 bytes, 16 KB a warpgroup for what it stores, the bias, the barriers
@@ -62,11 +69,11 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Shared
 
 /* Partial sums of one step at a time, added up in registers. */
 __device__ __forceinline__ void multiply_promoted(Sums (&sums)[PIECES], const Tile& tile, const SharedMemory& memory,
-                                                  Stage& stage, int consumer) {
+                                                  Stage& stage, int share, const Turn& turn) {
     Sums step_sums;
     for (int step = tile.first_step; step < tile.end_step; ++step) {
         barrier_wait(memory.full(stage.index), stage.parity);
-        const u64 a = operand(memory.stage(stage.index) + consumer * CONSUMER_ROWS * BLOCK_K);
+        const u64 a = operand(memory.stage(stage.index) + share * CONSUMER_ROWS * BLOCK_K);
         const u64 b = operand(memory.stage(stage.index) + A_BYTES);
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
@@ -82,15 +89,16 @@ __device__ __forceinline__ void multiply_promoted(Sums (&sums)[PIECES], const Ti
         }
         stage.advance();
     }
+    turn.give();
 }
 
 /* All steps in the tensor cores' accumulators; the products of a step run while the next one is asked for. */
 __device__ __forceinline__ void multiply(Sums (&sums)[PIECES], const Tile& tile, const SharedMemory& memory,
-                                         Stage& stage, int consumer) {
+                                         Stage& stage, int share, const Turn& turn) {
     int previous = 0;
     for (int step = tile.first_step; step < tile.end_step; ++step) {
         barrier_wait(memory.full(stage.index), stage.parity);
-        const u64 a = operand(memory.stage(stage.index) + consumer * CONSUMER_ROWS * BLOCK_K);
+        const u64 a = operand(memory.stage(stage.index) + share * CONSUMER_ROWS * BLOCK_K);
         const u64 b = operand(memory.stage(stage.index) + A_BYTES);
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) pin(sums[piece].values);
@@ -109,31 +117,40 @@ __device__ __forceinline__ void multiply(Sums (&sums)[PIECES], const Tile& tile,
         previous = stage.index;
         stage.advance();
     }
+    turn.give();
     mma_wait<0>();
     release(memory, previous);
 }
 
-/* Computes and stores this warpgroup's rows of all tiles of this block. */
+/* Computes and stores this warpgroup's share of all tiles of this block: its rows, or with PING_PONG every other tile. */
 __device__ __forceinline__ void consume(const Arguments& arguments, const SharedMemory& memory, u32 block,
                                         int consumer) {
+    const int share = consumer % TILE_CONSUMERS;
+    int owner = 0;
     Stage stage;
+    Turn turn(memory, consumer, block);
     Epilogue epilogue(arguments, memory, consumer);
-    for (Work work(arguments.gemm); work.left(); work.next()) {
+    for (Work work(arguments.gemm); work.left(); work.next(), owner ^= 1) {
         const Tile tile = work.tile(block);
+        if (PING_PONG && owner != consumer) {
+            stage.skip(tile.end_step - tile.first_step + Epilogue::INPUTS);
+            continue;
+        }
         Sums sums[PIECES];
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; ++i) sums[piece].values[i] = 0.0f;
-        if constexpr (PROMOTE) multiply_promoted(sums, tile, memory, stage, consumer);
-        else multiply(sums, tile, memory, stage, consumer);
+        turn.take();
+        if constexpr (PROMOTE) multiply_promoted(sums, tile, memory, stage, share, turn);
+        else multiply(sums, tile, memory, stage, share, turn);
         epilogue.begin(tile);
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
             for (int part = 0; part < BLOCK_N / Epilogue::COLUMNS; ++part)
                 epilogue.store(&sums[piece].values[part * Epilogue::COLUMNS / 2], tile, stage,
-                               tile.row + consumer * CONSUMER_ROWS + piece * PIECE_ROWS, part * Epilogue::COLUMNS);
+                               tile.row + share * CONSUMER_ROWS + piece * PIECE_ROWS, part * Epilogue::COLUMNS);
     }
     epilogue.end();
 }
@@ -150,8 +167,10 @@ extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(THREADS, 1)
         if (arguments.gemm.out != nullptr) prefetch_map(arguments.out);
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(memory.full(i), 1);
-            barrier_init(memory.empty(i), CONSUMERS * CLUSTER);
+            barrier_init(memory.empty(i), TILE_CONSUMERS * CLUSTER);
         }
+        if constexpr (PING_PONG)
+            for (int i = 0; i < CONSUMERS; ++i) barrier_init(memory.turn(i), 128);
         barrier_init_fence();
     }
     cluster_sync<true>();

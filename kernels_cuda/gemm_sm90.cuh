@@ -5,8 +5,11 @@
 #include "scales.cuh"
 
 constexpr int BLOCK_K = 128, MMA_K = 32, CONSUMERS = 2, THREADS = 384;
+// warpgroups that compute a tile: both together, or with PING_PONG each one of its own
+constexpr int TILE_CONSUMERS = PING_PONG ? 1 : CONSUMERS;
+static_assert(BLOCK_M * BLOCK_N <= TILE_CONSUMERS * 128 * 128, "a thread's registers have room for the sums");
 // rows of a wgmma, of a warpgroup, and how many of the one make the other
-constexpr int PIECE_ROWS = 64, CONSUMER_ROWS = BLOCK_M / CONSUMERS, PIECES = CONSUMER_ROWS / PIECE_ROWS;
+constexpr int PIECE_ROWS = 64, CONSUMER_ROWS = BLOCK_M / TILE_CONSUMERS, PIECES = CONSUMER_ROWS / PIECE_ROWS;
 constexpr u32 A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K, STAGE_BYTES = A_BYTES + B_BYTES;
 // what is stored, or staged for it, at a time: 64 rows x 128 bytes; two of them a warpgroup
 constexpr u32 BOX_BYTES = 8192, STAGING_BYTES = 2 * BOX_BYTES, BIAS_BYTES = 4 * BLOCK_N, BARRIER_BYTES = 8;
@@ -49,6 +52,7 @@ struct SharedMemory {
     __device__ u32 bias(int consumer) const { return staging(CONSUMERS) + consumer * BIAS_BYTES; }
     __device__ u32 full(int index) const { return bias(CONSUMERS) + index * BARRIER_BYTES; }
     __device__ u32 empty(int index) const { return full(STAGES + index); }
+    __device__ u32 turn(int consumer) const { return empty(STAGES + consumer); }
 };
 
 /* Which stage is next, and the parity of its barriers' phase. */
@@ -60,6 +64,28 @@ struct Stage {
             index = 0;
             parity ^= 1;
         }
+    }
+    __device__ void skip(int stages) {
+        index += stages;
+        parity ^= index / STAGES & 1;
+        index %= STAGES;
+    }
+};
+
+/* Whose products may be asked for, with PING_PONG: the consumers take turns, tile by tile. All threads of one give the
+   turn to the other. */
+struct Turn {
+    const u32 mine, others, block;
+    // the first consumer's first turn is given by nobody
+    u32 parity;
+    __device__ Turn(const SharedMemory& memory, int consumer, u32 block)
+        : mine(memory.turn(consumer)), others(memory.turn(1 - consumer)), block(block), parity(consumer == 0) {}
+    __device__ __forceinline__ void take() {
+        if constexpr (PING_PONG) barrier_wait(mine, parity);
+        parity ^= 1;
+    }
+    __device__ __forceinline__ void give() const {
+        if constexpr (PING_PONG) barrier_arrive(others, block);
     }
 };
 

@@ -61,10 +61,10 @@ __device__ __forceinline__ void put_codes(u32 source, u8* target, long long apar
 
 struct Epilogue {
     static constexpr int COLUMNS = 128;
-    // pieces of h that BACKWARD reads for a tile, each in a stage: of both consumers 64 rows x 128 columns, 16 KB
+    // pieces of h that BACKWARD reads for a tile, each in a stage: of all its consumers 64 rows x 128 columns, 16 KB
     static constexpr int INPUTS = CHAIN == BACKWARD ? PIECES * BLOCK_N / COLUMNS : 0;
     static constexpr u32 INPUT_BYTES = 16384;
-    static_assert(CHAIN == FORWARD || CONSUMERS * INPUT_BYTES <= STAGE_BYTES, "a stage has room for h");
+    static_assert(CHAIN == FORWARD || TILE_CONSUMERS * INPUT_BYTES <= STAGE_BYTES, "a stage has room for h");
     static_assert(OUTPUT::BYTES == 2, "what is rounded between the operators is in 16 bits");
     const Arguments& arguments;
     const Gemm& gemm;
@@ -89,8 +89,8 @@ struct Epilogue {
     __device__ static __forceinline__ void load_input(const Arguments& arguments, u32 stage, u32 full, const Tile& tile,
                                                       int input) {
         constexpr int PARTS = BLOCK_N / COLUMNS;
-        barrier_expect(full, CONSUMERS * INPUT_BYTES);
-        for (int box = 0; box < 2 * CONSUMERS; ++box)
+        barrier_expect(full, TILE_CONSUMERS * INPUT_BYTES);
+        for (int box = 0; box < 2 * TILE_CONSUMERS; ++box)
             load_box(stage + box * (INPUT_BYTES / 2), arguments.out, full,
                      tile.row + box / 2 * CONSUMER_ROWS + input / PARTS * PIECE_ROWS,
                      tile.column + input % PARTS * COLUMNS + box % 2 * 64);
@@ -234,7 +234,7 @@ struct Epilogue {
         warpgroup_sync(consumer);
         finish_sums(sums, part);
         if constexpr (CHAIN == BACKWARD) barrier_wait(memory.full(stage.index), stage.parity);
-        stage_codes(sums, row, memory.stage(stage.index) + consumer * INPUT_BYTES);
+        stage_codes(sums, row, memory.stage(stage.index) + consumer % TILE_CONSUMERS * INPUT_BYTES);
         warpgroup_sync(consumer);
         if constexpr (CHAIN == BACKWARD) {
             release(memory, stage.index);

@@ -199,6 +199,14 @@ def test_auto_is_never_slower_than_the_better_one_where_measured() -> None:
     assert sides == {False, True}
 
 
+def test_ping_pong_is_taken_as_measured_and_never_estimated() -> None:
+    measured = "128x128 s6 c2 ping-pong"
+    given(row(4096, 4096, 4096, 1.0, 2.0, configuration=measured))
+    assert chosen(4096, 4096, 8192) == Choice(FAST[measured])
+    # too far away for its configuration
+    assert chosen(4096, 4096, 8193) == Choice(FAST["128x256 s4 c2"])
+
+
 def test_measured_splits_are_taken() -> None:
     given(promoted(1024, 1024, 8192, 1.0, 2.0, splits=4))
     assert chosen(1024, 1024, 8192, promote=True) == Choice(PROMOTED["256x128 s4 c1"], 4)
@@ -313,6 +321,7 @@ def test_estimate_is_the_best_by_its_formula(promote: bool, multiprocessors: int
         everything = [
             (by_hand(one, splits, m, n, k, multiprocessors), at, splits)
             for at, one in enumerate(ours)
+            if not one.ping_pong
             for splits in splits_by_hand(one, m, n, k, promote, multiprocessors)
         ]
         _, at, splits = min(everything)

@@ -35,6 +35,7 @@ from lightning_fp8.ops.self_test import same_codes
 
 FAST, PROMOTED = (configurations((9, 0), promote) for promote in (False, True))
 LARGE, SMALL = FAST[0], FAST[-1]
+PING_PONG = [one for one in FAST if one.ping_pong]
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 POISONS = (0x11, 0xEE)
 INF, NAN = math.inf, math.nan
@@ -137,10 +138,25 @@ def test_every_configuration(configuration: Configuration, promote: bool, late: 
     check(case, configuration, output, promote=promote, late=late, multiprocessors=2)
 
 
+# one tile, of which a consumer has none; an odd number; a third turn; whole rounds of the ring, and ends inside of one
+@pytest.mark.parametrize("tiles", [1, 3, 7])
+@pytest.mark.parametrize("steps", [1, 2, 6, 7])
+@pytest.mark.parametrize("configuration", PING_PONG, ids=lambda one: one.name)
+def test_consumers_take_turns(configuration: Configuration, steps: int, tiles: int, late: bool) -> None:
+    cluster = configuration.cluster
+    case = operands(128 * cluster * tiles - 40, 72, 128 * steps - 16)
+    defines = gemm.variant(configuration, "e4m3", "e4m3", torch.bfloat16, False)
+    handovers = ctypes.c_int.in_dll(load(configuration, defines)._library, "handovers")
+    handovers.value = 0
+    check(case, configuration, late=late, multiprocessors=cluster)
+    # in both runs each block goes from one consumer to the other once for each tile but the first
+    assert handovers.value == 2 * cluster * (tiles - 1)
+
+
 @pytest.mark.parametrize("n", [1, 8, 23, 129, 264])
 @pytest.mark.parametrize("m", [1, 64, 65, 300])
 def test_ragged_rows_and_columns(m: int, n: int) -> None:
-    for configuration in (LARGE, SMALL):
+    for configuration in (LARGE, SMALL, PING_PONG[0]):
         check(operands(m, n, 144), configuration)
 
 
@@ -159,7 +175,8 @@ def test_ragged_steps(k: int, late: bool) -> None:
 
 @pytest.mark.parametrize("multiprocessors", [2, 3, 7, 64])
 def test_any_number_of_multiprocessors(multiprocessors: int) -> None:
-    check(operands(700, 300, 144), LARGE, multiprocessors=multiprocessors)
+    for configuration in (LARGE, PING_PONG[0]):
+        check(operands(700, 300, 144), configuration, multiprocessors=multiprocessors)
 
 
 def test_tiles_in_groups() -> None:
@@ -180,6 +197,8 @@ def test_bias(dtype: torch.dtype, output: torch.dtype) -> None:
 def test_splits(splits: int, output: torch.dtype, late: bool) -> None:
     case = operands(140, 67, 8 * 128 - 48, "e5m2")
     check(case, PROMOTED[0], output, promote=True, splits=splits, late=late)
+    # parts of different lengths: each consumer passes over the other's
+    check(case, PING_PONG[0], output, promote=True, splits=splits, late=late, multiprocessors=2)
     check(case, PROMOTED[-1], output, torch.randn(67), promote=True, splits=splits, late=late)
 
 
@@ -266,7 +285,7 @@ def test_what_the_tensor_cores_keep(terms: list[float], expected: float) -> None
 
 
 # those of `tests/test_cuda_gemm.py`, and of them those that do not take long here
-PROBLEMS = [*random_problems([(one, False) for one in FAST] + [(one, True) for one in PROMOTED])]
+PROBLEMS = [*random_problems(FAST, PROMOTED)]
 SOME = [problem for problem in PROBLEMS if problem.m * problem.n * problem.k < 1e6]
 
 
@@ -416,7 +435,15 @@ def test_backward_chain(activation: str, shape: tuple[int, int, int]) -> None:
     assert torch.equal(runs[0].sums, runs[1].sums)
 
 
-@pytest.mark.parametrize("configuration", [PROMOTED[0], PROMOTED[-1]], ids=lambda one: one.name)
+@pytest.mark.parametrize("configuration", PING_PONG, ids=lambda one: one.name)
+def test_forward_chain_of_each_consumer(configuration: Configuration, late: bool) -> None:
+    case, bias = operands(5 * 128 * configuration.cluster - 55, 136, 400), torch.randn(136)
+    one = Chained(case, configuration, "relu", "e4m3", 0x11, bias=bias, late=late)
+    assert_close(one.h, case.product() + bias.bfloat16().double(), case.magnitude() + bias.abs(), ACCUMULATION[False])
+    one.check_codes(activate(one.h, "relu"), exact=True)
+
+
+@pytest.mark.parametrize("configuration", [PROMOTED[0], PING_PONG[0], PROMOTED[-1]], ids=lambda one: one.name)
 def test_stages_with_h_are_filled_again(configuration: Configuration, late: bool) -> None:
     # more tiles than blocks, and more steps than stages
     m, n, k = 5 * configuration.block_m * configuration.cluster, 136, 128 * configuration.stages

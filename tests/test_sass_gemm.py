@@ -65,8 +65,11 @@ def test_the_sum_of_splits_compiles(family: Family) -> None:
     assert static_bytes == 0
 
 
-SHOWN = [EVERY[0], EVERY[1], EVERY[5]]
-SHOWN += [EVERY[7]]
+PING_PONG = [one for one in FAST if one.ping_pong]
+SHOWN = [plain(FAST[at], "e4m3", "e4m3", torch.bfloat16, False) for at in (0, 1, -1)]
+SHOWN += [plain(one, "e4m3", "e4m3", torch.bfloat16, False) for one in PING_PONG]
+SHOWN += [plain(one, "e5m2", "e4m3", torch.float32, True) for one in (PROMOTED[0], PING_PONG[0])]
+SHOWN += [chained(PING_PONG[0], torch.bfloat16, *end) for end in ((False, "gelu", "e4m3"), (True, "gelu", "e5m2"))]
 SHOWN += [chained(FAST[0], torch.bfloat16, False, "gelu", "e4m3")]
 SHOWN += [chained(PROMOTED[0], torch.bfloat16, True, "gelu", "e5m2")]
 
@@ -80,7 +83,7 @@ def test_instructions(chosen: Chosen, tmp_path: Path) -> None:
     a, b = settings["A_FORMAT"].upper(), settings["B_FORMAT"].upper()
     assert not count(found, r"(LDL|STL)\b.*"), "local memory"
     # products: 4 of 32 bytes a step and piece, in a loop that may be unrolled
-    pieces = configuration.block_m // 128
+    pieces = configuration.block_m // (64 if configuration.ping_pong else 128)
     words = configuration.block_n // 8 * pieces
     products = count(found, rf"QGMMA\.64x{configuration.block_n}x32\.F32\.{a}\.{b}")
     assert products == count(found, r"QGMMA.*") > 0
@@ -88,11 +91,13 @@ def test_instructions(chosen: Chosen, tmp_path: Path) -> None:
     # a wait for each group of products: were they serialised, for each product
     assert count(found, r"WARPGROUP\.DEPBAR.*") <= products // 4 + 1
     assert count(found, r"USETMAXREG.*") == 2
+    # barriers: two of each stage, and one for each consumer's turn
+    assert count(found, r"SYNCS\.EXCH\.64") == 2 * configuration.stages + 2 * configuration.ping_pong
     # loads: of a by each block for itself, of b for the cluster
     assert count(found, r"UTMALDG\.2D") > 0
     multicast = count(found, r"UTMALDG\.2D\.MULTICAST")
-    # and of h, two boxes of each consumer
-    of_h = 4 * pieces if chain == "BACKWARD" else 0
+    # and of h, boxes of 64 rows and columns
+    of_h = configuration.block_m * configuration.block_n // 64**2 if chain == "BACKWARD" else 0
     assert multicast == (count(found, r"UTMALDG\.2D") - of_h if configuration.cluster > 1 else 0)
     assert count(found, r"LDSM\.16\.M88\.4") == (words // 2 if of_h else 0)
     # stores: two boxes for every 256 bytes of a piece's rows
@@ -114,6 +119,17 @@ def test_instructions(chosen: Chosen, tmp_path: Path) -> None:
     # 16 codes at once, by rows and by columns; nothing is read but through shared memory
     assert count(found, r"STG\.E\.128") == words // 2
     assert count(found, r"(REDG|ATOMG)\.E\.MAX\..*") == 1
+
+
+def test_the_turn_is_given_while_products_run(tmp_path: Path) -> None:
+    given = []
+    for configuration in (PING_PONG[0], FAST[-1]):
+        lines, _ = program(plain(configuration, "e4m3", "e4m3", torch.bfloat16, False)[1], "sm_90a", tmp_path)
+        rest = lines[max(place for place, line in enumerate(lines) if "QGMMA" in line) :]
+        waits = next(place for place, line in enumerate(rest) if re.search(r"DEPBAR\.LE gsb0, 0x0", line))
+        given.append(sum("SYNCS.ARRIVE" in line for line in rest[:waits]))
+    # both release the stage before
+    assert given == [2, 1]
 
 
 # --- what the end of a tile costs ------------------------------------------------------------------------------------

@@ -103,6 +103,14 @@ def test_candidates_split_k_as_long_as_all_parts_fit(
         assert [choice.splits for choice in made if choice.configuration == PROMOTED[name]] == splits
 
 
+@pytest.mark.parametrize("promote", [False, True])
+def test_ping_pong_is_a_candidate(promote: bool) -> None:
+    made = candidates(
+        Gemm(8192, 8192, 4096, promote, torch.bfloat16, "e4m3", "e4m3"), configurations((9, 0), promote), 132
+    )
+    assert {"128x128 s6 c2 ping-pong", "128x128 s6 c1 ping-pong"} < {choice.name for choice in made}
+
+
 def test_fast_candidates_are_the_configurations() -> None:
     made = candidates(Gemm(256, 256, 8192, False, torch.bfloat16, "e4m3", "e4m3"), tuple(FAST.values()), 132)
     assert made == [Choice(one) for one in FAST.values()]

@@ -144,10 +144,12 @@ def estimated(ours: tuple[Configuration, ...], m: int, n: int, k: int, promote: 
     taken as 256 elements of K. The efficiency is what the L2 cache delivers, in bytes a clock, beside what a
     tile needs: 128x128 without a cluster needs 64 and is held at 0.73, 128x256 in clusters of two needs 32. K is split
     only where sums are promoted, where tiles fill less than half of the multiprocessors, and by :func:`most_splits`.
+    Ping-pong is never the estimate: what it gains, and what it loses where sums are promoted, nobody has measured.
     """
     choices = [
         Choice(one, splits)
         for one in ours
+        if not one.ping_pong
         for splits in range(1, _splits_worth_it(one, m, n, k, promote, multiprocessors) + 1)
     ]
     return min(choices, key=lambda choice: _estimate(choice, m, n, k, multiprocessors))

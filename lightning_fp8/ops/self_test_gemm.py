@@ -107,9 +107,12 @@ def sum_splits(device: torch.device, output: torch.dtype, kernel: Kernel) -> str
 
 
 def _shapes(configuration: Configuration, kernel: Kernel) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """More tiles than run at once and more steps than stages; then ragged edges on all sides."""
+    """More tiles than run at once and more steps than stages; then ragged edges on all sides.
+
+    With ping-pong some blocks have three tiles: each consumer takes a turn that the other one has given.
+    """
     cluster, block_n = configuration.cluster, configuration.block_n
-    clusters = 3 * (kernel.multiprocessors // cluster) // 2 + 1
+    clusters = (5 if configuration.ping_pong else 3) * (kernel.multiprocessors // cluster) // 2 + 1
     whole = (configuration.block_m * cluster * clusters, block_n, 128 * (configuration.stages + 1))
     return whole, (configuration.block_m * cluster + 40, block_n + 23, 400)
 

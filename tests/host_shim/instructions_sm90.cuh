@@ -21,6 +21,8 @@ struct alignas(64) TensorMap {
 
 extern "C" {
 int late = 0;
+// times that another warpgroup of a block asked for products than the one before
+int handovers = 0;
 }
 
 namespace sm90 {
@@ -61,6 +63,8 @@ static std::vector<std::deque<std::vector<Store>>> stores;
 static std::vector<std::deque<std::vector<Product>>> products;
 static host::Barrier of_cluster;
 static std::map<u32, host::Barrier> of_warpgroup;
+/* The warpgroup of each block that has last asked for products. */
+static u32 multiplying[CLUSTER];
 
 static u32 block() { return host::current / blockDim.x; }
 
@@ -71,6 +75,7 @@ static void start() {
         memory[i].assign(MEMORY, 0x7e);
         unseen[i].assign(MEMORY / 4, NOBODY);
         phases[i].clear();
+        multiplying[i] = NOBODY;
     }
     unseen_of.assign(threads, {});
     stores.assign(threads, {{}});
@@ -365,6 +370,10 @@ template <int COUNT>
 static inline void pin(float (&)[COUNT]) {}
 template <int COUNT>
 static inline void mma(float (&sums)[COUNT], u64 a, u64 b, bool fresh) {
+    u32& last = sm90::multiplying[sm90::block()];
+    const u32 warpgroup = threadIdx.x / 128;
+    if (last != warpgroup && last != sm90::NOBODY) ++handovers;
+    last = warpgroup;
     sm90::products[host::current].back().push_back({sums, 2 * COUNT, a, b, fresh});
 }
 /* All of the warpgroup, as the instruction is one of all its warps. */
