@@ -153,6 +153,8 @@ class ScalingState:
             for field in (*TENSORS, "fp8_max", "held"):
                 setattr(self, field, getattr(self, field).to(device))
             self.counts = None if self.counts is None else self.counts.to(device)
+        # only a CPU's are
+        self._followed.clear()
         self._watch_histories()
         return self
 
@@ -199,15 +201,21 @@ class ScalingState:
         )
         if not self._every_tensor_has_history:
             self._seen_from_host.copy_((self.amax_history[0] > 0).all(), non_blocking=True)
-        if len(self._followed) < len(self.module_names):
-            of_weights = self.amax.data[self.delayed :]
-            followed = torch.zeros(len(of_weights), dtype=torch.bool)
-            followed[list(self._followed)] = True
-            self.held = torch.where(followed.to(self.device), self.held, of_weights)
+        self._hold_weights()
         self.updates += 1
         self._loaded.clear()
         self._emptied = False
         self.notices.see_update(self)
+
+    def _hold_weights(self) -> None:
+        """From now on histories go with the weights that were cast last, where not with what an optimizer has made."""
+        cast_last = self.amax.data[self.delayed :]
+        if not self._followed:
+            # as on a GPU, where a list of others would be waited for
+            self.held.copy_(cast_last)
+        else:
+            others = [module for module in range(len(cast_last)) if module not in self._followed]
+            self.held[others] = cast_last[others]
 
     def _reduce_amax(self) -> None:
         if self.recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import small_mlp
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fp8 import DelayedScaling, convert, export, load_exported, scaling_state, unconvert
 
@@ -298,3 +300,31 @@ def test_compiled_layers_see_other_weights_before_them() -> None:
         with torch.set_grad_enabled(training):
             actual = compiled(x).detach()
         assert error(actual, unconvert(copy.deepcopy(model))(x).detach()) <= 1.02 * fresh < 0.1
+
+
+@pytest.mark.usefixtures("cuda_half")
+def test_an_update_makes_no_tensor_on_the_host() -> None:
+    # one that goes to a GPU would be waited for, and could not be captured
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.add(func.overloadpacket._qualified_op_name)
+            return func(*args, **(kwargs or {}))
+
+    names: set[str] = set()
+    model = trained(deep())
+    state, held = scaling_state(model), scaling_state(model).held
+    model(torch.randn(4, 32)).sum().backward()
+    with Made():
+        state.update()
+    assert not names & {"aten::zeros", "aten::tensor", "aten::_to_copy", "aten::where", "aten::lift_fresh"}
+    assert state.held is held
+    assert torch.equal(held, torch.stack([layer.weight.abs().max() for layer in model if isinstance(layer, nn.Linear)]))
+
+
+def test_on_another_device_no_step_is_followed_until_one_is_made() -> None:
+    model = trained(deep())
+    state = scaling_state(model).to("cpu")
+    model(torch.randn(4, 32))
+    state.held.fill_(7.0)
+    state.update()
+    assert torch.equal(state.held, state.amax[state.delayed :])

@@ -218,29 +218,25 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
     weight = parameter.t() if rows.k_by_n else parameter
     # Only a recording forward uses the cache: in evaluation weights are swapped (EMA, averaging) in ways that leave no
     # trace.
-    use_cache = record and rows.keeps_cast and can_keep_copies(parameter.device)
-    cached = rows.weight_cache.get(parameter) if use_cache else None
-    is_cached = cached is not None
-    if cached is None and use_cache:
-        cached = rows.group.cast_stale(rows, parameter)
-    if cached is None:
+    can_keep = rows.keeps_cast and can_keep_copies(parameter.device)
+    made: tuple[Tensor, ...] | None = None
+    if record and can_keep:
+        cached = rows.weight_cache.get(parameter)
+        if cached is not None:
+            return Fp8Weight(weight, *cached)
+        made = rows.group.cast_stale(rows, parameter)
+    if made is None:
         fmt = state.recipe.format_of("weight").name
-        cached = ops.cast_weight_operand(
+        made = ops.cast_weight_operand(
             weight.detach(), rows.index["weight"], fmt, state.handle, record, keep=torch.is_grad_enabled()
         )
-        if use_cache:
-            rows.weight_cache.put(parameter, cached)
-    if not is_cached:
-        _see_change(rows, parameter, record)
-    return Fp8Weight(weight, *cached)
-
-
-def _see_change(rows: Fp8Rows, parameter: Tensor, record: bool) -> None:
+        if record and can_keep:
+            rows.weight_cache.put(parameter, made)
     # The CPU's operators compare each weight that they cast. A GPU would have to be waited for, so only where there is
     # a trace; what FSDP gathers is elsewhere each time.
-    device = parameter.device
-    if device.type in K_MAJOR_DEVICES and rows.keeps_cast and can_keep_copies(device) and rows.note_trace(parameter):
+    if can_keep and parameter.device.type in K_MAJOR_DEVICES and rows.note_trace(parameter):
         rows.group.see_changes(rows, parameter, record)
+    return Fp8Weight(weight, *made)
 
 
 def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> tuple[Tensor, Tensor, Tensor]:

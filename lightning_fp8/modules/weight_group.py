@@ -6,14 +6,12 @@ import weakref
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.formats import CASTABLE_DTYPES
 from lightning_fp8.modules.optimizer_steps import note_layer
 from lightning_fp8.ops.library import K_MAJOR_DEVICES
-from lightning_fp8.ops.reference import max_abs
 
 if TYPE_CHECKING:
     from lightning_fp8.modules.gemm import Fp8Rows
@@ -46,7 +44,7 @@ class WeightGroup:
 
     def weights_stepped(self, weights: Collection[int]) -> None:
         """An optimizer has changed these weights, given by their ``id``: they are what the histories go on with."""
-        modules, amaxes = [], []
+        seen: dict[int, Tensor] = {}
         for rows in self.members:
             weight = rows.weight
             if type(weight) is not nn.Parameter or weight.dim() != 2:
@@ -56,10 +54,9 @@ class WeightGroup:
                 rows.note_trace(weight)
                 # a GPU's are compared only where their trace tells of another change
                 if weight.device.type not in K_MAJOR_DEVICES:
-                    modules.append(rows.module)
-                    amaxes.append(max_abs(weight.detach()))
-        if modules:
-            self.states()[0].weights_stepped(modules, torch.stack(amaxes))
+                    seen[rows.module] = weight.detach()
+        if seen:
+            self.states()[0].weights_stepped([*seen], ops.measure_weights([*seen.values()]))
 
     def see_changes(self, first: Fp8Rows, weight: Tensor, record: bool) -> None:
         """Compare all weights that have left a trace of a change, this one among them, with what they were. Waits."""

@@ -69,9 +69,9 @@ def find(
     is cast. The GEMM must be one of ours anyway, in whole, its sizes such as need no padding, and the chain not slower.
     """
     known, (_, k), n = state_of(state), a.shape, b.shape[0]
-    if _wanted is False or known is None or not known.every_tensor_has_history or is_counting(state, record):
+    if _wanted is False or known is None or is_counting(state, record):
         return None
-    if not known.uses_histories(record):
+    if not (known.every_tensor_has_history and known.uses_histories(record)):
         return None
     if activation not in CHAINED_ACTIVATIONS or output not in (torch.bfloat16, torch.float16) or n % 8 or k % 16:
         return None

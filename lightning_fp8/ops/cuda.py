@@ -211,14 +211,13 @@ def _kernel_for(x: Tensor, format: str, activation: str, backward: bool) -> Kern
 
 def _row(scale: Tensor, amax_history: Tensor, index: Tensor, state: int, record: bool) -> casts.Row:
     known = state_of(state)
-    if known is not None and known.every_tensor_has_history and known.uses_histories(record):
-        return casts.Row(scale, amax_history, index, known.amax_of_cast(record))
+    amax = None if known is None else known.amax_of_cast(record)
+    uses_histories = known is None or known.uses_histories(record)
+    if known is not None and known.every_tensor_has_history and uses_histories:
+        return casts.Row(scale, amax_history, index, amax)
     current = torch.zeros((), dtype=torch.float32, device=scale.device)
-    if known is None:
-        return casts.Row(scale, amax_history, index, None, current)
-    if not known.uses_histories(record):
-        amax_history = torch.zeros_like(amax_history[:1])
-    return casts.Row(scale, amax_history, index, known.amax_of_cast(record), current)
+    newest = amax_history if uses_histories else torch.zeros_like(amax_history[:1])
+    return casts.Row(scale, newest, index, amax, current)
 
 
 def _used(row: casts.Row, scale_inv: Tensor) -> Tensor:

@@ -33,8 +33,6 @@ def scaled_mm(
     """See the operator ``lightning_fp8::scaled_mm``."""
     promote = not fast_accumulation
     choice = choice_for(a, b, gemm, promote, out_dtype)
-    if choice.configuration is None:
-        return plain.scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
     return run_choice(choice, a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, promote)
 
 
@@ -94,7 +92,7 @@ def run_choice(
     operands = (a, b, a_scale_inv, b_scale_inv)
     (m, k), n = a.shape, b.shape[0]
     found = None
-    if m and n and k:
+    if choice.configuration is not None and m and n and k:
         choice = choice._replace(splits=min(choice.splits, -(-k // _STEP)))
         found = kernels_of(choice, a.device, a_format, b_format, output, promote)
     if found is None:

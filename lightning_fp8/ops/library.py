@@ -37,9 +37,7 @@ class Operator:
 
     def __call__(self, x: Tensor, *arguments: Any) -> Any:
         """What ``op(x, *arguments)`` gives."""
-        if is_watched(x):
-            return self.op(x, *arguments)
-        return (self._cuda if x.device.type in K_MAJOR_DEVICES else self._cpu)(x, *arguments)
+        return self.op(x, *arguments) if is_watched(x) else self.run(x, *arguments)
 
     def run(self, x: Tensor, *arguments: Any) -> Any:
         """The device's function: inside another operator, of which nobody sees the inside."""

@@ -109,9 +109,9 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None
         needs_bias,
     )  # fmt: skip
     return (
-        (dx if len(ctx.shape) == 2 else dx.view(ctx.shape)) if needs_x else None,
+        dx.view(ctx.shape) if needs_x else None,
         dw if needs_weight else None,
-        (db if bias_dtype == torch.float32 else db.to(bias_dtype)) if needs_bias else None,
+        db.to(bias_dtype) if needs_bias else None,
     )
 
 

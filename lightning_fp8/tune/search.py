@@ -47,7 +47,8 @@ def measure(
         for gemm, choices in candidates.items():
             right = []
             for choice in choices:
-                failure = _tried(worker, child.trial_job(gemm, choice), limit_s, lost, f"{choice.name} {gemm.promote}")
+                job = child.trial_job(gemm, choice)
+                failure = _failure(_answer(worker, job, limit_s, lost, f"{choice.name} {gemm.promote}"))
                 yield Tried(gemm, choice.name, failure)
                 if failure is None:
                     right.append(choice)
@@ -67,7 +68,7 @@ def _chains(
         name = f"{row['configuration']} with {activation}"
         job = child.chain_job(gemm, row, activation, rounds)
         answer = _answer(worker, job, 2 * limit_s, lost, f"{name} {gemm.promote}")
-        failure = answer.failure if answer.found is None else answer.found["wrong"]
+        failure = _failure(answer)
         yield Tried(gemm, name, failure)
         # what is not right must not run
         faster[activation] = False
@@ -79,9 +80,8 @@ def _chains(
         yield Measured(gemm, {**row, "chained": dict(faster), **found}, None)
 
 
-def _tried(worker: Worker, job: dict[str, Any], limit_s: float, lost: Counter[str], name: str) -> str | None:
+def _failure(answer: Answer) -> str | None:
     """What is wrong with a candidate; None if nothing is."""
-    answer = _answer(worker, job, limit_s, lost, name)
     return answer.failure if answer.found is None else answer.found["wrong"]
 
 
