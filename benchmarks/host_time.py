@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from kernels_cuda.launch import Kernel
 from lightning_fp8 import convert, scaling_state
+from lightning_fp8.formats import DELAYED_ROLES
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops import cuda, gemm, kernels
 from lightning_fp8.ops.library import K_MAJOR_DEVICES
@@ -52,7 +53,8 @@ def _no_kernel(variant: kernels.Variant, device: torch.device) -> Kernel:
 def _no_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: object, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    columns = b.shape[1]
+    return torch.empty_strided((a.shape[0], columns), (columns, 1), dtype=out_dtype, device=a.device)
 
 
 class _Attention(nn.Module):
@@ -209,16 +211,14 @@ def _show_parts(measure: Callable[[Callable[[], object]], float], whole: float) 
     """Where the time of a converted linear layer goes, forward and backward."""
     forward, model = _stack(_linear, (16, FEATURES), to_fp8=True)
     _step(forward)
-    layer, state = model[0], scaling_state(model)
+    layer = model[0]
+    slot, gradient = (layer.fp8[""].slot(role, True) for role in DELAYED_ROLES)
     x, dy = torch.randn(16, FEATURES), torch.randn(16, FEATURES).bfloat16()
-    arguments = (state.scale, state.amax_history, layer.fp8[""].index["input"])
-    x_fp8, _, x_inv = cuda.cast(x, *arguments, "e4m3", "none", "both", state.handle, True)
+    x_fp8, _, x_inv = cuda.cast(x, slot, "none", "both")
     function = functools.partial(_NoFunction.apply, x.requires_grad_(), layer.weight, layer.bias)
     parts = {
-        "cast of the input": measure(lambda: cuda.cast(x, *arguments, "e4m3", "none", "both", state.handle, True)),
-        "cast of the gradient": measure(
-            lambda: cuda.cast_gradient(dy, None, "none", *arguments, "e5m2", "both", state.handle, True, True)
-        ),
+        "cast of the input": measure(lambda: cuda.cast(x, slot, "none", "both")),
+        "cast of the gradient": measure(lambda: cuda.cast_gradient(dy, None, "none", gradient, "both", True)),
         "three GEMMs": 3
         * measure(lambda: gemm.scaled_mm(x_fp8, x_fp8, x_inv, x_inv, None, "e4m3", "e4m3", torch.bfloat16, True)),
         "autograd, for a function that does nothing": measure(lambda: function().backward(dy)),

@@ -84,24 +84,32 @@ def cast_transpose(
         dy: ``[rows, columns]`` like x, for variants with ``backward``.
         gated: whether the variant is swiglu.
     """
-    rows, columns = x.shape
+    (rows, columns), x_at, stride, size = x.shape, x.data_ptr(), x.stride(0), x.element_size()
     columns = columns // 2 if gated else columns
-    grid = _tiles(rows, columns)
-    aligned = _loads(x, columns if gated else 0)
-    stride, dy_address, dy_stride = x.stride(0), 0, 0
+    grid = -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
+    loads = _loads(x_at, stride * size, columns * size if gated else 0)
+    dy_at = dy_stride = 0
     if dy is not None:
-        aligned &= _loads(dy, 0)
-        dy_address, dy_stride = dy.data_ptr(), dy.stride(0)
-    inputs, strides = (x.data_ptr(), dy_address), (stride, dy_stride, rows, columns)
+        dy_at, dy_stride = dy.data_ptr(), dy.stride(0)
+        loads &= _loads(dy_at, dy_stride * size)
     scale, newest, index, amax, current_amax = row
-    current = address(current_amax)
-    state = (scale.data_ptr(), address(newest), index.data_ptr(), current)
+    scale_at, index_at, newest_at = scale.data_ptr(), index.data_ptr(), 0 if newest is None else newest.data_ptr()
+    current_at = 0
     if current_amax is not None:
-        kernel(grid, *inputs, 0, 0, 0, *strides, aligned, *state, current, 0, 1)
-    aligned |= _stores(y, y_t, rows, columns)
+        current_at = current_amax.data_ptr()
+        kernel(
+            grid, x_at, dy_at, 0, 0, 0, stride, dy_stride, rows, columns, loads,
+            scale_at, newest_at, index_at, current_at, current_at, 0, 1,
+        )  # fmt: skip
+    # written out, as these are on the host's way through every layer
+    y_at = 0 if y is None else y.data_ptr()
+    y_t_at = 0 if y_t is None else y_t.data_ptr()
+    sums_at = 0 if column_sums is None else column_sums.data_ptr()
+    amax_at = 0 if amax is None else amax.data_ptr()
     kernel(
-        grid, *inputs, address(y), address(y_t), address(column_sums), *strides, aligned,
-        *state, address(amax), scale_inv.data_ptr(), 0,
+        grid, x_at, dy_at, y_at, y_t_at, sums_at, stride, dy_stride, rows, columns,
+        loads | _stores(y_at, y_t_at, rows, columns),
+        scale_at, newest_at, index_at, current_at, amax_at, scale_inv.data_ptr(), 0,
     )  # fmt: skip
 
 
@@ -140,12 +148,12 @@ def weight_table(weights: Sequence[Weight]) -> WeightTable:
     current_amax, scale_inv = amax.view(torch.float32), torch.empty(count, dtype=torch.float32, device=device)
     words, tiles = [], [0]
     for number, (x, index, y, y_t) in enumerate(weights):
-        rows, columns = x.shape
+        (rows, columns), x_at, y_at, y_t_at = x.shape, x.data_ptr(), address(y), address(y_t)
+        aligned = _loads(x_at, x.stride(0) * x.element_size()) | _stores(y_at, y_t_at, rows, columns)
         # two 32-bit fields a word, the first in the lower half
-        sizes = (rows | columns << 32, _loads(x, 0) | _stores(y, y_t, rows, columns))
-        words += [x.data_ptr(), 0, address(y), address(y_t), 0, x.stride(0), 0, *sizes, index]
+        words += [x_at, 0, y_at, y_t_at, 0, x.stride(0), 0, rows | columns << 32, aligned, index]
         words += [current_amax.data_ptr() + 4 * number, scale_inv.data_ptr() + 4 * number, list(INPUTS).index(x.dtype)]
-        tiles.append(tiles[-1] + _tiles(rows, columns))
+        tiles.append(tiles[-1] + column_sum_tiles(rows) * -(-columns // TILE_COLUMNS))
     on_host = torch.zeros(len(memory), dtype=torch.int64, pin_memory=device.type == "cuda")
     on_host[: len(words)] = torch.tensor(words)
     on_host[len(words) :].view(torch.int32)[: count + 1] = torch.tensor(tiles, dtype=torch.int32)
@@ -174,17 +182,13 @@ def _over_weights(kernel: Kernel, table: WeightTable, scale: Tensor | None, amax
     kernel(table.tiles, *pointers, len(table.weights), int(measure))
 
 
-def _tiles(rows: int, columns: int) -> int:
-    return column_sum_tiles(rows) * -(-columns // TILE_COLUMNS)
-
-
-def _stores(y: Tensor | None, y_t: Tensor | None, rows: int, columns: int) -> int:
-    by_rows = y is not None and columns % 8 == 0 and y.data_ptr() % 8 == 0
-    by_columns = y_t is not None and rows % 16 == 0 and y_t.data_ptr() % 16 == 0
+def _stores(y: int, y_t: int, rows: int, columns: int) -> int:
+    """Which payloads, by their addresses, can be stored in whole words."""
+    # a power of two divides each of several numbers where it divides their bits together
+    by_rows, by_columns = y and not (y | columns) & 7, y_t and not (y_t | rows) & 15
     return (_ROWS if by_rows else 0) | (_COLUMNS if by_columns else 0)
 
 
-def _loads(x: Tensor, offset: int) -> int:
-    size = x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * size % 16 == 0 and offset * size % 16 == 0
-    return _LOADS if aligned else 0
+def _loads(x: int, row_bytes: int, offset: int = 0) -> int:
+    """Whether a tensor, by its address, can be read in words of 16 bytes; and from ``offset`` bytes into each row."""
+    return 0 if (x | row_bytes | offset) & 15 else _LOADS

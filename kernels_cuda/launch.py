@@ -21,19 +21,22 @@ _MAX_DYNAMIC_SHARED_BYTES = 8
 
 
 class _Packed(threading.local):
-    """One thread's place to pack arguments in, the one-element array of pointers that the driver reads, and the devices
-    whose context the thread has had.
+    """What each thread has of its own to launch with.
 
-    The driver copies the arguments before the launch returns, so the place is free again then. Autograd launches from
+    The driver copies the arguments before the launch returns, so their place is free again then. Autograd launches from
     threads of its own, and the launch itself lets other threads run: hence one each.
+
+    Attributes:
+        place: a buffer to pack arguments in, from which byte on, and the address of the one-element array of pointers
+            that the driver reads. As one, since each look into what is a thread's own takes its time.
+        devices: whose context the thread has had.
     """
 
     def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(_ARGUMENT_BYTES + _ALIGNMENT)
-        start = -ctypes.addressof(self.buffer) % _ALIGNMENT
-        self.offset = start
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer) + start)
-        self.address: int = ctypes.addressof(self._pointers)
+        buffer = ctypes.create_string_buffer(_ARGUMENT_BYTES + _ALIGNMENT)
+        offset = -ctypes.addressof(buffer) % _ALIGNMENT
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer) + offset)
+        self.place = (buffer, offset, ctypes.addressof(self._pointers))
         self.devices: set[int] = set()
 
 
@@ -101,15 +104,13 @@ class Kernel:
 
     def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
         """Launch ``grid`` blocks, after all work that torch has queued on its current stream. Waits for nothing."""
-        packed = _packed
-        self._set_context(self.device)
-        self._layout.pack_into(packed.buffer, packed.offset, *arguments)
-        if self._current_device() == self.device:
-            self._launch(grid, packed.address)
-        else:
-            with torch.cuda.device(self.device):
-                self._launch(grid, packed.address)
-
-    def _launch(self, grid: int, arguments: int) -> None:
-        stream = self._current_stream(self.device)
-        self._launch_kernel(self._pointer, grid, 1, 1, self._block, 1, 1, self._shared_bytes, stream, arguments, 0)
+        device = self.device
+        if self._current_device() != device:
+            with torch.cuda.device(device):
+                self(grid, *arguments)
+            return
+        self._set_context(device)
+        buffer, offset, pointers = _packed.place
+        self._layout.pack_into(buffer, offset, *arguments)
+        stream = self._current_stream(device)
+        self._launch_kernel(self._pointer, grid, 1, 1, self._block, 1, 1, self._shared_bytes, stream, pointers, 0)

@@ -1,4 +1,4 @@
-"""Training in FP8 with PyTorch Lightning, by one word: ``Trainer(precision="fp8-delayed")``.
+"""Training in FP8 with PyTorch Lightning, with one argument: ``Trainer(precision="fp8-delayed")``.
 
 Importing the package registers the precision string with Lightning; see :func:`register` and :func:`unregister`.
 """

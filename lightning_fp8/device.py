@@ -30,9 +30,9 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether work on ``device`` is being captured into a CUDA graph, where what is kept outside stays for good."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def is_capturing(on_gpu: bool) -> bool:
+    """Whether work that on a GPU is being captured into a CUDA graph, where what is kept outside stays for good."""
+    return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3
 from lightning_fp8.modules.gemm import Fp8Module, Fp8Rows
+from lightning_fp8.ops.operand import with_scale
 from lightning_fp8.ops.reference import scale_of_current
 from lightning_fp8.paths import plain_path
 
@@ -115,12 +116,8 @@ def memory_of(tensor: Tensor) -> Hashable:
 
 def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
     """``sat(weight * scale)`` as ``float8_e4m3fn`` on the CPU, in the weight's own shape; scale ``[] float32``."""
-    scale = scale.to(weight.device).reshape(1)
-    # a history other than zero is what makes the cast take the scale that it is given
-    history, index = torch.ones_like(scale)[None], torch.zeros_like(scale, dtype=torch.int64)
-    payload, _, _ = ops.cast(
-        weight.detach().contiguous(), scale, history, index, E4M3.name, "none", "rows", 0, False
-    )  # fmt: skip
+    slot = with_scale(scale.to(weight.device), E4M3.name)
+    payload, _, _ = ops.cast(weight.detach().contiguous(), slot, "none", "rows")
     return payload.cpu().view(E4M3.dtype)
 
 

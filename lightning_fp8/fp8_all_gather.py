@@ -27,6 +27,7 @@ from lightning_fp8 import ops
 from lightning_fp8.modules.gathered_weight import GatheredWeight
 from lightning_fp8.modules.gemm import Fp8Module, Fp8Rows
 from lightning_fp8.modules.optimizer_steps import optimizer_steps
+from lightning_fp8.ops.operand import with_scale
 from lightning_fp8.ops.reference import scale_of_current
 from lightning_fp8.scaling import ScalingState
 
@@ -113,11 +114,7 @@ class _Gathering:
             scale = self.scales.scale(self.place, dtype, mesh.get_group(), self.layer.training)
             x = self.shard.detach().to(dtype)
             x = x.reshape(len(x), math.prod(outer_size[1:]))
-            # a history other than zero is what makes the cast take the scale that it is given
-            history, index = torch.ones_like(scale)[None, None], torch.zeros(1, dtype=torch.int64, device=x.device)
-            payload, _, scale_inv = ops.cast(
-                x, scale[None], history, index, self.format.name, "none", "rows", 0, False
-            )  # fmt: skip
+            payload, _, scale_inv = ops.cast(x, with_scale(scale, self.format.name), "none", "rows")
             padded: Tensor = payload.new_zeros(-(-outer_size[0] // mesh.size()), *outer_size[1:])
             padded[: len(payload)] = payload.view(-1, *outer_size[1:])
         return (padded,), (scale_inv, outer_size[0])

@@ -293,16 +293,28 @@ class ScalingState:
         """Whether the histories did not go with this module's weight when it was last seen."""
         return module in self._other
 
-    def uses_histories(self, record: bool) -> bool:
-        """Whether histories go with the weights that are there; see :meth:`see_weights`."""
-        return record or not self._other
+    def open_cast(self, record: bool) -> tuple[Tensor | None, bool, bool]:
+        """An input or gradient is cast.
 
-    def amax_of_cast(self, record: bool) -> Tensor | None:
-        """An input or gradient is cast: the ``amax`` to record in; None where nothing is to be recorded."""
+        Returns:
+            The ``amax`` to record in, None where nothing is to be recorded; whether histories go with the weights that
+            are there, see :meth:`see_weights`; and whether, besides, every tensor is known to have one.
+        """
         if self._loaded:
             self._loaded.clear()
-        self.notices.see_cast(self, record)
-        return self.amax if record else None
+        if record:
+            self.notices.has_recorded = True
+        else:
+            self.notices.see_unrecorded_cast(self)
+        goes_with_weights = record or not self._other
+        has_history = goes_with_weights and (self._every_tensor_has_history or self.every_tensor_has_history)
+        return self.amax if record else None, goes_with_weights, has_history
+
+    def note_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
+        """Keep what the weight at ``index``, ``[1] int64``, was cast with; amax and scale ``[] float32``."""
+        # through `.data`, as in `update`
+        self.amax.data.index_copy_(0, index, amax.reshape(1))
+        self.scale.data.index_copy_(0, index, scale.reshape(1))
 
     def start_counting(self, asker: object) -> None:
         """Count what casts clip and what they turn to zero, from now on; that takes further passes over each tensor.
@@ -396,40 +408,8 @@ class ScalingState:
 
 
 def state_of(handle: int) -> ScalingState | None:
-    """The state with this handle; None where it is gone with its model, or the handle is 0.
-
-    Recording goes by handle and not by tensor: to a compiled graph it is no mutation of an input, which would order all
-    layers' graphs one after the other and fail where their backward passes interleave. A maximum may be taken twice,
-    and in any order, so nothing is lost by that.
-    """
+    """The state with this handle; None where it is gone with its model, or the handle is 0."""
     return _states.get(handle)
-
-
-def gemm_of(handle: int) -> str:
-    """Which GEMMs the model of this state runs; ``"auto"`` where the state is not known."""
-    state = state_of(handle)
-    return "auto" if state is None else state.gemm
-
-
-def amax_of(handle: int, record: bool) -> Tensor | None:
-    """The ``amax`` to record in, ``[R] float32``; None where nothing is to be recorded."""
-    state = state_of(handle)
-    return None if state is None else state.amax_of_cast(record)
-
-
-def uses_history(handle: int, record: bool) -> bool:
-    """See :meth:`ScalingState.uses_histories`; True where the state is not known."""
-    state = state_of(handle)
-    return state is None or state.uses_histories(record)
-
-
-def note_weight(handle: int, index: Tensor, amax: Tensor, scale: Tensor) -> None:
-    """Leave in the state what the weight at ``index`` was cast with; amax and scale ``[] float32``."""
-    state = state_of(handle)
-    if state is not None:
-        # through `.data`, as in `update`
-        state.amax.data.index_copy_(0, index, amax.reshape(1))
-        state.scale.data.index_copy_(0, index, scale.reshape(1))
 
 
 def tensor_name(path: str, role: Role) -> str:

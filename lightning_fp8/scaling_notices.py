@@ -28,7 +28,7 @@ class Notices:
     def __init__(self) -> None:
         self._said: set[str] = set()
         self._silent = 0
-        self._recorded = False
+        self.has_recorded = False
         self._steps: dict[int, int] = {}
         self._nonfinite = _Nonfinite()
 
@@ -41,11 +41,9 @@ class Notices:
         finally:
             self._silent -= 1
 
-    def see_cast(self, state: ScalingState, record: bool) -> None:
-        """An input or gradient is cast. Without gradients, with nothing recorded, that is an evaluation."""
-        if record:
-            self._recorded = True
-        elif not (state.has_scales or self._silent or torch.is_grad_enabled() or _in_backward() or _is_recomputed()):
+    def see_unrecorded_cast(self, state: ScalingState) -> None:
+        """An input or gradient is cast, and not recorded. Without gradients that is an evaluation."""
+        if not (state.has_scales or self._silent or torch.is_grad_enabled() or _in_backward() or _is_recomputed()):
             self._say(
                 f"A model with FP8 layers ({_some(state.module_names)}) is evaluated without scales from training: each"
                 " batch is scaled by itself, so results depend on which samples are in it. Take the scales along with"
@@ -55,7 +53,7 @@ class Notices:
 
     def see_optimizer_step(self, state: ScalingState, optimizer: int) -> None:
         """An optimizer, by its ``id``, has changed weights of the model."""
-        if not self._recorded:
+        if not self.has_recorded:
             return
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if self._steps[optimizer] >= _STEPS_WITHOUT_UPDATE:
@@ -69,8 +67,8 @@ class Notices:
 
     def see_update(self, state: ScalingState) -> None:
         """The scales have been updated."""
-        state.has_scales |= self._recorded
-        self._recorded = False
+        state.has_scales |= self.has_recorded
+        self.has_recorded = False
         self._steps.clear()
         self._report_nonfinite(state)
 
@@ -84,7 +82,7 @@ class Notices:
 
         Amaxes that wait for their update may have come with it.
         """
-        self._recorded = bool((state.amax[: state.delayed] != 0).any())
+        self.has_recorded = bool((state.amax[: state.delayed] != 0).any())
         # `.cpu()` would give the counters themselves on the CPU
         self._nonfinite = _Nonfinite(state.nonfinite_steps.to("cpu", copy=True))
 
@@ -122,7 +120,7 @@ class _Nonfinite:
 
     def look(self, state: ScalingState) -> tuple[list[int], str] | None:
         """Rows, and the step or steps at which it began, as a word; None where there is nothing new."""
-        if self._found or is_capturing(state.device):
+        if self._found or is_capturing(state.amax.is_cuda):
             return None
         if state.device.type == "cpu":
             self._copy, self._at = state.nonfinite_steps, state.updates

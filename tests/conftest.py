@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from host_kernels import HostKernel  # noqa: E402
 
+from lightning_fp8 import ops  # noqa: E402
 from lightning_fp8.ops import cuda, gemm, gemm_choice, kernels  # noqa: E402
-from lightning_fp8.ops.library import K_MAJOR_DEVICES  # noqa: E402
+from lightning_fp8.ops.library import K_MAJOR_DEVICES, with_flat_arguments  # noqa: E402
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -86,14 +87,14 @@ def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     forget()
 
 
-OPERATORS = {
-    "cast": cuda.cast,
-    "cast_weight": cuda.cast_weight,
-    "scaled_mm": gemm.scaled_mm,
-    "scaled_mm_add_": gemm.scaled_mm_add_,
-    "linear_backward": cuda.linear_backward,
-    "update_scales": cuda.update_scales,
-}
+OPERATORS = [
+    (ops.cast, cuda.cast),
+    (ops.cast_weight, cuda.cast_weight),
+    (ops.scaled_mm, gemm.scaled_mm),
+    (ops.scaled_mm_add_, gemm.scaled_mm_add_),
+    (ops.linear_backward, cuda.linear_backward),
+    (ops.update_scales, cuda.update_scales),
+]
 
 
 @pytest.fixture
@@ -107,8 +108,9 @@ def cuda_half(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> Itera
         launch(self, grid, *arguments)
 
     library = torch.library.Library("lightning_fp8", "IMPL")
-    for name, implementation in OPERATORS.items():
-        library.impl(name, implementation, "CPU", allow_override=True)
+    for operator, implementation in OPERATORS:
+        signature = operator.signature
+        library.impl(signature.name, with_flat_arguments(signature, implementation), "CPU", allow_override=True)
     monkeypatch.setattr(HostKernel, "__call__", counting)
     K_MAJOR_DEVICES.add("cpu")
     yield launches

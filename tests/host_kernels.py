@@ -110,8 +110,9 @@ class HostKernel(Kernel):
         assert -(-self._layout.size // 8) * 8 == size, (self._layout.size, size)
 
     def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
-        self._layout.pack_into(_packed.buffer, _packed.offset, *arguments)
-        pointers = ctypes.cast(_packed.address, ctypes.POINTER(ctypes.c_void_p))
+        buffer, offset, address = _packed.place
+        self._layout.pack_into(buffer, offset, *arguments)
+        pointers = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))
         self._library.launch(ctypes.c_void_p(pointers[0]), grid, self._block)
 
 

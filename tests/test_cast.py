@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fp8_numpy import code_values, saturating_cast
+from slots import slot_of
 
 from lightning_fp8 import DelayedScaling, ScalingState, ops
 from lightning_fp8.formats import FORMATS
@@ -81,14 +82,10 @@ def test_recorded_amax_is_non_finite_exactly_when_an_element_is(values: list[flo
     for implementation in (reference, plain, cuda):
         state = ScalingState(["a"], DelayedScaling())
         state.amax[1] = 2.0
-        implementation.cast(
-            x, state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "rows", state.handle, True
-        )
+        implementation.cast(x, slot_of(state, record=True), "none", "rows")
         np.testing.assert_array_equal(state.amax.numpy(), np.array([expected, 2.0, 0.0], dtype=np.float32))
         # recording is a maximum: a smaller tensor changes nothing, not even after NaN
-        implementation.cast(
-            x * 0 + 0.5, state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "rows", state.handle, True
-        )
+        implementation.cast(x * 0 + 0.5, slot_of(state, record=True), "none", "rows")
         again = np.maximum(expected, 0.5) if np.isfinite(expected) and values else expected
         if np.isfinite(expected):
             np.testing.assert_array_equal(state.amax[0].numpy(), np.float32(again))
@@ -100,17 +97,12 @@ def test_scale_comes_from_the_history_and_else_from_the_tensor() -> None:
     for implementation in (reference, plain, cuda):
         # the second of two inputs
         state = ScalingState(["a", "b"], DelayedScaling())
-        index = torch.tensor([1])
-        payload, _, scale_inv = implementation.cast(
-            x, state.scale, state.amax_history, index, "e4m3", "none", "rows", 0, False
-        )
+        payload, _, scale_inv = implementation.cast(x, slot_of(state, 1), "none", "rows")
         assert scale_inv == 4 / 448
         assert payload.view(torch.float8_e4m3fn).float().tolist() == [[112, -448]]
         state.amax[1] = 2.0
         state.update()
-        payload, _, scale_inv = implementation.cast(
-            x, state.scale, state.amax_history, index, "e4m3", "none", "rows", 0, False
-        )
+        payload, _, scale_inv = implementation.cast(x, slot_of(state, 1), "none", "rows")
         assert scale_inv == 1 / 224
         assert payload.view(torch.float8_e4m3fn).float().tolist() == [[224, -448]]  # -4 saturates
 
@@ -121,9 +113,7 @@ def test_scale_inv_is_a_copy() -> None:
     state.amax[0] = 2.0
     state.update()
     for implementation in (reference, plain, cuda):
-        _, _, scale_inv = implementation.cast(
-            torch.ones(1, 1), state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "rows", 0, False
-        )
+        _, _, scale_inv = implementation.cast(torch.ones(1, 1), slot_of(state), "none", "rows")
         state.scale.mul_(2)
         assert scale_inv == 1 / 224
         state.scale.div_(2)
@@ -134,9 +124,7 @@ def test_first_use_without_a_finite_amax_keeps_the_finite_elements() -> None:
     x = torch.tensor([[float("inf"), 2.0, float("nan")]])
     for implementation in (reference, plain, cuda):
         state = ScalingState(["a"], DelayedScaling())
-        payload, _, scale_inv = implementation.cast(
-            x, state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "rows", 0, False
-        )
+        payload, _, scale_inv = implementation.cast(x, slot_of(state), "none", "rows")
         values = payload.view(torch.float8_e4m3fn).float()[0]
         assert scale_inv == 1
         assert values[:2].tolist() == [448, 2]
@@ -147,17 +135,7 @@ def test_first_use_without_a_finite_amax_keeps_the_finite_elements() -> None:
 def test_zero_tensor_at_first_use_is_zero() -> None:
     for implementation in (reference, plain, cuda):
         state = ScalingState(["a"], DelayedScaling())
-        payload, _, scale_inv = implementation.cast(
-            torch.zeros(2, 2),
-            state.scale,
-            state.amax_history,
-            torch.tensor([0]),
-            "e4m3",
-            "none",
-            "rows",
-            state.handle,
-            True,
-        )
+        payload, _, scale_inv = implementation.cast(torch.zeros(2, 2), slot_of(state, record=True), "none", "rows")
         assert payload.count_nonzero() == 0
         assert scale_inv.isfinite()
         assert state.amax[0] == 0
@@ -166,9 +144,7 @@ def test_zero_tensor_at_first_use_is_zero() -> None:
 def test_non_contiguous_input_gives_a_contiguous_payload() -> None:
     x = torch.randn(40, 24)
     state = ScalingState(["a"], DelayedScaling())
-    straight, *_ = ops.cast(
-        x.t().contiguous(), state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "rows", 0, False
-    )
-    strided, *_ = ops.cast(x.t(), state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "rows", 0, False)
+    straight, *_ = ops.cast(x.t().contiguous(), slot_of(state), "none", "rows")
+    strided, *_ = ops.cast(x.t(), slot_of(state), "none", "rows")
     assert torch.equal(straight, strided)
     assert strided.is_contiguous()

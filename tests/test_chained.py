@@ -10,6 +10,7 @@ import pytest
 import torch
 from gemm_in_fp64 import HOPPER, Gemms
 from host_kernels import host_tensor_map
+from slots import slot_of
 from test_feed_forward import training_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,7 @@ from lightning_fp8 import DelayedScaling, ScalingState, convert, scaling_state
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops import chained, cuda, gemm_choice, kernels
 from lightning_fp8.ops.gemm_choice import Choice
+from lightning_fp8.ops.operand import Fp8Operand
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 ROWS = 150
@@ -122,10 +124,10 @@ def test_the_hidden_tensor_is_there_only_for_a_backward(gemms: Gemms, monkeypatc
     model, x, made = block(), torch.randn(8, 32), []
     hidden = chained.hidden
 
-    def watching(*args: Any) -> tuple[Tensor, ...]:
-        results = hidden(*args)
-        made.append([tensor.numel() for tensor in results])
-        return results
+    def watching(*args: Any) -> tuple[Tensor, Fp8Operand]:
+        h, a = hidden(*args)
+        made.append([tensor.numel() for tensor in (h, a.rows, a.columns, a.scale_inv)])
+        return h, a
 
     monkeypatch.setattr(chained, "hidden", watching)
     with torch.autocast("cpu", torch.bfloat16):
@@ -143,7 +145,7 @@ def test_backward_casts_only_into_what_it_multiplies(gemms: Gemms, monkeypatch: 
     cast, launch = chained.cast_gradient, kernel_gemm.chained_gemm
 
     def casting(*args: Any) -> Any:
-        layouts.append(args[7])
+        layouts.append(args[4])
         return cast(*args)
 
     def launching(*args: Any, **kwargs: Any) -> None:
@@ -264,16 +266,12 @@ def test_sizes_and_dtypes(
 
 
 def test_swiglu_and_a_state_that_is_gone(gemms: Gemms) -> None:
-    a, b, state = torch.zeros(8, 32, dtype=torch.uint8), torch.zeros(48, 32, dtype=torch.uint8), scaling_state(block())
-    arenas = (state.scale, state.amax_history, torch.tensor([3]))
+    a, b, model = torch.zeros(8, 32, dtype=torch.uint8), torch.zeros(48, 32, dtype=torch.uint8), block()
+    slot = slot_of(scaling_state(model), 3, record=True)
+    gone = slot._replace(state=None)
     found = [
-        chained.find(a, b, "e4m3", torch.bfloat16, False, activation, *arenas, "e4m3", handle, True)
-        for activation, handle in (
-            ("gelu", state.handle),
-            ("swiglu", state.handle),
-            ("none", state.handle),
-            ("gelu", 0),
-        )
+        chained.find(a, b, "e4m3", torch.bfloat16, False, activation, place)
+        for activation, place in (("gelu", slot), ("swiglu", slot), ("none", slot), ("gelu", gone))
     ]
     assert [chain is not None for chain in found] == [True, False, False, False]
 

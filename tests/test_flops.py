@@ -16,6 +16,7 @@ from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.model_summary import summarize
 from lit import Regression, loader, make_trainer, seeded
+from slots import slot_of
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -25,6 +26,7 @@ from transformer_models import made
 from lightning_fp8 import Fp8Precision, convert, ops
 from lightning_fp8.examples.transformer_block import Block
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
+from lightning_fp8.ops.operand import Columns
 
 Forward = Callable[..., Any]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -231,14 +233,11 @@ def test_products_called_directly() -> None:
 def test_a_backward_through_an_activation_counts_by_the_width_before_it() -> None:
     m, n, k = 5, 14, 24
     state = convert(nn.Linear(k, n)).scaling_state
-    x_fp8_t, w_fp8_t, one = torch.zeros(k, m, dtype=torch.uint8), torch.zeros(k, n, dtype=torch.uint8), torch.ones(())
-    dy, h, index = torch.randn(m, n // 2), torch.randn(m, n), torch.tensor([1])
+    x, w = (Columns(torch.zeros(k, size, dtype=torch.uint8), torch.ones(()), "e4m3") for size in (m, n))
+    dy, h, slot = torch.randn(m, n // 2), torch.randn(m, n), slot_of(state, 1, "e5m2")
 
     def backward() -> None:
-        ops.linear_backward(
-            *(dy, h, "swiglu", x_fp8_t, one, w_fp8_t, one, state.scale, state.amax_history, index, "e5m2", 0, False),
-            *(torch.float32, torch.float32, False),
-        )
+        ops.linear_backward(dy, h, "swiglu", x, w, slot, torch.float32, torch.float32, False)
 
     assert flops(backward) == 2 * 2 * m * n * k
 

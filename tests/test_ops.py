@@ -12,15 +12,17 @@ import pytest
 import torch
 from conftest import sqnr
 from fp8_numpy import code_values
+from slots import slot_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import DelayedScaling, ScalingState, ops
 from lightning_fp8.ops import cuda, gemm, plain, reference
-from lightning_fp8.ops.library import Operator, is_watched
+from lightning_fp8.ops.library import Operator, flattened, is_watched
+from lightning_fp8.ops.operand import Columns, Fp8Operand, WeightSlot
 
-INPUT, GRAD, WEIGHT = torch.tensor([0]), torch.tensor([1]), torch.tensor([2])
+GRAD, WEIGHT = 1, 2
 SIZES = [(32, 16, 48), (1, 1, 1), (17, 15, 129), (130, 33, 7), (5, 3, 0), (0, 16, 32)]
 
 
@@ -101,9 +103,8 @@ def test_cuda_path_backward_equals_the_reference() -> None:
         results = []
         for implementation in (reference, cuda):
             state.amax.zero_()
-            x_t, w_t = (None if payload is None else payload.t() for payload in (x, w))
-            operands = (dy, None, "none", x_t, one, w_t, one)
-            args = (*operands, state.scale, state.amax_history, GRAD, "e4m3", state.handle, True)
+            kept = (Columns(None if payload is None else payload.t(), one, "e4m3") for payload in (x, w))
+            args = (dy, None, "none", *kept, slot_of(state, GRAD, record=True))
             gradients = implementation.linear_backward(*args, torch.float32, torch.float32, True)
             results.append((*gradients, state.amax.clone()))
         for expected, actual in zip(*results, strict=True):
@@ -124,8 +125,8 @@ def test_nan_spreads_through_the_gemm_as_in_any_other() -> None:
 def test_blocks_cover_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     state, dy = state_with_history(), torch.randn(37, 20)
     x_fp8, w_fp8, one = random_payload(37, 24, "e4m3"), random_payload(20, 24, "e4m3"), torch.tensor(0.01)
-    operands = (dy, None, "none", x_fp8.t(), one, w_fp8.t(), one)
-    args = (*operands, state.scale, state.amax_history, GRAD, "e5m2", 0, False)
+    kept = (Columns(payload.t(), one, "e4m3") for payload in (x_fp8, w_fp8))
+    args = (dy, None, "none", *kept, slot_of(state, GRAD, "e5m2"))
     whole = reference.linear_backward(*args, torch.float32, torch.float32, True)
     y = reference.scaled_mm(x_fp8, w_fp8, one, one, None, "e4m3", "e4m3", torch.float32, True)
     monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 100)
@@ -153,62 +154,44 @@ SAMPLE_STATE = state_with_history()
 
 
 def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
-    state = SAMPLE_STATE
-    arenas = (state.scale, state.amax_history)
+    state, fp32, bf16 = SAMPLE_STATE, torch.float32, torch.bfloat16
     x, w, b, dy = torch.randn(12, 16), torch.randn(8, 16), torch.randn(8), torch.randn(12, 8)
     w_2, b_2 = torch.randn(16, 8), torch.randn(16)
-    kept = ("none", "both", 0, False)
-    x_casts = ops.cast(x, *arenas, INPUT, "e4m3", *kept)
-    w_casts, w2_casts = (ops.cast_weight(weight, WEIGHT, "e4m3", *kept[1:]) for weight in (w, w_2))
-    (x_fp8, x_fp8_t, x_inv), (w_fp8, w_fp8_t, w_inv) = x_casts, w_casts
+    place, dy_place = slot_of(state), slot_of(state, GRAD, "e5m2")
+    recorded, dy_recorded = slot_of(state, record=True), slot_of(state, GRAD, "e5m2", record=True)
+    weight_place = WeightSlot(torch.tensor([WEIGHT]), "e4m3", None, False)
+    x_fp8 = Fp8Operand(*ops.cast(x, place, "none", "both"), "e4m3")
+    w_fp8, w2_fp8 = (Fp8Operand(*ops.cast_weight(one, weight_place, "both"), "e4m3") for one in (w, w_2))
+    product = (x_fp8.rows, w_fp8.rows, x_fp8.scale_inv, w_fp8.scale_inv)
     grad = [t.clone().requires_grad_() for t in (x, w, b, w_2, b_2)]
-    casts = (*x_casts, *w_casts)
-    recorded = ("e5m2", state.handle, True)
-    mlp = (*casts, *w2_casts, *arenas, INPUT, GRAD, GRAD, "gelu", "e4m3")
-    a_fp8_t, dy_2 = random_payload(8, 12, "e4m3"), torch.randn(12, 16)
-    first, second = (x_fp8_t, x_inv, w_fp8_t, w_inv), (a_fp8_t, x_inv, *w2_casts[1:])
-    dtypes = (torch.float32, torch.bfloat16, torch.float32)
-    backward = (dy, None, "none", x_fp8_t, x_inv, w_fp8_t, w_inv, *arenas, GRAD)
+    x_t, w_t, w2_t = (Columns(*operand[1:]) for operand in (x_fp8, w_fp8, w2_fp8))
+    a_t, dy_2 = Columns(random_payload(8, 12, "e4m3"), x_t.scale_inv, "e4m3"), torch.randn(12, 16)
+    no_x, no_w, no_a, no_w2 = (kept._replace(payload=None) for kept in (x_t, w_t, a_t, w2_t))
+    mlp = (x_fp8, w_fp8, w2_fp8, recorded, dy_recorded, dy_recorded, "gelu")
+    unrecorded_mlp = (x_fp8, w_fp8, w2_fp8, place, dy_place, dy_place, "gelu")
+    dtypes = (fp32, bf16, fp32)
     return [
-        (ops.cast, (x, *arenas, INPUT, "e4m3", "none", "rows", state.handle, True)),
-        (ops.cast, (x.bfloat16(), *arenas, INPUT, "e5m2", "gelu", "both", 0, False)),
-        (ops.cast, (x.bfloat16(), *arenas, INPUT, "e4m3", "swiglu", "columns", 0, False)),
-        (ops.scaled_mm, (x_fp8, w_fp8, x_inv, w_inv, b, "e4m3", "e4m3", torch.bfloat16, True)),
-        (ops.scaled_mm, (x_fp8, w_fp8, x_inv, w_inv, None, "e4m3", "e4m3", torch.float32, False, "cublaslt")),
-        (ops.linear, (*grad[:3], b, *casts, *arenas, GRAD, *recorded, torch.float32)),
-        (
-            ops.linear,
-            (grad[0].unflatten(0, (3, 4)), w, b, b.bfloat16(), *casts, *arenas, GRAD, *recorded, torch.bfloat16),
-        ),
-        (ops.linear, (grad[0], w, None, None, *casts, *arenas, GRAD, *recorded, torch.float32)),
-        (ops.scaled_mm_add_, (dy.clone(), x_fp8, w_fp8, x_inv, w_inv, "e4m3", "e4m3", False, "rawkernel")),
-        (ops.scaled_mm_add_, (dy.bfloat16(), x_fp8, w_fp8, x_inv, w_inv, "e4m3", "e4m3", True)),
-        (ops.mlp, (*grad, *mlp, *recorded, True, True, torch.float32)),
-        (ops.mlp, (grad[0], w, None, w_2, None, *mlp, *recorded, True, True, torch.float32)),
-        (ops.mlp, (x, w, b, w_2, b_2, *mlp, "e5m2", 0, False, False, False, torch.bfloat16)),
-        (ops.mlp_backward, (dy_2, dy, "gelu", *first, *second, *arenas, GRAD, GRAD, *recorded, *dtypes, True, False)),
-        (
-            ops.mlp_backward,
-            (
-                *(dy_2, dy, "silu", None, x_inv, None, w_inv, None, *second[1:], *arenas, GRAD, GRAD, "e4m3", 0, False),
-                *(*dtypes, False, True),
-            ),
-        ),
-        (
-            ops.mlp_backward,
-            (
-                *(dy_2, dy, "silu", None, x_inv, None, w_inv, a_fp8_t, x_inv, None, w_inv, *arenas, GRAD, GRAD),
-                *(*recorded, *dtypes, False, True),
-            ),
-        ),
-        (ops.linear_backward, (*backward, *recorded, torch.float32, torch.float32, True)),
-        (ops.linear_backward, (dy, dy, "silu", *backward[3:], *recorded, torch.float32, torch.float32, True)),
-        (
-            ops.linear_backward,
-            (dy, None, "none", None, *backward[4:], "e5m2", 0, False, torch.bfloat16, torch.float32, False),
-        ),
-        (ops.cast_weight, (w, WEIGHT, "e4m3", "rows", 0, False)),
-        (ops.cast_weight, (w.t(), WEIGHT, "e4m3", "both", *recorded[-2:])),
+        (ops.cast, (x, recorded, "none", "rows")),
+        (ops.cast, (x.bfloat16(), place._replace(format="e5m2"), "gelu", "both")),
+        (ops.cast, (x.bfloat16(), place, "swiglu", "columns")),
+        (ops.scaled_mm, (*product, b, "e4m3", "e4m3", bf16, True)),
+        (ops.scaled_mm, (*product, None, "e4m3", "e4m3", fp32, False, "cublaslt")),
+        (ops.linear, (*grad[:3], b, x_fp8, w_fp8, dy_recorded, fp32)),
+        (ops.linear, (grad[0].unflatten(0, (3, 4)), w, b, b.bfloat16(), x_fp8, w_fp8, dy_recorded, bf16)),
+        (ops.linear, (grad[0], w, None, None, x_fp8, w_fp8, dy_recorded, fp32)),
+        (ops.scaled_mm_add_, (dy.clone(), *product, "e4m3", "e4m3", False, "rawkernel")),
+        (ops.scaled_mm_add_, (dy.bfloat16(), *product, "e4m3", "e4m3", True)),
+        (ops.mlp, (*grad, b, b_2, *mlp, True, True, fp32)),
+        (ops.mlp, (grad[0], w, None, w_2, None, None, None, *mlp, True, True, fp32)),
+        (ops.mlp, (x, w, b, w_2, b_2, b.bfloat16(), b_2.bfloat16(), *unrecorded_mlp, False, False, bf16)),
+        (ops.mlp_backward, (dy_2, dy, "gelu", x_t, w_t, a_t, w2_t, dy_recorded, dy_recorded, *dtypes, True, False)),
+        (ops.mlp_backward, (dy_2, dy, "silu", no_x, no_w, no_a, w2_t, dy_place, dy_place, *dtypes, False, True)),
+        (ops.mlp_backward, (dy_2, dy, "silu", no_x, no_w, a_t, no_w2, dy_recorded, dy_recorded, *dtypes, False, True)),
+        (ops.linear_backward, (dy, None, "none", x_t, w_t, dy_recorded, fp32, fp32, True)),
+        (ops.linear_backward, (dy, dy, "silu", x_t, w_t, dy_recorded, fp32, fp32, True)),
+        (ops.linear_backward, (dy, None, "none", no_x, w_t, dy_place, bf16, fp32, False)),
+        (ops.cast_weight, (w, weight_place, "rows")),
+        (ops.cast_weight, (w.t(), weight_place._replace(state=state, record=True), "both")),
         (
             ops.update_scales,
             (
@@ -222,7 +205,7 @@ def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
 @pytest.mark.parametrize("sample", range(len(op_samples())))
 def test_opcheck(sample: int) -> None:
     operator, args = op_samples()[sample]
-    torch.library.opcheck(operator.op, args)
+    torch.library.opcheck(operator.op, tuple(flattened(args)))
 
 
 @pytest.mark.parametrize("sample", range(len(op_samples())))
@@ -232,8 +215,7 @@ def test_a_function_called_directly_does_what_its_operator_does(sample: int) -> 
         torch.manual_seed(0)
         SAMPLE_STATE.amax.zero_()
         operator, args = op_samples()[sample]
-        run = operator.op if kind == "operator" else operator
-        made = run(*args)
+        made = operator.op(*flattened(args)) if kind == "operator" else operator(*args)
         tensors = [made] if isinstance(made, torch.Tensor) else list(made or ())
         if tensors and tensors[0].requires_grad:
             inputs = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
@@ -289,12 +271,12 @@ def test_every_operator_is_checked() -> None:
 def test_one_layer_reaches_28_and_24_db() -> None:
     # operands and gradients of N(0, 1), every tensor at its first use
     state = ScalingState(["a"], DelayedScaling())
-    arenas = (state.scale, state.amax_history)
     x, w = (torch.randn(*shape).requires_grad_() for shape in ((1024, 1024), (1024, 1024)))
     dy = torch.randn(1024, 1024)
-    x_casts = ops.cast(x.detach(), *arenas, INPUT, "e4m3", "none", "both", 0, False)
-    w_casts = ops.cast_weight(w.detach(), WEIGHT, "e4m3", "both", 0, False)
-    y = ops.linear(x, w, None, None, *x_casts, *w_casts, *arenas, GRAD, "e5m2", state.handle, True, torch.float32)
+    x_fp8 = Fp8Operand(*ops.cast(x.detach(), slot_of(state), "none", "both"), "e4m3")
+    w_place = WeightSlot(torch.tensor([WEIGHT]), "e4m3", None, False)
+    w_fp8 = Fp8Operand(*ops.cast_weight(w.detach(), w_place, "both"), "e4m3")
+    y = ops.linear(x, w, None, None, x_fp8, w_fp8, slot_of(state, GRAD, "e5m2", record=True), torch.float32)
     y.backward(dy)
     found = (
         sqnr(y, x.double() @ w.double().T),
@@ -309,11 +291,12 @@ def test_one_layer_reaches_28_and_24_db() -> None:
 @pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("implementation", [reference, plain, cuda])
 def test_a_weight_is_scaled_by_what_it_holds(implementation: Any) -> None:
-    state, index = ScalingState(["first", "second"], DelayedScaling(margin=3)), torch.tensor([5])
+    state = ScalingState(["first", "second"], DelayedScaling(margin=3))
+    slot = WeightSlot(torch.tensor([5]), "e4m3", state, False)
     state.amax.fill_(1e6), state.scale.fill_(1e6)
     for factor in (100.0, 0.01, 1.0):
         w = torch.randn(9, 14) * factor
-        payload, payload_t, scale_inv = implementation.cast_weight(w, index, "e4m3", "both", state.handle, False)
+        payload, payload_t, scale_inv = implementation.cast_weight(w, slot, "both")
         amax = w.abs().max()
         expected = fp8_numpy.saturating_cast(w.numpy(), np.float32(448) / amax.numpy(), "e4m3")
         assert np.array_equal(payload.numpy(), expected)

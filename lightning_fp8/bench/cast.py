@@ -16,6 +16,7 @@ from lightning_fp8.bench.timing import copies_for
 from lightning_fp8.bench.whole_model import UpdateScales, Weights, steady_state
 from lightning_fp8.formats import FORMATS
 from lightning_fp8.ops import cuda, kernels, plain
+from lightning_fp8.ops.operand import Slot
 from lightning_fp8.scaling import LAYOUT
 
 _NAMES = ("payload", "transposed payload", "scale_inv", "column sums")
@@ -143,21 +144,20 @@ class Cast:
     def _on_inputs(self, implementation: Callable[..., Any], x: list[Tensor]) -> _Operator:
         """An implementation of ``lightning_fp8::cast``."""
         state, index = steady_state(1, x[0].device), _index("input", x[0].device)
-        row, options = (state.scale, state.amax_history, index), (self.format, self.activation, "both")
+        slot = Slot(state.scale, state.amax_history, index, self.format, state, True)
 
         def call(at: int) -> Any:
-            return implementation(x[at], *row, *options, state.handle, True)
+            return implementation(x[at], slot, self.activation, "both")
 
         return _Operator(call, lambda: self._recorded(call(0), state.amax, index), state.amax)
 
     def _on_gradients(self, implementation: Callable[..., Any], dy: list[Tensor], h: list[Tensor]) -> _Operator:
         """``cast_gradient``, by one of the implementations."""
         state, index = steady_state(1, dy[0].device), _index("grad_output", dy[0].device)
-        row = (state.scale, state.amax_history, index)
+        slot = Slot(state.scale, state.amax_history, index, self.format, state, True)
 
         def call(at: int) -> Any:
-            inputs = (dy[at], h[at] if h else None, self.activation)
-            return implementation(*inputs, *row, self.format, "both", state.handle, True, True)
+            return implementation(dy[at], h[at] if h else None, self.activation, slot, "both", True)
 
         return _Operator(call, lambda: self._recorded(call(0), state.amax, index), state.amax)
 

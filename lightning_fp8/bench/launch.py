@@ -97,14 +97,15 @@ def _cupy_launch(kernel: Kernel, arguments: Arguments) -> Launch:
 
 def _driver_launch(kernel: Kernel, arguments: Arguments) -> Launch:
     """Nothing but the driver's launch, through the same binding, with all that it takes made before."""
-    place = _Packed()
-    struct.pack_into(scales.LAYOUT, place.buffer, place.offset, *arguments)
+    packed = _Packed()
+    buffer, offset, pointers = packed.place
+    struct.pack_into(scales.LAYOUT, buffer, offset, *arguments)
     stream = torch.cuda.current_stream().cuda_stream
-    given = (kernel._pointer, 1, 1, 1, scales.THREADS, 1, 1, 0, stream, place.address, 0)
+    given = (kernel._pointer, 1, 1, 1, scales.THREADS, 1, 1, 0, stream, pointers, 0)
     launch_kernel = kernel._launch_kernel
 
     # `given` has no more than the address of the place
-    def launch(at: int, kept: _Packed = place) -> None:
+    def launch(at: int, kept: _Packed = packed) -> None:
         launch_kernel(*given)
 
     return launch
@@ -137,7 +138,7 @@ class WithoutDriver(Kernel):
     def difference(self, arguments: Arguments) -> str | None:
         """Between these arguments and what lies where the driver would look after a call."""
         self(1, *arguments)
-        place = ctypes.cast(_packed.address, ctypes.POINTER(ctypes.c_void_p))[0]
+        place = ctypes.cast(_packed.place[2], ctypes.POINTER(ctypes.c_void_p))[0]
         if place is None or self._layout.unpack(ctypes.string_at(place, self._layout.size)) != arguments:
             return "other arguments"
         return None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_fp8.convert import is_converted, scaling_state
 from lightning_fp8.modules.gemm import Fp8Module
@@ -22,13 +23,14 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def weight_copies(model: nn.Module) -> list[Tensor]:
     """What layers keep of their weights until the next optimizer step: bf16 copies, or FP8 ones with their scales."""
-    caches: list[WeightCache] = []
+    caches: list[WeightCache[Any]] = []
     for module in model.modules():
         if isinstance(module, WeightCopyModule):
             caches += module.copies.values()
         elif isinstance(module, Fp8Module):
-            caches += [rows.weight_cache for rows in module.fp8.values()]
-    return [tensor for cache in caches if cache._entry is not None for tensor in cache._entry.cast]
+            caches += [cache for rows in module.fp8.values() for cache in (rows.weight_cache, rows.bias_cache)]
+    kept = tree_leaves([cache._entry.copy for cache in caches if cache._entry is not None])
+    return [tensor for tensor in kept if isinstance(tensor, Tensor)]
 
 
 def saved_bytes(model: nn.Module, forward: Callable[[], Any]) -> int:

@@ -15,6 +15,7 @@ from lightning_fp8.bench.case import EXACT, Results, Tolerance, Variant, differe
 from lightning_fp8.bench.timing import copies_for
 from lightning_fp8.formats import DELAYED_ROLES, E4M3
 from lightning_fp8.ops import cuda, kernels, plain
+from lightning_fp8.ops.operand import WeightSlot
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.scaling import LAYOUT, ScalingState
 
@@ -72,10 +73,10 @@ class Weights:
         copies = [first, *([x.clone() for x in first] for _ in range(copies_for(self.bytes, device) - 1))]
         state = steady_state(len(first), device)
         rows = [state.row_of(number, "weight") for number in range(len(first))]
-        indices = [torch.tensor([row], device=device) for row in rows]
+        slots = [WeightSlot(torch.tensor([row], device=device), "e4m3", state, True) for row in rows]
 
         def one_by_one(implementation: Callable[..., Any], weights: Sequence[Tensor]) -> list[Any]:
-            return [implementation(x, index, "e4m3", "both", state.handle, True) for x, index in zip(weights, indices)]
+            return [implementation(x, slot, "both") for x, slot in zip(weights, slots)]
 
         def ours(at: int) -> list[Any]:
             if device.type == "cuda":

@@ -23,9 +23,9 @@ class Fp8Conv1D(Fp8Module, Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[*, nx]`` -> y ``[*, nf]``; see the class."""
-        check_input(self, "input", x, self.weight)
-        rows, record = self.fp8[""], self.records
-        return fp8_linear(rows, x, cast_weight(rows, self.weight, record), self.bias, record)
+        weight, rows, record = self.weight, self.fp8[""], self.records
+        check_input(self, "input", x, weight)
+        return fp8_linear(rows, x, cast_weight(rows, weight, record), self.bias, record)
 
     def __repr__(self) -> str:
         return f"Fp8Conv1D(nf={self.nf}, nx={self.nx}, {self.extra_repr()})"

@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 
 from lightning_fp8 import ops
 from lightning_fp8.classes import exchange_class, own_class
-from lightning_fp8.modules.gemm import cast_input, cast_weight, check_bias, check_input, output_dtype
+from lightning_fp8.modules.gemm import cast_input, cast_weight, check_bias, check_input, output_dtype, rounded_bias
 from lightning_fp8.modules.linear import Fp8Linear
 
 _FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
@@ -34,17 +34,14 @@ def fp8_feed_forward(first: Fp8Linear, activation: str, second: Fp8Linear, x: Te
     rows, rows_2, record = first.fp8[""], second.fp8[""], first.records
     check_bias(rows, first.bias, first.weight.shape[0])
     check_bias(rows_2, second.bias, second.weight.shape[0])
-    state, recipe = rows.state, rows.state.recipe
-    weight, weight_2 = cast_weight(rows, first.weight, record), cast_weight(rows_2, second.weight, record)
-    with_gradients = torch.is_grad_enabled()
+    w1, w2 = cast_weight(rows, first.weight, record), cast_weight(rows_2, second.weight, record)
+    with_gradients, dtype = torch.is_grad_enabled(), output_dtype(x)
     y, *_ = ops.mlp(
         x, first.weight, first.bias, second.weight, second.bias,
-        *cast_input(rows, x, record, with_gradients and first.weight.requires_grad),
-        *weight[1:], *weight_2[1:],
-        state.scale, state.amax_history,
-        rows_2.index["input"], rows.index["grad_output"], rows_2.index["grad_output"],
-        activation, recipe.format_of("input").name, recipe.format_of("grad_output").name,
-        state.handle, record, with_gradients and second.weight.requires_grad, with_gradients, output_dtype(x),
+        rounded_bias(rows, first.bias, dtype, w1.is_kept), rounded_bias(rows_2, second.bias, dtype, w2.is_kept),
+        cast_input(rows, x, record, with_gradients and first.weight.requires_grad), w1.operand, w2.operand,
+        rows_2.slot("input", record), rows.slot("grad_output", record), rows_2.slot("grad_output", record),
+        activation, with_gradients and second.weight.requires_grad, with_gradients, dtype,
     )  # fmt: skip
     return y  # type: ignore[no-any-return]
 

@@ -17,7 +17,8 @@ from lightning_fp8.formats import CASTABLE_DTYPES, ROLES, Role
 from lightning_fp8.modules.gathered_weight import GatheredWeight
 from lightning_fp8.modules.weight_cache import WeightCache, can_keep_copies
 from lightning_fp8.modules.weight_group import WeightGroup
-from lightning_fp8.ops.library import K_MAJOR_DEVICES
+from lightning_fp8.ops.library import is_k_major
+from lightning_fp8.ops.operand import Fp8Operand, Slot, WeightSlot
 from lightning_fp8.scaling import ScalingState
 
 
@@ -29,6 +30,7 @@ class Fp8Rows:
         module: position of the layer among them.
         index: by role, which tensor of the state it is, as ``[1] int64`` on the device of the state. A tensor, not an
             int, so that ``torch.compile`` makes one graph for all layers of a kind.
+        formats: by role, the name of the format that it is cast to.
         switch: whether these GEMMs run in FP8.
         weight_cache: the FP8 copy of the weight.
         bias_cache: the bias in a 16-bit dtype, as torch's GEMM takes it.
@@ -40,8 +42,10 @@ class Fp8Rows:
     def __init__(self, state: ScalingState, module: int, group: WeightGroup) -> None:
         self.state = state
         self.module = module
+        self.formats: dict[Role, str] = {role: state.recipe.format_of(role).name for role in ROLES}
         self.switch = state.switches[module]
-        self.weight_cache, self.bias_cache = WeightCache(), WeightCache()
+        self.weight_cache: WeightCache[Fp8Operand] = WeightCache()
+        self.bias_cache: WeightCache[Tensor] = WeightCache()
         self.group = group
         self._owner: tuple[weakref.ref[Fp8Module], str] | None = None
         self._trace: tuple[int, int] | None = None
@@ -83,9 +87,19 @@ class Fp8Rows:
         """Whose rows these are; None where it is gone."""
         return self._owner[0]() if self._owner is not None else None
 
-    def in_gemm_order(self, payload: Tensor, payload_t: Tensor) -> tuple[Tensor, Tensor]:
-        """The casts of a weight as it is kept, by rows and by columns -> those of ``[N, K]``."""
-        return (payload_t, payload) if self.k_by_n else (payload, payload_t)
+    def weight_operand(self, payload: Tensor, payload_t: Tensor, scale_inv: Tensor) -> Fp8Operand:
+        """The cast of a weight as it is kept, by rows and by columns -> that of ``[N, K]``."""
+        by_rows, by_columns = (payload_t, payload) if self.k_by_n else (payload, payload_t)
+        return Fp8Operand(by_rows, by_columns, scale_inv, self.formats["weight"])
+
+    def slot(self, role: Role, record: bool) -> Slot:
+        """The place of the input or of the gradient of the output."""
+        state = self.state
+        return Slot(state.scale, state.amax_history, self.index[role], self.formats[role], state, record)
+
+    def weight_slot(self, record: bool) -> WeightSlot:
+        """The place of the weight."""
+        return WeightSlot(self.index["weight"], self.formats["weight"], self.state, record)
 
     def _place_index(self) -> None:
         with torch.inference_mode(False):
@@ -176,21 +190,24 @@ class Fp8Module(nn.Module):
 
 
 class Fp8Weight(NamedTuple):
-    """A weight ``[N, K]`` for autograd, and its FP8 cast for the GEMMs: ``[N, K]`` and, for dgrad, ``[K, N]``.
-
-    Of a layer that fell back the casts are empty.
+    """A weight ``[N, K]`` for autograd, its FP8 cast for the GEMMs, None of a layer that fell back, and whether other
+    forwards will find the cast.
     """
 
     weight: Tensor
-    payload: Tensor
-    payload_t: Tensor
-    scale_inv: Tensor
+    operand: Fp8Operand | None
+    is_kept: bool = False
 
     def rows(self, rows: slice) -> Fp8Weight:
         """Some of the N rows; the scale is that of the whole weight."""
-        # without gradients there may be no transposed payload
-        payload_t = self.payload_t[:, rows] if self.payload_t.dim() == 2 else self.payload_t
-        return Fp8Weight(take_rows(self.weight, rows), take_rows(self.payload, rows), payload_t, self.scale_inv)
+        weight, operand = take_rows(self.weight, rows), self.operand
+        if operand is None:
+            return Fp8Weight(weight, None)
+        # without gradients there may be no payload by columns
+        columns = operand.columns[:, rows] if operand.columns.dim() == 2 else operand.columns
+        return self._replace(
+            weight=weight, operand=operand._replace(rows=take_rows(operand.rows, rows), columns=columns)
+        )
 
 
 def take_rows(tensor: Tensor, rows: slice) -> Tensor:
@@ -200,15 +217,13 @@ def take_rows(tensor: Tensor, rows: slice) -> Tensor:
 
 def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
     """The FP8 cast of a weight ``[N, K]``, or of one kept as ``[K, N]``."""
-    state = rows.state
     if not rows.switch.in_fp8:
         if not torch.compiler.is_compiling():
             rows.weight_cache.drop()
-        nothing = parameter.new_empty(0)
-        return Fp8Weight(parameter.t() if rows.k_by_n else parameter, nothing, nothing, nothing)
+        return Fp8Weight(parameter.t() if rows.k_by_n else parameter, None)
     if isinstance(parameter, GatheredWeight):
         place = parameter.place_in_graph()
-        return Fp8Weight(place.t() if rows.k_by_n else place, *parameter.payloads(rows.k_by_n), parameter.scale_inv)
+        return Fp8Weight(place.t() if rows.k_by_n else place, parameter.operand(rows.k_by_n))
     if isinstance(parameter, DTensor):
         raise NotImplementedError(
             f"{rows.name!r}: the weight is distributed over processes, and only `nn.Linear` computes with a part of"
@@ -218,42 +233,29 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
     weight = parameter.t() if rows.k_by_n else parameter
     # Only a recording forward uses the cache: in evaluation weights are swapped (EMA, averaging) in ways that leave no
     # trace.
-    can_keep = rows.keeps_cast and can_keep_copies(parameter.device)
-    made: tuple[Tensor, ...] | None = None
-    if record and can_keep:
-        cached = rows.weight_cache.get(parameter)
-        if cached is not None:
-            return Fp8Weight(weight, *cached)
+    can_keep = rows.keeps_cast and can_keep_copies(parameter)
+    is_kept = record and can_keep
+    made: Fp8Operand | None = None
+    if is_kept:
+        made = rows.weight_cache.get(parameter)
+        if made is not None:
+            return Fp8Weight(weight, made, True)
         made = rows.group.cast_stale(rows, parameter)
     if made is None:
-        fmt = state.recipe.format_of("weight").name
-        made = ops.cast_weight_operand(
-            weight.detach(), rows.index["weight"], fmt, state.handle, record, keep=torch.is_grad_enabled()
-        )
-        if record and can_keep:
+        slot = rows.weight_slot(record)
+        made = ops.cast_weight_operand(weight.detach(), slot, keep=torch.is_grad_enabled())
+        if is_kept:
             rows.weight_cache.put(parameter, made)
     # The CPU's operators compare each weight that they cast. A GPU would have to be waited for, so only where there is
     # a trace; what FSDP gathers is elsewhere each time.
-    if can_keep and parameter.device.type in K_MAJOR_DEVICES and rows.note_trace(parameter):
+    if can_keep and is_k_major(parameter) and rows.note_trace(parameter):
         rows.group.see_changes(rows, parameter, record)
-    return Fp8Weight(weight, *made)
+    return Fp8Weight(weight, made, is_kept)
 
 
-def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Payload, transposed payload (if backward is to ``keep`` something of it) and scale_inv of x ``[*, K]``."""
-    state = rows.state
-    fmt = state.recipe.format_of("input").name
-    return ops.cast_operand(
-        ops.in_rows(x.detach()),
-        state.scale,
-        state.amax_history,
-        rows.index["input"],
-        fmt,
-        "none",
-        state.handle,
-        record,
-        keep,
-    )
+def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
+    """x ``[*, K]`` in FP8; by columns too if backward is to ``keep`` something of it."""
+    return ops.cast_operand(ops.in_rows(x.detach()), rows.slot("input", record), "none", keep)
 
 
 def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool) -> Tensor:
@@ -261,44 +263,29 @@ def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None,
 
     Of a layer that fell back: in that dtype throughout.
     """
-    if not rows.switch.in_fp8:
-        dtype = output_dtype(x)
-        return F.linear(x.to(dtype), weight.weight.to(dtype), None if bias is None else bias.to(dtype))
-    state = rows.state
-    check_bias(rows, bias, weight.payload.shape[0])
-    keep = torch.is_grad_enabled() and weight.weight.requires_grad
-    dtype = output_dtype(x)
-    return ops.linear(  # type: ignore[no-any-return]
-        x,
-        weight.weight,
-        bias,
-        None if bias is None else rounded_bias(rows, bias, dtype, record),
-        *cast_input(rows, x, record, keep),
-        weight.payload,
-        weight.payload_t,
-        weight.scale_inv,
-        state.scale,
-        state.amax_history,
-        rows.index["grad_output"],
-        state.recipe.format_of("grad_output").name,
-        state.handle,
-        record,
-        dtype,
-    )
+    dtype, (parameter, operand, is_kept) = output_dtype(x), weight
+    if operand is None:
+        return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))
+    bias_value = None
+    if bias is not None:
+        check_bias(rows, bias, operand.rows.shape[0])
+        bias_value = rounded_bias(rows, bias, dtype, is_kept)
+    x_fp8 = cast_input(rows, x, record, keep=parameter.requires_grad and torch.is_grad_enabled())
+    dy = rows.slot("grad_output", record)
+    return ops.linear(x, parameter, bias, bias_value, x_fp8, operand, dy, dtype)  # type: ignore[no-any-return]
 
 
-def rounded_bias(rows: Fp8Rows, bias: Tensor, dtype: torch.dtype, record: bool) -> Tensor:
-    """A bias as the GEMM with an output of this dtype takes it: in 16 bits kept, as the cast of the weight is."""
-    value = bias.detach()
-    if bias.dtype == dtype or dtype == torch.float32:
-        return value
-    if not (record and rows.keeps_cast and can_keep_copies(bias.device)):
-        return value.to(dtype)
+def rounded_bias(rows: Fp8Rows, bias: Tensor | None, dtype: torch.dtype, keep: bool) -> Tensor | None:
+    """A bias as the GEMM with an output of this dtype takes it: in 16 bits kept, where the cast of the weight is."""
+    if bias is None or bias.dtype == dtype or dtype == torch.float32:
+        return None if bias is None else bias.detach()
+    if not keep:
+        return bias.detach().to(dtype)
     kept = rows.bias_cache.get(bias)
-    if kept is None or kept[0].dtype != dtype:
-        kept = (value.to(dtype),)
+    if kept is None or kept.dtype != dtype:
+        kept = bias.detach().to(dtype)
         rows.bias_cache.put(bias, kept)
-    return kept[0]
+    return kept
 
 
 def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None:
@@ -316,22 +303,23 @@ def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None
             f"{_called(module)}: the {what} must be float32, bfloat16 or float16, got {x.dtype}."
             " Convert it before this layer, or leave the layer unconverted with `ignore_modules`."
         )
-    features = weight.shape[0 if module.weight_is_k_by_n else 1] if weight.dim() == 2 else 0
+    shape, given = weight.shape, x.shape
+    features = shape[0 if module.weight_is_k_by_n else 1] if len(shape) == 2 else 0
     if not features:
         raise ValueError(
             f"{_called(module)}: the weight must have two dimensions and take in at least one feature, got the shape"
-            f" {tuple(weight.shape)}."
+            f" {tuple(shape)}."
         )
-    if x.dim() == 0 or x.shape[-1] != features:
+    if not given or given[-1] != features:
         raise ValueError(
             f"{_called(module)}: the last dimension of the {what} must be {features}, the features that its weight"
-            f" takes in, got the shape {tuple(x.shape)}."
+            f" takes in, got the shape {tuple(given)}."
         )
 
 
 def check_bias(rows: Fp8Rows, bias: Tensor | None, outputs: int) -> None:
     """ValueError for a bias without one element for each output: a kernel would read past its end."""
-    if bias is not None and bias.shape != (outputs,):
+    if bias is not None and (bias.dim() != 1 or bias.numel() != outputs):
         raise ValueError(
             f"The bias of {rows.name!r} must have the shape ({outputs},), one element for each output of the weight,"
             f" got {tuple(bias.shape)}."
@@ -345,7 +333,6 @@ def _called(module: Fp8Module) -> str:
 
 def output_dtype(x: Tensor) -> torch.dtype:
     """Autocast's dtype where autocast is on, else that of ``x``."""
+    device = x.device.type
     # autocast does not know the meta device, where shapes are followed and FLOPs counted
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else x.dtype

@@ -30,8 +30,8 @@ class Fp8Linear(Fp8Module, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[*, in_features]`` -> y ``[*, out_features]``; see the class."""
-        check_input(self, "input", x, self.weight)
-        rows, record = self.fp8[""], self.records
-        if isinstance(self.weight, DTensor):
-            return parallel_linear(rows, x, self.weight, self.bias, record)
-        return fp8_linear(rows, x, cast_weight(rows, self.weight, record), self.bias, record)
+        weight, rows, record = self.weight, self.fp8[""], self.records
+        check_input(self, "input", x, weight)
+        if isinstance(weight, DTensor):
+            return parallel_linear(rows, x, weight, self.bias, record)
+        return fp8_linear(rows, x, cast_weight(rows, weight, record), self.bias, record)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from lightning_fp8.device import is_capturing
 from lightning_fp8.modules.optimizer_steps import optimizer_steps
-from lightning_fp8.ops.library import K_MAJOR_DEVICES
+from lightning_fp8.ops.library import is_k_major
 
 _BLOCK_ELEMENTS = 1 << 16
+
+
+T = TypeVar("T")
 
 
 class _Entry(NamedTuple):
@@ -23,10 +27,10 @@ class _Entry(NamedTuple):
     alias: Tensor
     key: tuple[Any, ...]
     fingerprint: Tensor | None
-    cast: tuple[Tensor, ...]
+    copy: Any
 
 
-class WeightCache:
+class WeightCache(Generic[T]):
     """Holds what was made of one weight for as long as the weight is surely the same.
 
     A copy is dropped after any optimizer step, a change in place, a new ``.data``, a move, or another parameter in its
@@ -38,17 +42,15 @@ class WeightCache:
         self._entry: _Entry | None = None
         self._used = False
 
-    def get(self, weight: Tensor) -> tuple[Tensor, ...] | None:
+    def get(self, weight: Tensor) -> T | None:
         """The copy of ``weight``, or None where there is none or a doubt."""
         entry = self._entry
-        if entry is None or entry.weight is not weight:
-            return None
-        if entry.key != _key(weight) or entry.alias.data_ptr() != weight.data_ptr():
+        if entry is None or entry.weight is not weight or entry.key != _key(weight):
             return None
         if entry.fingerprint is not None and not torch.equal(entry.fingerprint, _fingerprint(weight)):
             return None
         self._used = True
-        return entry.cast
+        return entry.copy  # type: ignore[no-any-return]
 
     def was_used(self, weight: Tensor) -> bool:
         """Whether what was last kept of ``weight``, stale or not, has been asked for."""
@@ -58,31 +60,32 @@ class WeightCache:
         """Let go of the copy, and of its memory."""
         self._entry = None
 
-    def put(self, weight: Tensor, cast: tuple[Tensor, ...], used: bool = True) -> None:
-        """Keep ``cast``, made of ``weight`` just now, for a forward that uses it or, if not ``used``, in advance."""
+    def put(self, weight: Tensor, copy: T, used: bool = True) -> None:
+        """Keep ``copy``, made of ``weight`` just now, for a forward that uses it or, if not ``used``, in advance."""
         # Only a parameter is known to be the same tensor at the next call; a parametrized weight is made each time.
         if isinstance(weight, nn.Parameter) and not weight.is_inference():
             # on a GPU comparing would wait
-            fingerprint = None if weight.device.type in K_MAJOR_DEVICES else _fingerprint(weight)
-            self._entry = _Entry(weight, weight.detach(), _key(weight), fingerprint, cast)
+            fingerprint = None if is_k_major(weight) else _fingerprint(weight)
+            self._entry = _Entry(weight, weight.detach(), _key(weight), fingerprint, copy)
             self._used = used
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_entry": None, "_used": False}
 
 
-def can_keep_copies(device: torch.device) -> bool:
+def can_keep_copies(weight: Tensor) -> bool:
     """Whether what runs now can tell a stale copy, and may run other operators where a copy is at hand.
 
     Nothing in a compiled or captured graph can see whether a copy is stale. A dispatch mode, such as that of selective
     checkpointing, has to meet the same operators when a forward is done again.
     """
-    return not (torch.compiler.is_compiling() or _len_torch_dispatch_stack() or is_capturing(device))
+    return not (is_dynamo_compiling() or _len_torch_dispatch_stack() or is_capturing(weight.is_cuda))
 
 
 def _key(weight: Tensor) -> tuple[Any, ...]:
-    layout = (weight.dtype, weight.device, weight.shape, weight.stride(), weight.storage_offset())
-    return (weight._version, optimizer_steps(), *layout)
+    # the address says on which device, and where in its storage, which is kept alive
+    where, layout = weight.data_ptr(), weight.stride()
+    return weight._version, optimizer_steps(), where, weight.dtype, weight.shape, layout
 
 
 def _fingerprint(weight: Tensor) -> Tensor:

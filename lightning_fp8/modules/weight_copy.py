@@ -27,7 +27,7 @@ class WeightCopyModule(nn.Module):
         plain_class: the class it had before, and gets back.
     """
 
-    copies: dict[str, WeightCache]
+    copies: dict[str, WeightCache[Tensor]]
     plain_class: type[nn.Module]
 
     def copied(self, name: str) -> Tensor:
@@ -39,14 +39,14 @@ class WeightCopyModule(nn.Module):
         if not (self.training and torch.is_grad_enabled() and torch.is_autocast_enabled(device)):
             return parameter
         dtype = torch.get_autocast_dtype(device)
-        if not can_keep_copies(parameter.device) or parameter.dtype == dtype:
+        if not can_keep_copies(parameter) or parameter.dtype == dtype:
             return parameter
         cache = self.copies[name]
         kept = cache.get(parameter)
-        if kept is None or kept[0].dtype != dtype:
-            kept = (parameter.detach().to(dtype),)
+        if kept is None or kept.dtype != dtype:
+            kept = parameter.detach().to(dtype)
             cache.put(parameter, kept)
-        return _CopyOf.apply(parameter, kept[0])
+        return _CopyOf.apply(parameter, kept)
 
 
 class WeightCopyLinear(WeightCopyModule, nn.Linear):

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from lightning_fp8 import ops
 from lightning_fp8.formats import CASTABLE_DTYPES
 from lightning_fp8.modules.optimizer_steps import note_layer
-from lightning_fp8.ops.library import K_MAJOR_DEVICES
+from lightning_fp8.ops.library import is_k_major
 
 if TYPE_CHECKING:
     from lightning_fp8.modules.gemm import Fp8Rows
+    from lightning_fp8.ops.operand import Fp8Operand
     from lightning_fp8.scaling import ScalingState
 
 
@@ -53,7 +54,7 @@ class WeightGroup:
             elif id(weight) in weights:
                 rows.note_trace(weight)
                 # a GPU's are compared only where their trace tells of another change
-                if weight.device.type not in K_MAJOR_DEVICES:
+                if not is_k_major(weight):
                     seen[rows.module] = weight.detach()
         if seen:
             self.states()[0].weights_stepped([*seen], ops.measure_weights([*seen.values()]))
@@ -68,7 +69,7 @@ class WeightGroup:
         amaxes = ops.measure_weights([tensor.detach() for tensor in changed.values()]).tolist()
         first.state.see_weights(dict(zip(changed, amaxes, strict=True)), record)
 
-    def cast_stale(self, first: Fp8Rows, weight: Tensor) -> tuple[Tensor, ...] | None:
+    def cast_stale(self, first: Fp8Rows, weight: Tensor) -> Fp8Operand | None:
         """Cast ``weight``, which is to be used now, and with it every other stale weight that was used when last cast.
 
         Returns what the first layer takes; None where nothing was cast: on a device without a kernel, and for a weight
@@ -76,7 +77,7 @@ class WeightGroup:
         or not be its own.
         """
         state = first.state
-        if not _is_plain(weight, state.device) or not ops.casts_weights_together(state.device):
+        if not _is_plain(weight, state.device) or not ops.casts_weights_together(weight):
             return None
         due = [(first, weight)]
         for rows in self.members:
@@ -90,12 +91,10 @@ class WeightGroup:
             rows.weight_cache.drop()
         indices = [state.row_of(rows.module, "weight") for rows, _ in due]
         made = ops.cast_weights(state, [tensor.detach() for _, tensor in due], indices)
-        casts = [
-            (*rows.in_gemm_order(payload, payload_t), inv) for (rows, _), (payload, payload_t, inv) in zip(due, made)
-        ]
-        for (rows, tensor), cast in zip(due, casts, strict=True):
-            rows.weight_cache.put(tensor, cast, used=rows is first)
-        return casts[0]
+        operands = [rows.weight_operand(*cast) for (rows, _), cast in zip(due, made, strict=True)]
+        for (rows, tensor), operand in zip(due, operands, strict=True):
+            rows.weight_cache.put(tensor, operand, used=rows is first)
+        return operands[0]
 
 
 def _records(rows: Fp8Rows) -> bool:

@@ -9,23 +9,18 @@ from torch import Tensor
 
 from lightning_fp8.ops import cuda, gemm, reference
 from lightning_fp8.ops.activations import activated_width
-from lightning_fp8.ops.library import K_MAJOR_DEVICES, LIBRARY, define, implement
+from lightning_fp8.ops.library import define, implement, is_k_major
+from lightning_fp8.ops.operand import Fp8Operand, Slot, WeightSlot
 
 # cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M] uint8, scale_inv [] float32)
 #   v = activation(x) in the dtype of x; payload = sat(v * scale[index]) in fp32, rounded to nearest even; where
-#   amax_history[0, index] is 0 (no history yet) with FP8_MAX / max|v| instead. `index` is [1] int64. `layout` is
-#   "rows", "columns" or "both" for the payloads that are made; the other is empty. `state` is the handle of the scaling
-#   state, whose amax[index] becomes max(amax[index], max|v|) with `record`.
-_CAST = define(
-    "cast(Tensor x, Tensor scale, Tensor amax_history, Tensor index, str format, str activation, str layout, "
-    "int state, bool record) -> (Tensor, Tensor, Tensor)"
-)
+#   amax_history[0, index] is 0 (no history yet) with FP8_MAX / max|v| instead. `layout` is "rows", "columns" or "both"
+#   for the payloads that are made; the other is empty. The state's amax[index] becomes max(amax[index], max|v|) where
+#   the slot records.
+_CAST = define("cast(Tensor x, Slot slot, str activation, str layout) -> (Tensor, Tensor, Tensor)")
 # cast_weight: weight [N, K] -> as of `cast`, with the scale of what it holds, FP8_MAX / max|weight|. Amax and scale are
-#   left in the state at `index`; `record` says whether what is lost counts, where somebody counts.
-_CAST_WEIGHT = define(
-    "cast_weight(Tensor weight, Tensor index, str format, str layout, int state, bool record) "
-    "-> (Tensor, Tensor, Tensor)"
-)
+#   left in the state.
+_CAST_WEIGHT = define("cast_weight(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor)")
 # scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype. The bias is rounded to out_dtype,
 #   as autocast rounds it, then added in fp32 to the scaled sum, which is rounded once. Without `fast_accumulation`
 #   partial sums are added up in fp32 at least every 128 along K. `gemm` says what may run it, see ops/gemm_choice.py.
@@ -47,70 +42,12 @@ _UPDATE_SCALES = define(
     "Tensor(d!) nonfinite_steps, bool most_recent, float margin_factor) -> ()"
 )
 
-cast = implement("cast", reference.cast, cuda.cast)
-cast_weight = implement("cast_weight", reference.cast_weight, cuda.cast_weight)
-scaled_mm = implement("scaled_mm", reference.scaled_mm, gemm.scaled_mm)
-scaled_mm_add_ = implement("scaled_mm_add_", reference.scaled_mm_add_, gemm.scaled_mm_add_)
-update_scales = implement("update_scales", reference.update_scales, cuda.update_scales)
-cast_weights = cuda.cast_weights
-measure_weights = cuda.measure_weights
 
-
-def cast_operand(
-    x: Tensor,
-    scale: Tensor,
-    amax_history: Tensor,
-    index: Tensor,
-    format: str,
-    activation: str,
-    state: int,
-    record: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`cast` for the GEMMs of the device x is on; by columns too if backward is to ``keep`` something of it."""
-    layout = _layout(x.device, keep)
-    return _with_transposed(*cast(x, scale, amax_history, index, format, activation, layout, state, record))
-
-
-def cast_weight_operand(
-    weight: Tensor, index: Tensor, format: str, state: int, record: bool, keep: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`cast_weight` likewise."""
-    return _with_transposed(*cast_weight(weight, index, format, _layout(weight.device, keep), state, record))
-
-
-def _layout(device: torch.device, keep: bool) -> str:
-    return "both" if keep and device.type in K_MAJOR_DEVICES else "rows"
-
-
-def _with_transposed(payload: Tensor, payload_t: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return payload, payload_t if payload.device.type in K_MAJOR_DEVICES else payload.t(), scale_inv
-
-
-def casts_weights_together(device: torch.device) -> bool:
-    """Whether :func:`cast_weights` serves this device."""
-    return device.type in K_MAJOR_DEVICES and cuda.weights_kernel(device) is not None
-
-
-@torch.library.register_fake(_CAST, lib=LIBRARY)
-def _cast_fake(
-    x: Tensor,
-    scale: Tensor,
-    amax_history: Tensor,
-    index: Tensor,
-    format: str,
-    activation: str,
-    layout: str,
-    state: int,
-    record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cast_fake(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     return _payloads_fake(x, activated_width(x.shape[1], activation), layout)
 
 
-@torch.library.register_fake(_CAST_WEIGHT, lib=LIBRARY)
-def _cast_weight_fake(
-    weight: Tensor, index: Tensor, format: str, layout: str, state: int, record: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cast_weight_fake(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     return _payloads_fake(weight, weight.shape[1], layout)
 
 
@@ -121,7 +58,6 @@ def _payloads_fake(x: Tensor, columns: int, layout: str) -> tuple[Tensor, Tensor
     return payload, payload_t, x.new_empty((), dtype=torch.float32)
 
 
-@torch.library.register_fake(_SCALED_MM, lib=LIBRARY)
 def _scaled_mm_fake(
     a: Tensor,
     b: Tensor,
@@ -137,6 +73,37 @@ def _scaled_mm_fake(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-@torch.library.register_fake(_SCALED_MM_ADD, lib=LIBRARY)
-def _scaled_mm_add_fake(out: Tensor, *_: Any, **__: Any) -> None:
+def _in_place_fake(*_: Any, **__: Any) -> None:
     pass
+
+
+cast = implement(_CAST, reference.cast, cuda.cast, _cast_fake)
+cast_weight = implement(_CAST_WEIGHT, reference.cast_weight, cuda.cast_weight, _cast_weight_fake)
+scaled_mm = implement(_SCALED_MM, reference.scaled_mm, gemm.scaled_mm, _scaled_mm_fake)
+scaled_mm_add_ = implement(_SCALED_MM_ADD, reference.scaled_mm_add_, gemm.scaled_mm_add_, _in_place_fake)
+update_scales = implement(_UPDATE_SCALES, reference.update_scales, cuda.update_scales, _in_place_fake)
+cast_weights = cuda.cast_weights
+measure_weights = cuda.measure_weights
+
+
+def cast_operand(x: Tensor, slot: Slot, activation: str, keep: bool) -> Fp8Operand:
+    """:func:`cast` for the GEMMs of the device x is on; by columns too if backward is to ``keep`` something of it."""
+    if is_k_major(x):
+        rows, columns, scale_inv = cast(x, slot, activation, "both" if keep else "rows")
+        return Fp8Operand(rows, columns, scale_inv, slot.format)
+    rows, _, scale_inv = cast(x, slot, activation, "rows")
+    return Fp8Operand(rows, rows.t(), scale_inv, slot.format)
+
+
+def cast_weight_operand(weight: Tensor, slot: WeightSlot, keep: bool) -> Fp8Operand:
+    """:func:`cast_weight` likewise."""
+    if is_k_major(weight):
+        rows, columns, scale_inv = cast_weight(weight, slot, "both" if keep else "rows")
+        return Fp8Operand(rows, columns, scale_inv, slot.format)
+    rows, _, scale_inv = cast_weight(weight, slot, "rows")
+    return Fp8Operand(rows, rows.t(), scale_inv, slot.format)
+
+
+def casts_weights_together(weight: Tensor) -> bool:
+    """Whether :func:`cast_weights` serves the device of this one."""
+    return is_k_major(weight) and cuda.weights_kernel(weight.device) is not None

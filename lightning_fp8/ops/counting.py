@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fp8.formats import Fp8Format
-from lightning_fp8.scaling import state_of
+from lightning_fp8.formats import FORMATS, Fp8Format
+from lightning_fp8.ops.operand import Slot, WeightSlot
 
 _BLOCK_ELEMENTS = 1 << 18
 
@@ -21,29 +21,25 @@ def becomes_zero(scaled: Tensor, fmt: Fp8Format) -> Tensor:
     return scaled.abs() <= fmt.smallest / 2
 
 
-def is_counting(state: int, record: bool) -> bool:
-    """Whether the state with this handle counts, in a cast that records."""
-    known = state_of(state) if record else None
-    return known is not None and known.counts is not None
-
-
-def count(x: Tensor, scale: Tensor, index: Tensor, fmt: Fp8Format, state: int) -> None:
-    """Add one tensor to ``state.counts``; waits for nothing.
+def count(x: Tensor, scale: Tensor, slot: Slot | WeightSlot) -> None:
+    """Add one tensor to the state's counts, where :func:`is_counting`; waits for nothing.
 
     Args:
         x: what is cast, after an activation.
         scale: ``[] float32``, what it is cast with.
-        index: ``[1] int64``, which tensor of the state it is.
-        fmt: what it is cast to.
-        state: handle of a state that counts.
+        slot: its place.
     """
-    known = state_of(state)
-    if known is None or known.counts is None:
+    if slot.state is None or slot.state.counts is None:
         return
     # in blocks on the CPU, where temporaries as large as the tensor would cost more than the arithmetic
     blocks = x.split(max(1, _BLOCK_ELEMENTS // max(1, x.shape[1]))) if x.device.type == "cpu" else (x,)
     for block in blocks:
-        known.counts.index_add_(0, index, _counted(block, scale, fmt)[None])
+        slot.state.counts.index_add_(0, slot.index, _counted(block, scale, FORMATS[slot.format])[None])
+
+
+def is_counting(slot: Slot | WeightSlot) -> bool:
+    """Whether what this cast loses is counted."""
+    return slot.state is not None and slot.state.counts is not None and slot.record
 
 
 def _counted(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:

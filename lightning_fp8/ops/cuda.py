@@ -5,66 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty_strided
 
 from kernels_cuda import casts, scales
 from kernels_cuda.launch import Kernel
-from lightning_fp8.formats import CASTABLE_DTYPES, FORMATS
 from lightning_fp8.ops import plain
-from lightning_fp8.ops.activations import activate, activated_width, activation_gradient
+from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.gemm import scaled_mm
 from lightning_fp8.ops.kernels import cast_kernel, update_kernel, weights_kernel
-from lightning_fp8.ops.library import K_MAJOR_DEVICES
+from lightning_fp8.ops.library import is_k_major
+from lightning_fp8.ops.operand import Columns, Slot, WeightSlot, nothing
 from lightning_fp8.ops.reference import max_abs
-from lightning_fp8.scaling import ScalingState, gemm_of, state_of
+from lightning_fp8.scaling import ScalingState
 
 
-def cast(
-    x: Tensor,
-    scale: Tensor,
-    amax_history: Tensor,
-    index: Tensor,
-    format: str,
-    activation: str,
-    layout: str,
-    state: int,
-    record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast``."""
-    kernel = _kernel_for(x, format, activation, backward=False)
+    kernel = cast_kernel(x.device, x.dtype, slot.format, activation, False) if x.numel() else None
     if kernel is None:
-        return plain.cast(x, scale, amax_history, index, format, activation, layout, state, record)
-    row = _row(scale, amax_history, index, state, record)
-    y, y_t, scale_inv = _cast(kernel, x, row, layout, activation)
-    if is_counting(state, record):
-        count(activate(x, activation), _used(row, scale_inv), index, FORMATS[format], state)
+        return plain.cast(x, slot, activation, layout)
+    row = _row(slot)
+    y, y_t, scale_inv, _ = _launch(kernel, x, row, layout, activation)
+    if is_counting(slot):
+        count(activate(x, activation), _used(row, scale_inv), slot)
     return y, y_t, scale_inv
 
 
-def cast_weight(
-    weight: Tensor, index: Tensor, format: str, layout: str, state: int, record: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_weight``."""
-    kernel, known = _kernel_for(weight, format, "none", backward=False), state_of(state)
-    if kernel is None or known is None:
-        return plain.cast_weight(weight, index, format, layout, state, record)
+    state = slot.state
+    kernel = cast_kernel(weight.device, weight.dtype, slot.format, "none", False) if weight.numel() else None
+    if kernel is None or state is None:
+        return plain.cast_weight(weight, slot, layout)
     current = torch.zeros((), dtype=torch.float32, device=weight.device)
-    y, y_t, scale_inv = _cast(kernel, weight, casts.Row(known.scale, None, index, known.amax, current), layout)
-    if is_counting(state, record):
-        count(weight, known.scale.index_select(0, index)[0], index, FORMATS[format], state)
-    return y, y_t, scale_inv
-
-
-def _cast(
-    kernel: Kernel, x: Tensor, row: casts.Row, layout: str, activation: str = "none"
-) -> tuple[Tensor, Tensor, Tensor]:
-    if activation == "none" and x.stride(1) != 1 and x.stride(0) == 1:
-        # laid out by columns: the transposed cast of what it is a transpose of
-        y_t, y, scale_inv, _ = _launch(kernel, x.t(), row, layout != "rows", layout != "columns")
-    else:
-        x = x if x.stride(1) == 1 else x.contiguous()
-        y, y_t, scale_inv, _ = _launch(kernel, x, row, layout != "columns", layout != "rows", activation)
+    row = casts.Row(state.scale, None, slot.index, state.amax, current)
+    y, y_t, scale_inv, _ = _launch(kernel, weight, row, layout)
+    if is_counting(slot):
+        count(weight, state.scale.index_select(0, slot.index)[0], slot)
     return y, y_t, scale_inv
 
 
@@ -100,15 +78,15 @@ def cast_weights(
     table = casts.weight_table(jobs)
     casts.cast_weights(kernel, table, state.scale, state.amax)
     if state.counts is not None:
-        fmt, places = state.recipe.format_of("weight"), torch.arange(len(state.names), device=state.device)
+        fmt, places = state.recipe.format_of("weight").name, torch.arange(len(state.names), device=state.device)
         for weight, index in zip(weights, indices, strict=True):
-            count(weight, state.scale[index], places[index : index + 1], fmt, state.handle)
+            count(weight, state.scale[index], WeightSlot(places[index : index + 1], fmt, state, True))
     return [(job.y, job.y_t, inverse) for job, inverse in zip(jobs, table.scale_inv.unbind(), strict=True)]  # type: ignore[misc]
 
 
 def measure_weights(weights: Sequence[Tensor]) -> Tensor:
     """``max|w|`` of many weights on one device, ``[count] float32``: in one launch where there is a kernel for it."""
-    kernel = weights_kernel(weights[0].device) if weights[0].device.type in K_MAJOR_DEVICES else None
+    kernel = weights_kernel(weights[0].device) if is_k_major(weights[0]) else None
     if kernel is None or not all(weight.numel() for weight in weights):
         return torch.stack([max_abs(weight) for weight in weights])
     table = casts.weight_table([casts.Weight(weight, 0) for weight in weights])
@@ -120,68 +98,47 @@ def linear_backward(
     dy: Tensor,
     h: Tensor | None,
     activation: str,
-    x_fp8_t: Tensor | None,
-    x_scale_inv: Tensor,
-    w_fp8_t: Tensor | None,
-    w_scale_inv: Tensor,
-    scale: Tensor,
-    amax_history: Tensor,
-    index: Tensor,
-    format: str,
-    state: int,
-    record: bool,
+    x: Columns,
+    w: Columns,
+    slot: Slot,
     dx_dtype: torch.dtype,
     dw_dtype: torch.dtype,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::linear_backward``."""
-    layout = "rows" if x_fp8_t is None else "columns" if w_fp8_t is None else "both"
-    dy_fp8, dy_fp8_t, dy_scale_inv, db = cast_gradient(
-        dy, h, activation, scale, amax_history, index, format, layout, state, record, bias
-    )
-    gemm = gemm_of(state)
-    if w_fp8_t is None:
-        dx = dy.new_empty(0, dtype=dx_dtype)
+    layout = "rows" if x.payload is None else "columns" if w.payload is None else "both"
+    dy_fp8, dy_fp8_t, scale_inv, db = cast_gradient(dy, h, activation, slot, layout, bias)
+    fmt, gemm = slot.format, slot.gemm()
+    if w.payload is None:
+        dx = nothing(dy, dx_dtype)
     else:
-        dx = scaled_mm(dy_fp8, w_fp8_t, dy_scale_inv, w_scale_inv, None, format, "e4m3", dx_dtype, False, gemm)
+        dx = scaled_mm(dy_fp8, w.payload, scale_inv, w.scale_inv, None, fmt, w.format, dx_dtype, False, gemm)
     # a large tensor: its memory may serve the next one
     del dy_fp8
-    if x_fp8_t is None:
+    if x.payload is None:
         dw = dy.new_empty((dy if h is None else h).shape[1], 0, dtype=dw_dtype)
     else:
-        dw = scaled_mm(dy_fp8_t, x_fp8_t, dy_scale_inv, x_scale_inv, None, format, "e4m3", dw_dtype, False, gemm)
+        dw = scaled_mm(dy_fp8_t, x.payload, scale_inv, x.scale_inv, None, fmt, x.format, dw_dtype, False, gemm)
     return dx, dw, db
 
 
 def cast_gradient(
-    dy: Tensor,
-    h: Tensor | None,
-    activation: str,
-    scale: Tensor,
-    amax_history: Tensor,
-    index: Tensor,
-    format: str,
-    layout: str,
-    state: int,
-    record: bool,
-    bias: bool,
+    dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`lightning_fp8.ops.plain.cast_gradient`."""
-    kernel = _kernel_for(dy, format, activation, backward=h is not None)
+    kernel = cast_kernel(dy.device, dy.dtype, slot.format, activation, h is not None) if dy.numel() else None
     if kernel is None or (h is not None and h.dtype != dy.dtype):
-        return plain.cast_gradient(
-            dy, h, activation, scale, amax_history, index, format, layout, state, record, bias
-        )  # fmt: skip
-    row = _row(scale, amax_history, index, state, record)
-    dy = dy if dy.stride(1) == 1 else dy.contiguous()
-    y, y_t, scale_inv, sums = _launch(
-        kernel, dy if h is None else h.contiguous(), row, layout != "columns", layout != "rows",
-        activation, dy=None if h is None else dy, sums=bias,
-    )  # fmt: skip
-    if is_counting(state, record):
+        return plain.cast_gradient(dy, h, activation, slot, layout, bias)
+    row = _row(slot)
+    if h is None:
+        y, y_t, scale_inv, sums = _launch(kernel, dy, row, layout, sums=bias)
+    else:
+        dy = dy if dy.stride(1) == 1 else dy.contiguous()
+        y, y_t, scale_inv, sums = _launch(kernel, h.contiguous(), row, layout, activation, dy, bias)
+    if is_counting(slot):
         gradient = dy if h is None else activation_gradient(h, dy, activation)
-        count(gradient, _used(row, scale_inv), index, FORMATS[format], state)
-    return y, y_t, scale_inv, dy.new_empty(0, dtype=torch.float32) if sums is None else sums
+        count(gradient, _used(row, scale_inv), slot)
+    return y, y_t, scale_inv, nothing(dy, torch.float32) if sums is None else sums
 
 
 def update_scales(
@@ -203,20 +160,13 @@ def update_scales(
         )  # fmt: skip
 
 
-def _kernel_for(x: Tensor, format: str, activation: str, backward: bool) -> Kernel | None:
-    if x.numel() == 0 or x.dtype not in CASTABLE_DTYPES:
-        return None
-    return cast_kernel(x.device, x.dtype, format, activation, backward)
-
-
-def _row(scale: Tensor, amax_history: Tensor, index: Tensor, state: int, record: bool) -> casts.Row:
-    known = state_of(state)
-    amax = None if known is None else known.amax_of_cast(record)
-    uses_histories = known is None or known.uses_histories(record)
-    if known is not None and known.every_tensor_has_history and uses_histories:
+def _row(slot: Slot) -> casts.Row:
+    scale, amax_history, index, *_ = slot
+    amax, goes_with_weights, is_there = slot.open()
+    if is_there:
         return casts.Row(scale, amax_history, index, amax)
     current = torch.zeros((), dtype=torch.float32, device=scale.device)
-    newest = amax_history if uses_histories else torch.zeros_like(amax_history[:1])
+    newest = amax_history if goes_with_weights else torch.zeros_like(amax_history[:1])
     return casts.Row(scale, newest, index, amax, current)
 
 
@@ -232,22 +182,32 @@ def _launch(
     kernel: Kernel,
     x: Tensor,
     row: casts.Row,
-    by_rows: bool,
-    by_columns: bool,
+    layout: str,
     activation: str = "none",
     dy: Tensor | None = None,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Allocate and launch: payload, transposed payload, both empty where not asked for, scale_inv and column sums."""
-    rows, width = x.shape
-    width = width if dy is not None else activated_width(width, activation)
-    y = x.new_empty((rows, width) if by_rows else 0, dtype=torch.uint8)
-    y_t = x.new_empty((width, rows) if by_columns else 0, dtype=torch.uint8)
-    scale_inv = x.new_empty((), dtype=torch.float32)
-    tiles = casts.column_sum_tiles(rows)
-    partial = x.new_empty((tiles, width) if tiles > 1 else width, dtype=torch.float32) if sums else None
-    casts.cast_transpose(
-        kernel, x, row, scale_inv, y if by_rows else None, y_t if by_columns else None,
-        partial, dy, gated=activation == "swiglu",
-    )  # fmt: skip
-    return y, y_t, scale_inv, partial if partial is None or tiles == 1 else partial.sum(dim=0)
+    if x.stride(1) != 1:
+        if activation == "none" and not sums and x.stride(0) == 1:
+            # laid out by columns: the transposed cast of what it is a transpose of
+            other = {"rows": "columns", "columns": "rows"}.get(layout, layout)
+            by_columns, by_rows, scale_inv, _ = _launch(kernel, x.t(), row, other)
+            return by_rows, by_columns, scale_inv, None
+        x = x.contiguous()
+    (rows, width), device = x.shape, x.device
+    gated = activation == "swiglu"
+    if gated and dy is None:
+        width //= 2
+    # on the host the fastest way to memory
+    y = empty_strided((rows, width), (width, 1), dtype=torch.uint8, device=device) if layout != "columns" else None
+    y_t = empty_strided((width, rows), (rows, 1), dtype=torch.uint8, device=device) if layout != "rows" else None
+    scale_inv = empty_strided((), (), dtype=torch.float32, device=device)
+    tiles = casts.column_sum_tiles(rows) if sums else 0
+    partial = empty_strided((tiles * width,), (1,), dtype=torch.float32, device=device) if sums else None
+    casts.cast_transpose(kernel, x, row, scale_inv, y, y_t, partial, dy, gated)
+    if partial is not None and tiles > 1:
+        partial = partial.view(tiles, width).sum(dim=0)
+    payload = nothing(x, torch.uint8) if y is None else y
+    payload_t = nothing(x, torch.uint8) if y_t is None else y_t
+    return payload, payload_t, scale_inv, partial

@@ -32,7 +32,10 @@ def scaled_mm(
 ) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``."""
     promote = not fast_accumulation
-    choice = choice_for(a, b, gemm, promote, out_dtype)
+    (m, k), n = a.shape, b.shape[0]
+    choice = gemm_choice.choose(a.device, gemm, m, n, k, promote, out_dtype)
+    if choice.configuration is None:
+        return plain.scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
     return run_choice(choice, a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, promote)
 
 

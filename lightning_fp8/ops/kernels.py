@@ -123,6 +123,8 @@ def cast_kernel(
     device: torch.device, input: torch.dtype, format: str, activation: str, backward: bool
 ) -> Kernel | None:
     """The variant of ``cast_transpose`` for inputs of this dtype; None where torch's operators serve instead."""
+    if input not in casts.INPUTS:
+        return None
     return _obtain(_cast_variant(input, format, activation, backward), device)
 
 
@@ -224,7 +226,7 @@ def _sum_splits_variant(output: torch.dtype) -> Variant:
 def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
     if backend() == "reference":
         return None
-    if is_capturing(device):
+    if is_capturing(device.type == "cuda"):
         raise RuntimeError(
             f"The kernel {variant.name} is used for the first time while a CUDA graph is captured, where it can be"
             " neither loaded nor tested. Run a step of the same kind, forward and backward, before the capture."

@@ -2,24 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state
+from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, WeightSlot
+from lightning_fp8.scaling import state_of
+
 LIBRARY = torch.library.Library("lightning_fp8", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-# where FP8 GEMMs take K-major operands only, so that a transpose has to be a tensor of its own
+_PLAIN_TENSORS = frozenset((Tensor, Parameter))
+# where the functions for CUDA run: on the CPU as well, for tests and for measuring the host's time
 K_MAJOR_DEVICES = {"cuda"}
 
 
-def define(schema: str) -> str:
-    """Define an operator; returns its qualified name."""
-    name = LIBRARY.define(schema, tags=_TAGS)
-    return f"lightning_fp8::{name.split('::')[-1].split('(')[0]}"
+# Operators take tensors, strings, numbers; what the functions behind them take as one value is flattened here, and only
+# here. A state goes by its handle: to a compiled graph, recording in it is then no mutation of an input, which would
+# order all layers' graphs one after the other and fail where their backward passes interleave. A maximum may be taken
+# twice, and in any order, so nothing is lost by that.
+_PARTS: dict[type[tuple[Any, ...]], str] = {
+    Fp8Operand: "Tensor {0}, Tensor {0}_t, Tensor {0}_scale_inv, str {0}_format",
+    Columns: "Tensor? {0}, Tensor {0}_scale_inv, str {0}_format",
+    Slot: "Tensor {0}_scale, Tensor {0}_amax_history, Tensor {0}_index, str {0}_format, int {0}_state, bool {0}_record",
+    WeightSlot: "Tensor {0}_index, str {0}_format, int {0}_state, bool {0}_record",
+}
+_BY_NAME = {kind.__name__: kind for kind in _PARTS}
+
+
+class Signature(NamedTuple):
+    """Of an operator and of the functions behind it.
+
+    Attributes:
+        name: of the operator.
+        kinds: for each argument of the functions, the class that is flattened; None for one that the operator takes.
+    """
+
+    name: str
+    kinds: tuple[type[tuple[Any, ...]] | None, ...]
+
+    def assembled(self, flat: Iterable[Any]) -> list[Any]:
+        """The functions' arguments, of the operator's."""
+        if not any(self.kinds):
+            return [*flat]
+        values = iter(flat)
+        return [next(values) if kind is None else _assemble(kind, values) for kind in self.kinds]
+
+
+def _assemble(kind: type[tuple[Any, ...]], values: Iterator[Any]) -> Any:
+    fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+    made: Any = kind
+    return made(*(state_of(next(values)) if field == "state" else next(values) for field in fields))
+
+
+def flattened(arguments: Iterable[Any]) -> list[Any]:
+    """The operator's arguments, of the functions'."""
+    flat: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, (Slot, WeightSlot)):
+            *place, state, record = argument
+            flat += [*place, 0 if state is None else state.handle, record]
+        elif isinstance(argument, (Fp8Operand, Columns)):
+            flat += argument
+        else:
+            flat.append(argument)
+    return flat
+
+
+def define(schema: str) -> Signature:
+    """Define an operator by a schema that may name the classes of :mod:`lightning_fp8.ops.operand` as types."""
+    name, arguments, results = re.fullmatch(r"(\w+)\((.*)\) -> (.*)", schema).groups()  # type: ignore[union-attr]
+    split = [argument.split(" ", 1) for argument in arguments.split(", ")]
+    kinds = tuple(_BY_NAME.get(kind) for kind, _ in split)
+    flat = (
+        f"{of} {called}" if kind is None else _PARTS[kind].format(called)
+        for (of, called), kind in zip(split, kinds, strict=True)
+    )
+    LIBRARY.define(f"{name}({', '.join(flat)}) -> {results}", tags=_TAGS)
+    return Signature(name, kinds)
 
 
 class Operator:
@@ -29,19 +96,35 @@ class Operator:
 
     Attributes:
         op: torch's operator.
+        signature: what it takes.
     """
 
-    def __init__(self, op: Any, cpu: Callable[..., Any], cuda: Callable[..., Any]) -> None:
-        self.op = op
+    def __init__(self, signature: Signature, cpu: Callable[..., Any], cuda: Callable[..., Any]) -> None:
+        self.op = getattr(torch.ops.lightning_fp8, signature.name).default
+        self.signature = signature
         self._cpu, self._cuda = cpu, cuda
 
     def __call__(self, x: Tensor, *arguments: Any) -> Any:
-        """What ``op(x, *arguments)`` gives."""
-        return self.op(x, *arguments) if is_watched(x) else self.run(x, *arguments)
+        """What the operator gives."""
+        if is_watched(x):
+            return self.op(x, *flattened(arguments))
+        return (self._cuda if is_k_major(x) else self._cpu)(x, *arguments)
 
     def run(self, x: Tensor, *arguments: Any) -> Any:
         """The device's function: inside another operator, of which nobody sees the inside."""
-        return (self._cuda if x.device.type in K_MAJOR_DEVICES else self._cpu)(x, *arguments)
+        return (self._cuda if is_k_major(x) else self._cpu)(x, *arguments)
+
+
+class _Differentiable(Operator):
+    apply: Callable[..., Any]
+
+    def __call__(self, x: Tensor, *arguments: Any) -> Any:
+        return self.op(x, *flattened(arguments)) if is_watched(x) else self.apply(x, *arguments)
+
+
+def is_k_major(x: Tensor) -> bool:
+    """Whether FP8 GEMMs where x is take K-major operands only, so that a transpose has to be a tensor of its own."""
+    return x.is_cuda or "cpu" in K_MAJOR_DEVICES
 
 
 def is_watched(x: Tensor) -> bool:
@@ -49,63 +132,80 @@ def is_watched(x: Tensor) -> bool:
     counter of FLOPs), a transform of ``torch.func`` or ``torch.jit.trace``; for subclasses, and where there is no data.
     """
     return (
-        torch.compiler.is_compiling()
-        or type(x) not in (Tensor, Parameter)
+        # other ways of making a graph work with tensors of a class of their own
+        is_dynamo_compiling()
+        or type(x) not in _PLAIN_TENSORS
         or x.is_meta
         or _len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
+        or peek_interpreter_stack() is not None
+        or _get_tracing_state() is not None
     )
 
 
-def implement(name: str, cpu: Callable[..., Any], cuda: Callable[..., Any]) -> Operator:
-    """Register both devices' implementations of an operator; returns what to call it by."""
-    LIBRARY.impl(name, cpu, "CPU")
-    LIBRARY.impl(name, cuda, "CUDA")
-    return Operator(getattr(torch.ops.lightning_fp8, name).default, cpu, cuda)
+def implement(
+    signature: Signature, cpu: Callable[..., Any], cuda: Callable[..., Any], fake: Callable[..., Any]
+) -> Operator:
+    """Register both devices' implementations of an operator, and that of its shapes; returns what to call it by."""
+    LIBRARY.impl(signature.name, with_flat_arguments(signature, cpu), "CPU")
+    LIBRARY.impl(signature.name, with_flat_arguments(signature, cuda), "CUDA")
+    torch.library.register_fake(f"lightning_fp8::{signature.name}", with_flat_arguments(signature, fake), lib=LIBRARY)
+    return Operator(signature, cpu, cuda)
+
+
+def with_flat_arguments(signature: Signature, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as the operator calls it."""
+
+    def operator(*flat: Any, **rest: Any) -> Any:
+        return function(*signature.assembled(flat), **rest)
+
+    return operator
 
 
 def differentiable(
-    name: str,
+    signature: Signature,
     inputs: int,
     forward: Callable[..., Any],
     save: Callable[..., None],
     backward: Callable[..., Sequence[Tensor | None]],
+    fake: Callable[..., Any],
 ) -> Operator:
     """The same for an operator with gradients, on any device.
 
     Args:
-        name: of the operator, already defined.
+        signature: of the operator.
         inputs: how many of its arguments, the first ones, have gradients.
         forward: what it computes.
-        save: ``(ctx, arguments, output)``, what it keeps for backward.
+        save: ``(ctx, output, *arguments)``, what it keeps for backward.
         backward: ``(ctx, *gradients of the output)``, the gradients of its inputs.
+        fake: the shapes of what it computes.
     """
+
+    others = (None,) * (len(signature.kinds) - inputs)
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
-            arguments = (*arguments[:-1], *arguments[-1])
             output = forward(*arguments)
-            save(ctx, arguments, output)
+            save(ctx, output, *arguments)
             return output
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return *backward(ctx, *gradients), None
+            return *backward(ctx, *gradients), *others
 
-    Function.__name__ = Function.__qualname__ = f"Fp8{name.title()}"
-    # that of the class itself looks at each argument for what is left of a transform, and there is none
-    apply = super(torch.autograd.Function, Function).apply
+    Function.__name__ = Function.__qualname__ = f"Fp8{signature.name.title()}"
 
-    def run(*arguments: Any) -> Any:
-        # the rest as one: autograd looks at each argument
-        return apply(*arguments[:inputs], arguments[inputs:])
+    def save_of_operator(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        save(ctx, output, *signature.assembled(inputs))
 
-    def all_gradients(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        return *backward(ctx, *gradients), *(None,) * (len(op._schema.arguments) - inputs)
+    def gradients_of_operator(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        return *backward(ctx, *gradients), *(None,) * (len(operator.op._schema.arguments) - inputs)
 
-    op = getattr(torch.ops.lightning_fp8, name).default
-    LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
-    torch.library.register_autograd(f"lightning_fp8::{name}", all_gradients, setup_context=save, lib=LIBRARY)
-    return Operator(op, run, run)
+    name, qualified = signature.name, f"lightning_fp8::{signature.name}"
+    LIBRARY.impl(name, with_flat_arguments(signature, forward), "CompositeExplicitAutograd")
+    torch.library.register_autograd(qualified, gradients_of_operator, setup_context=save_of_operator, lib=LIBRARY)
+    torch.library.register_fake(qualified, with_flat_arguments(signature, fake), lib=LIBRARY)
+    operator = _Differentiable(signature, forward, forward)
+    # `apply` of the class itself looks at each argument for what is left of a transform, and there is none
+    operator.apply = super(torch.autograd.Function, Function).apply
+    return operator

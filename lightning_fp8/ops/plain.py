@@ -10,8 +10,8 @@ from lightning_fp8.formats import FORMATS, Fp8Format
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.counting import count, is_counting
-from lightning_fp8.ops.reference import in_layout, scale_of_current, update_scales
-from lightning_fp8.scaling import amax_of, uses_history
+from lightning_fp8.ops.operand import Slot, WeightSlot, in_layout
+from lightning_fp8.ops.reference import scale_of_current, update_scales
 
 __all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
 
@@ -19,62 +19,35 @@ __all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
 _ALIGNMENT = 16
 
 
-def cast(
-    x: Tensor,
-    scale: Tensor,
-    amax_history: Tensor,
-    index: Tensor,
-    format: str,
-    activation: str,
-    layout: str,
-    state: int,
-    record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast``."""
-    x = activate(x, activation)
+    x, fmt = activate(x, activation), FORMATS[slot.format]
     current = reference.max_abs(x)
-    record_amax(current, index, state, record)
-    delayed = scale.index_select(0, index)[0]
-    has_history = (amax_history[0].index_select(0, index)[0] > 0) & uses_history(state, record)
-    used = torch.where(has_history, delayed, scale_of_current(current, FORMATS[format]))
-    if is_counting(state, record):
-        count(x, used, index, FORMATS[format], state)
-    return (*in_layout(saturating_cast(x, used, FORMATS[format]), layout), used.reciprocal())
-
-
-def cast_weight(
-    weight: Tensor, index: Tensor, format: str, layout: str, state: int, record: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See the operator ``lightning_fp8::cast_weight``."""
-    return reference.cast_by_content(weight, index, format, layout, state, record, saturating_cast)
-
-
-def record_amax(current: Tensor, index: Tensor, state: int, record: bool) -> None:
-    """Raise the state's amax at ``index`` to ``current``, ``[] float32``."""
-    amax = amax_of(state, record)
+    amax, goes_with_weights, _ = slot.open()
     if amax is not None:
         # The bits of non-negative floats as integers: NaN > inf > every finite value, so nothing non-finite is lost.
-        amax.view(torch.int32).scatter_reduce_(0, index, current.view(torch.int32)[None], "amax")
+        amax.view(torch.int32).scatter_reduce_(0, slot.index, current.view(torch.int32)[None], "amax")
+    delayed = slot.scale.index_select(0, slot.index)[0]
+    has_history = (slot.amax_history[0].index_select(0, slot.index)[0] > 0) & goes_with_weights
+    used = torch.where(has_history, delayed, scale_of_current(current, fmt))
+    if is_counting(slot):
+        count(x, used, slot)
+    return (*in_layout(saturating_cast(x, used, fmt), layout), used.reciprocal())
+
+
+def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::cast_weight``."""
+    return reference.cast_by_content(weight, slot, layout, saturating_cast)
 
 
 def cast_gradient(
-    dy: Tensor,
-    h: Tensor | None,
-    activation: str,
-    scale: Tensor,
-    amax_history: Tensor,
-    index: Tensor,
-    format: str,
-    layout: str,
-    state: int,
-    record: bool,
-    bias: bool,
+    dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The cast of dy, or of the gradient of h from it, and with ``bias`` its column sums, ``[N] float32``."""
     if h is not None:
         dy = activation_gradient(h, dy, activation)
     db = dy.sum(dim=0, dtype=torch.float32) if bias else dy.new_empty(0, dtype=torch.float32)
-    return (*cast(dy, scale, amax_history, index, format, "none", layout, state, record), db)
+    return (*cast(dy, slot, "none", layout), db)
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:
@@ -95,19 +68,20 @@ def scaled_mm(
 ) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``. Sizes that cuBLASLt does not take are padded with zeros."""
     (m, k), n = a.shape, b.shape[0]
-    if m == 0 or n == 0 or k == 0:
+    if not (m and n and k):
         empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
         return empty if bias is None else empty + bias.to(out_dtype)
+    # torch adds a bias in the GEMM's own epilogue, in fp32, where bias and result are of one 16-bit dtype
+    fused = None if out_dtype == torch.float32 else bias
+    if fused is not None and fused.dtype != out_dtype:
+        fused = fused.to(out_dtype)
     missing = -n % _ALIGNMENT
     if missing or k % _ALIGNMENT:
         a, b = _padded(a, 0), _padded(b, missing)
-    # torch adds a bias in the GEMM's own epilogue, in fp32, where bias and result are of one 16-bit dtype
-    fused = None if bias is None or out_dtype == torch.float32 else bias.to(out_dtype)
-    if fused is not None and missing:
-        fused = F.pad(fused, (0, missing))
+        fused = None if fused is None else F.pad(fused, (0, missing))
     out = torch._scaled_mm(
         a.contiguous().view(FORMATS[a_format].dtype),
-        b.contiguous().view(FORMATS[b_format].dtype).t(),
+        b.contiguous().view(FORMATS[b_format].dtype).mT,
         a_scale_inv,
         b_scale_inv,
         fused,

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_fp8.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.counting import count, is_counting
-from lightning_fp8.scaling import amax_of, note_weight, state_of, uses_history
+from lightning_fp8.ops.operand import Columns, Slot, WeightSlot, in_layout
 from lightning_fp8.switch import Switch
 
 FP32_MAX = torch.finfo(torch.float32).max
@@ -28,44 +28,26 @@ _HAS_BF16_GEMM: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 _DEQUANTIZED_SHIFT = {"e4m3": 256.0, "e5m2": 1.0}
 
 
-def cast(
-    x: Tensor,
-    scale: Tensor,
-    amax_history: Tensor,
-    index: Tensor,
-    format: str,
-    activation: str,
-    layout: str,
-    state: int,
-    record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """``sat(activation(x) * scale)``; see the operator ``lightning_fp8::cast``."""
     x = activate(x, activation)
-    used, current = _scale_to_use(x, scale, amax_history, index, FORMATS[format], state, record)
-    if is_counting(state, record):
-        count(x, used, index, FORMATS[format], state)
-    payload = saturating_cast(x, used, FORMATS[format], current)
+    used, current = _scale_to_use(x, slot)
+    if is_counting(slot):
+        count(x, used, slot)
+    payload = saturating_cast(x, used, FORMATS[slot.format], current)
     return (*in_layout(payload, layout), used.reciprocal())
 
 
-def in_layout(payload: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """The payload by rows and by columns, each empty where ``layout`` leaves it out."""
-    rows = payload if layout != "columns" else payload.new_empty(0)
-    return rows, payload.t().contiguous() if layout != "rows" else payload.new_empty(0)
-
-
-def _scale_to_use(
-    x: Tensor, scale: Tensor, amax_history: Tensor, index: Tensor, fmt: Fp8Format, state: int, record: bool
-) -> tuple[Tensor, Tensor | None]:
+def _scale_to_use(x: Tensor, slot: Slot) -> tuple[Tensor, Tensor | None]:
     """The scale of this cast and, where it had to be known, ``max|x|``. Host branches cost nothing on the CPU."""
-    row, amax = int(index.item()), amax_of(state, record)
-    has_history = bool(amax_history[0, row] > 0) and uses_history(state, record)
+    row, (amax, goes_with_weights, _) = int(slot.index.item()), slot.open()
+    has_history = bool(slot.amax_history[0, row] > 0) and goes_with_weights
     current = max_abs(x) if amax is not None or not has_history else None
     if amax is not None and current is not None:
         torch.maximum(amax[row], current, out=amax[row])
     if has_history or current is None:
-        return scale[row].clone(), current
-    return scale_of_current(current, fmt), current
+        return slot.scale[row].clone(), current
+    return scale_of_current(current, FORMATS[slot.format]), current
 
 
 def max_abs(x: Tensor) -> Tensor:
@@ -94,33 +76,28 @@ def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | Non
     return payload.view(torch.uint8)
 
 
-def cast_weight(
-    weight: Tensor, index: Tensor, format: str, layout: str, state: int, record: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """A weight with the scale of what it holds; see the operator ``lightning_fp8::cast_weight``."""
-    cast = cast_by_content(weight, index, format, layout, state, record, saturating_cast)
-    known, row = state_of(state), int(index)
-    if known is not None:
+    cast, state, row = cast_by_content(weight, slot, layout, saturating_cast), slot.state, int(slot.index)
+    if state is not None:
         # nobody has to wait for what the CPU holds
-        known.see_weight_cast(known.module_of(row), float(known.amax[row]), record)
+        state.see_weight_cast(state.module_of(row), float(state.amax[row]), slot.record)
     return cast
 
 
 def cast_by_content(
     weight: Tensor,
-    index: Tensor,
-    format: str,
+    slot: WeightSlot,
     layout: str,
-    state: int,
-    record: bool,
     cast: Callable[[Tensor, Tensor, Fp8Format, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same on any device, by the given cast, and without a comparison with what the weight held before."""
-    fmt, amax = FORMATS[format], max_abs(weight)
+    fmt, amax = FORMATS[slot.format], max_abs(weight)
     used = scale_of_current(amax, fmt)
-    note_weight(state, index, amax, used)
-    if is_counting(state, record):
-        count(weight, used, index, fmt, state)
+    if slot.state is not None:
+        slot.state.note_weight(slot.index, amax, used)
+    if is_counting(slot):
+        count(weight, used, slot)
     return (*in_layout(cast(weight, used, fmt, amax), layout), used.reciprocal())
 
 
@@ -202,16 +179,9 @@ def linear_backward(
     dy: Tensor,
     h: Tensor | None,
     activation: str,
-    x_fp8_t: Tensor | None,
-    x_scale_inv: Tensor,
-    w_fp8_t: Tensor | None,
-    w_scale_inv: Tensor,
-    scale: Tensor,
-    amax_history: Tensor,
-    index: Tensor,
-    format: str,
-    state: int,
-    record: bool,
+    x: Columns,
+    w: Columns,
+    slot: Slot,
     dx_dtype: torch.dtype,
     dw_dtype: torch.dtype,
     bias: bool,
@@ -219,20 +189,20 @@ def linear_backward(
     """dgrad, wgrad and bias gradient, each block of ``dy`` cast once; see ``lightning_fp8::linear_backward``."""
     if h is not None:
         dy = activation_gradient(h, dy, activation)
-    fmt = FORMATS[format]
-    x_fp8, w_fp8 = (None if payload_t is None else payload_t.t() for payload_t in (x_fp8_t, w_fp8_t))
+    fmt = FORMATS[slot.format]
+    x_fp8, w_fp8 = (None if kept.payload is None else kept.payload.t() for kept in (x, w))
     (m, n), k = dy.shape, 0 if x_fp8 is None else x_fp8.shape[1]
-    used, current = _scale_to_use(dy, scale, amax_history, index, fmt, state, record)
-    if is_counting(state, record):
-        count(dy, used, index, fmt, state)
+    used, current = _scale_to_use(dy, slot)
+    if is_counting(slot):
+        count(dy, used, slot)
     saturate, dy_scale_inv = _may_saturate(used, fmt, current), used.reciprocal()
     dx = dy.new_empty(0, dtype=dx_dtype) if w_fp8 is None else dy.new_empty(m, w_fp8.shape[1], dtype=dx_dtype)
     dw, db = dy.new_zeros(n, k, dtype=torch.float32), dy.new_zeros(n if bias else 0, dtype=torch.float32)
-    w_values = None if w_fp8 is None else dequantize(w_fp8, "e4m3").to(_operand_dtype(dx_dtype))
-    dx_scale_inv = _gemm_scale_inv(dy_scale_inv, w_scale_inv, format, "e4m3")
-    dw_scale_inv = _gemm_scale_inv(dy_scale_inv, x_scale_inv, format, "e4m3")
-    dy_has_nan = format == "e4m3" and (current is None or bool(current.isnan()))
-    x_has_nan = x_fp8 is not None and has_nan(x_fp8, "e4m3")
+    w_values = None if w_fp8 is None else dequantize(w_fp8, w.format).to(_operand_dtype(dx_dtype))
+    dx_scale_inv = _gemm_scale_inv(dy_scale_inv, w.scale_inv, slot.format, w.format)
+    dw_scale_inv = _gemm_scale_inv(dy_scale_inv, x.scale_inv, slot.format, x.format)
+    dy_has_nan = slot.format == "e4m3" and (current is None or bool(current.isnan()))
+    x_has_nan = x_fp8 is not None and has_nan(x_fp8, x.format)
     for rows in _row_blocks(m, max(n, k, dx.shape[-1])):
         values = dy[rows].float()
         if bias:
@@ -240,12 +210,12 @@ def linear_backward(
         if w_values is None and x_fp8 is None:
             continue
         payload = _scaled(values, used, fmt, saturate).to(fmt.dtype).view(torch.uint8)
-        values = dequantize(payload, format, dy_has_nan)
+        values = dequantize(payload, slot.format, dy_has_nan)
         if w_values is not None:
             _mm_into(dx[rows], values.to(w_values.dtype), w_values, dx_scale_inv)
         if x_fp8 is not None:
             with _bf16_multiply(dw.dtype):
-                torch.addmm(dw, values.t(), dequantize(x_fp8[rows], "e4m3", x_has_nan), alpha=dw_scale_inv, out=dw)
+                torch.addmm(dw, values.t(), dequantize(x_fp8[rows], x.format, x_has_nan), alpha=dw_scale_inv, out=dw)
     return dx, dw.to(dw_dtype), db
 
 

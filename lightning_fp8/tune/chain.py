@@ -16,6 +16,7 @@ from lightning_fp8.bench.case import Variant
 from lightning_fp8.formats import FORMATS
 from lightning_fp8.ops import chained, cuda, kernels
 from lightning_fp8.ops.gemm_choice import Choice
+from lightning_fp8.ops.operand import Columns, Fp8Operand
 from lightning_fp8.ops.self_test import same_codes
 from lightning_fp8.tune import trial
 from lightning_fp8.tune.shapes import Gemm
@@ -102,11 +103,13 @@ def _chained(gemm: Gemm, choice: Choice, activation: str, device: torch.device) 
         return None
 
     def way(given: Inputs) -> tuple[Tensor, ...]:
-        (a, b, a_scale_inv, b_scale_inv), chain = given.operands, chained.Chain(kernel, one, given.row)
+        a, b, a_inv, b_inv = given.operands
+        chain = chained.Chain(kernel, one, given.row, gemm.a_format)
         if given.h is None:
-            h, *made = chained.hidden(chain, a, b, a_scale_inv, b_scale_inv, None, True, True, gemm.output)
-            return (*made, h)
-        return chained._hidden_gradient(chain, a, given.h, b, a_scale_inv, b_scale_inv, True, True)
+            x, w = Fp8Operand(a, a[:0], a_inv, gemm.a_format), Fp8Operand(b, b[:0], b_inv, gemm.b_format)
+            h, made = chained.hidden(chain, x, w, None, True, True, gemm.output)
+            return made.rows, made.columns, made.scale_inv, h
+        return chained._hidden_gradient(chain, a, a_inv, given.h, Columns(b, b_inv, gemm.b_format), True, True)
 
     return way
 
@@ -119,7 +122,7 @@ def _separate(gemm: Gemm, choice: Choice, activation: str, device: torch.device,
     def way(given: Inputs) -> tuple[Tensor, ...]:
         out = trial.computed(run, choice, given.operands, gemm)
         x, dy = (out, None) if given.h is None else (given.h, out)
-        *made, sums = cuda._launch(kernel, x, given.row, True, True, activation, dy, sums=gemm.promote)
+        *made, sums = cuda._launch(kernel, x, given.row, "both", activation, dy, sums=gemm.promote)
         return (*made, *(() if sums is None else (sums,)), out)
 
     return way
