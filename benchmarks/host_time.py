@@ -7,8 +7,9 @@ checked, packed and handed over, and nothing runs. Each layer is in a stack of e
 (histories filled, weights cast), under bf16 autocast. Plain layers of torch are timed in the same run, and do compute,
 which at this size is next to nothing.
 
-Microseconds for each layer, the smallest of several repetitions: forward, and forward with backward. The last two lines
-are the ratios of forward with backward of `Fp8Linear` to `nn.Linear`, and of a converted block of Llama to a plain one.
+Microseconds for each layer, the smallest of several repetitions, plain and converted in turns: forward, and forward
+with backward. The last two lines are the ratios of forward with backward of `Fp8Linear` to `nn.Linear`, and of a
+converted block of Llama to a plain one.
 """
 
 from __future__ import annotations
@@ -152,23 +153,25 @@ def _step(forward: Callable[[], Tensor]) -> None:
     forward().float().sum().backward()
 
 
-def _microseconds(run: Callable[[], object], repetitions: int, calls: int) -> float:
-    """Of this thread's processor time: what else runs on the machine takes no part."""
-    for _ in range(5):
-        run()
-    best = float("inf")
-    for _ in range(repetitions):
-        start = time.thread_time()
-        for _ in range(calls):
+def _microseconds(*runs: Callable[[], object], repetitions: int, calls: int) -> list[float]:
+    """Of each, in turns, this thread's processor time: what else runs on the machine takes no part."""
+    for run in runs:
+        for _ in range(5):
             run()
-        best = min(best, time.thread_time() - start)
-    return 1e6 * best / calls
+    best = [float("inf")] * len(runs)
+    for _ in range(repetitions):
+        for at, run in enumerate(runs):
+            start = time.thread_time()
+            for _ in range(calls):
+                run()
+            best[at] = min(best[at], time.thread_time() - start)
+    return [1e6 * one / calls for one in best]
 
 
 def main() -> None:
     """The command."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--repetitions", type=int, default=15)
+    options.add_argument("--repetitions", type=int, default=30)
     options.add_argument("--calls", type=int, default=20)
     options.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     options.add_argument("--profile", choices=list(CASES), help="where the time of this converted case goes")
@@ -183,10 +186,11 @@ def main() -> None:
     print(f"{'':24}{'forward':>10}{'+backward':>10}{'forward':>10}{'+backward':>10}{'ratio':>8}")
     for name in asked.cases:
         plain, converted, shape = CASES[name]
-        times = []
+        runs: list[Callable[[], object]] = []
         for make, to_fp8 in ((plain, False), (converted, True)):
             forward, _ = _stack(make, shape, to_fp8)
-            times += [measure(forward) / LAYERS, measure(functools.partial(_step, forward)) / LAYERS]
+            runs += [forward, functools.partial(_step, forward)]
+        times = [time_us / LAYERS for time_us in measure(*runs)]
         ratios[name] = times[3] / times[1]
         print(f"{name:24}{''.join(f'{one:10.1f}' for one in times)}{ratios[name]:8.2f}", flush=True)
         if name == "linear":
@@ -207,7 +211,7 @@ def _without_work() -> None:
     torch._scaled_mm = _no_scaled_mm  # type: ignore[assignment]
 
 
-def _show_parts(measure: Callable[[Callable[[], object]], float], whole: float) -> None:
+def _show_parts(measure: Callable[..., list[float]], whole: float) -> None:
     """Where the time of a converted linear layer goes, forward and backward."""
     forward, model = _stack(_linear, (16, FEATURES), to_fp8=True)
     _step(forward)
@@ -216,13 +220,14 @@ def _show_parts(measure: Callable[[Callable[[], object]], float], whole: float) 
     x, dy = torch.randn(16, FEATURES), torch.randn(16, FEATURES).bfloat16()
     x_fp8, _, x_inv = cuda.cast(x, slot, "none", "both")
     function = functools.partial(_NoFunction.apply, x.requires_grad_(), layer.weight, layer.bias)
-    parts = {
-        "cast of the input": measure(lambda: cuda.cast(x, slot, "none", "both")),
-        "cast of the gradient": measure(lambda: cuda.cast_gradient(dy, None, "none", gradient, "both", True)),
-        "three GEMMs": 3
-        * measure(lambda: gemm.scaled_mm(x_fp8, x_fp8, x_inv, x_inv, None, "e4m3", "e4m3", torch.bfloat16, True)),
-        "autograd, for a function that does nothing": measure(lambda: function().backward(dy)),
-    }
+    names = ("cast of the input", "cast of the gradient", "three GEMMs", "autograd, for a function that does nothing")
+    times = measure(
+        lambda: cuda.cast(x, slot, "none", "both"),
+        lambda: cuda.cast_gradient(dy, None, "none", gradient, "both", True),
+        lambda: gemm.scaled_mm(x_fp8, x_fp8, x_inv, x_inv, None, "e4m3", "e4m3", torch.bfloat16, True),
+        lambda: function().backward(dy),
+    )
+    parts = {name: (3 if name == "three GEMMs" else 1) * one for name, one in zip(names, times, strict=True)}
     print("\nof a converted linear layer, forward and backward")
     for name, time_us in {**parts, "checks, caches, calls": whole - sum(parts.values())}.items():
         print(f"  {name:44}{time_us:8.1f}")
@@ -232,7 +237,7 @@ def _show_parts(measure: Callable[[Callable[[], object]], float], whole: float) 
 def _profile(case: str) -> None:
     _, converted, shape = CASES[case]
     forward, _ = _stack(converted, shape, to_fp8=True)
-    _microseconds(functools.partial(_step, forward), 3, 20)
+    _microseconds(functools.partial(_step, forward), repetitions=3, calls=20)
     profiler = cProfile.Profile(time.thread_time)
     # the backward in this thread, so that it is seen
     with torch.autograd.set_multithreading_enabled(False):
