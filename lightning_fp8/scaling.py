@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8.formats import DELAYED_ROLES, Role
+from lightning_fp8.ops.basic import update_scales
+from lightning_fp8.ops.operand import take_handle
 from lightning_fp8.recipe import DelayedScaling
 from lightning_fp8.saved_scaling import TENSORS, from_entries, to_entries
 from lightning_fp8.scaling_notices import Notices
@@ -22,8 +22,6 @@ from lightning_fp8.scaling_notices import Notices
 LAYOUT: tuple[Role, ...] = (*DELAYED_ROLES, "weight")
 # a weight whose largest value is more times larger or smaller than the one that histories go with is another one
 _OTHER_WEIGHT = 2**0.5
-_handles = itertools.count(1)
-_states: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 
 
 @dataclass
@@ -74,7 +72,7 @@ class ScalingState:
         has_scales: whether any history has been filled, as far as the host knows.
         before_update: called by :meth:`update` with the amaxes of all processes, ``[R] float32``, before they are used.
         notices: what the user is told, each once.
-        handle: by which operators find the state, see :func:`state_of`.
+        handle: by which operators find the state, see :func:`lightning_fp8.ops.operand.state_of`.
     """
 
     counts: Tensor | None
@@ -111,11 +109,7 @@ class ScalingState:
         self._loaded: dict[int, Literal["weights", "scales"]] = {}
         self._let_go_of_watchers()
         self._watch_histories()
-        self._take_handle()
-
-    def _take_handle(self) -> None:
-        self.handle = next(_handles)
-        _states[self.handle] = self
+        self.handle = take_handle(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # whoever counts, watches or has been told is no part of a copy
@@ -128,7 +122,7 @@ class ScalingState:
         self._let_go_of_watchers()
         self.notices.see_load(self)
         self._watch_histories()
-        self._take_handle()
+        self.handle = take_handle(self)
 
     def __repr__(self) -> str:
         return f"ScalingState({len(self.names)} tensors of {len(self.module_names)} modules, {self.recipe})"
@@ -188,9 +182,8 @@ class ScalingState:
         self._reduce_amax()
         for watch in self.before_update:
             watch(self.amax)
-        # By name, as the operators are built on this module. Through `.data`: a compiled graph may hold these for its
-        # backward, which reads them as they are then.
-        torch.ops.lightning_fp8.update_scales(
+        # Through `.data`: a compiled graph may hold these for its backward, which reads them as they are then.
+        update_scales(
             self.amax.data,
             self.amax_history.data,
             self.scale.data,
@@ -281,8 +274,9 @@ class ScalingState:
                     self._emptied = True
                 self.held[module] = now
 
-    def see_weight_cast(self, module: int, amax: float, record: bool) -> None:
-        """The same for one of a pass through the model, in which no weight is cast twice."""
+    def see_weight_cast(self, row: int, amax: float, record: bool) -> None:
+        """The same for one of a pass through the model, in which no weight is cast twice; by its tensor's number."""
+        module = self.module_of(row)
         if module in self._cast:
             self._cast.clear()
             self._other.clear()
@@ -405,11 +399,6 @@ class ScalingState:
         self.switches[module].in_fp8 = other.switches[other_module].in_fp8
         self.has_scales |= other.has_scales
         self.notices.see_load(self)
-
-
-def state_of(handle: int) -> ScalingState | None:
-    """The state with this handle; None where it is gone with its model, or the handle is 0."""
-    return _states.get(handle)
 
 
 def tensor_name(path: str, role: Role) -> str:

@@ -80,7 +80,7 @@ class Weights:
 
         def ours(at: int) -> list[Any]:
             if device.type == "cuda":
-                return cuda.cast_weights(state, copies[at], rows)
+                return cuda.cast_weights(state, copies[at], rows, "e4m3")
             return one_by_one(ops.cast_weight, copies[at])
 
         def theirs(at: int) -> list[Any]:

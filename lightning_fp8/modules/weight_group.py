@@ -90,7 +90,7 @@ class WeightGroup:
             # let go of the old copies first, whose memory serves for the new ones
             rows.weight_cache.drop()
         indices = [state.row_of(rows.module, "weight") for rows, _ in due]
-        made = ops.cast_weights(state, [tensor.detach() for _, tensor in due], indices)
+        made = ops.cast_weights(state, [tensor.detach() for _, tensor in due], indices, first.formats["weight"])
         operands = [rows.weight_operand(*cast) for (rows, _), cast in zip(due, made, strict=True)]
         for (rows, tensor), operand in zip(due, operands, strict=True):
             rows.weight_cache.put(tensor, operand, used=rows is first)

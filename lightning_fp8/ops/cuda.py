@@ -15,9 +15,8 @@ from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.gemm import scaled_mm
 from lightning_fp8.ops.kernels import cast_kernel, update_kernel, weights_kernel
 from lightning_fp8.ops.library import is_k_major
-from lightning_fp8.ops.operand import Columns, Slot, WeightSlot, nothing
+from lightning_fp8.ops.operand import Columns, Slot, State, WeightSlot, nothing
 from lightning_fp8.ops.reference import max_abs
-from lightning_fp8.scaling import ScalingState
 
 
 def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,7 +46,7 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
 
 
 def cast_weights(
-    state: ScalingState, weights: Sequence[Tensor], indices: Sequence[int]
+    state: State, weights: Sequence[Tensor], indices: Sequence[int], format: str
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Both payloads and scale_inv of many weights, each with the scale of what it holds: measured in one launch, cast
     in another. On a device with a kernel for it.
@@ -56,31 +55,33 @@ def cast_weights(
         state: the scaling state.
         weights: ``[rows, columns]`` each, none empty, elements of a row side by side, on the state's device.
         indices: which tensor of the state each of them is.
+        format: what they are cast to.
 
     Raises:
         RuntimeError: where the device has no kernel for it.
     """
-    kernel = weights_kernel(state.device)
+    device = state.amax.device
+    kernel = weights_kernel(device)
     if kernel is None:
-        raise RuntimeError(f"There is no kernel on {state.device} that casts weights together.")
+        raise RuntimeError(f"There is no kernel on {device} that casts weights together.")
     for dtype in {weight.dtype for weight in weights}:
         # a CUDA graph casts each weight by itself, with a kernel that its capture could not load
-        cast_kernel(state.device, dtype, state.recipe.format_of("weight").name, "none", False)
+        cast_kernel(device, dtype, format, "none", False)
     jobs = [
         casts.Weight(
             weight,
             index,
-            torch.empty(weight.shape, dtype=torch.uint8, device=state.device),
-            torch.empty(weight.shape[::-1], dtype=torch.uint8, device=state.device),
+            torch.empty(weight.shape, dtype=torch.uint8, device=device),
+            torch.empty(weight.shape[::-1], dtype=torch.uint8, device=device),
         )
         for weight, index in zip(weights, indices, strict=True)
     ]
     table = casts.weight_table(jobs)
     casts.cast_weights(kernel, table, state.scale, state.amax)
     if state.counts is not None:
-        fmt, places = state.recipe.format_of("weight").name, torch.arange(len(state.names), device=state.device)
+        places = torch.arange(len(state.amax), device=device)
         for weight, index in zip(weights, indices, strict=True):
-            count(weight, state.scale[index], WeightSlot(places[index : index + 1], fmt, state, True))
+            count(weight, state.scale[index], WeightSlot(places[index : index + 1], format, state, True))
     return [(job.y, job.y_t, inverse) for job, inverse in zip(jobs, table.scale_inv.unbind(), strict=True)]  # type: ignore[misc]
 
 

@@ -14,8 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, WeightSlot
-from lightning_fp8.scaling import state_of
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, WeightSlot, state_of
 
 LIBRARY = torch.library.Library("lightning_fp8", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)

@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+import weakref
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_fp8.scaling import ScalingState
+_handles = itertools.count(1)
+_states: weakref.WeakValueDictionary[int, State] = weakref.WeakValueDictionary()
+
+
+class State(Protocol):
+    """What operators know of the scaling state of a model, :class:`lightning_fp8.ScalingState`, which says more."""
+
+    handle: int
+    scale: Tensor
+    amax: Tensor
+    counts: Tensor | None
+    gemm: str
+
+    def open_cast(self, record: bool) -> tuple[Tensor | None, bool, bool]:
+        """An input or gradient is cast."""
+
+    def note_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
+        """A weight has been cast."""
+
+    def see_weight_cast(self, row: int, amax: float, record: bool) -> None:
+        """The same, on a device that nobody has to wait for."""
+
+
+def take_handle(state: State) -> int:
+    """A number by which :func:`state_of` knows the state for as long as it lives."""
+    handle = next(_handles)
+    _states[handle] = state
+    return handle
+
+
+def state_of(handle: int) -> State | None:
+    """The state with this handle; None where it is gone with its model, or the handle is 0."""
+    return _states.get(handle)
 
 
 class Fp8Operand(NamedTuple):
@@ -52,7 +86,7 @@ class WeightSlot(NamedTuple):
 
     index: Tensor  # type: ignore[assignment]
     format: str
-    state: ScalingState | None
+    state: State | None
     record: bool
 
 
@@ -72,7 +106,7 @@ class Slot(NamedTuple):
     amax_history: Tensor
     index: Tensor  # type: ignore[assignment]
     format: str
-    state: ScalingState | None
+    state: State | None
     record: bool
 
     def open(self) -> tuple[Tensor | None, bool, bool]:

@@ -81,7 +81,7 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
     cast, state, row = cast_by_content(weight, slot, layout, saturating_cast), slot.state, int(slot.index)
     if state is not None:
         # nobody has to wait for what the CPU holds
-        state.see_weight_cast(state.module_of(row), float(state.amax[row]), slot.record)
+        state.see_weight_cast(row, float(state.amax[row]), slot.record)
     return cast
 
 
