@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 from kernels_cuda.launch import Kernel
 from lightning_fp8 import convert, scaling_state
-from lightning_fp8.formats import DELAYED_ROLES
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
-from lightning_fp8.ops import cuda, gemm, kernels
+from lightning_fp8.ops.cuda import dispatch as cuda
+from lightning_fp8.ops.cuda import gemm, kernels
+from lightning_fp8.ops.formats import DELAYED_ROLES
 from lightning_fp8.ops.library import K_MAJOR_DEVICES
 
 FEATURES = 16

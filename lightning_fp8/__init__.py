@@ -7,7 +7,6 @@ import warnings
 
 import torch
 
-from lightning_fp8.audit import audit
 from lightning_fp8.callbacks import (
     DtypeAudit,
     Fp8RichProgressBar,
@@ -18,10 +17,11 @@ from lightning_fp8.callbacks import (
     ScaleFactorLogger,
     ScaleWatchdog,
 )
-from lightning_fp8.checkpoint_scales import load_scales
-from lightning_fp8.convert import convert, describe, scaling_state, unconvert
-from lightning_fp8.export import export
-from lightning_fp8.exported import load_exported
+from lightning_fp8.conversion.checkpoint_scales import load_scales
+from lightning_fp8.conversion.convert import convert, describe, scaling_state, unconvert
+from lightning_fp8.dtypes.audit import audit
+from lightning_fp8.export.load import load_exported
+from lightning_fp8.export.write import export
 from lightning_fp8.modules import Fp8Linear, Fp8MultiheadAttention
 from lightning_fp8.plugins import (
     Fp8FabricPrecision,
@@ -31,8 +31,8 @@ from lightning_fp8.plugins import (
     register,
     unregister,
 )
-from lightning_fp8.recipe import DelayedScaling
-from lightning_fp8.scaling import ScalingState
+from lightning_fp8.scaling.recipe import DelayedScaling
+from lightning_fp8.scaling.state import ScalingState
 
 # a recipe among hyperparameters is plain values: checkpoints with one load with `weights_only=True`
 torch.serialization.add_safe_globals([DelayedScaling])

@@ -11,17 +11,17 @@ def run() -> None:
         bench(sys.argv[2:])
         return
     if sys.argv[1:2] == ["doctor"]:
-        from lightning_fp8.doctor.command import main as doctor
+        from lightning_fp8.tools.doctor.command import main as doctor
 
         doctor(sys.argv[2:])
         return
     if sys.argv[1:2] == ["report"]:
-        from lightning_fp8.report.command import main as report
+        from lightning_fp8.tools.report.command import main as report
 
         report(sys.argv[2:])
         return
     if sys.argv[1:2] == ["tune"]:
-        from lightning_fp8.tune.command import main as tune
+        from lightning_fp8.tools.tune.command import main as tune
 
         tune(sys.argv[2:])
         return
@@ -30,7 +30,7 @@ def run() -> None:
     except ModuleNotFoundError:
         sys.exit("The command line needs jsonargparse: pip install 'lightning-fp8[cli]'")
     if sys.argv[1:2] == ["compare"]:
-        from lightning_fp8.compare.command import main as compare
+        from lightning_fp8.tools.compare.command import main as compare
 
         compare(sys.argv[2:])
         return

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from host_kernels import HostKernel  # noqa: E402
 
 from lightning_fp8 import ops  # noqa: E402
-from lightning_fp8.ops import cuda, gemm, gemm_choice, kernels  # noqa: E402
+from lightning_fp8.ops.cuda import dispatch as cuda  # noqa: E402
+from lightning_fp8.ops.cuda import gemm, gemm_choice, kernels  # noqa: E402
 from lightning_fp8.ops.library import K_MAJOR_DEVICES, with_flat_arguments  # noqa: E402
 
 
@@ -65,7 +66,7 @@ def _two_threads() -> None:
 
 @pytest.fixture
 def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """``lightning_fp8.ops.cuda`` with kernels that run on the CPU from their sources; names of those loaded."""
+    """The CUDA functions with kernels that run on the CPU from their sources; names of those loaded."""
     loaded: list[str] = []
 
     def load(

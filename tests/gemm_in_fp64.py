@@ -13,10 +13,11 @@ from torch import Tensor
 from kernels_cuda import gemm as kernel_gemm
 from kernels_cuda.casts import Row
 from kernels_cuda.gemm import Configuration, Split
-from lightning_fp8.formats import FORMATS
-from lightning_fp8.ops import gemm_choice, kernels, reference
+from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activate, activation_gradient
-from lightning_fp8.ops.gemm_choice import Choice
+from lightning_fp8.ops.cuda import gemm_choice, kernels
+from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.ops.formats import FORMATS
 
 HOPPER = Configuration("gemm_sm90", 128, 128, 6, 2)
 

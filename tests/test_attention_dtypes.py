@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as held_under_another_name
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import Fp8Precision, attention_dtypes
+from lightning_fp8 import Fp8Precision
+from lightning_fp8.dtypes import attention as attention_dtypes
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.plugins.settings import PRECISIONS
 

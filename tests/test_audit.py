@@ -12,7 +12,7 @@ from lit import Regression, loader, make_trainer, seeded
 from torch import nn
 
 from lightning_fp8 import DtypeAudit, Fp8Precision, audit
-from lightning_fp8.audit import buffer_dtypes_of
+from lightning_fp8.dtypes.audit import buffer_dtypes_of
 
 
 def model() -> nn.Sequential:

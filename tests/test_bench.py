@@ -25,8 +25,9 @@ from lightning_fp8.bench.case import Tolerance, Variant, difference
 from lightning_fp8.bench.run import Run
 from lightning_fp8.bench.suites import SUITES
 from lightning_fp8.bench.whole_model import UpdateScales, Weights
-from lightning_fp8.formats import E4M3
-from lightning_fp8.ops import cuda, kernels, plain
+from lightning_fp8.ops.cuda import dispatch as cuda
+from lightning_fp8.ops.cuda import kernels, plain
+from lightning_fp8.ops.formats import E4M3
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FIELDS = {

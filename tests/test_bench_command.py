@@ -15,7 +15,7 @@ from lightning_fp8.bench import command, plot, progress, timing
 from lightning_fp8.bench.case import Case, Variant
 from lightning_fp8.bench.run import Run
 from lightning_fp8.bench.suites import SUITES, Suite
-from lightning_fp8.report.pictures import COLOURS
+from lightning_fp8.tools.report.pictures import COLOURS
 
 CPU = torch.device("cpu")
 

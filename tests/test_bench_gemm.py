@@ -18,7 +18,7 @@ from lightning_fp8.bench import command, gemm
 from lightning_fp8.bench.gemm import Gemm
 from lightning_fp8.bench.run import Run
 from lightning_fp8.bench.suites import SUITES
-from lightning_fp8.ops import gemm_choice, kernels
+from lightning_fp8.ops.cuda import gemm_choice, kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FPROP, DGRAD, WGRAD = gemm.of_layer(64, 32, 48)

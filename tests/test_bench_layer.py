@@ -28,8 +28,8 @@ from lightning_fp8.bench.training import Start, Work
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.examples.transformer_block import Block, initialize
 from lightning_fp8.modules.weight_copy import keep_copies
-from lightning_fp8.ops import kernels
-from lightning_fp8.scaling import ScalingState
+from lightning_fp8.ops.cuda import kernels
+from lightning_fp8.scaling.state import ScalingState
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 EAGER, COMPILED = layer.cases(CPU)

@@ -17,8 +17,9 @@ from kernels_cuda.gemm import Configuration
 from lightning_fp8 import scaling_state
 from lightning_fp8.bench import command, iteration, linear
 from lightning_fp8.bench.iteration import Iteration, Precision
-from lightning_fp8.ops import basic, chained, gemm_choice, kernels
-from lightning_fp8.scaling import ScalingState
+from lightning_fp8.ops import basic
+from lightning_fp8.ops.cuda import chained, gemm_choice, kernels
+from lightning_fp8.scaling.state import ScalingState
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LINEAR, FEED_FORWARD = linear.cases(CPU)

@@ -24,10 +24,10 @@ from kernels_cuda import cache, load
 from kernels_cuda import compile as kernels_compile
 from kernels_cuda.cache import Untrusted, cache_folder, check_folder, make_folder, read
 from kernels_cuda.compile import compiled, is_cached
-from lightning_fp8.doctor.diagnosis import Findings
-from lightning_fp8.doctor.software import settings
-from lightning_fp8.ops import gemm_table
-from lightning_fp8.warn_once import warn_once
+from lightning_fp8.ops.cuda import gemm_table
+from lightning_fp8.runtime.warn_once import warn_once
+from lightning_fp8.tools.doctor.diagnosis import Findings
+from lightning_fp8.tools.doctor.software import settings
 
 # what compiling gives, and what somebody else would have the GPU run
 OURS, THEIRS = b"\x7fELF ours", b"\x7fELF theirs"

@@ -17,9 +17,9 @@ from processes import run_script
 from torch import nn
 
 from lightning_fp8 import DelayedScaling, Fp8Precision, ScaleFactorLogger, ScalingState, convert, scaling_state
-from lightning_fp8.formats import ROLES
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
-from lightning_fp8.statistics import QUANTITIES
+from lightning_fp8.ops.formats import ROLES
+from lightning_fp8.scaling.statistics import QUANTITIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 

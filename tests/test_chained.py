@@ -19,8 +19,9 @@ from kernels_cuda import gemm as kernel_gemm
 from kernels_cuda.gemm import CHAINED_ACTIVATIONS, Configuration
 from lightning_fp8 import DelayedScaling, ScalingState, convert, scaling_state
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
-from lightning_fp8.ops import chained, cuda, gemm_choice, kernels
-from lightning_fp8.ops.gemm_choice import Choice
+from lightning_fp8.ops.cuda import chained, gemm_choice, kernels
+from lightning_fp8.ops.cuda import dispatch as cuda
+from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.ops.operand import Fp8Operand
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")

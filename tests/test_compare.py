@@ -23,13 +23,13 @@ import yaml
 from conftest import ROOT
 from lit import Regression, loader, make_trainer, seeded
 
-from lightning_fp8.compare import processes
-from lightning_fp8.compare.advice import advise, overlap, worse_loss
-from lightning_fp8.compare.command import main
-from lightning_fp8.compare.measure import Measure, _digest, tokens_of
-from lightning_fp8.compare.results import as_table
-from lightning_fp8.compare.variants import VARIANTS, plugin_settings
-from lightning_fp8.report.runs import read_runs
+from lightning_fp8.tools.compare import processes
+from lightning_fp8.tools.compare.advice import advise, overlap, worse_loss
+from lightning_fp8.tools.compare.command import main
+from lightning_fp8.tools.compare.measure import Measure, _digest, tokens_of
+from lightning_fp8.tools.compare.results import as_table
+from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
+from lightning_fp8.tools.report.runs import read_runs
 
 STEPS, WARMUP = 12, 4
 BATCH, CONTEXT = 4, 16
@@ -177,7 +177,7 @@ def test_picture_is_not_blank(compared: tuple[Path, str]) -> None:
     from matplotlib.colors import to_rgb
     from matplotlib.image import imread
 
-    from lightning_fp8.report.pictures import COLOURS
+    from lightning_fp8.tools.report.pictures import COLOURS
 
     image = torch.from_numpy(imread(compared[0] / "compare.png"))[..., :3]
     for colour in COLOURS[: len(VARIANTS)]:
@@ -283,7 +283,7 @@ def running(folder: Path) -> list[str]:
             arguments = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"lightning_fp8.compare.run" in arguments and str(folder / "bf16-mixed").encode() in arguments:
+        if b"lightning_fp8.tools.compare.run" in arguments and str(folder / "bf16-mixed").encode() in arguments:
             found.append(path.parent.name)
     return found
 

@@ -8,7 +8,7 @@ from conftest import small_mlp
 from torch import nn
 
 from lightning_fp8 import DelayedScaling, Fp8Linear, convert, describe, scaling_state, unconvert
-from lightning_fp8 import device as fp8_device
+from lightning_fp8.runtime import device as fp8_device
 
 
 def test_same_objects_and_same_state_dict() -> None:

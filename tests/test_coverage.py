@@ -27,9 +27,9 @@ from lightning_fp8 import (
     load_exported,
     scaling_state,
 )
-from lightning_fp8.coverage import coverage
-from lightning_fp8.report import tables
-from lightning_fp8.report.runs import read_runs
+from lightning_fp8.conversion.coverage import coverage
+from lightning_fp8.tools.report import tables
+from lightning_fp8.tools.report.runs import read_runs
 
 
 class Experts(nn.Module):

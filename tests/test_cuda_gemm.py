@@ -14,7 +14,7 @@ from kernels_cuda.launch import Kernel
 from kernels_cuda.load import load
 from lightning_fp8 import DelayedScaling, convert, ops, scaling_state
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
-from lightning_fp8.ops import kernels
+from lightning_fp8.ops.cuda import kernels
 
 pytestmark = pytest.mark.cuda
 GUARD = 512

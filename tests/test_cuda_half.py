@@ -22,7 +22,8 @@ from kernels_cuda import casts
 from kernels_cuda.launch import Kernel
 from lightning_fp8 import DelayedScaling, ScalingState, convert, scaling_state
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
-from lightning_fp8.ops import cuda, plain
+from lightning_fp8.ops.cuda import dispatch as cuda
+from lightning_fp8.ops.cuda import plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 
@@ -198,7 +199,7 @@ def test_a_capture_after_a_warm_up_loads_no_kernel(
     for _ in range(2):
         step(model, x_dtype)
     loaded = list(host_kernels)
-    for module in ("modules.weight_cache", "ops.kernels"):
+    for module in ("modules.weight_cache", "ops.cuda.kernels"):
         monkeypatch.setattr(f"lightning_fp8.{module}.is_capturing", lambda _: True)
     step(model, x_dtype)
     assert host_kernels == loaded

@@ -25,9 +25,19 @@ from kernels_cuda.cache import cache_folder
 from kernels_cuda.compile import CompileError, KernelsUnavailable, nvrtc_version
 from kernels_cuda.gemm import CHAINED_ACTIVATIONS, OUTPUTS, configurations
 from lightning_fp8 import __main__ as entry
-from lightning_fp8.doctor import Diagnosis, child, command, diagnosis, examine, hardware, kernel_checks, page, software
-from lightning_fp8.ops import gemm_table, kernels
-from lightning_fp8.worker import Answer, Job
+from lightning_fp8.ops.cuda import gemm_table, kernels
+from lightning_fp8.tools.doctor import (
+    Diagnosis,
+    child,
+    command,
+    diagnosis,
+    examine,
+    hardware,
+    kernel_checks,
+    page,
+    software,
+)
+from lightning_fp8.tools.worker import Answer, Job
 
 CPU = torch.device("cpu")
 kernels_of = kernels.variants
@@ -87,7 +97,7 @@ def with_gpus(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(hardware, "driver_cuda", lambda: driver)
     monkeypatch.setattr(hardware, "driver_names", lambda: ["580.65.06"])
-    monkeypatch.setattr("lightning_fp8.doctor.precisions.gemm", lambda _: None)
+    monkeypatch.setattr("lightning_fp8.tools.doctor.precisions.gemm", lambda _: None)
 
 
 def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,9 +439,9 @@ def test_a_toolchain_that_gives_out_is_said_once(monkeypatch: pytest.MonkeyPatch
 FAKE = """
 import os, sys, time
 import torch
-from lightning_fp8.doctor import child
+from lightning_fp8.tools.doctor import child
 from lightning_fp8.ops import kernels
-from lightning_fp8.worker import serve
+from lightning_fp8.tools.worker import serve
 
 def attempt(variant, device, test_again):
     print("what libraries print")
@@ -479,7 +489,7 @@ def test_gemm_is_compared(monkeypatch: pytest.MonkeyPatch, host_gpu: list[str]) 
     real = kernel_checks.plain.scaled_mm
     monkeypatch.setattr(kernel_checks.plain, "scaled_mm", lambda *args: real(*args) * 1.01)
     assert "another result" in str(kernel_checks.gemm(CPU))
-    monkeypatch.setattr("lightning_fp8.doctor.precisions.gemm", kernel_checks.gemm)
+    monkeypatch.setattr("lightning_fp8.tools.doctor.precisions.gemm", kernel_checks.gemm)
     found = examine(compile=False)
     assert (found.status, fp8(found, "cpu")["runs"], fp8(found, "cpu")["GEMMs"]) == (2, "no", "FAILED")
     assert "torch._scaled_mm" in found.problems[0].what

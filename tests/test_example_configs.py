@@ -15,8 +15,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_fp8 import examples, scaling_state
 from lightning_fp8.cli import Fp8CLI
-from lightning_fp8.compare import run as compare_run
 from lightning_fp8.plugins.settings import PRECISIONS
+from lightning_fp8.tools.compare import run as compare_run
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 # parameters that the name promises, blocks, width, heads, context

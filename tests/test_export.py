@@ -27,10 +27,10 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8 import DelayedScaling, convert, describe, export, load_exported, scaling_state
 from lightning_fp8.examples import ByteGPT
-from lightning_fp8.export_layout import amax_of_scale, codes_of, scale_names
-from lightning_fp8.formats import E5M2, Fp8Format, Role
-from lightning_fp8.modules.gemm import Fp8Module
-from lightning_fp8.scaling import ScalingState
+from lightning_fp8.export.layout import amax_of_scale, codes_of, scale_names
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.ops.formats import E5M2, Fp8Format, Role
+from lightning_fp8.scaling.state import ScalingState
 
 Run = Callable[[nn.Module], Tensor]
 

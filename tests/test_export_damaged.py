@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightning_fp8 import DelayedScaling, convert, export, load_exported, scaling_state
-from lightning_fp8.convert import is_converted
+from lightning_fp8.conversion.convert import is_converted
 
 KEY = "lightning_fp8.scales"
 

@@ -14,7 +14,7 @@ from test_trainer import by_hand, same
 from torch import nn
 
 from lightning_fp8 import DelayedScaling, Fp8Precision, convert, scaling_state, unconvert
-from lightning_fp8.warn_once import warn_once
+from lightning_fp8.runtime.warn_once import warn_once
 
 
 def fabric(**kwargs: Any) -> lf.Fabric:

@@ -18,7 +18,7 @@ from conftest import ROOT
 
 from kernels_cuda import cache
 from lightning_fp8.bench.suites import SUITES
-from lightning_fp8.tune.shapes import parse_layers
+from lightning_fp8.tools.tune.shapes import parse_layers
 
 SCRIPT = ROOT / "benchmarks" / "first_contact.sh"
 GRACE_S = 10

@@ -17,8 +17,8 @@ from processes import DEVICES, all_end_well, as_ranks, run_processes
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_fp8 import Fp8Precision, fsdp2_policy, scaling_state
-from lightning_fp8.formats import FORMATS
 from lightning_fp8.modules.gathered_weight import GatheredWeight
+from lightning_fp8.ops.formats import FORMATS
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ COMMON = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_fp8 import fsdp2_policy
-from lightning_fp8.fp8_all_gather import gather_in_fp8, note_sharded_weights
+from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
 from lightning_fp8.modules.gathered_weight import GatheredWeight
 
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from kernels_cuda.gemm import CHAINED_ACTIVATIONS, Configuration, configurations
-from lightning_fp8.ops import gemm_choice, gemm_table, kernels
-from lightning_fp8.ops.gemm_choice import Choice, check_gemm, choose, estimated, most_splits
-from lightning_fp8.warn_once import warn_once
+from lightning_fp8.ops.cuda import gemm_choice, gemm_table, kernels
+from lightning_fp8.ops.cuda.gemm_choice import Choice, check_gemm, choose, estimated, most_splits
+from lightning_fp8.runtime.warn_once import warn_once
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 NAME, HOPPER = "NVIDIA H200", (9, 0)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernels_cuda import gemm as kernel_gemm
 from lightning_fp8 import ops
-from lightning_fp8.ops import gemm, gemm_choice, plain
-from lightning_fp8.ops.gemm_choice import Choice
+from lightning_fp8.ops.cuda import gemm, gemm_choice, plain
+from lightning_fp8.ops.cuda.gemm_choice import Choice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 SIZES = [(32, 16, 48), (1, 1, 1), (17, 15, 129), (130, 33, 7), (40, 64, 700)]

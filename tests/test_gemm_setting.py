@@ -21,9 +21,9 @@ from torch import nn
 
 import lightning_fp8
 from lightning_fp8 import Fp8FabricPrecision, Fp8FSDPPrecision, Fp8Precision, convert, scaling_state, unconvert
-from lightning_fp8.compare.variants import VARIANTS, plugin_settings
-from lightning_fp8.ops.gemm_choice import GEMMS, Choice
+from lightning_fp8.ops.cuda.gemm_choice import GEMMS, Choice
 from lightning_fp8.plugins.settings import GemmString
+from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 

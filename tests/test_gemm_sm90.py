@@ -28,10 +28,11 @@ from torch import Tensor
 from kernels_cuda import gemm
 from kernels_cuda.casts import Row
 from kernels_cuda.gemm import Configuration, Split, configurations
-from lightning_fp8.formats import FORMATS
-from lightning_fp8.ops import kernels, reference
+from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activate, activation_gradient
-from lightning_fp8.ops.self_test import same_codes
+from lightning_fp8.ops.cuda import kernels
+from lightning_fp8.ops.cuda.self_test import same_codes
+from lightning_fp8.ops.formats import FORMATS
 
 FAST, PROMOTED = (configurations((9, 0), promote) for promote in (False, True))
 LARGE, SMALL = FAST[0], FAST[-1]

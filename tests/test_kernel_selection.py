@@ -18,8 +18,9 @@ from kernels_cuda import casts, load, scales
 from kernels_cuda.compile import CompileError, KernelsUnavailable
 from kernels_cuda.launch import Kernel
 from lightning_fp8 import DelayedScaling, ScalingState
-from lightning_fp8.ops import cuda, kernels, plain, self_test
-from lightning_fp8.warn_once import warn_once
+from lightning_fp8.ops.cuda import dispatch as cuda
+from lightning_fp8.ops.cuda import kernels, plain, self_test
+from lightning_fp8.runtime.warn_once import warn_once
 
 CPU = torch.device("cpu")
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from lightning_fp8 import scaling_state
 from lightning_fp8.examples import ByteGPT, Digits, EncoderClassifier, StdlibText
-from lightning_fp8.scaling import ScalingState
+from lightning_fp8.scaling.state import ScalingState
 
 STEPS = 200
 # the loss at the end is the mean over so many

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from lightning_fp8 import Fp8Precision, dtypes
-from lightning_fp8.warn_once import warn_once
+from lightning_fp8 import Fp8Precision
+from lightning_fp8.dtypes import storage as dtypes
+from lightning_fp8.runtime.warn_once import warn_once
 
 AUTOCASTING = ("fp8-delayed", "bf16-mixed")
 

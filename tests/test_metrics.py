@@ -20,9 +20,9 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 from torchmetrics.metric import Metric
 
-from lightning_fp8.formats import FORMATS
 from lightning_fp8.metrics import SQNR, SaturationFraction, UnderflowFraction
 from lightning_fp8.ops import reference
+from lightning_fp8.ops.formats import FORMATS
 
 mpl.use("Agg")
 

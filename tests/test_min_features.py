@@ -31,19 +31,19 @@ from lightning_fp8 import (
     describe,
     export,
     load_exported,
-    min_features,
     scaling_state,
     unconvert,
 )
 from lightning_fp8.bench.case import Variant
 from lightning_fp8.bench.timing import Times
-from lightning_fp8.compare.variants import VARIANTS, plugin_settings
-from lightning_fp8.ops import gemm_table, kernels
-from lightning_fp8.scaling import LAYOUT
-from lightning_fp8.tune import command
-from lightning_fp8.tune import min_features as measuring
-from lightning_fp8.tune.min_features import BF16, FP8, Timed, smallest_that_pays, timed
-from lightning_fp8.warn_once import warn_once
+from lightning_fp8.conversion import min_features
+from lightning_fp8.ops.cuda import gemm_table, kernels
+from lightning_fp8.runtime.warn_once import warn_once
+from lightning_fp8.scaling.state import LAYOUT
+from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
+from lightning_fp8.tools.tune import command
+from lightning_fp8.tools.tune import min_features as measuring
+from lightning_fp8.tools.tune.min_features import BF16, FP8, Timed, smallest_that_pays, timed
 
 NAME, CPU = "NVIDIA H200", torch.device("cpu")
 ABOUT = {"gpu": NAME, "driver": "580", "versions": {"torch": "2.13"}, "commit": "abc", "command": "tune it"}

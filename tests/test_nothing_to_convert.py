@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import Fp8FSDPPrecision, Fp8Precision, convert, scaling_state
-from lightning_fp8.convert import is_converted
-from lightning_fp8.warn_once import warn_once
+from lightning_fp8.conversion.convert import is_converted
+from lightning_fp8.runtime.warn_once import warn_once
 
 NO_LAYER = "fp8-delayed: no layer runs in FP8, and the model computes in torch.bfloat16"
 

@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import DelayedScaling, ScalingState, ops
-from lightning_fp8.ops import cuda, gemm, plain, reference
+from lightning_fp8.ops import reference
+from lightning_fp8.ops.cuda import dispatch as cuda
+from lightning_fp8.ops.cuda import gemm, plain
 from lightning_fp8.ops.library import Operator, flattened, is_watched
 from lightning_fp8.ops.operand import Columns, Fp8Operand, WeightSlot
 

@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from lightning_fp8 import DelayedScaling
-from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.ops.formats import E4M3, E5M2
 
 
 def test_defaults_are_those_of_the_reference_implementation() -> None:

@@ -21,12 +21,12 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit import loader, make_trainer, seeded
 
 from lightning_fp8 import DelayedScaling, DtypeAudit, Fp8Precision, RunRecord, ScaleFactorLogger, describe
-from lightning_fp8.report import tables
-from lightning_fp8.report.command import main
-from lightning_fp8.report.curves import curve_keys, loss_keys, thinned
-from lightning_fp8.report.page import half, page_data, single
-from lightning_fp8.report.runs import ReadError, Run, Series, read_csv, read_runs
-from lightning_fp8.report.tensors import role_curves, tensors_of
+from lightning_fp8.tools.report import tables
+from lightning_fp8.tools.report.command import main
+from lightning_fp8.tools.report.curves import curve_keys, loss_keys, thinned
+from lightning_fp8.tools.report.page import half, page_data, single
+from lightning_fp8.tools.report.runs import ReadError, Run, Series, read_csv, read_runs
+from lightning_fp8.tools.report.tensors import role_curves, tensors_of
 
 QUANTITIES = ("scale", "headroom_bits", "saturated_fraction", "underflowed_fraction")
 LAYERS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
@@ -458,7 +458,7 @@ def test_command_writes_page_and_pictures(two_runs: list[Path], tmp_path: Path) 
 def test_pictures_show_the_numbers(two_runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
-    from lightning_fp8.report.pictures import write_pictures
+    from lightning_fp8.tools.report.pictures import write_pictures
 
     saved: dict[str, Figure] = {}
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: saved.update({path.name: self}))
@@ -499,7 +499,7 @@ def test_without_plotly_it_says_what_to_install(tmp_path: Path) -> None:
     program = (
         "import sys, importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'plotly' else find(name, *a)\n"
-        "from lightning_fp8.report.command import main; main(['.'])"
+        "from lightning_fp8.tools.report.command import main; main(['.'])"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False,

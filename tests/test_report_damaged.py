@@ -15,9 +15,9 @@ from lit import loader, make_trainer, seeded
 from mutations import as_json, damaged_bytes, texts, trees
 
 from lightning_fp8 import DtypeAudit, RunRecord, ScaleFactorLogger
-from lightning_fp8.report.page import write_page
-from lightning_fp8.report.pictures import write_pictures
-from lightning_fp8.report.runs import ReadError, read_runs
+from lightning_fp8.tools.report.page import write_page
+from lightning_fp8.tools.report.pictures import write_pictures
+from lightning_fp8.tools.report.runs import ReadError, read_runs
 
 FILES = ("metrics.csv", "fp8_run.json", "fp8_dtypes.json", "hparams.yaml")
 

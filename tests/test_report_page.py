@@ -20,9 +20,9 @@ from test_report import tensor_metrics, tensor_names, write_metrics
 
 from lightning_fp8 import DtypeAudit, QuantizationProbe, RunRecord, ScaleFactorLogger
 from lightning_fp8.examples import ByteGPT, StdlibText
-from lightning_fp8.report.page import write_page
-from lightning_fp8.report.runs import Run, read_runs
-from lightning_fp8.report.tensors import tensors_of
+from lightning_fp8.tools.report.page import write_page
+from lightning_fp8.tools.report.runs import Run, read_runs
+from lightning_fp8.tools.report.tensors import tensors_of
 
 NAMES = tensor_names(5000)
 STEPS = 60

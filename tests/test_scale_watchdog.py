@@ -14,9 +14,9 @@ from processes import run_script
 from torch import Tensor, nn
 
 from lightning_fp8 import Fp8Precision, ScaleWatchdog, convert, scaling_state
-from lightning_fp8.formats import DELAYED_ROLES
-from lightning_fp8.modules.gemm import Fp8Module
-from lightning_fp8.watch import CONDITIONS, Findings, Limits, Watch
+from lightning_fp8.callbacks.watch import CONDITIONS, Findings, Limits, Watch
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.ops.formats import DELAYED_ROLES
 
 NEVER: dict[str, Any] = dict.fromkeys(("stale_steps", "nonfinite_steps", "saturated_above", "underflowed_above"))
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import Fp8Precision
-from lightning_fp8.ops import chained, reference
+from lightning_fp8.ops import reference
+from lightning_fp8.ops.cuda import chained
 from lightning_fp8.plugins.settings import PRECISIONS
-from lightning_fp8.switch import Switch
+from lightning_fp8.runtime.switch import Switch
 
 Result = TypeVar("Result")
 ORDERS = list(itertools.permutations(range(3)))
@@ -71,7 +72,7 @@ def _as_torch_starts() -> Iterator[None]:
 
 def state() -> dict[str, Any]:
     """Everything our contexts switch, in the thread that asks."""
-    key, stash = torch._C.DispatchKey.AutocastIPU, "lightning_fp8.attention_dtypes"
+    key, stash = torch._C.DispatchKey.AutocastIPU, "lightning_fp8.dtypes.attention"
     return {
         "fast path": torch.backends.mha.get_fastpath_enabled(),
         "default dtype": torch.get_default_dtype(),

@@ -18,7 +18,7 @@ from transformer_models import MODELS, Batch, made
 from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8 import Fp8Linear, Fp8Precision, describe, scaling_state
-from lightning_fp8.modules import gemm
+from lightning_fp8.modules import base as gemm
 from lightning_fp8.modules.conv1d import Fp8Conv1D
 
 DTYPES = {"fp8-delayed": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}

@@ -24,12 +24,12 @@ from kernels_cuda.compile import KernelsUnavailable
 from kernels_cuda.gemm import configurations
 from lightning_fp8 import __main__ as entry
 from lightning_fp8.bench import timing
-from lightning_fp8.ops import gemm_table, kernels, plain
-from lightning_fp8.ops.gemm import run_choice
-from lightning_fp8.ops.gemm_choice import Choice
-from lightning_fp8.tune import chain, child, command, search, trial
-from lightning_fp8.tune.shapes import LAYERS, Gemm, Layer, candidates, gemms_of, parse_layers
-from lightning_fp8.worker import Answer, Worker
+from lightning_fp8.ops.cuda import gemm_table, kernels, plain
+from lightning_fp8.ops.cuda.gemm import run_choice
+from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.tools.tune import chain, child, command, search, trial
+from lightning_fp8.tools.tune.shapes import LAYERS, Gemm, Layer, candidates, gemms_of, parse_layers
+from lightning_fp8.tools.worker import Answer, Worker
 
 CPU, HOPPER, NAME = torch.device("cpu"), (9, 0), "NVIDIA H200"
 FAST = {one.name: one for one in configurations(HOPPER, promote=False)}
@@ -124,7 +124,7 @@ import os, subprocess, sys, time, types
 # without Lightning, which takes seconds
 package = sys.modules["lightning_fp8"] = types.ModuleType("lightning_fp8")
 package.__path__ = ["lightning_fp8"]
-from lightning_fp8.worker import serve
+from lightning_fp8.tools.worker import serve
 number = -1
 
 def work(job):
@@ -236,7 +236,7 @@ def test_what_hangs_ends_with_who_asked_even_by_a_signal(tmp_path: Path) -> None
 import sys, types
 package = sys.modules["lightning_fp8"] = types.ModuleType("lightning_fp8")
 package.__path__ = ["lightning_fp8"]
-from lightning_fp8.worker import Worker
+from lightning_fp8.tools.worker import Worker
 Worker({COMMAND!r}).answer({{"pids": {str(pids)!r}, "sleep": 600}}, 600)
 """
     asker = subprocess.Popen([sys.executable, "-c", asking], cwd=ROOT)
@@ -549,8 +549,8 @@ package = sys.modules["lightning_fp8"] = types.ModuleType("lightning_fp8")
 package.__path__ = ["lightning_fp8"]
 import torch
 from lightning_fp8.ops import kernels, plain
-from lightning_fp8.tune import child
-from lightning_fp8.worker import serve
+from lightning_fp8.tools.tune import child
+from lightning_fp8.tools.worker import serve
 
 def run(choice, *arguments):
     *operands, output, promote = arguments
@@ -852,12 +852,12 @@ def test_without_kernels_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyP
 
 def test_entry_point_hands_over(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(import_module("lightning_fp8.tune.command"), "main", given.append)
+    monkeypatch.setattr(import_module("lightning_fp8.tools.tune.command"), "main", given.append)
     monkeypatch.setattr(sys, "argv", ["lightning_fp8", "tune", "--rounds", "3"])
     entry.run()
     assert given == [["--rounds", "3"]]
 
 
 def test_children_start_in_this_python() -> None:
-    assert child.command() == [sys.executable, "-m", "lightning_fp8.tune.child"]
-    assert os.path.exists(import_module("lightning_fp8.tune.child").__file__ or "")
+    assert child.command() == [sys.executable, "-m", "lightning_fp8.tools.tune.child"]
+    assert os.path.exists(import_module("lightning_fp8.tools.tune.child").__file__ or "")

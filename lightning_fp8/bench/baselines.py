@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_fp8.bench.case import Variant
 from lightning_fp8.bench.timing import copies_for
-from lightning_fp8.formats import E4M3, FORMATS
-from lightning_fp8.ops import plain
 from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.cuda import plain
+from lightning_fp8.ops.formats import E4M3, FORMATS
 
 # Half the distance of two neighbouring E4M3 codes beside their value, and the smallest of them beside the largest
 _E4M3_RELATIVE, _E4M3_ABSOLUTE = 2.0**-4, 2.0**-10 / 448

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.self_test import same_codes
+from lightning_fp8.ops.cuda.self_test import same_codes
 
 # what came out, by name: one tensor, or one for each weight of a model
 Results = dict[str, Sequence[Tensor]]

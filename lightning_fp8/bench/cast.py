@@ -14,10 +14,11 @@ from lightning_fp8.bench import baselines
 from lightning_fp8.bench.case import EXACT, Case, Results, Tolerance, Variant, difference
 from lightning_fp8.bench.timing import copies_for
 from lightning_fp8.bench.whole_model import UpdateScales, Weights, steady_state
-from lightning_fp8.formats import FORMATS
-from lightning_fp8.ops import cuda, kernels, plain
+from lightning_fp8.ops.cuda import dispatch as cuda
+from lightning_fp8.ops.cuda import kernels, plain
+from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import Slot
-from lightning_fp8.scaling import LAYOUT
+from lightning_fp8.scaling.state import LAYOUT
 
 _NAMES = ("payload", "transposed payload", "scale_inv", "column sums")
 # an input's standard deviation: with scales for amaxes of 1, few elements saturate

@@ -18,7 +18,7 @@ from lightning_fp8.bench.plot import draw
 from lightning_fp8.bench.progress import progress
 from lightning_fp8.bench.run import Run
 from lightning_fp8.bench.suites import SUITES
-from lightning_fp8.device import MIN_CAPABILITY
+from lightning_fp8.runtime.device import MIN_CAPABILITY
 
 ROUNDS = 20
 _MIB = 2**20

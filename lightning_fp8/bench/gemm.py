@@ -19,9 +19,9 @@ from torch import Tensor
 from lightning_fp8 import ops
 from lightning_fp8.bench.case import Case, Variant
 from lightning_fp8.bench.timing import copies_for
-from lightning_fp8.formats import FORMATS
-from lightning_fp8.ops import gemm_choice
-from lightning_fp8.ops.gemm import kernels_of
+from lightning_fp8.ops.cuda import gemm_choice
+from lightning_fp8.ops.cuda.gemm import kernels_of
+from lightning_fp8.ops.formats import FORMATS
 
 # tokens, in_features, out_features
 LAYERS = (

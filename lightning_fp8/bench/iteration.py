@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.bench import timing
 from lightning_fp8.bench.case import Variant
-from lightning_fp8.convert import scaling_state
+from lightning_fp8.conversion.convert import scaling_state
 from lightning_fp8.metrics.sqnr import signal_and_noise
 
 

@@ -15,7 +15,7 @@ from kernels_cuda.launch import Kernel, _Packed, _packed
 from lightning_fp8.bench import baselines, timing
 from lightning_fp8.bench.case import EXACT, Case, Results, Variant, difference
 from lightning_fp8.bench.whole_model import steady_state
-from lightning_fp8.ops import kernels
+from lightning_fp8.ops.cuda import kernels
 
 _NUMPY_TYPES = {"P": "u8", "i": "i4", "f": "f4"}
 _NAMES = ("amax", "amax_history", "scale", "fp8_max", "nonfinite_steps")

@@ -17,9 +17,9 @@ from lightning_fp8.bench import gemm, iteration
 from lightning_fp8.bench.case import Case, Variant
 from lightning_fp8.bench.iteration import Precision
 from lightning_fp8.bench.timing import copies_for
-from lightning_fp8.convert import convert
+from lightning_fp8.conversion.convert import convert
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
-from lightning_fp8.ops import chained, gemm_choice, kernels
+from lightning_fp8.ops.cuda import chained, gemm_choice, kernels
 
 
 def cases(device: torch.device) -> list[Case]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_fp8.convert import is_converted, scaling_state
-from lightning_fp8.modules.gemm import Fp8Module
+from lightning_fp8.conversion.convert import is_converted, scaling_state
+from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.weight_cache import WeightCache
 from lightning_fp8.modules.weight_copy import WeightCopyModule
 

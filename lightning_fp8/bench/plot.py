@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_fp8.report.pictures import COLOURS
+from lightning_fp8.tools.report.pictures import COLOURS
 
 # of a bar, of what is around the bars of a suite, from its axis to the legend, and of all, in inches
 _BAR, _AROUND, _LEGEND, _WIDTH = 0.16, 1.1, 0.42, 10.0

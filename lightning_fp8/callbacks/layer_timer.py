@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.callbacks.stopwatch import NOTHING_RAN, Stopwatch, clock_for
-from lightning_fp8.convert import describe
-from lightning_fp8.paths import named_modules
+from lightning_fp8.conversion.convert import describe
+from lightning_fp8.modules.paths import named_modules
 
 
 class LayerTimer(RunWatcher):

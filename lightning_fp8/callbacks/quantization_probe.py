@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.metrics.sqnr import signal_and_noise
-from lightning_fp8.modules.gemm import Fp8Module
-from lightning_fp8.paths import named_modules
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.paths import named_modules
 
 
 class QuantizationProbe(RunWatcher):

@@ -11,9 +11,9 @@ from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTh
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_fp8.convert import is_converted, scaling_state
-from lightning_fp8.scaling import ScalingState
-from lightning_fp8.statistics import headroom_bits
+from lightning_fp8.conversion.convert import is_converted, scaling_state
+from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.scaling.statistics import headroom_bits
 
 _THEME = RichProgressBarTheme()
 

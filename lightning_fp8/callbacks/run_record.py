@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from lightning_fp8.bench.rows import environment, gpu_environment, package_version
 from lightning_fp8.callbacks.run_files import log_folder, write_json
-from lightning_fp8.candidates import number_of_parameters
-from lightning_fp8.convert import describe, is_converted, scaling_state
-from lightning_fp8.report import RUN_FILE
+from lightning_fp8.conversion.candidates import number_of_parameters
+from lightning_fp8.conversion.convert import describe, is_converted, scaling_state
+from lightning_fp8.tools.report import RUN_FILE
 
 
 class RunRecord(Callback):

@@ -18,7 +18,7 @@ multiplied: with ``reduce_dtype="bfloat16"`` bf16 comes out right, and FP8 twice
 Its table of chips has no FP8, and int8 is no substitute: it is dense FP8 for the H100 SXM and PCIe and the L4, but with
 sparsity for the H200, of two GPUs for the H100 NVL, and for a GeForce twice the FP8 rate with fp32 accumulation. An
 L40S is taken for an L4; H200, GH200 and B200 are not found by the names that they have. So FP8 has its own table:
-``lightning_fp8.peaks``.
+``lightning_fp8.runtime.peaks``.
 
 Its bf16 peaks are used as they are, also where they are doubtful: of two GPUs for the H100 NVL, of an L4 for the L40S,
 without matrix units for a GeForce. ``peak_flops`` is for these.
@@ -38,8 +38,8 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_fp8.peaks import dense_fp8_flops
 from lightning_fp8.plugins.core import PrecisionCore
+from lightning_fp8.runtime.peaks import dense_fp8_flops
 
 
 class Fp8ThroughputMonitor(ThroughputMonitor):

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fp8.formats import CASTABLE_DTYPES, FORMATS, dtype_name
 from lightning_fp8.metrics.exact import ExactMetric, require_floating
 from lightning_fp8.ops.counting import becomes_zero, saturated
+from lightning_fp8.ops.formats import CASTABLE_DTYPES, FORMATS, dtype_name
 
 FormatName = Literal["e4m3", "e5m2"]
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8.modules.gemm import Fp8Module, Fp8Weight, cast_weight, check_input, fp8_linear, take_rows
+from lightning_fp8.modules.base import Fp8Module, Fp8Weight, cast_weight, check_input, fp8_linear, take_rows
 
 
 class SdpaMultiheadAttention(nn.MultiheadAttention):

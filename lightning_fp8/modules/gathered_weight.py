@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_fp8.formats import Fp8Format
+from lightning_fp8.ops.formats import Fp8Format
 from lightning_fp8.ops.library import is_k_major
 from lightning_fp8.ops.operand import Fp8Operand
 

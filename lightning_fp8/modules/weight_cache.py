@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from lightning_fp8.device import is_capturing
 from lightning_fp8.modules.optimizer_steps import optimizer_steps
 from lightning_fp8.ops.library import is_k_major
+from lightning_fp8.runtime.device import is_capturing
 
 _BLOCK_ELEMENTS = 1 << 16
 

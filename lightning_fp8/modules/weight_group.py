@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.formats import CASTABLE_DTYPES
 from lightning_fp8.modules.optimizer_steps import note_layer
+from lightning_fp8.ops.formats import CASTABLE_DTYPES
 from lightning_fp8.ops.library import is_k_major
 
 if TYPE_CHECKING:
-    from lightning_fp8.modules.gemm import Fp8Rows
+    from lightning_fp8.modules.base import Fp8Rows
     from lightning_fp8.ops.operand import Fp8Operand
-    from lightning_fp8.scaling import ScalingState
+    from lightning_fp8.scaling.state import ScalingState
 
 
 class WeightGroup:

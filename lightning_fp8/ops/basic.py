@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops import cuda, gemm, reference
+from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activated_width
+from lightning_fp8.ops.cuda import dispatch as cuda
+from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.library import define, implement, is_k_major
 from lightning_fp8.ops.operand import Fp8Operand, Slot, WeightSlot
 
@@ -23,7 +25,8 @@ _CAST = define("cast(Tensor x, Slot slot, str activation, str layout) -> (Tensor
 _CAST_WEIGHT = define("cast_weight(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor)")
 # scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype. The bias is rounded to out_dtype,
 #   as autocast rounds it, then added in fp32 to the scaled sum, which is rounded once. Without `fast_accumulation`
-#   partial sums are added up in fp32 at least every 128 along K. `gemm` says what may run it, see ops/gemm_choice.py.
+#   partial sums are added up in fp32 at least every 128 along K. `gemm` says what may run it, see
+#   ops/cuda/gemm_choice.py.
 _SCALED_MM = define(
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, str a_format, str b_format, "
     'ScalarType out_dtype, bool fast_accumulation, str gemm="auto") -> Tensor'

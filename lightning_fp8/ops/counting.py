@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fp8.formats import FORMATS, Fp8Format
+from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import Slot, WeightSlot
 
 _BLOCK_ELEMENTS = 1 << 18

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops import chained
 from lightning_fp8.ops.activations import activated_width
 from lightning_fp8.ops.basic import cast_operand, scaled_mm
+from lightning_fp8.ops.cuda import chained
 from lightning_fp8.ops.library import define, differentiable, implement, is_k_major
 from lightning_fp8.ops.linear_layer import in_rows, linear_backward, refuse_double_backward
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, nothing

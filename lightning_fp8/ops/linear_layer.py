@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops import cuda, reference
+from lightning_fp8.ops import reference
 from lightning_fp8.ops.basic import scaled_mm
+from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.library import define, differentiable, implement
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, nothing
 

@@ -15,11 +15,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from lightning_fp8.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.counting import count, is_counting
+from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import Columns, Slot, WeightSlot, in_layout
-from lightning_fp8.switch import Switch
+from lightning_fp8.runtime.switch import Switch
 
 FP32_MAX = torch.finfo(torch.float32).max
 _BLOCK_ELEMENTS = 1 << 20

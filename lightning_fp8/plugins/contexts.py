@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fp8.switch import Switch
+from lightning_fp8.runtime.switch import Switch
 
 _DEFAULT_DTYPE = Switch(torch.get_default_dtype, torch.set_default_dtype)
 

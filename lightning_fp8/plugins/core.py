@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing_extensions import Self, override
 
-from lightning_fp8.attention_dtypes import AttentionDtypes, DtypeMismatch
-from lightning_fp8.convert import NothingToConvertError, convert, is_converted, scaling_state, unconvert
-from lightning_fp8.coverage import coverage
-from lightning_fp8.dtypes import agree_inputs, float64_parameter, release_inputs, store_parameters
-from lightning_fp8.fast_path import layers_own_forwards
-from lightning_fp8.fp8_all_gather import gather_in_fp8, note_sharded_weights
-from lightning_fp8.min_features import MinFeatures, as_agreed_number
+from lightning_fp8.conversion.convert import NothingToConvertError, convert, is_converted, scaling_state, unconvert
+from lightning_fp8.conversion.coverage import coverage
+from lightning_fp8.conversion.min_features import MinFeatures, as_agreed_number
+from lightning_fp8.dtypes.attention import AttentionDtypes, DtypeMismatch
+from lightning_fp8.dtypes.encoder import layers_own_forwards
+from lightning_fp8.dtypes.storage import agree_inputs, float64_parameter, release_inputs, store_parameters
+from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
+from lightning_fp8.modules.paths import as_patterns, check_patterns, modules_inside
 from lightning_fp8.modules.weight_copy import drop_copies, keep_copies
-from lightning_fp8.paths import as_patterns, check_patterns, modules_inside
 from lightning_fp8.plugins.contexts import autocast, default_dtype
 from lightning_fp8.plugins.settings import (
     GemmString,
@@ -39,9 +39,9 @@ from lightning_fp8.plugins.settings import (
     check_precision,
     check_weight_copy,
 )
-from lightning_fp8.recipe import DelayedScaling
-from lightning_fp8.scaling import ScalingState
-from lightning_fp8.warn_once import warn_once
+from lightning_fp8.runtime.warn_once import warn_once
+from lightning_fp8.scaling.recipe import DelayedScaling
+from lightning_fp8.scaling.state import ScalingState
 
 
 class PrecisionCore(Precision):

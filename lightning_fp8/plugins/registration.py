@@ -37,7 +37,7 @@ from lightning_fp8.plugins.notices import (
 )
 from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import Fp8FSDPPrecision, Fp8Precision
-from lightning_fp8.scaling import ScalingState
+from lightning_fp8.scaling.state import ScalingState
 
 _METHOD = "_check_and_init_precision"
 _STRINGS = "_PRECISION_INPUT_STR"

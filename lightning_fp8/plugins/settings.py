@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_fp8.attention_dtypes import DTYPE_MISMATCH
-from lightning_fp8.min_features import check_min_features
-from lightning_fp8.ops.gemm_choice import check_gemm
-from lightning_fp8.recipe import DelayedScaling
+from lightning_fp8.conversion.min_features import check_min_features
+from lightning_fp8.dtypes.attention import DTYPE_MISMATCH
+from lightning_fp8.ops.cuda.gemm_choice import check_gemm
+from lightning_fp8.scaling.recipe import DelayedScaling
 
 PrecisionString = Literal["fp8-delayed", "bf16-mixed", "bf16-true"]
 GemmString = Literal["auto", "rawkernel", "cublaslt"]

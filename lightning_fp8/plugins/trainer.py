@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fp8.convert import is_converted, scaling_state
+from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.plugins.core import PrecisionCore, as_dtype
 
 

@@ -1,0 +1,193 @@
+"""Which tensors of a model are in trouble: scales that stand still, lost numbers, steps that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.scaling.state import LAYOUT, ScalingState
+
+CONDITIONS = ("stale", "nonfinite", "saturated", "underflowed")
+# Of a small tensor one number is a large share: fewer lost numbers than this, at one check, are never above a limit.
+MIN_LOST = 10
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is too much; None: never.
+
+    Attributes:
+        stale_steps: steps without an update of an active tensor's scale.
+        nonfinite_steps: optimizer steps in a row at which a tensor held inf or NaN.
+        saturated_above: share of clipped numbers; fewer than ``MIN_LOST`` of them are never too much.
+        underflowed_above: share of the numbers other than zero that became zero; with the same exception.
+        checks_in_a_row: at how many checks a share has to be above.
+    """
+
+    stale_steps: int | None
+    nonfinite_steps: int | None
+    saturated_above: float | None
+    underflowed_above: float | None
+    checks_in_a_row: int
+
+
+@dataclass
+class Findings:
+    """What a check found: by condition, the number that is too large for each tensor in it, by row; see ``CONDITIONS``.
+
+    Attributes:
+        tensors: the steps, or the share, by row.
+        lost: for the shares, by condition and row: how many numbers were lost, and of how many.
+        active: how many modules have run.
+        any_update: whether any scale has been updated since the check before.
+    """
+
+    tensors: dict[str, dict[int, float]] = field(default_factory=lambda: {condition: {} for condition in CONDITIONS})
+    lost: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    active: int = 0
+    any_update: bool = False
+
+    def keep(self, rows: set[int]) -> None:
+        """Forget the tensors of other rows."""
+        self.tensors = {
+            condition: {row: number for row, number in numbers.items() if row in rows}
+            for condition, numbers in self.tensors.items()
+        }
+
+
+class Watch:
+    """Follows the updates of a scaling state, and compares with limits what the state has counted.
+
+    Scales of weights follow what these hold, so they are in no trouble but that of holding inf or NaN.
+
+    Whether a tensor is active is not asked of its amax alone, for a lost amax is one of the faults to be found. It is
+    active if its layer's weight got a gradient, if (input and weight) another tensor of its layer was updated, or if it
+    recorded an amax while there was no update at all.
+    """
+
+    def __init__(self, state: ScalingState, limits: Limits) -> None:
+        self.state = state
+        self.limits = limits
+        count = len(state.names)
+        with torch.inference_mode(False):
+            self._updates = torch.zeros(count, dtype=torch.int64, device=state.device)
+            self._nonfinite_in_a_row = torch.zeros_like(self._updates)
+            self._most_in_a_row = torch.zeros_like(self._updates)
+            self._with_gradient = torch.zeros(len(state.module_names), dtype=torch.bool, device=state.device)
+        self._is_delayed = torch.arange(count, device=state.device) < state.delayed
+        self._seen = state.updates
+        self._last_update = torch.zeros(count, dtype=torch.int64)
+        self._above = {name: torch.zeros(count, dtype=torch.int64) for name in ("saturated", "underflowed")}
+        state.before_update.append(self._see_update)
+
+    def close(self) -> None:
+        """Follow no more."""
+        if self._see_update in self.state.before_update:
+            self.state.before_update.remove(self._see_update)
+
+    @torch.no_grad()
+    def _see_update(self, amax: Tensor) -> None:
+        # nothing here waits for the device
+        is_finite = amax.isfinite()
+        updated = is_finite & (amax > 0)
+        self._updates += updated
+        # a tensor that did not run, amax 0, neither ends its row nor adds to it
+        self._nonfinite_in_a_row = (self._nonfinite_in_a_row + ~is_finite) * ~updated
+        self._most_in_a_row = torch.maximum(self._most_in_a_row, self._nonfinite_in_a_row)
+
+    @torch.no_grad()
+    def see_gradients(self, model: nn.Module) -> None:
+        """Note which layers have a gradient; before the optimizer step."""
+        layers = (layer for layer in model.modules() if isinstance(layer, Fp8Module))
+        gemms = (gemm for layer in layers for gemm in layer.gemms())
+        held = {rows.module: weight for rows, weight in gemms if rows.state is self.state}
+        nothing = torch.zeros((), dtype=torch.bool, device=self.state.device)
+        # gradients that are set to zero in place of None belong to a layer that did not run
+        modules = range(len(self.state.module_names))
+        found = [_any(held[module].grad, nothing) if module in held else nothing for module in modules]
+        self._with_gradient |= torch.stack(found)
+
+    @torch.no_grad()
+    def check(self, step: int, sum_over_processes: Callable[[Tensor], Tensor]) -> Findings:
+        """What is wrong by now.
+
+        Args:
+            step: steps that have been made, in the unit of ``stale_steps``.
+            sum_over_processes: the sum of a tensor over all processes, which all have to check at the same time.
+        """
+        counts = self._lost_numbers(sum_over_processes)
+        updated = (self._updates > 0) & self._is_delayed
+        most, limit = self._most_in_a_row, self.limits.nonfinite_steps or 0
+        # of several processes each may see other steps, where scales are not reduced
+        seen = torch.stack([self._active(updated), updated, most >= limit, most > 0])
+        active, updated, in_a_row, nonfinite = (sum_over_processes(seen.long()) > 0).cpu()
+        most_in_a_row = most.cpu().clamp(min=limit)
+        self._start_anew()
+        self._last_update[updated] = step
+
+        in_fp8 = self.state.rows_in_fp8
+        findings = Findings(active=int(active.view(len(LAYOUT), -1).any(0).sum()), any_update=bool(updated.any()))
+        if self.limits.stale_steps is not None:
+            age = step - self._last_update
+            # where inf or NaN keep a scale as it is, that is what is wrong
+            stale = active & in_fp8 & ~nonfinite & (age >= self.limits.stale_steps) & self._is_delayed.cpu()
+            findings.tensors["stale"] = _numbers(stale, age)
+        if self.limits.nonfinite_steps is not None:
+            findings.tensors["nonfinite"] = _numbers(in_a_row & in_fp8, most_in_a_row)
+        for name in self._above:
+            share = getattr(self.limits, f"{name}_above")
+            if share is not None:
+                lost, of = counts[name]
+                findings.tensors[name] = self._lasting(name, lost, of, share)
+                findings.lost[name] = {row: (int(lost[row]), int(of[row])) for row in findings.tensors[name]}
+        return findings
+
+    def _start_anew(self) -> None:
+        self._seen = self.state.updates
+        self._updates.zero_()
+        self._with_gradient.zero_()
+        # a row may go on
+        self._most_in_a_row = self._nonfinite_in_a_row.clone()
+
+    def _active(self, updated: Tensor) -> Tensor:
+        layers_updated = updated.view(len(LAYOUT), -1).any(0)
+        forward = torch.tensor([[role != "grad_output"] for role in LAYOUT], device=updated.device)
+        by_layer = (layers_updated & forward) | self._with_gradient
+        # while gradients are accumulated an amax may wait for its update
+        waiting = (self.state.amax != 0) & self._is_delayed & (self._seen == self.state.updates)
+        return by_layer.flatten() | waiting
+
+    def _lost_numbers(self, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """How many numbers were clipped or turned into zero, and of how many; ``[R] int64`` on the CPU."""
+        counts = self.state.counts
+        if counts is None:
+            counts = torch.zeros(len(self.state.names), 4, dtype=torch.int64, device=self.state.device)
+        summed = sum_over_processes(counts).cpu()
+        # what a layer left behind when it fell back says nothing about the run
+        numbers, saturated, nonzero, underflowed = (summed * self.state.rows_in_fp8[:, None]).unbind(dim=1)
+        return {"saturated": (saturated, numbers), "underflowed": (underflowed, nonzero)}
+
+    def _lasting(self, name: str, lost: Tensor, of: Tensor, limit: float) -> dict[int, float]:
+        share = lost.double() / of.clamp(min=1)
+        above = (share > limit) & (lost >= MIN_LOST)
+        # a tensor that was not cast is judged by the checks at which it was
+        self._above[name] = torch.where(of > 0, (self._above[name] + 1) * above, self._above[name])
+        return _numbers((self._above[name] >= self.limits.checks_in_a_row) & (of > 0), share)
+
+
+def _numbers(chosen: Tensor, values: Tensor) -> dict[int, float]:
+    rows = chosen.nonzero().flatten().tolist()
+    return dict(zip(rows, values[chosen].tolist(), strict=True))
+
+
+def _any(gradient: Tensor | None, nothing: Tensor) -> Tensor:
+    if gradient is None:
+        return nothing
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    # NaN is not zero
+    return (local != 0).any()

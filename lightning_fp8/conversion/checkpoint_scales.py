@@ -1,0 +1,94 @@
+"""Scales out of a checkpoint, into a model whose weights came from it."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_fp8.conversion.convert import convert, describe, is_converted, scaling_state, unconvert
+from lightning_fp8.scaling.recipe import DelayedScaling
+from lightning_fp8.scaling.saved import TENSORS
+
+# of Lightning's sharded checkpoints, which are folders: what is not sharded
+_META_FILE = "meta.pt"
+
+
+def load_scales(
+    model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str, Any], recipe: DelayedScaling | None = None
+) -> nn.Module:
+    """Take over the scales of inputs and gradients, and which layers fell back, from a checkpoint with the same model.
+
+    For a model whose weights were loaded by hand, as by ``load_from_checkpoint``; ``Trainer.validate(ckpt_path=...)``
+    and ``Trainer.fit(ckpt_path=...)`` do it by themselves. A model that is not converted yet is converted: those layers
+    that the checkpoint has scales of.
+
+    Args:
+        model: whose module paths are those of the model that was saved.
+        checkpoint: a file or folder of the Trainer, of Fabric or of ``torch.save``, or what was loaded from one. The
+            scales are what the precision plugin wrote, or ``scaling_state(model)`` under any key.
+        recipe: for a model that is not converted yet; see :func:`lightning_fp8.convert`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        FileNotFoundError: if there is no such checkpoint.
+        ValueError: if it has no scales, or those of other layers; the message names them, and nothing is changed.
+        pickle.UnpicklingError: if the file holds objects that ``torch.load(weights_only=True)`` refuses: load it in
+            your own way and pass the result.
+    """
+    entries = _entries(_loaded(checkpoint), checkpoint)
+    was_plain = not is_converted(model)
+    if was_plain:
+        others = [row.path for row in describe(model) if not _has_scales(row.path, entries)]
+        convert(model, recipe, [glob.escape(path) for path in others])
+    try:
+        scaling_state(model).load_state_dict(entries)
+    except ValueError:
+        if was_plain:
+            unconvert(model)
+        raise
+    return model
+
+
+def _loaded(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Any:
+    if isinstance(checkpoint, Mapping):
+        return checkpoint
+    path = Path(checkpoint)
+    if path.is_dir():
+        path = path / _META_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"load_scales: there is no checkpoint {path}.")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _entries(loaded: Any, checkpoint: Any) -> Mapping[str, Any]:
+    """The scaling state in a checkpoint, as of :meth:`ScalingState.state_dict`."""
+    parts = [loaded, *loaded.values()] if isinstance(loaded, Mapping) else []
+    found = [part for part in parts if _is_scaling_state(part)]
+    if len(found) != 1:
+        what = "no scales" if not found else f"{len(found)} scaling states: pass the one that belongs to this model"
+        where = "the mapping" if isinstance(checkpoint, Mapping) else os.fspath(checkpoint)
+        held = f" Its keys are {', '.join(map(repr, list(loaded)[:8]))}." if isinstance(loaded, Mapping) else ""
+        raise ValueError(
+            f'load_scales: {where} has {what}. Scales are in checkpoints of a Trainer with `precision="fp8-delayed"`,'
+            f' and in those of Fabric or a plain loop that saved `{{"scaling": scaling_state(model)}}`.{held}'
+        )
+    return found[0]
+
+
+def _is_scaling_state(part: Any) -> bool:
+    if not isinstance(part, Mapping) or not part:
+        return False
+    return all(isinstance(entry, Mapping) and not set(TENSORS).isdisjoint(entry) for entry in part.values())
+
+
+def _has_scales(path: str, entries: Mapping[str, Any]) -> bool:
+    # a layer's own tensors, or those of an attention's projections
+    return any(name.startswith(f"{path}." if path else "") for name in entries)

@@ -1,0 +1,61 @@
+"""How much of a converted model runs in FP8, and what the largest parts are that do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_fp8.conversion.candidates import LARGE_SHARE, candidates, large_parameters, number_of_parameters
+from lightning_fp8.conversion.convert import scaling_state
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.paths import numbered
+
+_MOST_NAMED = 3
+
+
+def coverage(module: nn.Module) -> str:
+    """How many layers of a converted model run in FP8, their share of its parameters, and the largest others.
+
+    Each parameter counts once, tied ones too. The others are what :func:`lightning_fp8.describe` has as not converted,
+    from 1% of the model's parameters on; those whose paths differ only in numbers are one, with ``*`` for a number.
+    Embeddings are not among them: they are looked up, and nothing multiplies with them there.
+
+    Raises:
+        ValueError: if the model is not converted.
+
+    >>> from lightning_fp8 import convert
+    >>> coverage(convert(nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 30, bias=False))))
+    '1 of 1 linear layers run in FP8, with 75% of the parameters'
+    """
+    limit = scaling_state(module).min_features
+    layers = [(path, layer) for path, layer, _ in candidates(module, (), 0)]
+    in_fp8 = [layer for _, layer in layers if isinstance(layer, Fp8Module) and layer.in_fp8]
+    total = max(1, number_of_parameters(module))
+    counted: set[nn.Parameter] = set()
+
+    def count(parameters: Iterable[nn.Parameter]) -> int:
+        new = {parameter for parameter in parameters if not is_lazy(parameter)} - counted
+        counted.update(new)
+        return sum(parameter.numel() for parameter in new)
+
+    converted = count(parameter for layer in in_fp8 for parameter in layer.parameters(recurse=False))
+    others: Counter[str] = Counter()
+    for path, layer in layers:
+        # of a layer in FP8 nothing is left to count
+        others[numbered(path)] += count(layer.parameters())
+    for path, _, parameter in large_parameters(module):
+        others[numbered(path)] += count([parameter])
+    named = [
+        f"{path or '(root)'} ({size / total:.0%})"
+        for path, size in others.most_common(_MOST_NAMED)
+        if size >= LARGE_SHARE * total
+    ]
+    return (
+        f"{len(in_fp8)} of {len(layers)} linear layers run in FP8"
+        + (f" (min_features={limit})" if limit else "")
+        + f", with {converted / total:.0%} of the parameters"
+        + (f"; the largest others: {', '.join(named)}" if named else "")
+    )

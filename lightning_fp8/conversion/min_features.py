@@ -1,0 +1,86 @@
+"""The setting ``min_features``: from which size on a linear layer runs in FP8, as a number or by measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_fp8.ops.cuda import gemm_table
+from lightning_fp8.runtime.warn_once import warn_once
+
+MinFeatures = int | Literal["auto"]
+# Per token, FP8 saves 6 N K (1 / 790e12 - 1 / 1400e12) seconds of GEMMs at the FLOP/s that an H200 reaches in bf16 and
+# in FP8, and its casts move 4 bytes for each of the K + N elements of x and dy at 4.3e12 bytes/s: square layers are
+# even at 562 features. Launches and the weights' casts are not in it, hence the margin.
+ESTIMATE = 1024
+
+
+class Sizes(NamedTuple):
+    """Of one GEMM weight.
+
+    Attributes:
+        inputs: K, what is summed over.
+        outputs: N.
+    """
+
+    inputs: int
+    outputs: int
+
+    def __str__(self) -> str:
+        return f"{self.inputs} -> {self.outputs}"
+
+
+def check_min_features(value: Any) -> None:
+    """ValueError for a setting ``min_features`` that is neither ``"auto"`` nor an integer of at least 0."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not is_count and not (isinstance(value, str) and value == "auto"):
+        raise ValueError(f"`min_features` must be an integer of at least 0 or 'auto', got {value!r}.")
+
+
+def as_number(min_features: MinFeatures) -> int:
+    """``"auto"`` as the number measured on the current CUDA device, or estimated; without a CUDA device as 0.
+
+    The current device counts, not where the model lies: a model is converted before it is moved. An estimate is
+    announced by a warning, once.
+
+    Raises:
+        ValueError: for a value that :func:`check_min_features` refuses.
+    """
+    check_min_features(min_features)
+    if min_features != "auto":
+        return min_features
+    # there FP8 is a reference, and not faster at any size
+    if not torch.cuda.is_available():
+        return 0
+    gpu = torch.cuda.get_device_name()
+    measured = gemm_table.min_features(gpu)
+    if measured is None:
+        warn_once(
+            f'`min_features="auto"` is {ESTIMATE} on {gpu}, which is an estimate from the speeds of an H200: from which'
+            " size on FP8 is faster has not been measured on this GPU. `python -m lightning_fp8 tune --min-features`"
+            " does that."
+        )
+        return ESTIMATE
+    return measured
+
+
+def as_agreed_number(min_features: MinFeatures) -> int:
+    """:func:`as_number`, of ``"auto"`` the largest in all processes; all of them must call it.
+
+    Machines may have other tables, and the layers that run in FP8 must be the same ones everywhere.
+    """
+    number = as_number(min_features)
+    if min_features != "auto" or not (dist.is_available() and dist.is_initialized()):
+        return number
+    numbers = [number] * dist.get_world_size()
+    dist.all_gather_object(numbers, number)
+    return max(numbers)
+
+
+def too_small(sizes: Sequence[Sizes], min_features: int) -> str | None:
+    """Which of a layer's weights are too small for FP8, as a reason not to convert it; None where none is."""
+    below = [str(one) for one in sizes if min(one) < min_features]
+    return f"{' and '.join(below)}: below min_features={min_features}" if below else None

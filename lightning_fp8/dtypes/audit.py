@@ -1,0 +1,147 @@
+"""Which dtypes a model really has, beside those that were promised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_fp8.dtypes.storage import kept_parameters, running_statistics
+from lightning_fp8.modules.paths import check_patterns, plain_path
+from lightning_fp8.ops.formats import dtype_name
+
+
+class DtypeRow(NamedTuple):
+    """One tensor of a model.
+
+    Attributes:
+        kind: ``"parameter"``, ``"gradient"``, ``"buffer"`` or ``"optimizer state"``.
+        name: its path; for optimizer state the parameter's, then the name in the state.
+        dtype: the dtype it has.
+        promised: the dtype it should have; None where nothing was promised.
+        elements: how many elements it has.
+    """
+
+    kind: str
+    name: str
+    dtype: torch.dtype
+    promised: torch.dtype | None
+    elements: int
+
+    @property
+    def kept(self) -> bool:
+        """Whether the promise was kept. Optimizer state may be wider than promised."""
+        if self.promised is None or self.dtype == self.promised:
+            return True
+        wider = self.dtype.is_floating_point and self.dtype.itemsize > self.promised.itemsize
+        return self.kind == "optimizer state" and wider
+
+
+class DtypeReport(NamedTuple):
+    """What :func:`audit` found; ``str(report)`` is a table by kind and dtype.
+
+    Attributes:
+        rows: one for each tensor.
+    """
+
+    rows: tuple[DtypeRow, ...]
+
+    @property
+    def violations(self) -> tuple[DtypeRow, ...]:
+        """The rows whose promise was not kept."""
+        return tuple(row for row in self.rows if not row.kept)
+
+    def __str__(self) -> str:
+        groups: dict[tuple[str, torch.dtype, torch.dtype | None], list[DtypeRow]] = {}
+        for row in self.rows:
+            groups.setdefault((row.kind, row.dtype, row.promised), []).append(row)
+        lines = [_line("what", "dtype", "promised", "tensors", "elements", "bytes", "")]
+        for (kind, dtype, promised), rows in groups.items():
+            elements = sum(row.elements for row in rows)
+            verdict = "" if promised is None else "kept" if rows[0].kept else "NOT KEPT"
+            counts = (f"{len(rows):,}", f"{elements:,}", f"{elements * dtype.itemsize:,}")
+            lines.append(
+                _line(kind, dtype_name(dtype), "-" if promised is None else dtype_name(promised), *counts, verdict)
+            )
+        for row in self.violations[:10]:
+            wanted = dtype_name(row.promised) if row.promised else ""
+            lines.append(f"  {row.kind} {row.name} is {dtype_name(row.dtype)}, promised was {wanted}")
+        if len(self.violations) > 10:
+            lines.append(f"  and {len(self.violations) - 10} more")
+        return "\n".join(lines)
+
+
+def audit(
+    model: nn.Module,
+    param_dtype: torch.dtype | None = None,
+    keep_fp32: Sequence[str] = (),
+    optimizers: Iterable[Optimizer] = (),
+    buffer_dtypes: Mapping[str, torch.dtype] | None = None,
+) -> DtypeReport:
+    """Compare the dtypes of a model's tensors with what they should be.
+
+    Floating point parameters should have ``param_dtype``, or fp32 inside modules that ``keep_fp32`` matches; gradients
+    the dtype of their parameter; optimizer state that dtype or a wider one; buffers the dtype they had before, and
+    running statistics of normalisations that of the weight beside them.
+
+    Args:
+        model: the model; also a converted one.
+        param_dtype: dtype that parameters were promised; without it they are listed only.
+        keep_fp32: patterns on module paths, as of :class:`~lightning_fp8.Fp8Precision`.
+        optimizers: whose state to look at; scalars, such as step counts, are left out.
+        buffer_dtypes: by name, dtypes that buffers had before, see :func:`buffer_dtypes_of`.
+
+    Raises:
+        ValueError: if a pattern matches no module.
+
+    >>> print(audit(nn.Linear(2, 2), param_dtype=torch.bfloat16).violations[0].name)
+    weight
+    """
+    check_patterns(model, keep_fp32, "keep_fp32")
+    kept = kept_parameters(model, keep_fp32)
+    rows: list[DtypeRow] = []
+    for name, parameter in model.named_parameters():
+        promised = torch.float32 if id(parameter) in kept else param_dtype
+        rows.append(_row("parameter", plain_path(name), parameter, promised))
+        if parameter.grad is not None:
+            rows.append(_row("gradient", plain_path(name), parameter.grad, parameter.dtype))
+    rows.extend(_buffer_rows(model, buffer_dtypes or {}))
+    rows.extend(_state_rows(model, optimizers))
+    return DtypeReport(tuple(rows))
+
+
+def buffer_dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    """The dtype of each buffer, by name, to compare with later."""
+    return {plain_path(name): buffer.dtype for name, buffer in model.named_buffers()}
+
+
+def _buffer_rows(model: nn.Module, before: Mapping[str, torch.dtype]) -> Iterator[DtypeRow]:
+    statistics = {id(buffer): weight.dtype for buffer, weight in running_statistics(model)}
+    for name, buffer in model.named_buffers():
+        path = plain_path(name)
+        yield _row("buffer", path, buffer, statistics.get(id(buffer), before.get(path)))
+
+
+def _state_rows(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[DtypeRow]:
+    names = {id(parameter): plain_path(name) for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            name = names.get(id(parameter), "a parameter that is not the model's")
+            for field, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    yield _row("optimizer state", f"{name}: {field}", value, parameter.dtype)
+
+
+def _row(kind: str, name: str, tensor: Tensor, promised: torch.dtype | None) -> DtypeRow:
+    # what is not floating point was promised nothing, but for buffers: those stay
+    floating = tensor.is_floating_point() or kind == "buffer"
+    return DtypeRow(kind, name, tensor.dtype, promised if floating else None, 0 if is_lazy(tensor) else tensor.numel())
+
+
+def _line(*cells: Any) -> str:
+    what, dtype, promised, tensors, elements, size, verdict = cells
+    return f"{what:16} {dtype:10} {promised:10} {tensors:>8} {elements:>16} {size:>18}  {verdict}".rstrip()

@@ -1,0 +1,57 @@
+"""``nn.TransformerEncoder`` in evaluation: through its layers' own ``forward``, as in training.
+
+In ``eval()`` without gradients torch takes a fast path that reads the weights of the layers directly. Under autocast on
+the CPU it fails on their dtypes, and it goes around every converted layer.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_fp8.runtime.switch import Switch
+
+_HANDLE = "_own_forward_handle"
+_USED_NESTED_TENSOR = "_used_nested_tensor"
+_FAST_PATH = Switch(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled)
+
+
+def layers_own_forwards() -> AbstractContextManager[None]:
+    """Without the fast path, in all threads. The last context to end restores what was set before the first."""
+    return _FAST_PATH.at(False)
+
+
+def keep_own_forwards(module: nn.Module, converted: type[nn.Module]) -> None:
+    """Keep encoders that contain a ``converted`` layer off the fast path for good, outside our contexts as well.
+
+    A layer with a hook takes its own forward, by torch's own rule; an encoder without nested tensors hands its layers
+    what they take.
+    """
+    restore_fast_path(module)
+    for layer in module.modules():
+        if not isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerEncoder):
+            continue
+        if not any(isinstance(part, converted) for part in layer.modules()):
+            continue
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            vars(layer)[_HANDLE] = layer.register_forward_pre_hook(_take_own_forward)
+        elif getattr(layer, "use_nested_tensor", False):
+            vars(layer)[_USED_NESTED_TENSOR] = True
+            vars(layer)["use_nested_tensor"] = False
+
+
+def restore_fast_path(module: nn.Module) -> None:
+    """Undo :func:`keep_own_forwards`."""
+    for layer in module.modules():
+        handle = vars(layer).pop(_HANDLE, None)
+        if handle is not None:
+            handle.remove()
+        if vars(layer).pop(_USED_NESTED_TENSOR, False):
+            vars(layer)["use_nested_tensor"] = True
+
+
+def _take_own_forward(layer: nn.Module, inputs: Any) -> None:
+    """A hook whose presence is what counts."""

@@ -1,0 +1,218 @@
+"""Which dtype a parameter is stored in, and that the inputs of plain ``torch.nn`` layers agree with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.paths import modules_inside, named_modules, topmost_matches
+from lightning_fp8.ops.formats import dtype_name
+from lightning_fp8.runtime.warn_once import warn_once
+
+# Layers of torch that refuse an input of another floating dtype than their parameters, at least on some device. Only
+# what would fail is brought to the parameters' dtype, so no model that runs changes its numerics.
+_STRICT_LAYERS = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.modules.conv._ConvNd,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._NormBase,
+    nn.PReLU,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.RNNCellBase,
+)
+# Autocast brings the operands of the others together.
+_STRICT_UNDER_AUTOCAST = (nn.Bilinear,)
+_HANDLES = "_dtype_handles"
+_FORWARD_BEFORE = "_forward_before"
+
+
+def store_parameters(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[str] = ()) -> None:
+    """Give floating point parameters their storage dtype, on the same ``Parameter`` objects.
+
+    What ``keep_fp32`` matches is stored in fp32. Buffers stay as they are, but for the running statistics of
+    normalisations, which torch wants in the dtype of the weight beside them.
+    """
+    kept = kept_parameters(module, keep_fp32)
+    dtypes: dict[int, torch.dtype] = {}
+    for parameter in module.parameters():
+        # two bytes at least: quantized and FP8 parameters are no business of ours
+        if parameter.is_floating_point() and parameter.dtype.itemsize >= 2:
+            dtypes[id(parameter)] = torch.float32 if id(parameter) in kept else dtype
+            if parameter.grad is not None:
+                dtypes[id(parameter.grad)] = dtypes[id(parameter)]
+    for statistics, weight in running_statistics(module):
+        dtypes[id(statistics)] = dtypes[id(weight)]
+    # `_apply` is what `module.to` goes through: sharded and converted modules take part
+    module._apply(lambda tensor: tensor.to(dtypes.get(id(tensor), tensor.dtype)))
+
+
+def kept_parameters(module: nn.Module, keep_fp32: Sequence[str]) -> set[int]:
+    """The ``id`` of each parameter inside what ``keep_fp32`` matches."""
+    return {id(p) for layer in topmost_matches(module, keep_fp32) for p in layer.parameters()}
+
+
+def running_statistics(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Running means and variances of normalisations, each with the weight whose dtype torch wants it to have."""
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.weight is not None:
+            for statistics in (layer.running_mean, layer.running_var):
+                if statistics is not None and statistics.is_floating_point():
+                    yield statistics, layer.weight
+
+
+def float64_parameter(module: nn.Module) -> str | None:
+    """The name of a float64 parameter; None if there is none."""
+    return next((name for name, p in module.named_parameters() if p.dtype == torch.float64), None)
+
+
+def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = (), under_autocast: bool = True) -> None:
+    """Make inputs agree with parameters.
+
+    - A plain layer of torch gets its floating point inputs in the dtype of its parameters, by a hook. Under autocast,
+      which brings the operands of most of them together, only one with parameters of two bytes does.
+    - What ``keep_fp32`` matches runs in fp32, without autocast, on fp32 inputs; its outputs come back in the dtype of
+      its first floating point input (without one, in the default dtype).
+    - Under autocast, on a CPU whose oneDNN has no bf16 LSTM, an ``nn.LSTM`` with fp32 parameters runs so too; the
+      first call says it.
+
+    Converted layers take any input. Under autocast a model in fp32 gets no hook but for ``nn.Bilinear``.
+    """
+    release_inputs(module)
+    for layer in topmost_matches(module, keep_fp32):
+        if next(layer.parameters(), None) is not None:
+            _replace_forward(layer, _forward_in_fp32)
+    inside_kept = modules_inside(module, keep_fp32)
+    lstms = {path: layer for path, layer in named_modules(module) if layer not in inside_kept and _is_fp32_lstm(layer)}
+    if under_autocast and lstms and _autocast_lstm_fails_on_cpu():
+        names = ", ".join(repr(path or "(root)") for path in lstms)
+        for layer in lstms.values():
+            _replace_forward(layer, _lstm_forward, names)
+    for layer in module.modules():
+        if layer not in inside_kept and _must_agree(layer, under_autocast):
+            vars(layer)[_HANDLES] = (layer.register_forward_pre_hook(_to_parameter_dtype, with_kwargs=True),)
+
+
+def release_inputs(module: nn.Module) -> None:
+    """Undo :func:`agree_inputs`."""
+    for layer in module.modules():
+        for handle in vars(layer).pop(_HANDLES, ()):
+            handle.remove()
+        if _FORWARD_BEFORE in vars(layer):
+            before = vars(layer).pop(_FORWARD_BEFORE)
+            del vars(layer)["forward"]
+            vars(layer).update({} if before is None else {"forward": before})
+
+
+def _replace_forward(layer: nn.Module, forward: Callable[..., Any], *arguments: Any) -> None:
+    # on the object rather than by hooks, which torch.compile does not let switch autocast
+    vars(layer)[_FORWARD_BEFORE] = before = vars(layer).get("forward")
+    vars(layer)["forward"] = partial(forward, layer, before, *arguments)
+
+
+def _is_fp32_lstm(layer: nn.Module) -> bool:
+    # with projections oneDNN is not asked, nor is it for GRU, RNN, cells and bf16 parameters: torch's own code runs
+    return isinstance(layer, nn.LSTM) and layer.proj_size == 0 and _dtype_of(layer) == torch.float32
+
+
+@cache
+def _autocast_lstm_fails_on_cpu() -> bool:
+    """Whether an LSTM with fp32 parameters raises under bf16 autocast: tried, since the CPU's flags do not tell."""
+    # made on `meta`, where no parameters are drawn: the user's random numbers stay the same on every machine
+    lstm = nn.LSTM(1, 1, device="meta", dtype=torch.float32).to_empty(device="cpu")
+    try:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            lstm(torch.zeros(1, 1, 1, device="cpu", dtype=torch.float32))
+    except RuntimeError:
+        return True
+    return False
+
+
+def _must_agree(layer: nn.Module, under_autocast: bool) -> bool:
+    parameter = next(layer.parameters(), None)
+    if parameter is None or not isinstance(layer, _STRICT_LAYERS) or isinstance(layer, Fp8Module):
+        return False
+    return not under_autocast or parameter.dtype.itemsize == 2 or isinstance(layer, _STRICT_UNDER_AUTOCAST)
+
+
+def _to_parameter_dtype(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    # asked for at each call: sharding gathers parameters in another dtype than they are stored in
+    dtype = _dtype_of(layer)
+    # the ordinary call, in a moment
+    if dtype is None or (not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype == dtype):
+        return None
+    return _inputs_to(args, kwargs, dtype)
+
+
+def _dtype_of(layer: nn.Module) -> torch.dtype | None:
+    for parameter in layer._parameters.values():
+        if parameter is not None:
+            return parameter.dtype
+    # a parametrization, or a flat parameter of FSDP, stands behind the weight
+    weight = getattr(layer, "weight", None)
+    return weight.dtype if isinstance(weight, Tensor) else None
+
+
+def _forward_in_fp32(layer: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    return _without_autocast(layer, forward, torch.float32, args, kwargs)
+
+
+def _lstm_forward(
+    layer: nn.LSTM, forward: Callable[..., Any] | None, names: str, *args: Any, **kwargs: Any
+) -> tuple[Any, Any]:
+    # asked for at each call: plugins convert a model before the strategy moves it, and a GPU has a bf16 LSTM
+    if layer.weight_ih_l0.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return _own_forward(layer, forward, args, kwargs)
+    # fp32, unless sharding gathers parameters in another dtype than they are stored in
+    dtype = layer.weight_ih_l0.dtype
+    warn_once(
+        f"The LSTM layers {names} run in {dtype_name(dtype)}, without autocast: oneDNN has no bf16 LSTM for this CPU."
+        " GPUs and CPUs with bf16 instructions run them in bf16. `keep_fp32` with these names gives fp32 everywhere."
+    )
+    return _without_autocast(layer, forward, dtype, args, kwargs)
+
+
+def _without_autocast(
+    layer: nn.Module, forward: Callable[..., Any] | None, dtype: torch.dtype, args: Any, kwargs: Any
+) -> Any:
+    values = (x.data if isinstance(x, PackedSequence) else x for x in (*args, *kwargs.values()))
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    came_in = next((x.dtype for x in tensors if x.is_floating_point()), torch.get_default_dtype())
+    args, kwargs = _inputs_to(args, kwargs, dtype)
+    with torch.autocast((tensors[0] if tensors else next(layer.parameters())).device.type, enabled=False):
+        output = _own_forward(layer, forward, args, kwargs)
+    return _floating_to(output, came_in, [])
+
+
+def _own_forward(layer: nn.Module, forward: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs) if forward is None else forward(*args, **kwargs)
+
+
+def _inputs_to(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    done: list[tuple[Tensor, Tensor]] = []
+    return _floating_to(args, dtype, done), _floating_to(kwargs, dtype, done)
+
+
+def _floating_to(data: Any, dtype: torch.dtype, done: list[tuple[Tensor, Tensor]]) -> Any:
+    """Floating point tensors in ``dtype``; one object stays one object, by which attention knows self-attention."""
+    if isinstance(data, Tensor):
+        if not data.is_floating_point() or data.dtype == dtype:
+            return data
+        for tensor, cast in done:
+            if tensor is data:
+                return cast
+        done.append((data, data.to(dtype)))
+        return done[-1][1]
+    if type(data) in (tuple, list):
+        return type(data)(_floating_to(item, dtype, done) for item in data)
+    if type(data) is dict:
+        return {key: _floating_to(item, dtype, done) for key, item in data.items()}
+    return data.to(dtype) if isinstance(data, PackedSequence) else data

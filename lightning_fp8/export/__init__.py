@@ -1,0 +1,1 @@
+"""FP8 safetensors, as vLLM and transformers read them, and back."""

@@ -1,0 +1,155 @@
+"""What a file and a model must have in common to be loaded: all is checked before the model is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.conversion.candidates import candidates, gemm_weights
+from lightning_fp8.export.layout import (
+    SCALE_RULE,
+    Gemms,
+    Scales,
+    codes_of,
+    dequantized,
+    is_scale,
+    joined,
+    memory_of,
+    scale_names,
+    scales_of,
+)
+from lightning_fp8.modules.paths import plain_path
+from lightning_fp8.ops.formats import E4M3, dtype_name
+from lightning_fp8.ops.reference import max_abs, scale_of_current
+
+Tensors = Mapping[str, Tensor]
+
+
+def _refuse(file: Path, what: str, names: Iterable[str]) -> None:
+    wrong = list(names)
+    if wrong:
+        raise ValueError(
+            f"load_exported: {file}: tensors that {what}: {', '.join(wrong[:6])}{', ...' if len(wrong) > 6 else ''}."
+        )
+
+
+def check_dtypes(file: Path, tensors: Tensors) -> None:
+    """No codes of another format than E4M3, whose scales would be kept elsewhere."""
+    _refuse(file, f"hold codes of another format than {dtype_name(E4M3.dtype)}", (
+        f"{name} ({dtype_name(tensor.dtype)})"
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and tensor.dtype.itemsize == 1 and tensor.dtype != E4M3.dtype
+    ))  # fmt: skip
+
+
+def check_scales(file: Path, in_fp8: Sequence[str], tensors: Tensors) -> None:
+    """Each FP8 weight has two scales, one number each, that can be multiplied by."""
+    _refuse(file, "lack their scales as single numbers", (
+        name for weight in in_fp8 for name in scale_names(weight)
+        if name not in tensors or tensors[name].numel() != 1 or not tensors[name].is_floating_point()
+    ))  # fmt: skip
+    _refuse(file, f"are scales, each of which must be {SCALE_RULE}", (
+        f"{name} ({tensors[name].item()})"
+        for weight in in_fp8
+        for name, scale in zip(scale_names(weight), scales_of(weight, tensors))
+        if not is_scale(scale)
+    ))  # fmt: skip
+
+
+def check_same_scales(file: Path, in_fp8: Sequence[str], tensors: Tensors, gemms: Gemms) -> None:
+    """The metadata know the FP8 weights, and have the same scales."""
+    _refuse(file, "have scales other than those in the file's metadata", (
+        name for name in in_fp8
+        if gemms.get(name) is None or [scale.reciprocal() for scale in gemms[name] or ()] != scales_of(name, tensors)
+    ))  # fmt: skip
+
+
+def check_names(file: Path, own: Tensors, tensors: Tensors, gemms: Gemms) -> None:
+    """Each tensor of the model has one in the file, itself or as one it is tied to, and none is left over."""
+    there = {memory_of(tensor) for name, tensor in own.items() if name in tensors}
+    _refuse(file, "the model has and the file lacks", (
+        name for name, tensor in own.items() if name not in tensors and memory_of(tensor) not in there
+    ))  # fmt: skip
+    scales = {scale for weight in gemms for scale in scale_names(weight)}
+    _refuse(file, "the file has and the model lacks", (
+        name for name in tensors if name not in own and name not in scales
+    ))  # fmt: skip
+    _refuse(file, "differ between file and model in shape or kind of dtype", (
+        f"{name} ({tuple(tensors[name].shape)} {dtype_name(tensors[name].dtype)} in the file,"
+        f" {tuple(tensor.shape)} {dtype_name(tensor.dtype)} in the model)"
+        for name, tensor in own.items()
+        if name in tensors and _kind(tensors[name]) != _kind(tensor)
+    ))  # fmt: skip
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, bool, bool, bool]:
+    return tensor.shape, tensor.is_floating_point(), tensor.is_complex(), tensor.dtype == torch.bool
+
+
+def check_convertible(file: Path, model: nn.Module, gemms: Gemms, plain: Sequence[str]) -> None:
+    """All of these GEMMs are of layers that are converted where those that the patterns match stay plain.
+
+    Raises:
+        ValueError: for others, and for a shared layer that has scales of its own under each of its names.
+    """
+    layers = {layer for _, layer, reason in candidates(model, plain, 0) if reason is None}
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for path, layer in model.named_modules(remove_duplicate=False):
+        if layer in layers:
+            for gemm in gemm_weights(layer):
+                found[joined(plain_path(path), f"{gemm}_weight" if gemm else "weight")] = layer, gemm
+    _refuse(file, "ran in FP8 and cannot here, see `describe(model)`", (name for name in gemms if name not in found))
+    first: dict[tuple[nn.Module, str], Scales | None] = {}
+    _refuse(file, "have two scales of one layer", (
+        name for name, scales in gemms.items() if first.setdefault(found[name], scales) != scales
+    ))  # fmt: skip
+
+
+def check_values(file: Path, own: Tensors, tensors: Tensors, gemms: Gemms) -> None:
+    """In the model's dtypes weights keep their values, and are cast to the codes they came from."""
+    _refuse(file, "do not keep the values of the file in the model's dtype (call `model.float()` before)", (
+        f"{name} ({dtype_name(own[name].dtype)})"
+        for name, scales in gemms.items()
+        if scales is not None and name in tensors and tensors[name].dtype == E4M3.dtype
+        and not _keeps_codes(_held(own[name], dequantized(name, tensors, gemms)), scales, tensors[name])
+    ))  # fmt: skip
+    first: dict[object, str] = {}
+    _refuse(file, "are one in the model and differ in the file", (
+        f"{name} and {first[memory_of(tensor)]}"
+        for name, tensor in own.items()
+        if name in tensors and first.setdefault(memory_of(tensor), name) != name
+        and not torch.equal(*(
+            _held(tensor, dequantized(one, tensors, gemms)) for one in (name, first[memory_of(tensor)])
+        ))
+    ))  # fmt: skip
+
+
+def rounded_again(own: Tensors, tensors: Tensors, gemms: Gemms) -> list[str]:
+    """Weights that will not be cast to the codes they came from, as these leave room below the largest one."""
+    held = {
+        name: _held(own[name], dequantized(name, tensors, gemms))
+        for name, scales in gemms.items()
+        if scales is not None and name in tensors and tensors[name].dtype == E4M3.dtype
+    }
+    return [
+        name
+        for name, weight in held.items()
+        if not has_codes(weight, scale_of_current(max_abs(weight), E4M3), tensors[name])
+    ]
+
+
+def has_codes(weight: Tensor, scale: Tensor, codes: Tensor) -> bool:
+    """Whether the weight is cast to these codes."""
+    return torch.equal(codes_of(weight, scale).view(torch.uint8), codes.view(torch.uint8))
+
+
+def _held(own: Tensor, value: Tensor) -> Tensor:
+    """The value as the model's tensor will hold it."""
+    return value.to(own.device, own.dtype)
+
+
+def _keeps_codes(weight: Tensor, scales: Scales, codes: Tensor) -> bool:
+    return has_codes(weight, scales.weight, codes) and bool(weight.isfinite().all())

@@ -1,0 +1,96 @@
+"""``config.json`` of an exported model: how its weights are quantized, as vLLM asks, and which layers are not.
+
+Source: vllm-project/vllm, ``model_executor/layers/quantization/fp8.py``, ``Fp8Config.from_config`` and, for
+``ignored_layers`` (whole module paths), ``utils/quant_utils.py``, ``is_layer_skipped``. Hugging Face's
+``FineGrainedFP8Config`` reads the same keys.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_fp8.conversion.convert import describe
+from lightning_fp8.export.layout import CONFIG_FILE, joined
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.paths import named_modules
+from lightning_fp8.ops.formats import dtype_name
+
+# one scale a tensor, where `weight_block_size` is null
+_METHOD = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+
+
+def config_of(model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | None) -> dict[str, Any]:
+    """The Hugging Face config where the model has one, and ``quantization_config``.
+
+    Args:
+        model: the converted model.
+        in_fp8: names of the weights that are FP8 in the file.
+        dtype: of the others; None as they are stored.
+    """
+    root = _without_wrappers(model)
+    to_dict = getattr(getattr(root, "config", None), "to_dict", None)
+    config: dict[str, Any] = to_dict() if callable(to_dict) else {}
+    if "architectures" in config:
+        # a model that was never loaded or saved does not say
+        config["architectures"] = config["architectures"] or [type(root).__name__]
+    if dtype is not None:
+        config.update({key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in config})
+    config["quantization_config"] = {**_METHOD, "ignored_layers": _plain_layers(model, in_fp8)}
+    return config
+
+
+def check_config(folder: Path) -> None:
+    """Refuse a folder that says of itself that it is no FP8 model with one static scale a tensor.
+
+    Raises:
+        FileNotFoundError: if there is no ``config.json``.
+        ValueError: if it is no JSON object, or describes another quantization; the message says which.
+    """
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no exported model in {folder}: {CONFIG_FILE} is missing.")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(quantization, dict):
+        raise ValueError(f"{file} has no `quantization_config`: the model there is not quantized. Load it as usual.")
+    for key, expected in _METHOD.items():
+        if quantization.get(key) != expected:
+            raise ValueError(
+                f"{file}: `quantization_config` must have {key}={expected!r}, got"
+                f" {reprlib.repr(quantization.get(key))}."
+                " Models with one static scale a tensor are read here, as `lightning_fp8.export` writes them."
+            )
+
+
+def output_embedding(model: nn.Module) -> set[str]:
+    """Name of the weight of a Hugging Face model's output embedding; empty where there is none."""
+    getter = getattr(_without_wrappers(model), "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    return {joined(path, "weight") for path, layer in named_modules(model) if head is not None and layer is head}
+
+
+def _without_wrappers(model: nn.Module) -> nn.Module:
+    return [layer for path, layer in named_modules(model) if not path][-1]
+
+
+def _plain_layers(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
+    """Paths of the linear layers whose weights are not FP8 in the file; of an attention ``<path>.<projection>``."""
+    layers = dict(named_modules(model))
+    plain: list[str] = []
+    for path in (row.path for row in describe(model) if row.is_layer):
+        layer = layers[path]
+        gemms: Iterable[str] = layer.fp8 if isinstance(layer, Fp8Module) else ("",)
+        for gemm in gemms:
+            if joined(path, f"{gemm}_weight" if gemm else "weight") not in in_fp8:
+                plain.append(joined(path, gemm))
+    return plain

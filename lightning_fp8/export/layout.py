@@ -1,0 +1,216 @@
+"""The layout of exported models: files, names of tensors, and the exact scales in the metadata.
+
+What vLLM reads for ``quant_method: fp8`` with ``activation_scheme: static``, one FP8 matrix and two numbers a layer:
+
+========================  =====================  ==========================================================
+``<layer>.weight``        float8_e4m3fn [N, K]   codes; the weight is ``code * weight_scale``
+``<layer>.weight_scale``  float32 []             reciprocal of the state's scale of the weight
+``<layer>.input_scale``   float32 []             the same of the input: ``code = sat(x / input_scale)``
+========================  =====================  ==========================================================
+
+Layers that keep their weights under other names follow one rule, see :func:`scale_names`; ``Conv1D`` keeps its
+``[K, N]``, as vLLM's GPT-2 expects.
+
+Sources: vllm-project/vllm, ``model_executor/layers/quantization/fp8.py`` (``Fp8Config``, ``Fp8LinearMethod``) and
+``model_executor/parameter.py`` (``PerTensorScaleParameter``: a scale is ``[]`` or ``[1]``); neuralmagic/AutoFP8,
+``README.md``, "Checkpoint structure explanation".
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Hashable, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_fp8 import ops
+from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.paths import plain_path
+from lightning_fp8.ops.formats import E4M3
+from lightning_fp8.ops.operand import with_scale
+from lightning_fp8.ops.reference import scale_of_current
+
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+_METADATA_KEY = "lightning_fp8.scales"
+SCALE_RULE = "a finite number above 0 in float32, and so must be its reciprocal"
+
+
+class Scales(NamedTuple):
+    """Multipliers before the cast of a GEMM's operands, each ``[] float32`` on the CPU."""
+
+    weight: Tensor
+    input: Tensor
+
+
+Gemms = Mapping[str, Scales | None]
+"""The scales of each GEMM that was converted, by the name of its weight; None where it had fallen back."""
+
+
+def scale_names(weight: str) -> tuple[str, str]:
+    """Names of the scales of a weight and of its input: ``_scale`` behind it, ``input_scale`` for its ``weight``.
+
+    >>> scale_names("layers.0.up.weight")
+    ('layers.0.up.weight_scale', 'layers.0.up.input_scale')
+    >>> scale_names("self_attn.in_proj_weight")
+    ('self_attn.in_proj_weight_scale', 'self_attn.in_proj_input_scale')
+    """
+    return f"{weight}_scale", f"{weight.removesuffix('weight')}input_scale"
+
+
+def joined(*parts: str) -> str:
+    """Parts of a name with dots between them, without the empty ones."""
+    return ".".join(filter(None, parts))
+
+
+def converted_gemms(model: nn.Module) -> dict[str, Fp8Rows]:
+    """The rows of each converted GEMM by the name of its weight; those of a shared layer by each of its names."""
+    return {
+        joined(plain_path(path), f"{gemm}_weight" if gemm else "weight"): rows
+        for path, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, Fp8Module)
+        for gemm, rows in layer.fp8.items()
+    }
+
+
+def state_tensors(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
+    """Key and tensor of each entry of the model's ``state_dict``, by the plain name.
+
+    Raises:
+        TypeError: if an entry is no tensor, or a sharded one.
+        ValueError: if an entry has no values (``meta`` device).
+    """
+    found: dict[str, tuple[str, Tensor]] = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        name = plain_path(key)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{name}: safetensors files hold tensors only, and this entry is a {type(tensor).__name__}."
+            )
+        if isinstance(tensor, DTensor):
+            raise TypeError(
+                f"{name} is sharded (a DTensor). Gather first: on all processes make a full state dict with"
+                " `full_tensor()`, on one process load it into a converted model that is not sharded, with the"
+                " scaling state, and export that."
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device and has no values. Call `model.to_empty(device=...)` first."
+            )
+        found[name] = key, tensor
+    return found
+
+
+def memory_of(tensor: Tensor) -> Hashable:
+    """The same for tensors that are one and the same memory, as tied weights are."""
+    if tensor.numel() == 0:
+        return id(tensor)
+    start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return tensor.device, *start, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
+    """``sat(weight * scale)`` as ``float8_e4m3fn`` on the CPU, in the weight's own shape; scale ``[] float32``."""
+    slot = with_scale(scale.to(weight.device), E4M3.name)
+    payload, _, _ = ops.cast(weight.detach().contiguous(), slot, "none", "rows")
+    return payload.cpu().view(E4M3.dtype)
+
+
+def to_metadata(gemms: Gemms) -> dict[str, str]:
+    """The exact scales: ``1 / (1 / scale)`` may differ from ``scale`` in the last bit. See :func:`from_metadata`."""
+    scales = {
+        name: None if scales is None else {role: scale.item().hex() for role, scale in scales._asdict().items()}
+        for name, scales in gemms.items()
+    }
+    return {"format": "pt", _METADATA_KEY: json.dumps(scales)}
+
+
+def from_metadata(metadata: Mapping[str, str] | None) -> dict[str, Scales | None] | None:
+    """What :func:`to_metadata` has written; None for a file that was not exported here.
+
+    Raises:
+        ValueError: for anything else under the same key; the message says what is wrong.
+    """
+    if not metadata or _METADATA_KEY not in metadata:
+        return None
+    try:
+        scales = json.loads(metadata[_METADATA_KEY])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{_METADATA_KEY!r} is not valid JSON ({error})") from error
+    if not isinstance(scales, dict):
+        raise ValueError(f"{_METADATA_KEY!r} must be an object, got {reprlib.repr(scales)}")
+    return {name: None if entry is None else _scales_from(name, entry) for name, entry in scales.items()}
+
+
+def _scales_from(name: str, entry: Any) -> Scales:
+    if not isinstance(entry, dict) or entry.keys() != set(Scales._fields):
+        wanted = " and ".join(map(repr, Scales._fields))
+        raise ValueError(f"{name!r} must be null or have {wanted}, got {reprlib.repr(entry)}")
+    found = {}
+    for role in Scales._fields:
+        try:
+            scale = torch.tensor(float.fromhex(entry[role]), dtype=torch.float32)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(
+                f"the scale {role!r} of {name!r} must be a number in hexadecimal, got {reprlib.repr(entry[role])}"
+            ) from error
+        if not is_scale(scale):
+            raise ValueError(f"the scale {role!r} of {name!r} must be {SCALE_RULE}, got {entry[role]}")
+        found[role] = scale
+    return Scales(**found)
+
+
+def is_scale(scale: Tensor) -> bool:
+    """Whether the scale, ``[] float32``, and its reciprocal can be multiplied by: :data:`SCALE_RULE`."""
+    return all(bool(number.isfinite() and number > 0) for number in (scale, scale.reciprocal()))
+
+
+def scales_of(weight: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """The scales of a weight and of its input as they are in a file, ``[] float32`` each."""
+    return [tensors[name].float().reshape(()) for name in scale_names(weight)]
+
+
+def dequantized(name: str, tensors: Mapping[str, Tensor], gemms: Gemms) -> Tensor:
+    """A tensor of a file; of an FP8 one ``code * weight_scale`` in fp32.
+
+    Its largest codes become the amax that its scale was made of, so that a cast finds the same scale again.
+    """
+    tensor, scales = tensors[name], gemms.get(name)
+    if tensor.dtype != E4M3.dtype or scales is None:
+        return tensor
+    codes = tensor.float()
+    values = codes * scales_of(name, tensors)[0]
+    return torch.where(codes.abs() == E4M3.max, codes.sign() * amax_of_scale(scales.weight), values)
+
+
+def amax_of_scale(scale: Tensor) -> Tensor:
+    """An amax, ``[] float32``, that gives this scale; of several the one that narrower dtypes hold too."""
+    below = above = nearest = (E4M3.max / scale.double()).float()
+    near = [nearest]
+    for _ in range(4):
+        below, above = torch.nextafter(below, torch.zeros(())), torch.nextafter(above, torch.full((), float("inf")))
+        near += [below, above]
+    fitting = [amax for amax in near if torch.equal(scale_of_current(amax, E4M3), scale)]
+    narrow = [amax for amax in fitting if amax.bfloat16() == amax or amax.half() == amax]
+    return [*narrow, *fitting, nearest][0]
+
+
+def import_safetensors() -> ModuleType:
+    """The library ``safetensors``, with its functions for torch.
+
+    Raises:
+        ImportError: if it is not installed; the message says how to.
+    """
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "Exported models are safetensors files, and `safetensors` is not installed."
+            " Install it with: pip install 'lightning-fp8[export]'"
+        ) from error
+    return safetensors

@@ -1,0 +1,166 @@
+"""Loading of an exported model, to evaluate it here with the outputs it had."""
+
+from __future__ import annotations
+
+import glob
+import os
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.conversion.convert import convert, describe, scaling_state
+from lightning_fp8.export.checks import (
+    check_convertible,
+    check_dtypes,
+    check_names,
+    check_same_scales,
+    check_scales,
+    check_values,
+    rounded_again,
+)
+from lightning_fp8.export.config import check_config
+from lightning_fp8.export.layout import (
+    WEIGHTS_FILE,
+    Gemms,
+    Scales,
+    converted_gemms,
+    dequantized,
+    from_metadata,
+    import_safetensors,
+    joined,
+    scales_of,
+    state_tensors,
+)
+from lightning_fp8.modules.paths import named_modules, plain_path
+from lightning_fp8.ops.formats import E4M3
+from lightning_fp8.scaling.state import tensor_name
+
+
+def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Read what :func:`lightning_fp8.export` has written into a model of the same architecture, for evaluation.
+
+    The layers that ran in FP8 when the model was exported are converted, and only these; those that had fallen back do
+    so again. The weight of an FP8 layer becomes ``code * weight_scale``, whose cast, with the scale of what it holds,
+    gives the same codes. In ``eval()`` and under the same autocast the outputs are those of the exported model bit for
+    bit, where it was exported with its own dtypes. A file of somebody else's in the same layout is read too; its scales
+    are ``1 / weight_scale`` and ``1 / input_scale``, to the last bit but one. A weight of it whose codes do not reach
+    the largest one, 448, is rounded a second time, which a warning says.
+
+    Scales of inputs count only with a history, so each gets one of one entry: the amax that its scale belongs to.
+    Training may go on from there.
+
+    Args:
+        model: plain or converted, with the parameters on the device where it is to run.
+        path: the folder.
+
+    Returns:
+        The same object, in ``eval()``.
+
+    Raises:
+        ImportError: without ``safetensors``.
+        FileNotFoundError: if the folder holds no export.
+        ValueError: for another quantization, a damaged file, scales that are no finite numbers above 0, tensors that
+            are missing, unexpected, or of another shape, or layers that cannot run in FP8 here; the message names the
+            file and them.
+        TypeError: if a layer that ran in FP8 has parameters that are not fp32, bf16 or fp16, or the model's
+            ``state_dict`` holds sharded tensors or other things than tensors.
+
+        After an error the model is as it was.
+    """
+    folder = Path(path)
+    check_config(folder)
+    file = folder / WEIGHTS_FILE
+    tensors, gemms = _read(file)
+    state = state_tensors(model)
+    own = {name: tensor for name, (_, tensor) in state.items()}
+    check_names(file, own, tensors, gemms)
+    plain = _plain_layers(model, gemms)
+    check_convertible(file, model, gemms, plain)
+    check_values(file, own, tensors, gemms)
+    again = rounded_again(own, tensors, gemms)
+    convert(model, ignore_modules=plain, min_features=0)
+    values = {state[name][0]: dequantized(name, tensors, gemms) for name in tensors if name in own}
+    model.load_state_dict(values, strict=False)
+    _set_scales(model, gemms)
+    if again:
+        warnings.warn(
+            f"load_exported: {file}: {len(again)} weights are rounded to FP8 a second time, as their codes leave room"
+            " below the largest one and a weight here is scaled by what it holds:"
+            f" {', '.join(again[:6])}{', ...' if len(again) > 6 else ''}.",
+            stacklevel=2,
+        )
+    return model.eval()
+
+
+def _read(file: Path) -> tuple[dict[str, Tensor], Gemms]:
+    """The tensors of the file, and the scales of its GEMMs."""
+    safetensors = import_safetensors()
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no {file.name} in {file.parent}. Models in several files are not read here.")
+    try:
+        with safetensors.safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{file} is damaged or no safetensors file: {error}") from error
+    check_dtypes(file, tensors)
+    in_fp8 = [name for name, tensor in tensors.items() if tensor.dtype == E4M3.dtype]
+    check_scales(file, in_fp8, tensors)
+    try:
+        gemms = from_metadata(metadata)
+    except ValueError as error:
+        raise ValueError(f"load_exported: the metadata of {file} are damaged: {error}") from error
+    if gemms is not None:
+        check_same_scales(file, in_fp8, tensors, gemms)
+    else:
+        gemms = {name: Scales(*(scale.reciprocal() for scale in scales_of(name, tensors))) for name in in_fp8}
+    if not gemms:
+        raise ValueError(f"load_exported: {file} has no {E4M3.dtype} weights.")
+    return tensors, gemms
+
+
+def _plain_layers(model: nn.Module, gemms: Gemms) -> list[str]:
+    """Patterns of the layers that hold none of these weights, which are to be plain."""
+    chosen = {
+        layer
+        for path, layer in model.named_modules(remove_duplicate=False)
+        for name, _ in layer.named_parameters(recurse=False)
+        if joined(plain_path(path), name) in gemms
+    }
+    layers = dict(named_modules(model))
+    known = [row.path for row in describe(model) if row.is_layer]
+    others = [path for path in known if chosen.isdisjoint(layers[path].modules())]
+    return [glob.escape(path) for path in others]
+
+
+def _set_scales(model: nn.Module, gemms: Gemms) -> None:
+    state = scaling_state(model)
+    margin = 2.0**state.recipe.margin
+    entries = {name: _entry(None, margin) for name in state.names[: state.delayed]}
+    for weight, rows in converted_gemms(model).items():
+        # an attention is converted as one: what is not FP8 of it falls back
+        scales, name = gemms.get(weight), tensor_name(rows.name, "input")
+        if scales is not None:
+            entries[name] = _entry(scales.input, margin)
+        else:
+            entries[name]["in_fp8"] = torch.tensor(False)
+    state.load_state_dict(entries)
+
+
+def _entry(scale: Tensor | None, margin: float) -> dict[str, Tensor]:
+    """A tensor's part of the scaling state's ``state_dict``, without a history for None.
+
+    The history is the amax that ``update`` would have made this scale of, up to rounding: the cast itself takes the
+    scale as it is, and asks only whether there is a history.
+    """
+    limits = torch.finfo(torch.float32)
+    amax = None if scale is None else (E4M3.max / margin / scale.double()).clamp(limits.tiny, limits.max).float()
+    return {
+        "amax": torch.zeros(()),
+        "amax_history": torch.zeros(0) if amax is None else amax.reshape(1),
+        "scale": torch.ones(()) if scale is None else scale,
+        "nonfinite_steps": torch.zeros((), dtype=torch.int64),
+        "in_fp8": torch.tensor(True),
+    }

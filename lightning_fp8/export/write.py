@@ -1,0 +1,208 @@
+"""Export of a trained model with FP8 weights and static scales, as vLLM reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.export.config import config_of, output_embedding
+from lightning_fp8.export.layout import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Gemms,
+    Scales,
+    codes_of,
+    converted_gemms,
+    import_safetensors,
+    joined,
+    memory_of,
+    scale_names,
+    state_tensors,
+    to_metadata,
+)
+from lightning_fp8.modules.base import Fp8Rows
+from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3, Role, dtype_name
+from lightning_fp8.ops.reference import max_abs, scale_of_current
+
+
+def export(
+    model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, overwrite: bool = False
+) -> Path:
+    """Write a trained model with FP8 weights and static scales: ``model.safetensors`` and ``config.json``.
+
+    The layout is that of :mod:`lightning_fp8.export.layout`; :func:`lightning_fp8.load_exported` reads it. Scales are
+    those that an evaluation uses now: of inputs, what the training history has left; of weights, of what they hold.
+
+    Not in FP8, though perhaps run in FP8 here, are weights that something else reads too (an embedding tied to the
+    head), and the output embedding of a Hugging Face model, which vLLM does not quantize (vllm-project/vllm#40999).
+    The metadata have their scales, so :func:`~lightning_fp8.load_exported` runs them in FP8 again. Layers that fell
+    back are exported as plain ones. vLLM fuses q, k and v (gate and up), with the largest of their scales, and takes
+    these only all in FP8 or none.
+
+    Names are relative to ``model``: of a LightningModule that wraps a Hugging Face model, export the latter. Tied
+    weights are written once. In a distributed run call this on one process.
+
+    Args:
+        model: a converted model after at least one optimizer step.
+        path: a folder; made if needed.
+        dtype: of floating point tensors that are not FP8: float32, bfloat16 or float16; None as they are stored, which
+            keeps the outputs bit for bit.
+        overwrite: replace an export that is there already.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ImportError: without ``safetensors``.
+        FileExistsError: if the folder holds a model already.
+        TypeError: for another ``dtype``, or a tensor that is sharded or no tensor.
+        ValueError: for a model without FP8 layers, tensors without a history, parameters that are not finite, a recipe
+            whose forward is not E4M3, or two tensors of one name; the message names them.
+    """
+    import_safetensors()
+    if dtype is not None and dtype not in CASTABLE_DTYPES:
+        choices = ", ".join(map(dtype_name, CASTABLE_DTYPES))
+        raise TypeError(f"export: `dtype` must be None or one of {choices}, got {dtype!r}.")
+    folder = Path(path)
+    _check_folder(folder, overwrite)
+    tensors_by_name = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
+    gemms = _static_scales(model, tensors_by_name)
+    tensors, in_file_as_fp8 = _tensors(tensors_by_name, gemms, output_embedding(model), dtype)
+    _write(folder, tensors, to_metadata(gemms), config_of(model, in_file_as_fp8, dtype))
+    return folder
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str], config: dict[str, Any]) -> None:
+    """Both files, made beside their place and moved there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as unfinished:
+        made = Path(unfinished)
+        import_safetensors().torch.save_file(tensors, made / WEIGHTS_FILE, metadata)
+        (made / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        # the library lets only the owner read what it writes
+        (made / WEIGHTS_FILE).chmod((made / CONFIG_FILE).stat().st_mode)
+        # between the two renames there is no config, and so nothing that could be taken for a model
+        (folder / CONFIG_FILE).unlink(missing_ok=True)
+        for name in (WEIGHTS_FILE, CONFIG_FILE):
+            (made / name).replace(folder / name)
+
+
+def _check_folder(folder: Path, overwrite: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"export: `path` must be a folder, and {folder} is a file.")
+    other = sorted(file.name for file in folder.glob("*.safetensors*") if file.name != WEIGHTS_FILE)
+    if other:
+        raise FileExistsError(
+            f"export: {folder} holds weights of another model, which would be read with those of this one:"
+            f" {', '.join(other[:3])}. Choose another folder."
+        )
+    existing = [name for name in (WEIGHTS_FILE, CONFIG_FILE) if (folder / name).exists()]
+    if existing and not overwrite:
+        raise FileExistsError(
+            f"export: {folder} holds {' and '.join(existing)} already. Choose another folder, or pass `overwrite=True`."
+        )
+
+
+def _static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
+    """The scales of all converted GEMMs, None for those that fell back."""
+    gemms = converted_gemms(model)
+    if not any(rows.switch.in_fp8 for rows in gemms.values()):
+        raise ValueError(
+            f"export: {type(model).__name__} has no layers that run in FP8. Convert it (`lightning_fp8.convert`, or"
+            " Trainer(precision='fp8-delayed')) and train it, or save it as any other model."
+        )
+    changed = [name for name in gemms if name not in tensors]
+    if changed:
+        raise ValueError(
+            f"export: no {changed[0]!r} in the model's `state_dict`. Remove parametrizations and hooks that rename or"
+            " compute weights of converted layers first."
+        )
+    found: dict[str, Scales | None] = {}
+    without: list[str] = []
+    for name, rows in gemms.items():
+        for role in ("input", "weight"):
+            _check_format(rows, role)
+        _check_finite(name, tensors[name])
+        found[name] = None
+        if rows.switch.in_fp8:
+            input_scale = _input_scale(rows)
+            if input_scale is None:
+                without.append(joined(rows.name, "input"))
+            else:
+                found[name] = Scales(_weight_scale(tensors[name]), input_scale)
+    if without:
+        raise ValueError(
+            f"export: {len(without)} tensors have no history, so they have no static scale: {', '.join(without[:6])}"
+            f"{', ...' if len(without) > 6 else ''}. Train for at least one step in which these layers run (an input"
+            " that is always zero leaves no history), or leave the layers out with `ignore_modules`."
+        )
+    return found
+
+
+def _check_format(rows: Fp8Rows, role: Role) -> None:
+    fmt = rows.state.recipe.format_of(role)
+    if fmt != E4M3:
+        raise ValueError(
+            f"export: the layout knows only E4M3, and the recipe casts {joined(rows.name, role)} to {fmt.name}:"
+            f" {rows.state.recipe}."
+        )
+
+
+def _input_scale(rows: Fp8Rows) -> Tensor | None:
+    row = rows.state.row_of(rows.module, "input")
+    return rows.state.scale[row].cpu() if bool(rows.state.amax_history[0, row] > 0) else None
+
+
+def _weight_scale(weight: Tensor) -> Tensor:
+    amax = max_abs(weight.detach())
+    # of zeros every scale makes zeros; the largest one would have a reciprocal that not every device keeps
+    return torch.where(amax > 0, scale_of_current(amax, E4M3), 1.0).cpu()
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
+        raise ValueError(
+            f"export: {name} has values that are not finite in {dtype_name(tensor.dtype)}, so the model is not fit for"
+            " use. Export an earlier checkpoint, or with a wider `dtype`."
+        )
+
+
+def _tensors(
+    by_name: Mapping[str, Tensor], gemms: Gemms, plain: set[str], dtype: torch.dtype | None
+) -> tuple[dict[str, Tensor], set[str]]:
+    """The tensors of the file, and the names of weights that are FP8 in it: all names of each."""
+    together: dict[object, list[str]] = {}
+    for name, tensor in by_name.items():
+        together.setdefault(memory_of(tensor), []).append(name)
+    tensors: dict[str, Tensor] = {}
+    in_fp8: set[str] = set()
+    for names in together.values():
+        tensor, users = by_name[names[0]], [gemms.get(name) for name in names]
+        scales = users[0]
+        # everything that reads the weight has to read its codes
+        if scales is None or not all(users) or not plain.isdisjoint(names):
+            tensors[names[0]] = _stored(names[0], tensor, dtype)
+            continue
+        in_fp8.update(names)
+        tensors[names[0]] = codes_of(tensor, scales.weight)
+        for name in names:
+            for scale_name, scale in zip(scale_names(name), gemms[name] or (), strict=True):
+                if scale_name in by_name:
+                    raise ValueError(f"export: the model has a tensor {scale_name!r}, which is to be a scale's name.")
+                tensors[scale_name] = scale.reciprocal()
+    return tensors, in_fp8
+
+
+def _stored(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    stored = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
+    if isinstance(tensor, nn.Parameter):
+        _check_finite(name, stored)
+    # a view would take the memory of others along
+    return stored.clone() if stored.untyped_storage().nbytes() != stored.nbytes else stored

@@ -1,0 +1,182 @@
+"""Weights that ``fully_shard`` gathers in FP8: half the bytes of bf16, and the same numbers.
+
+Each process casts its shard before the gather, with the scale of the whole weight. For that the amaxes of all shards
+are measured together and reduced over the processes: one collective of one vector for all weights, once per optimizer
+step. A shard is brought to the policy's ``param_dtype`` first, as it would have been for a gather without FP8: so the
+codes, and all that follows from them, are the same bit for bit.
+
+FSDP2 asks a shard for this by two methods of its tensor (``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, see
+``torch.distributed.fsdp``, "all-gather extensions").
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from lightning_fp8 import ops
+from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.gathered_weight import GatheredWeight
+from lightning_fp8.modules.optimizer_steps import optimizer_steps
+from lightning_fp8.ops.operand import with_scale
+from lightning_fp8.ops.reference import scale_of_current
+from lightning_fp8.scaling.state import ScalingState
+
+
+class _Scales:
+    """The scales of all weights that are gathered over the same processes.
+
+    In training they hold until an optimizer steps or a shard is changed in place. In evaluation, where weights are
+    swapped (EMA, averaging) in ways that leave no trace, they hold for one forward: until a weight is gathered again.
+    All processes take part in the reduction, and all come to it by these rules.
+    """
+
+    def __init__(self, state: ScalingState) -> None:
+        self.state = state
+        self.shards: list[Tensor] = []
+        self.modules: list[int] = []
+        self._made_of: list[Hashable] = []
+        self._in_training: bool | None = None
+        self._gathered: set[int] = set()
+        self._scales: dict[torch.dtype, Tensor] = {}
+        self._amax = torch.zeros(0)
+
+    def join(self, rows: Fp8Rows, shard: Tensor) -> int:
+        """Take in a weight's shard; gives its place."""
+        self.shards.append(shard)
+        self.modules.append(rows.module)
+        return len(self.shards) - 1
+
+    def scale(self, place: int, dtype: torch.dtype, group: dist.ProcessGroup, training: bool) -> Tensor:
+        """``[] float32``, of the whole weight in this dtype."""
+        if self._in_training is not training or self._is_stale(place):
+            self._measure(group)
+            self._in_training = training
+        self._gathered.add(place)
+        if dtype not in self._scales:
+            # rounding keeps the order, so the amax of what is rounded is the rounded amax
+            self._scales[dtype] = scale_of_current(self._amax.to(dtype).float(), self.state.recipe.format_of("weight"))
+            self._note(self._amax.to(dtype).float(), self._scales[dtype])
+        return self._scales[dtype][place]
+
+    def _is_stale(self, place: int) -> bool:
+        return self._made_of[place] != _trace(self.shards[place]) if self._in_training else place in self._gathered
+
+    def _measure(self, group: dist.ProcessGroup) -> None:
+        self._made_of = [_trace(shard) for shard in self.shards]
+        self._gathered.clear()
+        self._amax = ops.measure_weights([shard.detach().flatten(1) for shard in self.shards])
+        # as integers: NaN is the largest
+        dist.all_reduce(self._amax.view(torch.int32), dist.ReduceOp.MAX, group=group)
+        self._scales.clear()
+
+    def _note(self, amax: Tensor, scale: Tensor) -> None:
+        rows = torch.tensor([self.state.row_of(module, "weight") for module in self.modules], device=amax.device)
+        # through `.data`, as a compiled graph may hold these for its backward
+        self.state.amax.data.index_copy_(0, rows, amax)
+        self.state.scale.data.index_copy_(0, rows, scale)
+
+
+def _trace(shard: Tensor) -> Hashable:
+    return optimizer_steps(), shard._version, shard.data_ptr()
+
+
+class _Gathering:
+    """The two methods of one shard."""
+
+    def __init__(self, layer: nn.Module, rows: Fp8Rows, shard: Tensor, scales: _Scales) -> None:
+        self.layer = layer
+        self.shard = shard
+        self.scales = scales
+        self.place = scales.join(rows, shard)
+        self.format = rows.state.recipe.format_of("weight")
+
+    def before(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor], tuple[Tensor, int]]:
+        """The shard in FP8, padded to the size that all shards have, and what belongs to it."""
+        dtype = mp_policy.param_dtype or self.shard.dtype
+        with torch.no_grad():
+            scale = self.scales.scale(self.place, dtype, mesh.get_group(), self.layer.training)
+            x = self.shard.detach().to(dtype)
+            x = x.reshape(len(x), math.prod(outer_size[1:]))
+            payload, _, scale_inv = ops.cast(x, with_scale(scale, self.format.name), "none", "rows")
+            padded: Tensor = payload.new_zeros(-(-outer_size[0] // mesh.size()), *outer_size[1:])
+            padded[: len(payload)] = payload.view(-1, *outer_size[1:])
+        return (padded,), (scale_inv, outer_size[0])
+
+    def after(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[GatheredWeight, tuple[Tensor, ...]] | None:
+        """The weight of the gathered shards; with ``out`` it has been made before and takes them over."""
+        scale_inv, length = metadata
+        held = (outputs[0][:length], scale_inv, self.format)
+        if out is not None:
+            cast(GatheredWeight, out).hold(*held)
+            return None
+        return GatheredWeight(*held, param_dtype), ()
+
+
+def gather_in_fp8(model: nn.Module) -> list[str]:
+    """Let FSDP2 gather the weights of converted layers in FP8 from the next forward on.
+
+    After ``convert`` and ``fully_shard`` (in any order), and before the first forward.
+
+    Returns:
+        Names of the layers concerned. Not concerned are weights that other modules share, those of layers that fell
+        back, and weights that are not sharded, along their first dimension, by ``fully_shard``.
+
+    Raises:
+        ValueError: if that leaves none, or if scales are not shared by all processes (``reduce_amax=False``).
+    """
+    slots = Counter(id(parameter) for layer in model.modules() for parameter in layer.parameters(recurse=False))
+    names: list[str] = []
+    scales: dict[Hashable, _Scales] = {}
+    for layer in model.modules():
+        for rows, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
+            if not rows.switch.in_fp8 or slots[id(weight)] > 1 or not _is_sharded_by_rows(weight):
+                continue
+            if not rows.state.recipe.reduce_amax:
+                raise ValueError("Weights are gathered in FP8 with one scale on all processes: set `reduce_amax=True`.")
+            shard, mesh = cast(DTensor, weight)._local_tensor, cast(DTensor, weight).device_mesh
+            together = scales.setdefault((rows.state.handle, mesh), _Scales(rows.state))
+            gathering = _Gathering(layer, rows, shard, together)
+            shard.fsdp_pre_all_gather = gathering.before  # type: ignore[attr-defined]
+            shard.fsdp_post_all_gather = gathering.after  # type: ignore[attr-defined]
+            rows.switch.may_fall_back = False
+            names.append(rows.name)
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} has no FP8 layer whose weight FSDP2 shards along its first dimension: there is"
+            " nothing to gather in FP8. Call `fully_shard` in `configure_model`, with ModelParallelStrategy."
+        )
+    return names
+
+
+def note_sharded_weights(model: nn.Module) -> None:
+    """See :meth:`Fp8Rows.note_sharding`: for layers that were sharded after their conversion."""
+    for layer in model.modules():
+        for rows, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
+            rows.note_sharding(weight)
+
+
+def _is_sharded_by_rows(weight: Tensor) -> bool:
+    if not isinstance(weight, DTensor) or weight.device.type == "meta":
+        return False
+    # with hybrid sharding, replicated over the first dimension of the mesh
+    *others, last = weight.placements
+    return last == Shard(0) and all(placement == Replicate() for placement in others)

@@ -1,0 +1,214 @@
+"""The operators on a CUDA device: our kernels where they are to be had, plain torch where not. Nothing here waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, empty_strided
+
+from kernels_cuda import casts, scales
+from kernels_cuda.launch import Kernel
+from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.counting import count, is_counting
+from lightning_fp8.ops.cuda import plain
+from lightning_fp8.ops.cuda.gemm import scaled_mm
+from lightning_fp8.ops.cuda.kernels import cast_kernel, update_kernel, weights_kernel
+from lightning_fp8.ops.library import is_k_major
+from lightning_fp8.ops.operand import Columns, Slot, State, WeightSlot, nothing
+from lightning_fp8.ops.reference import max_abs
+
+
+def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::cast``."""
+    kernel = cast_kernel(x.device, x.dtype, slot.format, activation, False) if x.numel() else None
+    if kernel is None:
+        return plain.cast(x, slot, activation, layout)
+    row = _row(slot)
+    y, y_t, scale_inv, _ = _launch(kernel, x, row, layout, activation)
+    if is_counting(slot):
+        count(activate(x, activation), _used(row, scale_inv), slot)
+    return y, y_t, scale_inv
+
+
+def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::cast_weight``."""
+    state = slot.state
+    kernel = cast_kernel(weight.device, weight.dtype, slot.format, "none", False) if weight.numel() else None
+    if kernel is None or state is None:
+        return plain.cast_weight(weight, slot, layout)
+    current = torch.zeros((), dtype=torch.float32, device=weight.device)
+    row = casts.Row(state.scale, None, slot.index, state.amax, current)
+    y, y_t, scale_inv, _ = _launch(kernel, weight, row, layout)
+    if is_counting(slot):
+        count(weight, state.scale.index_select(0, slot.index)[0], slot)
+    return y, y_t, scale_inv
+
+
+def cast_weights(
+    state: State, weights: Sequence[Tensor], indices: Sequence[int], format: str
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Both payloads and scale_inv of many weights, each with the scale of what it holds: measured in one launch, cast
+    in another. On a device with a kernel for it.
+
+    Args:
+        state: the scaling state.
+        weights: ``[rows, columns]`` each, none empty, elements of a row side by side, on the state's device.
+        indices: which tensor of the state each of them is.
+        format: what they are cast to.
+
+    Raises:
+        RuntimeError: where the device has no kernel for it.
+    """
+    device = state.amax.device
+    kernel = weights_kernel(device)
+    if kernel is None:
+        raise RuntimeError(f"There is no kernel on {device} that casts weights together.")
+    for dtype in {weight.dtype for weight in weights}:
+        # a CUDA graph casts each weight by itself, with a kernel that its capture could not load
+        cast_kernel(device, dtype, format, "none", False)
+    jobs = [
+        casts.Weight(
+            weight,
+            index,
+            torch.empty(weight.shape, dtype=torch.uint8, device=device),
+            torch.empty(weight.shape[::-1], dtype=torch.uint8, device=device),
+        )
+        for weight, index in zip(weights, indices, strict=True)
+    ]
+    table = casts.weight_table(jobs)
+    casts.cast_weights(kernel, table, state.scale, state.amax)
+    if state.counts is not None:
+        places = torch.arange(len(state.amax), device=device)
+        for weight, index in zip(weights, indices, strict=True):
+            count(weight, state.scale[index], WeightSlot(places[index : index + 1], format, state, True))
+    return [(job.y, job.y_t, inverse) for job, inverse in zip(jobs, table.scale_inv.unbind(), strict=True)]  # type: ignore[misc]
+
+
+def measure_weights(weights: Sequence[Tensor]) -> Tensor:
+    """``max|w|`` of many weights on one device, ``[count] float32``: in one launch where there is a kernel for it."""
+    kernel = weights_kernel(weights[0].device) if is_k_major(weights[0]) else None
+    if kernel is None or not all(weight.numel() for weight in weights):
+        return torch.stack([max_abs(weight) for weight in weights])
+    table = casts.weight_table([casts.Weight(weight, 0) for weight in weights])
+    casts.measure_weights(kernel, table)
+    return table.current_amax
+
+
+def linear_backward(
+    dy: Tensor,
+    h: Tensor | None,
+    activation: str,
+    x: Columns,
+    w: Columns,
+    slot: Slot,
+    dx_dtype: torch.dtype,
+    dw_dtype: torch.dtype,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::linear_backward``."""
+    layout = "rows" if x.payload is None else "columns" if w.payload is None else "both"
+    dy_fp8, dy_fp8_t, scale_inv, db = cast_gradient(dy, h, activation, slot, layout, bias)
+    fmt, gemm = slot.format, slot.gemm()
+    if w.payload is None:
+        dx = nothing(dy, dx_dtype)
+    else:
+        dx = scaled_mm(dy_fp8, w.payload, scale_inv, w.scale_inv, None, fmt, w.format, dx_dtype, False, gemm)
+    # a large tensor: its memory may serve the next one
+    del dy_fp8
+    if x.payload is None:
+        dw = dy.new_empty((dy if h is None else h).shape[1], 0, dtype=dw_dtype)
+    else:
+        dw = scaled_mm(dy_fp8_t, x.payload, scale_inv, x.scale_inv, None, fmt, x.format, dw_dtype, False, gemm)
+    return dx, dw, db
+
+
+def cast_gradient(
+    dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`lightning_fp8.ops.cuda.plain.cast_gradient`."""
+    kernel = cast_kernel(dy.device, dy.dtype, slot.format, activation, h is not None) if dy.numel() else None
+    if kernel is None or (h is not None and h.dtype != dy.dtype):
+        return plain.cast_gradient(dy, h, activation, slot, layout, bias)
+    row = _row(slot)
+    if h is None:
+        y, y_t, scale_inv, sums = _launch(kernel, dy, row, layout, sums=bias)
+    else:
+        dy = dy if dy.stride(1) == 1 else dy.contiguous()
+        y, y_t, scale_inv, sums = _launch(kernel, h.contiguous(), row, layout, activation, dy, bias)
+    if is_counting(slot):
+        gradient = dy if h is None else activation_gradient(h, dy, activation)
+        count(gradient, _used(row, scale_inv), slot)
+    return y, y_t, scale_inv, nothing(dy, torch.float32) if sums is None else sums
+
+
+def update_scales(
+    amax: Tensor,
+    amax_history: Tensor,
+    scale: Tensor,
+    fp8_max: Tensor,
+    nonfinite_steps: Tensor,
+    most_recent: bool,
+    margin_factor: float,
+) -> None:
+    """See the operator ``lightning_fp8::update_scales``."""
+    kernel = update_kernel(amax.device)
+    if kernel is None:
+        plain.update_scales(amax, amax_history, scale, fp8_max, nonfinite_steps, most_recent, margin_factor)
+    elif amax.numel():
+        scales.update_scales(
+            kernel, amax, amax_history, scale, fp8_max, nonfinite_steps, most_recent, margin_factor
+        )  # fmt: skip
+
+
+def _row(slot: Slot) -> casts.Row:
+    scale, amax_history, index, *_ = slot
+    amax, goes_with_weights, is_there = slot.open()
+    if is_there:
+        return casts.Row(scale, amax_history, index, amax)
+    current = torch.zeros((), dtype=torch.float32, device=scale.device)
+    newest = amax_history if goes_with_weights else torch.zeros_like(amax_history[:1])
+    return casts.Row(scale, newest, index, amax, current)
+
+
+def _used(row: casts.Row, scale_inv: Tensor) -> Tensor:
+    """The scale that a cast has used: exactly, where it came from the state."""
+    delayed = row.scale.index_select(0, row.index)[0]
+    if row.current_amax is None or row.newest is None:
+        return delayed
+    return torch.where(row.newest[0].index_select(0, row.index)[0] > 0, delayed, scale_inv.reciprocal())
+
+
+def _launch(
+    kernel: Kernel,
+    x: Tensor,
+    row: casts.Row,
+    layout: str,
+    activation: str = "none",
+    dy: Tensor | None = None,
+    sums: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Allocate and launch: payload, transposed payload, both empty where not asked for, scale_inv and column sums."""
+    if x.stride(1) != 1:
+        if activation == "none" and not sums and x.stride(0) == 1:
+            # laid out by columns: the transposed cast of what it is a transpose of
+            other = {"rows": "columns", "columns": "rows"}.get(layout, layout)
+            by_columns, by_rows, scale_inv, _ = _launch(kernel, x.t(), row, other)
+            return by_rows, by_columns, scale_inv, None
+        x = x.contiguous()
+    (rows, width), device = x.shape, x.device
+    gated = activation == "swiglu"
+    if gated and dy is None:
+        width //= 2
+    # on the host the fastest way to memory
+    y = empty_strided((rows, width), (width, 1), dtype=torch.uint8, device=device) if layout != "columns" else None
+    y_t = empty_strided((width, rows), (rows, 1), dtype=torch.uint8, device=device) if layout != "rows" else None
+    scale_inv = empty_strided((), (), dtype=torch.float32, device=device)
+    tiles = casts.column_sum_tiles(rows) if sums else 0
+    partial = empty_strided((tiles * width,), (1,), dtype=torch.float32, device=device) if sums else None
+    casts.cast_transpose(kernel, x, row, scale_inv, y, y_t, partial, dy, gated)
+    if partial is not None and tiles > 1:
+        partial = partial.view(tiles, width).sum(dim=0)
+    payload = nothing(x, torch.uint8) if y is None else y
+    payload_t = nothing(x, torch.uint8) if y_t is None else y_t
+    return payload, payload_t, scale_inv, partial

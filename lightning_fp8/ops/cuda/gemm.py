@@ -1,0 +1,169 @@
+"""FP8 GEMMs on a CUDA device: our kernels where they are chosen and to be had, else cuBLASLt. Nothing here waits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels_cuda import gemm as kernel_gemm
+from kernels_cuda.gemm import ROW_BYTES, Configuration, Split
+from kernels_cuda.launch import Kernel
+from lightning_fp8.ops.cuda import gemm_choice, kernels, plain
+from lightning_fp8.ops.cuda.gemm_choice import Choice
+
+# each part of a split takes at least one of these along K
+_STEP = 128
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    a_format: str,
+    b_format: str,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+    gemm: str = "auto",
+) -> Tensor:
+    """See the operator ``lightning_fp8::scaled_mm``."""
+    promote = not fast_accumulation
+    (m, k), n = a.shape, b.shape[0]
+    choice = gemm_choice.choose(a.device, gemm, m, n, k, promote, out_dtype)
+    if choice.configuration is None:
+        return plain.scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
+    return run_choice(choice, a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, promote)
+
+
+def scaled_mm_add_(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    a_format: str,
+    b_format: str,
+    fast_accumulation: bool,
+    gemm: str = "auto",
+) -> None:
+    """See the operator ``lightning_fp8::scaled_mm_add_``."""
+    operands = (a, b, a_scale_inv, b_scale_inv)
+    out.add_(scaled_mm(*operands, None, a_format, b_format, torch.float32, fast_accumulation, gemm))
+
+
+def choice_for(a: Tensor, b: Tensor, gemm: str, promote: bool, output: torch.dtype) -> Choice:
+    """What is to run ``a [M, K] @ b [N, K]^T``."""
+    (m, k), n = a.shape, b.shape[0]
+    return gemm_choice.choose(a.device, gemm, m, n, k, promote, output)
+
+
+def run_choice(
+    choice: Choice,
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    a_format: str,
+    b_format: str,
+    output: torch.dtype,
+    promote: bool,
+) -> Tensor:
+    """``(a @ b^T) * a_scale_inv * b_scale_inv + bias`` in the way that was chosen.
+
+    A kernel that is not to be had leaves its place to cuBLASLt. Sizes that a kernel does not take are padded.
+
+    Args:
+        choice: what runs it.
+        a: ``[M, K] uint8``.
+        b: ``[N, K] uint8``.
+        a_scale_inv: ``[] float32``.
+        b_scale_inv: ``[] float32``.
+        bias: ``[N] float32, bfloat16 or float16``, or None.
+        a_format: ``"e4m3"`` or ``"e5m2"``.
+        b_format: the same of b.
+        output: dtype of the result.
+        promote: whether partial sums are added up in fp32 registers every 128 along K.
+
+    Returns:
+        ``[M, N]``, contiguous.
+    """
+    operands = (a, b, a_scale_inv, b_scale_inv)
+    (m, k), n = a.shape, b.shape[0]
+    found = None
+    if choice.configuration is not None and m and n and k:
+        choice = choice._replace(splits=min(choice.splits, -(-k // _STEP)))
+        found = kernels_of(choice, a.device, a_format, b_format, output, promote)
+    if found is None:
+        return plain.scaled_mm(*operands, bias, a_format, b_format, output, not promote)
+    out = _output(m, n, output, a.device)
+    _launch(found, out, *operands, bias)
+    return out.contiguous()
+
+
+class Found(NamedTuple):
+    """The kernels of a choice: the GEMM and, where K is split, the sum of the parts."""
+
+    configuration: Configuration
+    kernel: Kernel
+    splits: int
+    sum_kernel: Kernel | None
+
+
+def kernels_of(
+    choice: Choice, device: torch.device, a_format: str, b_format: str, output: torch.dtype, promote: bool
+) -> Found | None:
+    """What a choice is computed by; None where that is cuBLASLt, or a kernel is not to be had."""
+    if choice.configuration is None:
+        return None
+    # parts of a sum are in fp32
+    stored = output if choice.splits == 1 else torch.float32
+    kernel = kernels.gemm_kernel(device, choice.configuration, a_format, b_format, stored, promote)
+    if kernel is None:
+        return None
+    sum_kernel = kernels.sum_splits_kernel(device, output) if choice.splits > 1 else None
+    if choice.splits > 1 and sum_kernel is None:
+        return None
+    return Found(choice.configuration, kernel, choice.splits, sum_kernel)
+
+
+def _launch(
+    found: Found,
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+) -> None:
+    bias = None if bias is None else bias.contiguous()
+    operands = (as_operand(a), as_operand(b), out, a_scale_inv, b_scale_inv, bias)
+    configuration, kernel, splits, sum_kernel = found
+    if sum_kernel is None:
+        kernel_gemm.gemm(kernel, configuration, *operands)
+        return
+    (m, n), per_row = out.shape, ROW_BYTES // torch.float32.itemsize
+    shape = (splits, kernel_gemm.split_rows(configuration, m), _up_to(per_row, n))
+    parts = torch.empty(shape, dtype=torch.float32, device=a.device)
+    kernel_gemm.split_gemm(kernel, configuration, Split(splits, parts, sum_kernel), *operands)
+
+
+def as_operand(payload: Tensor) -> Tensor:
+    """``[rows, K] uint8`` as the kernels take it: K padded with zeros, rows at multiples of 16 bytes."""
+    padding = -payload.shape[1] % ROW_BYTES
+    payload = F.pad(payload, (0, padding)) if padding else payload.contiguous()
+    return payload if payload.data_ptr() % ROW_BYTES == 0 else payload.clone()
+
+
+def _output(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``[m, n]``, not initialised, with rows as the kernels store them."""
+    columns = _up_to(ROW_BYTES // dtype.itemsize, n)
+    return torch.empty(m, columns, dtype=dtype, device=device)[:, :n]
+
+
+def _up_to(multiple: int, size: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,273 @@
+"""Measured GEMMs: a JSON file per GPU, shipped with the kernels, and another of the user's own, which goes first."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+import kernels_cuda
+from kernels_cuda import cache
+from kernels_cuda.gemm import OUTPUTS, Configuration, configurations
+from lightning_fp8.ops.formats import dtype_name
+from lightning_fp8.runtime.warn_once import warn_once
+
+Read = TypeVar("Read")
+_SHIPPED = Path(kernels_cuda.__file__).parent / "tables"
+_DTYPES = {dtype_name(dtype): dtype for dtype in OUTPUTS}
+# what tells a row from others
+_KEY = ("m", "n", "k", "promote", "output")
+
+
+class Row(NamedTuple):
+    """What was measured of one GEMM, ``[m, k] x [n, k] -> [m, n]``.
+
+    Attributes:
+        m: rows of the output.
+        n: columns of the output.
+        k: what is summed over.
+        promote: whether partial sums are added up in fp32 registers every 128 along K.
+        output: dtype of the output.
+        configuration: the fastest of ours; None where none ran.
+        splits: parts of K that it was fastest with.
+        p50_us: median microseconds of that; None where none ran.
+        cublaslt_p50_us: the same of ``torch._scaled_mm``; None where it refuses this GEMM.
+        chained: by activation, whether the GEMM that writes the next one's operand was faster than GEMM and cast; what
+            was not measured is missing. A row in a file may lack it.
+    """
+
+    m: int
+    n: int
+    k: int
+    promote: bool
+    output: torch.dtype
+    configuration: Configuration | None
+    splits: int
+    p50_us: float | None
+    cublaslt_p50_us: float | None
+    chained: Mapping[str, bool]
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether ours was the faster one."""
+        if self.configuration is None or self.p50_us is None:
+            return False
+        return self.cublaslt_p50_us is None or self.p50_us < self.cublaslt_p50_us
+
+
+class MalformedTable(ValueError):  # noqa: N818 - a state of a file, not a mistake in the program
+    """A file that is no table; the message says why."""
+
+
+def slug(gpu: str) -> str:
+    """A GPU's name in file names.
+
+    >>> slug("NVIDIA H100 80GB HBM3")
+    'nvidia-h100-80gb-hbm3'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def shipped_path(gpu: str) -> Path:
+    """Of the table that comes with the package; there may be none."""
+    return _SHIPPED / f"{slug(gpu)}.json"
+
+
+def own_path(gpu: str) -> Path:
+    """Of the table that ``python -m lightning_fp8 tune`` writes on this machine; there may be none."""
+    return cache.cache_folder() / f"gemm-{slug(gpu)}.json"
+
+
+@functools.cache
+def rows(gpu: str, capability: tuple[int, int]) -> tuple[Row, ...]:
+    """All that was measured on such a GPU, in order; of a GEMM that both tables have, the user's own row. Read once.
+
+    A file that cannot be read or is no table counts as absent, a row of an unknown configuration too, with a warning.
+    """
+    found: dict[tuple[Any, ...], Row] = {}
+    for path in (shipped_path(gpu), own_path(gpu)):
+        for fields in _readable_rows(path):
+            row = _row(fields, capability, path)
+            if row is not None:
+                found[_key(fields)] = row
+    return tuple(found[key] for key in sorted(found))
+
+
+def min_features(gpu: str) -> int | None:
+    """From which size on linear layers are faster in FP8; None where that was not measured on such a GPU.
+
+    Of both tables the user's own goes first. What is no size counts as absent, with a warning.
+    """
+    for path in (own_path(gpu), shipped_path(gpu)):
+        found = _readable(path, _checked_min_features, " for `min_features`")
+        if found:
+            return found["features"]
+    return None
+
+
+def write(path: Path, about: Mapping[str, Any], measured: Iterable[Mapping[str, Any]]) -> None:
+    """Put rows into a table, in place of those of the same GEMMs; all else stays. Processes may do so at once.
+
+    Args:
+        path: of the table, which need not exist; its folder must.
+        about: ``gpu``, ``driver``, ``versions``, ``commit`` and ``command``, in place of what was there.
+        measured: rows with the fields of :class:`Row`, ``output`` and ``configuration`` by name, and any others.
+
+    Raises:
+        OSError: if the file or its lock cannot be written.
+    """
+    with _locked(path):
+        kept = _readable(path, _checked_min_features, " for `min_features`")
+        head = {**about, "min_features": kept} if kept else about
+        _replace(path, head, (*_readable_rows(path), *measured))
+
+
+def write_min_features(path: Path, about: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Put a size into a table, in place of the one there; all else stays. Processes may do so at once.
+
+    Args:
+        path: of the table, which need not exist; its folder must.
+        about: as :func:`write` takes it. It is kept with the size: rows that the table has came about otherwise.
+        found: ``features``, the size, and how it was found.
+
+    Raises:
+        OSError: if the file or its lock cannot be written.
+    """
+    with _locked(path):
+        table = _readable(path, _parsed) or dict(about)
+        head = {name: value for name, value in table.items() if name != "rows"}
+        own = {name: value for name, value in about.items() if name != "gpu"}
+        _replace(path, {**head, "min_features": {**found, **own}}, _readable_rows(path))
+
+
+def _replace(path: Path, head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a table; of two rows of a GEMM the later one counts."""
+    merged = {_key(row): dict(row) for row in rows}
+    lines = ",\n".join(f"  {json.dumps(merged[key])}" for key in sorted(merged))
+    above = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items())
+    cache.write(path, f'{{\n{above} "rows": [\n{lines}\n ]\n}}\n'.encode())
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone with the table: a writer that reads before another has written would take its rows away."""
+    # only where tables are written, which is where CUDA is
+    import fcntl
+
+    lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[part] for part in _KEY)
+
+
+def _readable_rows(path: Path) -> list[dict[str, Any]]:
+    return _readable(path, _checked) or []
+
+
+def _readable(path: Path, read: Callable[[str], Read], for_what: str = "") -> Read | None:
+    """What is in a file; None where there is no such file, or nothing that can be used."""
+    try:
+        return read(_text(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, MalformedTable) as error:
+        warn_once(
+            f"The table of measured GEMMs {path} is left out of account{for_what}: {error}. Delete it, or measure again"
+            " with `python -m lightning_fp8 tune`."
+        )
+        return None
+
+
+def _text(path: Path) -> str:
+    """A table in the cache folder is read only where nobody else may have written it; others were chosen by name."""
+    if path.parent != cache.cache_folder():
+        return path.read_text(encoding="utf-8")
+    cache.check_folder(path.parent)
+    return cache.read(path).decode()
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedTable(f"it is not JSON ({error})") from error
+    if not isinstance(table, dict) or not isinstance(table.get("rows"), list):
+        raise MalformedTable("it has no list `rows`")
+    return table
+
+
+def _checked_min_features(text: str) -> dict[str, Any] | None:
+    found = _parsed(text).get("min_features")
+    if found is None or (isinstance(found, dict) and _is_count(found.get("features"))):
+        return found
+    raise MalformedTable(f"`min_features` is {found!r}, without a positive integer `features`")
+
+
+def _checked(text: str) -> list[dict[str, Any]]:
+    rows = _parsed(text)["rows"]
+    for number, row in enumerate(rows):
+        wrong = _wrong_field(row) if isinstance(row, dict) else "not an object"
+        if wrong is not None:
+            raise MalformedTable(f"row {number} of it is wrong: {wrong}")
+    return rows
+
+
+def _wrong_field(row: dict[str, Any]) -> str | None:
+    """The first field that is not what :class:`Row` says, with what came."""
+    rules = {
+        **dict.fromkeys(("m", "n", "k", "splits"), _is_count),
+        "promote": lambda value: isinstance(value, bool),
+        "output": lambda value: isinstance(value, str) and value in _DTYPES,
+        "configuration": lambda value: value is None or isinstance(value, str),
+        **dict.fromkeys(("p50_us", "cublaslt_p50_us"), _is_time),
+    }
+    for field, is_right in rules.items():
+        if field not in row:
+            return f"no {field!r}"
+        if not is_right(row[field]):
+            return f"{field!r} is {row[field]!r}"
+    chained = row.get("chained", {})
+    if not isinstance(chained, dict) or not all(isinstance(value, bool) for value in chained.values()):
+        return f"'chained' is {chained!r}"
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_time(value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _row(row: dict[str, Any], capability: tuple[int, int], path: Path) -> Row | None:
+    """None for a configuration that there is not, as in the table of another version."""
+    name = row["configuration"]
+    known = {one.name: one for one in configurations(capability, row["promote"])}
+    if name is not None and name not in known:
+        warn_once(
+            f"The table of measured GEMMs {path} has rows of the configuration {name!r}, which this version does not"
+            " have: they are left out of account. Measure again with `python -m lightning_fp8 tune`."
+        )
+        return None
+    return Row(
+        row["m"], row["n"], row["k"], row["promote"], _DTYPES[row["output"]],
+        None if name is None else known[name], row["splits"], row["p50_us"], row["cublaslt_p50_us"],
+        row.get("chained", {}),
+    )  # fmt: skip

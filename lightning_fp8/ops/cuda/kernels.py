@@ -1,0 +1,278 @@
+"""Which kernel serves an operator: compiled at its first use on a device, tested there against the reference, kept."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from kernels_cuda import casts, gemm, load, scales
+from kernels_cuda.compile import KernelsUnavailable
+from kernels_cuda.gemm import Configuration
+from kernels_cuda.launch import Kernel
+from lightning_fp8.ops.cuda import self_test, self_test_gemm
+from lightning_fp8.runtime.device import is_capturing
+from lightning_fp8.runtime.warn_once import warn_once
+
+BACKENDS = ("auto", "reference")
+_PLAIN = "torch's own operators take over, with the same results and more passes over memory."
+
+
+@functools.cache
+def backend() -> str:
+    """``LIGHTNING_FP8_BACKEND``: ``auto``, or ``reference`` for plain torch on every device. Read once.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    asked = os.environ.get("LIGHTNING_FP8_BACKEND", "auto")
+    if asked not in BACKENDS:
+        raise ValueError(f"LIGHTNING_FP8_BACKEND must be one of {', '.join(BACKENDS)}, got {asked!r}.")
+    return asked
+
+
+class Variant(NamedTuple):
+    """One kernel: how it is compiled and launched, and its self-test, which is given the device and the kernel."""
+
+    family: str
+    defines: tuple[str, ...]
+    layout: str
+    block: int
+    self_test: Callable[[torch.device, Kernel], str | None]
+    shared_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """``"cast_transpose INPUT=Bf16 ..."``, as messages call it."""
+        return " ".join((self.family, *self.defines))
+
+
+class Attempt(NamedTuple):
+    """How it went to make a kernel serve.
+
+    Attributes:
+        kernel: ready to be launched; None where it is not to be used.
+        failure: why not, else None.
+        unavailable: whether the toolchain or the driver is to blame, and so every kernel in the same way.
+        loading_s: seconds that compiling, or reading the cache, and loading took.
+        testing_s: seconds that the self-test took; None where it did not run.
+        out_of_memory: whether it failed for want of memory, which says nothing of the kernel.
+    """
+
+    kernel: Kernel | None
+    failure: str | None
+    unavailable: bool
+    loading_s: float
+    testing_s: float | None
+    out_of_memory: bool = False
+
+
+def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
+    """The kernels that training with the default recipe may use on GPUs of this compute capability.
+
+    Of the GEMMs that end with a cast those in bf16 and of the first configuration, which stand for the others. With
+    ``every`` all that there are: other formats, outputs and configurations too.
+    """
+    of_casts = [
+        _cast_variant(dtype, fmt, activation, backward)
+        for dtype in casts.INPUTS
+        for fmt in casts.FORMATS
+        for activation in casts.ACTIVATIONS
+        for backward in (False, True)
+        if not (backward and activation == "none")
+    ]
+    return [*of_casts, _weights_variant(), _update_variant(), *_gemm_variants(capability, every)]
+
+
+def _gemm_variants(capability: tuple[int, int], every: bool) -> list[Variant]:
+    fast, promoted = (gemm.configurations(capability, promote) for promote in (False, True))
+    # no recipe multiplies two gradients
+    pairs = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")]
+    outputs = tuple(gemm.OUTPUTS)
+    made = [
+        _gemm_variant(one, *pair, output, False)
+        for one in fast
+        for pair in (pairs if every else [("e4m3", "e4m3")])
+        for output in (outputs if every else (torch.bfloat16,))
+    ]
+    # dgrad in bf16; wgrad in the parameters' dtype
+    made += [
+        _gemm_variant(one, *pair, output, True)
+        for one in promoted
+        for pair in (pairs if every else [("e5m2", "e4m3")])
+        for output in outputs
+    ]
+    for promote, fmt in ((False, "e4m3"), (True, "e5m2"), *([(True, "e4m3")] if every else [])):
+        chained = [one for one in (promoted if promote else fast) if one.family == "gemm_sm90"]
+        made += [
+            _chained_variant(one, fmt, output, promote, activation, fmt)
+            for one in (chained if every else chained[:1])
+            for output in ((torch.bfloat16, torch.float16) if every else (torch.bfloat16,))
+            for activation in gemm.CHAINED_ACTIVATIONS
+        ]
+    return [*made, *(_sum_splits_variant(output) for output in outputs)] if made else []
+
+
+@functools.cache
+def cast_kernel(
+    device: torch.device, input: torch.dtype, format: str, activation: str, backward: bool
+) -> Kernel | None:
+    """The variant of ``cast_transpose`` for inputs of this dtype; None where torch's operators serve instead."""
+    if input not in casts.INPUTS:
+        return None
+    return _obtain(_cast_variant(input, format, activation, backward), device)
+
+
+@functools.cache
+def weights_kernel(device: torch.device) -> Kernel | None:
+    """``cast_weights``, or None."""
+    return _obtain(_weights_variant(), device)
+
+
+@functools.cache
+def update_kernel(device: torch.device) -> Kernel | None:
+    """``update_scales``, or None."""
+    return _obtain(_update_variant(), device)
+
+
+@functools.cache
+def gemm_kernel(
+    device: torch.device,
+    configuration: Configuration,
+    a_format: str,
+    b_format: str,
+    output: torch.dtype,
+    promote: bool,
+) -> Kernel | None:
+    """The GEMM of this configuration, formats, output and accumulation, or None."""
+    return _obtain(_gemm_variant(configuration, a_format, b_format, output, promote), device)
+
+
+@functools.cache
+def chained_kernel(
+    device: torch.device,
+    configuration: Configuration,
+    a_format: str,
+    output: torch.dtype,
+    promote: bool,
+    activation: str,
+    format: str,
+) -> Kernel | None:
+    """The GEMM that writes the next one's operand, see :func:`kernels_cuda.gemm.chained_gemm`; or None."""
+    return _obtain(_chained_variant(configuration, a_format, output, promote, activation, format), device)
+
+
+@functools.cache
+def sum_splits_kernel(device: torch.device, output: torch.dtype) -> Kernel | None:
+    """``sum_splits`` for outputs of this dtype, or None."""
+    return _obtain(_sum_splits_variant(output), device)
+
+
+def _cast_variant(input: torch.dtype, format: str, activation: str, backward: bool) -> Variant:
+    def test(device: torch.device, kernel: Kernel) -> str | None:
+        return self_test.cast_transpose(device, input, format, activation, backward, kernel)
+
+    defines = casts.variant(input, format, activation, backward)
+    return Variant("cast_transpose", defines, casts.CAST_TRANSPOSE_LAYOUT, casts.THREADS, test)
+
+
+def _weights_variant() -> Variant:
+    return Variant("cast_weights", (), casts.CAST_WEIGHTS_LAYOUT, casts.THREADS, self_test.cast_weights)
+
+
+def _update_variant() -> Variant:
+    return Variant("update_scales", (), scales.LAYOUT, scales.THREADS, self_test.update_scales)
+
+
+def _gemm_variant(
+    configuration: Configuration, a_format: str, b_format: str, output: torch.dtype, promote: bool
+) -> Variant:
+    def test(device: torch.device, kernel: Kernel) -> str | None:
+        return self_test_gemm.gemm(device, configuration, a_format, b_format, output, kernel)
+
+    return _of(configuration, gemm.variant(configuration, a_format, b_format, output, promote), test)
+
+
+def _chained_variant(
+    configuration: Configuration, a_format: str, output: torch.dtype, promote: bool, activation: str, format: str
+) -> Variant:
+    def test(device: torch.device, kernel: Kernel) -> str | None:
+        return self_test_gemm.chained_gemm(device, configuration, a_format, output, promote, activation, format, kernel)
+
+    defines = gemm.chained_variant(configuration, a_format, output, promote, activation, format)
+    return _of(configuration, defines, test)
+
+
+def _of(
+    configuration: Configuration, defines: tuple[str, ...], test: Callable[[torch.device, Kernel], str | None]
+) -> Variant:
+    layout, threads, shared_bytes = configuration.layout, configuration.threads, configuration.shared_bytes
+    return Variant(configuration.family, defines, layout, threads, test, shared_bytes)
+
+
+def _sum_splits_variant(output: torch.dtype) -> Variant:
+    def test(device: torch.device, kernel: Kernel) -> str | None:
+        return self_test_gemm.sum_splits(device, output, kernel)
+
+    defines = gemm.sum_splits_variant(output)
+    return Variant("sum_splits", defines, gemm.SUM_SPLITS_LAYOUT, gemm.SUM_SPLITS_THREADS, test)
+
+
+def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
+    if backend() == "reference":
+        return None
+    if is_capturing(device.type == "cuda"):
+        raise RuntimeError(
+            f"The kernel {variant.name} is used for the first time while a CUDA graph is captured, where it can be"
+            " neither loaded nor tested. Run a step of the same kind, forward and backward, before the capture."
+        )
+    attempt = try_kernel(variant, device)
+    if attempt.out_of_memory:
+        # as of any operator, and not remembered: the next use tests the kernel
+        raise torch.OutOfMemoryError(f"There was no memory to load and test {variant.name}: {attempt.failure}")
+    if attempt.unavailable:
+        warn_once(f"{attempt.failure} Until then {_PLAIN}")
+    elif attempt.failure is not None:
+        said = f"The CUDA kernel {variant.name} is not used on {device}: {attempt.failure}. Instead {_PLAIN}"
+        warnings.warn(said, stacklevel=2)
+    return attempt.kernel
+
+
+def try_kernel(variant: Variant, device: torch.device, test_again: bool = False) -> Attempt:
+    """Compile, or take from the cache, load and test a kernel; raises and says nothing.
+
+    Args:
+        variant: see :func:`variants`.
+        device: where it is to run.
+        test_again: test it also where a pass is remembered, and forget that pass where it now fails.
+    """
+    family, defines, index = variant.family, variant.defines, device.index or 0
+    began = time.perf_counter()
+    testing: float | None = None
+    out_of_memory = False
+    try:
+        kernel = load.load(family, defines, variant.layout, variant.block, index, variant.shared_bytes)
+        passed = load.has_passed(family, defines, index)
+        if passed and not test_again:
+            return Attempt(kernel, None, False, time.perf_counter() - began, None)
+        testing = time.perf_counter()
+        failure = variant.self_test(device, kernel)
+    except KernelsUnavailable as error:
+        return Attempt(None, str(error), True, time.perf_counter() - began, None)
+    # what the compiler, the driver or a first launch raises: all are reasons not to use this kernel, and none to stop
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "CUDA_ERROR_OUT_OF_MEMORY" in failure
+    ended = time.perf_counter()
+    loading, tested = (ended - began, None) if testing is None else (testing - began, ended - testing)
+    if failure is not None:
+        if testing is not None and passed and not out_of_memory:
+            load.forget_pass(family, defines, index)
+        return Attempt(None, failure, False, loading, tested, out_of_memory)
+    load.remember_pass(family, defines, index)
+    return Attempt(kernel, None, False, loading, tested)

@@ -1,0 +1,98 @@
+"""Everything in torch's own operators and ``torch._scaled_mm``, on any device: nothing here waits for a GPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fp8.ops import reference
+from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.counting import count, is_counting
+from lightning_fp8.ops.formats import FORMATS, Fp8Format
+from lightning_fp8.ops.operand import Slot, WeightSlot, in_layout
+from lightning_fp8.ops.reference import scale_of_current, update_scales
+
+__all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
+
+# cuBLASLt takes FP8 operands whose rows are a multiple of 16 bytes
+_ALIGNMENT = 16
+
+
+def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::cast``."""
+    x, fmt = activate(x, activation), FORMATS[slot.format]
+    current = reference.max_abs(x)
+    amax, goes_with_weights, _ = slot.open()
+    if amax is not None:
+        # The bits of non-negative floats as integers: NaN > inf > every finite value, so nothing non-finite is lost.
+        amax.view(torch.int32).scatter_reduce_(0, slot.index, current.view(torch.int32)[None], "amax")
+    delayed = slot.scale.index_select(0, slot.index)[0]
+    has_history = (slot.amax_history[0].index_select(0, slot.index)[0] > 0) & goes_with_weights
+    used = torch.where(has_history, delayed, scale_of_current(current, fmt))
+    if is_counting(slot):
+        count(x, used, slot)
+    return (*in_layout(saturating_cast(x, used, fmt), layout), used.reciprocal())
+
+
+def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::cast_weight``."""
+    return reference.cast_by_content(weight, slot, layout, saturating_cast)
+
+
+def cast_gradient(
+    dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The cast of dy, or of the gradient of h from it, and with ``bias`` its column sums, ``[N] float32``."""
+    if h is not None:
+        dy = activation_gradient(h, dy, activation)
+    db = dy.sum(dim=0, dtype=torch.float32) if bias else dy.new_empty(0, dtype=torch.float32)
+    return (*cast(dy, slot, "none", layout), db)
+
+
+def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:
+    """See :func:`lightning_fp8.ops.reference.saturating_cast`; ``amax`` would save a pass to a host that may ask."""
+    return (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype).contiguous().view(torch.uint8)
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    a_format: str,
+    b_format: str,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """See the operator ``lightning_fp8::scaled_mm``. Sizes that cuBLASLt does not take are padded with zeros."""
+    (m, k), n = a.shape, b.shape[0]
+    if not (m and n and k):
+        empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
+        return empty if bias is None else empty + bias.to(out_dtype)
+    # torch adds a bias in the GEMM's own epilogue, in fp32, where bias and result are of one 16-bit dtype
+    fused = None if out_dtype == torch.float32 else bias
+    if fused is not None and fused.dtype != out_dtype:
+        fused = fused.to(out_dtype)
+    missing = -n % _ALIGNMENT
+    if missing or k % _ALIGNMENT:
+        a, b = _padded(a, 0), _padded(b, missing)
+        fused = None if fused is None else F.pad(fused, (0, missing))
+    out = torch._scaled_mm(
+        a.contiguous().view(FORMATS[a_format].dtype),
+        b.contiguous().view(FORMATS[b_format].dtype).mT,
+        a_scale_inv,
+        b_scale_inv,
+        fused,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accumulation,
+    )
+    if missing:
+        out = out[:, :n].contiguous()
+    return out if bias is None or fused is not None else out.add_(bias)
+
+
+def _padded(payload: Tensor, rows: int) -> Tensor:
+    """With so many rows of zeros more, and columns to a multiple of what cuBLASLt takes."""
+    return F.pad(payload, (0, -payload.shape[1] % _ALIGNMENT, 0, rows))

@@ -1,0 +1,238 @@
+"""Each kernel beside the reference on a small random case, on the device it is to run on.
+
+A test gives None, or what was wrong. It waits for the device, once per kernel, device, driver and source.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels_cuda import casts, scales
+from kernels_cuda.launch import Kernel
+from lightning_fp8.ops import reference
+from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.formats import FORMATS
+
+# one shape of whole tiles, one with ragged edges on both sides
+_SHAPES = ((256, 128), (133, 71))
+_TENSORS = 3
+# Activations are rounded after functions whose last bits differ between libraries: a code may be the neighbouring one.
+_NEIGHBOURING = 0.01
+_NEARLY_ZERO = 1e-5
+# one scale leaves midpoints where they are, the other makes subnormals of the input large enough to be seen
+_ROUNDING_SCALES = (1.0, 2.0**127)
+# of the input's dtype, on both sides of a midpoint
+_NEAREST = 8
+
+
+def cast_transpose(
+    device: torch.device, input: torch.dtype, format: str, activation: str, backward: bool, kernel: Kernel
+) -> str | None:
+    """Both payloads, scale, amax and column sums; with a history and at first use."""
+    for rows, columns in _SHAPES:
+        width = 2 * columns if activation == "swiglu" else columns
+        x, dy = (_random(rows, columns_, input) for columns_ in (width, columns))
+        values = activation_gradient(x, dy, activation) if backward else activate(x, activation)
+        for index in range(_TENSORS - 1):
+            failure = _compare_cast(device, format, activation, x, dy if backward else None, values, index, kernel)
+            if failure is not None:
+                return f"its self-test at {rows} x {columns} gave {failure}"
+        if activation == "none" and format == "e4m3":
+            failure = _compare_cast_of_weight(device, x, kernel)
+            if failure is not None:
+                return f"its self-test of a weight of {rows} x {columns} gave {failure}"
+    failure = _compare_rounding(device, input, format, kernel) if activation == "none" else None
+    return None if failure is None else f"its self-test of numbers that are hard to round gave {failure}"
+
+
+def hard_to_round(input: torch.dtype, format: str) -> Tensor:
+    """The numbers that casts are wrong about, ``[rows, 64]``.
+
+    All numbers of the format and midpoints of two of them, each with the eight nearest numbers of the input's dtype on
+    both sides; its smallest ones, subnormal and normal, and its largest; zero, inf and NaN; with both signs.
+    """
+    codes = torch.arange(128, dtype=torch.uint8).view(FORMATS[format].dtype).float()
+    codes, info = codes[codes.isfinite()], torch.finfo(input)
+    centres = torch.cat([codes, (codes[1:] + codes[:-1]) / 2, torch.tensor([info.tiny, info.max])]).to(input)
+    bits = centres.view(torch.int32 if input.itemsize == 4 else torch.int16)[:, None]
+    # what follows the largest number is inf and NaN, and nothing comes before zero
+    positive = (bits + torch.arange(-_NEAREST, _NEAREST + 1)).clamp(min=0).to(bits.dtype).view(input).flatten()
+    values = torch.cat([positive, -positive])
+    return torch.nn.functional.pad(values, (0, -len(values) % 64)).view(-1, 64)
+
+
+def _compare_rounding(device: torch.device, input: torch.dtype, format: str, kernel: Kernel) -> str | None:
+    x, dtype = hard_to_round(input, format), FORMATS[format].dtype
+    one, index = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    for scale in _ROUNDING_SCALES:
+        y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in (x.shape, x.shape[::-1]))
+        row = casts.Row(one * scale, one, index, torch.zeros_like(one))
+        casts.cast_transpose(kernel, x.to(device), row, torch.zeros((), device=device), y, y_t)
+        codes = reference.saturating_cast(x, torch.tensor(scale), FORMATS[format])
+        # any NaN is as good as another
+        for payload in (y, y_t, codes):
+            payload[payload.view(dtype).float().isnan()] = 0x7F
+        failure = _compare(y.cpu(), y_t.cpu(), codes, format, exact=True)
+        if failure is not None:
+            return f"{failure}, at a scale of {scale}"
+    return None
+
+
+def _compare_cast_of_weight(device: torch.device, x: Tensor, kernel: Kernel) -> str | None:
+    _, scale, amax, current = _state(device)
+    y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in (x.shape, x.shape[::-1]))
+    scale_inv, index = torch.zeros((), device=device), torch.tensor([2], device=device)
+    # what the last cast used is in place, not the largest of all
+    amax.fill_(1e9)
+    casts.cast_transpose(kernel, x.to(device), casts.Row(scale, None, index, amax, current), scale_inv, y, y_t)
+    return _compare_weight(x, y, y_t, scale_inv, scale[2], amax[2])
+
+
+def _compare_cast(
+    device: torch.device,
+    format: str,
+    activation: str,
+    x: Tensor,
+    dy: Tensor | None,
+    values: Tensor,
+    index: int,
+    kernel: Kernel,
+) -> str | None:
+    newest, scale, amax, current = _state(device)
+    rows, width = values.shape
+    y = torch.full((rows, width), 0xA5, dtype=torch.uint8, device=device)
+    y_t = torch.full((width, rows), 0xA5, dtype=torch.uint8, device=device)
+    sums = None
+    # of gradients only
+    if activation == "none" or dy is not None:
+        sums = torch.full((casts.column_sum_tiles(rows), width), float("nan"), device=device)
+    scale_inv = torch.zeros((), device=device)
+    row = casts.Row(scale, newest, torch.tensor([index], device=device), amax, current)
+    moved = None if dy is None else dy.to(device)
+    casts.cast_transpose(kernel, x.to(device), row, scale_inv, y, y_t, sums, moved, activation == "swiglu")
+    # the recorded amax is itself compared; a first use that differs in its last bit would shift every code
+    used = _expected_scale(scale, newest, index, amax[index].cpu(), format)
+    codes = reference.saturating_cast(values, used, FORMATS[format])
+    exact = activation in ("none", "relu")
+    relative, absolute = (1e-5, 1e-4) if exact else (1e-3, 1e-1)
+    if sums is not None and not torch.allclose(
+        sums.sum(dim=0).cpu(), values.float().sum(dim=0), rtol=relative, atol=absolute
+    ):
+        return "other column sums"
+    return _compare(y.cpu(), y_t.cpu(), codes, format, exact) or _compare_state(
+        scale_inv, used, amax[index], reference.max_abs(values), exact
+    )
+
+
+def _compare(y: Tensor, y_t: Tensor, codes: Tensor, format: str, exact: bool) -> str | None:
+    if not torch.equal(y_t.t(), y):
+        return "a transposed payload that is not the payload's transpose"
+    dtype = FORMATS[format].dtype
+    if not same_codes(y.view(dtype), codes.view(dtype), 0.0 if exact else _NEIGHBOURING):
+        return f"{int((y != codes).sum())} other codes"
+    return None
+
+
+def same_codes(got: Tensor, expected: Tensor, neighbouring: float) -> bool:
+    """Whether two FP8 tensors agree, but for a share of ``neighbouring`` codes and for values next to zero."""
+    codes, expected_codes = got.view(torch.uint8), expected.view(torch.uint8)
+    if torch.equal(codes, expected_codes):
+        return True
+    if not neighbouring:
+        return False
+    # codes of one sign are in the order of their values; near zero an activation is the difference of large numbers
+    close = (codes.int() - expected_codes.int()).abs() <= 1
+    close |= (got.float() - expected.float()).abs() <= _NEARLY_ZERO * torch.finfo(got.dtype).max
+    return bool(close.all()) and (codes != expected_codes).float().mean().item() <= neighbouring
+
+
+def _compare_state(scale_inv: Tensor, used: Tensor, amax: Tensor, expected: Tensor, exact: bool) -> str | None:
+    tolerance = 0.0 if exact else 2**-7
+    if not torch.allclose(amax.cpu(), expected, rtol=tolerance, atol=0):
+        return f"the amax {amax.item()} in place of {expected.item()}"
+    if not torch.allclose(scale_inv.cpu(), used.reciprocal(), rtol=tolerance, atol=0):
+        return f"the scale_inv {scale_inv.item()} in place of {used.reciprocal().item()}"
+    return None
+
+
+def cast_weights(device: torch.device, kernel: Kernel) -> str | None:
+    """Weights of all dtypes and both shapes together; then numbers that are hard to round."""
+    random = [_random(*_SHAPES[number % len(_SHAPES)], dtype) for number, dtype in enumerate(casts.INPUTS)]
+    # without what is larger than the format's largest number, which makes the scale 1
+    hard = [hard_to_round(dtype, "e4m3") for dtype in casts.INPUTS]
+    hard = [values.where(values.abs() <= FORMATS["e4m3"].max, 0) for values in hard]
+    return _cast_weights(device, random, kernel) or _cast_weights(device, hard, kernel)
+
+
+def _cast_weights(device: torch.device, values: list[Tensor], kernel: Kernel) -> str | None:
+    _, scale, amax, _ = _state(device)
+    weights = []
+    for number, x in enumerate(values):
+        y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in (x.shape, x.shape[::-1]))
+        weights.append((x.to(device), number, y, y_t))
+    table = casts.weight_table([casts.Weight(*weight) for weight in weights])
+    casts.cast_weights(kernel, table, scale, amax)
+    for x, number, y, y_t in weights:
+        failure = _compare_weight(x.cpu(), y, y_t, table.scale_inv[number], scale[number], amax[number])
+        if failure is not None:
+            return f"its self-test gave {failure}"
+    return None
+
+
+def _compare_weight(
+    values: Tensor, y: Tensor, y_t: Tensor, scale_inv: Tensor, scale: Tensor, amax: Tensor
+) -> str | None:
+    expected = reference.max_abs(values)
+    used = reference.scale_of_current(expected, FORMATS["e4m3"])
+    codes = reference.saturating_cast(values, used, FORMATS["e4m3"])
+    if scale.item() != used.item():
+        return f"the scale {scale.item()} in place of {used.item()}"
+    return _compare(y.cpu(), y_t.cpu(), codes, "e4m3", exact=True) or _compare_state(
+        scale_inv, used, amax, expected, exact=True
+    )
+
+
+def update_scales(device: torch.device, kernel: Kernel) -> str | None:
+    """Some steps with tensors that ran, did not run and overflowed, over a window longer than a chunk."""
+    tensors, delayed, length = 37, 29, 1030
+    generator = torch.Generator().manual_seed(0)
+    history = torch.rand(length, delayed, generator=generator)
+    mine = {
+        "amax": torch.zeros(tensors),
+        "amax_history": history,
+        "scale": torch.ones(tensors),
+        "fp8_max": torch.full((tensors,), 448.0),
+        "nonfinite_steps": torch.zeros(tensors, dtype=torch.int64),
+    }
+    theirs = {name: tensor.to(device, copy=True) for name, tensor in mine.items()}
+    for most_recent in (False, True):
+        amax = torch.rand(tensors, generator=generator)
+        # of the last ones, which are weights, nothing changes but the counter
+        amax[3], amax[5], amax[7], amax[30] = 0, float("inf"), float("nan"), float("inf")
+        mine["amax"].copy_(amax)
+        theirs["amax"].copy_(amax)
+        reference.update_scales(**mine, most_recent=most_recent, margin_factor=2.0)
+        scales.update_scales(kernel, **theirs, most_recent=most_recent, margin_factor=2.0)
+    for name, expected in mine.items():
+        if not torch.equal(expected, theirs[name].cpu()):
+            return f"its self-test gave another {name}"
+    return None
+
+
+def _random(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Normal values over several magnitudes, the same in every process, without touching torch's generator."""
+    generator = torch.Generator().manual_seed(rows * 10007 + columns)
+    values = torch.randn(rows, columns, generator=generator)
+    return (values * torch.randn(rows, 1, generator=generator).exp2()).to(dtype)
+
+
+def _state(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Newest amaxes, scales, recorded amaxes and a place for a current one; tensor 1 has no history."""
+    newest = torch.tensor([1.0, 0.0, 2.0], device=device)
+    scale = torch.tensor([37.5, 1.0, 3.0], device=device)
+    return newest, scale, torch.zeros(_TENSORS, device=device), torch.zeros((), device=device)
+
+
+def _expected_scale(scale: Tensor, newest: Tensor, index: int, current: Tensor, format: str) -> Tensor:
+    return scale[index].cpu() if newest[index] > 0 else reference.scale_of_current(current, FORMATS[format])

@@ -1,0 +1,162 @@
+"""The GEMM kernels compared with the reference on small random cases; :mod:`.self_test` does so for casts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels_cuda import casts
+from kernels_cuda import gemm as kernels
+from kernels_cuda.gemm import Configuration
+from kernels_cuda.launch import Kernel
+from lightning_fp8.ops import reference
+from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.cuda.self_test import same_codes
+from lightning_fp8.ops.formats import FORMATS
+
+_A_SCALE_INV, _B_SCALE_INV = 0.05, 0.02
+# Of the sum of all terms' absolute values. Hopper's tensor cores align products before they add them, and cut all off
+# behind 13 bits: over these cases that makes at most 2^-11.1, without promotion. Let pass is a good twice that.
+_ACCUMULATION = 2.0**-10
+_ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+# sums that differ in their last bits are rounded to neighbouring numbers now and then
+_NEIGHBOURING = 0.05
+
+
+def gemm(
+    device: torch.device,
+    configuration: Configuration,
+    a_format: str,
+    b_format: str,
+    output: torch.dtype,
+    kernel: Kernel,
+) -> str | None:
+    """Whole tiles, more than run at once, and ragged ones; with a bias."""
+    for m, n, k in _shapes(configuration, kernel):
+        a, b = _operand(m, k, a_format, 1), _operand(n, k, b_format, 2)
+        bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
+        out = torch.full((m, -(-n // 8) * 8), float("nan"), dtype=output, device=device)[:, :n]
+        kernels.gemm(kernel, configuration, a.to(device), b.to(device), out, *_scales(device), bias.to(device))
+        expected, magnitude = _product(a, b, a_format, b_format)
+        expected += bias.to(output).float()
+        failure = _difference(out.cpu(), expected, magnitude)
+        if failure is not None:
+            return f"its self-test at {m} x {n} x {k} gave {failure}"
+    return None
+
+
+def chained_gemm(
+    device: torch.device,
+    configuration: Configuration,
+    a_format: str,
+    output: torch.dtype,
+    backward: bool,
+    activation: str,
+    format: str,
+    kernel: Kernel,
+) -> str | None:
+    """What is written for the next GEMM, by rows and by columns, with its amax, scale and column sums."""
+    for m, n, k in _shapes(configuration, kernel):
+        n = -(-n // 8) * 8
+        a, b = _operand(m, k, a_format, 1), _operand(n, k, "e4m3", 2)
+        sums, magnitude = _product(a, b, a_format, "e4m3")
+        bias = None if backward else torch.randn(n, generator=torch.Generator().manual_seed(3)).to(device)
+        h = torch.full((m, n), float("nan"), dtype=output, device=device)
+        if backward:
+            h.copy_(torch.randn(m, n, generator=torch.Generator().manual_seed(4)))
+        y = torch.full((m, n), 0xA5, dtype=torch.uint8, device=device)
+        y_t = torch.full((n, m), 0xA5, dtype=torch.uint8, device=device)
+        column_sums = torch.full((kernels.column_sum_rows(m), n), float("nan"), device=device) if backward else None
+        scale, amax = torch.tensor([1.0, 37.5], device=device), torch.zeros(2, device=device)
+        row, scale_inv = casts.Row(scale, scale, torch.tensor([1], device=device), amax), torch.zeros((), device=device)
+        kernels.chained_gemm(
+            kernel, configuration, a.to(device), b.to(device), h, y, y_t, row, scale_inv, *_scales(device), bias,
+            column_sums,
+        )  # fmt: skip
+        if bias is None:
+            values = activation_gradient(h.cpu(), sums.to(output), activation)
+        else:
+            failure = _difference(h.cpu(), sums + bias.cpu().to(output).float(), magnitude)
+            if failure is not None:
+                return f"its self-test at {m} x {n} x {k} gave {failure}"
+            # of what was computed, so that only the activation's own last bits are left to differ
+            values = activate(h.cpu(), activation)
+        codes = reference.saturating_cast(values, scale[1].cpu(), FORMATS[format])
+        failure = _other_codes(y.cpu(), y_t.cpu(), codes, format) or _other_state(
+            amax.cpu(), scale_inv.cpu(), values, column_sums
+        )
+        if failure is not None:
+            return f"its self-test at {m} x {n} x {k} gave {failure}"
+    return None
+
+
+def sum_splits(device: torch.device, output: torch.dtype, kernel: Kernel) -> str | None:
+    """Three parts, with a bias; a ragged last group of columns."""
+    rows, columns, splits = 37, 71, 3
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(splits, 40, 72, generator=generator)
+    bias, before = torch.randn(columns, generator=generator), torch.randn(rows, 72, generator=generator).to(output)
+    out = before.to(device, copy=True)
+    split = kernels.Split(splits, parts.to(device), kernel)
+    kernels.sum_split_parts(split, out[:, :columns], bias.to(device))
+    expected = parts[:, :rows, :columns].sum(dim=0) + bias.to(output).float()
+    failure = _difference(out[:, :columns].cpu(), expected, 2.0**-10 * torch.ones_like(expected))
+    if failure is None and not torch.equal(out[:, columns:].cpu(), before[:, columns:]):
+        failure = "a column that is not its own"
+    return None if failure is None else f"its self-test gave {failure}"
+
+
+def _shapes(configuration: Configuration, kernel: Kernel) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """More tiles than run at once and more steps than stages; then ragged edges on all sides.
+
+    With ping-pong some blocks have three tiles: each consumer takes a turn that the other one has given.
+    """
+    cluster, block_n = configuration.cluster, configuration.block_n
+    clusters = (5 if configuration.ping_pong else 3) * (kernel.multiprocessors // cluster) // 2 + 1
+    whole = (configuration.block_m * cluster * clusters, block_n, 128 * (configuration.stages + 1))
+    return whole, (configuration.block_m * cluster + 40, block_n + 23, 400)
+
+
+def _operand(rows: int, columns: int, format: str, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, columns, generator=generator).mul_(8.0)
+    return values.to(FORMATS[format].dtype).view(torch.uint8)
+
+
+def _scales(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.tensor(_A_SCALE_INV, device=device), torch.tensor(_B_SCALE_INV, device=device)
+
+
+def _product(a: Tensor, b: Tensor, a_format: str, b_format: str) -> tuple[Tensor, Tensor]:
+    """In fp32, and how far the tensor cores' sums may be from it."""
+    a_values, b_values = a.view(FORMATS[a_format].dtype).float(), b.view(FORMATS[b_format].dtype).float()
+    factor = _A_SCALE_INV * _B_SCALE_INV
+    return a_values @ b_values.t() * factor, a_values.abs() @ b_values.abs().t() * (factor * _ACCUMULATION)
+
+
+def _difference(actual: Tensor, expected: Tensor, margin: Tensor) -> str | None:
+    error = (actual.float() - expected).abs()
+    wrong = ~(error <= _ROUNDING[actual.dtype] * 1.01 * expected.abs() + margin)
+    return f"{int(wrong.sum())} of {wrong.numel()} other sums" if bool(wrong.any()) else None
+
+
+def _other_codes(y: Tensor, y_t: Tensor, codes: Tensor, format: str) -> str | None:
+    if not torch.equal(y_t.t(), y):
+        return "a transposed payload that is not the payload's transpose"
+    dtype = FORMATS[format].dtype
+    if not same_codes(y.view(dtype), codes.view(dtype), _NEIGHBOURING):
+        return f"{int((y != codes).sum())} of {y.numel()} other codes"
+    return None
+
+
+def _other_state(amax: Tensor, scale_inv: Tensor, values: Tensor, column_sums: Tensor | None) -> str | None:
+    expected = reference.max_abs(values)
+    if amax[0] != 0 or not torch.allclose(amax[1], expected, rtol=2**-6, atol=0):
+        return f"the amaxes {amax.tolist()} in place of {[0.0, expected.item()]}"
+    if scale_inv != torch.tensor(37.5).reciprocal():
+        return f"the scale_inv {scale_inv.item()}"
+    if column_sums is not None:
+        sums, sizes = values.float().sum(dim=0), values.float().abs().sum(dim=0)
+        if bool(((column_sums.sum(dim=0).cpu() - sums).abs() > 2.0**-9 * sizes).any()):
+            return "other column sums"
+    return None

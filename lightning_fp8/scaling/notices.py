@@ -1,0 +1,174 @@
+"""What the user of a scaling state is told: each thing once, and without waiting for a device."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
+
+from lightning_fp8.runtime.device import is_capturing
+
+if TYPE_CHECKING:
+    from lightning_fp8.scaling.state import ScalingState
+
+# of one optimizer, without an update of the scales
+_STEPS_WITHOUT_UPDATE = 3
+
+
+class Notices:
+    """What has been seen of one scaling state, and what has been said about it."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._silent = 0
+        self.has_recorded = False
+        self._steps: dict[int, int] = {}
+        self._nonfinite = _Nonfinite()
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Say nothing of evaluation inside: where it is known to come before the first step."""
+        self._silent += 1
+        try:
+            yield
+        finally:
+            self._silent -= 1
+
+    def see_unrecorded_cast(self, state: ScalingState) -> None:
+        """An input or gradient is cast, and not recorded. Without gradients that is an evaluation."""
+        if not (state.has_scales or self._silent or torch.is_grad_enabled() or _in_backward() or _is_recomputed()):
+            self._say(
+                f"A model with FP8 layers ({_some(state.module_names)}) is evaluated without scales from training: each"
+                " batch is scaled by itself, so results depend on which samples are in it. Take the scales along with"
+                " the weights: `trainer.validate(model, ckpt_path=...)`, or `lightning_fp8.load_scales(model,"
+                " checkpoint)`. A model that has not been trained gets them in training."
+            )
+
+    def see_optimizer_step(self, state: ScalingState, optimizer: int) -> None:
+        """An optimizer, by its ``id``, has changed weights of the model."""
+        if not self.has_recorded:
+            return
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if self._steps[optimizer] >= _STEPS_WITHOUT_UPDATE:
+            self._say(
+                f"A model with FP8 layers ({_some(state.module_names)}) has been trained for {_STEPS_WITHOUT_UPDATE}"
+                " optimizer steps, and nothing has updated its scales: they stay what they are, and clip what outgrows"
+                ' them. Under a Trainer or Fabric use `precision="fp8-delayed"` and step the optimizers that it gives'
+                " you (not those of `use_pl_optimizer=False`, none inside backward); in a loop of your own call"
+                " `lightning_fp8.scaling_state(model).update()` once per optimizer step, after backward."
+            )
+
+    def see_update(self, state: ScalingState) -> None:
+        """The scales have been updated."""
+        state.has_scales |= self.has_recorded
+        self.has_recorded = False
+        self._steps.clear()
+        self._report_nonfinite(state)
+
+    def see_end(self, state: ScalingState) -> None:
+        """A run is over, and may wait for the device."""
+        self._nonfinite.wait()
+        self._report_nonfinite(state)
+
+    def see_load(self, state: ScalingState) -> None:
+        """The state has been loaded or copied: what was not finite before has been another run's.
+
+        Amaxes that wait for their update may have come with it.
+        """
+        self.has_recorded = bool((state.amax[: state.delayed] != 0).any())
+        # `.cpu()` would give the counters themselves on the CPU
+        self._nonfinite = _Nonfinite(state.nonfinite_steps.to("cpu", copy=True))
+
+    def _report_nonfinite(self, state: ScalingState) -> None:
+        found = self._nonfinite.look(state)
+        # of a reduced amax every process knows
+        is_mine = (
+            not (state.recipe.reduce_amax and dist.is_available() and dist.is_initialized()) or not dist.get_rank()
+        )
+        if found and is_mine:
+            rows, step = found
+            self._say(
+                f"inf or NaN in {_some([state.names[row] for row in rows])} at optimizer step {step} of this model. The"
+                " cast to FP8 makes inf the largest number (NaN stays NaN), so the loss may stay finite, and other"
+                " checks see nothing. The scales of such a step are left as they were. This is said once;"
+                " `lightning_fp8.ScaleWatchdog` follows it, `nonfinite_steps` of the scaling state counts."
+            )
+
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(f"lightning_fp8: {message}", stacklevel=2)
+
+
+class _Nonfinite:
+    """Looks for the first tensors whose ``nonfinite_steps`` go up. A GPU's news comes a step or two late."""
+
+    def __init__(self, before: Tensor | None = None) -> None:
+        self._before = before
+        self._copy: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        # updates at the time of the copy, and of the one before
+        self._at = self._clean = 0
+        self._found = False
+
+    def look(self, state: ScalingState) -> tuple[list[int], str] | None:
+        """Rows, and the step or steps at which it began, as a word; None where there is nothing new."""
+        if self._found or is_capturing(state.amax.is_cuda):
+            return None
+        if state.device.type == "cpu":
+            self._copy, self._at = state.nonfinite_steps, state.updates
+        elif self._copied is not None and not self._copied.query():
+            return None
+        rows = self._news()
+        step = str(self._at) if self._at - self._clean <= 1 else f"{self._clean + 1} to {self._at}"
+        self._clean, self._found = self._at, bool(rows)
+        if state.device.type != "cpu":
+            self._fetch(state)
+        return (rows, step) if rows else None
+
+    def wait(self) -> None:
+        """Until the copy on its way has arrived."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _news(self) -> list[int]:
+        if self._copy is None:
+            return []
+        before = torch.zeros_like(self._copy) if self._before is None else self._before
+        rows: list[int] = (self._copy > before).nonzero().flatten().tolist()
+        return rows
+
+    def _fetch(self, state: ScalingState) -> None:
+        if self._copy is None:
+            self._copy = torch.empty_like(state.nonfinite_steps, device="cpu", pin_memory=state.device.type == "cuda")
+        self._copy.copy_(state.nonfinite_steps, non_blocking=True)
+        self._at = state.updates
+        self._copied = torch.cuda.Event()
+        self._copied.record(torch.cuda.current_stream(state.device))
+
+
+def _in_backward() -> bool:
+    # gradients are disabled there too, whatever the forward was
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_recomputed() -> bool:
+    # Reentrant checkpointing runs a training forward without gradients. Frames are looked at until something is said.
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+    return False
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(repr(name or "(root)") for name in names[:most]) + more

@@ -1,0 +1,65 @@
+"""What the scales of a model do to its tensors, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.scaling.state import LAYOUT, ScalingState
+
+QUANTITIES = (
+    "scale",
+    "amax",
+    "amax_history_max",
+    "headroom_bits",
+    "saturated_fraction",
+    "underflowed_fraction",
+    "nonfinite_steps",
+)
+
+
+def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Each of ``QUANTITIES`` as ``[R] float64`` on the CPU, NaN where a tensor does not have it; all in one copy.
+
+    Args:
+        state: the scaling state; fractions are of what it has counted, see :meth:`ScalingState.start_counting`.
+        sum_over_processes: applied to the counts, which belong to one process so far; amaxes have been reduced before.
+    """
+    counts = state.counts if state.counts is not None else state.amax.new_zeros(len(state.names), 4)
+    of_weights = state.amax[state.delayed :]
+    columns = (
+        state.scale,
+        torch.cat([state.amax_history[0], of_weights]),
+        torch.cat([state.amax_history.amax(dim=0), torch.full_like(of_weights, float("nan"))]),
+        state.nonfinite_steps,
+        *sum_over_processes(counts).unbind(dim=1),
+    )
+    copied = torch.stack([column.double() for column in columns]).cpu()
+    scale, amax, largest, nonfinite, numbers, saturated, nonzero, underflowed = copied
+    nothing = torch.full_like(scale, float("nan"))
+    quantities = {
+        "scale": scale,
+        "amax": amax,
+        "amax_history_max": largest,
+        # a weight's scale follows what it holds, so it has no history and nothing to grow into
+        "headroom_bits": headroom_bits(state.fp8_max_on_host, amax, scale).where(largest.isfinite(), nothing),
+        # 0 / 0 is NaN: not cast
+        "saturated_fraction": saturated / numbers,
+        "underflowed_fraction": torch.where(numbers > 0, underflowed / nonzero.clamp(min=1), nothing),
+        "nonfinite_steps": nonfinite,
+    }
+    # what a layer left behind when it fell back says nothing about the run
+    in_fp8 = state.rows_in_fp8
+    return {quantity: values.where(in_fp8, nothing) for quantity, values in quantities.items()}
+
+
+def headroom_bits(fp8_max: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
+    """``log2(FP8_MAX / (amax * scale))``, ``[R]`` like each argument; NaN where there is no amax yet."""
+    return (fp8_max / (amax * scale)).log2().where(amax > 0, float("nan"))
+
+
+def by_role(values: Tensor) -> dict[str, Tensor]:
+    """Values of all tensors ``[R]`` -> those of each role ``[R / 3]``, in the order of the modules."""
+    return dict(zip(LAYOUT, values.chunk(len(LAYOUT)), strict=True))

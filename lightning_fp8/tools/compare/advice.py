@@ -1,0 +1,150 @@
+"""Which precision to take, with reasons: rules on the rows of a comparison, in plain words.
+
+1. Losses are compared with bf16-mixed's, the mean of the last steps and the validation loss where both have one. A
+   precision with either of them worse by more than 1%, or not finite, is never recommended. Near zero 0.1% of the
+   first step's loss counts in place of 1% of what is left of it.
+2. On a CUDA GPU: of the precisions whose losses pass, the fastest by median step time, if that is at least 5% less
+   than bf16-mixed's and the times of the two do not overlap between their 20th and 80th percentiles. Of those within
+   2% of the fastest, the one with the least peak memory. Otherwise bf16-mixed.
+3. On the CPU speed counts for nothing: bf16-mixed, and for those short of memory the one with the fewest bytes of
+   parameters, gradients and optimizer state, which are the same on a GPU, if they are at least 5% less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_fp8.tools.compare.variants import REFERENCE
+
+WORSE_LOSS = 0.01
+WORSE_OF_FIRST_LOSS = 0.001
+FASTER = 0.05
+LESS_MEMORY = 0.05
+ABOUT_AS_FAST = 0.02
+_LOSSES = {"loss": "training loss", "val_loss": "validation loss"}
+_MIB = 2**20
+Row = Mapping[str, Any]
+
+
+def advise(rows: Sequence[Row]) -> list[str]:
+    """Sentences, in the order in which they matter; rows with an ``error`` have only their ``variant`` besides."""
+    ran = [row for row in rows if not row.get("error")]
+    on_cuda = any(row.get("gpu") for row in ran)
+    lines = []
+    if ran and not on_cuda:
+        lines.append(
+            "These are times of a CPU. They say nothing about the speed on a GPU, so they count for nothing here."
+        )
+    reference = next((row for row in ran if row["variant"] == REFERENCE), None)
+    if reference is None:
+        return [*lines, f"No recommendation: there is no run of {REFERENCE}, with which the others are compared."]
+    others = [row for row in ran if row is not reference]
+    lines += _doubts(reference, others)
+    if not all(map(math.isfinite, _losses(reference).values())):
+        return [*lines, f"No recommendation: the loss of {REFERENCE} is not finite. Look into the training first."]
+    refused = {row["variant"]: why for row in others if (why := worse_loss(row, reference))}
+    accepted = [row for row in others if row["variant"] not in refused]
+    lines += _on_gpu(reference, accepted) if on_cuda else _on_cpu(reference, accepted)
+    lines += [f"Not {variant}: {why}." for variant, why in refused.items()]
+    if refused:
+        lines.append(
+            f"After {reference['steps']} steps that may be a passing difference. Before it counts as a verdict, look"
+            " again with more `--steps`."
+        )
+    if any(row["variant"] == "bf16-true" for row in accepted):
+        lines.append(
+            "bf16-true loses updates smaller than half a unit in the last place of a bf16 weight. A run of"
+            f" {reference['steps']} steps may be too short to show what that costs."
+        )
+    if not on_cuda:
+        lines.append("For an answer about speed, run the same command on the GPU that you will train on.")
+    return lines
+
+
+def worse_loss(row: Row, reference: Row) -> str:
+    """Why the losses do not pass rule 1; empty if they do."""
+    mine, first = _losses(row), reference.get("first_loss")
+    nearly_nothing = WORSE_OF_FIRST_LOSS * abs(first) if first is not None and math.isfinite(first) else 0.0
+    for key, theirs in _losses(reference).items():
+        if key not in mine:
+            continue
+        if not math.isfinite(mine[key]):
+            return f"its {_LOSSES[key]} is {mine[key]}"
+        if mine[key] - theirs > max(WORSE_LOSS * abs(theirs), nearly_nothing):
+            by = f"worse by {(mine[key] - theirs) / abs(theirs):.1%}" if theirs else "worse"
+            return (
+                f"its {_LOSSES[key]} {mine[key]:.4f} is {by} than {REFERENCE}'s {theirs:.4f}; {WORSE_LOSS:.0%} passes"
+            )
+    return ""
+
+
+def overlap(row: Row, other: Row) -> bool:
+    """Whether the step times of the two overlap between their 20th and 80th percentiles."""
+    return bool(row["p20_ms"] <= other["p80_ms"] and other["p20_ms"] <= row["p80_ms"])
+
+
+def _losses(row: Row) -> dict[str, float]:
+    return {key: row[key] for key in _LOSSES if row.get(key) is not None}
+
+
+def _doubts(reference: Row, others: Sequence[Row]) -> list[str]:
+    """What makes the losses hard to compare."""
+    lines = []
+    if not _losses(reference):
+        lines.append(
+            "No loss is known: `training_step` returns none and logs no `train_loss`. Look at your own metrics."
+        )
+    strange = [row["variant"] for row in others if row["batches"] != reference["batches"]]
+    if strange:
+        lines.append(
+            f"{', '.join(strange)} did not get the batches that {REFERENCE} got, so the losses differ by more than the"
+            " precision: the data does not follow `seed_everything`."
+        )
+    return lines
+
+
+def _on_gpu(reference: Row, accepted: Sequence[Row]) -> list[str]:
+    time = reference["p50_ms"]
+    faster = [row for row in accepted if row["p50_ms"] <= (1 - FASTER) * time and not overlap(row, reference)]
+    noisy = [row["variant"] for row in accepted if overlap(row, reference)]
+    lines = []
+    if faster:
+        least = min(row["p50_ms"] for row in faster)
+        near = [row for row in faster if row["p50_ms"] <= (1 + ABOUT_AS_FAST) * least]
+        best = min(near, key=lambda row: (row["peak_bytes"], row["p50_ms"]))
+        tied = f", with the least memory of the {len(near)} that are about as fast" if len(near) > 1 else ""
+        lines.append(
+            f"Recommended: {best['variant']}. Its step takes {1 - best['p50_ms'] / time:.0%} less time than"
+            f" {REFERENCE}'s, {best['p50_ms']:.2f} ms against {time:.2f} ms{tied}. Its loss passes, and its peak memory"
+            f" is {best['peak_bytes'] / _MIB:,.0f} MiB against {reference['peak_bytes'] / _MIB:,.0f} MiB."
+        )
+    else:
+        best = reference
+        lines.append(
+            f"Recommended: {REFERENCE}. Nothing else whose loss passes takes at least {FASTER:.0%} less time a step,"
+            " beyond the noise."
+        )
+    if noisy:
+        lines.append(
+            f"Within the noise: the step times of {', '.join(noisy)} and of {REFERENCE} overlap between their 20th and"
+            " 80th percentiles."
+        )
+    return lines + _memory(best, [reference, *accepted], "peak_bytes", "peak memory")
+
+
+def _on_cpu(reference: Row, accepted: Sequence[Row]) -> list[str]:
+    lines = [f"Recommended until a GPU has been asked: {REFERENCE}. Its fp32 master weights lose no update."]
+    what = "sum of parameters, gradients and optimizer state, the same on a GPU,"
+    return lines + _memory(reference, accepted, "state_bytes", what)
+
+
+def _memory(best: Row, others: Sequence[Row], key: str, what: str) -> list[str]:
+    least = min(others, key=lambda row: row[key], default=best)
+    if least[key] > (1 - LESS_MEMORY) * best[key]:
+        return []
+    return [
+        f"If memory is what you lack: {least['variant']}. Its loss passes, and its {what} comes to"
+        f" {least[key] / _MIB:,.1f} MiB against {best[key] / _MIB:,.1f} MiB of {best['variant']}."
+    ]

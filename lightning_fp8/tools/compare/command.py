@@ -1,0 +1,142 @@
+"""Run a configuration under several precisions, with the same seed and data, and say which one to take.
+
+Each precision trains in a process of its own, for --steps optimizer steps from the start; a learning rate that follows
+the length of the run follows these. Loggers, checkpoints, progress bars, early stopping and this package's own
+callbacks are left out. Further arguments, such as --trainer.devices=1, go to the command line of `fit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from lightning_fp8.bench.rows import environment
+from lightning_fp8.tools.compare import results
+from lightning_fp8.tools.compare.advice import advise
+from lightning_fp8.tools.compare.processes import UsageError, run
+from lightning_fp8.tools.compare.variants import VARIANTS
+
+STEPS_ON_GPU = 200
+STEPS_ON_CPU = 30
+WARMUP = 10
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Compare; exits with 1 if a precision failed, with 2 and a line that says why where nothing could run."""
+    parser = _parser()
+    options, further = parser.parse_known_args(arguments)
+    for path in options.config:
+        if not path.is_file():
+            parser.error(f"--config: there is no file {path}")
+    steps = options.steps or (STEPS_ON_GPU if _on_gpu(options.config, further) else STEPS_ON_CPU)
+    if options.warmup >= steps:
+        parser.error(f"--warmup must be smaller than the number of steps, {steps}, got {options.warmup}")
+    folder = options.out or Path("runs", "compare", options.config[-1].stem)
+    fit = ["fit", *(part for path in options.config for part in ("--config", str(path))), *further]
+    about = {
+        "suite": "compare",
+        "case": ", ".join(map(str, options.config)),
+        **environment("lightning-fp8", "lightning", command=f"python -m lightning_fp8 compare {shlex.join(arguments)}"),
+    }
+    try:
+        rows = _run_all(list(dict.fromkeys(options.precisions)), folder, steps, options.warmup, fit)
+    except UsageError as error:
+        parser.exit(2, f"The configuration is refused:\n{error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, f"\nStopped. What has run is in {folder}.\n")
+    rows = [{**row, **about} for row in rows]
+    _show(rows, folder)
+    if results.failures(rows):
+        sys.exit(1)
+
+
+def _run_all(variants: list[str], folder: Path, steps: int, warmup: int, fit: list[str]) -> list[dict[str, Any]]:
+    rows = []
+    width = max(map(len, variants))
+    for variant in variants:
+        print(f"{variant.ljust(width)}  {steps} steps ... ", end="", flush=True)
+        start = time.perf_counter()
+        try:
+            row = {"variant": variant, **run(variant, folder / variant, steps, warmup, fit)}
+        # the line is not finished
+        except BaseException:
+            print(flush=True)
+            raise
+        row["wall_s"] = time.perf_counter() - start
+        print(f"{'failed' if row.get('error') else 'done'} in {row['wall_s']:.0f} s", flush=True)
+        rows.append(row)
+    return rows
+
+
+def _show(rows: list[dict[str, Any]], folder: Path) -> None:
+    ran = [row for row in rows if not row.get("error")]
+    advice = advise(rows)
+    written = results.write(rows, advice, folder)
+    print()
+    if find_spec("rich") and sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(results.as_rich_table(rows))
+    else:
+        print(results.as_table(rows))
+    print("", *results.failures(rows), *advice, sep="\n")
+    if ran:
+        row = ran[0]
+        where = row["gpu"] or f"{row['device']}, {row['cpu']}, {row['threads']} threads"
+        print(f"\n{where}; {row['steps']} steps, the first {row['warmup']} not timed; seed {row['seed']}.")
+        print("Loss: mean of the last tenth of the steps. State: parameters, gradients and optimizer state.")
+    if ran and ran[0]["left_out"]:
+        print(f"Callbacks left out: {', '.join(ran[0]['left_out'])}.")
+    print(f"Written: {', '.join(map(str, written))}")
+    if not find_spec("matplotlib"):
+        print("A picture needs matplotlib: pip install 'lightning-fp8[report]'")
+    if ran:
+        folders = shlex.join(str(folder / row["variant"]) for row in ran)
+        print(f"All that the runs logged: python -m lightning_fp8 report {folders}")
+
+
+def _on_gpu(configs: Sequence[Path], further: Sequence[str]) -> bool:
+    """Whether a GPU will be used, as far as it can be told without the command line that reads the configuration."""
+    accelerator = "auto"
+    for path in configs:
+        try:
+            trainer = yaml.safe_load(path.read_text(encoding="utf-8")).get("trainer") or {}
+            accelerator = trainer.get("accelerator", accelerator)
+        # `fit` says what is wrong with it
+        except (OSError, ValueError, AttributeError, yaml.YAMLError):
+            continue
+    for position, part in enumerate(further):
+        name, _, value = part.partition("=")
+        if name == "--trainer.accelerator":
+            accelerator = value or (further[position + 1] if position + 1 < len(further) else "")
+    return accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lightning_fp8 compare", description=__doc__, allow_abbrev=False)
+    parser.add_argument("-c", "--config", action="append", required=True, type=Path, metavar="FILE",
+                        help="as for `fit`; may be given more than once, the later one counts")  # fmt: skip
+    parser.add_argument("--steps", type=_natural, metavar="N",
+                        help=f"optimizer steps, else {STEPS_ON_GPU} on a GPU, {STEPS_ON_CPU} on the CPU")  # fmt: skip
+    parser.add_argument("--warmup", type=_natural, default=WARMUP, metavar="N",
+                        help=f"of these, steps at the start that are not timed, else {WARMUP}")  # fmt: skip
+    parser.add_argument("--precisions", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="else all four")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for results and logs, else runs/compare/<config name>"
+    )
+    return parser
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)

@@ -1,0 +1,106 @@
+"""The rows of a comparison as a table, a picture and files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning_fp8.bench.rows import table
+from lightning_fp8.tools.report.pictures import COLOURS
+
+_MIB = 2**20
+# title, unit and format
+_COLUMNS: dict[str, tuple[str, float, str]] = {
+    "tokens_per_s": ("tokens/s", 1.0, ",.0f"),
+    "samples_per_s": ("samples/s", 1.0, ",.1f"),
+    "p20_ms": ("p20 ms", 1.0, ",.2f"),
+    "p50_ms": ("p50 ms", 1.0, ",.2f"),
+    "p80_ms": ("p80 ms", 1.0, ",.2f"),
+    "peak_bytes": ("peak MiB", _MIB, ",.0f"),
+    "state_bytes": ("state MiB", _MIB, ",.1f"),
+    "loss": ("loss", 1.0, ".4f"),
+    "val_loss": ("val loss", 1.0, ".4f"),
+}
+Row = Mapping[str, Any]
+
+
+def as_table(rows: Sequence[Row], markdown: bool = False) -> str:
+    """The table; a number that no row has gets no column, and a run that failed has dashes."""
+    columns = {key: about for key, about in _COLUMNS.items() if any(row.get(key) is not None for row in rows)}
+    return table(
+        [{"variant": row["variant"], **{key: row.get(key) for key in columns}} for row in rows], columns, markdown
+    )
+
+
+def as_rich_table(rows: Sequence[Row]) -> Any:
+    """The same for a terminal.
+
+    Raises:
+        ModuleNotFoundError: without rich.
+    """
+    from rich.table import Table
+
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in as_table(rows, markdown=True).splitlines()]
+    made = Table(*[f"[b]{title}" for title in cells[0]], box=None, pad_edge=False)
+    for column in made.columns[1:]:
+        column.justify = "right"
+    for line in cells[2:]:
+        made.add_row(*line)
+    return made
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """A line for each run that failed."""
+    return [f"{row['variant']} failed: {row['error']}" for row in rows if row.get("error")]
+
+
+def write(rows: Sequence[Row], advice: Sequence[str], folder: Path) -> list[Path]:
+    """Write ``compare.jsonl``, ``compare.md`` and, with matplotlib, ``compare.png``; in place of earlier ones."""
+    lines, page = folder / "compare.jsonl", folder / "compare.md"
+    lines.write_text(
+        "".join(json.dumps({key: value for key, value in row.items() if key != "losses"}) + "\n" for row in rows),
+        encoding="utf-8",
+    )
+    said = "".join(f"- {line}\n" for line in [*failures(rows), *advice])
+    page.write_text(f"{as_table(rows, markdown=True)}\n\n{said}", encoding="utf-8")
+    picture = folder / "compare.png"
+    picture.unlink(missing_ok=True)
+    if find_spec("matplotlib") and any(not row.get("error") for row in rows):
+        draw(rows, picture)
+        return [lines, page, picture]
+    return [lines, page]
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Loss curves of all, and bars of step times (lines from the 20th to the 80th percentile) and peak memory.
+
+    Raises:
+        ModuleNotFoundError: without matplotlib.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"text.parse_math": False, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}):
+        figure = Figure(figsize=(13, 4), layout="constrained")
+        losses, times, memory = figure.subplots(1, 3, width_ratios=(1.6, 1, 1))
+        for position, row in enumerate(rows):
+            if row.get("error"):
+                continue
+            name, colour = row["variant"], COLOURS[position % len(COLOURS)]
+            steps = range(1, len(row["losses"]) + 1)
+            losses.plot(steps, row["losses"], color=colour, label=name, alpha=0.8, linewidth=1.3)
+            spread = [[row["p50_ms"] - row["p20_ms"]], [row["p80_ms"] - row["p50_ms"]]]
+            times.barh(name, row["p50_ms"], color=colour, xerr=spread, capsize=3)
+            memory.barh(name, row["peak_bytes"] / _MIB, color=colour)
+        on_cpu = not any(row.get("gpu") for row in rows)
+        losses.set(xlabel="optimizer step", ylabel="training loss", title="Loss")
+        losses.legend(fontsize=8)
+        times.set(xlabel="ms", title="Step time on a CPU, not a GPU's" if on_cpu else "Step time")
+        memory.set(xlabel="MiB", title="Peak memory of the process" if on_cpu else "Peak memory")
+        memory.set_yticklabels([])
+        for axes in (times, memory):
+            axes.invert_yaxis()
+        figure.savefig(path, dpi=150)

@@ -1,0 +1,193 @@
+"""One run of a comparison, in a process of its own: ``python -m <this module> VARIANT FOLDER STEPS WARMUP ...``."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+from lightning.fabric.plugins.precision import Precision
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelSummary,
+    ProgressBar,
+    ThroughputMonitor,
+    Timer,
+)
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_fp8.bench.rows import gpu_environment
+from lightning_fp8.callbacks import RunRecord
+from lightning_fp8.callbacks.run_files import write_json
+from lightning_fp8.cli import Fp8CLI
+from lightning_fp8.tools.compare import MEASURED_FILE
+from lightning_fp8.tools.compare.measure import Measure
+from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
+
+# they end runs early, write checkpoints, take time of their own, or choose other settings for each precision
+_LEFT_OUT = (
+    BatchSizeFinder,
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelSummary,
+    ProgressBar,
+    ThroughputMonitor,
+    Timer,
+)
+_NEVER = 10**9
+# how many lines a run logs where reading a metric makes the host wait for the device
+_LOGGED_ON_GPU = 20
+
+
+class CompareCLI(Fp8CLI):
+    """:class:`~lightning_fp8.cli.Fp8CLI` that runs a configuration under one variant and measures it.
+
+    Args:
+        variant: a key of ``VARIANTS``.
+        folder: for the logs and the measured numbers.
+        steps: optimizer steps.
+        warmup: how many of them are not timed.
+        args: of the command line, ``fit`` and its own.
+    """
+
+    def __init__(self, variant: str, folder: Path, steps: int, warmup: int, args: list[str]) -> None:
+        self.variant, self.folder, self.steps = variant, folder, steps
+        self.measure = Measure(warmup)
+        self.left_out: list[str] = []
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            seed_everything_default=0,
+            save_config_callback=None,
+            args=args,
+        )
+
+    def before_instantiate_classes(self) -> None:
+        """Change the configuration to what is compared."""
+        config = self.config.fit
+        # `true` asks for a seed of its own in each process
+        self.seed = 0 if isinstance(config.seed_everything, bool) else config.seed_everything
+        seed_everything(self.seed, workers=True)
+        config.ckpt_path = None
+        trainer = config.trainer
+        logs_rarely = trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        for name, value in {
+            "max_steps": self.steps,
+            # the number of steps decides alone
+            "max_epochs": -1,
+            "min_steps": None,
+            "min_epochs": None,
+            "max_time": None,
+            "fast_dev_run": False,
+            "barebones": False,
+            # validation once, when `Measure` ends the run
+            "num_sanity_val_steps": 0,
+            "val_check_interval": _NEVER,
+            "check_val_every_n_epoch": None,
+            "log_every_n_steps": max(1, self.steps // _LOGGED_ON_GPU) if logs_rarely else 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "profiler": None,
+            "default_root_dir": str(self.folder),
+        }.items():
+            trainer[name] = value
+        self._choose_precision(trainer)
+        trainer.callbacks = [callback for callback in _as_list(trainer.callbacks) if self._stays(callback)]
+
+    def _choose_precision(self, trainer: Namespace) -> None:
+        own: dict[str, Any] = {}
+        others = []
+        for plugin in _as_list(trainer.plugins):
+            if not issubclass(_class_of(plugin), Precision):
+                others.append(plugin)
+            elif _class_of(plugin).__module__.startswith("lightning_fp8."):
+                # not `items()`, which are the leaves: a recipe's fields by dotted names
+                own = dict(vars(plugin.init_args)) if "init_args" in plugin else {}
+        settings = plugin_settings(self.variant, own)
+        trainer.precision = None
+        if list(settings) == ["precision"]:
+            trainer.precision = settings["precision"]
+        else:
+            others.append(_part("lightning_fp8.Fp8Precision", settings))
+        trainer.plugins = others or None
+
+    def _stays(self, callback: Any) -> bool:
+        kind = _class_of(callback)
+        if not issubclass(kind, _LEFT_OUT) and not kind.__module__.startswith("lightning_fp8.callbacks."):
+            return True
+        self.left_out.append(kind.__name__)
+        return False
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The configuration's Trainer, with our logger and callbacks."""
+        trainer = super().instantiate_trainer(logger=CSVLogger(self.folder.parent, self.folder.name, ""), **kwargs)
+        # last: what the user's callbacks do after a batch is part of its step
+        trainer.callbacks += [RunRecord(), self.measure]  # type: ignore[attr-defined]
+        return trainer
+
+    def before_fit(self) -> None:
+        """Seed again: what was drawn until here may depend on the precision."""
+        seed_everything(self.seed, workers=True)
+
+    def after_fit(self) -> None:
+        """Write down what was measured."""
+        super().after_fit()
+        device = self.trainer.strategy.root_device
+        results = self.measure.results(self.trainer)
+        about = {"device": device.type, **gpu_environment(device), "seed": self.seed, "left_out": self.left_out}
+        if self.trainer.is_global_zero:
+            write_json(self.folder / MEASURED_FILE, {**results, **about})
+
+
+def main() -> None:
+    """Run; a run that fails leaves its reason behind and its traceback in what it prints."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("variant", choices=VARIANTS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("warmup", type=int)
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+    try:
+        CompareCLI(options.variant, options.folder, options.steps, options.warmup, options.args)
+    except Exception as error:
+        if not (options.folder / MEASURED_FILE).exists():
+            said = next(filter(None, map(str.strip, str(error).splitlines())), "")
+            write_json(options.folder / MEASURED_FILE, {"error": f"{type(error).__name__}: {said}".removesuffix(": ")})
+        raise
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _part(class_path: str, arguments: dict[str, Any]) -> Any:
+    made: Any = Namespace  # which has no annotations
+    return made(class_path=class_path, init_args=made(**arguments))
+
+
+def _class_of(part: Any) -> type:
+    """The class of a part of a configuration; of a function, which may make anything, ``object``."""
+    module, _, name = part.class_path.rpartition(".")
+    found = getattr(import_module(module), name)
+    return found if isinstance(found, type) else object
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The examination: each part on its own, so that what fails in one is a line of the page and not its end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from lightning_fp8.tools.doctor import hardware, kernel_checks, precisions, software
+from lightning_fp8.tools.doctor.diagnosis import CANNOT, FINE, SLOWER, Diagnosis, Findings, Section
+
+# the first of a process starts it, which takes seconds
+LIMIT_S = 60.0
+_Result = TypeVar("_Result")
+
+
+def examine(
+    device: torch.device | str | None = None,
+    *,
+    compile: bool = True,
+    architectures: Sequence[str] | None = None,
+    limit_s: float = LIMIT_S,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Diagnosis:
+    """What this machine has, which precisions run on it and on which kernels. Raises nothing.
+
+    The precision strings are registered with Lightning, as by importing the package.
+
+    Args:
+        device: one GPU; every visible one if left out; ``"cpu"`` leaves GPUs out.
+        compile: whether to compile, load and test the package's kernels.
+        architectures: what to compile every kernel for besides, as ``"sm_90a"``, without testing; if left out, where
+            there is no GPU, those of the default recipe for that one.
+        limit_s: seconds for compiling, loading and testing one kernel on a GPU.
+        progress: is told of each kernel before it is tried and after, in pieces of text.
+    """
+    findings = Findings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        no_gpus: list[torch.device] = []
+        devices = _guarded(findings, "GPUs", lambda: _devices(device), no_gpus)
+        _examine(findings, devices, compile, architectures, limit_s, progress)
+    said = dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, (UserWarning, RuntimeWarning)))
+    if said:
+        findings.sections.append(Section("Warnings", ("said meanwhile",), tuple((text,) for text in said)))
+    status = max((problem.status for problem in findings.problems), default=FINE)
+    problems = tuple(sorted(findings.problems, key=lambda problem: -problem.status))
+    verdict = _verdict(status, devices, compile, len(problems))
+    return Diagnosis(status, verdict, problems, tuple(findings.sections), tuple(findings.kernels))
+
+
+def _examine(
+    findings: Findings,
+    devices: list[torch.device],
+    compile: bool,
+    architectures: Sequence[str] | None,
+    limit_s: float,
+    progress: Callable[[str], None],
+) -> None:
+    _guarded(findings, "Versions", lambda: software.versions(findings), None)
+    ready = _guarded(findings, "GPU and toolchain", lambda: hardware.describe(findings, devices), False)
+    _guarded(findings, "Settings", lambda: software.settings(findings, bool(devices)), None)
+    unfit = hardware.unfit(devices)
+    hardware.note_unfit(findings, devices, unfit)
+    if compile and ready:
+        fit = [device for device in devices if device not in unfit]
+        kernels = partial(_kernels, findings, fit, bool(devices), architectures, limit_s, progress)
+        _guarded(findings, "Kernels", kernels, None)
+    else:
+        why = "--quick compiles nothing" if not compile else "NVRTC does not serve, see above"
+        findings.sections.append(Section("Kernels", kernel_checks.NOT_TRIED, ((why,),)))
+    _guarded(findings, "Precisions", lambda: precisions.describe(findings, devices, unfit, ready, compile), None)
+
+
+def _kernels(
+    findings: Findings,
+    devices: list[torch.device],
+    has_gpu: bool,
+    architectures: Sequence[str] | None,
+    limit_s: float,
+    progress: Callable[[str], None],
+) -> None:
+    checks = [check for device in devices for check in kernel_checks.on_device(device, limit_s, progress)]
+    wanted = (() if has_gpu else ("sm_90a",)) if architectures is None else architectures
+    for arch in wanted:
+        why = "compiled only" if has_gpu else "no GPU"
+        checks += kernel_checks.for_architecture(arch, why, architectures is not None, progress)
+    kernel_checks.note(findings, checks)
+
+
+def _devices(device: torch.device | str | None) -> list[torch.device]:
+    if device is None:
+        return hardware.gpus()
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return [] if chosen.type == "cpu" else [chosen]
+
+
+def _guarded(findings: Findings, title: str, part: Callable[[], _Result], otherwise: _Result) -> _Result:
+    try:
+        return part()
+    # a machine in a bad state raises anything anywhere, and the other parts say why
+    except Exception as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        findings.sections.append(Section(title, ("this part failed",), ((cause,),)))
+        findings.problem(SLOWER, f"{title} could not be examined: {cause}", "Please report this with the whole page.")
+        return otherwise
+
+
+def _verdict(status: int, devices: list[torch.device], compile: bool, problems: int) -> str:
+    trouble = f"{problems} problem{'s' if problems > 1 else ''}, see below"
+    if status == CANNOT:
+        return f"fp8-delayed cannot run here: {trouble}."
+    if not devices:
+        return "no GPU: fp8-delayed runs as a reference on the CPU" + (f"; {trouble}." if problems else ".")
+    if status == SLOWER:
+        return f"fp8-delayed runs, but not with all its kernels on every GPU, or not as it should: {trouble}."
+    tested = "" if compile else ", as far as is known without compiling them (--quick)"
+    return f"fp8-delayed runs with its own kernels on every GPU ({', '.join(map(str, devices))}){tested}."

@@ -1,0 +1,154 @@
+"""GPUs, driver, CuPy and NVRTC: what is there, and whether one fits the other."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+from functools import partial
+
+import torch
+
+from kernels_cuda.compile import KernelsUnavailable, cached_by_version, check_driver, nvrtc_version
+from lightning_fp8.bench.rows import package_version
+from lightning_fp8.runtime.device import check_device
+from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Findings, Section
+from lightning_fp8.tools.doctor.software import asked
+
+_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+
+
+def gpus() -> list[torch.device]:
+    """Every GPU that torch sees."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.device("cuda", index) for index in range(count)]
+
+
+def driver_cuda() -> int:
+    """The newest CUDA that the driver serves, 12080 for 12.8, asked of the driver itself; 0 without one."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    version = ctypes.c_int(0)
+    return 0 if library.cuDriverGetVersion(ctypes.byref(version)) else version.value
+
+
+def driver_names() -> list[str]:
+    """``"580.65.06"`` of each GPU that ``nvidia-smi`` sees; empty where there is none, or no such program."""
+    command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return ran.stdout.split() if ran.returncode == 0 else []
+
+
+def describe(findings: Findings, devices: list[torch.device]) -> bool:
+    """GPUs, driver and toolchain; whether the package's kernels can be compiled (and, with a GPU, loaded)."""
+    rows = [(str(gpu), asked(partial(_description, gpu))) for gpu in devices] or [("GPU", "none")]
+    driver, names = driver_cuda(), driver_names()
+    cuda = f"CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "no CUDA"
+    rows.append(("driver", f"{names[0] if names else 'version not known'}, {cuda}" if driver or names else "none"))
+    installed = [f"{wheel} {version}" for wheel in _CUPY if (version := package_version(wheel))]
+    rows.append(("CuPy", ", ".join(installed) or "not installed"))
+    if len(installed) > 1:
+        findings.problem(
+            SLOWER,
+            f"CuPy is installed more than once ({', '.join(installed)}), and one overwrites the other's files.",
+            f"pip uninstall -y {' '.join(one.split()[0] for one in installed)}, then pip install {_extra(driver)}",
+        )
+    ready, nvrtc = _toolchain(findings, bool(devices), bool(installed), driver)
+    rows += [("NVRTC", nvrtc), ("compiled kernels", asked(partial(_compiled, nvrtc)))]
+    findings.sections.append(Section("GPU and toolchain", ("what", "found"), tuple(rows)))
+    if not devices and names:
+        _unseen(findings, names, driver)
+    return ready
+
+
+def _compiled(nvrtc: str) -> str:
+    """What the cache folder holds, and whether it is of use here."""
+    counts = cached_by_version()
+    held = ", ".join(f"{count} by NVRTC {version}" for version, count in counts.items()) or "none in the cache"
+    if not counts or nvrtc in counts:
+        return held
+    return f"{held}, of no use here: NVRTC {nvrtc} compiles its own"
+
+
+def _description(gpu: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(gpu)
+    memory = asked(lambda: f"{torch.cuda.get_device_properties(gpu).total_memory / 2**30:.0f} GiB")
+    return f"{torch.cuda.get_device_name(gpu)}, compute capability {major}.{minor}, {memory}"
+
+
+def _extra(driver: int) -> str:
+    """This package's extra with the CuPy for such a driver, or else for torch's CUDA."""
+    built_for = int((torch.version.cuda or "13").split(".")[0])
+    return f"'lightning-fp8[cuda{'12' if (driver // 1000 or built_for) < 13 else '13'}]'"
+
+
+def _toolchain(findings: Findings, has_gpu: bool, has_cupy: bool, driver: int) -> tuple[bool, str]:
+    try:
+        version = nvrtc_version()
+        if has_gpu:
+            check_driver(driver, version)
+    except KernelsUnavailable as error:
+        if not has_cupy and not has_gpu:
+            return False, "not looked for: it is compiled through CuPy, which only a GPU needs"
+        what, do = _parted(str(error))
+        findings.problem(SLOWER, what, do if has_cupy else f"pip install {_extra(driver)}")
+        return False, f"does not serve: {str(error).split('. ')[0]}"
+    except Exception as error:
+        findings.problem(SLOWER, f"CuPy or NVRTC is broken: {type(error).__name__}: {error}", _reinstall(driver))
+        return False, f"broken: {type(error).__name__}"
+    return True, f"{version[0]}.{version[1]}"
+
+
+def _reinstall(driver: int) -> str:
+    return f"pip install --force-reinstall {_extra(driver)}"
+
+
+def _parted(message: str) -> tuple[str, str]:
+    """A message without the sentence that says what to do, and that sentence."""
+    found = re.search(r"(?:Run|Update|Install) .*?\.(?=$| \()", message)
+    if found is None:
+        return message, "See the message."
+    return " ".join(message.replace(found[0], "").split()), found[0]
+
+
+def _index(driver: int) -> str:
+    """torch's own name for its wheels of the CUDA that the driver serves."""
+    return "cu130" if driver >= 13000 else "cu126"
+
+
+def _unseen(findings: Findings, names: list[str], driver: int) -> None:
+    if torch.version.cuda is None:
+        what = "torch was built without CUDA"
+        do = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{_index(driver)}"
+    else:
+        what = f"torch, built for CUDA {torch.version.cuda}, cannot use it"
+        do = "Update the driver, or unset CUDA_VISIBLE_DEVICES where it hides the GPU."
+    findings.problem(SLOWER, f"There is an NVIDIA GPU (driver {names[0]}), but {what}.", do)
+
+
+def unfit(devices: list[torch.device]) -> dict[torch.device, str]:
+    """The GPUs that cannot run FP8, and why."""
+    found = {}
+    for device in devices:
+        try:
+            check_device(device)
+        except Exception as error:
+            found[device] = str(error)
+    return found
+
+
+def note_unfit(findings: Findings, devices: list[torch.device], reasons: dict[torch.device, str]) -> None:
+    """A problem for each GPU that cannot run FP8; the graver where no other can."""
+    # torch counts the visible ones
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    indices = [device.index or 0 for device in devices if device not in reasons]
+    fit = ",".join(visible[index].strip() if index < len(visible) and visible[0] else str(index) for index in indices)
+    do = f"export CUDA_VISIBLE_DEVICES={fit}" if fit else 'Trainer(precision="bf16-mixed"), or a newer GPU.'
+    for reason in reasons.values():
+        findings.problem(SLOWER if fit else CANNOT, reason, do)

@@ -1,0 +1,145 @@
+"""Every kernel compiled and tested by the functions that the package uses at first use, and timed."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kernels_cuda.compile import capability, compiled, is_cached
+from lightning_fp8.ops.cuda import kernels, plain
+from lightning_fp8.ops.formats import E4M3
+from lightning_fp8.tools.doctor import child
+from lightning_fp8.tools.doctor.diagnosis import SLOWER, Findings, KernelCheck, Section
+from lightning_fp8.tools.worker import Answer, Worker
+
+ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a", "sm_120a")
+NOT_TRIED = ("not compiled or tested",)
+_NOT_LOADED = "not run: not loaded"
+_COLUMNS = ("where", "kernels", "compiling", "self-tests")
+# names of kernels in one problem; all are in the list of kernels
+_NAMED = 4
+_MOST_LOST = 2
+Progress = Callable[[str], None]
+
+
+def on_device(device: torch.device, limit_s: float, progress: Progress) -> list[KernelCheck]:
+    """Compile or find in the cache, load and test every kernel there; ends early where the toolchain does not serve.
+
+    All in a process of its own, so that one that hangs costs no more than its limit. After two of a family in a row
+    that did so, or took the process with them, the rest of the family is not tried.
+    """
+    checks: list[KernelCheck] = []
+    lost: Counter[str] = Counter()
+    with Worker(child.command()) as worker:
+        for variant in kernels.variants(torch.cuda.get_device_capability(device)):
+            progress(f"{device}: {variant.name}: ")
+            if lost[variant.family] < _MOST_LOST:
+                answer = worker.answer(child.job(device, variant.name), limit_s)
+            else:
+                answer = Answer(None, f"not tried, after {_MOST_LOST} of {variant.family} in a row came to nothing")
+            lost[variant.family] = 0 if answer.failure is None else lost[variant.family] + 1
+            checks.append(_checked(variant.name, device, answer))
+            progress(f"{_said(checks[-1])}\n")
+            if answer.found is not None and answer.found["unavailable"]:
+                break
+    return checks
+
+
+def _checked(kernel: str, device: torch.device, answer: Answer) -> KernelCheck:
+    if answer.found is None:
+        return KernelCheck(kernel, str(device), "failed", 0.0, _NOT_LOADED, None, answer.failure)
+    found = answer.found
+    how, test = "from the cache" if found["cached"] else "compiled", "passed" if found["failure"] is None else "failed"
+    if found["testing_s"] is None:
+        how, test = "failed", _NOT_LOADED
+    return KernelCheck(kernel, str(device), how, found["loading_s"], test, found["testing_s"], found["failure"])
+
+
+def for_architecture(arch: str, why_no_test: str, every: bool, progress: Progress) -> list[KernelCheck]:
+    """Compile every kernel, or find it in the cache; needs no GPU.
+
+    Args:
+        arch: as ``"sm_90a"``.
+        why_no_test: of the self-tests, that do not run.
+        every: also those of other recipes, dtypes and configurations than the default ones.
+        progress: is told, in pieces of text.
+    """
+    checks = []
+    for variant in kernels.variants(capability(arch), every):
+        progress(f"{arch}: {variant.name}: ")
+        began, failure, how = time.perf_counter(), None, "compiled"
+        try:
+            how = "from the cache" if is_cached(variant.family, arch, variant.defines) else "compiled"
+            compiled(variant.family, arch, variant.defines)
+        # a refused source, a full disk, a broken library: each is the result
+        except Exception as error:
+            failure, how = f"{type(error).__name__}: {error}", "failed"
+        seconds = time.perf_counter() - began
+        checks.append(KernelCheck(variant.name, arch, how, seconds, f"not run: {why_no_test}", None, failure))
+        progress(f"{_said(checks[-1])}\n")
+    return checks
+
+
+def _said(check: KernelCheck) -> str:
+    """``"compiled 0.71 s, self-test passed 0.02 s"``."""
+    test = "" if check.self_test_s is None else f" {check.self_test_s:.2f} s"
+    text = f"{check.compiled} {check.compile_s:.2f} s, self-test {check.self_test}{test}"
+    return text if check.failure is None else f"{text}: {' '.join(check.failure.split())[:500]}"
+
+
+def gemm(device: torch.device) -> str | None:
+    """A small FP8 product through the function that the layers use, beside the product of the same numbers: None, or
+    what was wrong.
+
+    Source: :func:`lightning_fp8.ops.cuda.plain.scaled_mm`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-4, 5, (size, 64), generator=generator).float() for size in (48, 32))
+    one = torch.ones((), device=device)
+    codes = [x.to(E4M3.dtype).view(torch.uint8).to(device) for x in (a, b)]
+    # whole numbers of at most 64 * 16: sums are exact, and rounded to bf16 once
+    got = plain.scaled_mm(codes[0], codes[1], one, one, None, "e4m3", "e4m3", torch.bfloat16, False)
+    return None if torch.equal(got.cpu(), (a @ b.t()).bfloat16()) else "another result than the same product in fp32"
+
+
+def note(findings: Findings, checks: Sequence[KernelCheck]) -> None:
+    """Add the checks, their table, and one problem for each way to fail."""
+    findings.kernels += checks
+    groups, failures = defaultdict(list), defaultdict(list)
+    for check in checks:
+        family, _, defines = check.kernel.partition(" ")
+        groups[check.place, " ".join((family, *defines.split()[:1])).replace("INPUT=", "")].append(check)
+        if check.failure is not None:
+            failures[check.place, check.self_test == "failed", check.failure].append(check.kernel)
+    if checks:
+        rows = tuple(_row(place, name, group) for (place, name), group in groups.items())
+        findings.sections.append(Section("Kernels", _COLUMNS, rows))
+    else:
+        findings.sections.append(Section("Kernels", NOT_TRIED, (("no GPU here runs them",),)))
+    for (place, tested, failure), names in failures.items():
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        rule = "did not pass on" if tested else "cannot be compiled or loaded for"
+        findings.problem(
+            SLOWER,
+            f"{', '.join(names[:_NAMED])}{more} {rule} {place}: {failure}",
+            "torch's own operators take over, with the same results. Please report this with the output of"
+            " `python -m lightning_fp8 doctor --json`.",
+        )
+
+
+def _row(place: str, name: str, group: list[KernelCheck]) -> tuple[str, ...]:
+    compiling = _counted([check.compiled for check in group], sum(check.compile_s for check in group))
+    times = [check.self_test_s for check in group if check.self_test_s is not None]
+    tests = _counted([check.self_test for check in group], sum(times) if times else None)
+    return place, name, compiling, tests
+
+
+def _counted(results: list[str], seconds: float | None) -> str:
+    """``"20 passed, 2 failed: 1.25 s"``."""
+    counts = Counter(results)
+    text = next(iter(counts)) if seconds is None and len(counts) == 1 else ", ".join(
+        f"{number} {result}" for result, number in counts.items())  # fmt: skip
+    return text if seconds is None else f"{text}: {seconds:.2f} s"

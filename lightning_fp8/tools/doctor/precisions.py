@@ -1,0 +1,94 @@
+"""Which precisions run on which device, and what serves them there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kernels_cuda.gemm import configurations
+from lightning_fp8.ops.cuda import gemm_table, kernels
+from lightning_fp8.tools.doctor.diagnosis import CANNOT, Findings, KernelCheck, Section
+from lightning_fp8.tools.doctor.kernel_checks import gemm
+
+# Ampere: the first generation with bf16
+_BF16_CAPABILITY = (8, 0)
+_COLUMNS = ("device", "precision", "runs", "casts", "scales", "GEMMs")
+_BF16 = ("bf16-mixed", "bf16-true")
+_TORCH, _OWN, _REFERENCE, _CUBLASLT = "torch's operators", "own kernels", "reference (CPU)", "torch._scaled_mm"
+
+
+def describe(
+    findings: Findings, devices: Sequence[torch.device], unfit: Mapping[torch.device, str], ready: bool, compile: bool
+) -> None:
+    """The table, from what has been found about toolchain and kernels."""
+    rows = []
+    for device in devices:
+        capability = torch.cuda.get_device_capability(device)
+        runs = "yes" if capability >= _BF16_CAPABILITY else f"no: compute capability {capability[0]}.{capability[1]}"
+        rows += [(str(device), precision, runs, "-", "-", "-") for precision in _BF16]
+        rows.append((str(device), "fp8-delayed", *_fp8(findings, device, unfit, ready, compile)))
+    rows += [("cpu", precision, "yes", "-", "-", "-") for precision in _BF16]
+    rows.append(("cpu", "fp8-delayed", "yes", _REFERENCE, _REFERENCE, _REFERENCE))
+    findings.sections.append(Section("Precisions", _COLUMNS, tuple(rows)))
+
+
+def _fp8(
+    findings: Findings, device: torch.device, unfit: Mapping[torch.device, str], ready: bool, compile: bool
+) -> tuple[str, str, str, str]:
+    if device in unfit:
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"no: compute capability {major}.{minor}", "-", "-", "-"
+    try:
+        trouble = gemm(device)
+    # what cuBLAS, the driver or torch raises
+    except Exception as error:
+        trouble = f"{type(error).__name__}: {error}"
+    if trouble is not None:
+        findings.problem(
+            CANNOT,
+            f"torch._scaled_mm, which computes the FP8 products, does not work on {device}: {trouble}",
+            'Trainer(precision="bf16-mixed"), or another torch: `pip install --upgrade torch`.',
+        )
+    casts, scales = _served(findings.kernels, device, ready, compile)
+    return "yes" if trouble is None else "no", casts, scales, "FAILED" if trouble else _gemms(device, ready)
+
+
+def _served(checks: Sequence[KernelCheck], device: torch.device, ready: bool, compile: bool) -> tuple[str, str]:
+    """What serves casts, and what the update of the scales."""
+    chosen = _backend()
+    if chosen is None:
+        return "no such backend", "no such backend"
+    if not ready or chosen == "reference":
+        return _TORCH, _TORCH
+    if not compile:
+        return (f"{_OWN} (not tested: --quick)",) * 2
+    mine = [check for check in checks if check.place == str(device)]
+    casts, updates = ([check for check in mine if check.kernel.startswith(name)] for name in ("cast", "update"))
+    return _share(casts), _share(updates)
+
+
+def _gemms(device: torch.device, ready: bool) -> str:
+    """What ``gemm="auto"`` runs, by the GPU's table."""
+    capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    if not ready or _backend() != "auto" or not configurations(capability, promote=False):
+        return _CUBLASLT
+    measured = gemm_table.rows(name, capability)
+    if not measured:
+        return f"{_CUBLASLT} (nothing measured: lightning_fp8 tune)"
+    return f"{_OWN} for {sum(row.is_faster for row in measured)} of {len(measured)} measured, else {_CUBLASLT}"
+
+
+def _backend() -> str | None:
+    """What ``LIGHTNING_FP8_BACKEND`` says; None for what it may not say."""
+    try:
+        return kernels.backend()
+    except ValueError:
+        return None
+
+
+def _share(checks: Sequence[KernelCheck]) -> str:
+    failed = sum(check.failure is not None for check in checks)
+    if failed == len(checks):
+        return _TORCH
+    return f"{_OWN}, {_TORCH} for {failed} of {len(checks)}" if failed else _OWN

@@ -1,0 +1,164 @@
+"""Versions and settings: what is installed, whether it fits, and what the environment asks for."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import torch
+
+import lightning_fp8
+from kernels_cuda.cache import Untrusted, cache_folder, check_folder
+from lightning_fp8.bench.rows import package_version
+from lightning_fp8.ops.cuda.kernels import backend
+from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Findings, Section
+
+# how much it matters that one is too old
+_REQUIRED = {"torch": CANNOT, "lightning": SLOWER, "torchmetrics": SLOWER}
+_EXTRAS = {"jsonargparse": "cli", "rich": "cli", "plotly": "report", "matplotlib": "report", "safetensors": "export",
+           "torchao": "bench"}  # fmt: skip
+
+
+def asked(question: Callable[[], object]) -> str:
+    """The answer, or how asking failed: no question ends the examination."""
+    try:
+        answer = question()
+        return "not installed" if answer is None else str(answer)
+    # whatever a package or a driver in a bad state raises is what the page is to say
+    except Exception as error:
+        return f"not known ({' '.join(f'{type(error).__name__}: {error}'.split())})"
+
+
+def versions(findings: Findings) -> None:
+    """What is installed, whether it is new enough, and whether Lightning knows the precision strings."""
+    rows = [
+        ("lightning-fp8", lightning_fp8.__version__),
+        ("Python", asked(lambda: f"{platform.python_version()}, {platform.system()} {platform.machine()}")),
+        ("torch", asked(lambda: f"{torch.__version__}, {_built_for()}")),
+    ]
+    for package in ("lightning", "torchmetrics"):
+        rows.append((package, asked(partial(package_version, package))))
+    rows.append(("precision strings", _registration(findings)))
+    for package, extra in _EXTRAS.items():
+        version = package_version(package)
+        rows.append((package, version or f"not installed (optional: pip install 'lightning-fp8[{extra}]')"))
+    findings.sections.append(Section("Versions", ("what", "found"), tuple(rows)))
+    _check_requirements(findings)
+
+
+def _built_for() -> str:
+    return f"built for CUDA {torch.version.cuda}" if torch.version.cuda else (
+        f"built for ROCm {torch.version.hip}" if torch.version.hip else "built for the CPU")  # fmt: skip
+
+
+def _registration(findings: Findings) -> str:
+    try:
+        # what importing the package has done already, and harmless to do again
+        lightning_fp8.register()
+    except Exception as error:
+        findings.problem(
+            CANNOT,
+            f'`precision="fp8-delayed"` is not known to Lightning: {error}',
+            "Pass the plugin instead, `Trainer(plugins=lightning_fp8.Fp8Precision())`, or take the Lightning that"
+            " this was tested with: `pip install 'lightning==2.6.6'`.",
+        )
+        return "not registered with Lightning"
+    return "registered with Lightning"
+
+
+def requirements() -> dict[str, str]:
+    """What this package's own metadata asks for: package to requirement. Empty where it is not installed."""
+    from packaging.requirements import Requirement
+
+    try:
+        found = [Requirement(text) for text in requires("lightning-fp8") or ()]
+    except PackageNotFoundError:
+        return {}
+    return {one.name: f"{one.name}{one.specifier}" for one in found if one.marker is None}
+
+
+def _check_requirements(findings: Findings) -> None:
+    from packaging.requirements import Requirement
+
+    for package, text in requirements().items():
+        requirement = Requirement(text)
+        # torch's own word counts: its metadata lacks what it was built for, and is missing where it was built by hand
+        version = torch.__version__ if package == "torch" else package_version(package)
+        if version is not None and requirement.specifier.contains(str(version), prereleases=True):
+            continue
+        findings.problem(
+            _REQUIRED.get(package, SLOWER),
+            f"lightning-fp8 needs {text}, and {version or 'none'} was found.",
+            f"pip install --upgrade '{text}'",
+        )
+
+
+def settings(findings: Findings, has_gpu: bool) -> None:
+    """The environment variables, and whether the cache can be written."""
+    rows = [("LIGHTNING_FP8_BACKEND", _backend(findings, has_gpu)), ("LIGHTNING_FP8_CACHE_DIR", _cache(findings))]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    rows.append(("CUDA_VISIBLE_DEVICES", "not set" if visible is None else repr(visible)))
+    rows.append(("python", sys.executable or "not known"))
+    findings.sections.append(Section("Settings", ("what", "found"), tuple(rows)))
+
+
+def _backend(findings: Findings, has_gpu: bool) -> str:
+    value = os.environ.get("LIGHTNING_FP8_BACKEND")
+    try:
+        chosen = backend()
+    except ValueError as error:
+        findings.problem(CANNOT if has_gpu else SLOWER, str(error), "unset LIGHTNING_FP8_BACKEND")
+        return f"{value!r}: no such backend"
+    if chosen != "reference":
+        return "not set: auto" if value is None else chosen
+    if not has_gpu:
+        return "reference: torch's operators on every GPU; nothing changes on the CPU"
+    findings.problem(
+        SLOWER,
+        "LIGHTNING_FP8_BACKEND=reference: torch's own operators serve in place of the package's kernels.",
+        "unset LIGHTNING_FP8_BACKEND",
+    )
+    return "reference: torch's operators"
+
+
+def _cache(findings: Findings) -> str:
+    folder = cache_folder()
+    origin = "" if os.environ.get("LIGHTNING_FP8_CACHE_DIR") else " (not set)"
+    mend = "export LIGHTNING_FP8_CACHE_DIR=/a/folder/that/you/may/write"
+    try:
+        check_folder(folder)
+    except Untrusted as error:
+        findings.problem(SLOWER, f"{error} Until then every process compiles and tests kernels anew.", mend)
+        return f"{folder}{origin}: not trusted"
+    except OSError:
+        # said below
+        pass
+    trouble = _why_not_writable(folder)
+    if trouble is None:
+        return f"{folder}{origin}: writable"
+    findings.problem(
+        SLOWER,
+        f"Compiled kernels cannot be kept in {folder} ({trouble}), so every process compiles and tests them anew.",
+        mend,
+    )
+    return f"{folder}{origin}: not writable ({trouble})"
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    if str(folder).startswith("~"):
+        return "the user has no home folder"
+    try:
+        place = folder.absolute()
+        while not place.exists():
+            place = place.parent
+        # a file that is gone at once: permissions alone say too little, and the folder itself may not exist yet
+        with tempfile.TemporaryFile(dir=place):
+            return None
+    except OSError as error:
+        return str(error)

@@ -1,0 +1,47 @@
+"""``python -m lightning_fp8 report``: the logs of one or more runs as one HTML page that needs no network, and PNGs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+_NEEDED = ("matplotlib", "plotly")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Make a report; exits with a line that says why where it cannot."""
+    options = _parser().parse_args(arguments)
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        sys.exit(f"A report needs {' and '.join(missing)}: pip install 'lightning-fp8[report]'")
+    from lightning_fp8.tools.report.page import write_page
+    from lightning_fp8.tools.report.pictures import write_pictures
+    from lightning_fp8.tools.report.runs import ReadError, read_runs
+
+    try:
+        runs = read_runs(options.runs)
+    except ReadError as error:
+        sys.exit(str(error))
+    for run in runs:
+        print(f"{run.name}: {run.note or run.folder}")
+    # beside the folder that was asked for, also where a version inside it was read
+    page = options.out or options.runs[0] / "report.html"
+    pictures = options.png or page.with_name(f"{page.stem}_png")
+    try:
+        write_page(runs, page)
+        written = write_pictures(runs, pictures)
+    except OSError as error:
+        sys.exit(f"The report cannot be written: {error}.")
+    print(page, *written, sep="\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lightning_fp8 report", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="LOGDIR",
+                        help="a run's folder, or an experiment's with version_N in it: the newest is read")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page; else report.html in the first LOGDIR")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="for the PNGs; else report_png beside the page")
+    return parser

@@ -1,0 +1,224 @@
+"""``python -m lightning_fp8 tune``: measures the GEMM kernels on this GPU, and keeps which is fastest for which shape.
+
+One GEMM after the other: every candidate first runs in another process, where it must give torch's result, and in
+time; then those that do take turns with torch._scaled_mm; then the fastest of ours, with the cast of the next GEMM's
+operand chained to it, takes turns with the fastest GEMM and a cast of its own. The table has each result as soon as it
+is known: what is interrupted keeps what it has. From then on gemm="auto" chooses by what was measured.
+
+With --min-features it measures from which size on linear layers are faster in FP8 than in bf16, with the GEMMs that
+gemm="auto" has by then; from then on min_features="auto" goes by it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels_cuda.cache import make_folder
+from kernels_cuda.compile import KernelsUnavailable, nvrtc_version
+from kernels_cuda.gemm import configurations
+from lightning_fp8.bench import rows, timing
+from lightning_fp8.bench.progress import progress
+from lightning_fp8.ops.cuda import gemm_table, kernels
+from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.runtime.device import MIN_CAPABILITY, check_device
+from lightning_fp8.tools.tune import child, min_features
+from lightning_fp8.tools.tune.min_features import Timed
+from lightning_fp8.tools.tune.search import Tried, measure
+from lightning_fp8.tools.tune.shapes import LAYERS, Gemm, Layer, candidates, gemms_of, parse_layers
+
+ROUNDS, LIMIT_S = 20, 60.0
+_COLUMNS = ("GEMM, MxNxK", "fastest of ours", "us", "TFLOP/s", "cuBLASLt", "ours / cuBLASLt", "separate / chained")
+_SIZE_COLUMNS = ("features in and out", "FP8, us", "bf16, us", "FP8 / bf16")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, keep and show; exits with a message where it cannot, and where a GEMM could not be measured."""
+    options = _parser().parse_args(arguments)
+    device = _device(for_gemms=False) if options.min_features else _device()
+    gpu = torch.cuda.get_device_name(device)
+    path = options.out or gemm_table.own_path(gpu)
+    _check_folder(path, is_asked_for=options.out is not None)
+    about = _about(device, f"python -m lightning_fp8 {shlex.join(['tune', *arguments])}")
+    if options.min_features:
+        _find_min_features(device, options.rounds, path, about)
+        return
+    ways = _ways(gemms_of(options.shapes), device)
+    print(f"{gpu}: {len(ways)} GEMMs, {sum(map(len, ways.values()))} candidates, into {path}", flush=True)
+    failures: dict[Gemm, str] = {}
+    measured: dict[Gemm, dict[str, Any]] = {}
+    begun: set[Gemm] = set()
+    with progress(len(ways)) as begin:
+        for one in measure(ways, options.rounds, options.time_limit, child.command()):
+            if isinstance(one, Tried):
+                if one.gemm not in begun:
+                    begun.add(one.gemm)
+                    begin(one.gemm.name)
+                if one.failure is not None:
+                    print(f"left out: {one.name} for {one.gemm.name}: {one.failure}", flush=True)
+            elif one.row is None:
+                failures[one.gemm] = f"{one.gemm.name}: {one.failure}"
+            else:
+                gemm_table.write(path, about, [one.row])
+                measured[one.gemm] = one.row
+                print("  ".join(_cells(one.gemm, one.row)), flush=True)
+    print(f"\n{_table(measured)}\nWritten: {path}")
+    if failures:
+        sys.exit("\nThese could not be measured:\n" + "\n".join(failures.values()))
+
+
+def _find_min_features(device: torch.device, rounds: int, path: Path, about: dict[str, Any]) -> None:
+    """Measure all sizes, show them, and only then keep what follows."""
+    sizes, tokens = min_features.SIZES, min_features.TOKENS
+    print(f"{about['gpu']}: {len(sizes)} sizes of linear layers, {tokens} tokens, into {path}", flush=True)
+    measured = []
+    try:
+        for one in min_features.timed(sizes, min_features.variants(device), rounds, timing.device_batch):
+            measured.append(one)
+            print(f"{one.features}: {one.speedup:.3f}", flush=True)
+    except RuntimeError as error:
+        sys.exit(f"tune: {error}. Nothing is written.")
+    smallest = min_features.smallest_that_pays(measured)
+    found = {"features": smallest, "tokens": tokens, "rows": [one.as_json() for one in measured]}
+    gemm_table.write_min_features(path, about, found)
+    print(f"\n{_table_of_sizes(measured)}")
+    if smallest > sizes[-1]:
+        print("FP8 is not faster at the largest of these sizes.")
+    print(f'min_features="auto" is {smallest} on {about["gpu"]} from now on.\nWritten: {path}')
+
+
+def _ways(gemms: Sequence[Gemm], device: torch.device) -> dict[Gemm, list[Choice]]:
+    gpu = torch.cuda.get_device_properties(device)
+    ours = {promote: configurations((gpu.major, gpu.minor), promote) for promote in (False, True)}
+    return {gemm: candidates(gemm, ours[gemm.promote], gpu.multi_processor_count) for gemm in gemms}
+
+
+def _about(device: torch.device, command: str) -> dict[str, Any]:
+    """What a table says of how it came about."""
+    gpu, here = rows.gpu_environment(device), rows.environment("lightning-fp8", command=command)
+    versions = {"torch": here["torch"], "cupy": gpu["cupy"], "lightning-fp8": here["lightning-fp8"]}
+    return {
+        "gpu": gpu["gpu"],
+        "driver": gpu["driver"],
+        "versions": versions,
+        "commit": here["commit"],
+        "command": here["command"],
+    }
+
+
+def _table(measured: Mapping[Gemm, dict[str, Any]]) -> str:
+    return _aligned([_COLUMNS, *(_cells(gemm, row) for gemm, row in measured.items())], words=2)
+
+
+def _table_of_sizes(measured: Sequence[Timed]) -> str:
+    cells = [
+        (str(one.features), f"{one.fp8.p50_us:.1f}", f"{one.bf16.p50_us:.1f}", f"{one.speedup:.3f}") for one in measured
+    ]
+    return _aligned([_SIZE_COLUMNS, *cells], words=0)
+
+
+def _aligned(lines: Sequence[tuple[str, ...]], words: int) -> str:
+    """Columns; so many of them are words and begin at the left."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    sides = [str.ljust] * words + [str.rjust] * (len(widths) - words)
+    return "\n".join("  ".join(side(cell, width) for side, cell, width in zip(sides, line, widths)) for line in lines)
+
+
+def _cells(gemm: Gemm, row: dict[str, Any]) -> tuple[str, ...]:
+    ours, theirs = row["p50_us"], row["cublaslt_p50_us"]
+    splits = f", K in {row['splits']}" if row["splits"] > 1 else ""
+    return (
+        gemm.name,
+        "none" if row["configuration"] is None else f"{row['configuration']}{splits}",
+        "-" if ours is None else f"{ours:.1f}",
+        _tflops(gemm, ours),
+        _tflops(gemm, theirs),
+        "-" if ours is None or theirs is None else f"{theirs / ours:.3f}",
+        _chained(row),
+    )
+
+
+def _chained(row: dict[str, Any]) -> str:
+    """``"relu 1.120, gelu 0.913"``: how much faster the chained one is."""
+    separate = row.get("separate_p50_us", {})
+    return ", ".join(f"{name} {separate[name] / us:.3f}" for name, us in row.get("chained_p50_us", {}).items()) or "-"
+
+
+def _tflops(gemm: Gemm, us: float | None) -> str:
+    return "-" if us is None else f"{2 * gemm.m * gemm.n * gemm.k / us / 1e6:.0f}"
+
+
+def _device(for_gemms: bool = True) -> torch.device:
+    """The GPU; exits where there is none with kernels to measure, those of GEMMs or any."""
+    if not torch.cuda.is_available():
+        sys.exit("tune measures on a CUDA GPU of compute capability {}.{} or newer, and none was found.".format(
+            *MIN_CAPABILITY))  # fmt: skip
+    device = torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(device)
+    if not for_gemms:
+        try:
+            check_device(device)
+        except RuntimeError as error:
+            sys.exit(f"tune: {error}")
+    elif not configurations(capability, promote=False):
+        sys.exit(
+            "tune: {} has compute capability {}.{}, for which there are no GEMM kernels: FP8 GEMMs run by"
+            " torch._scaled_mm there, if at all.".format(torch.cuda.get_device_name(device), *capability)
+        )
+    if kernels.backend() == "reference":
+        sys.exit("tune: LIGHTNING_FP8_BACKEND=reference leaves all kernels alone; there is nothing to measure.")
+    try:
+        nvrtc_version()
+    except KernelsUnavailable as error:
+        sys.exit(f"tune: {error}")
+    return device
+
+
+def _check_folder(path: Path, is_asked_for: bool) -> None:
+    if is_asked_for:
+        if not path.parent.is_dir():
+            sys.exit(f"--out: there is no folder {path.parent} to write {path.name} in.")
+        return
+    try:
+        make_folder(path.parent)
+    except OSError as error:
+        sys.exit(f"tune: the table cannot be written ({error}). Set LIGHTNING_FP8_CACHE_DIR, or give --out.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_fp8 tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--min-features", action="store_true", help="measure from which size on layers are faster in FP8:"
+                      " square ones of 128 to 4096 features, 8192 tokens, forward and backward")  # fmt: skip
+    what.add_argument(
+        "--shapes", type=_layers, default=LAYERS, metavar="TOKENSxINxOUT,...",
+        help="linear layers and the tokens they are given at a time, each measured in its three GEMMs; by default"
+        " 2048, 8192 and 32768 tokens in the projections of transformers of width 1024, 4096 and 8192",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE", help="by default a table in the cache folder, which is"
+                        " the one that is used; rows of other GEMMs that it has stay")  # fmt: skip
+    parser.add_argument("--rounds", type=_positive, default=ROUNDS, help="batches of each candidate (%(default)s)")
+    parser.add_argument("--time-limit", type=_positive, default=LIMIT_S, metavar="S",
+                        help="seconds for trying one candidate, or for timing it (%(default)g)")  # fmt: skip
+    return parser
+
+
+def _layers(text: str) -> tuple[Layer, ...]:
+    try:
+        return parse_layers(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)

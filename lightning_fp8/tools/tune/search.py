@@ -1,0 +1,93 @@
+"""GEMM by GEMM: all candidates tried apart from this process, those that are right timed in turns, then chained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.tools.tune import chain, child
+from lightning_fp8.tools.tune.shapes import Gemm
+from lightning_fp8.tools.worker import Answer, Worker
+
+# a candidate that has taken its process with it so often, by a crash or by taking too long, is not tried again
+_MOST_LOST = 2
+
+
+class Tried(NamedTuple):
+    """A candidate for a GEMM, with the name of its activation where it is chained, and why it is left out."""
+
+    gemm: Gemm
+    name: str
+    failure: str | None
+
+
+class Measured(NamedTuple):
+    """A GEMM's row for the table; or None, and why there is none. It comes again where more has been measured."""
+
+    gemm: Gemm
+    row: dict[str, Any] | None
+    failure: str | None
+
+
+def measure(
+    candidates: Mapping[Gemm, Sequence[Choice]], rounds: int, limit_s: float, command: Sequence[str]
+) -> Iterator[Tried | Measured]:
+    """All that is found, as it is found: one GEMM after the other, in order.
+
+    Args:
+        candidates: ours, by GEMM.
+        rounds: batches of each candidate.
+        limit_s: seconds for trying one candidate, or for timing it.
+        command: starts a process that does the jobs of :mod:`lightning_fp8.tools.tune.child`.
+    """
+    lost: Counter[str] = Counter()
+    with Worker(command) as worker:
+        for gemm, choices in candidates.items():
+            right = []
+            for choice in choices:
+                job = child.trial_job(gemm, choice)
+                failure = _failure(_answer(worker, job, limit_s, lost, f"{choice.name} {gemm.promote}"))
+                yield Tried(gemm, choice.name, failure)
+                if failure is None:
+                    right.append(choice)
+            answer = worker.answer(child.timing_job(gemm, right, rounds), limit_s * (1 + len(right)))
+            yield Measured(gemm, answer.found, answer.failure)
+            if answer.found is not None:
+                yield from _chains(worker, gemm, answer.found, rounds, limit_s, lost)
+
+
+def _chains(
+    worker: Worker, gemm: Gemm, row: dict[str, Any], rounds: int, limit_s: float, lost: Counter[str]
+) -> Iterator[Tried | Measured]:
+    """With each activation behind the GEMM; its row, with what came of it."""
+    times: dict[str, dict[str, float]] = {"chained": {}, "separate": {}}
+    faster: dict[str, bool] = {}
+    for activation in chain.activations(gemm, row):
+        name = f"{row['configuration']} with {activation}"
+        job = child.chain_job(gemm, row, activation, rounds)
+        answer = _answer(worker, job, 2 * limit_s, lost, f"{name} {gemm.promote}")
+        failure = _failure(answer)
+        yield Tried(gemm, name, failure)
+        # what is not right must not run
+        faster[activation] = False
+        if answer.found is not None and failure is None:
+            faster[activation] = answer.found["chained_us"] < answer.found["separate_us"]
+            for way, us in times.items():
+                us[activation] = answer.found[f"{way}_us"]
+        found = {f"{way}_p50_us": dict(us) for way, us in times.items()}
+        yield Measured(gemm, {**row, "chained": dict(faster), **found}, None)
+
+
+def _failure(answer: Answer) -> str | None:
+    """What is wrong with a candidate; None if nothing is."""
+    return answer.failure if answer.found is None else answer.found["wrong"]
+
+
+def _answer(worker: Worker, job: dict[str, Any], limit_s: float, lost: Counter[str], name: str) -> Answer:
+    if lost[name] >= _MOST_LOST:
+        return Answer(None, f"not tried again, after {_MOST_LOST} times that it did not end well")
+    answer = worker.answer(job, limit_s)
+    lost[name] += answer.failure is not None
+    return answer

@@ -1,0 +1,157 @@
+"""Work in a process of its own, with a limit on its time: what hangs or crashes there costs no more than itself."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from lightning_fp8.tools.interrupts import held_interrupts
+
+Job = dict[str, Any]
+_SECONDS_TO_END = 10
+# Python and torch; a busy machine takes its time
+_SECONDS_TO_START = 120
+_READY = "ready\n"
+_PR_SET_PDEATHSIG = 1
+
+
+class Answer(NamedTuple):
+    """What came of a job: ``found``, or in one line why there is nothing."""
+
+    found: dict[str, Any] | None
+    failure: str | None
+
+
+class Worker:
+    """Has a process work on jobs, one after the other; use it as a context.
+
+    A process that ends early, or takes longer over a job than its limit, is killed; the job has failed, and a new
+    process is started for the next.
+
+    Args:
+        command: starts a process that answers as :func:`serve` does.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._child: _Child | None = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def answer(self, job: Job, limit_s: float) -> Answer:
+        """What comes of a job within so many seconds, the start of a process left out of account."""
+        if self._child is None:
+            with held_interrupts():
+                self._child = _Child(self._command)
+        found = self._child.answer(job, limit_s)
+        if found.failure is not None:
+            self._end()
+        return found
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.end()
+        self._child = None
+
+
+def serve(work: Callable[[Job], dict[str, Any]]) -> None:
+    """Be such a process: answer each line of standard input, JSON, by one line of standard output.
+
+    It ends with the process that started it, however that ends.
+    """
+    if sys.platform == "linux":
+        # a kernel that hangs would hold the device for ever
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # what libraries print goes elsewhere
+    with os.fdopen(os.dup(1), "w") as output:
+        os.dup2(2, 1)
+        output.write(_READY)
+        output.flush()
+        for line in sys.stdin:
+            output.write(f"{json.dumps(work(json.loads(line)))}\n")
+            output.flush()
+
+
+class _Child:
+    """A process, and a thread that waits for its answers."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        # a file, not a pipe: nobody need read for the process to go on
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        # a group of its own, so that what it starts can be ended with it
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, start_new_session=True
+        )
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._is_ready = False
+
+    def _read(self) -> None:
+        if self._process.stdout is not None:
+            for line in self._process.stdout:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def answer(self, job: Job, limit_s: float) -> Answer:
+        """Of one job."""
+        # one that has ended does not read; why it ended is said below
+        with suppress(BrokenPipeError):
+            if self._process.stdin is not None:
+                self._process.stdin.write(f"{json.dumps(job)}\n")
+                self._process.stdin.flush()
+        line: str | None = _READY
+        try:
+            if not self._is_ready:
+                line = self._lines.get(timeout=_SECONDS_TO_START)
+                self._is_ready = True
+            if line == _READY:
+                line = self._lines.get(timeout=limit_s)
+        except queue.Empty:
+            rule = f"end within {limit_s:g} s" if self._is_ready else f"start within {_SECONDS_TO_START} s"
+            return Answer(None, f"did not {rule}")
+        if line is None:
+            return Answer(None, self._why_it_ended())
+        with suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return Answer(found, None)
+        return Answer(None, f"gave {line.strip()[:200]!r} in place of an answer")
+
+    def _why_it_ended(self) -> str:
+        try:
+            status = self._process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            return "closed its output without an answer"
+        if status < 0:
+            return f"ended by signal {-status}"
+        self._said.seek(0)
+        last = self._said.read().decode(errors="replace").strip().rpartition("\n")[2]
+        return f"ended with status {status}: {last[:500]}"
+
+    def end(self) -> None:
+        """Kill it and what it has started. A driver may take its time to let go of it: that is not waited for long."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_SECONDS_TO_END)
+        self._reader.join(_SECONDS_TO_END)
+        for pipe in (self._process.stdin, None if self._reader.is_alive() else self._process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        self._said.close()
