@@ -30,7 +30,7 @@ test-cuda:
 		echo "Left out: memcheck, synccheck and racecheck, as compute-sanitizer is not installed."; exit; fi; \
 	for tool in memcheck synccheck racecheck; do \
 		compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -m cuda \
-			tests/test_cuda.py tests/test_cuda_gemm.py \
+			tests/ops/test_cuda.py tests/ops/test_cuda_gemm.py \
 			-k "ragged or self_test or weights_and_scales or splits" || exit 1; done; \
 	echo "Left out under compute-sanitizer: large shapes, training, graphs and threads; and its initcheck."
 

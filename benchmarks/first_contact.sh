@@ -101,18 +101,18 @@ case $stage in
         step versions 20 "$python" -c 'import sys, importlib.metadata as m; print(sys.version, *sorted({f"{d.name}=={d.version}" for d in m.distributions()}), sep="\n")'
         step "doctor quick" 45 "$python" -m lightning_fp8 doctor --quick
         step doctor 150 "$python" -m lightning_fp8 doctor --time-limit 20
-        tests "casts, every bit pattern" 45 "bit_pattern" tests/test_cuda.py
-        tests "casts, ragged; weights; scales" 45 "ragged or weights_and_scales" tests/test_cuda.py
+        tests "casts, every bit pattern" 45 "bit_pattern" tests/ops/test_cuda.py
+        tests "casts, ragged; weights; scales" 45 "ragged or weights_and_scales" tests/ops/test_cuda.py
         tune "tune 8192x4096x16384" 120 8192x4096x16384
         bench "cast 8192x8192" 60 --suite cast --case "8192x8192 bf16->e4m3 cast_transpose"
         ;;
     2)
-        tests "GEMM self-tests" 90 "self_test" tests/test_cuda_gemm.py
-        tests "GEMM random shapes" 90 "random_shapes" tests/test_cuda_gemm.py
-        tests "GEMM splits" 45 "splits" tests/test_cuda_gemm.py
-        tests "GEMM load, graph, chains" 120 "not (self_test or random_shapes or splits)" tests/test_cuda_gemm.py
+        tests "GEMM self-tests" 90 "self_test" tests/ops/test_cuda_gemm.py
+        tests "GEMM random shapes" 90 "random_shapes" tests/ops/test_cuda_gemm.py
+        tests "GEMM splits" 45 "splits" tests/ops/test_cuda_gemm.py
+        tests "GEMM load, graph, chains" 120 "not (self_test or random_shapes or splits)" tests/ops/test_cuda_gemm.py
         tests "graphs, threads, no waiting" 120 \
-            "not (self_test or theirs or bit_pattern or ragged or reduced_overhead)" tests/test_cuda.py
+            "not (self_test or theirs or bit_pattern or ragged or reduced_overhead)" tests/ops/test_cuda.py
         ;;
     3)
         bench "fprop 8192x16384x4096" 40 --suite gemm --case "fprop 8192x16384x4096"
@@ -132,10 +132,10 @@ case $stage in
         step "profile of a cast" 60 ncu --set full -k regex:cast_transpose -c 2 \
             "$python" -m lightning_fp8 bench --rounds 1 --suite cast --case "8192x8192 bf16->e4m3 cast_transpose"
         step "memory check of split GEMMs" 90 compute-sanitizer --tool memcheck --error-exitcode 1 \
-            "$python" -m pytest -v -m cuda -p no:cacheprovider -o addopts=--strict-markers tests/test_cuda_gemm.py \
+            "$python" -m pytest -v -m cuda -p no:cacheprovider -o addopts=--strict-markers tests/ops/test_cuda_gemm.py \
             -k "splits and 2"
         step "memory check of ragged casts" 60 compute-sanitizer --tool memcheck --error-exitcode 1 \
-            "$python" -m pytest -v -m cuda -p no:cacheprovider -o addopts=--strict-markers tests/test_cuda.py \
+            "$python" -m pytest -v -m cuda -p no:cacheprovider -o addopts=--strict-markers tests/ops/test_cuda.py \
             -k "ragged and 71"
         ;;
 esac

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(folder) for folder in (TESTS, *TESTS.iterdir()) if folder.is_dir()]
 
 from host_kernels import HostKernel  # noqa: E402
 

@@ -72,10 +72,10 @@ def test_the_gpu_tests_need_few_packages() -> None:
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     ran = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
-    files = (ROOT / "tests").glob("test_*.py")
+    files = (ROOT / "tests").rglob("test_*.py")
     expected = {file.name for file in files if re.search(r"pytest\.mark\.cuda\n|, DEVICES\)", file.read_text())}
     assert {"test_cuda.py", "test_cuda_gemm.py", "test_bench.py", "test_ddp.py"} <= expected
-    assert {*re.findall(r"^tests/(\w+\.py)::", ran.stdout, re.MULTILINE)} == expected
+    assert {*re.findall(r"^tests/(?:\w+/)?(\w+\.py)::", ran.stdout, re.MULTILINE)} == expected
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -85,7 +85,7 @@ def test_what_make_test_cuda_runs_and_leaves_out(installed: bool, tmp_path: Path
         (tmp_path / name).chmod(0o755)
     make, environment = shutil.which("make"), {**os.environ, "PATH": str(tmp_path)}
     ran = subprocess.run([make, "test-cuda"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    files = "tests/test_cuda.py tests/test_cuda_gemm.py"
+    files = "tests/ops/test_cuda.py tests/ops/test_cuda_gemm.py"
     tools = re.findall(rf"^ran compute-sanitizer --tool (\w+) .*{files}", ran.stdout, re.MULTILINE)
     assert tools == (["memcheck", "synccheck", "racecheck"] if installed else [])
     assert re.search(r"^ran python3 -m pytest -m cuda$", ran.stdout, re.MULTILINE)

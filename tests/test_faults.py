@@ -1,7 +1,7 @@
 """What goes wrong in long runs: killed processes, bad batches, checkpoints from elsewhere, and memory that grows.
 
-Processes of their own start from a server that has imported everything already. ``tests/test_compile.py`` has eight
-processes of one version that share a kernel cache, and one that is killed while it writes there.
+Processes of their own start from a server that has imported everything already. ``tests/kernels/test_compile.py`` has
+eight processes of one version that share a kernel cache, and one that is killed while it writes there.
 """
 
 from __future__ import annotations

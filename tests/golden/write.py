@@ -1,9 +1,9 @@
 """Train a tiny model and save a checkpoint together with the numbers that this version of the package gets from it.
 
 ``<version>.ckpt`` in this folder was made by ``python tests/golden/write.py OUT`` with that version on the path, and
-``tests/test_golden.py`` compares with it. So this file uses only what every version since 0.1.0 has, and the model and
-its data stay as they are: another model is another script. The commits were the last ones before work on the next
-version began: 72b077c (0.1.0), 9006c9f (0.2.0), 9cc2ac0 (0.3.0), 7b5c3d3 (0.4.0) and 96a290a (0.5.0).
+``tests/scaling/test_golden.py`` compares with it. So this file uses only what every version since 0.1.0 has, and the
+model and its data stay as they are: another model is another script. The commits were the last ones before work on the
+next version began: 72b077c (0.1.0), 9006c9f (0.2.0), 9cc2ac0 (0.3.0), 7b5c3d3 (0.4.0) and 96a290a (0.5.0).
 
 The file is a Lightning checkpoint with one more entry, ``golden``:
 

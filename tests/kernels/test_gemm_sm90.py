@@ -285,7 +285,7 @@ def test_what_the_tensor_cores_keep(terms: list[float], expected: float) -> None
     assert run(case, SMALL, torch.float32).item() == expected
 
 
-# those of `tests/test_cuda_gemm.py`, and of them those that do not take long here
+# those of `tests/ops/test_cuda_gemm.py`, and of them those that do not take long here
 PROBLEMS = [*random_problems(FAST, PROMOTED)]
 SOME = [problem for problem in PROBLEMS if problem.m * problem.n * problem.k < 1e6]
 

@@ -27,7 +27,7 @@ int handovers = 0;
 
 namespace sm90 {
 constexpr u32 MEMORY = 232448, NOBODY = 0xffffffffu;
-/* As tests/host_kernels.py writes it. */
+/* As tests/support/host_kernels.py writes it. */
 struct Map {
     u8* address;
     long long rows, columns, row_bytes;
