@@ -104,13 +104,15 @@ class Kernel:
 
     def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
         """Launch ``grid`` blocks, after all work that torch has queued on its current stream. Waits for nothing."""
-        device = self.device
-        if self._current_device() != device:
-            with torch.cuda.device(device):
-                self(grid, *arguments)
-            return
-        self._set_context(device)
+        self._set_context(self.device)
         buffer, offset, pointers = _packed.place
         self._layout.pack_into(buffer, offset, *arguments)
-        stream = self._current_stream(device)
-        self._launch_kernel(self._pointer, grid, 1, 1, self._block, 1, 1, self._shared_bytes, stream, pointers, 0)
+        if self._current_device() == self.device:
+            self._launch(grid, pointers)
+        else:
+            with torch.cuda.device(self.device):
+                self._launch(grid, pointers)
+
+    def _launch(self, grid: int, arguments: int) -> None:
+        stream = self._current_stream(self.device)
+        self._launch_kernel(self._pointer, grid, 1, 1, self._block, 1, 1, self._shared_bytes, stream, arguments, 0)

@@ -222,8 +222,9 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
             rows.weight_cache.drop()
         return Fp8Weight(parameter.t() if rows.k_by_n else parameter, None)
     if isinstance(parameter, GatheredWeight):
-        place = parameter.place_in_graph()
-        return Fp8Weight(place.t() if rows.k_by_n else place, parameter.operand(rows.k_by_n))
+        place, payloads = parameter.place_in_graph(), parameter.payloads(rows.k_by_n)
+        operand = Fp8Operand(*payloads, parameter.scale_inv, rows.formats["weight"])
+        return Fp8Weight(place.t() if rows.k_by_n else place, operand)
     if isinstance(parameter, DTensor):
         raise NotImplementedError(
             f"{rows.name!r}: the weight is distributed over processes, and only `nn.Linear` computes with a part of"

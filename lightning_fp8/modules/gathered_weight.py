@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_fp8.ops.formats import Fp8Format
 from lightning_fp8.ops.library import is_k_major
-from lightning_fp8.ops.operand import Fp8Operand
 
 
 class GatheredWeight(Tensor):
@@ -58,12 +57,12 @@ class GatheredWeight(Tensor):
         """A tensor without memory of its own, of the same shape and dtype, whose gradient is the weight's."""
         return _Place.apply(self)
 
-    def operand(self, k_by_n: bool) -> Fp8Operand:
-        """The cast of ``[N, K]``; ``k_by_n`` if the weight is kept transposed."""
+    def payloads(self, k_by_n: bool) -> tuple[Tensor, Tensor]:
+        """Of ``[N, K]``, by rows and by columns; ``k_by_n`` if the weight is kept transposed."""
         payload, payload_t = (self.payload.t(), self.payload) if k_by_n else (self.payload, self.payload.t())
         if torch.is_grad_enabled() and is_k_major(payload):
             payload_t = payload_t.contiguous()
-        return Fp8Operand(payload.contiguous(), payload_t, self.scale_inv, self.format.name)
+        return payload.contiguous(), payload_t
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

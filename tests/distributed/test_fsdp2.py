@@ -514,7 +514,7 @@ def test_payloads_of_a_gathered_weight_are_laid_out_for_the_device(
     weight = GatheredWeight(kept, torch.tensor(0.5), FORMATS["e4m3"], torch.bfloat16)
     for devices in (set(), {"cpu"}):
         monkeypatch.setattr("lightning_fp8.ops.library.K_MAJOR_DEVICES", devices)
-        payload, payload_t, *_ = weight.operand(k_by_n)
+        payload, payload_t = weight.payloads(k_by_n)
         assert torch.equal(payload, kept.t() if k_by_n else kept)
         assert torch.equal(payload_t, payload.t())
         assert payload.is_contiguous()

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from host_kernels import VARIANTS, HostKernel
+from slots import slot_of
 
 from kernels_cuda import casts, load, scales
 from kernels_cuda.compile import CompileError, KernelsUnavailable
@@ -27,8 +28,8 @@ CPU = torch.device("cpu")
 
 def cast(x: torch.Tensor, implementation: object = cuda) -> tuple[torch.Tensor, ...]:
     state = ScalingState(["a"], DelayedScaling())
-    args = (state.scale, state.amax_history, torch.tensor([0]), "e4m3", "none", "both", state.handle, True)
-    return (*implementation.cast(x, *args), state.amax)  # type: ignore[attr-defined]
+    made = implementation.cast(x, slot_of(state, record=True), "none", "both")  # type: ignore[attr-defined]
+    return (*made, state.amax)
 
 
 @pytest.mark.parametrize("variant", VARIANTS[::4])
