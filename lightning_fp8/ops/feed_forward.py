@@ -125,9 +125,8 @@ def _mlp_gradients(
     if w2.payload is not None and is_k_major(dy):
         chain = chained.find(dy, w2.payload, dy_slot.format, h.dtype, True, activation, dh_slot)
         if chain is not None:
-            return chained.gradients(
-                chain, dy, h, x, w1, a, w2, dy_slot, dx_dtype, dw_1_dtype, dw_2_dtype, bias_1, bias_2
-            )
+            dtypes = (dx_dtype, dw_1_dtype, dw_2_dtype)
+            return chained.gradients(chain, dy, h, x, w1, a, w2, dy_slot, dtypes, bias_1, bias_2)
     da, dw_2, db_2 = linear_backward.run(dy, None, "none", a, w2, dy_slot, h.dtype, dw_2_dtype, bias_2)
     if w2.payload is not None:
         return *linear_backward.run(da, h, activation, x, w1, dh_slot, dx_dtype, dw_1_dtype, bias_1), dw_2, db_2

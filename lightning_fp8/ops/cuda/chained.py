@@ -118,17 +118,16 @@ def gradients(
     a: Columns,
     w2: Columns,
     slot: Slot,
-    dx_dtype: torch.dtype,
-    dw_1_dtype: torch.dtype,
-    dw_2_dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     bias_1: bool,
     bias_2: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See the operator ``lightning_fp8::mlp_backward``; the chain's operand is the gradient of h, ``slot`` that of dy.
+    """See the operator ``lightning_fp8::mlp_backward``; the chain's operand is the gradient of h, ``slot`` that of dy,
+    ``dtypes`` those of dx, dw_1 and dw_2.
 
     Each payload is let go of before the next ones are made.
     """
-    fmt, gemm = slot.format, slot.gemm()
+    fmt, gemm, (dx_dtype, dw_1_dtype, dw_2_dtype) = slot.format, slot.gemm(), dtypes
     dx, dw_1 = nothing(dy, dx_dtype), dy.new_empty(h.shape[1], 0, dtype=dw_1_dtype)
     dw_2 = dy.new_empty(dy.shape[1], 0, dtype=dw_2_dtype)
     layout = "rows" if a.payload is None else "both"

@@ -1,0 +1,62 @@
+"""What an input passes through, from a layer's forward to the launch that casts it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lightning_fp8
+from lightning_fp8 import convert, scaling_state
+
+ROOT = Path(lightning_fp8.__file__).parent.parent
+ROOMS = ["lightning_fp8/modules", "lightning_fp8/ops", "lightning_fp8/ops/cuda", "kernels_cuda"]
+
+
+def takes(frame: FrameType, x: Tensor) -> bool:
+    """Whether an argument of this call is x, by its memory, alone or among others."""
+    names, rest, _, values = inspect.getargvalues(frame)
+    found = [values.get(name) for name in (*names, *([rest] if rest else []))]
+    tensors = [one for value in found for one in (value if isinstance(value, tuple) else (value,))]
+    return any(isinstance(one, Tensor) and one.numel() > 0 and one.data_ptr() == x.data_ptr() for one in tensors)
+
+
+def files_on_the_way(layer: nn.Module, x: Tensor) -> list[str]:
+    """The package's files whose functions are given x, in the order of their first call."""
+    files: dict[str, None] = {}
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT) and takes(frame, x):
+            name = path.relative_to(ROOT).as_posix()
+            if name.startswith(("lightning_fp8/", "kernels_cuda/")):
+                files[name] = None
+
+    sys.setprofile(watch)
+    try:
+        layer(x)
+    finally:
+        sys.setprofile(None)
+    return list(files)
+
+
+def test_eight_files_from_top_to_bottom(cuda_half: Counter[str]) -> None:
+    layer = convert(nn.Sequential(nn.Linear(32, 32)))[0]
+    x = torch.randn(16, 32, requires_grad=True)
+    for _ in range(2):
+        layer(x).sum().backward()
+        scaling_state(layer).update()
+    cuda_half.clear()
+    files = files_on_the_way(layer, x)
+    assert sum(cuda_half.values()) == 1
+    assert files[0] == "lightning_fp8/modules/linear.py"
+    assert files[-1] == "kernels_cuda/casts.py"
+    assert len(files) <= 8
+    rooms = [name.rpartition("/")[0] for name in files]
+    assert rooms == sorted(rooms, key=ROOMS.index)
