@@ -98,19 +98,50 @@ def cast_transpose(
     if current_amax is not None:
         current_at = current_amax.data_ptr()
         kernel(
-            grid, x_at, dy_at, 0, 0, 0, stride, dy_stride, rows, columns, loads,
-            scale_at, newest_at, index_at, current_at, current_at, 0, 1,
-        )  # fmt: skip
+            grid,
+            x_at,
+            dy_at,
+            0,
+            0,
+            0,
+            stride,
+            dy_stride,
+            rows,
+            columns,
+            loads,
+            scale_at,
+            newest_at,
+            index_at,
+            current_at,
+            current_at,
+            0,
+            1,
+        )
     # written out, as these are on the host's way through every layer
     y_at = 0 if y is None else y.data_ptr()
     y_t_at = 0 if y_t is None else y_t.data_ptr()
     sums_at = 0 if column_sums is None else column_sums.data_ptr()
     amax_at = 0 if amax is None else amax.data_ptr()
     kernel(
-        grid, x_at, dy_at, y_at, y_t_at, sums_at, stride, dy_stride, rows, columns,
+        grid,
+        x_at,
+        dy_at,
+        y_at,
+        y_t_at,
+        sums_at,
+        stride,
+        dy_stride,
+        rows,
+        columns,
         loads | _stores(y_at, y_t_at, rows, columns),
-        scale_at, newest_at, index_at, current_at, amax_at, scale_inv.data_ptr(), 0,
-    )  # fmt: skip
+        scale_at,
+        newest_at,
+        index_at,
+        current_at,
+        amax_at,
+        scale_inv.data_ptr(),
+        0,
+    )
 
 
 class Weight(NamedTuple):

@@ -198,9 +198,18 @@ def sum_split_parts(split: Split, out: Tensor, bias: Tensor | None = None) -> No
     parts, (rows, columns) = split.parts, out.shape
     threads = rows * -(-columns // SUM_SPLITS_COLUMNS)
     split.sum_kernel(
-        -(-threads // SUM_SPLITS_THREADS), parts.data_ptr(), out.data_ptr(), address(bias), parts.stride(0),
-        parts.stride(1), out.stride(0), rows, columns, split.count, 0 if bias is None else _BIAS[bias.dtype],
-    )  # fmt: skip
+        -(-threads // SUM_SPLITS_THREADS),
+        parts.data_ptr(),
+        out.data_ptr(),
+        address(bias),
+        parts.stride(0),
+        parts.stride(1),
+        out.stride(0),
+        rows,
+        columns,
+        split.count,
+        0 if bias is None else _BIAS[bias.dtype],
+    )
 
 
 SUM_SPLITS_LAYOUT = "PPPqqqiiii"
@@ -252,9 +261,17 @@ def chained_gemm(
         _COLUMNS if y_t is not None and m % 16 == 0 and y_t.data_ptr() % 16 == 0 else 0
     )
     chain = (
-        y.data_ptr(), address(y_t), address(column_sums), row.scale.data_ptr(), address(row.newest),
-        row.index.data_ptr(), 0, address(row.amax), scale_inv.data_ptr(), aligned,
-    )  # fmt: skip
+        y.data_ptr(),
+        address(y_t),
+        address(column_sums),
+        row.scale.data_ptr(),
+        address(row.newest),
+        row.index.data_ptr(),
+        0,
+        address(row.amax),
+        scale_inv.data_ptr(),
+        aligned,
+    )
     scales = (a_scale_inv, b_scale_inv)
     _launch(kernel, configuration, a, b, h, n, scales, bias, 1, chain)
 
@@ -278,9 +295,17 @@ def _launch(
     (m, k), n = a.shape, b.shape[0]
     block_m, block_n, cluster = configuration.block_m, configuration.block_n, configuration.cluster
     problem = (
-        scales[0].data_ptr(), scales[1].data_ptr(), address(bias), address(out), out_stride, m, n, k,
-        0 if bias is None else _BIAS[bias.dtype], splits,
-    )  # fmt: skip
+        scales[0].data_ptr(),
+        scales[1].data_ptr(),
+        address(bias),
+        address(out),
+        out_stride,
+        m,
+        n,
+        k,
+        0 if bias is None else _BIAS[bias.dtype],
+        splits,
+    )
     clusters = -(-m // (block_m * cluster)) * -(-n // block_n) * splits
     if configuration.family == "gemm_sm89":
         kernel(clusters, a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(0), *problem)

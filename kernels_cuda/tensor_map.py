@@ -48,10 +48,19 @@ def tensor_map(
     at = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
     u64, u32 = ctypes.c_uint64, ctypes.c_uint32
     code = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at), _DATA_TYPES[dtype], 2, ctypes.c_void_p(address), (u64 * 2)(columns, rows),
-        (u64 * 1)(row_bytes), (u32 * 2)(box_columns, box_rows), (u32 * 2)(1, 1), 0, _SWIZZLE_128B,
-        _L2_PROMOTION_256B, 0,
-    )  # fmt: skip
+        ctypes.c_void_p(at),
+        _DATA_TYPES[dtype],
+        2,
+        ctypes.c_void_p(address),
+        (u64 * 2)(columns, rows),
+        (u64 * 1)(row_bytes),
+        (u32 * 2)(box_columns, box_rows),
+        (u32 * 2)(1, 1),
+        0,
+        _SWIZZLE_128B,
+        _L2_PROMOTION_256B,
+        0,
+    )
     if code:
         raise RuntimeError(
             f"cuTensorMapEncodeTiled gave error {code} for a {dtype} matrix of {rows} x {columns} at {address:#x}, rows"

@@ -38,51 +38,77 @@ def _refuse(file: Path, what: str, names: Iterable[str]) -> None:
 
 def check_dtypes(file: Path, tensors: Tensors) -> None:
     """No codes of another format than E4M3, whose scales would be kept elsewhere."""
-    _refuse(file, f"hold codes of another format than {dtype_name(E4M3.dtype)}", (
-        f"{name} ({dtype_name(tensor.dtype)})"
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and tensor.dtype.itemsize == 1 and tensor.dtype != E4M3.dtype
-    ))  # fmt: skip
+    _refuse(
+        file,
+        f"hold codes of another format than {dtype_name(E4M3.dtype)}",
+        (
+            f"{name} ({dtype_name(tensor.dtype)})"
+            for name, tensor in tensors.items()
+            if tensor.is_floating_point() and tensor.dtype.itemsize == 1 and tensor.dtype != E4M3.dtype
+        ),
+    )
 
 
 def check_scales(file: Path, in_fp8: Sequence[str], tensors: Tensors) -> None:
     """Each FP8 weight has two scales, one number each, that can be multiplied by."""
-    _refuse(file, "lack their scales as single numbers", (
-        name for weight in in_fp8 for name in scale_names(weight)
-        if name not in tensors or tensors[name].numel() != 1 or not tensors[name].is_floating_point()
-    ))  # fmt: skip
-    _refuse(file, f"are scales, each of which must be {SCALE_RULE}", (
-        f"{name} ({tensors[name].item()})"
-        for weight in in_fp8
-        for name, scale in zip(scale_names(weight), scales_of(weight, tensors))
-        if not is_scale(scale)
-    ))  # fmt: skip
+    _refuse(
+        file,
+        "lack their scales as single numbers",
+        (
+            name
+            for weight in in_fp8
+            for name in scale_names(weight)
+            if name not in tensors or tensors[name].numel() != 1 or not tensors[name].is_floating_point()
+        ),
+    )
+    _refuse(
+        file,
+        f"are scales, each of which must be {SCALE_RULE}",
+        (
+            f"{name} ({tensors[name].item()})"
+            for weight in in_fp8
+            for name, scale in zip(scale_names(weight), scales_of(weight, tensors))
+            if not is_scale(scale)
+        ),
+    )
 
 
 def check_same_scales(file: Path, in_fp8: Sequence[str], tensors: Tensors, gemms: Gemms) -> None:
     """The metadata know the FP8 weights, and have the same scales."""
-    _refuse(file, "have scales other than those in the file's metadata", (
-        name for name in in_fp8
-        if gemms.get(name) is None or [scale.reciprocal() for scale in gemms[name] or ()] != scales_of(name, tensors)
-    ))  # fmt: skip
+    _refuse(
+        file,
+        "have scales other than those in the file's metadata",
+        (
+            name
+            for name in in_fp8
+            if gemms.get(name) is None
+            or [scale.reciprocal() for scale in gemms[name] or ()] != scales_of(name, tensors)
+        ),
+    )
 
 
 def check_names(file: Path, own: Tensors, tensors: Tensors, gemms: Gemms) -> None:
     """Each tensor of the model has one in the file, itself or as one it is tied to, and none is left over."""
     there = {memory_of(tensor) for name, tensor in own.items() if name in tensors}
-    _refuse(file, "the model has and the file lacks", (
-        name for name, tensor in own.items() if name not in tensors and memory_of(tensor) not in there
-    ))  # fmt: skip
+    _refuse(
+        file,
+        "the model has and the file lacks",
+        (name for name, tensor in own.items() if name not in tensors and memory_of(tensor) not in there),
+    )
     scales = {scale for weight in gemms for scale in scale_names(weight)}
-    _refuse(file, "the file has and the model lacks", (
-        name for name in tensors if name not in own and name not in scales
-    ))  # fmt: skip
-    _refuse(file, "differ between file and model in shape or kind of dtype", (
-        f"{name} ({tuple(tensors[name].shape)} {dtype_name(tensors[name].dtype)} in the file,"
-        f" {tuple(tensor.shape)} {dtype_name(tensor.dtype)} in the model)"
-        for name, tensor in own.items()
-        if name in tensors and _kind(tensors[name]) != _kind(tensor)
-    ))  # fmt: skip
+    _refuse(
+        file, "the file has and the model lacks", (name for name in tensors if name not in own and name not in scales)
+    )
+    _refuse(
+        file,
+        "differ between file and model in shape or kind of dtype",
+        (
+            f"{name} ({tuple(tensors[name].shape)} {dtype_name(tensors[name].dtype)} in the file,"
+            f" {tuple(tensor.shape)} {dtype_name(tensor.dtype)} in the model)"
+            for name, tensor in own.items()
+            if name in tensors and _kind(tensors[name]) != _kind(tensor)
+        ),
+    )
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, bool, bool, bool]:
@@ -103,28 +129,41 @@ def check_convertible(file: Path, model: nn.Module, gemms: Gemms, plain: Sequenc
                 found[joined(plain_path(path), f"{gemm}_weight" if gemm else "weight")] = layer, gemm
     _refuse(file, "ran in FP8 and cannot here, see `describe(model)`", (name for name in gemms if name not in found))
     first: dict[tuple[nn.Module, str], Scales | None] = {}
-    _refuse(file, "have two scales of one layer", (
-        name for name, scales in gemms.items() if first.setdefault(found[name], scales) != scales
-    ))  # fmt: skip
+    _refuse(
+        file,
+        "have two scales of one layer",
+        (name for name, scales in gemms.items() if first.setdefault(found[name], scales) != scales),
+    )
 
 
 def check_values(file: Path, own: Tensors, tensors: Tensors, gemms: Gemms) -> None:
     """In the model's dtypes weights keep their values, and are cast to the codes they came from."""
-    _refuse(file, "do not keep the values of the file in the model's dtype (call `model.float()` before)", (
-        f"{name} ({dtype_name(own[name].dtype)})"
-        for name, scales in gemms.items()
-        if scales is not None and name in tensors and tensors[name].dtype == E4M3.dtype
-        and not _keeps_codes(_held(own[name], dequantized(name, tensors, gemms)), scales, tensors[name])
-    ))  # fmt: skip
+    _refuse(
+        file,
+        "do not keep the values of the file in the model's dtype (call `model.float()` before)",
+        (
+            f"{name} ({dtype_name(own[name].dtype)})"
+            for name, scales in gemms.items()
+            if scales is not None
+            and name in tensors
+            and tensors[name].dtype == E4M3.dtype
+            and not _keeps_codes(_held(own[name], dequantized(name, tensors, gemms)), scales, tensors[name])
+        ),
+    )
     first: dict[object, str] = {}
-    _refuse(file, "are one in the model and differ in the file", (
-        f"{name} and {first[memory_of(tensor)]}"
-        for name, tensor in own.items()
-        if name in tensors and first.setdefault(memory_of(tensor), name) != name
-        and not torch.equal(*(
-            _held(tensor, dequantized(one, tensors, gemms)) for one in (name, first[memory_of(tensor)])
-        ))
-    ))  # fmt: skip
+    _refuse(
+        file,
+        "are one in the model and differ in the file",
+        (
+            f"{name} and {first[memory_of(tensor)]}"
+            for name, tensor in own.items()
+            if name in tensors
+            and first.setdefault(memory_of(tensor), name) != name
+            and not torch.equal(
+                *(_held(tensor, dequantized(one, tensors, gemms)) for one in (name, first[memory_of(tensor)]))
+            )
+        ),
+    )
 
 
 def rounded_again(own: Tensors, tensors: Tensors, gemms: Gemms) -> list[str]:

@@ -37,12 +37,24 @@ def fp8_feed_forward(first: Fp8Linear, activation: str, second: Fp8Linear, x: Te
     w1, w2 = cast_weight(rows, first.weight, record), cast_weight(rows_2, second.weight, record)
     with_gradients, dtype = torch.is_grad_enabled(), output_dtype(x)
     y, *_ = ops.mlp(
-        x, first.weight, first.bias, second.weight, second.bias,
-        rounded_bias(rows, first.bias, dtype, w1.is_kept), rounded_bias(rows_2, second.bias, dtype, w2.is_kept),
-        cast_input(rows, x, record, with_gradients and first.weight.requires_grad), w1.operand, w2.operand,
-        rows_2.slot("input", record), rows.slot("grad_output", record), rows_2.slot("grad_output", record),
-        activation, with_gradients and second.weight.requires_grad, with_gradients, dtype,
-    )  # fmt: skip
+        x,
+        first.weight,
+        first.bias,
+        second.weight,
+        second.bias,
+        rounded_bias(rows, first.bias, dtype, w1.is_kept),
+        rounded_bias(rows_2, second.bias, dtype, w2.is_kept),
+        cast_input(rows, x, record, with_gradients and first.weight.requires_grad),
+        w1.operand,
+        w2.operand,
+        rows_2.slot("input", record),
+        rows.slot("grad_output", record),
+        rows_2.slot("grad_output", record),
+        activation,
+        with_gradients and second.weight.requires_grad,
+        with_gradients,
+        dtype,
+    )
     return y  # type: ignore[no-any-return]
 
 

@@ -41,9 +41,17 @@ def _linear(
     out_dtype: torch.dtype,
 ) -> Tensor:
     y: Tensor = scaled_mm.run(
-        x_fp8.rows, w_fp8.rows, x_fp8.scale_inv, w_fp8.scale_inv, bias_value, x_fp8.format, w_fp8.format,
-        out_dtype, True, dy.gemm(),
-    )  # fmt: skip
+        x_fp8.rows,
+        w_fp8.rows,
+        x_fp8.scale_inv,
+        w_fp8.scale_inv,
+        bias_value,
+        x_fp8.format,
+        w_fp8.format,
+        out_dtype,
+        True,
+        dy.gemm(),
+    )
     return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight))
 
 
@@ -109,9 +117,16 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None
     x_dtype, weight_dtype, bias_dtype = ctx.dtypes
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     dx, dw, db = linear_backward(
-        in_rows(dy), None, "none", Columns(x_t, x_scale_inv, x_format), Columns(w_t, w_scale_inv, w_format), ctx.slot,
-        x_dtype, weight_dtype, needs_bias,
-    )  # fmt: skip
+        in_rows(dy),
+        None,
+        "none",
+        Columns(x_t, x_scale_inv, x_format),
+        Columns(w_t, w_scale_inv, w_format),
+        ctx.slot,
+        x_dtype,
+        weight_dtype,
+        needs_bias,
+    )
     return (
         (dx if len(ctx.shape) == 2 else dx.view(ctx.shape)) if needs_x else None,
         dw if needs_weight else None,

@@ -102,10 +102,19 @@ def hidden(
         chain.format,
     )
     kernel_gemm.chained_gemm(
-        chain.kernel, chain.configuration, as_operand(x.rows), as_operand(w.rows), h if keep_h else None,
-        a.rows, a.columns if keep_a else None, chain.row, a.scale_inv, x.scale_inv, w.scale_inv,
+        chain.kernel,
+        chain.configuration,
+        as_operand(x.rows),
+        as_operand(w.rows),
+        h if keep_h else None,
+        a.rows,
+        a.columns if keep_a else None,
+        chain.row,
+        a.scale_inv,
+        x.scale_inv,
+        w.scale_inv,
         bias=None if bias is None else bias.contiguous(),
-    )  # fmt: skip
+    )
     return h, a
 
 
@@ -157,8 +166,17 @@ def _hidden_gradient(
     sums_shape = (kernel_gemm.column_sum_rows(m), n) if bias else (0,)
     partial = torch.empty(sums_shape, dtype=torch.float32, device=h.device)
     kernel_gemm.chained_gemm(
-        chain.kernel, chain.configuration, as_operand(dy_fp8), as_operand(w.payload), h.contiguous(),
-        dh_fp8, dh_fp8_t if by_columns else None, chain.row, scale_inv, dy_scale_inv, w.scale_inv,
+        chain.kernel,
+        chain.configuration,
+        as_operand(dy_fp8),
+        as_operand(w.payload),
+        h.contiguous(),
+        dh_fp8,
+        dh_fp8_t if by_columns else None,
+        chain.row,
+        scale_inv,
+        dy_scale_inv,
+        w.scale_inv,
         column_sums=partial if bias else None,
-    )  # fmt: skip
+    )
     return dh_fp8, dh_fp8_t, scale_inv, partial.sum(dim=0) if bias else partial

@@ -156,9 +156,7 @@ def update_scales(
     if kernel is None:
         plain.update_scales(amax, amax_history, scale, fp8_max, nonfinite_steps, most_recent, margin_factor)
     elif amax.numel():
-        scales.update_scales(
-            kernel, amax, amax_history, scale, fp8_max, nonfinite_steps, most_recent, margin_factor
-        )  # fmt: skip
+        scales.update_scales(kernel, amax, amax_history, scale, fp8_max, nonfinite_steps, most_recent, margin_factor)
 
 
 def _row(slot: Slot) -> casts.Row:

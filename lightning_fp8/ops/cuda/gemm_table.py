@@ -267,7 +267,14 @@ def _row(row: dict[str, Any], capability: tuple[int, int], path: Path) -> Row | 
         )
         return None
     return Row(
-        row["m"], row["n"], row["k"], row["promote"], _DTYPES[row["output"]],
-        None if name is None else known[name], row["splits"], row["p50_us"], row["cublaslt_p50_us"],
+        row["m"],
+        row["n"],
+        row["k"],
+        row["promote"],
+        _DTYPES[row["output"]],
+        None if name is None else known[name],
+        row["splits"],
+        row["p50_us"],
+        row["cublaslt_p50_us"],
         row.get("chained", {}),
-    )  # fmt: skip
+    )

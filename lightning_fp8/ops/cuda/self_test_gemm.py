@@ -70,9 +70,19 @@ def chained_gemm(
         scale, amax = torch.tensor([1.0, 37.5], device=device), torch.zeros(2, device=device)
         row, scale_inv = casts.Row(scale, scale, torch.tensor([1], device=device), amax), torch.zeros((), device=device)
         kernels.chained_gemm(
-            kernel, configuration, a.to(device), b.to(device), h, y, y_t, row, scale_inv, *_scales(device), bias,
+            kernel,
+            configuration,
+            a.to(device),
+            b.to(device),
+            h,
+            y,
+            y_t,
+            row,
+            scale_inv,
+            *_scales(device),
+            bias,
             column_sums,
-        )  # fmt: skip
+        )
         if bias is None:
             values = activation_gradient(h.cpu(), sums.to(output), activation)
         else:
