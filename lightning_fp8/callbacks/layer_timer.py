@@ -20,7 +20,7 @@ class LayerTimer(RunWatcher):
     """Times forward and backward of each layer that multiplies matrices: one step of every ``every_n_steps``.
 
     Timed are the layers that :func:`lightning_fp8.describe` lists, converted or not, in every precision: an FP8 run
-    can stand beside a bf16 run. Of the first micro-batch of a timed step:
+    can be compared with a bf16 run. Of the first micro-batch of a timed step:
 
     - ``timing/<module path>/forward_ms``: the layer's forward, all its calls together, in milliseconds. Forwards that
       activation checkpointing does again count here: they are what the layer costs too. Not logged for a layer that

@@ -1,4 +1,4 @@
-"""Which layers FP8 costs most: each converted layer beside itself in bf16, on the live batch."""
+"""Which layers FP8 costs most: each converted layer compared with itself in bf16, on the live batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a callback leaves beside a run's logs."""
+"""Files that a callback leaves next to a run's logs."""
 
 from __future__ import annotations
 

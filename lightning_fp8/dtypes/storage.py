@@ -39,7 +39,7 @@ def store_parameters(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[
     """Give floating point parameters their storage dtype, on the same ``Parameter`` objects.
 
     What ``keep_fp32`` matches is stored in fp32. Buffers stay as they are, but for the running statistics of
-    normalisations, which torch wants in the dtype of the weight beside them.
+    normalisations, which torch wants in the dtype of the weight next to them.
     """
     kept = kept_parameters(module, keep_fp32)
     dtypes: dict[int, torch.dtype] = {}

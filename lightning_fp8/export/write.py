@@ -80,7 +80,7 @@ def export(
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str], config: dict[str, Any]) -> None:
-    """Both files, made beside their place and moved there."""
+    """Both files, written next to their final place and renamed."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as unfinished:
         made = Path(unfinished)

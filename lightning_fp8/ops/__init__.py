@@ -7,7 +7,7 @@ The three GEMMs, each with both operands K-major (``scaled_mm(a, b) = a @ b^T``)
     wgrad  dw [N, K] = scaled_mm(dy_fp8_t [N, M], x_fp8_t [K, M])
 
 A transposed payload is one of its own on a GPU, whose FP8 GEMMs want both operands K-major, and a view on the CPU.
-An FP8 tensor travels as its ``uint8`` payload with the name of its format beside it: float8 inputs have no CPU kernels
+An FP8 tensor travels as its ``uint8`` payload together with the name of its format: float8 inputs have no CPU kernels
 behind torch's own operator checks.
 """
 

@@ -42,7 +42,7 @@ class Gemms:
     """Attributes:
     choice: what every GEMM is to run as.
     chained: activations with which a GEMM is to write the next one's operand.
-    missing: families of kernels that are not to be had: "gemm", "chained", "sum_splits".
+    missing: families of kernels that are not available: "gemm", "chained", "sum_splits".
     asked: what was to be chosen: gemm, m, n, k, promote and the output's dtype.
     launches: names of the functions that launched, in order.
     kernels: with what each of them launched.

@@ -1,4 +1,4 @@
-"""The operators on a CUDA device: our kernels where they are to be had, plain torch where not. Nothing here waits."""
+"""The operators on a CUDA device: our kernels where available, torch's own operators elsewhere. Nothing here synchronises."""
 
 from __future__ import annotations
 

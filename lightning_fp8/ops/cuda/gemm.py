@@ -1,4 +1,4 @@
-"""FP8 GEMMs on a CUDA device: our kernels where they are chosen and to be had, else cuBLASLt. Nothing here waits."""
+"""FP8 GEMMs on a CUDA device: our kernels where chosen and available, else cuBLASLt. Nothing here synchronises."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run_choice(
 ) -> Tensor:
     """``(a @ b^T) * a_scale_inv * b_scale_inv + bias`` in the way that was chosen.
 
-    A kernel that is not to be had leaves its place to cuBLASLt. Sizes that a kernel does not take are padded.
+    cuBLASLt takes the place of a kernel that is not available. Sizes that a kernel does not take are padded.
 
     Args:
         choice: what runs it.
@@ -117,7 +117,7 @@ class Found(NamedTuple):
 def kernels_of(
     choice: Choice, device: torch.device, a_format: str, b_format: str, output: torch.dtype, promote: bool
 ) -> Found | None:
-    """What a choice is computed by; None where that is cuBLASLt, or a kernel is not to be had."""
+    """What a choice is computed by; None where that is cuBLASLt, or a kernel is not available."""
     if choice.configuration is None:
         return None
     # parts of a sum are in fp32

@@ -141,7 +141,7 @@ def estimated(ours: tuple[Configuration, ...], m: int, n: int, k: int, promote: 
     efficiency = min(1, 47 / (4096 * (block_m + block_n / cluster) / (block_m * block_n)))
 
     A wave is as many tiles as run at a time; ragged tiles count whole, and what fills the pipeline and empties it is
-    taken as 256 elements of K. The efficiency is what the L2 cache delivers, in bytes a clock, beside what a
+    taken as 256 elements of K. The efficiency is what the L2 cache delivers, in bytes a clock, relative to what a
     tile needs: 128x128 without a cluster needs 64 and is held at 0.73, 128x256 in clusters of two needs 32. K is split
     only where sums are promoted, where tiles fill less than half of the multiprocessors, and by :func:`most_splits`.
     Ping-pong is never the estimate: what it gains, and what it loses where sums are promoted, nobody has measured.

@@ -1,4 +1,4 @@
-"""Each kernel beside the reference on a small random case, on the device it is to run on.
+"""Each kernel compared with the reference on a small random case, on the device it is to run on.
 
 A test gives None, or what was wrong. It waits for the device, once per kernel, device, driver and source.
 """
