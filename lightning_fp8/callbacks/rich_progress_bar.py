@@ -27,7 +27,7 @@ class Fp8RichProgressBar(RichProgressBar):
     follows.) A tensor's first step, which is cast with its own amax, has no part.
 
     Read at most every ``every_n_steps`` optimizer steps; one scalar is copied to the host then, and none between. The
-    column is empty until the second step, in another precision, and next to the bars of validation, test and prediction.
+    column is empty until the second step, in another precision, and at the bars of validation, test and prediction.
     Logs nothing to loggers. Needs ``rich``: ``pip install "lightning-fp8[cli]"``.
 
     Args:

@@ -1,4 +1,4 @@
-"""The operators on a CUDA device: our kernels where available, torch's own operators elsewhere. Nothing here synchronises."""
+"""The operators on a CUDA device: our kernels where available, else torch's operators. Nothing synchronises."""
 
 from __future__ import annotations
 
