@@ -34,13 +34,12 @@ from lightning_fp8 import (
     scaling_state,
     unconvert,
 )
-from lightning_fp8.bench.case import Variant
-from lightning_fp8.bench.timing import Times
 from lightning_fp8.conversion import min_features
 from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.state import LAYOUT
 from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
+from lightning_fp8.tools.timing import Times, Variant
 from lightning_fp8.tools.tune import command
 from lightning_fp8.tools.tune import min_features as measuring
 from lightning_fp8.tools.tune.min_features import BF16, FP8, Timed, smallest_that_pays, timed

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import yaml
 
-from lightning_fp8.bench.rows import environment
+from lightning_fp8.runtime.environment import environment
 from lightning_fp8.tools.compare import results
 from lightning_fp8.tools.compare.advice import advise
 from lightning_fp8.tools.compare.processes import UsageError, run

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning_fp8.bench.rows import table
 from lightning_fp8.tools.report.pictures import COLOURS
+from lightning_fp8.tools.tables import table
 
 _MIB = 2**20
 # title, unit and format

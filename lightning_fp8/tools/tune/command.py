@@ -23,11 +23,12 @@ import torch
 from kernels_cuda.cache import make_folder
 from kernels_cuda.compile import KernelsUnavailable, nvrtc_version
 from kernels_cuda.gemm import configurations
-from lightning_fp8.bench import rows, timing
-from lightning_fp8.bench.progress import progress
 from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.runtime.device import MIN_CAPABILITY, check_device
+from lightning_fp8.runtime.environment import environment, gpu_environment
+from lightning_fp8.tools import timing
+from lightning_fp8.tools.progress import progress
 from lightning_fp8.tools.tune import child, min_features
 from lightning_fp8.tools.tune.min_features import Timed
 from lightning_fp8.tools.tune.search import Tried, measure
@@ -101,7 +102,7 @@ def _ways(gemms: Sequence[Gemm], device: torch.device) -> dict[Gemm, list[Choice
 
 def _about(device: torch.device, command: str) -> dict[str, Any]:
     """What a table says of how it came about."""
-    gpu, here = rows.gpu_environment(device), rows.environment("lightning-fp8", command=command)
+    gpu, here = gpu_environment(device), environment("lightning-fp8", command=command)
     versions = {"torch": here["torch"], "cupy": gpu["cupy"], "lightning-fp8": here["lightning-fp8"]}
     return {
         "gpu": gpu["gpu"],
