@@ -147,13 +147,8 @@ def check(arguments: argparse.Namespace) -> None:
         training = Training(variant, arguments)
         loss = training.loss(training.batches[0])
         loss.backward()
-        gradient = torch.cat(
-            [
-                parameter.grad.float().flatten()
-                for parameter in training.model.parameters()
-                if parameter.grad is not None
-            ]
-        )
+        gradients = [x.grad.float().flatten() for x in training.model.parameters() if x.grad is not None]
+        gradient = torch.cat(gradients)
         expected = expected or [loss.detach(), gradient]
         for name, got, fp32, limit in zip(("loss", "gradient"), (loss, gradient), expected, (0.05, 0.2)):
             error = ((got - fp32).norm() / fp32.norm()).item()

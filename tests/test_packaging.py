@@ -56,7 +56,7 @@ def test_wheel_trains_two_steps_in_a_clean_environment(tmp_path: Path) -> None:
     environment = next((tmp_path / "clean").glob("lib/python*/site-packages"))
     (environment / "lent.pth").write_text("\n".join(lent))
     run = subprocess.run(
-        [str(python), "-c", TWO_STEPS], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+        [str(python), "-I", "-c", TWO_STEPS], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert f"from {environment}" in run.stdout

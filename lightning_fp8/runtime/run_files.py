@@ -1,4 +1,4 @@
-"""Files that a callback leaves beside a run's logs."""
+"""Files that callbacks leave beside a run's logs, and tools read."""
 
 from __future__ import annotations
 
@@ -7,19 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-
-
-def log_folder(trainer: Trainer) -> Path | None:
-    """The folder of the run's logs; None without a logger, with one that has no folder, and for a remote one.
-
-    It asks the other processes, so all of them have to call it.
-    """
-    # without a logger `log_dir` would be the folder that the program runs in
-    if not trainer.loggers:
-        return None
-    folder = trainer.log_dir
-    return None if folder is None or "://" in str(folder) else Path(folder)
+# written by `RunRecord` and `DtypeAudit`
+RUN_FILE = "fp8_run.json"
+DTYPES_FILE = "fp8_dtypes.json"
 
 
 def write_json(path: Path, content: Any) -> None:

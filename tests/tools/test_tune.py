@@ -548,7 +548,7 @@ import os, sys, time, types
 package = sys.modules["lightning_fp8"] = types.ModuleType("lightning_fp8")
 package.__path__ = ["lightning_fp8"]
 import torch
-from lightning_fp8.ops import kernels, plain
+from lightning_fp8.ops.cuda import kernels, plain
 from lightning_fp8.tools.tune import child
 from lightning_fp8.tools.worker import serve
 
