@@ -20,6 +20,7 @@ from benchmarks.suites import SUITES
 from lightning_fp8.runtime.device import MIN_CAPABILITY
 from lightning_fp8.runtime.environment import environment, gpu_environment, package_version
 from lightning_fp8.tools import timing
+from lightning_fp8.tools.arguments import positive
 from lightning_fp8.tools.progress import progress
 from lightning_fp8.tools.tables import table
 
@@ -91,16 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--suite", choices=(*sorted(SUITES), "all"), required=True, help="all: one after the other")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--case", metavar="SUBSTRING", help="only the cases whose name has it")
-    parser.add_argument("--rounds", type=_positive, default=ROUNDS, help="batches of each variant")
+    parser.add_argument("--rounds", type=positive, default=ROUNDS, help="batches of each variant")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append the rows, of all suites, as lines of JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the rows of this run; needs matplotlib")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)
 
 
 def _device(asked: str) -> torch.device:

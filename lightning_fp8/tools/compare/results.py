@@ -35,23 +35,6 @@ def as_table(rows: Sequence[Row], markdown: bool = False) -> str:
     )
 
 
-def as_rich_table(rows: Sequence[Row]) -> Any:
-    """The same for a terminal.
-
-    Raises:
-        ModuleNotFoundError: without rich.
-    """
-    from rich.table import Table
-
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in as_table(rows, markdown=True).splitlines()]
-    made = Table(*[f"[b]{title}" for title in cells[0]], box=None, pad_edge=False)
-    for column in made.columns[1:]:
-        column.justify = "right"
-    for line in cells[2:]:
-        made.add_row(*line)
-    return made
-
-
 def failures(rows: Sequence[Row]) -> list[str]:
     """A line for each run that failed."""
     return [f"{row['variant']} failed: {row['error']}" for row in rows if row.get("error")]
