@@ -42,8 +42,8 @@ lint: $(INSTALLED)
 # a step of the demo's model beside plain bf16 and torchao's emulated float8; then the precisions side by side
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	$(BIN)/python benchmarks/cpu_step.py
-	$(BIN)/python benchmarks/precisions.py
+	$(BIN)/python -m benchmarks.cpu_step
+	$(BIN)/python -m benchmarks.precisions
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,6 +1,6 @@
 """What it costs to watch the dtypes of attention operands: an eager step of the demo's model, with and without.
 
-    python benchmarks/attention_dtypes.py [--config configs/tiny_gpt_fp8.yaml] [--rounds 20] [--out FILE]
+    python -m benchmarks.attention_dtypes [--config configs/tiny_gpt_fp8.yaml] [--rounds 20] [--out FILE]
 
 Steps with and without take turns in one process, so that both see the same machine; their losses are the same, bit for
 bit, which is checked. Their difference is smaller than what steps differ by anyway, so the cost is also measured where
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import yaml
-from harness import append, environment, parser
 from torch import Tensor
 
+from benchmarks.harness import append, environment, parser
 from lightning_fp8 import Fp8Precision, scaling_state
+from lightning_fp8.conversion.convert import is_converted
 from lightning_fp8.examples import ByteGPT
 
 PRECISIONS = ("fp8-delayed", "bf16-mixed")
@@ -63,7 +64,7 @@ def step(plugin: Fp8Precision, model: ByteGPT, optimizer: torch.optim.Optimizer,
         loss = model.loss(batch)
     with plugin.recomputation_context():
         loss.backward()
-    if plugin.precision == "fp8-delayed":
+    if is_converted(model):
         scaling_state(model).update()
     optimizer.step()
     optimizer.zero_grad()
@@ -74,13 +75,13 @@ def compare(precision: Any, config: dict[str, Any], rounds: int) -> dict[str, An
     """One row: both medians, and the cost where it lies as a share of a step."""
     data = config["data"]["init_args"]
     batch = torch.randint(0, 256, (data["batch_size"], data["context"] + 1), dtype=torch.uint8)
-    variants = []
-    for watched in (True, False):
+    variants: list[tuple[Fp8Precision, ByteGPT, torch.optim.Optimizer, list[float], list[float]]] = []
+    for is_watched in (True, False):
         torch.manual_seed(0)
         plugin, model = Fp8Precision(precision), ByteGPT(**config["model"]["init_args"])
         plugin.convert_module(model)
-        if not watched:
-            plugin._attention.context = nullcontext  # type: ignore[method-assign]
+        if not is_watched:
+            plugin._attention.context = nullcontext  # type: ignore[method-assign, assignment]
         variants.append((plugin, model, torch.optim.AdamW(model.parameters()), [], []))
     for _ in range(rounds + 2):
         for plugin, model, optimizer, times, losses in variants:

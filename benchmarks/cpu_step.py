@@ -1,6 +1,6 @@
 """A training step of the demo's model on the CPU: plain bf16, fp8-delayed and torchao's emulated float8, in one run.
 
-    python benchmarks/cpu_step.py [--config configs/tiny_gpt_fp8.yaml] [--rounds 3] [--steps 8] [--out FILE]
+    python -m benchmarks.cpu_step [--config configs/tiny_gpt_fp8.yaml] [--rounds 3] [--steps 8] [--out FILE]
 
 Each variant trains in a process of its own, as a user's would: what one leaves in the allocator would help or harm the
 next. The variants take turns, and the first steps of each process do not count. torchao's is
@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 import yaml
-from harness import append, environment, parser, percentiles, take_turns
+
+from benchmarks.harness import append, environment, parser, percentiles, take_turns
 
 VARIANTS = ("bf16-mixed", "fp8-delayed", "torchao emulated")
 WARM_UP = 3

@@ -83,7 +83,7 @@ tests() {
 bench() {
     local name=$1 seconds=$2
     shift 2
-    step "$name" "$seconds" "$python" -m lightning_fp8 bench --rounds 10 --out "$rows" "$@"
+    step "$name" "$seconds" "$python" -m benchmarks --rounds 10 --out "$rows" "$@"
 }
 
 tune() {
@@ -128,9 +128,9 @@ case $stage in
         tune "tune 8192x16384x4096" 90 8192x16384x4096
         tune "tune 8192x4096x4096 and 2048x1024x4096" 120 8192x4096x4096,2048x1024x4096
         step "profile of a GEMM" 60 ncu --set full -k regex:gemm_sm -c 2 \
-            "$python" -m lightning_fp8 bench --rounds 1 --suite gemm --case "fprop 8192x16384x4096"
+            "$python" -m benchmarks --rounds 1 --suite gemm --case "fprop 8192x16384x4096"
         step "profile of a cast" 60 ncu --set full -k regex:cast_transpose -c 2 \
-            "$python" -m lightning_fp8 bench --rounds 1 --suite cast --case "8192x8192 bf16->e4m3 cast_transpose"
+            "$python" -m benchmarks --rounds 1 --suite cast --case "8192x8192 bf16->e4m3 cast_transpose"
         step "memory check of split GEMMs" 90 compute-sanitizer --tool memcheck --error-exitcode 1 \
             "$python" -m pytest -v -m cuda -p no:cacheprovider -o addopts=--strict-markers tests/ops/test_cuda_gemm.py \
             -k "splits and 2"

@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_fp8.bench import rows
-from lightning_fp8.bench.rows import append, environment, table
+from benchmarks.rows import append
+from lightning_fp8.runtime.environment import environment
+from lightning_fp8.tools import timing
+from lightning_fp8.tools.tables import table
 
 __all__ = ["append", "environment", "parser", "percentiles", "table", "take_turns"]
 
@@ -32,7 +34,7 @@ def take_turns(variants: Iterable[str], rounds: int) -> dict[str, list[dict[str,
     runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
     for _ in range(rounds):
         for variant, results in runs.items():
-            command = [sys.executable, *sys.argv, "--variant", variant]
+            command = [sys.executable, *sys.orig_argv[1:], "--variant", variant]
             child = subprocess.run(command, capture_output=True, text=True, check=False)
             if child.returncode:
                 sys.exit(f"{variant} failed:\n{child.stderr}")
@@ -42,5 +44,5 @@ def take_turns(variants: Iterable[str], rounds: int) -> dict[str, list[dict[str,
 
 def percentiles(runs: list[dict[str, Any]]) -> dict[str, float]:
     """Of the ``times`` of all runs together."""
-    p20, p50, p80 = rows.percentiles([time for run in runs for time in run["times"]])
+    p20, p50, p80 = timing.percentiles([time for run in runs for time in run["times"]])
     return {"p20_ms": p20, "p50_ms": p50, "p80_ms": p80}

@@ -1,6 +1,6 @@
 """Host time of layers in eager training: how long Python and torch take to issue the work of a layer.
 
-    python benchmarks/host_time.py
+    python -m benchmarks.host_time
 
 The CUDA half of the package on CPU tensors of 16 features, on one thread, with kernels that do nothing: arguments are
 checked, packed and handed over, and nothing runs. Each layer is in a stack of eight, in the steady state of training
@@ -44,7 +44,7 @@ class _NoKernel(Kernel):
     def _load(self) -> None:
         self._launch_kernel = self._set_context = lambda *_: None
         self._current_device = lambda: 0
-        self._current_stream = lambda _: 0
+        self._current_stream = lambda device: 0
         self._pointer, self.multiprocessors = 0, 132
 
 

@@ -1,6 +1,6 @@
 """Which bf16 mode is right for me: one model in fp32, the bf16 precisions and fp8-delayed, in one run.
 
-    python benchmarks/precisions.py [--config configs/tiny_gpt_fp8.yaml] [--accumulate 4] [--rounds 3] [--steps 6]
+    python -m benchmarks.precisions [--config configs/tiny_gpt_fp8.yaml] [--accumulate 4] [--rounds 3] [--steps 6]
                                     [--device auto|cpu|cuda] [--markdown] [--out FILE]
 
 A step is ``--accumulate`` micro-batches of random bytes, the same at each step and for each variant, then AdamW with
@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 import yaml
-from harness import append, environment, parser, percentiles, table, take_turns
 from torch import Tensor
 
 import lightning_fp8
-from lightning_fp8.bench.memory import bytes_of, saved_bytes, weight_copies
+from benchmarks.harness import append, environment, parser, percentiles, table, take_turns
+from benchmarks.memory import bytes_of, saved_bytes, weight_copies
 from lightning_fp8.examples import ByteGPT
 
 # arguments of `Fp8Precision`; None: no plugin
@@ -124,9 +124,9 @@ def one_more_step(training: Training) -> dict[str, Any]:
     training.accumulate()
     before = [parameter.detach().clone() for parameter in parameters]
     training.step()
-    gradients = [parameter.grad for parameter in parameters]
-    counted = [gradient != 0 for gradient in gradients]
-    unchanged = [(was == now) & count for was, now, count in zip(before, parameters, counted)]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    counted = [gradient.ne(0) for gradient in gradients]
+    unchanged = [was.eq(now) & count for was, now, count in zip(before, parameters, counted, strict=True)]
     moments = [x for state in training.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     return {
         "parameter_bytes": bytes_of(parameters),
@@ -147,7 +147,8 @@ def check(arguments: argparse.Namespace) -> None:
         training = Training(variant, arguments)
         loss = training.loss(training.batches[0])
         loss.backward()
-        gradient = torch.cat([parameter.grad.float().flatten() for parameter in training.model.parameters()])
+        gradients = [x.grad.float().flatten() for x in training.model.parameters() if x.grad is not None]
+        gradient = torch.cat(gradients)
         expected = expected or [loss.detach(), gradient]
         for name, got, fp32, limit in zip(("loss", "gradient"), (loss, gradient), expected, (0.05, 0.2)):
             error = ((got - fp32).norm() / fp32.norm()).item()

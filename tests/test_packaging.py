@@ -40,6 +40,8 @@ def test_wheel_trains_two_steps_in_a_clean_environment(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
     assert files("lightning_fp8") | files("kernels_cuda") <= packed
+    assert {name.split("/")[0].split("-")[0] for name in packed} == {"lightning_fp8", "kernels_cuda"}
+    assert not [name for name in packed if "bench" in name]
     assert "lightning_fp8/py.typed" in packed
     for ending in (".cu", ".cuh"):
         sources = {path.name for path in (ROOT / "kernels_cuda").glob(f"*{ending}")}
@@ -54,7 +56,7 @@ def test_wheel_trains_two_steps_in_a_clean_environment(tmp_path: Path) -> None:
     environment = next((tmp_path / "clean").glob("lib/python*/site-packages"))
     (environment / "lent.pth").write_text("\n".join(lent))
     run = subprocess.run(
-        [str(python), "-c", TWO_STEPS], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+        [str(python), "-I", "-c", TWO_STEPS], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert f"from {environment}" in run.stdout

@@ -9,11 +9,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fp8.callbacks.run_files import log_folder, write_json
+from lightning_fp8.callbacks.run_watcher import log_folder
 from lightning_fp8.dtypes.audit import DtypeReport, DtypeRow, audit, buffer_dtypes_of
 from lightning_fp8.ops.formats import dtype_name
 from lightning_fp8.plugins.core import PrecisionCore
-from lightning_fp8.tools.report import DTYPES_FILE
+from lightning_fp8.runtime.run_files import DTYPES_FILE, write_json
 
 
 class DtypeAudit(Callback):

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from lightning_fp8.callbacks.every_n_steps import EveryNSteps
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.callbacks.stopwatch import NOTHING_RAN, Stopwatch, clock_for
 from lightning_fp8.conversion.convert import describe
@@ -52,22 +53,18 @@ class LayerTimer(RunWatcher):
     """
 
     def __init__(self, every_n_steps: int = 200) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"LayerTimer: `every_n_steps` must be at least 1, got {every_n_steps}.")
         self.every_n_steps = every_n_steps
+        self._when = EveryNSteps("LayerTimer", every_n_steps)
         self.forward_ms: dict[str, float] = {}
         self.backward_ms: dict[str, float] = {}
         self._layers: dict[str, nn.Module] = {}
         self._stopwatch: Stopwatch | None = None
-        self._timed_step = -1
-        self._last_step = 0
-        # optimizer steps of one batch: two, where manual optimization steps two optimizers
-        self._stride = 1
         self._has_warned = False
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._timed_step, self._last_step, self._stride, self._has_warned = -1, trainer.global_step, 1, False
+        self._has_warned = False
+        self._when.start(trainer.global_step)
         paths = {row.path for row in describe(pl_module)}
         # a wrapper has the path of what it wraps, and comes before it
         self._layers = {path: layer for path, layer in named_modules(pl_module) if path in paths}
@@ -79,19 +76,15 @@ class LayerTimer(RunWatcher):
         # a batch that the model skipped has no end
         self._stop()
         # the first micro-batch of a step: its times are logged with that step
-        step = trainer.global_step
-        is_due = (step + self._stride) // self.every_n_steps > step // self.every_n_steps
-        if self._layers and is_due and step != self._timed_step:
-            self._timed_step = step
+        if self._layers and self._when.begins():
             self._stopwatch = Stopwatch(self._layers, clock_for(pl_module.device))
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, stopwatch = trainer.global_step, self._stopwatch
-        if step > self._last_step:
-            self._stride, self._last_step = step - self._last_step, step
+        stopwatch = self._stopwatch
+        self._when.ends(trainer.global_step)
         if stopwatch is None:
             return
         self._stop()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_fp8.callbacks.every_n_steps import EveryNSteps
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.metrics.sqnr import signal_and_noise
 from lightning_fp8.modules.base import Fp8Module
@@ -44,19 +45,17 @@ class QuantizationProbe(RunWatcher):
     """
 
     def __init__(self, every_n_steps: int = 200) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"QuantizationProbe: `every_n_steps` must be at least 1, got {every_n_steps}.")
         self.every_n_steps = every_n_steps
+        self._when = EveryNSteps("QuantizationProbe", every_n_steps)
         self.sqnr_db: dict[str, float] = {}
         self._layers: dict[str, Fp8Module] = {}
         self._hooks: list[RemovableHandle] = []
         self._sums: dict[str, Tensor] = {}
-        self._probed_step = -1
         self._is_comparing = False
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._probed_step = -1
+        self._when.start(trainer.global_step)
         self._layers = {path: layer for path, layer in named_modules(pl_module) if isinstance(layer, Fp8Module)}
         if not self._layers:
             rank_zero_warn(
@@ -66,10 +65,9 @@ class QuantizationProbe(RunWatcher):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # the first micro-batch of a step: its numbers are logged with that step
-        step = trainer.global_step
-        if (step + 1) % self.every_n_steps or step == self._probed_step:
+        if not self._when.begins():
             return
-        self._probed_step, self._sums = step, {}
+        self._sums = {}
         for path, layer in self._layers.items():
             if not layer.in_fp8:
                 continue
@@ -93,6 +91,7 @@ class QuantizationProbe(RunWatcher):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._when.ends(trainer.global_step)
         if not self._hooks:
             return
         self._stop()

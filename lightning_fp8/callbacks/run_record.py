@@ -12,11 +12,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.version import cuda
 from typing_extensions import override
 
-from lightning_fp8.bench.rows import environment, gpu_environment, package_version
-from lightning_fp8.callbacks.run_files import log_folder, write_json
+from lightning_fp8.callbacks.run_watcher import log_folder
 from lightning_fp8.conversion.candidates import number_of_parameters
 from lightning_fp8.conversion.convert import describe, is_converted, scaling_state
-from lightning_fp8.tools.report import RUN_FILE
+from lightning_fp8.runtime.environment import environment, gpu_environment, package_version
+from lightning_fp8.runtime.run_files import RUN_FILE, write_json
 
 
 class RunRecord(Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
@@ -31,3 +32,15 @@ def log_to_all(trainer: Trainer, metrics: Mapping[str, float]) -> int:
         for logger in trainer.loggers:
             logger.log_metrics(dict(metrics), step=step)
     return step
+
+
+def log_folder(trainer: Trainer) -> Path | None:
+    """The folder of the run's logs; None without a logger, with one that has no folder, and for a remote one.
+
+    It asks the other processes, so all of them have to call it.
+    """
+    # without a logger `log_dir` would be the folder that the program runs in
+    if not trainer.loggers:
+        return None
+    folder = trainer.log_dir
+    return None if folder is None or "://" in str(folder) else Path(folder)

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_fp8.callbacks.every_n_steps import EveryNSteps
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.modules.paths import as_patterns, matching_tensors
@@ -65,21 +66,18 @@ class ScaleFactorLogger(RunWatcher):
         summaries: bool = True,
         histograms: bool = True,
     ) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"ScaleFactorLogger: `every_n_steps` must be at least 1, got {every_n_steps}.")
         self.every_n_steps = every_n_steps
+        self._when = EveryNSteps("ScaleFactorLogger", every_n_steps)
         self.patterns = as_patterns(patterns, "patterns")
         self.summaries = summaries
         self.histograms = histograms
         self._state: ScalingState | None = None
         self._rows: list[int] = []
-        self._last_step = 0
-        # optimizer steps of one batch: two, where manual optimization steps two optimizers
-        self._stride = 1
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._state, self._rows, self._last_step, self._stride = None, [], trainer.global_step, 1
+        self._state, self._rows = None, []
+        self._when.start(trainer.global_step)
         if not is_converted(pl_module):
             rank_zero_warn(
                 f"ScaleFactorLogger: no layer runs in FP8 under precision={trainer.precision!r}; nothing to log."
@@ -88,25 +86,18 @@ class ScaleFactorLogger(RunWatcher):
         self._state = scaling_state(pl_module)
         self._rows = matching_tensors(self._state.names, self.patterns, "ScaleFactorLogger")
 
-    def _is_due(self, step: int) -> bool:
-        return step // self.every_n_steps > self._last_step // self.every_n_steps
-
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # from the first micro-batch of a step that is to be logged
-        if self._state is not None and self._is_due(trainer.global_step + self._stride):
+        if self._state is not None and self._when.begins():
             self._state.start_counting(self)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, state = trainer.global_step, self._state
-        # while gradients are accumulated the step stands still
-        if state is None or step == self._last_step:
-            return
-        due, self._stride, self._last_step = self._is_due(step), step - self._last_step, step
-        if due:
+        state = self._state
+        if self._when.ends(trainer.global_step) and state is not None:
             values = tensor_statistics(state, partial(trainer.strategy.reduce, reduce_op="sum"))
             state.stop_counting(self)
             if trainer.is_global_zero:

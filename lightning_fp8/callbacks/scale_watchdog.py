@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fp8.callbacks.every_n_steps import EveryNSteps
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.callbacks.watch import CONDITIONS, Findings, Limits, Watch
 from lightning_fp8.conversion.convert import is_converted, scaling_state
@@ -79,8 +80,8 @@ class ScaleWatchdog(RunWatcher):
     ) -> None:
         if action not in ("warn", "raise", "fallback"):
             raise ValueError(f"ScaleWatchdog: `action` must be 'warn', 'raise' or 'fallback', got {action!r}.")
-        counts: dict[str, int | None] = {"every_n_steps": every_n_steps, "checks_in_a_row": checks_in_a_row}
-        counts |= {"stale_steps": stale_steps, "nonfinite_steps": nonfinite_steps}
+        self._when = EveryNSteps("ScaleWatchdog", every_n_steps)
+        counts = {"checks_in_a_row": checks_in_a_row, "stale_steps": stale_steps, "nonfinite_steps": nonfinite_steps}
         for name, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"ScaleWatchdog: `{name}` must be at least 1, got {count}.")
@@ -112,20 +113,20 @@ class ScaleWatchdog(RunWatcher):
         self._rows = set(matching_tensors(state.names, self.patterns, "ScaleWatchdog"))
         self._state, self._watch = state, Watch(state, self.limits)
         self._said: set[tuple[str, int]] = set()
-        # training batches since the last check, and checks
-        self._batches = self._checks = 0
-
-    def _is_before_check(self, trainer: Trainer) -> bool:
-        return self._batches >= (self.every_n_steps - 1) * trainer.accumulate_grad_batches
+        # training batches, and those divided by ``accumulate_grad_batches``
+        self._batches = self._steps = 0
+        self._is_before_check = False
+        self._when.start(0)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._state is not None and self._is_before_check(trainer):
+        if self._state is not None and self._when.begins():
+            self._is_before_check = True
             self._state.start_counting(self)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._watch is not None and self._is_before_check(trainer):
+        if self._watch is not None and self._is_before_check:
             self._watch.see_gradients(pl_module)
 
     @override
@@ -135,11 +136,12 @@ class ScaleWatchdog(RunWatcher):
         if self._state is None or self._watch is None:
             return
         self._batches += 1
-        if self._batches < self.every_n_steps * trainer.accumulate_grad_batches:
+        if self._batches >= trainer.accumulate_grad_batches:
+            self._batches, self._steps = 0, self._steps + 1
+        if not self._when.ends(self._steps):
             return
-        self._batches, self._checks = 0, self._checks + 1
-        steps = self._checks * self.every_n_steps
-        findings = self._watch.check(steps, partial(trainer.strategy.reduce, reduce_op="sum"))
+        self._is_before_check = False
+        findings = self._watch.check(self._steps, partial(trainer.strategy.reduce, reduce_op="sum"))
         self._state.stop_counting(self)
         findings.keep(self._rows)
         self._act(trainer, self._state, findings)

@@ -1,4 +1,4 @@
-"""Work in a process of its own, with a limit on its time: what hangs or crashes there costs no more than itself."""
+"""Work in a process of its own: what hangs or crashes there costs no more than itself."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
-
-from lightning_fp8.tools.interrupts import held_interrupts
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, Any, NamedTuple
 
 Job = dict[str, Any]
 _SECONDS_TO_END = 10
@@ -23,6 +21,60 @@ _SECONDS_TO_END = 10
 _SECONDS_TO_START = 120
 _READY = "ready\n"
 _PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def held_interrupts() -> Iterator[None]:
+    """Let a Ctrl-C inside come at the end: one that comes while a process is started leaves it running, unknown."""
+    # elsewhere none arrives
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+def run(command: Sequence[str], output: IO[str]) -> int:
+    """The status of a program that is run to its end; what it prints goes to ``output``.
+
+    On Ctrl-C it is first asked to end, so that it can end what it has started elsewhere.
+    """
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        with held_interrupts():
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        return process.wait()
+    except BaseException:
+        if process is not None:
+            _end(process, signal.SIGTERM)
+            # what it started may still be there
+            _end(process)
+        raise
+
+
+def why_it_ended(status: int, printed: str) -> str:
+    """In one line: the signal, or the status and the last line that was printed."""
+    last = printed.strip().rpartition("\n")[2]
+    return f"ended by signal {-status}" if status < 0 else f"ended with status {status}: {last[:500]}"
+
+
+def _end(process: subprocess.Popen[Any], by: signal.Signals = signal.SIGKILL) -> None:
+    """Signal it and what it has started, which is why each is a group of its own.
+
+    A driver may take its time to let go of it: that is not waited for long.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, by)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_SECONDS_TO_END)
 
 
 class Answer(NamedTuple):
@@ -92,7 +144,6 @@ class _Child:
     def __init__(self, command: Sequence[str]) -> None:
         # a file, not a pipe: nobody need read for the process to go on
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        # a group of its own, so that what it starts can be ended with it
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, start_new_session=True
         )
@@ -137,18 +188,12 @@ class _Child:
             status = self._process.wait(_SECONDS_TO_END)
         except subprocess.TimeoutExpired:
             return "closed its output without an answer"
-        if status < 0:
-            return f"ended by signal {-status}"
         self._said.seek(0)
-        last = self._said.read().decode(errors="replace").strip().rpartition("\n")[2]
-        return f"ended with status {status}: {last[:500]}"
+        return why_it_ended(status, self._said.read().decode(errors="replace"))
 
     def end(self) -> None:
-        """Kill it and what it has started. A driver may take its time to let go of it: that is not waited for long."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_SECONDS_TO_END)
+        """Kill it, and close what is open."""
+        _end(self._process)
         self._reader.join(_SECONDS_TO_END)
         for pipe in (self._process.stdin, None if self._reader.is_alive() else self._process.stdout):
             if pipe is not None:

@@ -17,17 +17,20 @@ import torch
 from conftest import ROOT
 from host_kernels import HostKernel
 
+from benchmarks import baselines, cast, command, launch, rows
+from benchmarks.case import Tolerance, difference
+from benchmarks.run import Run
+from benchmarks.suites import SUITES
+from benchmarks.whole_model import UpdateScales, Weights
 from kernels_cuda import scales
 from lightning_fp8 import __main__ as entry
 from lightning_fp8 import ops
-from lightning_fp8.bench import baselines, cast, command, launch, rows, timing
-from lightning_fp8.bench.case import Tolerance, Variant, difference
-from lightning_fp8.bench.run import Run
-from lightning_fp8.bench.suites import SUITES
-from lightning_fp8.bench.whole_model import UpdateScales, Weights
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import kernels, plain
 from lightning_fp8.ops.formats import E4M3
+from lightning_fp8.runtime import environment
+from lightning_fp8.tools import timing
+from lightning_fp8.tools.timing import Variant
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FIELDS = {
@@ -65,9 +68,9 @@ def written(path: Path) -> list[dict[str, Any]]:
 def suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], str]:
     """The rows and the output of the whole suite on the CPU, as a user runs it."""
     out = tmp_path_factory.mktemp("bench") / "rows.jsonl"
-    arguments = ["bench", "--suite", "cast", "--device", "cpu", "--rounds", "4", "--out", str(out)]
+    arguments = ["--suite", "cast", "--device", "cpu", "--rounds", "4", "--out", str(out)]
     ran = subprocess.run(
-        [sys.executable, "-m", "lightning_fp8", *arguments], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-m", "benchmarks", *arguments], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return written(out), ran.stdout
@@ -94,8 +97,8 @@ def test_rows_are_whole_and_consistent(suite: tuple[list[dict[str, Any]], str]) 
         assert {row[key] for key in ("host_us", "events_us", "flops", "tflops", "ceiling_tflops")} == {None}
         assert {row[key] for key in ("tokens_per_s", "peak_memory_bytes", "saved_bytes")} == {None}
         assert (row["suite"], row["checked"], row["gpu"], row["driver"]) == ("cast", True, None, None)
-        assert (row["torch"], row["cpu"]) == (torch.__version__, rows.cpu_name())
-        assert row["command"].startswith("python -m lightning_fp8 bench --suite cast --device cpu --rounds 4 --out ")
+        assert (row["torch"], row["cpu"]) == (torch.__version__, environment.cpu_name())
+        assert row["command"].startswith("python -m benchmarks --suite cast --device cpu --rounds 4 --out ")
         assert re.fullmatch(r"([0-9a-f]{7,}(-dirty)?)?", row["commit"])
 
 
@@ -104,7 +107,7 @@ def test_tables_show_what_the_rows_have(suite: tuple[list[dict[str, Any]], str])
     ours = next(row for row in made if row["variant"] == "lightning_fp8")
     line = next(line for line in printed.split(ours["case"])[1].splitlines() if line.startswith("lightning_fp8 "))
     assert line.split()[1:4] == [f"{ours[key]:.2f}" for key in ("p20_us", "p50_us", "p80_us")]
-    if rows.package_version("torchao") is None:
+    if environment.package_version("torchao") is None:
         assert "torchao: not installed" in printed
     # columns without a number are left out
     title = next(line for line in printed.splitlines() if line.startswith("variant"))
@@ -433,8 +436,8 @@ def test_kernels_wait_for_the_device(calls: int, counted: int, monkeypatch: pyte
 
 
 def test_percentiles_stay_within_what_was_measured() -> None:
-    assert rows.percentiles([7.0]) == (7.0, 7.0, 7.0)
-    assert rows.percentiles([1.0, 2.0]) == pytest.approx((1.2, 1.5, 1.8))
+    assert timing.percentiles([7.0]) == (7.0, 7.0, 7.0)
+    assert timing.percentiles([1.0, 2.0]) == pytest.approx((1.2, 1.5, 1.8))
 
 
 def test_batches_are_long_enough() -> None:
@@ -583,25 +586,20 @@ def test_all_ways_to_launch_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None
         assert launch._difference(lambda at: None, tensors) == "another amax"
 
 
-def test_bench_needs_no_jsonargparse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_names_the_command_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
-    given: list[list[str]] = []
-    monkeypatch.setattr(command, "main", given.append)
     monkeypatch.setattr(sys, "argv", ["lightning-fp8", "bench", "--suite", "cast"])
-    entry.run()
-    assert given == [["--suite", "cast"]]
+    with pytest.raises(SystemExit, match="run from a checkout of the repository: python -m benchmarks --suite"):
+        entry.run()
     monkeypatch.setattr(sys, "argv", ["lightning-fp8", "fit", "bench"])
     with pytest.raises(SystemExit, match="needs jsonargparse"):
         entry.run()
 
 
 @pytest.mark.parametrize("script", ["attention_dtypes", "cpu_step", "precisions"])
-def test_the_scripts_share_the_rows(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for name in ("harness", script):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    module = import_module(script)
-    assert module.environment is rows.environment
+def test_the_scripts_share_the_rows(script: str) -> None:
+    module = import_module(f"benchmarks.{script}")
+    assert module.environment is environment.environment
     assert module.append is rows.append
     if script != "attention_dtypes":
         times = [{"times": [5.0, 1.0, 3.0]}, {"times": [2.0, 4.0, 6.0]}]

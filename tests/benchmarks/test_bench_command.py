@@ -11,11 +11,13 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from lightning_fp8.bench import command, plot, progress, timing
-from lightning_fp8.bench.case import Case, Variant
-from lightning_fp8.bench.run import Run
-from lightning_fp8.bench.suites import SUITES, Suite
+from benchmarks import command, plot
+from benchmarks.case import Case
+from benchmarks.run import Run
+from benchmarks.suites import SUITES, Suite
+from lightning_fp8.tools import progress, timing
 from lightning_fp8.tools.report.pictures import COLOURS
+from lightning_fp8.tools.timing import Variant
 
 CPU = torch.device("cpu")
 

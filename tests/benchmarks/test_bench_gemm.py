@@ -12,12 +12,12 @@ import torch
 from fp8_numpy import code_values
 from torch import Tensor
 
+from benchmarks import command, gemm
+from benchmarks.gemm import Gemm
+from benchmarks.run import Run
+from benchmarks.suites import SUITES
 from kernels_cuda.gemm import Configuration
 from lightning_fp8 import ops
-from lightning_fp8.bench import command, gemm
-from lightning_fp8.bench.gemm import Gemm
-from lightning_fp8.bench.run import Run
-from lightning_fp8.bench.suites import SUITES
 from lightning_fp8.ops.cuda import gemm_choice, kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

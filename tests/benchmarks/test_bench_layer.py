@@ -20,16 +20,18 @@ from conftest import ROOT
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 
+from benchmarks import baselines, command, layer, memory, steps, train, trainer_precisions, training
+from benchmarks.trainer_precisions import Setting
+from benchmarks.training import Start, Work
 from lightning_fp8 import Fp8Precision, convert, scaling_state
-from lightning_fp8.bench import baselines, command, iteration, layer, memory, precisions, steps, timing, train, training
-from lightning_fp8.bench.case import Variant
-from lightning_fp8.bench.precisions import Setting
-from lightning_fp8.bench.training import Start, Work
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.examples.transformer_block import Block, initialize
 from lightning_fp8.modules.weight_copy import keep_copies
 from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.tools import timing
+from lightning_fp8.tools.timing import Variant
+from lightning_fp8.tools.tune import iteration
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 EAGER, COMPILED = layer.cases(CPU)
@@ -84,7 +86,7 @@ def test_the_whole_suite_on_the_cpu(
     printed = run(tmp_path, suite, "--plot", str(tmp_path / "bars.png"), rounds=2 if suite == "layer" else 1)
     assert torch.equal(torch.random.get_rng_state(), before)
     rows = written(tmp_path)
-    variants = [*VARIANTS, *iteration.torchao_precisions(CPU)]
+    variants = [*VARIANTS, *baselines.torchao_precisions(CPU)]
     assert [(row["case"], row["variant"]) for row in rows] == [(case, name) for case in cases for name in variants]
     for row in rows:
         assert 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"]
@@ -107,8 +109,8 @@ def test_the_whole_suite_on_the_cpu(
 
 
 def test_the_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(iteration, "find_spec", lambda name: None)
-    found = precisions.settings(CPU)
+    monkeypatch.setattr(baselines, "find_spec", lambda name: None)
+    found = trainer_precisions.settings(CPU)
     assert list(found) == VARIANTS
     ours, mixed, true = (setting.plugin() for setting in found.values())
     assert isinstance(ours, Fp8Precision)
@@ -116,20 +118,20 @@ def test_the_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
     # Lightning's own, of which ours are subclasses
     assert (type(mixed), type(true)) == (MixedPrecision, HalfPrecision)
     assert (mixed.precision, mixed.device, true.precision) == ("bf16-mixed", "cpu", "bf16-true")
-    assert type(precisions.settings(GPU)["bf16-mixed"].plugin()) is MixedPrecision
-    assert precisions.settings(GPU)["bf16-mixed"].plugin().device == "cuda"
+    assert type(trainer_precisions.settings(GPU)["bf16-mixed"].plugin()) is MixedPrecision
+    assert trainer_precisions.settings(GPU)["bf16-mixed"].plugin().device == "cuda"
     model = nn.Linear(16, 16)
     assert found["bf16-mixed"].prepare(model) is model
     theirs = iteration.Precision(lambda block: ("converted", block))
-    monkeypatch.setattr(precisions, "torchao_precisions", lambda device: {"torchao": theirs})
-    torchao = precisions.settings(CPU)["torchao"]
+    monkeypatch.setattr(trainer_precisions, "torchao_precisions", lambda device: {"torchao": theirs})
+    torchao = trainer_precisions.settings(CPU)["torchao"]
     assert torchao.prepare(model) == ("converted", model)
     assert type(torchao.plugin()) is MixedPrecision
 
 
 def test_each_precision_computes_in_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
-    for name, setting in precisions.settings(CPU).items():
+    for name, setting in trainer_precisions.settings(CPU).items():
         made = train.GptTraining(TRAIN.model, setting, False, CPU)
         dtypes: list[torch.dtype] = []
         made.model.blocks[0].up.register_forward_hook(lambda module, x, y, dtypes=dtypes: dtypes.append(y.dtype))
@@ -164,7 +166,7 @@ def test_the_layers_numbers_are_those_of_the_block_in_fp64() -> None:
 
 
 def test_a_step_of_the_layer_casts_weights_and_moves_scales() -> None:
-    made = layer.LayerTraining(EAGER, precisions.settings(CPU)["lightning_fp8"], False, CPU)
+    made = layer.LayerTraining(EAGER, trainer_precisions.settings(CPU)["lightning_fp8"], False, CPU)
     versions, updates = made.model.up.weight._version, made.scaling.updates
     made.step()
     assert (made.model.up.weight._version, made.scaling.updates) == (versions + 1, updates + 1)
@@ -221,7 +223,7 @@ def test_the_start_is_whole_steps_and_the_gradients_of_the_first() -> None:
 
 
 def test_a_step_of_the_gpt_updates_the_scales_once() -> None:
-    made = train.GptTraining(TRAIN.model, precisions.settings(CPU)["lightning_fp8"], False, CPU)
+    made = train.GptTraining(TRAIN.model, trainer_precisions.settings(CPU)["lightning_fp8"], False, CPU)
     updates = made.scaling.updates
     made.step()
     assert made.scaling.updates == updates + 1
@@ -303,7 +305,7 @@ def test_a_wrong_result_is_named_in_its_row(
     change: Callable[[nn.Module], nn.Module], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def settings(device: torch.device) -> dict[str, Setting]:
-        made = precisions.settings(device)
+        made = trainer_precisions.settings(device)
         return {"bf16-mixed": made["bf16-mixed"], "wrong": Setting(made["bf16-mixed"].plugin, change)}
 
     monkeypatch.setattr(training, "settings", settings)
@@ -319,7 +321,7 @@ def test_what_does_not_run_costs_its_own_rows(tmp_path: Path, monkeypatch: pytes
         raise torch.OutOfMemoryError("not so much")
 
     def settings(device: torch.device) -> dict[str, Setting]:
-        mixed = precisions.settings(device)["bf16-mixed"]
+        mixed = trainer_precisions.settings(device)["bf16-mixed"]
         return {"large": Setting(mixed.plugin, refuse), "bf16-mixed": mixed}
 
     monkeypatch.setattr(training, "settings", settings)
@@ -473,12 +475,12 @@ def test_the_last_line() -> None:
         row("x, compiled", "lightning_fp8", 500.0, None), row("x, compiled", "bf16-mixed", 250.0, None),
         row("alone", "lightning_fp8", 500.0, None), row("theirs", "bf16-mixed", 500.0, None),
     ]  # fmt: skip
-    assert precisions.summary(rows) == (
+    assert trainer_precisions.summary(rows) == (
         "lightning_fp8 beside others. x, eager: 1.50 times the speed of bf16-mixed, 0.75 of its peak memory; 0.75 times"
         " the speed of torchao, 0.50 of its peak memory. x, compiled: 2.00 times the speed of bf16-mixed."
     )
-    assert precisions.summary(rows[-2:]) is None
-    assert precisions.summary([]) is None
+    assert trainer_precisions.summary(rows[-2:]) is None
+    assert trainer_precisions.summary([]) is None
 
 
 @pytest.mark.parametrize("case", [layer.cases(GPU)[0], train.cases(GPU)[0]])

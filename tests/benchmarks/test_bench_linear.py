@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import baselines, command, linear
 from kernels_cuda.gemm import Configuration
 from lightning_fp8 import scaling_state
-from lightning_fp8.bench import command, iteration, linear
-from lightning_fp8.bench.iteration import Iteration, Precision
 from lightning_fp8.ops import basic
 from lightning_fp8.ops.cuda import chained, gemm_choice, kernels
 from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.tools.tune import iteration
+from lightning_fp8.tools.tune.iteration import Iteration, Precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LINEAR, FEED_FORWARD = linear.cases(CPU)
@@ -41,7 +42,7 @@ def test_the_whole_suite_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixtur
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in written(tmp_path):
         found.setdefault(row["case"], {})[row["variant"]] = row
-    theirs = [*iteration.torchao_precisions(CPU), "bf16 autocast", "bf16"]
+    theirs = [*baselines.torchao_precisions(CPU), "bf16 autocast", "bf16"]
     assert {case: list(variants) for case, variants in found.items()} == {
         "linear, 64 tokens, 32 -> 48": ["lightning_fp8", "lightning_fp8 same weights", *theirs],
         "linear-GELU-linear, 64 tokens, 32 -> 96 -> 32": [*OURS, *theirs],
@@ -278,9 +279,9 @@ def test_the_block_comes_without_a_touch_of_the_generator(monkeypatch: pytest.Mo
 
 
 def test_torchao_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(iteration, "find_spec", lambda name: None)
-    assert iteration.torchao_precisions(CPU) == {}
-    monkeypatch.setattr(iteration, "find_spec", lambda name: "found" if name == "torchao" else None)
+    monkeypatch.setattr(baselines, "find_spec", lambda name: None)
+    assert baselines.torchao_precisions(CPU) == {}
+    monkeypatch.setattr(baselines, "find_spec", lambda name: "found" if name == "torchao" else None)
 
     class Float8:
         Float8LinearConfig = dict
@@ -291,7 +292,7 @@ def test_torchao_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "torchao.float8", Float8)
     for device, name, emulate in ((CPU, "torchao(emulated)", True), (GPU, "torchao", False)):
-        ((found, precision),) = iteration.torchao_precisions(device).items()
+        ((found, precision),) = baselines.torchao_precisions(device).items()
         assert found == name
         assert precision.make("a block") == ("a block", {"emulate": emulate})
 

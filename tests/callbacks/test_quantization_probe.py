@@ -14,7 +14,7 @@ from lit import Regression, loader, make_trainer, seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import Fp8Linear, QuantizationProbe, scaling_state
+from lightning_fp8 import Fp8Linear, LayerTimer, QuantizationProbe, ScaleFactorLogger, scaling_state
 from lightning_fp8.callbacks import quantization_probe
 
 
@@ -171,3 +171,26 @@ def test_a_compiled_model_is_named(tmp_path: Path) -> None:
 
     with pytest.warns(UserWarning, match=r"no converted layer was called.*torch\.compile"):
         make_trainer(tmp_path, callbacks=[QuantizationProbe(1)], max_steps=1).fit(seeded(Compiled), loader())
+
+
+def test_two_optimizers_in_one_batch(tmp_path: Path) -> None:
+    class Two(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.step(batch))
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in (self.net[0], self.net[2])]
+
+    logger = CSVLogger(tmp_path)
+    callbacks = [QuantizationProbe(4), ScaleFactorLogger(4), LayerTimer(4)]
+    make_trainer(tmp_path, callbacks=callbacks, logger=logger).fit(seeded(Two), loader(rows=16 * 6))
+    # the optimizer steps 4, 8 and 12 are made in the second, fourth and sixth batch
+    for key in ("fp8/net.0/sqnr_db", "fp8/net.0.input/scale", "timing/net.0/forward_ms"):
+        assert [int(row["step"]) for row in rows(logger) if row.get(key)] == [1, 3, 5], key

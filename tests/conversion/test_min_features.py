@@ -34,13 +34,12 @@ from lightning_fp8 import (
     scaling_state,
     unconvert,
 )
-from lightning_fp8.bench.case import Variant
-from lightning_fp8.bench.timing import Times
 from lightning_fp8.conversion import min_features
 from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.state import LAYOUT
 from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
+from lightning_fp8.tools.timing import Times, Variant
 from lightning_fp8.tools.tune import command
 from lightning_fp8.tools.tune import min_features as measuring
 from lightning_fp8.tools.tune.min_features import BF16, FP8, Timed, smallest_that_pays, timed
@@ -407,7 +406,8 @@ def test_a_comparison_leaves_it_to_fp8() -> None:
 
 def test_processes_with_other_tables_agree_on_the_largest(tmp_path: Path) -> None:
     body = """
-from lightning_fp8 import Fp8Precision, min_features
+from lightning_fp8 import Fp8Precision
+from lightning_fp8.conversion import min_features
 
 min_features.as_number = lambda asked: {"auto": 16 << rank}.get(asked, asked)
 model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 16))

@@ -440,7 +440,7 @@ FAKE = """
 import os, sys, time
 import torch
 from lightning_fp8.tools.doctor import child
-from lightning_fp8.ops import kernels
+from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.tools.worker import serve
 
 def attempt(variant, device, test_again):

@@ -16,8 +16,8 @@ import pytest
 import torch
 from conftest import ROOT
 
+from benchmarks.suites import SUITES
 from kernels_cuda import cache
-from lightning_fp8.bench.suites import SUITES
 from lightning_fp8.tools.tune.shapes import parse_layers
 
 SCRIPT = ROOT / "benchmarks" / "first_contact.sh"
@@ -98,7 +98,7 @@ def test_cases_layers_and_tests_are_ones_that_there_are(tmp_path: Path, programs
     gpu = torch.device("cuda")
     for stage in STAGES:
         for words in (shlex.split(step.command) for step in run(tmp_path, stage)[1]):
-            if "bench" in words:
+            if "benchmarks" in words:
                 chosen = dict(pairwise(words))
                 suite = SUITES[chosen["--suite"]]
                 assert any(chosen.get("--case", "") in case.name for case in suite.cases(gpu)), words
@@ -143,7 +143,7 @@ def test_what_is_measured_is_there_after_each_step(tmp_path: Path, programs: Pat
         programs, "python",
         """case "$*" in
     *tune*) echo '{"rows": []}' > "$LIGHTNING_FP8_CACHE_DIR/gemm-nvidia-h100.json" ;;
-    *bench*) while [ "$1" != --out ]; do shift; done; echo '{"row": 1}' >> "$2"; ls "$OUT" ;;
+    *benchmarks*) while [ "$1" != --out ]; do shift; done; echo '{"row": 1}' >> "$2"; ls "$OUT" ;;
 esac""",
     )  # fmt: skip
     ran, steps = run(tmp_path, 1)

@@ -23,10 +23,10 @@ from gemm_in_fp64 import Gemms
 from kernels_cuda.compile import KernelsUnavailable
 from kernels_cuda.gemm import configurations
 from lightning_fp8 import __main__ as entry
-from lightning_fp8.bench import timing
 from lightning_fp8.ops.cuda import gemm_table, kernels, plain
 from lightning_fp8.ops.cuda.gemm import run_choice
 from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.tools import timing
 from lightning_fp8.tools.tune import chain, child, command, search, trial
 from lightning_fp8.tools.tune.shapes import LAYERS, Gemm, Layer, candidates, gemms_of, parse_layers
 from lightning_fp8.tools.worker import Answer, Worker
@@ -548,7 +548,7 @@ import os, sys, time, types
 package = sys.modules["lightning_fp8"] = types.ModuleType("lightning_fp8")
 package.__path__ = ["lightning_fp8"]
 import torch
-from lightning_fp8.ops import kernels, plain
+from lightning_fp8.ops.cuda import kernels, plain
 from lightning_fp8.tools.tune import child
 from lightning_fp8.tools.worker import serve
 

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import yaml
 
-from lightning_fp8.bench.rows import environment
+from lightning_fp8.runtime.environment import environment
+from lightning_fp8.tools.arguments import positive
 from lightning_fp8.tools.compare import results
 from lightning_fp8.tools.compare.advice import advise
 from lightning_fp8.tools.compare.processes import UsageError, run
@@ -82,12 +83,7 @@ def _show(rows: list[dict[str, Any]], folder: Path) -> None:
     advice = advise(rows)
     written = results.write(rows, advice, folder)
     print()
-    if find_spec("rich") and sys.stdout.isatty():
-        from rich.console import Console
-
-        Console().print(results.as_rich_table(rows))
-    else:
-        print(results.as_table(rows))
+    print(results.as_table(rows))
     print("", *results.failures(rows), *advice, sep="\n")
     if ran:
         row = ran[0]
@@ -125,18 +121,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lightning_fp8 compare", description=__doc__, allow_abbrev=False)
     parser.add_argument("-c", "--config", action="append", required=True, type=Path, metavar="FILE",
                         help="as for `fit`; may be given more than once, the later one counts")  # fmt: skip
-    parser.add_argument("--steps", type=_natural, metavar="N",
+    parser.add_argument("--steps", type=positive, metavar="N",
                         help=f"optimizer steps, else {STEPS_ON_GPU} on a GPU, {STEPS_ON_CPU} on the CPU")  # fmt: skip
-    parser.add_argument("--warmup", type=_natural, default=WARMUP, metavar="N",
+    parser.add_argument("--warmup", type=positive, default=WARMUP, metavar="N",
                         help=f"of these, steps at the start that are not timed, else {WARMUP}")  # fmt: skip
     parser.add_argument("--precisions", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="else all four")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="for results and logs, else runs/compare/<config name>"
     )
     return parser
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)

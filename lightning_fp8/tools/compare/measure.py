@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_fp8.bench.rows import percentiles
 from lightning_fp8.callbacks.stopwatch import Clock, HostClock, clock_for
+from lightning_fp8.tools.timing import percentiles
 
 # the loss at the end is the mean over so much of the steps
 LAST_SHARE = 0.1

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning_fp8.bench.rows import table
 from lightning_fp8.tools.report.pictures import COLOURS
+from lightning_fp8.tools.tables import table
 
 _MIB = 2**20
 # title, unit and format
@@ -33,23 +33,6 @@ def as_table(rows: Sequence[Row], markdown: bool = False) -> str:
     return table(
         [{"variant": row["variant"], **{key: row.get(key) for key in columns}} for row in rows], columns, markdown
     )
-
-
-def as_rich_table(rows: Sequence[Row]) -> Any:
-    """The same for a terminal.
-
-    Raises:
-        ModuleNotFoundError: without rich.
-    """
-    from rich.table import Table
-
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in as_table(rows, markdown=True).splitlines()]
-    made = Table(*[f"[b]{title}" for title in cells[0]], box=None, pad_edge=False)
-    for column in made.columns[1:]:
-        column.justify = "right"
-    for line in cells[2:]:
-        made.add_row(*line)
-    return made
 
 
 def failures(rows: Sequence[Row]) -> list[str]:

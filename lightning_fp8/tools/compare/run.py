@@ -25,10 +25,10 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_fp8.bench.rows import gpu_environment
 from lightning_fp8.callbacks import RunRecord
-from lightning_fp8.callbacks.run_files import write_json
 from lightning_fp8.cli import Fp8CLI
+from lightning_fp8.runtime.environment import gpu_environment
+from lightning_fp8.runtime.run_files import write_json
 from lightning_fp8.tools.compare import MEASURED_FILE
 from lightning_fp8.tools.compare.measure import Measure
 from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
+from lightning_fp8.tools.arguments import positive
 from lightning_fp8.tools.doctor.examination import LIMIT_S, examine
 from lightning_fp8.tools.doctor.kernel_checks import ARCHITECTURES
 from lightning_fp8.tools.doctor.page import show
@@ -71,12 +72,6 @@ def _parser() -> argparse.ArgumentParser:
         help=f"compile every kernel for these as well, by default for all of {', '.join(ARCHITECTURES)}, into"
         " LIGHTNING_FP8_CACHE_DIR: another machine with the same NVRTC can use a copy of that folder",
     )  # fmt: skip
-    parser.add_argument("--time-limit", type=_positive, default=LIMIT_S, metavar="S",
+    parser.add_argument("--time-limit", type=positive, default=LIMIT_S, metavar="S",
                         help="seconds for compiling and testing one kernel on a GPU (%(default)g)")  # fmt: skip
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)

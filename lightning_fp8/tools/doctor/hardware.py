@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import subprocess
 from functools import partial
 
 import torch
 
 from kernels_cuda.compile import KernelsUnavailable, cached_by_version, check_driver, nvrtc_version
-from lightning_fp8.bench.rows import package_version
 from lightning_fp8.runtime.device import check_device
+from lightning_fp8.runtime.environment import CUPY, driver_cuda, driver_names, package_version
 from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Findings, Section
 from lightning_fp8.tools.doctor.software import asked
-
-_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
 
 def gpus() -> list[torch.device]:
@@ -25,33 +21,13 @@ def gpus() -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(count)]
 
 
-def driver_cuda() -> int:
-    """The newest CUDA that the driver serves, 12080 for 12.8, asked of the driver itself; 0 without one."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    version = ctypes.c_int(0)
-    return 0 if library.cuDriverGetVersion(ctypes.byref(version)) else version.value
-
-
-def driver_names() -> list[str]:
-    """``"580.65.06"`` of each GPU that ``nvidia-smi`` sees; empty where there is none, or no such program."""
-    command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return ran.stdout.split() if ran.returncode == 0 else []
-
-
 def describe(findings: Findings, devices: list[torch.device]) -> bool:
     """GPUs, driver and toolchain; whether the package's kernels can be compiled (and, with a GPU, loaded)."""
     rows = [(str(gpu), asked(partial(_description, gpu))) for gpu in devices] or [("GPU", "none")]
     driver, names = driver_cuda(), driver_names()
     cuda = f"CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "no CUDA"
     rows.append(("driver", f"{names[0] if names else 'version not known'}, {cuda}" if driver or names else "none"))
-    installed = [f"{wheel} {version}" for wheel in _CUPY if (version := package_version(wheel))]
+    installed = [f"{wheel} {version}" for wheel in CUPY if (version := package_version(wheel))]
     rows.append(("CuPy", ", ".join(installed) or "not installed"))
     if len(installed) > 1:
         findings.problem(

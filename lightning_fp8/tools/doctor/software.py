@@ -15,8 +15,8 @@ import torch
 
 import lightning_fp8
 from kernels_cuda.cache import Untrusted, cache_folder, check_folder
-from lightning_fp8.bench.rows import package_version
 from lightning_fp8.ops.cuda.kernels import backend
+from lightning_fp8.runtime.environment import package_version
 from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Findings, Section
 
 # how much it matters that one is too old

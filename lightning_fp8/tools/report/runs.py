@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fp8.tools.report import DTYPES_FILE, RUN_FILE
+from lightning_fp8.runtime.run_files import DTYPES_FILE, RUN_FILE
 from lightning_fp8.tools.report.records import ReadError, read_dtypes, read_hparams, read_record
 
 CSV_FILE = "metrics.csv"

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from kernels_cuda.casts import Row
 from kernels_cuda.gemm import CHAINED_ACTIVATIONS
-from lightning_fp8.bench import timing
-from lightning_fp8.bench.case import Variant
 from lightning_fp8.ops.cuda import chained, kernels
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.ops.cuda.self_test import same_codes
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import Columns, Fp8Operand
+from lightning_fp8.tools import timing
+from lightning_fp8.tools.timing import Variant
 from lightning_fp8.tools.tune import trial
 from lightning_fp8.tools.tune.shapes import Gemm
 from lightning_fp8.tools.tune.trial import Operands, Run

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from kernels_cuda.gemm import Configuration, configurations
-from lightning_fp8.bench import timing
 from lightning_fp8.ops.cuda.gemm import run_choice
 from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.tools import timing
 from lightning_fp8.tools.tune import chain, trial
 from lightning_fp8.tools.tune.shapes import Gemm
 from lightning_fp8.tools.worker import Job, serve

@@ -23,11 +23,14 @@ import torch
 from kernels_cuda.cache import make_folder
 from kernels_cuda.compile import KernelsUnavailable, nvrtc_version
 from kernels_cuda.gemm import configurations
-from lightning_fp8.bench import rows, timing
-from lightning_fp8.bench.progress import progress
 from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.runtime.device import MIN_CAPABILITY, check_device
+from lightning_fp8.runtime.environment import environment, gpu_environment
+from lightning_fp8.tools import timing
+from lightning_fp8.tools.arguments import positive
+from lightning_fp8.tools.progress import progress
+from lightning_fp8.tools.tables import aligned
 from lightning_fp8.tools.tune import child, min_features
 from lightning_fp8.tools.tune.min_features import Timed
 from lightning_fp8.tools.tune.search import Tried, measure
@@ -101,7 +104,7 @@ def _ways(gemms: Sequence[Gemm], device: torch.device) -> dict[Gemm, list[Choice
 
 def _about(device: torch.device, command: str) -> dict[str, Any]:
     """What a table says of how it came about."""
-    gpu, here = rows.gpu_environment(device), rows.environment("lightning-fp8", command=command)
+    gpu, here = gpu_environment(device), environment("lightning-fp8", command=command)
     versions = {"torch": here["torch"], "cupy": gpu["cupy"], "lightning-fp8": here["lightning-fp8"]}
     return {
         "gpu": gpu["gpu"],
@@ -113,21 +116,16 @@ def _about(device: torch.device, command: str) -> dict[str, Any]:
 
 
 def _table(measured: Mapping[Gemm, dict[str, Any]]) -> str:
-    return _aligned([_COLUMNS, *(_cells(gemm, row) for gemm, row in measured.items())], words=2)
+    return "\n".join(
+        map("  ".join, aligned([_COLUMNS, *(_cells(gemm, row) for gemm, row in measured.items())], words=2))
+    )
 
 
 def _table_of_sizes(measured: Sequence[Timed]) -> str:
     cells = [
         (str(one.features), f"{one.fp8.p50_us:.1f}", f"{one.bf16.p50_us:.1f}", f"{one.speedup:.3f}") for one in measured
     ]
-    return _aligned([_SIZE_COLUMNS, *cells], words=0)
-
-
-def _aligned(lines: Sequence[tuple[str, ...]], words: int) -> str:
-    """Columns; so many of them are words and begin at the left."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    sides = [str.ljust] * words + [str.rjust] * (len(widths) - words)
-    return "\n".join("  ".join(side(cell, width) for side, cell, width in zip(sides, line, widths)) for line in lines)
+    return "\n".join(map("  ".join, aligned([_SIZE_COLUMNS, *cells], words=0)))
 
 
 def _cells(gemm: Gemm, row: dict[str, Any]) -> tuple[str, ...]:
@@ -205,8 +203,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE", help="by default a table in the cache folder, which is"
                         " the one that is used; rows of other GEMMs that it has stay")  # fmt: skip
-    parser.add_argument("--rounds", type=_positive, default=ROUNDS, help="batches of each candidate (%(default)s)")
-    parser.add_argument("--time-limit", type=_positive, default=LIMIT_S, metavar="S",
+    parser.add_argument("--rounds", type=positive, default=ROUNDS, help="batches of each candidate (%(default)s)")
+    parser.add_argument("--time-limit", type=positive, default=LIMIT_S, metavar="S",
                         help="seconds for trying one candidate, or for timing it (%(default)g)")  # fmt: skip
     return parser
 
@@ -216,9 +214,3 @@ def _layers(text: str) -> tuple[Layer, ...]:
         return parse_layers(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)

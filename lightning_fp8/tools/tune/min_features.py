@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from lightning_fp8.bench import timing
-from lightning_fp8.bench.case import Variant
-from lightning_fp8.bench.linear import Linear
+from lightning_fp8.conversion.convert import convert
+from lightning_fp8.tools import timing
+from lightning_fp8.tools.timing import Variant
+from lightning_fp8.tools.tune.iteration import Precision, bf16_precisions, variants_of
 
 SIZES, TOKENS = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096), 8192
 FP8, BF16 = "lightning_fp8", "bf16 autocast"
@@ -51,8 +53,8 @@ def variants(device: torch.device) -> Variants:
     """A square layer with a bias and fp32 weights that change from one iteration to the next, given 8192 tokens."""
 
     def of_size(features: int) -> list[Variant]:
-        made = Linear(TOKENS, features, features).variants(device)
-        return [variant for variant in made if variant.name in (FP8, BF16)]
+        precisions = {FP8: Precision(convert, in_fp8=True), BF16: bf16_precisions()[BF16]}
+        return variants_of(lambda: nn.Linear(features, features), (TOKENS, features, features), precisions, device)
 
     return of_size
 

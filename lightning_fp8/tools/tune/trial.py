@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kernels_cuda.gemm import split_rows
-from lightning_fp8.bench import timing
-from lightning_fp8.bench.case import Variant
 from lightning_fp8.ops.cuda.gemm import kernels_of
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.ops.formats import FORMATS, dtype_name
+from lightning_fp8.tools import timing
+from lightning_fp8.tools.timing import Variant
 from lightning_fp8.tools.tune.shapes import Gemm
 
 # `lightning_fp8.ops.cuda.gemm.run_choice`

@@ -1,14 +1,11 @@
-"""Rows of results: what they need to be read later, how they are shown, and where they are kept."""
+"""Machine, versions and commit: what a result needs to be read later."""
 
 from __future__ import annotations
 
-import json
+import ctypes
 import platform
-import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from typing import Any
 import torch
 
 _PACKAGE = Path(__file__).parent.parent
-_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
 
 def environment(*packages: str, command: str | None = None) -> dict[str, Any]:
@@ -37,7 +34,7 @@ def gpu_environment(device: torch.device) -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
         "driver": _driver() if on_gpu else None,
-        "cupy": next(filter(None, map(package_version, _CUPY)), None),
+        "cupy": next(filter(None, map(package_version, CUPY)), None),
     }
 
 
@@ -59,35 +56,6 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """The 20th, 50th and 80th."""
-    if len(times) == 1:
-        return times[0], times[0], times[0]
-    p20, p50, p80 = statistics.quantiles(times, n=10, method="inclusive")[1::3]
-    return p20, p50, p80
-
-
-def append(rows: list[dict[str, Any]], path: Path | None) -> None:
-    """Append the rows to a file of JSON lines, where there is one."""
-    if path is not None:
-        with path.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, float, str]], markdown: bool = False) -> str:
-    """The rows, aligned; ``columns`` has title, unit and format of each number, None becomes ``-``."""
-    cells = [["variant", *(title for title, _, _ in columns.values())]]
-    for row in rows:
-        numbers = [(row[key], unit, form) for key, (_, unit, form) in columns.items()]
-        cells.append([row["variant"], *("-" if x is None else format(x / unit, form) for x, unit, form in numbers)])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in cells]
-    if not markdown:
-        return "\n".join("  ".join(line) for line in lines)
-    lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _commit() -> str:
     """Of the repository that has this package, with ``-dirty`` where files differ from it; empty outside of one."""
     # an installed package may lie inside another project's repository, which does not track it
@@ -97,22 +65,32 @@ def _commit() -> str:
     return ""
 
 
+def driver_cuda() -> int:
+    """The newest CUDA that the driver serves, 12080 for 12.8, asked of the driver itself; 0 without one."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    version = ctypes.c_int(0)
+    return 0 if library.cuDriverGetVersion(ctypes.byref(version)) else version.value
+
+
+def driver_names() -> list[str]:
+    """``"580.65.06"`` of each GPU that ``nvidia-smi`` sees; empty where there is none, or no such program."""
+    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()
+
+
 def _driver() -> str | None:
     """``"580.65.06, CUDA 13.0"``: the driver's own version and the newest CUDA that it serves, as far as known."""
-    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1]
-    try:
-        cuda = int(import_module("cupy_backends.cuda.api.runtime").driverGetVersion())
-        found.append(f"CUDA {cuda // 1000}.{cuda % 1000 // 10}")
-    # a broken CuPy raises what it likes, and its version is all that is lost
-    except Exception:
-        pass
-    return ", ".join(found) or None
+    cuda = driver_cuda()
+    return ", ".join([*driver_names()[:1], *([f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"] if cuda else [])]) or None
 
 
 def _output(*command: str) -> str:
-    """What a command prints; nothing where it fails or does not exist."""
+    """What a command prints; nothing where it fails, hangs or does not exist."""
+    # `torch.utils.collect_env` asks much the same programs, but waits for one that hangs, as with a driver in trouble
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
         return ""
     return ran.stdout.strip() if ran.returncode == 0 else ""

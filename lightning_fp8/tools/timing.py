@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-
-from lightning_fp8.bench.case import Variant
-from lightning_fp8.bench.rows import percentiles
 
 # microseconds of one batch: long beside the events' own resolution and a first launch's way to the device
 _BATCH_US = 2000.0
@@ -25,6 +25,37 @@ _HOST_SHARE, _MOST_HOST_CALLS = 20, 20
 
 # of the device's clock in a microsecond, at the most
 _CYCLES = 2000
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of doing a piece of work.
+
+    Attributes:
+        name: in rows and messages.
+        call: does the work once, on this copy of the inputs, and gives what must not be freed at once.
+        check: does it once more and gives None, or what is wrong.
+        copies: of the inputs, which calls take in turn.
+        refill: makes all copies fit for one more call each, where a call uses them up.
+        around: entered before and left after the calls of a step of training; what is made there is gone afterwards.
+        tokens: that a call trains on, where it is a step of training.
+        saved_bytes: tells what one forward of it leaves for its backward.
+    """
+
+    name: str
+    call: Callable[[int], Any]
+    check: Callable[[], str | None]
+    copies: int = 1
+    refill: Callable[[], None] | None = None
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    tokens: int | None = None
+    saved_bytes: Callable[[], int] | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is this package that is measured, and no baseline."""
+        return self.name.startswith(("lightning_fp8", "auto", "Kernel"))
+
 
 # a variant and a number of calls -> microseconds per call
 Batch = Callable[[Variant, int], float]
@@ -116,6 +147,14 @@ def time_in_turns(
         name: Times(*percentiles(times), _median(on_host[name]), _median(between_events[name]))
         for name, times in measured.items()
     }
+
+
+def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """The 20th, 50th and 80th."""
+    if len(times) == 1:
+        return times[0], times[0], times[0]
+    p20, p50, p80 = statistics.quantiles(times, n=10, method="inclusive")[1::3]
+    return p20, p50, p80
 
 
 def _median(times: list[float]) -> float | None:

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import baselines
+from benchmarks.case import EXACT, Case, Results, Tolerance, difference
+from benchmarks.whole_model import UpdateScales, Weights, steady_state
 from lightning_fp8 import ops
-from lightning_fp8.bench import baselines
-from lightning_fp8.bench.case import EXACT, Case, Results, Tolerance, Variant, difference
-from lightning_fp8.bench.timing import copies_for
-from lightning_fp8.bench.whole_model import UpdateScales, Weights, steady_state
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import kernels, plain
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import Slot
 from lightning_fp8.scaling.state import LAYOUT
+from lightning_fp8.tools.timing import Variant, copies_for
 
 _NAMES = ("payload", "transposed payload", "scale_inv", "column sums")
 # an input's standard deviation: with scales for amaxes of 1, few elements saturate

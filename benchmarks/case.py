@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_fp8.ops.cuda.self_test import same_codes
+from lightning_fp8.tools.timing import Variant
 
 # what came out, by name: one tensor, or one for each weight of a model
 Results = dict[str, Sequence[Tensor]]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way of doing the work of a case.
-
-    Attributes:
-        name: in rows and messages.
-        call: does the work once, on this copy of the inputs, and gives what must not be freed at once.
-        check: does it once more and gives None, or what is wrong.
-        copies: of the inputs, which calls take in turn.
-        refill: makes all copies fit for one more call each, where a call uses them up.
-        around: entered before and left after the calls of a step of training; what is made there is gone afterwards.
-        tokens: that a call trains on, where it is a step of training.
-        saved_bytes: tells what one forward of it leaves for its backward.
-    """
-
-    name: str
-    call: Callable[[int], Any]
-    check: Callable[[], str | None]
-    copies: int = 1
-    refill: Callable[[], None] | None = None
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
-    tokens: int | None = None
-    saved_bytes: Callable[[], int] | None = None
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is this package that is measured, and no baseline."""
-        return self.name.startswith(("lightning_fp8", "auto", "Kernel"))
 
 
 class Case(Protocol):

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.case import Case
 from lightning_fp8 import ops
-from lightning_fp8.bench.case import Case, Variant
-from lightning_fp8.bench.timing import copies_for
 from lightning_fp8.ops.cuda import gemm_choice
 from lightning_fp8.ops.cuda.gemm import kernels_of
 from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.tools.timing import Variant, copies_for
 
 # tokens, in_features, out_features
 LAYERS = (

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from benchmarks import baselines
+from benchmarks.case import EXACT, Case, Results, difference
+from benchmarks.whole_model import steady_state
 from kernels_cuda import scales
 from kernels_cuda.launch import Kernel, _Packed, _packed
-from lightning_fp8.bench import baselines, timing
-from lightning_fp8.bench.case import EXACT, Case, Results, Variant, difference
-from lightning_fp8.bench.whole_model import steady_state
 from lightning_fp8.ops.cuda import kernels
+from lightning_fp8.tools import timing
+from lightning_fp8.tools.timing import Variant
 
 _NUMPY_TYPES = {"P": "u8", "i": "i4", "f": "f4"}
 _NAMES = ("amax", "amax_history", "scale", "fp8_max", "nonfinite_steps")

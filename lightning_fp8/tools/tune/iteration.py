@@ -7,17 +7,15 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.bench import timing
-from lightning_fp8.bench.case import Variant
 from lightning_fp8.conversion.convert import scaling_state
 from lightning_fp8.metrics.sqnr import signal_and_noise
+from lightning_fp8.tools import timing
+from lightning_fp8.tools.timing import Variant
 
 
 @dataclass(frozen=True)
@@ -49,19 +47,6 @@ def bf16_precisions() -> dict[str, Precision]:
         "bf16 autocast": Precision(lambda block: block, forward_db=40.0, backward_db=40.0),
         "bf16": Precision(lambda block: block.bfloat16(), autocast=False, forward_db=40.0, backward_db=40.0),
     }
-
-
-def torchao_precisions(device: torch.device) -> dict[str, Precision]:
-    """torchao's tensor-wise dynamic scaling, eager, on the CPU emulated; empty where it is not installed."""
-    if find_spec("torchao") is None:
-        return {}
-    emulate = device.type != "cuda"
-
-    def make(block: nn.Module) -> nn.Module:
-        float8 = import_module("torchao.float8")
-        return float8.convert_to_float8_training(block, config=float8.Float8LinearConfig(emulate=emulate))
-
-    return {"torchao(emulated)" if emulate else "torchao": Precision(make)}
 
 
 @dataclass(frozen=True)
@@ -155,6 +140,22 @@ def variants(block: nn.Module, x: Tensor, dy: Tensor, precisions: dict[str, Prec
         return Variant(name, lambda at: _run(made[at]), lambda: difference(prepared()[0], exact()), copies)
 
     return [variant(name, precision) for name, precision in precisions.items()]
+
+
+def variants_of(
+    make: Callable[[], nn.Module], sizes: tuple[int, int, int], precisions: dict[str, Precision], device: torch.device
+) -> list[Variant]:
+    """A new block in each precision, on normal values; ``sizes`` are tokens, features in and features out."""
+    tokens, columns_in, columns_out = sizes
+    with torch.random.fork_rng(devices=[]):
+        # on the CPU: the same on all devices
+        torch.manual_seed(0)
+        block = make().to(device)
+    generator = torch.Generator(device).manual_seed(1)
+    x = torch.randn(tokens, columns_in, generator=generator, device=device).bfloat16()
+    dy = torch.randn(tokens, columns_out, generator=generator, device=device).mul_(1e-3).bfloat16()
+    size = x.nbytes + dy.nbytes + sum(parameter.nbytes for parameter in block.parameters())
+    return variants(block, x, dy, precisions, timing.copies_for(size, device))
 
 
 def _run(iteration: Iteration) -> None:

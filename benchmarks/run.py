@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from lightning_fp8.bench import baselines, steps, timing
-from lightning_fp8.bench.case import Case, Variant
-from lightning_fp8.bench.steps import Measured
-from lightning_fp8.bench.suites import Suite
+from benchmarks import baselines, steps
+from benchmarks.case import Case
+from benchmarks.steps import Measured
+from benchmarks.suites import Suite
 from lightning_fp8.runtime.peaks import dense_fp8_flops
+from lightning_fp8.tools import timing
+from lightning_fp8.tools.timing import Variant
 
 # read and written by the copy that is the ceiling
 _CEILING_BYTES = {"cuda": 2 << 30, "cpu": 32 << 20}

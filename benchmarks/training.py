@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.bench import timing
-from lightning_fp8.bench.case import Variant
-from lightning_fp8.bench.memory import saved_bytes
-from lightning_fp8.bench.precisions import REFERENCE, Setting, settings
+from benchmarks.memory import saved_bytes
+from benchmarks.trainer_precisions import REFERENCE, Setting, settings
 from lightning_fp8.conversion.convert import is_converted, scaling_state
+from lightning_fp8.tools import timing
+from lightning_fp8.tools.timing import Variant
 
 # of the losses of the first steps, and of all gradients of the first one as a single vector
 LOSS_LIMIT, COSINE_LIMIT = 0.02, 0.98

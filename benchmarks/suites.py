@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_fp8.bench import cast, gemm, launch, layer, linear, train
-from lightning_fp8.bench.case import Case
-from lightning_fp8.bench.precisions import REFERENCE, summary
+from benchmarks import cast, gemm, launch, layer, linear, train
+from benchmarks.case import Case
+from benchmarks.trainer_precisions import REFERENCE, summary
 
 
 class Suite(NamedTuple):
@@ -18,8 +18,8 @@ class Suite(NamedTuple):
     Attributes:
         cases: all of them, by device; on the CPU small ones.
         timed: ``"device"``, ``"kernels"``, ``"host"`` or ``"iterations"``, see
-            :func:`lightning_fp8.bench.timing.clock`; ``"steps"`` or ``"steps alone"``, see
-            :func:`lightning_fp8.bench.steps.time_in_turns`. Iterations and steps run with gradients, the others do not.
+            :func:`lightning_fp8.tools.timing.clock`; ``"steps"`` or ``"steps alone"``, see
+            :func:`benchmarks.steps.time_in_turns`. Iterations and steps run with gradients, the others do not.
         baseline: what a picture compares with: the variant whose name begins so.
         copy_is_ceiling: whether all is beside the bandwidth of one large copy.
         summary: all rows -> a last line, or None where they say nothing.

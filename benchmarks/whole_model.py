@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import baselines
+from benchmarks.case import EXACT, Results, Tolerance, difference
 from lightning_fp8 import ops
-from lightning_fp8.bench import baselines
-from lightning_fp8.bench.case import EXACT, Results, Tolerance, Variant, difference
-from lightning_fp8.bench.timing import copies_for
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import kernels, plain
 from lightning_fp8.ops.formats import DELAYED_ROLES, E4M3
 from lightning_fp8.ops.operand import WeightSlot
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.state import LAYOUT, ScalingState
+from lightning_fp8.tools.timing import Variant, copies_for
 
 _UPDATES = {"cuda": 384, "cpu": 8}
 _QUOTIENTS = Tolerance(relative=(("scale_inv", 5e-7), ("scale", 5e-7)))

@@ -1,4 +1,4 @@
-"""``python -m lightning_fp8 bench --suite cast``: check every variant, time them in turns, show and keep the rows."""
+"""``python -m benchmarks --suite cast``: check every variant, time them in turns, show and keep the rows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
-from lightning_fp8.bench import rows, timing
-from lightning_fp8.bench.case import Case
-from lightning_fp8.bench.plot import draw
-from lightning_fp8.bench.progress import progress
-from lightning_fp8.bench.run import Run
-from lightning_fp8.bench.suites import SUITES
+from benchmarks import rows
+from benchmarks.case import Case
+from benchmarks.plot import draw
+from benchmarks.run import Run
+from benchmarks.suites import SUITES
 from lightning_fp8.runtime.device import MIN_CAPABILITY
+from lightning_fp8.runtime.environment import environment, gpu_environment, package_version
+from lightning_fp8.tools import timing
+from lightning_fp8.tools.arguments import positive
+from lightning_fp8.tools.progress import progress
+from lightning_fp8.tools.tables import table
 
 ROUNDS = 20
 _MIB = 2**20
@@ -45,10 +49,10 @@ def main(arguments: Sequence[str]) -> None:
     suites = SUITES if options.suite == "all" else {options.suite: SUITES[options.suite]}
     chosen = _chosen({name: suite.cases(device) for name, suite in suites.items()}, options.case)
     _check_files(options.out, options.plot)
-    if rows.package_version("torchao") is None:
+    if package_version("torchao") is None:
         print("torchao: not installed, so what is its own is left out")
-    command = f"python -m lightning_fp8 bench {shlex.join(arguments)}"
-    about = {**rows.gpu_environment(device), **rows.environment("torchao", command=command)}
+    command = f"python -m benchmarks {shlex.join(arguments)}"
+    about = {**gpu_environment(device), **environment("torchao", command=command)}
     runs = {name: Run(name, suites[name], device, options.rounds, about) for name in chosen}
     made: list[dict[str, Any]] = []
     with progress(sum(len(runs[name].ceiling()) + len(cases) for name, cases in chosen.items())) as begin:
@@ -70,7 +74,7 @@ def _measure(run: Run, cases: list[Case], out: Path | None, begin: Callable[[str
         begin(f"{run.name}: {case.name}")
         if made := run.measure(case):
             columns = {key: column for key, column in _COLUMNS.items() if any(row[key] is not None for row in made)}
-            print(f"\n{case.name}\n{rows.table(made, columns)}", flush=True)
+            print(f"\n{case.name}\n{table(made, columns)}", flush=True)
             rows.append(made, out)
             # what is wrong is named and kept, and nothing is compared with it
             for row in made:
@@ -84,20 +88,14 @@ def _measure(run: Run, cases: list[Case], out: Path | None, begin: Callable[[str
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lightning_fp8 bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--suite", choices=(*sorted(SUITES), "all"), required=True, help="all: one after the other")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--case", metavar="SUBSTRING", help="only the cases whose name has it")
-    parser.add_argument("--rounds", type=_positive, default=ROUNDS, help="batches of each variant")
+    parser.add_argument("--rounds", type=positive, default=ROUNDS, help="batches of each variant")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append the rows, of all suites, as lines of JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the rows of this run; needs matplotlib")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)
 
 
 def _device(asked: str) -> torch.device:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_fp8.bench import baselines, linear, training
-from lightning_fp8.bench.case import Case, Variant
-from lightning_fp8.bench.precisions import Setting
-from lightning_fp8.bench.training import Training, created_on
+from benchmarks import baselines, linear, training
+from benchmarks.case import Case
+from benchmarks.trainer_precisions import Setting
+from benchmarks.training import Training, created_on
 from lightning_fp8.examples.transformer_block import Block, initialize
+from lightning_fp8.tools.timing import Variant
 
 
 def cases(device: torch.device) -> list[Case]:

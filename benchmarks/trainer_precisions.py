@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import nn
 
-from lightning_fp8.bench.iteration import torchao_precisions
+from benchmarks.baselines import torchao_precisions
 from lightning_fp8.plugins import Fp8Precision
 
 OURS, REFERENCE = "lightning_fp8", "bf16-mixed"

@@ -6,20 +6,21 @@ Whole iterations are timed on the wall clock, the host's time with them: in eage
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8.bench import gemm, iteration
-from lightning_fp8.bench.case import Case, Variant
-from lightning_fp8.bench.iteration import Precision
-from lightning_fp8.bench.timing import copies_for
+from benchmarks import gemm
+from benchmarks.baselines import torchao_precisions
+from benchmarks.case import Case
 from lightning_fp8.conversion.convert import convert
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.cuda import chained, gemm_choice, kernels
+from lightning_fp8.tools.timing import Variant
+from lightning_fp8.tools.tune import iteration
+from lightning_fp8.tools.tune.iteration import Precision
 
 
 def cases(device: torch.device) -> list[Case]:
@@ -65,11 +66,11 @@ class Linear:
         precisions = {
             "lightning_fp8": Precision(convert, in_fp8=True),
             "lightning_fp8 same weights": Precision(convert, in_fp8=True, weights_change=False),
-            **iteration.torchao_precisions(device),
+            **torchao_precisions(device),
             **iteration.bf16_precisions(),
         }
         sizes = (self.in_features, self.out_features)
-        return _variants(lambda: nn.Linear(*sizes), (self.tokens, *sizes), precisions, device)
+        return iteration.variants_of(lambda: nn.Linear(*sizes), (self.tokens, *sizes), precisions, device)
 
 
 @dataclass(frozen=True)
@@ -132,11 +133,11 @@ class FeedForward:
             "lightning_fp8": Precision(ours, in_fp8=True, around=chained.taken),
             "lightning_fp8 unchained": Precision(ours, in_fp8=True, around=chained.left_out),
             "lightning_fp8 cublaslt": Precision(functools.partial(_as_one, gemm="cublaslt"), in_fp8=True),
-            **iteration.torchao_precisions(device),
+            **torchao_precisions(device),
             **iteration.bf16_precisions(),
         }
         sizes = (self.tokens, self.width, self.width)
-        return _variants(lambda: Block(self.width, self.hidden), sizes, precisions, device)
+        return iteration.variants_of(lambda: Block(self.width, self.hidden), sizes, precisions, device)
 
 
 class Block(nn.Module):
@@ -170,19 +171,3 @@ def casts_are_served(device: torch.device, activation: str = "none") -> bool:
     casts = {("e4m3", "none", False), ("e5m2", "none", False)} | between
     served = all(kernels.cast_kernel(device, torch.bfloat16, *cast) is not None for cast in sorted(casts))
     return served and kernels.weights_kernel(device) is not None
-
-
-def _variants(
-    make: Callable[[], nn.Module], sizes: tuple[int, int, int], precisions: dict[str, Precision], device: torch.device
-) -> list[Variant]:
-    """A block in each precision; ``sizes`` are the tokens, and the columns of its input and of its output."""
-    tokens, columns_in, columns_out = sizes
-    with torch.random.fork_rng(devices=[]):
-        # on the CPU: the same on all devices
-        torch.manual_seed(0)
-        block = make().to(device)
-    generator = torch.Generator(device).manual_seed(1)
-    x = torch.randn(tokens, columns_in, generator=generator, device=device).bfloat16()
-    dy = torch.randn(tokens, columns_out, generator=generator, device=device).mul_(1e-3).bfloat16()
-    size = x.nbytes + dy.nbytes + sum(parameter.nbytes for parameter in block.parameters())
-    return iteration.variants(block, x, dy, precisions, copies_for(size, device))

@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fp8.bench import timing
-from lightning_fp8.bench.case import Variant
-from lightning_fp8.bench.rows import percentiles
-from lightning_fp8.bench.timing import Times
+from lightning_fp8.tools import timing
+from lightning_fp8.tools.timing import Times, Variant, percentiles
 
 # how often each variant begins anew where only one of them is in memory at a time
 TURNS = 3

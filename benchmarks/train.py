@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.bench import baselines, linear, training
-from lightning_fp8.bench.case import Case, Variant
-from lightning_fp8.bench.precisions import Setting
-from lightning_fp8.bench.training import Training, created_on
+from benchmarks import baselines, linear, training
+from benchmarks.case import Case
+from benchmarks.trainer_precisions import Setting
+from benchmarks.training import Training, created_on
 from lightning_fp8.examples import ByteGPT, StdlibText
 from lightning_fp8.examples.optimization import adamw
+from lightning_fp8.tools.timing import Variant
 
 _LEARNING_RATE = 1e-4
 _CLIPPED_TO = 1.0

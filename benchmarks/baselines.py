@@ -8,13 +8,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_fp8.bench.case import Variant
-from lightning_fp8.bench.timing import copies_for
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.formats import E4M3, FORMATS
+from lightning_fp8.tools.timing import Variant, copies_for
+from lightning_fp8.tools.tune.iteration import Precision
 
 # Half the distance of two neighbouring E4M3 codes beside their value, and the smallest of them beside the largest
 _E4M3_RELATIVE, _E4M3_ABSOLUTE = 2.0**-4, 2.0**-10 / 448
@@ -127,3 +127,16 @@ def copy(bytes: int, device: torch.device) -> Variant:
         return target.copy_(source)
 
     return Variant("copy", call, lambda: None if bool((call(0) == 1).all()) else "another copy", len(pairs))
+
+
+def torchao_precisions(device: torch.device) -> dict[str, Precision]:
+    """torchao's tensor-wise dynamic scaling, eager, on the CPU emulated; empty where it is not installed."""
+    if find_spec("torchao") is None:
+        return {}
+    emulate = device.type != "cuda"
+
+    def make(block: nn.Module) -> nn.Module:
+        float8 = import_module("torchao.float8")
+        return float8.convert_to_float8_training(block, config=float8.Float8LinearConfig(emulate=emulate))
+
+    return {"torchao(emulated)" if emulate else "torchao": Precision(make)}

@@ -1,0 +1,20 @@
+"""Files that callbacks leave beside a run's logs, and tools read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+# written by `RunRecord` and `DtypeAudit`
+RUN_FILE = "fp8_run.json"
+DTYPES_FILE = "fp8_dtypes.json"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file that a reader sees whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)

@@ -1,0 +1,26 @@
+"""Numbers as a table of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, float, str]], markdown: bool = False) -> str:
+    """The rows, aligned; ``columns`` has title, unit and format of each number, None becomes ``-``."""
+    cells = [["variant", *(title for title, _, _ in columns.values())]]
+    for row in rows:
+        numbers = [(row[key], unit, form) for key, (_, unit, form) in columns.items()]
+        cells.append([row["variant"], *("-" if x is None else format(x / unit, form) for x, unit, form in numbers)])
+    if not markdown:
+        return "\n".join(map("  ".join, aligned(cells, words=1)))
+    first, *lines = aligned(cells, words=1)
+    rule = ["-" * len(first[0]), *("-" * (len(title) - 1) + ":" for title in first[1:])]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (first, rule, *lines))
+
+
+def aligned(lines: Sequence[Sequence[str]], words: int) -> list[list[str]]:
+    """Cells as wide as their column; so many columns are words and begin at the left, the others end at the right."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    sides = [str.ljust] * words + [str.rjust] * (len(widths) - words)
+    return [[side(cell, width) for side, cell, width in zip(sides, line, widths)] for line in lines]
