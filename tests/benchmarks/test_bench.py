@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from host_kernels import HostKernel
+from repository import ROOT
 
 from kernels_cuda import scales
 from lightning_fp8 import __main__ as entry

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import sqnr
 from lit import Regression, loader, make_trainer, seeded
+from sqnr import sqnr
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as held_under_another_name
 from torch.utils.checkpoint import checkpoint

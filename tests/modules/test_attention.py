@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import sqnr
+from sqnr import sqnr
 from torch import Tensor, nn
 
 from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8MultiheadAttention, convert, describe, scaling_state, unconvert
