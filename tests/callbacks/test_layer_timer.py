@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
 from lit import Regression, loader, make_trainer, seeded
+from pairwise import pairwise
 from processes import run_script
 from slow_layers import BACKWARD, FORWARD, Sleep, Slow
 from torch import Tensor, nn
@@ -121,9 +122,9 @@ WRAPS: dict[str, Callable[..., Tensor] | None] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed", "32-true"])
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("precision", "wrap", "accumulate"), pairwise(["fp8-delayed", "bf16-mixed", "32-true"], list(WRAPS), [1, 2])
+)
 def test_training_is_not_touched(precision: str, wrap: str, accumulate: int, tmp_path: Path) -> None:
     runs, timer = [], LayerTimer(every_n_steps=1)
     for callbacks in ([], [timer]):
