@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
@@ -11,18 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-ROOT = Path(__file__).parent.parent
-TESTS = Path(__file__).parent
-sys.path[:0] = [str(folder) for folder in (TESTS, *TESTS.iterdir()) if folder.is_dir()]
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from host_kernels import HostKernel  # noqa: E402
+from host_kernels import HostKernel
 
-from lightning_fp8 import ops  # noqa: E402
-from lightning_fp8.ops.cuda import dispatch as cuda  # noqa: E402
-from lightning_fp8.ops.cuda import gemm, gemm_choice, kernels  # noqa: E402
-from lightning_fp8.ops.library import K_MAJOR_DEVICES, with_flat_arguments  # noqa: E402
+from lightning_fp8 import ops
+from lightning_fp8.ops.cuda import dispatch as cuda
+from lightning_fp8.ops.cuda import gemm, gemm_choice, kernels
+from lightning_fp8.ops.library import K_MAJOR_DEVICES, with_flat_arguments
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -118,13 +114,3 @@ def cuda_half(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> Itera
     yield launches
     K_MAJOR_DEVICES.remove("cpu")
     library._destroy()
-
-
-def sqnr(actual: Tensor, expected: Tensor) -> float:
-    """Signal to quantization noise, in dB."""
-    actual, expected = actual.detach().double(), expected.detach().double()
-    return 10 * math.log10(expected.square().sum() / (actual - expected).square().sum())
-
-
-def small_mlp(width: int = 32) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, 4))

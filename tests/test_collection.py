@@ -1,7 +1,8 @@
-"""The GPU tests where little is installed: a machine with a GPU need not have what the other tests import."""
+"""What the tests import: nothing of each other, and on a GPU nothing that such a machine need not have."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -14,8 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from repository import ROOT
 
-ROOT = Path(__file__).parent.parent
 INSTALLED = ("torch", "lightning", "torchmetrics", "cupy-cuda13x", "numpy", "pytest", "transformers")
 # For a new interpreter, where neither the other packages nor their metadata are to be found, and a GPU seems to be.
 COLLECT = """
@@ -40,6 +41,38 @@ torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 sys.exit(pytest.main(["--collect-only", "-q", "-m", "cuda", "-p", "no:cacheprovider"]))
 """
+
+
+def imports_of_tests(folder: Path) -> list[str]:
+    """Lines that import a test module or conftest, also in scripts that tests hold as text."""
+    found = []
+    for file in sorted(folder.rglob("*.py")):
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            if re.match(r"\s*(from|import) ([\w.]+\.)?(test_\w+|conftest)\b", line):
+                found.append(f"{file.relative_to(folder)}:{number}: {line.strip()}")
+    return found
+
+
+def test_no_test_imports_another(tmp_path: Path) -> None:
+    """What tests share is in ``tests/support``; ``conftest`` has fixtures and hooks only."""
+    assert imports_of_tests(ROOT / "tests") == []
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "test_a.py").write_text("import torch\n\nfrom conftest import b\n    import test_c as c\n")
+    (tmp_path / "test_d.py").write_text("SCRIPT = (\nfrom ops.test_a import b\n)\nfrom test import support\n")
+    lines = ("ops/test_a.py:3: from conftest import b", "ops/test_a.py:4: import test_c as c")
+    assert imports_of_tests(tmp_path) == [*lines, "test_d.py:2: from ops.test_a import b"]
+
+
+def test_folders_mirror_the_package() -> None:
+    folders = {folder.name for folder in (ROOT / "tests").iterdir() if any(folder.glob("test_*.py"))}
+    packages = {file.parent.name for file in (ROOT / "lightning_fp8").glob("*/__init__.py")}
+    # across rooms: kernels are a package of their own, processes are many, benchmarks are not in the package
+    assert folders <= packages | {"kernels", "distributed", "benchmarks"}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "tests" / "support").glob("*.py")), ids=lambda file: file.stem)
+def test_support_says_what_it_holds(file: Path) -> None:
+    assert ast.get_docstring(ast.parse(file.read_text()))
 
 
 def with_requirements(names: tuple[str, ...]) -> set[str]:

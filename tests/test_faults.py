@@ -28,9 +28,8 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileOpener
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from lit import Regression, dataset, loader, make_trainer, seeded
+from lit import Regression, dataset, loader, make_trainer, same, seeded
 from processes import PATIENCE, PROCESSES, all_end_well, as_ranks, start
-from test_trainer import same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
+from repository import ROOT
 
 README = (ROOT / "README.md").read_text()
 DISTRIBUTED = (ROOT / "docs" / "distributed.md").read_text()

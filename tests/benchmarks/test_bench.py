@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from host_kernels import HostKernel
+from repository import ROOT
 
 from benchmarks import baselines, cast, command, launch, rows
 from benchmarks.case import Tolerance, difference

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import ROOT
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from repository import ROOT
 from torch import Tensor, nn
 
 from benchmarks import baselines, command, layer, memory, steps, train, trainer_precisions, training

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 PROGRAM = (sys.executable, "-m", "benchmarks.host_time")
 

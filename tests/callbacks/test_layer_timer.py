@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,38 +10,14 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
 from lit import Regression, loader, make_trainer, seeded
+from pairwise import pairwise
 from processes import run_script
+from slow_layers import BACKWARD, FORWARD, Sleep, Slow
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import LayerTimer, convert, describe, scaling_state
 from lightning_fp8.callbacks.stopwatch import NOTHING_RAN, CudaClock, HostClock, Stopwatch, clock_for
-
-FORWARD, BACKWARD = 0.1, 0.25
-
-
-class Sleep(torch.autograd.Function):
-    """The identity, which takes its time on both ways."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.backward = backward
-        time.sleep(forward)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward)
-        return dy.clone(), None, None
-
-
-class Slow(nn.Linear):
-    """A layer that is listed and, as a subclass, not converted; sleeps before and behind its product."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(Sleep.apply(x, FORWARD / 2, BACKWARD / 2)) + Sleep.apply(
-            x.new_zeros(1, requires_grad=True), FORWARD / 2, BACKWARD / 2
-        )
 
 
 def timed(model: Regression, tmp_path: Path, every_n_steps: int = 2, **kwargs: Any) -> LayerTimer:
@@ -147,9 +122,9 @@ WRAPS: dict[str, Callable[..., Tensor] | None] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed", "32-true"])
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("precision", "wrap", "accumulate"), pairwise(["fp8-delayed", "bf16-mixed", "32-true"], list(WRAPS), [1, 2])
+)
 def test_training_is_not_touched(precision: str, wrap: str, accumulate: int, tmp_path: Path) -> None:
     runs, timer = [], LayerTimer(every_n_steps=1)
     for callbacks in ([], [timer]):
@@ -429,7 +404,7 @@ SCRIPT = """
 import torch, torch.distributed as dist
 from torch import nn
 from lit import Regression, loader, make_trainer, seeded
-from test_layer_timer import Slow
+from slow_layers import Slow
 from lightning_fp8 import LayerTimer
 
 class Uneven(Regression):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import sqnr
 from lightning.pytorch.loggers import CSVLogger
 from lit import Regression, loader, make_trainer, seeded
+from sqnr import sqnr
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import ROOT
 from lightning.pytorch import Callback
 from lit import loader, make_trainer, seeded
+from repository import ROOT
 
 from lightning_fp8 import DelayedScaling, Fp8RichProgressBar, ScalingState, scaling_state
 

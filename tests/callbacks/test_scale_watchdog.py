@@ -12,13 +12,12 @@ from lightning.pytorch.loggers import CSVLogger
 from lit import Regression, loader, make_trainer, seeded
 from processes import run_script
 from torch import Tensor, nn
+from watched_models import NEVER, Vanishing
 
 from lightning_fp8 import Fp8Precision, ScaleWatchdog, convert, scaling_state
 from lightning_fp8.callbacks.watch import CONDITIONS, Findings, Limits, Watch
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.ops.formats import DELAYED_ROLES
-
-NEVER: dict[str, Any] = dict.fromkeys(("stale_steps", "nonfinite_steps", "saturated_above", "underflowed_above"))
 
 
 def fit(path: Path, watchdog: ScaleWatchdog, model: Regression | None = None, **kwargs: Any) -> Regression:
@@ -72,15 +71,6 @@ class Growing(Regression):
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return super().step(batch) * 1e-20
-
-
-class Vanishing(Regression):
-    """Most of its input is 2**-30 of the largest."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        tiny = torch.full_like(x, 2.0**-30)
-        tiny[:, 0] = 1.0
-        return super().forward(tiny)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -435,7 +425,7 @@ SCRIPT = """
 import warnings
 import torch, torch.distributed as dist
 from lit import loader, make_trainer, seeded
-from test_scale_watchdog import NEVER, Vanishing
+from watched_models import NEVER, Vanishing
 from lightning_fp8 import ScaleWatchdog, scaling_state
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import small_mlp
+from small_models import small_mlp
 from torch import nn
 
 from lightning_fp8 import DelayedScaling, Fp8Linear, convert, describe, scaling_state, unconvert

@@ -15,10 +15,11 @@ from typing import Any
 import lightning.fabric as lf
 import pytest
 import torch
-from conftest import ROOT, small_mlp
+from connectors import trainer, with_cuda
 from lit import Regression, loader, make_trainer, seeded
 from processes import run_processes
-from test_registration import trainer, with_cuda
+from repository import ROOT
+from small_models import small_mlp
 from torch import nn
 
 import lightning_fp8

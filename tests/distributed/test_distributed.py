@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from repository import ROOT
 
 SCRIPT = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {support!r})
 import torch, lightning.pytorch as pl, torch.distributed as dist
 from lit import Regression, loader, make_trainer, seeded
 from lightning_fp8 import scaling_state
@@ -54,7 +54,7 @@ torch.save(
 @pytest.mark.parametrize("kind", ["ddp", "ddp_find_unused_parameters_true", "model_parallel"])
 def test_scales_agree_on_every_rank(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(tests=str(ROOT / "tests"), path=str(tmp_path)))
+    script.write_text(SCRIPT.format(support=str(ROOT / "tests" / "support"), path=str(tmp_path)))
     run = subprocess.run(
         [sys.executable, str(script), kind], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
     )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import sqnr
 from processes import DEVICES, run_processes
+from sqnr import sqnr
 
 pytestmark = pytest.mark.slow
 

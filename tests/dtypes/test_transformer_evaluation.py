@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lit import Regression, loader, make_trainer, seeded
+from pairwise import pairwise
 from torch import Tensor, nn
 
 import lightning_fp8
@@ -110,18 +111,7 @@ MASKS = ("none", "bool", "float")
 # with what the caller says about its being causal
 HINTED_MASKS = (("none", None), *itertools.product(("bool", "float"), (None, False, True)))
 KINDS = {"relu": "relu", "gelu": "gelu", "callable": squared_relu}
-LAYERS = tuple(itertools.product(BOTH, KINDS))
-
-
-def one_in(share: int, offset: int, *options: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Every ``share``-th combination, the one where the positions of the choices add up to ``offset``.
-
-    Any three choices meet, as long as the options left add up to every remainder: two of two values each do for a share
-    of 3, three for 4. All combinations run in each precision, spread over the layers with an offset of their own.
-    """
-    for chosen in itertools.product(*map(enumerate, options)):
-        if (sum(position for position, _ in chosen) - offset) % share == 0:
-            yield tuple(value for _, value in chosen)
+# each pair of the options of a call, in each precision with each kind of layer
 
 
 @pytest.mark.parametrize("activation", KINDS)
@@ -129,8 +119,7 @@ def one_in(share: int, offset: int, *options: Sequence[Any]) -> Iterator[tuple[A
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_encoder(precision: Any, norm_first: bool, activation: str, gemms: list[str]) -> None:
     count = 4 if precision == "fp8-delayed" else 0
-    offset = LAYERS.index((norm_first, activation))
-    combinations = one_in(4, offset, BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
+    combinations = pairwise(BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
     for batch_first, bias, nested, dtype, (mask, hint), pad in combinations:
         plugin = Fp8Precision(precision)
         sizes = (WIDTH, HEADS, 24, 0.0, KINDS[activation])
@@ -150,8 +139,7 @@ def test_encoder(precision: Any, norm_first: bool, activation: str, gemms: list[
 def test_decoder(precision: Any, norm_first: bool, activation: str, gemms: list[str]) -> None:
     # self-attention: in and out; cross-attention: query, key with value, out; then two linear layers
     count = 7 if precision == "fp8-delayed" else 0
-    offset = LAYERS.index((norm_first, activation))
-    for batch_first, bias, dtype, (mask, hint), pad in one_in(3, offset, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS):
+    for batch_first, bias, dtype, (mask, hint), pad in pairwise(BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS):
         plugin = Fp8Precision(precision)
         sizes = (WIDTH, HEADS, 24, 0.0, KINDS[activation])
         options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
@@ -169,8 +157,7 @@ def test_decoder(precision: Any, norm_first: bool, activation: str, gemms: list[
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_transformer(precision: Any, norm_first: bool, activation: str, gemms: list[str]) -> None:
-    offset = LAYERS.index((norm_first, activation))
-    for batch_first, bias, dtype, (mask, hint), pad in one_in(3, offset, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS):
+    for batch_first, bias, dtype, (mask, hint), pad in pairwise(BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS):
         plugin = Fp8Precision(precision)
         sizes = (WIDTH, HEADS, 1, 1, 24, 0.0, KINDS[activation])
         options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
@@ -190,7 +177,7 @@ def test_transformer(precision: Any, norm_first: bool, activation: str, gemms: l
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_attention(precision: Any, need_weights: bool, gemms: list[str]) -> None:
-    combinations = one_in(2, int(need_weights), BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
+    combinations = pairwise(BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
     for batch_first, bias, extra, dtype, (mask, hint), pad in combinations:
         plugin = Fp8Precision(precision)
         options = {"add_bias_kv": extra, "add_zero_attn": extra, "batch_first": batch_first}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import sqnr
 from lit import make_trainer
+from sqnr import sqnr
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader

@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from conftest import ROOT
 from example_step import one_step
 from lightning.pytorch import LightningDataModule, LightningModule
+from repository import ROOT
 
 from lightning_fp8 import examples, scaling_state
 from lightning_fp8.cli import Fp8CLI

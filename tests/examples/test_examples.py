@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import ROOT
 from lightning.pytorch.loggers.logger import DummyLogger
+from repository import ROOT
 
 from lightning_fp8.cli import main
 from lightning_fp8.examples import StdlibText, loggers, tensorboard_if_present

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import small_mlp, sqnr
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_models import small_mlp
+from sqnr import sqnr
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformer_models import made

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_mlp
 from mutations import as_json, damaged_bytes, nested, texts, trees
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_models import small_mlp
 from torch import Tensor, nn
 
 from lightning_fp8 import DelayedScaling, convert, export, load_exported, scaling_state

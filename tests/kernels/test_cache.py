@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from repository import ROOT
 
 from kernels_cuda import cache, load
 from kernels_cuda import compile as kernels_compile

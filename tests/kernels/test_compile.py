@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from repository import ROOT
 
 from kernels_cuda import compile as kernels_compile
 from kernels_cuda.cache import cache_folder

@@ -15,7 +15,7 @@ import torch
 from fp8_numpy import code_values, saturating_cast
 from gemm_cases import FORMAT_PAIRS as PAIRS
 from host_kernels import Guarded, HostKernel, at_the_edge
-from test_sass import compiled, count, instructions, resources
+from sass import compiled, count, instructions, resources
 from torch import Tensor
 
 from kernels_cuda.gemm import Configuration, Split, configurations, gemm, split_gemm, split_rows, variant

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import re
-import shutil
-import subprocess
-import sysconfig
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from host_kernels import VARIANTS
+from sass import Family, compiled, count, instructions, name, program, resources
 
-from kernels_cuda import source
 from kernels_cuda.casts import variant
-from kernels_cuda.compile import compile_source, headers
 
 ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a", "sm_120a")
 REGISTERS_PER_MULTIPROCESSOR = 1 << 16
-Family = tuple[str, tuple[str, ...]]
 
 
 def casts(*chosen: object) -> Family:
@@ -43,15 +36,6 @@ CHOSEN = [
 ]
 
 
-def name(family: Family) -> str:
-    return " ".join((family[0], *(define.partition("=")[2] for define in family[1])))
-
-
-@functools.cache
-def compiled(family: Family, arch: str) -> tuple[bytes, str]:
-    return compile_source(family[0], source(family[0]), arch, family[1], headers())
-
-
 def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
     """How many blocks of how many threads a kernel asks room for in its launch bounds."""
     if family == UPDATE:
@@ -60,18 +44,6 @@ def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
         return 2, 256
     plain = "ACTIVATION=Identity" in family[1] or "ACTIVATION=Relu" in family[1]
     return 4 if plain and "INPUT=Fp32" not in family[1] else 3, 256
-
-
-def resources(log: str) -> tuple[int, int]:
-    """Registers of a thread and shared memory of a block that is not asked for at a launch; nothing is spilled."""
-    assert not re.search("warning|error|C75", log), log
-    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log) == [
-        ("0", "0", "0")
-    ], log
-    used, static = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes smem", log)
-    assert used is not None, log
-    # registers are given to a thread by eights
-    return -(-int(used[1]) // 8) * 8, 0 if static is None else int(static[1])
 
 
 # all for one architecture, those of bf16 for the others too; `doctor` compiles all for whichever is there
@@ -97,54 +69,6 @@ def test_every_variant_there_is() -> None:
 
 
 # --- the instructions -------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def disassembler() -> str:
-    wheels = Path(sysconfig.get_path("purelib"), "nvidia")
-    found = shutil.which("nvdisasm") or next(map(str, sorted(wheels.glob("**/bin/nvdisasm"))), None)
-    if found is None:
-        raise RuntimeError("There is no nvdisasm to read SASS with. Run `pip install nvidia-cuda-nvdisasm`.")
-    return found
-
-
-@functools.cache
-def listing(family: Family, arch: str, folder: Path) -> str:
-    """SASS, an instruction or a label a line."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(compiled(family, arch)[0])
-    listed = subprocess.run([disassembler(), "-c", str(path)], capture_output=True, text=True, check=False)
-    assert listed.returncode == 0, listed.stderr
-    return listed.stdout
-
-
-# "        /*0040*/              @P0 LDG.E R2, desc[UR4][R2.64] ;"
-LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", re.MULTILINE)
-
-
-def program(family: Family, arch: str, folder: Path) -> tuple[list[str], dict[str, int]]:
-    """The instructions in order, and which of them each label is before."""
-    lines: list[str] = []
-    labels: dict[str, int] = {}
-    for line in listing(family, arch, folder).splitlines():
-        if label := re.match(r"(\.L_\w+):", line):
-            labels[label[1]] = len(lines)
-        elif LINE.match(line):
-            lines.append(line)
-    return lines, labels
-
-
-def instructions(family: Family, arch: str, folder: Path) -> Counter[str]:
-    """How often each instruction, with its modifiers, occurs."""
-    found = Counter(LINE.findall(listing(family, arch, folder)))
-    # the listing was understood
-    assert found["EXIT"] >= 1
-    assert sum(found.values()) > 100
-    return found
-
-
-def count(found: Counter[str], pattern: str) -> int:
-    return sum(times for instruction, times in found.items() if re.fullmatch(pattern, instruction))
 
 
 ATOMIC = "(ATOM|ATOMG|RED|REDG)"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gemm_cases import FORMAT_PAIRS
-from test_sass import Family, compiled, count, instructions, name, program, resources
+from sass import Family, compiled, count, instructions, name, program, resources
 
 from kernels_cuda import gemm
 from kernels_cuda.gemm import Configuration, configurations

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from conftest import sqnr
+from pairwise import pairwise
+from sqnr import sqnr
 from torch import Tensor, nn
 
 from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8MultiheadAttention, convert, describe, scaling_state, unconvert
@@ -72,30 +72,29 @@ CASES = {
 @pytest.mark.parametrize("batched", [True, False])
 def test_forward_is_torchs_with_plain_projections(case: str, batch_first: bool, batched: bool) -> None:
     """The part that is not FP8: the same class with exact projections beside torch, gradients too, in fp32."""
-    for bias, extra, need_weights in itertools.product((True, False), (True, False), (True, False)):
+    # each pair of options in each of the cases that the test is called with
+    kinds, bools = ("none", "bool", "float"), (True, False)
+    for bias, extra, need_weights, each_head, kind, pad in pairwise(bools, bools, bools, bools, kinds, kinds):
         plain = module(bias=bias, add_bias_kv=extra, add_zero_attn=extra, batch_first=batch_first)
         ours = copy.deepcopy(plain)
         keep_copies(ours, set())
         assert type(ours) is WeightCopyMultiheadAttention
         inputs = CASES[case](*operands(batch_first, batched=batched))
         length, source = LENGTH, inputs[1].shape[1 if batch_first and batched else 0]
-        per_head = (BATCH * HEADS if batched else HEADS, length, source)
-        for kind, shape, pad in itertools.product(
-            ("none", "bool", "float"), ((length, source), per_head), ("none", "bool", "float")
-        ):
-            options = {
-                "attn_mask": mask(kind, shape),
-                "key_padding_mask": mask(pad, (BATCH, source) if batched else (source,)),
-                "need_weights": need_weights,
-                "average_attn_weights": len(shape) == 2,
-            }
-            y, weights, grads = run(ours, inputs, **options)
-            expected_y, expected_weights, expected_grads = run(plain, inputs, **options)
-            torch.testing.assert_close(y, expected_y)
-            assert (weights is None) == (expected_weights is None) == (not need_weights)
-            if weights is not None:
-                torch.testing.assert_close(weights, expected_weights)
-            torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-5)
+        heads = (BATCH * HEADS if batched else HEADS,) if each_head else ()
+        options = {
+            "attn_mask": mask(kind, (*heads, length, source)),
+            "key_padding_mask": mask(pad, (BATCH, source) if batched else (source,)),
+            "need_weights": need_weights,
+            "average_attn_weights": not each_head,
+        }
+        y, weights, grads = run(ours, inputs, **options)
+        expected_y, expected_weights, expected_grads = run(plain, inputs, **options)
+        torch.testing.assert_close(y, expected_y)
+        assert (weights is None) == (expected_weights is None) == (not need_weights)
+        if weights is not None:
+            torch.testing.assert_close(weights, expected_weights)
+        torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-5)
         drop_copies(ours)
         assert type(ours) is nn.MultiheadAttention
 
@@ -237,12 +236,11 @@ def test_each_tensor_is_recorded_in_training_only_and_the_weight_is_cast_once(mo
     assert min(recorded.values()) > 0
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled(backend: str) -> None:
+def test_compiled() -> None:
     torch._dynamo.reset()
     eager = convert(nn.TransformerEncoderLayer(WIDTH, HEADS, 48, 0.0, batch_first=True))
     compiled = copy.deepcopy(eager)
-    call = torch.compile(compiled, fullgraph=True, backend=backend)
+    call = torch.compile(compiled, fullgraph=True)
     x = operands(True)[0].detach()
     pad, target = mask("bool", (BATCH, LENGTH)), torch.randn(BATCH, LENGTH, WIDTH)
     for _ in range(2):

@@ -11,8 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
-from lit import Regression, loader, make_trainer, seeded
-from test_trainer import same
+from lit import Regression, loader, make_trainer, same, seeded
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 

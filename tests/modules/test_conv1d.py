@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import sqnr
+from sqnr import sqnr
 from torch import nn
 from transformer_models import made
 from transformers.pytorch_utils import Conv1D

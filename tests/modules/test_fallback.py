@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_mlp
+from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

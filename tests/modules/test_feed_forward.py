@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from feed_forward_step import ACTIVATIONS, training_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,14 +22,6 @@ from lightning_fp8.modules.feed_forward import (
     activation_name,
     fp8_feed_forward,
 )
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": nn.GELU("tanh"),
-    "silu": F.silu,
-    "swiglu": lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
-}
 
 
 @pytest.fixture
@@ -48,18 +41,6 @@ def two_linears(activation: str, bias: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
     width = 48 if activation == "swiglu" else 24
     return convert(nn.Sequential(nn.Linear(16, width, bias=bias), nn.Linear(24, 10, bias=bias)))
-
-
-def training_step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
-    """Output, all gradients, and the scaling state after the step."""
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    y = run(x)
-    y.float().square().sum().backward()
-    state = scaling_state(model)
-    state.update()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [y.detach(), x.grad, *gradients, state.scale.clone(), state.amax_history[0].clone()]
 
 
 @pytest.mark.parametrize("autocast", [False, True])

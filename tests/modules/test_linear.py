@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import sqnr
+from sqnr import sqnr
 from torch import nn
 
 from lightning_fp8 import DelayedScaling, Fp8Linear, convert, scaling_state, unconvert

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import sqnr
+from sqnr import sqnr
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 

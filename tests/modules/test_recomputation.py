@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
-from conftest import small_mlp
+from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -156,7 +156,8 @@ def test_compiled_gpt_trains() -> None:
     assert all(row.converted for row in describe(model))
     batch = torch.randint(0, 256, (2, 17), dtype=torch.uint8)
     other = copy.deepcopy(model)
-    call: Any = torch.compile(model.loss, fullgraph=True)
+    # Inductor takes an encoder's layer in test_attention: here the whole model is captured, to the bit
+    call: Any = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
     losses = []
     for run, state in ((other.loss, scaling_state(other)), (call, scaling_state(model))):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -164,8 +165,8 @@ def test_compiled_gpt_trains() -> None:
         loss.backward()
         state.update()
         losses.append(loss.detach())
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(scaling_state(model).scale, scaling_state(other).scale, rtol=5e-2, atol=0)
+    assert torch.equal(*losses)
+    assert torch.equal(scaling_state(model).scale, scaling_state(other).scale)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

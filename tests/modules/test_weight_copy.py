@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_mlp
 from lit import Regression, loader, make_trainer, seeded
+from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

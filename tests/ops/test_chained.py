@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from feed_forward_step import training_step
 from gemm_in_fp64 import HOPPER, Gemms
 from host_kernels import host_tensor_map
 from slots import slot_of
-from test_feed_forward import training_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import sqnr
 from fp8_numpy import saturating_cast
 from host_kernels import VARIANTS
 from slots import slot_of
+from sqnr import sqnr
 from torch import Tensor, nn
 
 from kernels_cuda import casts, scales

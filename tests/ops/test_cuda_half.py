@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import sqnr
 from slots import slot_of
+from sqnr import sqnr
 from torch import Tensor, nn
 
 from kernels_cuda import casts
@@ -255,7 +255,7 @@ def test_a_feed_forward_block_makes_no_other_pass_over_its_hidden_tensor(
     width = 96 if activation == "swiglu" else 48
     model = convert(nn.Sequential(nn.Linear(32, width), nn.Linear(48, 16)))
     first, second = copy.deepcopy(model), model
-    from test_feed_forward import ACTIVATIONS, training_step
+    from feed_forward_step import ACTIVATIONS, training_step
 
     for _ in range(2):
         cuda_half.clear()

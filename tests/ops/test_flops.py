@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import small_mlp
 from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.model_summary import summarize
 from lit import Regression, loader, make_trainer, seeded
 from slots import slot_of
+from small_models import small_mlp
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop

@@ -8,9 +8,8 @@ from collections import Counter
 import pytest
 import torch
 from gemm_cases import ACCUMULATION
-from gemm_in_fp64 import HOPPER, Gemms, values
+from gemm_in_fp64 import HOPPER, Gemms, random_payload, values
 from host_kernels import host_tensor_map
-from test_ops import random_payload
 from torch import Tensor
 
 from kernels_cuda import gemm as kernel_gemm

@@ -13,10 +13,10 @@ from typing import Any, get_args
 import lightning.fabric as lf
 import pytest
 import torch
-from conftest import small_mlp
+from connectors import trainer, with_cuda
 from gemm_in_fp64 import Gemms
 from lit import Regression, loader
-from test_registration import trainer, with_cuda
+from small_models import small_mlp
 from torch import nn
 
 import lightning_fp8

@@ -6,12 +6,12 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from broken_kernels import Broken, poke
 from host_kernels import VARIANTS, HostKernel
 from slots import slot_of
 
@@ -90,29 +90,6 @@ def test_the_self_test_finds_flushed_inputs(dtype: torch.dtype) -> None:
     found = self_test.cast_transpose(CPU, dtype, "e5m2", "none", False, kernel)
     # fp16's are normal numbers as soon as they are fp32
     assert (found is None) == (dtype == torch.float16)
-
-
-class Broken(HostKernel):
-    """Does its work, and then something else."""
-
-    damage: Callable[[Sequence[int | float]], None]
-
-    def __call__(self, grid: int, *arguments: int | float) -> None:
-        super().__call__(grid, *arguments)
-        type(self).damage(arguments)
-
-
-def poke(position: int, byte: int = 0, add: int = 8) -> Callable[[Sequence[int | float]], None]:
-    """Changes one byte of the tensor that an argument points at."""
-    import ctypes
-
-    def damage(arguments: Sequence[int | float]) -> None:
-        address = int(arguments[position])
-        if address:
-            target = (ctypes.c_uint8 * (byte + 1)).from_address(address)
-            target[byte] = (target[byte] + add) % 256
-
-    return damage
 
 
 # positions in the argument structs of kernels_cuda/casts.py and scales.py

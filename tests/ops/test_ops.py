@@ -10,9 +10,9 @@ import fp8_numpy
 import numpy as np
 import pytest
 import torch
-from conftest import sqnr
-from fp8_numpy import code_values
+from gemm_in_fp64 import random_payload, values
 from slots import slot_of
+from sqnr import sqnr
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,15 +33,6 @@ def state_with_history() -> ScalingState:
     state.amax.fill_(4.0)
     state.update()
     return state
-
-
-def values(payload: torch.Tensor, fmt: str) -> torch.Tensor:
-    return torch.from_numpy(code_values(fmt))[payload.long()]
-
-
-def random_payload(rows: int, columns: int, fmt: str) -> torch.Tensor:
-    payload = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
-    return torch.where(values(payload, fmt).isfinite(), payload, 0)
 
 
 @pytest.mark.parametrize("size", SIZES)

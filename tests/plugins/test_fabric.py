@@ -8,9 +8,8 @@ import lightning.fabric as lf
 import pytest
 import torch
 from lightning.fabric.plugins.precision import Precision
-from lit import loader, seeded, warned
+from lit import by_hand, loader, same, seeded, warned
 from processes import run_script
-from test_trainer import by_hand, same
 from torch import nn
 
 from lightning_fp8 import DelayedScaling, Fp8Precision, convert, scaling_state, unconvert

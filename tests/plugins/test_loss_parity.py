@@ -100,7 +100,8 @@ def pairs(kind: str, seeds: int, folder: Path) -> list[tuple[dict[str, float], d
 
 
 def test_gpt_ends_at_the_same_loss(tmp_path: Path) -> None:
-    found = pairs("gpt", 2, tmp_path)
+    # one seed: of five none was further away than 0.2%
+    found = pairs("gpt", 1, tmp_path)
     # nats per byte; an untrained model has 5.55
     assert all(baseline["loss"] < 2.5 for _, baseline in found)
     for name in ("loss", "val_loss"):

@@ -11,10 +11,9 @@ from typing import Any
 import lightning.fabric as lf
 import pytest
 import torch
-from conftest import ROOT
-from lit import Regression, dataset, make_trainer, seeded
+from lit import Regression, dataset, make_trainer, same, seeded
 from processes import all_end_well, as_ranks
-from test_trainer import same
+from repository import ROOT
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

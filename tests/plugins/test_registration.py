@@ -17,6 +17,7 @@ import lightning.pytorch.plugins.precision as stock
 import lightning.pytorch.trainer.connectors.accelerator_connector as trainer_connector
 import pytest
 import torch
+from connectors import trainer, with_cuda
 from lightning.fabric import strategies as fabric_strategies
 from lightning.fabric.plugins.precision.fsdp import FSDPPrecision as FabricFSDPPrecision
 from lightning.pytorch import strategies
@@ -26,7 +27,6 @@ from lightning_fp8 import Fp8FabricPrecision, Fp8FSDPPrecision, Fp8Precision
 from lightning_fp8.plugins.fabric import Fp8FabricFSDPPrecision
 from lightning_fp8.plugins.settings import PRECISIONS
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 STOCK = {"bf16-mixed": stock.MixedPrecision, "bf16-true": stock.HalfPrecision}
 FABRIC_STOCK = {"bf16-mixed": fabric_stock.MixedPrecision, "bf16-true": fabric_stock.HalfPrecision}
 
@@ -37,10 +37,6 @@ def _registered() -> Iterator[None]:
     yield
     lightning_fp8.unregister()
     lightning_fp8.register()
-
-
-def trainer(**kwargs: Any) -> pl.Trainer:
-    return pl.Trainer(**{"devices": 1, **QUIET, **kwargs})
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -65,15 +61,6 @@ def test_trainer_strategy_object(precision: str, strategy: Any) -> None:
     by_plugin = trainer(plugins=Fp8Precision(precision), strategy=made.strategy.__class__() if strategy
                         is not strategies.SingleDeviceStrategy else "auto")  # fmt: skip
     assert by_plugin.precision == precision
-
-
-def with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough of a GPU for connectors that refuse to build FSDP without one."""
-    for module in (pl.accelerators.CUDAAccelerator, lf.accelerators.CUDAAccelerator):
-        monkeypatch.setattr(module, "is_available", staticmethod(lambda: True))
-        monkeypatch.setattr(module, "auto_device_count", staticmethod(lambda: 1))
-        monkeypatch.setattr(module, "parse_devices", staticmethod(lambda devices: [0]))
-        monkeypatch.setattr(module, "get_parallel_devices", staticmethod(lambda d: [torch.device("cuda", 0)]))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

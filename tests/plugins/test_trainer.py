@@ -11,39 +11,13 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.tuner import Tuner
-from lit import Regression, loader, make_trainer, seeded, warned
+from lit import Regression, by_hand, loader, make_trainer, same, seeded, warned
 from processes import run_script
 from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8Precision, convert, scaling_state, unconvert
 from lightning_fp8.modules import feed_forward
-
-
-def by_hand(steps: int, accumulate: int = 1, clip: float | None = None) -> Regression:
-    """The same training as a plain PyTorch loop."""
-    model = seeded()
-    convert(model)
-    optimizer = model.configure_optimizers()
-    for index, batch in enumerate(loader()):
-        if index == steps * accumulate:
-            break
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model.step(batch) / accumulate
-        loss.backward()
-        if (index + 1) % accumulate == 0:
-            scaling_state(model).update()
-            if clip:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    weights = all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-    one, other = scaling_state(a), scaling_state(b)
-    return weights and torch.equal(one.scale, other.scale) and torch.equal(one.amax_history, other.amax_history)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip": 0.1}])

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_mlp
+from pairwise import pairwise
+from small_models import small_mlp
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -216,12 +217,12 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("first", ["evaluation", "training"])
-@pytest.mark.parametrize("factor", DEEP_FACTORS)
-@pytest.mark.parametrize(("way", "half"), WAYS)
+# each way with each factor: which forward comes first is another matter than either
+@pytest.mark.parametrize(("where", "factor", "first"), pairwise(WAYS, DEEP_FACTORS, ["evaluation", "training"]))
 def test_what_deeper_layers_get_is_as_exact_as_in_a_fresh_conversion(
-    way: str, factor: float, first: str, half: str, request: pytest.FixtureRequest
+    where: tuple[str, str], factor: float, first: str, request: pytest.FixtureRequest
 ) -> None:
+    way, half = where
     if half == "cuda":
         request.getfixturevalue("cuda_half")
     model, x = trained(deep()), torch.randn(64, 32)

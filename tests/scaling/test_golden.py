@@ -20,8 +20,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import ROOT, sqnr
 from golden.write import RECIPE, STEPS, Golden, batches, of_inputs_and_gradients, trainer
+from repository import ROOT
+from sqnr import sqnr
 
 import lightning_fp8
 from lightning_fp8 import convert, scaling_state

@@ -12,8 +12,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import small_mlp
 from lit import Regression, loader, make_trainer, seeded
+from small_models import small_mlp
 from torch import Tensor, nn
 
 from lightning_fp8 import convert, load_scales, scaling_state

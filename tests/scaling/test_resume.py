@@ -9,8 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lit import Regression, dataset, loader, make_trainer, seeded
-from test_trainer import same
+from lit import Regression, dataset, loader, make_trainer, same, seeded
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_fp8 import Fp8Precision, scaling_state

@@ -202,3 +202,8 @@ def _addend(bias: Tensor | None, output: torch.dtype) -> Tensor | float:
         return 0.0
     assert bias.is_contiguous()
     return bias.to(output).double()
+
+
+def random_payload(rows: int, columns: int, fmt: str) -> torch.Tensor:
+    payload = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
+    return torch.where(values(payload, fmt).isfinite(), payload, 0)

@@ -9,11 +9,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from conftest import small_mlp
+from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_fp8  # noqa: F401
+from lightning_fp8 import convert, scaling_state
 
 
 class Regression(pl.LightningModule):
@@ -86,3 +86,29 @@ def warned(start: str, run: Callable[[], Any]) -> list[str]:
         warnings.simplefilter("always")
         run()
     return [text for text in (str(warning.message) for warning in caught) if text.startswith(start)]
+
+
+def by_hand(steps: int, accumulate: int = 1, clip: float | None = None) -> Regression:
+    """The same training as a plain PyTorch loop."""
+    model = seeded()
+    convert(model)
+    optimizer = model.configure_optimizers()
+    for index, batch in enumerate(loader()):
+        if index == steps * accumulate:
+            break
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model.step(batch) / accumulate
+        loss.backward()
+        if (index + 1) % accumulate == 0:
+            scaling_state(model).update()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    weights = all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    one, other = scaling_state(a), scaling_state(b)
+    return weights and torch.equal(one.scale, other.scale) and torch.equal(one.amax_history, other.amax_history)

@@ -20,8 +20,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from conftest import ROOT
 from lit import Regression, loader, make_trainer, seeded
+from repository import ROOT
 
 from lightning_fp8.tools.compare import processes
 from lightning_fp8.tools.compare.advice import advise, overlap, worse_loss

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from broken_kernels import Broken, poke
 from gemm_cases import FORMAT_PAIRS
 from host_kernels import VARIANTS, HostKernel
-from test_kernel_selection import Broken, poke
+from repository import ROOT
 
 import lightning_fp8
 from kernels_cuda import casts

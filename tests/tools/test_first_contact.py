@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import ROOT
+from repository import ROOT
 
 from benchmarks.suites import SUITES
 from kernels_cuda import cache

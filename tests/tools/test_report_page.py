@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from logged_runs import tensor_metrics, tensor_names, write_metrics
 from playwright.sync_api import Browser, Page, sync_playwright
-from test_report import tensor_metrics, tensor_names, write_metrics
 
 from lightning_fp8 import DtypeAudit, QuantizationProbe, RunRecord, ScaleFactorLogger
 from lightning_fp8.examples import ByteGPT, StdlibText

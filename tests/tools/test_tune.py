@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from gemm_in_fp64 import HOPPER as HOPPER_CONFIGURATION
 from gemm_in_fp64 import Gemms
+from repository import ROOT
 
 from kernels_cuda.compile import KernelsUnavailable
 from kernels_cuda.gemm import configurations

@@ -1,0 +1,20 @@
+"""Models with a trouble for the watchdog, and limits that are never passed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lit import Regression
+from torch import Tensor
+
+NEVER: dict[str, Any] = dict.fromkeys(("stale_steps", "nonfinite_steps", "saturated_above", "underflowed_above"))
+
+
+class Vanishing(Regression):
+    """Most of its input is 2**-30 of the largest."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tiny = torch.full_like(x, 2.0**-30)
+        tiny[:, 0] = 1.0
+        return super().forward(tiny)
