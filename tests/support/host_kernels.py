@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
+import fcntl
 import functools
 import hashlib
 import math
 import mmap
+import os
 import shutil
 import struct
 import subprocess
-import tempfile
+import time
 from pathlib import Path
 
 import torch
+from repository import ROOT
 
 import kernels_cuda
 from kernels_cuda import casts
@@ -62,38 +64,62 @@ OPTIONS = (
 )
 
 
-def compile_on_host(what: str, *arguments: str) -> None:
-    compiled = subprocess.run(["g++", *OPTIONS, *arguments], capture_output=True, text=True, check=False)
-    if compiled.returncode:
-        raise RuntimeError(f"{what} does not compile as host C++:\n{compiled.stderr[:4000]}")
+def compile_on_host(what: str, out: Path, *arguments: str) -> None:
+    """Into a file that is there as a whole or not at all; who comes meanwhile waits for it."""
+    with out.with_name(f"{out.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if out.exists():
+            return
+        part = out.with_name(f"{out.name}.part")
+        command = ["g++", *OPTIONS, "-o", str(part), *arguments]
+        compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+        if compiled.returncode:
+            raise RuntimeError(f"{what} does not compile as host C++:\n{compiled.stderr[:4000]}")
+        part.replace(out)
 
 
 @functools.cache
 def build_folder() -> Path:
-    """The sources as they are, beside instructions in software: a quoted include looks beside its file first."""
+    """The sources as they are, beside instructions in software: a quoted include looks beside its file first.
+
+    It is named by all that a library follows from, and kept: processes of a run, and later runs, compile nothing again.
+    """
     if shutil.which("g++") is None:
         raise RuntimeError("The kernels' sources run on the CPU as g++ compiles them, and there is no g++: install it.")
-    folder = Path(tempfile.mkdtemp(prefix="lightning-fp8-host-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for file in (*SOURCES.glob("*.cu*"), *SHIM.iterdir()):
-        shutil.copy(file, folder)
+    # the shim has instructions of its own in files of the same names
+    files = {file.name: file.read_bytes() for file in (*SOURCES.glob("*.cu*"), *SHIM.iterdir())}
+    version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+    key = hashlib.sha256(repr((version, OPTIONS, LAUNCH, sorted(files.items()))).encode()).hexdigest()[:16]
+    folder = ROOT / ".pytest_cache" / "host_kernels" / key
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for other in folder.parent.iterdir():
+        # another run may be at work in it
+        if time.time() - other.stat().st_mtime > 24 * 3600:
+            shutil.rmtree(other, ignore_errors=True)
+    folder.mkdir(exist_ok=True)
+    header = folder / "cuda_on_host.h"
+    for name, content in files.items():
+        part = folder / f"{name}.{os.getpid()}"
+        part.write_bytes(content)
+        part.replace(folder / name)
     # most of a variant's time goes into the C++ library's headers: read them once
-    header = str(folder / "cuda_on_host.h")
-    compile_on_host("cuda_on_host.h", "-x", "c++-header", "-o", f"{header}.gch", header)
+    compile_on_host(header.name, header.with_name(f"{header.name}.gch"), "-x", "c++-header", str(header))
     return folder
 
 
 @functools.cache
 def library(family: str, defines: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """The kernel family as a shared library, compiled once per process."""
-    folder = build_folder()
+    """The kernel family as a shared library."""
     name = f"{family}-{hashlib.sha256(' '.join(defines).encode()).hexdigest()[:12]}"
-    program, compiled = folder / f"{name}.cpp", str(folder / f"{name}.so")
-    program.write_text(f'#include "cuda_on_host.h"\n#include "{family}.cu"\n{LAUNCH.replace("KERNEL", family)}')
-    macros = (f"-D{define}" for define in defines)
-    options = ("-Werror", "-Winvalid-pch", "-shared")
-    compile_on_host(f"{family} {defines}", *options, *macros, "-o", compiled, str(program))
-    return ctypes.CDLL(compiled)
+    compiled = build_folder() / f"{name}.so"
+    program = f'#include "cuda_on_host.h"\n#include "{family}.cu"\n{LAUNCH.replace("KERNEL", family)}'
+    source = compiled.with_name(f"{name}.{os.getpid()}.cpp")
+    if not compiled.exists():
+        source.write_text(program)
+        macros = (f"-D{define}" for define in defines)
+        compile_on_host(f"{family} {defines}", compiled, "-Werror", "-Winvalid-pch", "-shared", *macros, str(source))
+        source.unlink()
+    return ctypes.CDLL(str(compiled))
 
 
 class HostKernel(Kernel):

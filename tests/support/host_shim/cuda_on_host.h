@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #define __global__
@@ -32,9 +33,11 @@ static Dimensions threadIdx, blockIdx, blockDim, gridDim;
 
 namespace host {
 struct Barrier { unsigned arrived = 0, generation = 0; };
+constexpr std::size_t STACK = 1 << 16;
 struct Fiber {
     ucontext_t context;
-    std::vector<char> stack = std::vector<char>(1 << 16);
+    /* Not filled: what a thread does not touch takes no memory. */
+    std::unique_ptr<char[]> stack{new char[STACK]};
     bool done = true;
 };
 static std::vector<Fiber> fibers;
@@ -133,8 +136,8 @@ static void launch(unsigned grid, unsigned block, void (*kernel)(), unsigned clu
     for (first_block = 0; first_block < grid; first_block += cluster) {
         for (Fiber& fiber : fibers) {
             getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack.data();
-            fiber.context.uc_stack.ss_size = fiber.stack.size();
+            fiber.context.uc_stack.ss_sp = fiber.stack.get();
+            fiber.context.uc_stack.ss_size = STACK;
             fiber.context.uc_link = &scheduler;
             fiber.done = false;
             makecontext(&fiber.context, enter, 0);
@@ -144,6 +147,8 @@ static void launch(unsigned grid, unsigned block, void (*kernel)(), unsigned clu
         if (at_start != nullptr) at_start();
         run_cluster();
     }
+    /* A process loads hundreds of variants, each with fibers of its own. */
+    std::vector<Fiber>().swap(fibers);
 }
 }  // namespace host
 
