@@ -407,7 +407,8 @@ def test_a_comparison_leaves_it_to_fp8() -> None:
 
 def test_processes_with_other_tables_agree_on_the_largest(tmp_path: Path) -> None:
     body = """
-from lightning_fp8 import Fp8Precision, min_features
+from lightning_fp8 import Fp8Precision
+from lightning_fp8.conversion import min_features
 
 min_features.as_number = lambda asked: {"auto": 16 << rank}.get(asked, asked)
 model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 16))
