@@ -17,7 +17,7 @@ from lightning_fp8.conversion.plan import (
     state_of,
 )
 from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
-from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.base import Fp8Module, Fp8Rows, Settings
 from lightning_fp8.modules.class_swap import exchange_class, own_class
 from lightning_fp8.modules.feed_forward import fuse_feed_forward
 from lightning_fp8.modules.weight_group import WeightGroup
@@ -83,11 +83,18 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
     plan.check()
     _restore(plan.restored)
     state = _attach(plan)
-    state.gemm, state.min_features = plan.gemm, plan.min_features
+    give_settings((layer for _, layer in plan.converted), plan.settings)
     layers = [layer for _, layer in plan.modules]
     fuse_feed_forward(layers)
     keep_own_forwards(layers, Fp8Module)
     return state
+
+
+def give_settings(layers: Iterable[Fp8Module], settings: Settings) -> None:
+    """Let all these layers, which are those of a model, have the same settings from their next forward on."""
+    for layer in layers:
+        for rows in layer.fp8.values():
+            rows.settings = settings
 
 
 def unconvert(module: ModuleT) -> ModuleT:

@@ -31,7 +31,9 @@ def coverage(plan: ConversionPlan) -> str:
     >>> coverage(conversion_plan(model))
     '1 of 1 linear layers run in FP8, with 75% of the parameters'
     """
-    limit = plan.state.min_features
+    if not plan.converted:
+        raise ValueError("The model has no FP8 layers: call `lightning_fp8.convert` on it first.")
+    limit = plan.settings.min_features
     layers = [(one.path, one.layer) for one in plan.layers]
     in_fp8 = [layer for _, layer in layers if isinstance(layer, Fp8Module) and layer.in_fp8]
     total = max(1, plan.size)

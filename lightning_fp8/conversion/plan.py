@@ -21,7 +21,7 @@ from lightning_fp8.conversion.candidates import (
     sizes,
 )
 from lightning_fp8.conversion.min_features import MinFeatures, as_number, too_small
-from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.base import Fp8Module, Settings
 from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.linear import Fp8Linear
 from lightning_fp8.modules.paths import check_patterns_among, matches, named_modules, numbered
@@ -95,8 +95,7 @@ class ConversionPlan:
         size: elements of all parameters, tied ones once, those that are not initialised yet as none.
         ignore_modules: patterns of the modules that are to be plain.
         recipe: the one asked for, else that of the model, else the default.
-        gemm: which GEMMs are to run, by the same rule.
-        min_features: from how many features in and out on layers are converted, by the same rule.
+        settings: of the layers, by the same rule.
     """
 
     modules: tuple[tuple[str, nn.Module], ...]
@@ -105,8 +104,7 @@ class ConversionPlan:
     size: int
     ignore_modules: Sequence[str]
     recipe: DelayedScaling
-    gemm: str
-    min_features: int
+    settings: Settings
 
     @property
     def chosen(self) -> list[PlannedLayer]:
@@ -184,7 +182,7 @@ class ConversionPlan:
             return "."
         path, largest = max(small, key=lambda of: (min(of[1]), max(of[1])))
         return (
-            f" with `min_features={self.min_features}` or more features in and out. The largest here is"
+            f" with `min_features={self.settings.min_features}` or more features in and out. The largest here is"
             f" {path or '(root)'}, {largest}: pass a smaller `min_features`, or 0."
         )
 
@@ -205,24 +203,23 @@ def conversion_plan(
         check_gemm(gemm)
     number = None if min_features is None else as_number(min_features)
     modules = tuple(named_modules(module))
-    state = next((layer.scaling_state for _, layer in modules if isinstance(layer, Fp8Module)), None)
-    if number is None:
-        number = state.min_features if state is not None else 0
+    known = next((layer for _, layer in modules if isinstance(layer, Fp8Module)), None)
+    settings = Settings() if known is None else known.settings
+    settings = Settings(settings.gemm if gemm is None else gemm, settings.min_features if number is None else number)
     elements = {
         parameter: 0 if is_lazy(parameter) else parameter.numel()
         for _, layer in modules
         for parameter in layer.parameters(recurse=False)
     }
-    layers = tuple(_planned(modules, ignore_modules, number))
+    layers = tuple(_planned(modules, ignore_modules, settings.min_features))
     return ConversionPlan(
         modules,
         layers,
         tuple(_large_parameters(modules, layers, elements)),
         sum(elements.values()),
         ignore_modules,
-        recipe if recipe is not None else state.recipe if state is not None else DelayedScaling(),
-        gemm if gemm is not None else state.gemm if state is not None else "auto",
-        number,
+        recipe if recipe is not None else DelayedScaling() if known is None else known.scaling_state.recipe,
+        settings,
     )
 
 

@@ -42,7 +42,7 @@ def _linear(
 ) -> Tensor:
     y: Tensor = scaled_mm.run(
         x_fp8.rows, w_fp8.rows, x_fp8.scale_inv, w_fp8.scale_inv, bias_value, x_fp8.format, w_fp8.format,
-        out_dtype, True, dy.gemm(),
+        out_dtype, True, dy.gemm,
     )  # fmt: skip
     return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing_extensions import Self, override
 
-from lightning_fp8.conversion.convert import carry_out, is_converted, unconvert
+from lightning_fp8.conversion.convert import carry_out, give_settings, is_converted, unconvert
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.min_features import MinFeatures, as_agreed_number
 from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
@@ -180,7 +180,7 @@ class PrecisionCore(Precision):
             )
         if self._not_converted or self.min_features:
             return carry_out(plan)
-        state.gemm = plan.gemm
+        give_settings((layer for _, layer in plan.converted), plan.settings)
         return state
 
     @property
