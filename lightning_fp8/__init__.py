@@ -35,7 +35,8 @@ from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.state import ScalingState
 
 # a recipe among hyperparameters is plain values: checkpoints with one load with `weights_only=True`
-torch.serialization.add_safe_globals([DelayedScaling])
+# those of versions up to 0.5.0 under the name that it had then
+torch.serialization.add_safe_globals([DelayedScaling, (DelayedScaling, "lightning_fp8.recipe.DelayedScaling")])
 
 __version__ = "0.6.0"
 __all__ = [

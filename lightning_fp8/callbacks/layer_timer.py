@@ -13,8 +13,7 @@ from typing_extensions import override
 from lightning_fp8.callbacks.every_n_steps import EveryNSteps
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.callbacks.stopwatch import NOTHING_RAN, Stopwatch, clock_for
-from lightning_fp8.conversion.convert import describe
-from lightning_fp8.modules.paths import named_modules
+from lightning_fp8.conversion.plan import conversion_plan
 
 
 class LayerTimer(RunWatcher):
@@ -65,9 +64,7 @@ class LayerTimer(RunWatcher):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._has_warned = False
         self._when.start(trainer.global_step)
-        paths = {row.path for row in describe(pl_module)}
-        # a wrapper has the path of what it wraps, and comes before it
-        self._layers = {path: layer for path, layer in named_modules(pl_module) if path in paths}
+        self._layers = {one.path: one.layer for one in conversion_plan(pl_module).layers}
         if not self._layers:
             self._warn("no layer of the model does matrix multiplications; nothing to time.")
 

@@ -13,8 +13,7 @@ from torch.version import cuda
 from typing_extensions import override
 
 from lightning_fp8.callbacks.run_watcher import log_folder
-from lightning_fp8.conversion.candidates import number_of_parameters
-from lightning_fp8.conversion.convert import describe, is_converted, scaling_state
+from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.runtime.environment import environment, gpu_environment, package_version
 from lightning_fp8.runtime.run_files import RUN_FILE, write_json
 
@@ -44,17 +43,18 @@ class RunRecord(Callback):
 
 
 def _record(trainer: Trainer, model: LightningModule) -> dict[str, Any]:
-    state = scaling_state(model) if is_converted(model) else None
+    plan = conversion_plan(model)
+    state = plan.state if plan.converted else None
     return {
         "precision": str(trainer.precision),
         "strategy": type(trainer.strategy).__name__,
         "accelerator": type(trainer.accelerator).__name__,
         "world_size": trainer.world_size,
-        "parameters": number_of_parameters(model),
+        "parameters": plan.size,
         "environment": _environment(trainer),
         "recipe": asdict(state.recipe) if state else None,
         "modules": list(state.module_names) if state else None,
-        "layers": [row._asdict() for row in describe(model)] if state else None,
+        "layers": [row._asdict() for row in plan.rows()] if state else None,
     }
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fp8.conversion.convert import convert, describe, is_converted, scaling_state, unconvert
+from lightning_fp8.conversion.convert import convert, scaling_state, unconvert
+from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.saved import TENSORS
 
@@ -44,9 +45,10 @@ def load_scales(
             your own way and pass the result.
     """
     entries = _entries(_loaded(checkpoint), checkpoint)
-    was_plain = not is_converted(model)
+    plan = conversion_plan(model)
+    was_plain = not plan.converted
     if was_plain:
-        others = [row.path for row in describe(model) if not _has_scales(row.path, entries)]
+        others = [one.path for one in plan.layers if not _has_scales(one.path, entries)]
         convert(model, recipe, [glob.escape(path) for path in others])
     try:
         scaling_state(model).load_state_dict(entries)

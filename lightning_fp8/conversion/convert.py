@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar, cast
 
-import torch
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_fp8.conversion.candidates import (
+from lightning_fp8.conversion.candidates import check_unparametrized
+from lightning_fp8.conversion.min_features import MinFeatures
+from lightning_fp8.conversion.plan import (
     Candidate,
-    candidates,
-    check_dtype,
+    ConversionPlan,
+    conversion_plan,
     converted,
-    fp8_classes,
-    of_what_size,
-    table,
-    weights,
+    state_of,
 )
-from lightning_fp8.conversion.min_features import MinFeatures, as_number
 from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
-from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.base import Fp8Module, Fp8Rows, Settings
 from lightning_fp8.modules.class_swap import exchange_class, own_class
 from lightning_fp8.modules.feed_forward import fuse_feed_forward
-from lightning_fp8.modules.linear import Fp8Linear
-from lightning_fp8.modules.paths import check_patterns
 from lightning_fp8.modules.weight_group import WeightGroup
-from lightning_fp8.ops.cuda.gemm_choice import check_gemm
-from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.state import ScalingState
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-class NothingToConvertError(ValueError):
-    """A model has no layer that can run in FP8, or the settings leave none."""
 
 
 def convert(
@@ -80,30 +67,34 @@ def convert(
     >>> [type(layer).__name__ for layer in model]
     ['Fp8Linear', 'ReLU', 'Linear']
     """
-    gemm = _settle_gemm(module, gemm)
-    number = _settle_min_features(module, min_features)
-    check_patterns(module, ignore_modules, "ignore_modules")
-    recipe = _settle_recipe(module, recipe)
-    chosen: list[tuple[str, nn.Module]] = []
-    for path, layer, reason in candidates(module, ignore_modules, number):
-        if reason is None:
-            check_dtype(path, layer)
-            chosen.append((path, layer))
-    if not chosen:
-        raise NothingToConvertError(
-            f"There is nothing to convert in {type(module).__name__}: FP8 needs at least one plain `nn.Linear`"
-            + of_what_size(module, ignore_modules, number)
-            + "".join(f"\n  {row}" for row in describe(module, ignore_modules, number)[:10])
-        )
-    kept = {layer for _, layer in chosen}
-    # Nothing is changed before all checks have passed, so an error loses no scales.
-    _restore([(path, layer) for path, layer in converted(module) if layer not in kept])
-    _attach(chosen, recipe)
-    state = scaling_state(module)
-    state.gemm, state.min_features = gemm, number
-    fuse_feed_forward(module)
-    keep_own_forwards(module, Fp8Module)
+    carry_out(conversion_plan(module, recipe, ignore_modules, gemm, min_features))
     return module
+
+
+def carry_out(plan: ConversionPlan) -> ScalingState:
+    """Convert what the plan has chosen, in place.
+
+    Returns:
+        The scaling state of the model.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: see :func:`convert`; nothing is changed then, and no scales are lost.
+    """
+    plan.check()
+    _restore(plan.restored)
+    state = _attach(plan)
+    give_settings((layer for _, layer in plan.converted), plan.settings)
+    layers = [layer for _, layer in plan.modules]
+    fuse_feed_forward(layers)
+    keep_own_forwards(layers, Fp8Module)
+    return state
+
+
+def give_settings(layers: Iterable[Fp8Module], settings: Settings) -> None:
+    """Let all these layers, which are those of a model, have the same settings from their next forward on."""
+    for layer in layers:
+        for rows in layer.fp8.values():
+            rows.settings = settings
 
 
 def unconvert(module: ModuleT) -> ModuleT:
@@ -112,9 +103,12 @@ def unconvert(module: ModuleT) -> ModuleT:
     Raises:
         RuntimeError: if a layer has been parametrized since it was converted; nothing is changed then.
     """
-    _restore(list(converted(module)))
-    fuse_feed_forward(module)
-    restore_fast_path(module)
+    layers = list(module.modules())
+    found = list(converted(module))
+    check_unparametrized(found)
+    _restore(found)
+    fuse_feed_forward(layers)
+    restore_fast_path(layers)
     return module
 
 
@@ -129,7 +123,7 @@ def describe(
 
     The arguments are those of :func:`convert`; without ``min_features`` it is that of the last conversion.
     """
-    return table(module, ignore_modules, _settle_min_features(module, min_features))
+    return conversion_plan(module, ignore_modules=ignore_modules, min_features=min_features).rows()
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -143,84 +137,41 @@ def scaling_state(module: nn.Module) -> ScalingState:
     Raises:
         ValueError: if the model is not converted, or is put together of parts converted one by one.
     """
-    states = {id(layer.scaling_state): layer.scaling_state for _, layer in converted(module)}
-    if not states:
-        raise ValueError(f"{type(module).__name__} has no FP8 layers: call `lightning_fp8.convert` on it first.")
-    if len(states) > 1:
-        raise ValueError(
-            f"{type(module).__name__} is put together of parts with {len(states)} scaling states."
-            " Call `lightning_fp8.convert` on the whole model: it joins them and keeps the scales."
-        )
-    return next(iter(states.values()))
+    return state_of(module, (layer for _, layer in converted(module)))
 
 
-def _settle_recipe(module: nn.Module, recipe: DelayedScaling | None) -> DelayedScaling:
-    if recipe is not None and not isinstance(recipe, DelayedScaling):
-        raise TypeError(f"`recipe` must be a DelayedScaling, got {type(recipe).__name__}: {recipe!r}.")
-    for path, layer in converted(module):
-        existing = layer.scaling_state.recipe
-        recipe = recipe or existing
-        if recipe != existing:
-            raise ValueError(
-                f"{path or '(root)'} is already converted with {existing}, which differs from {recipe}."
-                " Call `unconvert(model)` first; the scales start anew then."
-            )
-    return recipe or DelayedScaling()
-
-
-def _settle_gemm(module: nn.Module, gemm: str | None) -> str:
-    if gemm is None:
-        return next((layer.scaling_state.gemm for _, layer in converted(module)), "auto")
-    check_gemm(gemm)
-    return gemm
-
-
-def _settle_min_features(module: nn.Module, min_features: MinFeatures | None) -> int:
-    if min_features is None:
-        return next((layer.scaling_state.min_features for _, layer in converted(module)), 0)
-    return as_number(min_features)
-
-
-def _attach(chosen: list[tuple[str, nn.Module]], recipe: DelayedScaling) -> None:
+def _attach(plan: ConversionPlan) -> ScalingState:
     """Give all chosen layers one scaling state, keeping the rows of those that had one."""
-    classes: dict[type[nn.Module], type[Fp8Module]] = {**fp8_classes(), NonDynamicallyQuantizableLinear: Fp8Linear}
+    chosen = [(one.path, one.layer, one.becomes) for one in plan.chosen if one.becomes is not None]
     gemms = [
         (layer, gemm, ".".join(filter(None, (path, gemm))))
-        for path, layer in chosen
-        for gemm in (layer.fp8 if isinstance(layer, Fp8Module) else classes[own_class(layer)].gemm_weights(layer))
+        for path, layer, kind in chosen
+        for gemm in (layer.fp8 if isinstance(layer, Fp8Module) else kind.gemm_weights(layer))
     ]
     names = tuple(name for _, _, name in gemms)
-    states = {layer.scaling_state if isinstance(layer, Fp8Module) else None for _, layer in chosen}
+    states = {layer.scaling_state if isinstance(layer, Fp8Module) else None for _, layer, _ in chosen}
     known = next(iter(states))
     if len(states) == 1 and known is not None and known.module_names == names:
-        return
-    devices = (weight.device for _, layer in chosen for weight in weights(layer))
-    device = next((device for device in devices if device.type != "meta"), torch.device("cpu"))
-    check_device(device)
-    state = ScalingState(names, recipe, device)
+        return known
+    state = ScalingState(names, plan.recipe, plan.device)
     group = WeightGroup()
-    new_rows: dict[nn.Module, dict[str, Fp8Rows]] = {layer: {} for _, layer in chosen}
+    new_rows: dict[nn.Module, dict[str, Fp8Rows]] = {layer: {} for _, layer, _ in chosen}
     for position, (layer, gemm, _) in enumerate(gemms):
         if isinstance(layer, Fp8Module):
             state.copy_module(position, layer.scaling_state, layer.fp8[gemm].module)
         new_rows[layer][gemm] = Fp8Rows(state, position, group)
-    for layer, rows in new_rows.items():
+    for _, layer, kind in chosen:
         made = cast(Fp8Module, layer)
         if not isinstance(layer, Fp8Module):
             made.plain_class = own_class(layer)
-            exchange_class(layer, classes[made.plain_class])
-        made.fp8 = rows
-        for gemm, placed in rows.items():
+            exchange_class(layer, kind)
+        made.fp8 = new_rows[layer]
+        for gemm, placed in made.fp8.items():
             placed.belong_to(made, gemm)
+    return state
 
 
-def _restore(layers: Sequence[tuple[str, Fp8Module]]) -> None:
-    for path, layer in layers:
-        if is_parametrized(layer):
-            raise RuntimeError(
-                f"{path or '(root)'} has been parametrized since it was converted. Call"
-                " `torch.nn.utils.parametrize.remove_parametrizations` on it first."
-            )
+def _restore(layers: Iterable[tuple[str, Fp8Module]]) -> None:
     for _, layer in layers:
         plain_class = layer.plain_class
         del layer.fp8, layer.plain_class

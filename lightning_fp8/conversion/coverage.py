@@ -8,15 +8,14 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_fp8.conversion.candidates import LARGE_SHARE, candidates, large_parameters, number_of_parameters
-from lightning_fp8.conversion.convert import scaling_state
+from lightning_fp8.conversion.plan import LARGE_SHARE, ConversionPlan
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import numbered
 
 _MOST_NAMED = 3
 
 
-def coverage(module: nn.Module) -> str:
+def coverage(plan: ConversionPlan) -> str:
     """How many layers of a converted model run in FP8, their share of its parameters, and the largest others.
 
     Each parameter counts once, tied ones too. The others are what :func:`lightning_fp8.describe` has as not converted,
@@ -27,13 +26,17 @@ def coverage(module: nn.Module) -> str:
         ValueError: if the model is not converted.
 
     >>> from lightning_fp8 import convert
-    >>> coverage(convert(nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 30, bias=False))))
+    >>> from lightning_fp8.conversion.plan import conversion_plan
+    >>> model = convert(nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 30, bias=False)))
+    >>> coverage(conversion_plan(model))
     '1 of 1 linear layers run in FP8, with 75% of the parameters'
     """
-    limit = scaling_state(module).min_features
-    layers = [(path, layer) for path, layer, _ in candidates(module, (), 0)]
+    if not plan.converted:
+        raise ValueError("The model has no FP8 layers: call `lightning_fp8.convert` on it first.")
+    limit = plan.settings.min_features
+    layers = [(one.path, one.layer) for one in plan.layers]
     in_fp8 = [layer for _, layer in layers if isinstance(layer, Fp8Module) and layer.in_fp8]
-    total = max(1, number_of_parameters(module))
+    total = max(1, plan.size)
     counted: set[nn.Parameter] = set()
 
     def count(parameters: Iterable[nn.Parameter]) -> int:
@@ -46,7 +49,7 @@ def coverage(module: nn.Module) -> str:
     for path, layer in layers:
         # of a layer in FP8 nothing is left to count
         others[numbered(path)] += count(layer.parameters())
-    for path, _, parameter in large_parameters(module):
+    for path, _, parameter in plan.large_parameters:
         others[numbered(path)] += count([parameter])
     named = [
         f"{path or '(root)'} ({size / total:.0%})"

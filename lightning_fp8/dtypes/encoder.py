@@ -6,6 +6,7 @@ the CPU it fails on their dtypes, and it goes around every converted layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,14 +25,14 @@ def layers_own_forwards() -> AbstractContextManager[None]:
     return _FAST_PATH.at(False)
 
 
-def keep_own_forwards(module: nn.Module, converted: type[nn.Module]) -> None:
-    """Keep encoders that contain a ``converted`` layer off the fast path for good, outside our contexts as well.
+def keep_own_forwards(layers: Sequence[nn.Module], converted: type[nn.Module]) -> None:
+    """Keep encoders with a ``converted`` layer off the fast path for good, outside our contexts as well.
 
     A layer with a hook takes its own forward, by torch's own rule; an encoder without nested tensors hands its layers
     what they take.
     """
-    restore_fast_path(module)
-    for layer in module.modules():
+    restore_fast_path(layers)
+    for layer in layers:
         if not isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerEncoder):
             continue
         if not any(isinstance(part, converted) for part in layer.modules()):
@@ -43,9 +44,9 @@ def keep_own_forwards(module: nn.Module, converted: type[nn.Module]) -> None:
             vars(layer)["use_nested_tensor"] = False
 
 
-def restore_fast_path(module: nn.Module) -> None:
+def restore_fast_path(layers: Sequence[nn.Module]) -> None:
     """Undo :func:`keep_own_forwards`."""
-    for layer in module.modules():
+    for layer in layers:
         handle = vars(layer).pop(_HANDLE, None)
         if handle is not None:
             handle.remove()

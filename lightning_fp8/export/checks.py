@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.conversion.candidates import candidates, gemm_weights
+from lightning_fp8.conversion.candidates import gemm_weights
+from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.export.layout import (
     SCALE_RULE,
     Gemms,
@@ -121,7 +122,7 @@ def check_convertible(file: Path, model: nn.Module, gemms: Gemms, plain: Sequenc
     Raises:
         ValueError: for others, and for a shared layer that has scales of its own under each of its names.
     """
-    layers = {layer for _, layer, reason in candidates(model, plain, 0) if reason is None}
+    layers = {one.layer for one in conversion_plan(model, ignore_modules=plain, min_features=0).chosen}
     found: dict[str, tuple[nn.Module, str]] = {}
     for path, layer in model.named_modules(remove_duplicate=False):
         if layer in layers:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fp8.conversion.convert import describe
+from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.export.layout import CONFIG_FILE, joined
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import named_modules
@@ -85,10 +85,8 @@ def _without_wrappers(model: nn.Module) -> nn.Module:
 
 def _plain_layers(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
     """Paths of the linear layers whose weights are not FP8 in the file; of an attention ``<path>.<projection>``."""
-    layers = dict(named_modules(model))
     plain: list[str] = []
-    for path in (row.path for row in describe(model) if row.is_layer):
-        layer = layers[path]
+    for path, layer, *_ in conversion_plan(model).layers:
         gemms: Iterable[str] = layer.fp8 if isinstance(layer, Fp8Module) else ("",)
         for gemm in gemms:
             if joined(path, f"{gemm}_weight" if gemm else "weight") not in in_fp8:

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.conversion.convert import convert, describe, scaling_state
+from lightning_fp8.conversion.convert import convert, scaling_state
+from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.export.checks import (
     check_convertible,
     check_dtypes,
@@ -33,7 +34,7 @@ from lightning_fp8.export.layout import (
     scales_of,
     state_tensors,
 )
-from lightning_fp8.modules.paths import named_modules, plain_path
+from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.scaling.state import tensor_name
 
@@ -129,10 +130,7 @@ def _plain_layers(model: nn.Module, gemms: Gemms) -> list[str]:
         for name, _ in layer.named_parameters(recurse=False)
         if joined(plain_path(path), name) in gemms
     }
-    layers = dict(named_modules(model))
-    known = [row.path for row in describe(model) if row.is_layer]
-    others = [path for path in known if chosen.isdisjoint(layers[path].modules())]
-    return [glob.escape(path) for path in others]
+    return [glob.escape(one.path) for one in conversion_plan(model).layers if chosen.isdisjoint(one.layer.modules())]
 
 
 def _set_scales(model: nn.Module, gemms: Gemms) -> None:

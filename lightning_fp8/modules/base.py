@@ -22,6 +22,19 @@ from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.state import ScalingState
 
 
+class Settings(NamedTuple):
+    """What the layers of one model have in common besides their scales. No part of any checkpoint.
+
+    Attributes:
+        gemm: which GEMMs they run, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``: it changes no more than the
+            order in which sums are taken.
+        min_features: below how many features in or out layers were left alone by the conversion.
+    """
+
+    gemm: str = "auto"
+    min_features: int = 0
+
+
 class Fp8Rows:
     """The place of one linear layer's tensors in the model's scaling state.
 
@@ -34,6 +47,7 @@ class Fp8Rows:
         switch: whether these GEMMs run in FP8.
         weight_cache: the FP8 copy of the weight.
         bias_cache: the bias in a 16-bit dtype, as torch's GEMM takes it.
+        settings: those of the model.
         group: all layers that share the state, whose weights are cast together where the device can.
         k_by_n: whether the layer keeps its weight as ``[K, N]``.
         keeps_cast: whether the FP8 copy of the weight outlives a forward.
@@ -46,6 +60,7 @@ class Fp8Rows:
         self.switch = state.switches[module]
         self.weight_cache: WeightCache[Fp8Operand] = WeightCache()
         self.bias_cache: WeightCache[Tensor] = WeightCache()
+        self.settings = Settings()
         self.group = group
         self._owner: tuple[weakref.ref[Fp8Module], str] | None = None
         self._trace: tuple[int, int] | None = None
@@ -94,8 +109,8 @@ class Fp8Rows:
 
     def slot(self, role: Role, record: bool) -> Slot:
         """The place of the input or of the gradient of the output."""
-        state = self.state
-        return Slot(state.scale, state.amax_history, self.index[role], self.formats[role], state, record)
+        state, gemm = self.state, self.settings.gemm
+        return Slot(state.scale, state.amax_history, self.index[role], self.formats[role], state, record, gemm)
 
     def weight_slot(self, record: bool) -> WeightSlot:
         """The place of the weight."""
@@ -155,6 +170,11 @@ class Fp8Module(nn.Module):
     def scaling_state(self) -> ScalingState:
         """The state of the whole model."""
         return next(iter(self.fp8.values())).state
+
+    @property
+    def settings(self) -> Settings:
+        """Those of the whole model."""
+        return next(iter(self.fp8.values())).settings
 
     @property
     def in_fp8(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -106,12 +107,14 @@ class Fp8TransformerDecoderLayer(Fp8FeedForward, nn.TransformerDecoderLayer):
         return self.dropout3(y)
 
 
-def fuse_feed_forward(module: nn.Module) -> None:
-    """Give each transformer layer the class that its linear layers ask for: after conversion, and after its undoing."""
+def fuse_feed_forward(layers: Iterable[nn.Module]) -> None:
+    """Give each transformer layer among a model's modules the class that its linear layers ask for: after conversion,
+    and after its undoing.
+    """
     fused: dict[type[nn.Module], type[nn.Module]] = {
         kind.plain_class: kind for kind in (Fp8TransformerEncoderLayer, Fp8TransformerDecoderLayer)
     }
-    for layer in module.modules():
+    for layer in layers:
         plain = layer.plain_class if isinstance(layer, Fp8FeedForward) else own_class(layer)
         if plain in fused:
             converted = own_class(layer.linear1) is Fp8Linear and own_class(layer.linear2) is Fp8Linear

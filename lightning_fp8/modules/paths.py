@@ -71,12 +71,16 @@ def check_patterns(module: nn.Module, patterns: Sequence[str], argument: str) ->
         TypeError: for a single string.
         ValueError: if a pattern matches no module; the message names the pattern and what there is.
     """
-    layers = list(named_modules(module))
+    check_patterns_among(list(named_modules(module)), patterns, argument)
+
+
+def check_patterns_among(modules: Sequence[tuple[str, nn.Module]], patterns: Sequence[str], argument: str) -> None:
+    """The same for a model that has been scanned: its modules by their paths, itself first."""
     for pattern in as_patterns(patterns, argument):
-        if not any(matches(path, (pattern,)) for path, _ in layers):
-            own = [path for path, layer in layers if next(layer.parameters(recurse=False), None) is not None]
+        if not any(matches(path, (pattern,)) for path, _ in modules):
+            own = [path for path, layer in modules if next(layer.parameters(recurse=False), None) is not None]
             raise ValueError(
-                f"The `{argument}` pattern {pattern!r} matches no module of {type(module).__name__}."
+                f"The `{argument}` pattern {pattern!r} matches no module of {type(modules[0][1]).__name__}."
                 f" Its layers are: {', '.join(own[:10])}{', ...' if len(own) > 10 else ''}."
             )
 

@@ -61,11 +61,11 @@ def _mlp(
     if chain is not None:
         h, a_fp8 = chained.hidden(chain, x_fp8, w1_fp8, bias_value_1, keep_a, keep_h, out_dtype)
     else:
-        h = _product(x_fp8, w1_fp8, bias_value_1, out_dtype, a.gemm())
+        h = _product(x_fp8, w1_fp8, bias_value_1, out_dtype, a.gemm)
         a_fp8 = cast_operand(h, a, activation, keep_a)
         # its memory may serve the output
         h = h if keep_h else nothing(h, out_dtype)
-    y = _product(a_fp8, w2_fp8, bias_value_2, out_dtype, a.gemm())
+    y = _product(a_fp8, w2_fp8, bias_value_2, out_dtype, a.gemm)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight_2)), h, a_fp8.columns, a_fp8.scale_inv
 
 

@@ -30,7 +30,8 @@ K_MAJOR_DEVICES = {"cuda"}
 _PARTS: dict[type[tuple[Any, ...]], str] = {
     Fp8Operand: "Tensor {0}, Tensor {0}_t, Tensor {0}_scale_inv, str {0}_format",
     Columns: "Tensor? {0}, Tensor {0}_scale_inv, str {0}_format",
-    Slot: "Tensor {0}_scale, Tensor {0}_amax_history, Tensor {0}_index, str {0}_format, int {0}_state, bool {0}_record",
+    Slot: "Tensor {0}_scale, Tensor {0}_amax_history, Tensor {0}_index, str {0}_format, int {0}_state, bool {0}_record,"
+    " str {0}_gemm",
     WeightSlot: "Tensor {0}_index, str {0}_format, int {0}_state, bool {0}_record",
 }
 _BY_NAME = {kind.__name__: kind for kind in _PARTS}
@@ -66,8 +67,8 @@ def flattened(arguments: Iterable[Any]) -> list[Any]:
     flat: list[Any] = []
     for argument in arguments:
         if isinstance(argument, (Slot, WeightSlot)):
-            *place, state, record = argument
-            flat += [*place, 0 if state is None else state.handle, record]
+            handle = 0 if argument.state is None else argument.state.handle
+            flat += argument._replace(state=handle)  # type: ignore[arg-type]
         elif isinstance(argument, (Fp8Operand, Columns)):
             flat += argument
         else:

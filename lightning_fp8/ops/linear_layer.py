@@ -50,7 +50,7 @@ def _linear(
         w_fp8.format,
         out_dtype,
         True,
-        dy.gemm(),
+        dy.gemm,
     )
     return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight))
 

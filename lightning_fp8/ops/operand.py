@@ -20,7 +20,6 @@ class State(Protocol):
     scale: Tensor
     amax: Tensor
     counts: Tensor | None
-    gemm: str
 
     def open_cast(self, record: bool) -> tuple[Tensor | None, bool, bool]:
         """An input or gradient is cast."""
@@ -100,6 +99,7 @@ class Slot(NamedTuple):
         format: what it is cast to.
         state: in whose ``amax`` its casts are recorded; None where it is gone with its model, and nothing is.
         record: whether they are recorded.
+        gemm: which GEMMs its model runs, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``.
     """
 
     scale: Tensor
@@ -108,14 +108,11 @@ class Slot(NamedTuple):
     format: str
     state: State | None
     record: bool
+    gemm: str = "auto"
 
     def open(self) -> tuple[Tensor | None, bool, bool]:
         """See :meth:`lightning_fp8.ScalingState.open_cast`."""
         return (None, True, False) if self.state is None else self.state.open_cast(self.record)
-
-    def gemm(self) -> str:
-        """Which GEMMs the model runs."""
-        return "auto" if self.state is None else self.state.gemm
 
 
 def with_scale(scale: Tensor, format: str) -> Slot:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing_extensions import Self, override
 
-from lightning_fp8.conversion.convert import NothingToConvertError, convert, is_converted, scaling_state, unconvert
+from lightning_fp8.conversion.convert import carry_out, give_settings, is_converted, unconvert
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.min_features import MinFeatures, as_agreed_number
+from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
 from lightning_fp8.dtypes.attention import AttentionDtypes, DtypeMismatch
 from lightning_fp8.dtypes.encoder import layers_own_forwards
 from lightning_fp8.dtypes.storage import agree_inputs, float64_parameter, release_inputs, store_parameters
@@ -120,9 +121,9 @@ class PrecisionCore(Precision):
         if self._is_fp8:
             self._refuse_float64(module)
             store_parameters(module, self.param_dtype, self.keep_fp32)
-            self._convert(module)
-            if is_converted(module):
-                self._add_state(scaling_state(module))
+            state = self._convert(module)
+            if state is not None:
+                self._add_state(state)
                 self._not_run.append(weakref.ref(module))
         else:
             self._make_plain(module)
@@ -149,9 +150,9 @@ class PrecisionCore(Precision):
             )
             unconvert(module)
 
-    def _convert(self, module: nn.Module) -> None:
+    def _convert(self, module: nn.Module) -> ScalingState | None:
         try:
-            self._convert_layers(module)
+            return self._convert_layers(module)
         except NothingToConvertError as reason:
             # what an earlier run has converted, and these settings leave out
             unconvert(module)
@@ -160,24 +161,27 @@ class PrecisionCore(Precision):
                 f"fp8-delayed: no layer runs in FP8, and the model computes in {self.compute_dtype}. If you want that,"
                 f' `precision="{without_fp8}"` does the same without this warning. The reason: {reason}'
             )
+            return None
 
-    def _convert_layers(self, module: nn.Module) -> None:
-        if not is_converted(module):
-            convert(module, self.recipe, self._not_converted, self.gemm, as_agreed_number(self.min_features))
-            rank_zero_info(f"fp8-delayed: {coverage(module)}.")
-            return
+    def _convert_layers(self, module: nn.Module) -> ScalingState:
+        asked = as_agreed_number(self.min_features) if self.min_features else None
+        plan = conversion_plan(module, self.recipe, self._not_converted, self.gemm, asked)
+        if not plan.converted:
+            state = carry_out(plan)
+            rank_zero_info(f"fp8-delayed: {coverage(plan)}.")
+            return state
         # Converted by the user or by an earlier run: it stays as it is, unless this plugin was told otherwise. Only
         # what runs the GEMMs is each run's own.
-        existing = scaling_state(module).recipe
-        if self.recipe is not None and self.recipe != existing:
+        state = plan.state
+        if plan.recipe != state.recipe:
             raise ValueError(
-                f"The model is already converted with {existing}, but this plugin has {self.recipe}."
+                f"The model is already converted with {state.recipe}, but this plugin has {self.recipe}."
                 " Call `lightning_fp8.unconvert(model)` first; the scales start anew then."
             )
         if self._not_converted or self.min_features:
-            asked = as_agreed_number(self.min_features) if self.min_features else None
-            convert(module, existing, self._not_converted, min_features=asked)
-        scaling_state(module).gemm = self.gemm
+            return carry_out(plan)
+        give_settings((layer for _, layer in plan.converted), plan.settings)
+        return state
 
     @property
     def _not_converted(self) -> tuple[str, ...]:

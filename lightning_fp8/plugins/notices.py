@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_fp8.conversion.candidates import converted
+from lightning_fp8.conversion.plan import converted
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.runtime.warn_once import warn_once

@@ -65,10 +65,6 @@ class ScalingState:
             those of them that became zero, of all casts that recorded since :meth:`start_counting`.
         updates: how many times :meth:`update` has run.
         switches: for each converted module, whether it runs in FP8; see :meth:`fall_back`.
-        gemm: which GEMMs the layers run, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``. No part of
-            :meth:`state_dict`, as it changes no more than the order in which sums are taken.
-        min_features: below how many features in or out layers were left alone by the conversion. No part of
-            :meth:`state_dict`, which has the names of the others.
         has_scales: whether any history has been filled, as far as the host knows.
         before_update: called by :meth:`update` with the amaxes of all processes, ``[R] float32``, before they are used.
         notices: what the user is told, each once.
@@ -102,8 +98,6 @@ class ScalingState:
         self._emptied = False
         self.updates = 0
         self.switches = tuple(Switch() for _ in module_names)
-        self.gemm = "auto"
-        self.min_features = 0
         self.has_scales = False
         # of modules, the weights or the scales, if these were loaded last, and nothing has run since
         self._loaded: dict[int, Literal["weights", "scales"]] = {}

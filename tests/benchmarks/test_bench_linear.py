@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from benchmarks import baselines, command, linear
 from kernels_cuda.gemm import Configuration
 from lightning_fp8 import scaling_state
+from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.ops import basic
 from lightning_fp8.ops.cuda import chained, gemm_choice, kernels
 from lightning_fp8.scaling.state import ScalingState
@@ -206,13 +207,16 @@ def test_the_gemms_of_linear_gelu_linear(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in OURS:
         block = precisions[name].make(linear.Block(8, 16))
         assert block.as_one
-        found[name] = scaling_state(block).gemm
+        found[name] = conversion_plan(block).settings.gemm
     assert found == dict(zip(OURS, ("rawkernel", "rawkernel", "cublaslt")))
     assert [precisions[name].around for name in OURS[:2]] == [chained.taken, chained.left_out]
     assert precisions[OURS[2]].around not in (chained.taken, chained.left_out)
     assert not linear.Block(8, 16).as_one
     # the linear layer's are those that a user gets
-    assert scaling_state(precisions_of(LINEAR, monkeypatch)["lightning_fp8"].make(nn.Linear(8, 16))).gemm == "auto"
+    assert (
+        conversion_plan(precisions_of(LINEAR, monkeypatch)["lightning_fp8"].make(nn.Linear(8, 16))).settings.gemm
+        == "auto"
+    )
 
 
 def test_as_one_means_in_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:

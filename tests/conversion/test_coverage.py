@@ -28,6 +28,7 @@ from lightning_fp8 import (
     scaling_state,
 )
 from lightning_fp8.conversion.coverage import coverage
+from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.tools.report import tables
 from lightning_fp8.tools.report.runs import read_runs
 
@@ -121,7 +122,7 @@ def test_a_parameter_multiplied_by_hand(caplog: pytest.LogCaptureFixture) -> Non
     assert f"{(16 * 8 + 8) / total:.0%}" == "2%"
     # nothing hides a parameter that lies in an ignored part, or among layers that are too small
     assert len(unknown(convert(model, min_features=16, ignore_modules=("blocks.1",)))) == 4
-    assert "1 of 3 linear layers run in FP8 (min_features=16), with" in coverage(model)
+    assert "1 of 3 linear layers run in FP8 (min_features=16), with" in coverage(conversion_plan(model))
 
 
 def test_what_torch_has_layers_for_is_not_listed() -> None:
@@ -144,7 +145,10 @@ def test_what_torch_has_layers_for_is_not_listed() -> None:
         assert unknown(model) == {}
         assert unknown(convert(model)) == {}
     model = convert(nn.Sequential(*lookups, nn.Linear(16, 4)))
-    assert coverage(model) == f"1 of 1 linear layers run in FP8, with {68 / (2 * 50 * 16 + 68):.0%} of the parameters"
+    assert (
+        coverage(conversion_plan(model))
+        == f"1 of 1 linear layers run in FP8, with {68 / (2 * 50 * 16 + 68):.0%} of the parameters"
+    )
 
 
 def test_parameters_that_are_not_initialised_yet_count_as_none() -> None:
@@ -152,7 +156,7 @@ def test_parameters_that_are_not_initialised_yet_count_as_none() -> None:
     model = convert(nn.ModuleList([*lazy, nn.Linear(4, 3), nn.Embedding(5, 2)]))
     assert unknown(model) == {}
     # the bias of the convolution has no elements either
-    assert coverage(model) == f"1 of 2 linear layers run in FP8, with {15 / 25:.0%} of the parameters"
+    assert coverage(conversion_plan(model)) == f"1 of 2 linear layers run in FP8, with {15 / 25:.0%} of the parameters"
 
 
 def test_of_torch_it_lists_what_no_layer_here_does() -> None:
@@ -181,7 +185,7 @@ def test_ties() -> None:
     model.aside = nn.ParameterDict({"a": model.linear.weight, "b": model.head.weight})
     assert list(unknown(model)) == ["one.up", "one.down", "two.down"]
     assert sum(parameter.numel() for parameter in model.parameters()) == 50 * 16 + 16 * 16 + 3 * 2 * 16 * 24
-    assert coverage(model) == (
+    assert coverage(conversion_plan(model)) == (
         "2 of 2 linear layers run in FP8, with 31% of the parameters;"
         " the largest others: one.up (23%), one.down (23%), two.down (23%)"
     )
@@ -202,7 +206,7 @@ def test_a_stack_counts_as_one_from_one_percent_on(stacked: int, listed: int) ->
     # `stacked` times 10 elements of 10 000 in all
     model["rest"] = nn.Linear(1, 10_000 - 10 * stacked, bias=False)
     assert list(unknown(model)) == [f"layers.{layer}.table" for layer in range(listed)]
-    assert ("layers.*.table" in coverage(convert(model))) == bool(listed)
+    assert ("layers.*.table" in coverage(conversion_plan(convert(model)))) == bool(listed)
 
 
 def test_at_most_three_others_and_layers_among_them() -> None:
@@ -211,22 +215,30 @@ def test_at_most_three_others_and_layers_among_them() -> None:
     convert(model, ignore_modules=("layer[1-4]*",))
     total = sum(n * n for n in sizes)
     named = ", ".join(f"layer{n} ({n * n / total:.0%})" for n in (40, 32, 24))
-    assert coverage(model) == f"1 of 5 linear layers run in FP8, with 2% of the parameters; the largest others: {named}"
+    assert (
+        coverage(conversion_plan(model))
+        == f"1 of 5 linear layers run in FP8, with 2% of the parameters; the largest others: {named}"
+    )
     scaling_state(model).fall_back("layer8")
-    assert coverage(model).startswith("0 of 5 linear layers run in FP8, with 0% of the parameters")
+    assert coverage(conversion_plan(model)).startswith("0 of 5 linear layers run in FP8, with 0% of the parameters")
 
 
 def test_other_models() -> None:
-    assert coverage(convert(nn.Linear(4, 4))) == "1 of 1 linear layers run in FP8, with 100% of the parameters"
+    assert (
+        coverage(conversion_plan(convert(nn.Linear(4, 4))))
+        == "1 of 1 linear layers run in FP8, with 100% of the parameters"
+    )
     attention = nn.TransformerEncoderLayer(16, 2, 32)
-    assert coverage(convert(attention)).startswith("4 of 4 linear layers run in FP8, with 97% of the parameters")
+    assert coverage(conversion_plan(convert(attention))).startswith(
+        "4 of 4 linear layers run in FP8, with 97% of the parameters"
+    )
     # the outermost module is the parameter's own
     root = Experts()
     assert list(unknown(root)) == ["up", "down"]
     with pytest.raises(ValueError, match=r"(?s)nothing to convert in Experts.*-   up \(Parameter\): \[4, 16, 24\]"):
         convert(root)
     with pytest.raises(ValueError, match="has no FP8 layers"):
-        coverage(root)
+        coverage(conversion_plan(root))
     assert describe(nn.ReLU()) == []
 
 

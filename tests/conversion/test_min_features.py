@@ -36,6 +36,7 @@ from lightning_fp8 import (
     unconvert,
 )
 from lightning_fp8.conversion import min_features
+from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.state import LAYOUT
@@ -181,7 +182,7 @@ def test_a_conversion_again_keeps_the_number_or_takes_another() -> None:
     assert (scale != 1).all()
     model.append(nn.Linear(4, 64))
     assert kinds(convert(model)) == ["Fp8Linear", "Linear", "Linear"]
-    assert scaling_state(model).min_features == 32
+    assert conversion_plan(model).settings.min_features == 32
     assert kinds(convert(model, min_features=4)) == ["Fp8Linear"] * 3
     state = scaling_state(model)
     assert torch.equal(state.scale[[state.row_of(0, role) for role in LAYOUT]], scale)
@@ -190,7 +191,7 @@ def test_a_conversion_again_keeps_the_number_or_takes_another() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert reasons(other)["2"] == "64 -> 4: below min_features=32"
     assert kinds(convert(unconvert(model))) == ["Fp8Linear"] * 3
-    assert scaling_state(model).min_features == 0
+    assert conversion_plan(model).settings.min_features == 0
 
 
 def test_nothing_left_names_the_number_and_the_largest() -> None:
@@ -212,7 +213,7 @@ def test_nothing_left_names_the_number_and_the_largest() -> None:
     with pytest.raises(ValueError, match="The largest here is ignored, 512 -> 520"):
         convert(model, min_features=513)
     assert scaling_state(model) is state
-    assert state.min_features == 0
+    assert conversion_plan(model).settings.min_features == 0
 
 
 def test_without_layers_there_is_no_largest() -> None:

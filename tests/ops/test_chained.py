@@ -279,7 +279,7 @@ def test_swiglu_and_a_state_that_is_gone(gemms: Gemms) -> None:
 
 def test_the_models_setting_decides(gemms: Gemms) -> None:
     model = block()
-    scaling_state(model).gemm = "rawkernel"
+    convert(model, gemm="rawkernel")
     gemms.asked.clear()
     step(model, "gelu")
     # M, N and K of fprop, and then of dgrad and wgrad; for a chain it is asked beforehand

@@ -21,6 +21,7 @@ from torch import nn
 
 import lightning_fp8
 from lightning_fp8 import Fp8FabricPrecision, Fp8FSDPPrecision, Fp8Precision, convert, scaling_state, unconvert
+from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.ops.cuda.gemm_choice import GEMMS, Choice
 from lightning_fp8.plugins.settings import GemmString
 from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
@@ -52,9 +53,9 @@ def test_a_conversion_decides_for_all_layers(gemms: Gemms) -> None:
     # a conversion that says nothing changes nothing, whichever layers there are
     convert(model, gemm="rawkernel")
     model.append(nn.Linear(4, 2))
-    assert scaling_state(convert(model, ignore_modules=("0",))).gemm == "rawkernel"
-    assert scaling_state(convert(model)).gemm == "rawkernel"
-    assert scaling_state(convert(unconvert(model))).gemm == "auto"
+    assert conversion_plan(convert(model, ignore_modules=("0",))).settings.gemm == "rawkernel"
+    assert conversion_plan(convert(model)).settings.gemm == "rawkernel"
+    assert conversion_plan(convert(unconvert(model))).settings.gemm == "auto"
 
 
 def test_a_feed_forward_block_has_its_models_setting(gemms: Gemms) -> None:
@@ -69,7 +70,7 @@ def test_copies_have_it_and_checkpoints_have_not(gemms: Gemms) -> None:
         assert asked_by(gemms, other) == {"rawkernel"}
     other = convert(small_mlp())
     scaling_state(other).load_state_dict(scaling_state(model).state_dict())
-    assert scaling_state(other).gemm == "auto"
+    assert conversion_plan(other).settings.gemm == "auto"
     assert scaling_state(other).state_dict().keys() == scaling_state(model).state_dict().keys()
 
 
@@ -110,7 +111,7 @@ def test_a_plugin_decides_for_each_run(gemms: Gemms) -> None:
     # with layers taken out of a model that was converted before, too
     plugin = Fp8Precision(gemm="rawkernel", ignore_modules=["net.0"])
     trainer(plugins=plugin, max_steps=1, limit_val_batches=0).fit(model, loader())
-    assert scaling_state(model).gemm == "rawkernel"
+    assert conversion_plan(model).settings.gemm == "rawkernel"
     assert len(scaling_state(model).module_names) == 1
 
 

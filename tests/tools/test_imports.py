@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 PACKAGE = ROOT / "lightning_fp8"
 

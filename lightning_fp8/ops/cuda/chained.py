@@ -66,15 +66,15 @@ def find(
     The cast's scale has to be known before the sums are, so every tensor must have a history, and nobody may count what
     is cast. The GEMM must be one of ours anyway, in whole, its sizes such as need no padding, and the chain not slower.
     """
-    state, (_, k), n = slot.state, a.shape, b.shape[0]
-    if _wanted is False or state is None or is_counting(slot):
+    (_, k), n = a.shape, b.shape[0]
+    if _wanted is False or slot.state is None or is_counting(slot):
         return None
     amax, _, has_history = slot.open()
     if not has_history:
         return None
     if activation not in CHAINED_ACTIVATIONS or output not in (torch.bfloat16, torch.float16) or n % 8 or k % 16:
         return None
-    configuration, splits = choice_for(a, b, state.gemm, promote, output)
+    configuration, splits = choice_for(a, b, slot.gemm, promote, output)
     # the other family stores no operands
     if configuration is None or splits > 1 or configuration.family != "gemm_sm90":
         return None
@@ -136,7 +136,7 @@ def gradients(
 
     Each payload is let go of before the next ones are made.
     """
-    fmt, gemm, (dx_dtype, dw_1_dtype, dw_2_dtype) = slot.format, slot.gemm(), dtypes
+    fmt, gemm, (dx_dtype, dw_1_dtype, dw_2_dtype) = slot.format, slot.gemm, dtypes
     dx, dw_1 = nothing(dy, dx_dtype), dy.new_empty(h.shape[1], 0, dtype=dw_1_dtype)
     dw_2 = dy.new_empty(dy.shape[1], 0, dtype=dw_2_dtype)
     layout = "rows" if a.payload is None else "both"

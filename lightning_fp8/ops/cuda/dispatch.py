@@ -109,7 +109,7 @@ def linear_backward(
     """See the operator ``lightning_fp8::linear_backward``."""
     layout = "rows" if x.payload is None else "columns" if w.payload is None else "both"
     dy_fp8, dy_fp8_t, scale_inv, db = cast_gradient(dy, h, activation, slot, layout, bias)
-    fmt, gemm = slot.format, slot.gemm()
+    fmt, gemm = slot.format, slot.gemm
     if w.payload is None:
         dx = nothing(dy, dx_dtype)
     else:
