@@ -21,8 +21,10 @@ import yaml
 from harness import append, environment, parser
 from torch import Tensor
 
-from lightning_fp8 import Fp8Precision, scaling_state
+from lightning_fp8 import scaling_state
 from lightning_fp8.examples import ByteGPT
+from lightning_fp8.plugins.core import PrecisionCore
+from lightning_fp8.plugins.trainer import PLUGINS
 
 PRECISIONS = ("fp8-delayed", "bf16-mixed")
 CALLS = 3000
@@ -39,7 +41,7 @@ def microseconds(run: Callable[[], Any], times: int = CALLS) -> float:
     return statistics.median(found)
 
 
-def cost_of_a_call_and_an_entry(plugin: Fp8Precision) -> tuple[float, float]:
+def cost_of_a_call_and_an_entry(plugin: PrecisionCore) -> tuple[float, float]:
     """In microseconds: what an attention call takes more inside the context, and what entering and leaving takes."""
     context = plugin._attention.context
     x = torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16)
@@ -56,7 +58,7 @@ def cost_of_a_call_and_an_entry(plugin: Fp8Precision) -> tuple[float, float]:
     return watched - plain, microseconds(enter)
 
 
-def step(plugin: Fp8Precision, model: ByteGPT, optimizer: torch.optim.Optimizer, batch: Tensor) -> tuple[float, float]:
+def step(plugin: PrecisionCore, model: ByteGPT, optimizer: torch.optim.Optimizer, batch: Tensor) -> tuple[float, float]:
     """Milliseconds and loss of one eager training step as a Trainer makes it."""
     start = time.perf_counter()
     with plugin.forward_context():
@@ -77,7 +79,7 @@ def compare(precision: Any, config: dict[str, Any], rounds: int) -> dict[str, An
     variants = []
     for watched in (True, False):
         torch.manual_seed(0)
-        plugin, model = Fp8Precision(precision), ByteGPT(**config["model"]["init_args"])
+        plugin, model = PLUGINS[precision](), ByteGPT(**config["model"]["init_args"])
         plugin.convert_module(model)
         if not watched:
             plugin._attention.context = nullcontext  # type: ignore[method-assign]
@@ -89,7 +91,7 @@ def compare(precision: Any, config: dict[str, Any], rounds: int) -> dict[str, An
             losses.append(loss)
     assert variants[0][4] == variants[1][4], "watching changed the training"
     watched, unwatched = (statistics.median(times[2:]) for *_, times, _ in variants)
-    call, entry = cost_of_a_call_and_an_entry(Fp8Precision(precision))
+    call, entry = cost_of_a_call_and_an_entry(PLUGINS[precision]())
     added = config["model"]["init_args"]["layers"] * call + 2 * entry
     return {
         "variant": precision,
