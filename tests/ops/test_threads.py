@@ -17,7 +17,7 @@ from backward_thread import in_a_backward_thread
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import Bf16TruePrecision, Fp8Precision
+from lightning_fp8 import Bf16TruePrecision, Fp8Precision, scaling_state
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import chained
 from lightning_fp8.plugins.core import PrecisionCore
@@ -546,7 +546,8 @@ def trained(precision: Any, mismatch: Any) -> tuple[PrecisionCore, Encoder]:
     with plugin.forward_context():
         loss = model(plugin.convert_input(batch(0))).float().square().mean()
         loss.backward()
-    plugin._update_scales()
+    if precision == "fp8-delayed":
+        scaling_state(model).update()
     return plugin, model.eval()
 
 
