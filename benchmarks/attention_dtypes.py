@@ -21,9 +21,11 @@ import yaml
 from torch import Tensor
 
 from benchmarks.harness import append, environment, parser
-from lightning_fp8 import Fp8Precision, scaling_state
+from lightning_fp8 import scaling_state
 from lightning_fp8.conversion.convert import is_converted
 from lightning_fp8.examples import ByteGPT
+from lightning_fp8.plugins.core import PrecisionCore
+from lightning_fp8.plugins.trainer import PLUGINS
 
 PRECISIONS = ("fp8-delayed", "bf16-mixed")
 CALLS = 3000
@@ -40,7 +42,7 @@ def microseconds(run: Callable[[], Any], times: int = CALLS) -> float:
     return statistics.median(found)
 
 
-def cost_of_a_call_and_an_entry(plugin: Fp8Precision) -> tuple[float, float]:
+def cost_of_a_call_and_an_entry(plugin: PrecisionCore) -> tuple[float, float]:
     """In microseconds: what an attention call takes more inside the context, and what entering and leaving takes."""
     context = plugin._attention.context
     x = torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16)
@@ -57,7 +59,7 @@ def cost_of_a_call_and_an_entry(plugin: Fp8Precision) -> tuple[float, float]:
     return watched - plain, microseconds(enter)
 
 
-def step(plugin: Fp8Precision, model: ByteGPT, optimizer: torch.optim.Optimizer, batch: Tensor) -> tuple[float, float]:
+def step(plugin: PrecisionCore, model: ByteGPT, optimizer: torch.optim.Optimizer, batch: Tensor) -> tuple[float, float]:
     """Milliseconds and loss of one eager training step as a Trainer makes it."""
     start = time.perf_counter()
     with plugin.forward_context():
@@ -75,10 +77,10 @@ def compare(precision: Any, config: dict[str, Any], rounds: int) -> dict[str, An
     """One row: both medians, and the cost where it lies as a share of a step."""
     data = config["data"]["init_args"]
     batch = torch.randint(0, 256, (data["batch_size"], data["context"] + 1), dtype=torch.uint8)
-    variants: list[tuple[Fp8Precision, ByteGPT, torch.optim.Optimizer, list[float], list[float]]] = []
+    variants: list[tuple[PrecisionCore, ByteGPT, torch.optim.Optimizer, list[float], list[float]]] = []
     for is_watched in (True, False):
         torch.manual_seed(0)
-        plugin, model = Fp8Precision(precision), ByteGPT(**config["model"]["init_args"])
+        plugin, model = PLUGINS[precision](), ByteGPT(**config["model"]["init_args"])
         plugin.convert_module(model)
         if not is_watched:
             plugin._attention.context = nullcontext  # type: ignore[method-assign, assignment]
@@ -90,7 +92,7 @@ def compare(precision: Any, config: dict[str, Any], rounds: int) -> dict[str, An
             losses.append(loss)
     assert variants[0][4] == variants[1][4], "watching changed the training"
     watched, unwatched = (statistics.median(times[2:]) for *_, times, _ in variants)
-    call, entry = cost_of_a_call_and_an_entry(Fp8Precision(precision))
+    call, entry = cost_of_a_call_and_an_entry(PLUGINS[precision]())
     added = config["model"]["init_args"]["layers"] * call + 2 * entry
     return {
         "variant": precision,

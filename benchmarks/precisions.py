@@ -23,7 +23,9 @@ import argparse
 import json
 import logging
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,13 +37,13 @@ from benchmarks.harness import append, environment, parser, percentiles, table, 
 from benchmarks.memory import bytes_of, saved_bytes, weight_copies
 from lightning_fp8.examples import ByteGPT
 
-# arguments of `Fp8Precision`; None: no plugin
-VARIANTS: dict[str, dict[str, Any] | None] = {
+# how to make the plugin; None: no plugin
+VARIANTS: dict[str, Callable[[], Any] | None] = {
     "32-true": None,
-    "bf16-true": {"precision": "bf16-true"},
-    "bf16-mixed": {"precision": "bf16-mixed"},
-    "bf16-mixed, weight_copy": {"precision": "bf16-mixed", "weight_copy": True},
-    "fp8-delayed": {"precision": "fp8-delayed"},
+    "bf16-true": lightning_fp8.Bf16TruePrecision,
+    "bf16-mixed": lightning_fp8.Bf16MixedPrecision,
+    "bf16-mixed, weight_copy": partial(lightning_fp8.Bf16MixedPrecision, weight_copy=True),
+    "fp8-delayed": lightning_fp8.Fp8Precision,
 }
 WARM_UP = 3
 MIB = 2**20
@@ -72,8 +74,8 @@ class Training:
         data = config["data"]["init_args"]
         shape = (arguments.accumulate, data["batch_size"], data["context"] + 1)
         self.batches = torch.randint(0, 256, shape, dtype=torch.uint8).to(arguments.device)
-        settings = VARIANTS[variant]
-        self.plugin = lightning_fp8.Fp8Precision(**settings) if settings else None
+        make = VARIANTS[variant]
+        self.plugin = make() if make else None
         if self.plugin:
             self.plugin.convert_module(self.model)
         self.model.to(arguments.device)

@@ -37,7 +37,7 @@ def settings(device: torch.device) -> dict[str, Setting]:
         return MixedPrecision("bf16-mixed", device.type)
 
     return {
-        OURS: Setting(lambda: Fp8Precision("fp8-delayed")),
+        OURS: Setting(Fp8Precision),
         REFERENCE: Setting(mixed),
         "bf16-true": Setting(lambda: HalfPrecision("bf16-true")),
         **{name: Setting(mixed, precision.make) for name, precision in torchao_precisions(device).items()},

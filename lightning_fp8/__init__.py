@@ -1,6 +1,7 @@
 """Training in FP8 with PyTorch Lightning, with one argument: ``Trainer(precision="fp8-delayed")``.
 
-Importing the package registers the precision string with Lightning; see :func:`register` and :func:`unregister`.
+Importing the package registers the precision string with Lightning, and replaces Lightning's bf16 plugins unless
+``LIGHTNING_FP8_REPLACE_BF16=0``; see :func:`register` and :func:`unregister`.
 """
 
 import warnings
@@ -24,6 +25,8 @@ from lightning_fp8.export.load import load_exported
 from lightning_fp8.export.write import export
 from lightning_fp8.modules import Fp8Linear, Fp8MultiheadAttention
 from lightning_fp8.plugins import (
+    Bf16MixedPrecision,
+    Bf16TruePrecision,
     Fp8FabricPrecision,
     Fp8FSDPPrecision,
     Fp8Precision,
@@ -40,6 +43,8 @@ torch.serialization.add_safe_globals([DelayedScaling, (DelayedScaling, "lightnin
 
 __version__ = "0.6.0"
 __all__ = [
+    "Bf16MixedPrecision",
+    "Bf16TruePrecision",
     "DelayedScaling",
     "DtypeAudit",
     "Fp8FSDPPrecision",

@@ -3,13 +3,13 @@
 Lightning's ``ThroughputMonitor`` takes the peak of the dtype that it knows a precision plugin by. What it takes for the
 plugins of this package (Lightning 2.6.6), with its own numbers for an H100 SXM in TFLOP/s:
 
-| plugin             | precision      | dtype taken | its peak | right would be |
-|--------------------|----------------|-------------|----------|----------------|
-| `Fp8Precision`     | `fp8-delayed`  | float32     | 66.9     | 1979           |
-| `Fp8Precision`     | `bf16-mixed`   | bfloat16    | 989.4    | 989.4          |
-| `Fp8Precision`     | `bf16-true`    | bfloat16    | 989.4    | 989.4          |
-| `Fp8FSDPPrecision` | `fp8-delayed`  | float32     | 66.9     | 1979           |
-| `Fp8FSDPPrecision` | either of bf16 | float32     | 66.9     | 989.4          |
+| plugin               | under FSDP | dtype taken | its peak | right would be |
+|----------------------|------------|-------------|----------|----------------|
+| `Fp8Precision`       | no         | float32     | 66.9     | 1979           |
+| `Bf16MixedPrecision` | no         | bfloat16    | 989.4    | 989.4          |
+| `Bf16TruePrecision`  | no         | bfloat16    | 989.4    | 989.4          |
+| `Fp8Precision`       | yes        | float32     | 66.9     | 1979           |
+| either of bf16       | yes        | float32     | 66.9     | 989.4          |
 
 A plugin that it does not know counts as fp32: in FP8, MFU comes out 30 times too high (4 times where TF32 is allowed,
 for then it takes that peak). One for FSDP counts as its ``reduce_dtype``, in which gradients are summed and nothing is

@@ -12,10 +12,22 @@ from lightning.fabric.utilities.types import Optimizable
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing_extensions import override
 
+from lightning_fp8.plugins.bf16 import Bf16MixedCore, Bf16TrueCore
 from lightning_fp8.plugins.core import PrecisionCore, as_dtype
+from lightning_fp8.plugins.fp8 import Fp8Core
 
 
-class Fp8FabricPrecision(PrecisionCore):
+class _FabricPrecision(PrecisionCore):
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return as_dtype(data, self.compute_dtype)
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        return as_dtype(data, torch.get_default_dtype())
+
+
+class Fp8FabricPrecision(_FabricPrecision, Fp8Core):
     """:class:`~lightning_fp8.Fp8Precision` for Fabric: scales of every model set up are updated at ``optimizer.step``.
 
     ``Fabric(precision="fp8-delayed")`` makes one, and so does ``Fabric(plugins=Fp8Precision(...))``. As with Fabric's
@@ -25,14 +37,6 @@ class Fp8FabricPrecision(PrecisionCore):
     """
 
     @override
-    def convert_input(self, data: Any) -> Any:
-        return as_dtype(data, self.compute_dtype)
-
-    @override
-    def convert_output(self, data: Any) -> Any:
-        return as_dtype(data, torch.get_default_dtype())
-
-    @override
     def optimizer_step(self, optimizer: Optimizable, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         with self._discarding():
             result = optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
@@ -40,33 +44,55 @@ class Fp8FabricPrecision(PrecisionCore):
         return result
 
 
-class Bf16MixedFabricPrecision(Fp8FabricPrecision, MixedPrecision):
+class Bf16MixedFabricPrecision(_FabricPrecision, Bf16MixedCore, MixedPrecision):
     """Fabric's ``MixedPrecision`` in bf16 with what this package adds."""
 
-    def __init__(self, precision: Any = "bf16-mixed", *args: Any, **kwargs: Any) -> None:
-        PrecisionCore.__init__(self, precision, *args, **kwargs)
+    @override
+    def _init_lightning(self) -> None:
         MixedPrecision.__init__(self, "bf16-mixed", device=self._device_type())
 
 
-class Bf16TrueFabricPrecision(Fp8FabricPrecision, HalfPrecision):
+class Bf16TrueFabricPrecision(_FabricPrecision, Bf16TrueCore, HalfPrecision):  # type: ignore[misc]
     """Fabric's ``HalfPrecision`` in bf16 with what this package adds."""
 
-    def __init__(self, precision: Any = "bf16-true", *args: Any, **kwargs: Any) -> None:
-        PrecisionCore.__init__(self, precision, *args, **kwargs)
+    @override
+    def _init_lightning(self) -> None:
         HalfPrecision.__init__(self, "bf16-true")
 
 
-Fp8FabricPrecision._variants = {"bf16-mixed": Bf16MixedFabricPrecision, "bf16-true": Bf16TrueFabricPrecision}
-
-
-class Fp8FabricFSDPPrecision(Fp8FabricPrecision, FSDPPrecision):
-    """:class:`Fp8FabricPrecision` for Fabric's ``FSDPStrategy``."""
-
-    def __init__(self, precision: Any = "fp8-delayed", *args: Any, **kwargs: Any) -> None:
+class _FSDP(_FabricPrecision, FSDPPrecision):
+    @override
+    def _init_lightning(self) -> None:
+        precision = self.precision
+        # Lightning's has no FP8; of its contexts and dtypes ours replace all
         FSDPPrecision.__init__(self, "bf16-true" if precision == "bf16-true" else "bf16-mixed")
-        PrecisionCore.__init__(self, precision, *args, **kwargs)
+        self.precision = precision
 
     @property
     @override
     def mixed_precision_config(self) -> FSDPMixedPrecision:
         return self._fsdp_config()
+
+
+class Fp8FabricFSDPPrecision(Fp8FabricPrecision, _FSDP):
+    """:class:`Fp8FabricPrecision` for Fabric's ``FSDPStrategy``."""
+
+
+class Bf16MixedFabricFSDPPrecision(_FSDP, Bf16MixedCore):
+    """:class:`Bf16MixedFabricPrecision` for Fabric's ``FSDPStrategy``."""
+
+
+class Bf16TrueFabricFSDPPrecision(_FSDP, Bf16TrueCore):
+    """:class:`Bf16TrueFabricPrecision` for Fabric's ``FSDPStrategy``."""
+
+
+FABRIC_PLUGINS: dict[str, type[Any]] = {
+    "fp8-delayed": Fp8FabricPrecision,
+    "bf16-mixed": Bf16MixedFabricPrecision,
+    "bf16-true": Bf16TrueFabricPrecision,
+}
+FABRIC_FSDP_PLUGINS: dict[str, type[Any]] = {
+    "fp8-delayed": Fp8FabricFSDPPrecision,
+    "bf16-mixed": Bf16MixedFabricFSDPPrecision,
+    "bf16-true": Bf16TrueFabricFSDPPrecision,
+}

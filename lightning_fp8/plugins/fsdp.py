@@ -6,7 +6,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.settings import PrecisionString
-from lightning_fp8.plugins.trainer import Fp8Precision
+from lightning_fp8.plugins.trainer import PLUGINS
 
 
 def fsdp2_policy(precision: PrecisionString | PrecisionCore = "fp8-delayed") -> MixedPrecisionPolicy:
@@ -24,5 +24,11 @@ def fsdp2_policy(precision: PrecisionString | PrecisionCore = "fp8-delayed") -> 
     >>> fsdp2_policy("bf16-mixed").reduce_dtype
     torch.float32
     """
-    plugin = precision if isinstance(precision, PrecisionCore) else Fp8Precision(precision)
+    if isinstance(precision, PrecisionCore):
+        plugin = precision
+    elif precision in PLUGINS:
+        plugin = PLUGINS[precision]()
+    else:
+        known = ", ".join(map(repr, PLUGINS))
+        raise ValueError(f"`precision` must be a plugin or one of {known}, got {precision!r}.")
     return MixedPrecisionPolicy(param_dtype=plugin.compute_dtype, reduce_dtype=plugin.reduce_dtype)

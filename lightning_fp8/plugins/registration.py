@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -28,7 +29,7 @@ from lightning.pytorch import strategies as trainer_strategies
 from torch import nn
 
 from lightning_fp8.plugins.core import PrecisionCore
-from lightning_fp8.plugins.fabric import Fp8FabricFSDPPrecision, Fp8FabricPrecision
+from lightning_fp8.plugins.fabric import FABRIC_FSDP_PLUGINS, FABRIC_PLUGINS
 from lightning_fp8.plugins.notices import (
     warn_of_fabric,
     warn_of_trainer,
@@ -36,7 +37,7 @@ from lightning_fp8.plugins.notices import (
     warn_of_unsaved_scales,
 )
 from lightning_fp8.plugins.settings import PRECISIONS
-from lightning_fp8.plugins.trainer import Fp8FSDPPrecision, Fp8Precision
+from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
 from lightning_fp8.scaling.state import ScalingState
 
 _METHOD = "_check_and_init_precision"
@@ -57,8 +58,8 @@ class _FrontEnd(NamedTuple):
     plugin_attribute: str
     foreign_strategies: tuple[type, ...]
     fsdp_strategy: type
-    plugin: type[PrecisionCore]
-    fsdp_plugin: type[PrecisionCore]
+    plugins: Mapping[str, type[Any]]
+    fsdp_plugins: Mapping[str, type[Any]]
 
 
 _FRONT_ENDS = (
@@ -69,8 +70,8 @@ _FRONT_ENDS = (
         "_precision_plugin_flag",
         _classes(trainer_strategies, "SingleDeviceXLAStrategy", "XLAStrategy", "DeepSpeedStrategy"),
         trainer_strategies.FSDPStrategy,
-        Fp8Precision,
-        Fp8FSDPPrecision,
+        PLUGINS,
+        FSDP_PLUGINS,
     ),
     _FrontEnd(
         "Fabric",
@@ -79,8 +80,8 @@ _FRONT_ENDS = (
         "_precision_instance",
         _classes(fabric_strategies, "SingleDeviceXLAStrategy", "XLAStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"),
         fabric_strategies.FSDPStrategy,
-        Fp8FabricPrecision,
-        Fp8FabricFSDPPrecision,
+        FABRIC_PLUGINS,
+        FABRIC_FSDP_PLUGINS,
     ),
 )
 
@@ -142,16 +143,42 @@ _METHODS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
 
 # what puts Lightning back, newest last; empty when nothing is registered
 _undo: list[Callable[[], None]] = []
+# the precision strings for which our plugins are made
+_ours: set[str] = set()
 
 
-def register() -> None:
+def register(bf16: bool | None = None) -> None:
     """Make ``"fp8-delayed"`` a precision of Lightning, and ``"bf16-mixed"`` and ``"bf16-true"`` ours. Idempotent.
+
+    Importing the package calls it.
+
+    Args:
+        bf16: whether the bf16 strings make this package's plugins. With False they make Lightning's own, even if an
+            earlier call replaced them; a ``Bf16MixedPrecision`` passed as a plugin still works. With None: False if
+            ``LIGHTNING_FP8_REPLACE_BF16=0`` is in the environment, else True.
 
     Raises:
         RuntimeError: if the installed Lightning no longer has the places that this needs; nothing is changed then.
+        ValueError: if ``LIGHTNING_FP8_REPLACE_BF16`` is needed and neither ``0`` nor ``1``; nothing is changed then.
     """
-    if _undo:
-        return
+    replaces = _replaces_bf16() if bf16 is None else bf16
+    if not _undo:
+        _patch()
+    _ours.clear()
+    _ours.update(PRECISIONS if replaces else ["fp8-delayed"])
+
+
+def _replaces_bf16() -> bool:
+    value = os.environ.get("LIGHTNING_FP8_REPLACE_BF16", "1")
+    if value not in ("0", "1"):
+        raise ValueError(
+            "LIGHTNING_FP8_REPLACE_BF16 must be 1, to replace Lightning's bf16-mixed and bf16-true plugins, or 0, to"
+            f" leave them alone; got {value!r}."
+        )
+    return value == "1"
+
+
+def _patch() -> None:
     missing = _missing_places()
     if missing:
         raise RuntimeError(
@@ -204,11 +231,9 @@ def _plugin_maker(front_end: _FrontEnd, original: Callable[[Any], Any]) -> Calla
     def _check_and_init_precision(connector: Any) -> Any:
         strategy = connector.strategy
         plugin, string = getattr(connector, front_end.plugin_attribute), getattr(connector, front_end.string_attribute)
-        is_fsdp = isinstance(strategy, front_end.fsdp_strategy)
-        wanted = front_end.fsdp_plugin if is_fsdp else front_end.plugin
         if isinstance(plugin, PrecisionCore):
             string = plugin.precision
-        elif plugin is not None or string not in PRECISIONS:
+        elif plugin is not None or string not in _ours:
             return original(connector)
         if isinstance(strategy, front_end.foreign_strategies):
             if string == "fp8-delayed" or plugin is not None:
@@ -218,8 +243,10 @@ def _plugin_maker(front_end: _FrontEnd, original: Callable[[Any], Any]) -> Calla
                     f' one, `{front_end.name}(precision="bf16-mixed")`.'
                 )
             return original(connector)
+        is_fsdp = isinstance(strategy, front_end.fsdp_strategy)
+        wanted = (front_end.fsdp_plugins if is_fsdp else front_end.plugins)[string]
         if plugin is None:
-            return wanted(precision=string)
+            return wanted()
         # A plugin made for the other front end, or for another strategy: its settings are what counts.
         return plugin if isinstance(plugin, wanted) else wanted(**plugin.settings)
 

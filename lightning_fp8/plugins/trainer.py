@@ -18,22 +18,25 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fp8.conversion.convert import is_converted, scaling_state
+from lightning_fp8.plugins.bf16 import Bf16MixedCore, Bf16TrueCore
 from lightning_fp8.plugins.core import PrecisionCore, as_dtype
+from lightning_fp8.plugins.fp8 import Fp8Core
 
 
 class _TrainerPrecision(PrecisionCore, Precision):
     @override
+    def convert_input(self, data: Any) -> Any:
+        return as_dtype(data, torch.bfloat16) if self.precision == "bf16-true" else data
+
+
+class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
+    @override
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        if self._is_fp8:
-            # the state of this model and no other: the plugin may have served another one before
-            self._states = [scaling_state(model)] if is_converted(model) else []
+        # the state of this model and no other: the plugin may have served another one before
+        self._states = [scaling_state(model)] if is_converted(model) else []
         return model, optimizers, lr_schedulers
-
-    @override
-    def convert_input(self, data: Any) -> Any:
-        return as_dtype(data, torch.bfloat16) if self.precision == "bf16-true" else data
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -80,7 +83,7 @@ class _TrainerPrecision(PrecisionCore, Precision):
         # Lightning keys a plugin's state by its class name; a run may be resumed under another strategy's plugin.
         mine = type(self).__qualname__
         for other in ("Fp8Precision", "Fp8FSDPPrecision"):
-            if self._is_fp8 and mine not in checkpoint and other in checkpoint:
+            if mine not in checkpoint and other in checkpoint:
                 checkpoint[mine] = checkpoint[other]
 
     @override
@@ -91,7 +94,7 @@ class _TrainerPrecision(PrecisionCore, Precision):
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         if not self._states:
-            if self._is_fp8 and state_dict:
+            if state_dict:
                 raise ValueError(
                     f"The checkpoint has FP8 scales ({', '.join(list(state_dict)[:3])}, ...), and here no layer runs in"
                     " FP8. Convert the same modules as in the run that saved it (`ignore_modules`, `min_features`), or"
@@ -107,61 +110,73 @@ class _TrainerPrecision(PrecisionCore, Precision):
             )
 
 
-class Fp8Precision(_TrainerPrecision):
-    """Precision plugin for FP8 training with delayed scaling, and for bf16.
+class Fp8Precision(_Fp8TrainerPrecision):
+    """Precision plugin for FP8 training with delayed scaling: ``"fp8-delayed"``.
 
-    ``Trainer(precision="fp8-delayed")`` makes one with the defaults; pass one as ``plugins=`` for anything else.
+    ``Trainer(precision="fp8-delayed")`` makes one with the defaults; pass one as ``plugins=`` for anything else, to a
+    Trainer or to Fabric.
 
-    In ``"fp8-delayed"`` linear and attention layers compute in FP8 (:func:`lightning_fp8.convert`), all other
-    operations in bf16 by autocast, and parameters are fp32 masters. Scales are updated once per optimizer step, after
-    backward; evaluation moves none. The scaling state is part of the Lightning checkpoint. A model without a layer that
-    can run in FP8, or whose layers the settings all leave out, trains without FP8, and a warning says why.
+    Linear and attention layers compute in FP8 (:func:`lightning_fp8.convert`), all other operations in bf16 by
+    autocast, and parameters are fp32 masters. Scales are updated once per optimizer step, after backward; evaluation
+    moves none. The scaling state is part of the Lightning checkpoint. A model without a layer that can run in FP8, or
+    whose layers the settings all leave out, trains without FP8, and a warning says why.
 
-    With ``precision="bf16-mixed"`` or ``"bf16-true"`` the plugin is also an instance of Lightning's ``MixedPrecision``
-    or ``HalfPrecision`` and trains with the numbers of these.
-
-    In all three, evaluation runs what training runs (``nn.TransformerEncoder`` included), and the operands of
-    ``scaled_dot_product_attention`` come in one dtype.
+    Evaluation runs what training runs (``nn.TransformerEncoder`` included), and the operands of
+    ``scaled_dot_product_attention`` come in one dtype; so they do in :class:`Bf16MixedPrecision` and
+    :class:`Bf16TruePrecision`.
 
     Args:
-        precision: ``"fp8-delayed"``, ``"bf16-mixed"`` or ``"bf16-true"``.
         recipe: how scales follow the tensors, as :class:`~lightning_fp8.DelayedScaling` or a mapping of its fields.
         ignore_modules: ``fnmatch`` patterns on module paths; what they match, and what is inside, is not converted.
-        param_dtype: dtype in which parameters are stored, ``torch.float32`` or ``torch.bfloat16``. Without it: bf16 in
-            ``"bf16-true"``, fp32 masters in ``"fp8-delayed"``, as they came in ``"bf16-mixed"``.
-        compute_dtype: dtype of everything that is not FP8; ``torch.float32`` is for ``"fp8-delayed"`` only.
+        param_dtype: dtype in which parameters are stored, ``torch.float32`` (the default) or ``torch.bfloat16``.
+        compute_dtype: dtype of everything that is not FP8, ``torch.bfloat16`` or ``torch.float32``.
         keep_fp32: patterns on module paths; what they match is stored and runs in fp32, is not converted, and gives
             its outputs in the dtype of its input.
         dtype_mismatch: what to do where query, key, value or mask of ``scaled_dot_product_attention`` differ in dtype:
             ``"align"`` brings them to the compute dtype, ``"warn"`` also says where, ``"error"`` raises.
-        weight_copy: for ``"bf16-mixed"``, keep a bf16 copy of linear and attention weights, made once per optimizer
-            step: gradient accumulation pays for the cast once, two bytes a parameter pay for it.
         reduce_dtype: dtype in which FSDP sums gradients over the ranks.
-        fp8_all_gather: for ``"fp8-delayed"`` under ``ModelParallelStrategy`` with ``fully_shard``: gather the weights
-            of converted layers in FP8, half the bytes of bf16, with the same numbers bit for bit. These layers cannot
-            fall back.
-        gemm: for ``"fp8-delayed"``, what runs the FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster
-            there (``python -m lightning_fp8 tune`` measures); ``"rawkernel"``, the kernels of this package;
-            ``"cublaslt"``, those of ``torch._scaled_mm``.
-        min_features: for ``"fp8-delayed"``, layers with fewer features in or out, in any of their weights, are not
-            converted; 0 leaves a model that was converted before as it is. ``"auto"`` is the size from which FP8 was
-            measured to be faster on the process's GPU (``python -m lightning_fp8 tune --min-features`` measures),
-            unmeasured an estimate of 1024; on a machine without a GPU it is 0. It may be another one on another GPU,
-            and a checkpoint belongs to the layers that were converted: give the number, which is logged, to resume
-            there.
+        fp8_all_gather: under ``ModelParallelStrategy`` with ``fully_shard``, gather the weights of converted layers in
+            FP8, half the bytes of bf16, with the same numbers bit for bit. These layers cannot fall back.
+        gemm: what runs the FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster there
+            (``python -m lightning_fp8 tune`` measures); ``"rawkernel"``, the kernels of this package; ``"cublaslt"``,
+            those of ``torch._scaled_mm``.
+        min_features: layers with fewer features in or out, in any of their weights, are not converted; 0 leaves a model
+            that was converted before as it is. ``"auto"`` is the size from which FP8 was measured to be faster on the
+            process's GPU (``python -m lightning_fp8 tune --min-features`` measures), unmeasured an estimate of 1024;
+            on a machine without a GPU it is 0. It may be another one on another GPU, and a checkpoint belongs to the
+            layers that were converted: give the number, which is logged, to resume there.
 
     Raises:
-        ValueError: for another precision, dtype or word, settings that contradict each other, a recipe field outside
-            its rule; at set-up for a pattern that matches no module.
-        TypeError: for a recipe of another kind, a string in place of a sequence of patterns.
+        ValueError: for another dtype or word, settings that contradict each other, a recipe field outside its rule; at
+            set-up for a pattern that matches no module.
+        TypeError: for a recipe of another kind, a string in place of a sequence of patterns, an argument that belongs
+            to another plugin.
     """
 
 
-class Bf16MixedPrecision(Fp8Precision, MixedPrecision):  # type: ignore[misc]
-    """``Fp8Precision(precision="bf16-mixed")``: Lightning's ``MixedPrecision`` with what this package adds."""
+class Bf16MixedPrecision(_TrainerPrecision, Bf16MixedCore, MixedPrecision):  # type: ignore[misc]
+    """``"bf16-mixed"``: Lightning's ``MixedPrecision``, with its numbers, without its dtype errors.
 
-    def __init__(self, precision: Any = "bf16-mixed", *args: Any, **kwargs: Any) -> None:
-        Fp8Precision.__init__(self, precision, *args, **kwargs)
+    ``Trainer(precision="bf16-mixed")`` makes one with the defaults, unless Lightning's own was kept
+    (:func:`lightning_fp8.register`). Operations run in bf16 by autocast, parameters stay as they came.
+
+    Args:
+        param_dtype: dtype in which parameters are stored, ``torch.float32`` or ``torch.bfloat16``; without it, as they
+            came.
+        keep_fp32: as of :class:`Fp8Precision`.
+        dtype_mismatch: as of :class:`Fp8Precision`.
+        weight_copy: keep a bf16 copy of linear and attention weights, made once per optimizer step: gradient
+            accumulation pays for the cast once, two bytes a parameter pay for it.
+        reduce_dtype: dtype in which FSDP sums gradients over the ranks.
+
+    Raises:
+        ValueError: for another dtype or word, ``weight_copy`` of bf16 parameters; at set-up for a pattern that matches
+            no module.
+        TypeError: for a string in place of a sequence of patterns, an argument that belongs to another plugin.
+    """
+
+    @override
+    def _init_lightning(self) -> None:
         MixedPrecision.__init__(self, "bf16-mixed", device=self._device_type())
 
     @override
@@ -175,28 +190,63 @@ class Bf16MixedPrecision(Fp8Precision, MixedPrecision):  # type: ignore[misc]
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
 
-class Bf16TruePrecision(Fp8Precision, HalfPrecision):  # type: ignore[misc]
-    """``Fp8Precision(precision="bf16-true")``: Lightning's ``HalfPrecision`` with what this package adds."""
+class Bf16TruePrecision(_TrainerPrecision, Bf16TrueCore, HalfPrecision):  # type: ignore[misc]
+    """``"bf16-true"``: Lightning's ``HalfPrecision`` in bf16, with its numbers, without its dtype errors.
 
-    def __init__(self, precision: Any = "bf16-true", *args: Any, **kwargs: Any) -> None:
-        Fp8Precision.__init__(self, precision, *args, **kwargs)
+    ``Trainer(precision="bf16-true")`` makes one with the defaults, unless Lightning's own was kept
+    (:func:`lightning_fp8.register`). Parameters are stored in bf16, and everything computes in it.
+
+    Args:
+        keep_fp32: as of :class:`Fp8Precision`.
+        dtype_mismatch: as of :class:`Fp8Precision`.
+        reduce_dtype: dtype in which FSDP sums gradients over the ranks.
+
+    Raises:
+        ValueError: for another dtype or word; at set-up for a pattern that matches no module.
+        TypeError: for a string in place of a sequence of patterns, an argument that belongs to another plugin.
+    """
+
+    @override
+    def _init_lightning(self) -> None:
         HalfPrecision.__init__(self, "bf16-true")
 
 
-Fp8Precision._variants = {"bf16-mixed": Bf16MixedPrecision, "bf16-true": Bf16TruePrecision}
-
-
-class Fp8FSDPPrecision(_TrainerPrecision, FSDPPrecision):
-    """:class:`Fp8Precision` for ``FSDPStrategy``: parameters are gathered in bf16, gradients are reduced in fp32.
-
-    ``compute_dtype`` and ``reduce_dtype`` say otherwise.
-    """
-
-    def __init__(self, precision: Any = "fp8-delayed", *args: Any, **kwargs: Any) -> None:
+class _FSDP(_TrainerPrecision, FSDPPrecision):
+    @override
+    def _init_lightning(self) -> None:
+        precision = self.precision
+        # Lightning's has no FP8; of its contexts and dtypes ours replace all
         FSDPPrecision.__init__(self, "bf16-true" if precision == "bf16-true" else "bf16-mixed")
-        PrecisionCore.__init__(self, precision, *args, **kwargs)
+        self.precision = precision
 
     @property
     @override
     def mixed_precision_config(self) -> FSDPMixedPrecision:
         return self._fsdp_config()
+
+
+class Fp8FSDPPrecision(_Fp8TrainerPrecision, _FSDP):
+    """:class:`Fp8Precision` for ``FSDPStrategy``: parameters are gathered in bf16, gradients are reduced in fp32.
+
+    ``compute_dtype`` and ``reduce_dtype`` say otherwise.
+    """
+
+
+class Bf16MixedFSDPPrecision(_FSDP, Bf16MixedCore):
+    """:class:`Bf16MixedPrecision` for ``FSDPStrategy``."""
+
+
+class Bf16TrueFSDPPrecision(_FSDP, Bf16TrueCore):
+    """:class:`Bf16TruePrecision` for ``FSDPStrategy``."""
+
+
+PLUGINS: dict[str, type[Any]] = {
+    "fp8-delayed": Fp8Precision,
+    "bf16-mixed": Bf16MixedPrecision,
+    "bf16-true": Bf16TruePrecision,
+}
+FSDP_PLUGINS: dict[str, type[Any]] = {
+    "fp8-delayed": Fp8FSDPPrecision,
+    "bf16-mixed": Bf16MixedFSDPPrecision,
+    "bf16-true": Bf16TrueFSDPPrecision,
+}

@@ -18,9 +18,10 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from lightning.pytorch.trainer.states import RunningStage
 from lit import Regression, loader, make_trainer, seeded
 
-from lightning_fp8 import Fp8FSDPPrecision, Fp8Precision
+from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8FSDPPrecision, Fp8Precision
 from lightning_fp8.callbacks.throughput_monitor import Fp8ThroughputMonitor, dense_fp8_flops
 from lightning_fp8.examples import ByteGPT
+from lightning_fp8.plugins.trainer import FSDP_PLUGINS
 
 H100 = "NVIDIA H100 80GB HBM3"
 H100_SLICE = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
@@ -67,12 +68,12 @@ def peak_and_warnings(*args: Any, **kwargs: Any) -> tuple[float | None, list[str
     [
         (Fp8Precision(), 66.9, 1979),
         (Fp8Precision(compute_dtype="float32"), 66.9, 1979),
-        (Fp8Precision("bf16-mixed"), 989.4, 989.4),
-        (Fp8Precision("bf16-true"), 989.4, 989.4),
+        (Bf16MixedPrecision(), 989.4, 989.4),
+        (Bf16TruePrecision(), 989.4, 989.4),
         (Fp8FSDPPrecision(), 66.9, 1979),
         (Fp8FSDPPrecision(reduce_dtype="bfloat16"), 989.4, 1979),
-        (Fp8FSDPPrecision("bf16-mixed"), 66.9, 989.4),
-        (Fp8FSDPPrecision("bf16-true"), 66.9, 989.4),
+        (FSDP_PLUGINS["bf16-mixed"](), 66.9, 989.4),
+        (FSDP_PLUGINS["bf16-true"](), 66.9, 989.4),
     ],
 )
 def test_the_peak_is_that_of_the_precision_where_the_stock_monitor_takes_fp32(
@@ -141,7 +142,7 @@ def test_twice_bf16_for_other_chips_and_it_says_so_once(gpu: Any) -> None:
     assert said_again == []
 
 
-@pytest.mark.parametrize("plugin", [Fp8Precision(), Fp8Precision("bf16-mixed")])
+@pytest.mark.parametrize("plugin", [Fp8Precision(), Bf16MixedPrecision()])
 def test_no_peak_for_a_chip_that_nobody_knows(plugin: Precision, gpu: Any) -> None:
     gpu("NVIDIA Abacus")
     assert peak_and_warnings(Fp8ThroughputMonitor(len), plugin) == (None, ["FLOPs not found for 'NVIDIA Abacus'"])
@@ -161,7 +162,7 @@ def test_plugins_of_lightnings_own_as_in_the_stock_monitor(plugin: Precision, na
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 @pytest.mark.parametrize(
-    "plugin", [Fp8Precision(), Fp8Precision("bf16-true"), Precision(), MixedPrecision("bf16-mixed", "cuda")]
+    "plugin", [Fp8Precision(), Bf16TruePrecision(), Precision(), MixedPrecision("bf16-mixed", "cuda")]
 )
 def test_peak_flops_overrides_every_table(plugin: Precision, device: str, gpu: Any) -> None:
     gpu("NVIDIA Abacus")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import lightning_fp8
 from lightning_fp8 import Fp8FSDPPrecision, Fp8Precision, convert, scaling_state
 from lightning_fp8.conversion.convert import is_converted
+from lightning_fp8.plugins.trainer import FSDP_PLUGINS
 from lightning_fp8.runtime.warn_once import warn_once
 
 NO_LAYER = "fp8-delayed: no layer runs in FP8, and the model computes in torch.bfloat16"
@@ -152,7 +153,7 @@ def test_a_checkpoint_with_scales_is_refused_by_name(tmp_path: Path) -> None:
         without.fit(seeded(), loader(), ckpt_path=path)
     # bf16 has no use for scales
     make_trainer(tmp_path, max_epochs=2, precision="bf16-mixed").fit(seeded(), loader(), ckpt_path=path)
-    Fp8FSDPPrecision("bf16-mixed").load_state_dict(torch.load(path, weights_only=True)["Fp8Precision"])
+    FSDP_PLUGINS["bf16-mixed"]().load_state_dict(torch.load(path, weights_only=True)["Fp8Precision"])
 
 
 @pytest.mark.filterwarnings("ignore:fp8-delayed. no layer")

@@ -12,6 +12,7 @@ from processes import run_script
 
 from lightning_fp8 import Fp8FSDPPrecision, fsdp2_policy, scaling_state
 from lightning_fp8.plugins.settings import PRECISIONS
+from lightning_fp8.plugins.trainer import FSDP_PLUGINS
 
 SCRIPT = """
 import sys
@@ -19,7 +20,8 @@ import torch, torch.distributed as dist
 from torch import nn
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from lightning_fp8 import DtypeAudit, Fp8FSDPPrecision, Fp8Precision, fsdp2_policy, scaling_state
+from lightning_fp8 import DtypeAudit, fsdp2_policy, scaling_state
+from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
 from lit import Regression, loader, make_trainer, seeded
 
 api, precision, reduce_dtype = sys.argv[1:]
@@ -59,7 +61,8 @@ class Encoder(Regression):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
 
 
-plugin = Fp8Precision(precision, reduce_dtype=reduce_dtype, ignore_modules=("probe",))
+ignored = {{"ignore_modules": ("probe",)}} if precision == "fp8-delayed" else {{}}
+plugin = PLUGINS[precision](reduce_dtype=reduce_dtype, **ignored)
 model = seeded(Encoder)
 result = {{}}
 if api == "fsdp2":
@@ -76,7 +79,7 @@ if api == "fsdp2":
     result["val_loss"] = trainer.callback_metrics["val_loss"]
 else:
     dist.init_process_group("gloo")
-    plugin = Fp8FSDPPrecision(**plugin.settings)
+    plugin = FSDP_PLUGINS[precision](**plugin.settings)
     config = plugin.mixed_precision_config
     plugin.convert_module(model)
     sharded = FullyShardedDataParallel(
@@ -117,7 +120,7 @@ def test_lightnings_fsdp_strategy_on_a_gpu(precision: str, tmp_path: Path) -> No
     model = seeded()
     trainer = make_trainer(tmp_path, precision=precision, strategy="fsdp", accelerator="cuda", devices=1, max_epochs=2)
     trainer.fit(model, loader(), loader())
-    assert isinstance(trainer.precision_plugin, Fp8FSDPPrecision)
+    assert type(trainer.precision_plugin) is FSDP_PLUGINS[precision]
     assert torch.isfinite(torch.stack(model.losses)).all()
     assert model.losses[-1] < model.losses[0]
     assert torch.isfinite(trainer.callback_metrics["val_loss"])
@@ -159,12 +162,12 @@ def test_fsdp1(precision: str, tmp_path: Path) -> None:
 def test_dtypes_by_default_and_on_request(precision: Any) -> None:
     policy = fsdp2_policy(precision)
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-    plugin = Fp8FSDPPrecision(precision, reduce_dtype="bfloat16")
+    plugin = FSDP_PLUGINS[precision](reduce_dtype="bfloat16")
     assert fsdp2_policy(plugin).reduce_dtype == torch.bfloat16
-    for made, reduce_dtype in ((plugin, torch.bfloat16), (Fp8FSDPPrecision(precision), torch.float32)):
+    for made, reduce_dtype in ((plugin, torch.bfloat16), (FSDP_PLUGINS[precision](), torch.float32)):
         config = made.mixed_precision_config
         assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (torch.bfloat16, reduce_dtype, None)
-    with pytest.raises(ValueError, match="`precision` must be one of"):
+    with pytest.raises(ValueError, match="`precision` must be a plugin or one of"):
         fsdp2_policy("fp8")  # type: ignore[arg-type]
 
 

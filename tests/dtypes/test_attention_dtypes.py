@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as held_under_another_name
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import Fp8Precision
+from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision
 from lightning_fp8.dtypes import attention as attention_dtypes
 from lightning_fp8.examples import ByteGPT
+from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.settings import PRECISIONS
+from lightning_fp8.plugins.trainer import PLUGINS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE = (2, 2, 5, 8)
@@ -40,7 +42,7 @@ def test_every_combination(precision: Any, query: torch.dtype, key: torch.dtype,
     operands = qkv(query, key, value)
     expected = F.scaled_dot_product_attention(*(x.float() for x in operands))
     functions = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention, captured[0])
-    with Fp8Precision(precision).forward_context():
+    with PLUGINS[precision]().forward_context():
         for function in functions:
             y = function(*operands)
             # where all agree they stay as they are, unless autocast wills otherwise
@@ -58,7 +60,7 @@ def test_floating_masks_follow_and_bool_masks_stay(precision: Any, dtype: torch.
     bias = torch.randn(5, 5).to(dtype)
     keep = torch.ones(5, 5, dtype=torch.bool).tril()
     expected = F.scaled_dot_product_attention(*operands, attn_mask=bias.to(torch.bfloat16))
-    with Fp8Precision(precision).forward_context():
+    with PLUGINS[precision]().forward_context():
         assert torch.equal(F.scaled_dot_product_attention(*operands, attn_mask=bias), expected)
         assert torch.equal(
             F.scaled_dot_product_attention(*operands, attn_mask=keep),
@@ -68,7 +70,7 @@ def test_floating_masks_follow_and_bool_masks_stay(precision: Any, dtype: torch.
 
 def test_autocast_switched_off_inside() -> None:
     query, key, value = qkv(torch.float32, torch.bfloat16, torch.bfloat16)
-    with Fp8Precision("bf16-mixed").forward_context(), torch.autocast("cpu", enabled=False):
+    with Bf16MixedPrecision().forward_context(), torch.autocast("cpu", enabled=False):
         assert F.scaled_dot_product_attention(query, key, value).dtype == torch.bfloat16
 
 
@@ -81,7 +83,7 @@ def test_compute_dtype_fp32() -> None:
 def test_gradients_come_in_the_dtypes_of_the_operands() -> None:
     operands = [x.requires_grad_() for x in qkv(*FLOATS)]
     exact = [x.detach().float().requires_grad_() for x in operands]
-    with Fp8Precision("bf16-true").forward_context():
+    with Bf16TruePrecision().forward_context():
         F.scaled_dot_product_attention(*operands).float().square().sum().backward()
     F.scaled_dot_product_attention(*exact).square().sum().backward()
     for x, e in zip(operands, exact, strict=True):
@@ -120,9 +122,9 @@ def said(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(w.message) for w in caught if "scaled_dot_product_attention" in str(w.message)]
 
 
-def prepared(precision: Any, mismatch: Any) -> tuple[Fp8Precision, nn.Module]:
+def prepared(precision: Any, mismatch: Any) -> tuple[PrecisionCore, nn.Module]:
     torch.manual_seed(0)
-    plugin = Fp8Precision(precision, dtype_mismatch=mismatch)
+    plugin = PLUGINS[precision](dtype_mismatch=mismatch)
     return plugin, plugin.convert_module(Stack())
 
 
@@ -175,7 +177,7 @@ def test_error_raises_with_the_same_words(precision: Any) -> None:
 
 def test_outside_of_modules_the_line_is_named() -> None:
     with (
-        Fp8Precision("bf16-true", dtype_mismatch="warn").forward_context(),
+        Bf16TruePrecision(dtype_mismatch="warn").forward_context(),
         pytest.warns(UserWarning, match=r"in a function \(.*test_attention_dtypes.py:\d+\) got query float32"),
     ):
         F.scaled_dot_product_attention(*qkv(torch.float32, torch.bfloat16, torch.bfloat16))

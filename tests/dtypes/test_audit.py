@@ -11,8 +11,9 @@ import torch
 from lit import Regression, loader, make_trainer, seeded
 from torch import nn
 
-from lightning_fp8 import DtypeAudit, Fp8Precision, audit
+from lightning_fp8 import DtypeAudit, audit
 from lightning_fp8.dtypes.audit import buffer_dtypes_of
+from lightning_fp8.plugins.trainer import PLUGINS
 
 
 def model() -> nn.Sequential:
@@ -94,7 +95,7 @@ def test_our_precisions_keep_their_promises(
     tmp_path: Path, precision: Any, keep: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     callback = DtypeAudit(on_violation="raise")
-    plugin = Fp8Precision(precision, keep_fp32=keep)
+    plugin = PLUGINS[precision](keep_fp32=keep)
     trainer = make_trainer(tmp_path, plugins=plugin, callbacks=[callback], accumulate_grad_batches=2, max_epochs=2)
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         trainer.fit(seeded(Encoder), loader(), loader())

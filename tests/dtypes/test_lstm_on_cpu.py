@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from lightning_fp8 import Fp8Precision
 from lightning_fp8.dtypes import storage as dtypes
+from lightning_fp8.plugins.core import PrecisionCore
+from lightning_fp8.plugins.trainer import PLUGINS
 from lightning_fp8.runtime.warn_once import warn_once
 
 AUTOCASTING = ("fp8-delayed", "bf16-mixed")
@@ -34,8 +35,8 @@ def two_lstms() -> nn.ModuleDict:
     return nn.ModuleDict({"first": nn.LSTM(16, 8), "recurrent": recurrent, "head": nn.Linear(16, 16)})
 
 
-def converted(model: nn.Module, precision: Any, **settings: Any) -> tuple[Any, Fp8Precision]:
-    plugin = Fp8Precision(precision, **settings)
+def converted(model: nn.Module, precision: Any, **settings: Any) -> tuple[Any, PrecisionCore]:
+    plugin = PLUGINS[precision](**settings)
     return plugin.convert_module(model), plugin
 
 
@@ -64,7 +65,8 @@ def test_a_cpu_without_bf16_units() -> None:
     program = """
 import torch
 from torch import nn
-from lightning_fp8 import Fp8Precision, dtypes
+from lightning_fp8 import dtypes
+from lightning_fp8.plugins.trainer import PLUGINS
 x = torch.randn(3, 2, 16)
 try:
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -73,7 +75,7 @@ try:
 except RuntimeError:
     raised = True
 for precision in ("fp8-delayed", "bf16-mixed", "bf16-true"):
-    plugin = Fp8Precision(precision)
+    plugin = PLUGINS[precision]()
     model = plugin.convert_module(nn.ModuleDict({"lstm": nn.LSTM(16, 16), "head": nn.Linear(16, 16)}))
     with plugin.forward_context():
         y = model["head"](model["lstm"](x)[0])

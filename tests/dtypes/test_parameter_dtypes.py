@@ -15,19 +15,25 @@ import torch
 from lit import Regression, loader, make_trainer, seeded
 from torch import Tensor, nn
 
-from lightning_fp8 import Fp8Linear, Fp8Precision
+from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Linear, Fp8Precision
 from lightning_fp8.plugins.settings import PRECISIONS
+from lightning_fp8.plugins.trainer import PLUGINS
 
-# precision, param_dtype asked for, dtype promised
-ASKED = [
-    ("fp8-delayed", None, torch.float32),
-    ("fp8-delayed", "float32", torch.float32),
-    ("fp8-delayed", "bfloat16", torch.bfloat16),
-    ("bf16-mixed", None, torch.float32),
-    ("bf16-mixed", torch.bfloat16, torch.bfloat16),
-    ("bf16-true", None, torch.bfloat16),
-    ("bf16-true", "bfloat16", torch.bfloat16),
+# precision, arguments of its plugin, dtype promised
+ASKED: list[tuple[str, dict[str, Any], torch.dtype]] = [
+    ("fp8-delayed", {}, torch.float32),
+    ("fp8-delayed", {"param_dtype": None}, torch.float32),
+    ("fp8-delayed", {"param_dtype": "float32"}, torch.float32),
+    ("fp8-delayed", {"param_dtype": "bfloat16"}, torch.bfloat16),
+    ("bf16-mixed", {}, torch.float32),
+    ("bf16-mixed", {"param_dtype": torch.bfloat16}, torch.bfloat16),
+    ("bf16-true", {}, torch.bfloat16),
 ]
+IN_BF16: dict[str, dict[str, Any]] = {
+    "fp8-delayed": {"param_dtype": torch.bfloat16},
+    "bf16-mixed": {"param_dtype": torch.bfloat16},
+    "bf16-true": {},
+}
 
 
 class Everything(nn.Module):
@@ -67,7 +73,7 @@ def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
 @pytest.mark.parametrize("empty", [False, True, None])
 def test_init_module(precision: Any, asked: Any, promised: torch.dtype, front_end: str, empty: bool | None) -> None:
-    plugin = Fp8Precision(precision, param_dtype=asked)
+    plugin = PLUGINS[precision](**asked)
     if front_end == "trainer":
         runner: Any = pl.Trainer(plugins=plugin, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     else:
@@ -83,7 +89,7 @@ def test_init_module(precision: Any, asked: Any, promised: torch.dtype, front_en
 
 @pytest.mark.parametrize(("precision", "asked", "promised"), ASKED)
 def test_meta_device_and_materialisation(precision: Any, asked: Any, promised: torch.dtype) -> None:
-    plugin = Fp8Precision(precision, param_dtype=asked)
+    plugin = PLUGINS[precision](**asked)
     with torch.device("meta"), plugin.module_init_context():
         model = Everything()
     assert set(dtypes(model).values()) == {promised}
@@ -108,7 +114,7 @@ def test_configure_model(tmp_path: Path, precision: Any, asked: Any, promised: t
             return self.net(self.late(x))
 
     model = seeded(Configured)
-    trainer = make_trainer(tmp_path, plugins=Fp8Precision(precision, param_dtype=asked))
+    trainer = make_trainer(tmp_path, plugins=PLUGINS[precision](**asked))
     trainer.fit(model, loader(), loader())
     assert model.created == {promised}
     # `net` was made in the constructor, before anybody knew; it is brought to the promise at set-up
@@ -120,7 +126,7 @@ def test_configure_model(tmp_path: Path, precision: Any, asked: Any, promised: t
 
 @pytest.mark.parametrize(("precision", "asked", "promised"), ASKED)
 def test_every_kind_of_layer_trains_and_evaluates(precision: Any, asked: Any, promised: torch.dtype) -> None:
-    plugin = Fp8Precision(precision, param_dtype=asked)
+    plugin = PLUGINS[precision](**asked)
     torch.manual_seed(0)
     model = Everything()
     identities = {name: id(p) for name, p in model.named_parameters()}
@@ -148,7 +154,7 @@ def test_every_kind_of_layer_trains_and_evaluates(precision: Any, asked: Any, pr
 def test_keep_fp32(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What matches is stored and runs in fp32, is not converted, and hands on the dtype it was given."""
     patterns = ("*.norm*", "head")
-    plugin = Fp8Precision(precision, keep_fp32=patterns, param_dtype=torch.bfloat16)
+    plugin = PLUGINS[precision](keep_fp32=patterns, **IN_BF16[precision])
     model = plugin.convert_module(Everything())
     kept = {"norm", "encoder.norm1", "encoder.norm2", "head"}
     for name, dtype in dtypes(model).items():
@@ -191,7 +197,7 @@ def test_kept_module_computes_in_fp32() -> None:
     expected, of_bf16 = plain(x), plain(x.bfloat16().float()).bfloat16()
     for precision in PRECISIONS:
         model = nn.ModuleDict({"head": copy.deepcopy(plain), "other": nn.Linear(2, 2)})
-        plugin = Fp8Precision(precision, keep_fp32=("head",))
+        plugin = PLUGINS[precision](keep_fp32=("head",))
         plugin.convert_module(model)
         with plugin.forward_context():
             assert torch.equal(model["head"](x), expected)
@@ -209,7 +215,7 @@ def test_autocast_comes_back_when_a_kept_module_fails(precision: Any) -> None:
             raise KeyError
 
     model = nn.ModuleDict({"kept": Failing(), "other": nn.Linear(2, 2)})
-    plugin = Fp8Precision(precision, keep_fp32=("kept",))
+    plugin = PLUGINS[precision](keep_fp32=("kept",))
     plugin.convert_module(model)
     with plugin.forward_context():
         before = torch.is_autocast_enabled("cpu")
@@ -221,7 +227,7 @@ def test_autocast_comes_back_when_a_kept_module_fails(precision: Any) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_kept_modules_compile(precision: Any) -> None:
     torch._dynamo.reset()
-    plugin = Fp8Precision(precision, keep_fp32=("1",), param_dtype=torch.bfloat16)
+    plugin = PLUGINS[precision](keep_fp32=("1",), **IN_BF16[precision])
     model = plugin.convert_module(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)))
     x = torch.randn(3, 16, dtype=torch.bfloat16)
     with plugin.forward_context(), torch.no_grad():
@@ -236,12 +242,12 @@ def test_a_model_in_fp32_gets_no_hooks_and_a_later_run_drops_those_of_an_earlier
         return sum(len(layer._forward_pre_hooks) + len(layer._forward_hooks) for layer in model.modules())
 
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Conv1d(8, 8, 1))
-    Fp8Precision("bf16-mixed").convert_module(model)
+    Bf16MixedPrecision().convert_module(model)
     assert hooks(model) == 0
-    Fp8Precision("bf16-true", keep_fp32=("1",)).convert_module(model)
+    Bf16TruePrecision(keep_fp32=("1",)).convert_module(model)
     assert hooks(model) == 2
     assert "forward" in vars(model[1])
-    Fp8Precision("bf16-true").convert_module(model)
+    Bf16TruePrecision().convert_module(model)
     assert hooks(model) == 3
     assert not any("forward" in vars(layer) for layer in model)
     Fp8Precision().convert_module(model)
@@ -250,7 +256,7 @@ def test_a_model_in_fp32_gets_no_hooks_and_a_later_run_drops_those_of_an_earlier
 
 
 def test_inputs_of_another_dtype_in_bf16_true_keep_their_identity_and_structure() -> None:
-    plugin = Fp8Precision("bf16-true")
+    plugin = Bf16TruePrecision()
     attention = plugin.convert_module(nn.MultiheadAttention(16, 2, batch_first=True))
     x = torch.randn(2, 3, 16)
     with plugin.forward_context():
@@ -266,16 +272,16 @@ def test_tied_parameters_and_gradients_follow() -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(5, 8), "head": nn.Linear(8, 5, bias=False)})
     model["head"].weight = model["embedding"].weight
     model["head"](torch.randn(2, 8)).sum().backward()
-    Fp8Precision("bf16-true").convert_module(model)
+    Bf16TruePrecision().convert_module(model)
     assert model["head"].weight is model["embedding"].weight
     assert model["head"].weight.grad.dtype == model["head"].weight.dtype == torch.bfloat16
 
 
 def test_bf16_mixed_leaves_parameters_as_they_came_unless_asked() -> None:
     model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).double())
-    Fp8Precision("bf16-mixed").convert_module(model)
+    Bf16MixedPrecision().convert_module(model)
     assert [layer.weight.dtype for layer in model] == [torch.bfloat16, torch.float64]
-    Fp8Precision("bf16-mixed", param_dtype="float32").convert_module(model)
+    Bf16MixedPrecision(param_dtype="float32").convert_module(model)
     assert [layer.weight.dtype for layer in model] == [torch.float32, torch.float32]
 
 
@@ -285,11 +291,7 @@ def test_bf16_mixed_leaves_parameters_as_they_came_unless_asked() -> None:
         ({"param_dtype": torch.float16}, "`param_dtype` must be torch.float32 or torch.bfloat16, got torch.float16"),
         ({"compute_dtype": "float16"}, "`compute_dtype` must be torch.float32 or torch.bfloat16, got 'float16'"),
         ({"reduce_dtype": "fp32"}, "`reduce_dtype` must be torch.float32 or torch.bfloat16, got 'fp32'"),
-        ({"precision": "bf16-true", "param_dtype": "float32"}, "`bf16-true` stores parameters in bfloat16"),
-        ({"precision": "bf16-mixed", "compute_dtype": "float32"}, "`bf16-mixed` computes in bfloat16"),
         ({"compute_dtype": "float32", "param_dtype": "bfloat16"}, "needs `param_dtype=torch.float32`"),
-        ({"weight_copy": True}, "belongs to `bf16-mixed` with fp32 parameters, got 'fp8-delayed'"),
-        ({"precision": "bf16-mixed", "weight_copy": True, "param_dtype": "bfloat16"}, "belongs to `bf16-mixed`"),
     ],
 )
 def test_settings_that_contradict(arguments: dict[str, Any], words: str) -> None:
@@ -297,15 +299,20 @@ def test_settings_that_contradict(arguments: dict[str, Any], words: str) -> None
         Fp8Precision(**arguments)
 
 
+def test_a_weight_copy_needs_fp32_weights() -> None:
+    with pytest.raises(ValueError, match=r"needs fp32 parameters, got `param_dtype=torch.bfloat16`"):
+        Bf16MixedPrecision(weight_copy=True, param_dtype="bfloat16")
+
+
 @pytest.mark.parametrize("argument", ["keep_fp32", "ignore_modules"])
 def test_patterns(argument: str) -> None:
     with pytest.raises(TypeError, match=f"`{argument}` must be a sequence of patterns, got the string 'norm'"):
         Fp8Precision(**{argument: "norm"})
-    for precision in PRECISIONS:
+    for precision in PRECISIONS if argument == "keep_fp32" else ["fp8-delayed"]:
         model = Everything()
         before = dtypes(model)
         with pytest.raises(ValueError, match=rf"`{argument}` pattern .nrom. matches no module .*conv"):
-            Fp8Precision(precision, **{argument: ("nrom",)}).convert_module(model)
+            PLUGINS[precision](**{argument: ("nrom",)}).convert_module(model)
         assert dtypes(model) == before
 
 
@@ -323,9 +330,7 @@ def test_a_weight_tied_to_a_kept_module(precision: Any) -> None:
         {"embedding": nn.Embedding(5, 8), "norm": nn.LayerNorm(8), "head": nn.Linear(8, 5, bias=False)}
     )
     model["head"].weight = model["embedding"].weight
-    plugin = Fp8Precision(
-        precision, keep_fp32=("embedding",), ignore_modules=("head",) if precision[:3] == "bf1" else ()
-    )
+    plugin = PLUGINS[precision](keep_fp32=("embedding",))
     plugin.convert_module(model)
     assert model["head"].weight.dtype == torch.float32
     with plugin.forward_context():
@@ -343,7 +348,7 @@ def test_compute_dtype_fp32_takes_other_inputs() -> None:
 
 def test_weights_that_are_no_parameters() -> None:
     """As under FSDP with flat parameters, or behind a parametrization."""
-    plugin = Fp8Precision("bf16-true")
+    plugin = Bf16TruePrecision()
     model = nn.Sequential(
         nn.Linear(8, 8, bias=False), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
     )
@@ -362,7 +367,7 @@ def test_weights_that_are_no_parameters() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_kept_in_fp32(training: bool) -> None:
-    plugin = Fp8Precision("bf16-true", keep_fp32=("1",))
+    plugin = Bf16TruePrecision(keep_fp32=("1",))
     model = plugin.convert_module(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))).train(training)
     assert {model[1].weight.dtype, model[1].running_mean.dtype, model[1].running_var.dtype} == {torch.float32}
     with plugin.forward_context():

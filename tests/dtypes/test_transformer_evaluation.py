@@ -15,9 +15,11 @@ from pairwise import pairwise
 from torch import Tensor, nn
 
 import lightning_fp8
-from lightning_fp8 import Fp8Precision
+from lightning_fp8 import Bf16MixedPrecision
 from lightning_fp8.modules import attention, feed_forward, linear
+from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.settings import PRECISIONS
+from lightning_fp8.plugins.trainer import PLUGINS
 
 WIDTH, HEADS, BATCH, LENGTH, SOURCE = 16, 2, 2, 5, 4
 GRAD_MODES: tuple[Callable[[], Any], ...] = (torch.enable_grad, torch.no_grad, torch.inference_mode)
@@ -59,7 +61,7 @@ def gemms(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def prepared(plugin: Fp8Precision, make: Callable[[], nn.Module]) -> nn.Module:
+def prepared(plugin: PrecisionCore, make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(3)
     with plugin.module_init_context():
         return plugin.convert_module(make())
@@ -77,7 +79,7 @@ def padding(kind: str, length: int = LENGTH) -> Tensor | None:
 
 
 def agree(
-    plugin: Fp8Precision, model: nn.Module, call: Callable[[], Any], gemms: list[str], expected_gemms: int
+    plugin: PrecisionCore, model: nn.Module, call: Callable[[], Any], gemms: list[str], expected_gemms: int
 ) -> None:
     """All six ways to call the model give the same numbers, in one dtype, by the same FP8 GEMMs."""
     outputs: list[Tensor] = []
@@ -121,7 +123,7 @@ def test_encoder(precision: Any, norm_first: bool, activation: str, gemms: list[
     count = 4 if precision == "fp8-delayed" else 0
     combinations = pairwise(BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
     for batch_first, bias, nested, dtype, (mask, hint), pad in combinations:
-        plugin = Fp8Precision(precision)
+        plugin = PLUGINS[precision]()
         sizes = (WIDTH, HEADS, 24, 0.0, KINDS[activation])
         options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
         layer = partial(nn.TransformerEncoderLayer, *sizes, **options)
@@ -140,7 +142,7 @@ def test_decoder(precision: Any, norm_first: bool, activation: str, gemms: list[
     # self-attention: in and out; cross-attention: query, key with value, out; then two linear layers
     count = 7 if precision == "fp8-delayed" else 0
     for batch_first, bias, dtype, (mask, hint), pad in pairwise(BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS):
-        plugin = Fp8Precision(precision)
+        plugin = PLUGINS[precision]()
         sizes = (WIDTH, HEADS, 24, 0.0, KINDS[activation])
         options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
         layer = partial(nn.TransformerDecoderLayer, *sizes, **options)
@@ -158,7 +160,7 @@ def test_decoder(precision: Any, norm_first: bool, activation: str, gemms: list[
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_transformer(precision: Any, norm_first: bool, activation: str, gemms: list[str]) -> None:
     for batch_first, bias, dtype, (mask, hint), pad in pairwise(BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS):
-        plugin = Fp8Precision(precision)
+        plugin = PLUGINS[precision]()
         sizes = (WIDTH, HEADS, 1, 1, 24, 0.0, KINDS[activation])
         options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
         model = prepared(plugin, partial(nn.Transformer, *sizes, **options))
@@ -179,7 +181,7 @@ def test_transformer(precision: Any, norm_first: bool, activation: str, gemms: l
 def test_attention(precision: Any, need_weights: bool, gemms: list[str]) -> None:
     combinations = pairwise(BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
     for batch_first, bias, extra, dtype, (mask, hint), pad in combinations:
-        plugin = Fp8Precision(precision)
+        plugin = PLUGINS[precision]()
         options = {"add_bias_kv": extra, "add_zero_attn": extra, "batch_first": batch_first}
         model = prepared(plugin, partial(nn.MultiheadAttention, WIDTH, HEADS, 0.0, bias, **options))
         x = inputs(batch_first, LENGTH, dtype)
@@ -196,7 +198,7 @@ def test_without_our_context_the_encoder_still_fails_as_torch_has_it() -> None:
     encoder, x, mask = encoder_inputs()
     with pytest.raises(RuntimeError), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         encoder(x, src_key_padding_mask=mask)
-    with torch.no_grad(), Fp8Precision("bf16-mixed").forward_context():
+    with torch.no_grad(), Bf16MixedPrecision().forward_context():
         assert encoder(x, src_key_padding_mask=mask).isfinite().all()
 
 
@@ -221,9 +223,9 @@ def test_switches_come_back_after_an_exception_and_out_of_nesting(precision: Any
         )
 
     def enter_and_fail() -> None:
-        with Fp8Precision(precision).forward_context():
+        with PLUGINS[precision]().forward_context():
             inside = state()
-            with Fp8Precision("bf16-mixed").forward_context():
+            with Bf16MixedPrecision().forward_context():
                 assert not torch.backends.mha.get_fastpath_enabled()
             assert state() == inside
             raise KeyError
@@ -241,7 +243,7 @@ def test_outside_the_context_a_prepared_model_is_torchs_own(precision: Any) -> N
     encoder.to(dtype)
     with torch.no_grad():
         expected = encoder(x.to(dtype), src_key_padding_mask=mask)
-        prepared = Fp8Precision(precision).convert_module(encoder)
+        prepared = PLUGINS[precision]().convert_module(encoder)
         actual = prepared(x.to(dtype), src_key_padding_mask=mask)
     if precision == "fp8-delayed":
         # padded positions: torch's fast path gives zeros, the layers' own forward what it computes

@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader
 from transformer_models import MODELS, Batch, made
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import Fp8Linear, Fp8Precision, describe, scaling_state
+from lightning_fp8 import Fp8Linear, describe, scaling_state
 from lightning_fp8.modules import base as gemm
 from lightning_fp8.modules.conv1d import Fp8Conv1D
+from lightning_fp8.plugins.trainer import PLUGINS
 
 DTYPES = {"fp8-delayed": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
 LINEAR, FP8 = (nn.Linear, Conv1D), (Fp8Linear, Fp8Conv1D)
@@ -46,7 +47,7 @@ def test_trains_and_validates(tmp_path: Path, name: str, precision: str) -> None
     trainer = make_trainer(tmp_path, precision=precision, max_epochs=10, check_val_every_n_epoch=5)
     trainer.fit(model, loader(batch), loader(batch))
     plugin = trainer.precision_plugin
-    assert isinstance(plugin, Fp8Precision)
+    assert type(plugin) is PLUGINS[precision]
     assert trainer.precision == precision
     assert len(model.losses) == 10
     assert len(model.validation_losses) == 3

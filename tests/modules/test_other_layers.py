@@ -11,8 +11,9 @@ from sqnr import sqnr
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from lightning_fp8 import Fp8Linear, Fp8Precision, convert, describe, scaling_state, unconvert
+from lightning_fp8 import Bf16TruePrecision, Fp8Linear, Fp8Precision, convert, describe, scaling_state, unconvert
 from lightning_fp8.plugins.settings import PRECISIONS
+from lightning_fp8.plugins.trainer import PLUGINS
 
 
 class Doubled(nn.Module):
@@ -90,7 +91,7 @@ class LoraLinear(nn.Module):
 def test_lora(precision: Any, ignored: tuple[str, ...]) -> None:
     model = nn.Sequential(LoraLinear(nn.Linear(32, 32)), nn.GELU(), LoraLinear(nn.Linear(32, 32)))
     plain, x = copy.deepcopy(model), torch.randn(8, 32)
-    plugin = Fp8Precision(precision, ignore_modules=ignored)
+    plugin = PLUGINS[precision](**({"ignore_modules": ignored} if precision == "fp8-delayed" else {}))
     plugin.convert_module(model)
     if precision == "fp8-delayed":
         converted = {row.path.rpartition(".")[2] for row in describe(model) if row.converted}
@@ -110,7 +111,7 @@ def test_lora(precision: Any, ignored: tuple[str, ...]) -> None:
 def test_lazy_layers_are_named_until_they_are_initialised() -> None:
     model = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.Linear(16, 4))
     for precision in PRECISIONS:
-        plugin = Fp8Precision(precision)
+        plugin = PLUGINS[precision]()
         plugin.convert_module(model)
         assert isinstance(model[0], nn.LazyLinear)
     plugin = Fp8Precision()
@@ -128,7 +129,7 @@ def test_lazy_layers_are_named_until_they_are_initialised() -> None:
 
 def test_bf16_true_reaches_lazy_parameters() -> None:
     model = nn.Sequential(nn.LazyLinear(16), nn.Linear(16, 4))
-    plugin = Fp8Precision("bf16-true")
+    plugin = Bf16TruePrecision()
     plugin.convert_module(model)
     with plugin.forward_context():
         model(torch.randn(2, 8, dtype=torch.bfloat16))

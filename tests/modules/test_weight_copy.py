@@ -1,4 +1,4 @@
-"""``Fp8Precision("bf16-mixed", weight_copy=True)``: fp32 masters, one bf16 copy per optimizer step."""
+"""``Bf16MixedPrecision(weight_copy=True)``: fp32 masters, one bf16 copy per optimizer step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import Fp8Precision
+from lightning_fp8 import Bf16MixedPrecision, Fp8Precision
 from lightning_fp8.modules import weight_copy
 from lightning_fp8.modules.weight_copy import WeightCopyLinear, WeightCopyModule, WeightCopyMultiheadAttention
 
@@ -53,7 +53,7 @@ def test_same_training_and_one_cast_per_optimizer_step(tmp_path: Path, accumulat
         model = seeded(Mixed)
         trainer = make_trainer(
             tmp_path,
-            plugins=Fp8Precision("bf16-mixed", weight_copy=copies),
+            plugins=Bf16MixedPrecision(weight_copy=copies),
             accumulate_grad_batches=accumulate,
             max_epochs=2,
         )
@@ -73,15 +73,15 @@ def test_same_training_and_one_cast_per_optimizer_step(tmp_path: Path, accumulat
 def test_linear_layers_equal_autocast_bit_for_bit(tmp_path: Path) -> None:
     with_copies, stock = seeded(), seeded()
     for model, copies in ((with_copies, True), (stock, False)):
-        plugin = Fp8Precision("bf16-mixed", weight_copy=copies)
+        plugin = Bf16MixedPrecision(weight_copy=copies)
         make_trainer(tmp_path, plugins=plugin, max_epochs=3, accumulate_grad_batches=2).fit(model, loader(), loader())
     assert torch.equal(torch.stack(with_copies.losses), torch.stack(stock.losses))
     assert all(torch.equal(p, q) for p, q in zip(with_copies.parameters(), stock.parameters(), strict=True))
 
 
-def made(plugin: Fp8Precision | None = None) -> tuple[Fp8Precision, nn.Linear]:
+def made(plugin: Bf16MixedPrecision | None = None) -> tuple[Bf16MixedPrecision, nn.Linear]:
     torch.manual_seed(0)
-    plugin = plugin or Fp8Precision("bf16-mixed", weight_copy=True)
+    plugin = plugin or Bf16MixedPrecision(weight_copy=True)
     return plugin, plugin.convert_module(nn.Sequential(nn.Linear(8, 8)))
 
 
@@ -146,7 +146,7 @@ def test_recomputation_uses_the_copy(casts: list[Any]) -> None:
 
 
 def test_parameters_and_keys_stay_and_the_next_run_takes_the_copies_away() -> None:
-    plugin = Fp8Precision("bf16-mixed", weight_copy=True, keep_fp32=("0",))
+    plugin = Bf16MixedPrecision(weight_copy=True, keep_fp32=("0",))
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
     keys, parameters = list(net.state_dict()), list(net.parameters())
     plugin.convert_module(net)
@@ -159,7 +159,7 @@ def test_parameters_and_keys_stay_and_the_next_run_takes_the_copies_away() -> No
             other[1](torch.randn(2, 8)).sum().backward()
     Fp8Precision().convert_module(net)
     assert not any(isinstance(layer, WeightCopyModule) for layer in net.modules())
-    Fp8Precision("bf16-mixed").convert_module(net)
+    Bf16MixedPrecision().convert_module(net)
     assert [type(layer).__name__ for layer in net.modules()][1:] == [
         "Linear",
         "Linear",

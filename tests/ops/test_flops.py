@@ -23,10 +23,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 from transformer_models import made
 
-from lightning_fp8 import Fp8Precision, convert, ops
+from lightning_fp8 import convert, ops
 from lightning_fp8.examples.transformer_block import Block
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.operand import Columns
+from lightning_fp8.plugins.trainer import PLUGINS
 
 Forward = Callable[..., Any]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -310,7 +311,7 @@ def test_encoder_in_evaluation_under_the_plugins() -> None:
     plain, converted, inputs = pair("encoder")
     counts = []
     for precision, prepared in (("bf16-mixed", plain), ("fp8-delayed", converted)):
-        plugin = Fp8Precision(precision)
+        plugin = PLUGINS[precision]()
         plugin.convert_module(prepared.eval())
         with torch.no_grad(), plugin.forward_context():
             counts.append(flops(lambda prepared=prepared: prepared(*inputs)))

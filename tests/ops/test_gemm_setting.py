@@ -6,7 +6,6 @@ import copy
 import json
 import pickle
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -92,15 +91,6 @@ def test_another_word_is_refused_before_anything_changes() -> None:
         Fp8Precision(gemm="cutlass")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("plugin", [Fp8Precision, Fp8FSDPPrecision, Fp8FabricPrecision])
-def test_it_belongs_to_fp8(precision: Any, plugin: Callable[..., Any]) -> None:
-    assert plugin(precision, gemm="auto").gemm == "auto"
-    for value in ("rawkernel", "cublaslt"):
-        with pytest.raises(ValueError, match=f"`gemm='{value}'` belongs to `fp8-delayed`, got '{precision}'"):
-            plugin(precision, gemm=value)
-
-
 def test_a_plugin_decides_for_each_run(gemms: Gemms) -> None:
     model = Regression()
     for value in ("rawkernel", "auto", "cublaslt"):
@@ -153,8 +143,7 @@ def test_the_words_are_those_of_the_choice() -> None:
 
 
 def test_a_comparison_leaves_it_to_fp8() -> None:
-    own = {"gemm": "rawkernel", "precision": "fp8-delayed"}
     for variant in VARIANTS:
-        assert Fp8Precision(**plugin_settings(variant, own)).gemm == (
-            "rawkernel" if variant == "fp8-delayed" else "auto"
+        assert plugin_settings(variant, {"gemm": "rawkernel"}).get("gemm") == (
+            "rawkernel" if variant == "fp8-delayed" else None
         )

@@ -17,10 +17,12 @@ from backward_thread import in_a_backward_thread
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import Fp8Precision
+from lightning_fp8 import Bf16TruePrecision, Fp8Precision, scaling_state
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import chained
+from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.settings import PRECISIONS
+from lightning_fp8.plugins.trainer import PLUGINS
 from lightning_fp8.runtime.switch import Switch
 
 Result = TypeVar("Result")
@@ -115,7 +117,7 @@ def outcome(function: Callable[[], Any] = attend) -> str:
 def test_the_last_thread_out_restores(threads: list[Thread], order: tuple[int, ...], fast_path: bool) -> None:
     torch.backends.mha.set_fastpath_enabled(fast_path)
     before = state()
-    plugins = [Fp8Precision(precision) for precision in ("bf16-true", "fp8-delayed", "bf16-true")]
+    plugins = [PLUGINS[precision]() for precision in ("bf16-true", "fp8-delayed", "bf16-true")]
     for thread, plugin in zip(threads, plugins):
         thread.enter(plugin.forward_context())
     for count, leaving in enumerate(order):
@@ -131,7 +133,7 @@ def test_the_last_thread_out_restores(threads: list[Thread], order: tuple[int, .
 @pytest.mark.parametrize("order", ORDERS)
 def test_contexts_of_one_thread_end_in_any_order(order: tuple[int, ...]) -> None:
     before = state()
-    plugins = [Fp8Precision(precision, dtype_mismatch="error") for precision in PRECISIONS]
+    plugins = [PLUGINS[precision](dtype_mismatch="error") for precision in PRECISIONS]
     contexts = [plugin.forward_context() for plugin in plugins]
     for context in contexts:
         context.__enter__()
@@ -144,7 +146,7 @@ def test_contexts_of_one_thread_end_in_any_order(order: tuple[int, ...]) -> None
 
 def test_nested_contexts_come_back_to_the_outer_one() -> None:
     before, model_init = state(), Fp8Precision().module_init_context
-    with model_init(), Fp8Precision("bf16-true", dtype_mismatch="error").forward_context():
+    with model_init(), Bf16TruePrecision(dtype_mismatch="error").forward_context():
         inside = state()
         with Fp8Precision().forward_context(), model_init():
             assert torch.get_default_dtype() == torch.float32
@@ -167,10 +169,10 @@ def test_an_exception_in_one_thread(threads: list[Thread]) -> None:
     before = state()
 
     def fail() -> None:
-        with Fp8Precision("bf16-true").forward_context():
+        with Bf16TruePrecision().forward_context():
             raise KeyError
 
-    threads[0].enter(Fp8Precision("bf16-true").forward_context())
+    threads[0].enter(Bf16TruePrecision().forward_context())
     inside = state()
     with pytest.raises(KeyError):
         threads[1].run(fail)
@@ -182,10 +184,10 @@ def test_an_exception_in_one_thread(threads: list[Thread]) -> None:
 
 def test_what_is_set_inside_is_lost_with_the_last_context(threads: list[Thread]) -> None:
     before = state()
-    threads[0].enter(Fp8Precision("bf16-true").forward_context())
+    threads[0].enter(Bf16TruePrecision().forward_context())
     torch.backends.mha.set_fastpath_enabled(True)
     torch.set_default_dtype(torch.float64)
-    threads[1].enter(Fp8Precision("bf16-true").forward_context())
+    threads[1].enter(Bf16TruePrecision().forward_context())
     assert not torch.backends.mha.get_fastpath_enabled()
     assert torch.get_default_dtype() == torch.bfloat16
     torch.set_default_dtype(torch.float64)
@@ -201,7 +203,7 @@ def test_a_generator_that_another_thread_closes(threads: list[Thread], precision
     before = state()
 
     def answers() -> Iterator[str]:
-        with Fp8Precision(precision).forward_context():
+        with PLUGINS[precision]().forward_context():
             yield outcome()
 
     generator = answers()
@@ -212,7 +214,7 @@ def test_a_generator_that_another_thread_closes(threads: list[Thread], precision
     if precision == "bf16-true":  # no autocast, which would bring the operands to one dtype
         assert threads[0].run(outcome) == "torch"
     # what its own thread still has is restored by the next context there
-    threads[0].enter(Fp8Precision(precision).forward_context())
+    threads[0].enter(PLUGINS[precision]().forward_context())
     threads[0].leave()
     assert threads[0].run(state) == before
 
@@ -323,8 +325,8 @@ def test_a_bf16_product_leaves_the_fp32_precision_alone(monkeypatch: pytest.Monk
 # ------------------------------------------------------------------------------------------------- whose settings
 
 
-def plugin_of(mismatch: Any) -> Fp8Precision:
-    return Fp8Precision("bf16-true", dtype_mismatch=mismatch)
+def plugin_of(mismatch: Any) -> PrecisionCore:
+    return Bf16TruePrecision(dtype_mismatch=mismatch)
 
 
 def test_threads_keep_their_own_settings(threads: list[Thread]) -> None:
@@ -395,7 +397,7 @@ def test_the_last_task_out_restores(order: tuple[int, ...]) -> None:
 
     def body(precision: Any) -> Callable[..., Any]:
         async def task(inside: asyncio.Event, leave: asyncio.Event) -> None:
-            with Fp8Precision(precision).forward_context():
+            with PLUGINS[precision]().forward_context():
                 inside.set()
                 await leave.wait()
 
@@ -429,7 +431,7 @@ class Recomputed(nn.Module):
         return F.scaled_dot_product_attention(x.float(), x, x)
 
 
-def loss_of(plugin: Fp8Precision) -> tuple[Tensor, Tensor]:
+def loss_of(plugin: PrecisionCore) -> tuple[Tensor, Tensor]:
     x = torch.randn(1, 1, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     with plugin.forward_context():
         return Recomputed()(x).float().square().sum(), x
@@ -501,7 +503,7 @@ def test_a_backward_thread_has_the_settings_of_its_caller(threads: list[Thread])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_compiled_function_may_enter_a_context(precision: Any) -> None:
     torch._dynamo.reset()
-    before, plugin = state(), Fp8Precision(precision)
+    before, plugin = state(), PLUGINS[precision]()
     torch.manual_seed(0)
     model = plugin.convert_module(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)))
     x = torch.randn(8, 16).to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
@@ -536,15 +538,16 @@ class Encoder(nn.Module):
 FOUR = (("fp8-delayed", "align"), ("bf16-mixed", "align"), ("bf16-true", "align"), ("fp8-delayed", "error"))
 
 
-def trained(precision: Any, mismatch: Any) -> tuple[Fp8Precision, Encoder]:
+def trained(precision: Any, mismatch: Any) -> tuple[PrecisionCore, Encoder]:
     torch.manual_seed(0)
-    plugin = Fp8Precision(precision, dtype_mismatch=mismatch)
+    plugin = PLUGINS[precision](dtype_mismatch=mismatch)
     with plugin.module_init_context():
         model = plugin.convert_module(Encoder(mismatch == "align"))
     with plugin.forward_context():
         loss = model(plugin.convert_input(batch(0))).float().square().mean()
         loss.backward()
-    plugin._update_scales()
+    if precision == "fp8-delayed":
+        scaling_state(model).update()
     return plugin, model.eval()
 
 
@@ -558,7 +561,7 @@ def test_four_threads_evaluate_four_models(threads: list[Thread]) -> None:
     before, rounds = state(), range(3)
     pairs = [trained(*one) for one in FOUR]
 
-    def evaluate(plugin: Fp8Precision, model: Encoder, number: int) -> Tensor:
+    def evaluate(plugin: PrecisionCore, model: Encoder, number: int) -> Tensor:
         with torch.no_grad(), plugin.forward_context():
             return model(plugin.convert_input(batch(number)))
 
@@ -572,7 +575,7 @@ def test_four_threads_evaluate_four_models(threads: list[Thread]) -> None:
 
 
 def evaluate_together(
-    threads: list[Thread], pairs: list[tuple[Fp8Precision, Encoder]], evaluate: Callable[..., Tensor]
+    threads: list[Thread], pairs: list[tuple[PrecisionCore, Encoder]], evaluate: Callable[..., Tensor]
 ) -> list[Tensor]:
     """One after another enters its context, all compute at once, and the first one in is the first one out."""
     together, hooks = threading.Barrier(len(pairs)), []

@@ -6,6 +6,8 @@ import copy
 import inspect
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,9 +25,10 @@ from lightning.fabric.plugins.precision.fsdp import FSDPPrecision as FabricFSDPP
 from lightning.pytorch import strategies
 
 import lightning_fp8
-from lightning_fp8 import Fp8FabricPrecision, Fp8FSDPPrecision, Fp8Precision
-from lightning_fp8.plugins.fabric import Fp8FabricFSDPPrecision
+from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision
+from lightning_fp8.plugins.fabric import FABRIC_FSDP_PLUGINS, FABRIC_PLUGINS
 from lightning_fp8.plugins.settings import PRECISIONS
+from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
 
 STOCK = {"bf16-mixed": stock.MixedPrecision, "bf16-true": stock.HalfPrecision}
 FABRIC_STOCK = {"bf16-mixed": fabric_stock.MixedPrecision, "bf16-true": fabric_stock.HalfPrecision}
@@ -44,8 +47,8 @@ def _registered() -> Iterator[None]:
 def test_trainer_string(precision: str, strategy: str) -> None:
     made = trainer(precision=precision, strategy=strategy)
     assert made.precision == precision
-    assert isinstance(made.precision_plugin, Fp8Precision)
-    assert isinstance(made.precision_plugin, STOCK.get(precision, Fp8Precision))
+    assert type(made.precision_plugin) is PLUGINS[precision]
+    assert isinstance(made.precision_plugin, STOCK.get(precision, stock.Precision))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -56,26 +59,27 @@ def test_trainer_strategy_object(precision: str, strategy: Any) -> None:
     made = trainer(
         precision=precision, strategy=strategy() if strategy is not strategies.SingleDeviceStrategy else "auto"
     )
-    assert type(made.precision_plugin).__mro__[0] is type(Fp8Precision(precision))
+    assert type(made.precision_plugin) is PLUGINS[precision]
     assert made.strategy.precision_plugin is made.precision_plugin
-    by_plugin = trainer(plugins=Fp8Precision(precision), strategy=made.strategy.__class__() if strategy
+    by_plugin = trainer(plugins=PLUGINS[precision](), strategy=made.strategy.__class__() if strategy
                         is not strategies.SingleDeviceStrategy else "auto")  # fmt: skip
     assert by_plugin.precision == precision
+    assert type(by_plugin.precision_plugin) is PLUGINS[precision]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", ["fsdp", strategies.FSDPStrategy])
 def test_trainer_fsdp(monkeypatch: pytest.MonkeyPatch, precision: str, strategy: Any) -> None:
     with_cuda(monkeypatch)
-    asked = Fp8Precision(precision, ignore_modules=["head"], reduce_dtype="bfloat16")
+    asked = PLUGINS[precision](keep_fp32=["head"], reduce_dtype="bfloat16")
     for choice in ({"precision": precision}, {"plugins": asked}):
         chosen = strategy if isinstance(strategy, str) else strategy()
         made = trainer(accelerator="cuda", strategy=chosen, **choice)
         plugin = made.precision_plugin
-        assert isinstance(plugin, Fp8FSDPPrecision)
+        assert type(plugin) is FSDP_PLUGINS[precision]
         assert isinstance(plugin, stock.FSDPPrecision)
         assert made.precision == precision
-        assert plugin.ignore_modules == (("head",) if "plugins" in choice else ())
+        assert plugin.keep_fp32 == (("head",) if "plugins" in choice else ())
         config = plugin.mixed_precision_config
         reduce_dtype = torch.bfloat16 if "plugins" in choice else torch.float32
         assert (config.param_dtype, config.reduce_dtype) == (torch.bfloat16, reduce_dtype)
@@ -85,7 +89,7 @@ def test_trainer_fsdp(monkeypatch: pytest.MonkeyPatch, precision: str, strategy:
 def test_fabric_fsdp(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     with_cuda(monkeypatch)
     made = lf.Fabric(accelerator="cuda", devices=1, strategy="fsdp", precision=precision)  # type: ignore[arg-type]
-    assert isinstance(made._precision, Fp8FabricFSDPPrecision)
+    assert type(made._precision) is FABRIC_FSDP_PLUGINS[precision]
     assert isinstance(made._precision, FabricFSDPPrecision)
     assert made._precision.precision == precision
 
@@ -97,13 +101,13 @@ def test_fabric(precision: str, strategy: Any) -> None:
         return strategy if isinstance(strategy, str) else strategy(parallelize_fn=lambda model, mesh: model)
 
     made = lf.Fabric(accelerator="cpu", devices=1, strategy=chosen(), precision=precision)  # type: ignore[arg-type]
-    assert isinstance(made._precision, Fp8FabricPrecision)
-    assert isinstance(made._precision, FABRIC_STOCK.get(precision, Fp8FabricPrecision))
+    assert type(made._precision) is FABRIC_PLUGINS[precision]
+    assert isinstance(made._precision, FABRIC_STOCK.get(precision, fabric_stock.Precision))
     assert made._precision.precision == precision
-    plugin = Fp8Precision(precision, recipe={"margin": 2})  # type: ignore[arg-type]
+    plugin = PLUGINS[precision](keep_fp32=["head"])
     from_plugin = lf.Fabric(accelerator="cpu", devices=1, strategy=chosen(), plugins=plugin)
-    assert isinstance(from_plugin._precision, Fp8FabricPrecision)
-    assert from_plugin._precision.recipe == plugin.recipe
+    assert type(from_plugin._precision) is FABRIC_PLUGINS[precision]
+    assert from_plugin._precision.settings == plugin.settings
 
 
 class _Connector:
@@ -196,6 +200,85 @@ def test_register_is_idempotent_and_unregister_restores_lightning_exactly() -> N
     assert all(a is b for a, b in zip(seam(), original, strict=True))
 
 
+def types_of_bf16() -> list[type]:
+    """What the bf16 strings make in a Trainer and in Fabric."""
+    made = [trainer(precision=precision).precision_plugin for precision in STOCK]
+    return [*map(type, made), *(type(lf.Fabric(accelerator="cpu", precision=name)._precision) for name in STOCK)]
+
+
+OURS = [*(PLUGINS[precision] for precision in STOCK), *(FABRIC_PLUGINS[precision] for precision in STOCK)]
+LIGHTNINGS = [*STOCK.values(), *FABRIC_STOCK.values()]
+
+
+def test_bf16_can_stay_lightnings_and_become_ours_again() -> None:
+    assert types_of_bf16() == OURS
+    registered = seam()
+    for _ in range(2):
+        lightning_fp8.register(bf16=False)
+        assert types_of_bf16() == LIGHTNINGS
+        assert type(trainer(precision="fp8-delayed").precision_plugin) is Fp8Precision
+        # asked for by its class, and not by the string
+        assert type(trainer(plugins=Bf16MixedPrecision()).precision_plugin) is Bf16MixedPrecision
+        made = lf.Fabric(accelerator="cpu", plugins=Bf16TruePrecision())
+        assert type(made._precision) is FABRIC_PLUGINS["bf16-true"]
+    for _ in range(2):
+        lightning_fp8.register()
+        assert types_of_bf16() == OURS
+    assert all(a is b for a, b in zip(seam(), registered, strict=True))
+
+
+def test_undone_after_bf16_was_declined_and_registered_anew() -> None:
+    lightning_fp8.unregister()
+    original = seam()
+    lightning_fp8.register(bf16=False)
+    lightning_fp8.unregister()
+    assert all(a is b for a, b in zip(seam(), original, strict=True))
+    assert types_of_bf16() == LIGHTNINGS
+    lightning_fp8.register()
+    assert types_of_bf16() == OURS
+
+
+FRESH = """
+import lightning.pytorch as pl
+import lightning.pytorch.plugins.precision as stock
+import lightning_fp8
+
+def kinds():
+    trainers = [pl.Trainer(accelerator="cpu", logger=False, precision=name) for name in ("bf16-mixed", "bf16-true")]
+    return [type(trainer.precision_plugin) for trainer in trainers]
+
+lightnings = [stock.MixedPrecision, stock.HalfPrecision]
+ours = [lightning_fp8.Bf16MixedPrecision, lightning_fp8.Bf16TruePrecision]
+"""
+CHECKS = {
+    None: "assert kinds() == ours; lightning_fp8.register(bf16=False); assert kinds() == lightnings",
+    "1": "assert kinds() == ours",
+    "0": "assert kinds() == lightnings; lightning_fp8.register(bf16=True); assert kinds() == ours",
+}
+
+
+def run_fresh(program: str, value: str | None) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own, with a value of ``LIGHTNING_FP8_REPLACE_BF16``."""
+    env = {name: text for name, text in os.environ.items() if name != "LIGHTNING_FP8_REPLACE_BF16"}
+    if value is not None:
+        env["LIGHTNING_FP8_REPLACE_BF16"] = value
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("value", CHECKS)
+def test_importing_the_package_replaces_bf16_unless_told_not_to(value: str | None) -> None:
+    fp8 = 'pl.Trainer(accelerator="cpu", logger=False, precision="fp8-delayed").precision_plugin'
+    run = run_fresh(f"{FRESH}{CHECKS[value]}; assert type({fp8}) is lightning_fp8.Fp8Precision", value)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_another_value_of_the_variable_is_refused_at_import() -> None:
+    run = run_fresh("import lightning_fp8", "no")
+    assert run.returncode == 1
+    assert "ValueError: LIGHTNING_FP8_REPLACE_BF16 must be 1, to replace" in run.stderr
+    assert "or 0, to leave them alone; got 'no'." in run.stderr
+
+
 def test_a_lightning_without_the_seam_is_told_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     lightning_fp8.unregister()
     before = seam()[1:]
@@ -280,7 +363,7 @@ def test_env_variable_of_fabric() -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_plugins_copy_and_pickle(precision: Any) -> None:
-    plugin = Fp8Precision(precision, ignore_modules=["a"])
+    plugin = PLUGINS[precision](keep_fp32=["a"])
     for other in (copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))):
         assert type(other) is type(plugin)
         assert other.settings == plugin.settings
@@ -289,7 +372,6 @@ def test_plugins_copy_and_pickle(precision: Any) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "words"),
     [
-        ({"precision": "fp8"}, ValueError, "'fp8-delayed', 'bf16-mixed', 'bf16-true', got 'fp8'"),
         ({"param_dtype": torch.float16}, ValueError, "torch.float32 or torch.bfloat16, got torch.float16"),
         ({"recipe": {"margin": -1}}, ValueError, "`margin`"),
         ({"recipe": "default"}, TypeError, "DelayedScaling or a mapping"),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import lightning_fp8
 from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8Precision, convert, scaling_state, unconvert
 from lightning_fp8.modules import feed_forward
+from lightning_fp8.plugins.trainer import PLUGINS
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip": 0.1}])
@@ -119,7 +120,7 @@ def test_plugin_can_be_pickled_after_a_run(tmp_path: Path) -> None:
 
 def test_contexts_restore_the_default_dtype() -> None:
     for precision in ("fp8-delayed", "bf16-mixed", "bf16-true"):
-        plugin = Fp8Precision(precision, param_dtype=torch.bfloat16)
+        plugin = PLUGINS[precision](**({} if precision == "bf16-true" else {"param_dtype": torch.bfloat16}))
         for context in (plugin.forward_context, plugin.tensor_init_context, plugin.module_init_context):
             with pytest.raises(KeyError), context():
                 raise KeyError

@@ -119,11 +119,9 @@ class CompareCLI(Fp8CLI):
                 # not `items()`, which are the leaves: a recipe's fields by dotted names
                 own = dict(vars(plugin.init_args)) if "init_args" in plugin else {}
         settings = plugin_settings(self.variant, own)
-        trainer.precision = None
-        if list(settings) == ["precision"]:
-            trainer.precision = settings["precision"]
-        else:
-            others.append(_part("lightning_fp8.Fp8Precision", settings))
+        trainer.precision = None if settings else self.variant
+        if settings:
+            others.append(_part(f"lightning_fp8.{VARIANTS[self.variant][0]}", settings))
         trainer.plugins = others or None
 
     def _stays(self, callback: Any) -> bool:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 REFERENCE = "bf16-mixed"
-# arguments of `Fp8Precision`
-VARIANTS: dict[str, dict[str, Any]] = {
-    "bf16-mixed": {"precision": "bf16-mixed"},
-    "bf16-mixed+weight_copy": {"precision": "bf16-mixed", "weight_copy": True},
-    "bf16-true": {"precision": "bf16-true"},
-    "fp8-delayed": {"precision": "fp8-delayed"},
+# class and arguments of the plugin; a variant without arguments is a precision string
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16-mixed": ("Bf16MixedPrecision", {}),
+    "bf16-mixed+weight_copy": ("Bf16MixedPrecision", {"weight_copy": True}),
+    "bf16-true": ("Bf16TruePrecision", {}),
+    "fp8-delayed": ("Fp8Precision", {}),
 }
 _FOR_ALL = ("keep_fp32", "dtype_mismatch", "reduce_dtype")
 # dtypes too: the bf16 precisions are to be what their names say
@@ -19,13 +19,13 @@ _FOR_FP8 = ("recipe", "ignore_modules", "param_dtype", "compute_dtype", "fp8_all
 
 
 def plugin_settings(variant: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``Fp8Precision`` for a variant, with those of the user's ``own`` that hold for it.
+    """Arguments of a variant's plugin, with those of the user's ``own`` that hold for it.
 
     ``keep_fp32``, ``dtype_mismatch`` and ``reduce_dtype`` hold for all; ``recipe``, ``ignore_modules``,
     ``param_dtype``, ``compute_dtype``, ``fp8_all_gather``, ``gemm`` and ``min_features`` for ``fp8-delayed`` only.
 
-    >>> plugin_settings("bf16-true", {"keep_fp32": ["norm"], "ignore_modules": ["head"], "precision": "fp8-delayed"})
-    {'keep_fp32': ['norm'], 'precision': 'bf16-true'}
+    >>> plugin_settings("bf16-true", {"keep_fp32": ["norm"], "ignore_modules": ["head"]})
+    {'keep_fp32': ['norm']}
     """
     names = _FOR_ALL + (_FOR_FP8 if variant == "fp8-delayed" else ())
-    return {**{name: own[name] for name in names if name in own}, **VARIANTS[variant]}
+    return {**{name: own[name] for name in names if name in own}, **VARIANTS[variant][1]}

@@ -1,0 +1,71 @@
+"""Which of the three plugins takes which argument, and what a call that mixes them up is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import wraps
+from inspect import signature
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+_P = ParamSpec("_P")
+_Self = TypeVar("_Self")
+
+PLUGIN_OF = {"fp8-delayed": "Fp8Precision", "bf16-mixed": "Bf16MixedPrecision", "bf16-true": "Bf16TruePrecision"}
+# names of the arguments by precision, filled in by `arguments_of`
+ARGUMENTS: dict[str, tuple[str, ...]] = {}
+
+_Init = Callable[Concatenate[_Self, _P], None]
+
+
+def arguments_of(precision: str) -> Callable[[_Init[_Self, _P]], _Init[_Self, _P]]:
+    """Decorate the ``__init__`` of a precision: arguments of another one, and ``precision``, raise what to write.
+
+    Raises:
+        TypeError: by the decorated ``__init__``.
+    """
+
+    def decorate(init: _Init[_Self, _P]) -> _Init[_Self, _P]:
+        ARGUMENTS[precision] = tuple(signature(init).parameters)[1:]
+
+        @wraps(init)
+        def checked(self: _Self, *args: _P.args, **kwargs: _P.kwargs) -> None:
+            _check(type(self).__name__, precision, args, kwargs)
+            init(self, *args, **kwargs)
+
+        return cast("_Init[_Self, _P]", checked)
+
+    return decorate
+
+
+def _check(name: str, precision: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    # the first positional argument was `precision` up to version 0.5
+    asked = kwargs.get("precision", args[0] if args else None)
+    if isinstance(asked, str):
+        wanted = name if asked == precision else PLUGIN_OF.get(asked)
+        given = {key: value for key, value in kwargs.items() if key != "precision"}
+        raise TypeError(
+            f"The argument `precision` is gone: `{name}` is for {precision!r} only, got {asked!r}."
+            f" {_instead(wanted, ARGUMENTS.get(asked, ()), given)}"
+        )
+    for key in kwargs:
+        if key not in ARGUMENTS[precision] and _takers(key):
+            raise TypeError(
+                f"`{name}`, for {precision!r}, has no argument `{key}`: it belongs to {_words(_takers(key))}."
+            )
+
+
+def _instead(wanted: str | None, takes: Collection[str], given: Mapping[str, Any]) -> str:
+    if wanted is None:
+        known = ", ".join(f"`{plugin}` ({precision!r})" for precision, plugin in PLUGIN_OF.items())
+        return f"The plugins are {known}."
+    arguments = ", ".join(f"{key}={value!r}" for key, value in given.items() if key in takes)
+    left_out = [f" `{key}` belongs to {_words(_takers(key))}." for key in given if key not in takes and _takers(key)]
+    return f"Write `{wanted}({arguments})`.{''.join(left_out)}"
+
+
+def _takers(key: str) -> list[str]:
+    return [PLUGIN_OF[precision] for precision, names in ARGUMENTS.items() if key in names]
+
+
+def _words(plugins: Iterable[str]) -> str:
+    return " and ".join(f"`{plugin}`" for plugin in plugins)

@@ -1,0 +1,165 @@
+"""``"fp8-delayed"``: layers in FP8 with delayed scaling, the rest in bf16 by autocast, over fp32 masters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
+from torch import nn
+from typing_extensions import override
+
+from lightning_fp8.conversion.convert import carry_out, give_settings, unconvert
+from lightning_fp8.conversion.coverage import coverage
+from lightning_fp8.conversion.min_features import MinFeatures, as_agreed_number, check_min_features
+from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
+from lightning_fp8.dtypes.attention import DtypeMismatch
+from lightning_fp8.dtypes.storage import float64_parameter, store_parameters
+from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
+from lightning_fp8.modules.paths import as_patterns
+from lightning_fp8.ops.cuda.gemm_choice import check_gemm
+from lightning_fp8.plugins.arguments import arguments_of
+from lightning_fp8.plugins.core import PrecisionCore
+from lightning_fp8.plugins.settings import GemmString, as_recipe, as_torch_dtype
+from lightning_fp8.runtime.warn_once import warn_once
+from lightning_fp8.scaling.recipe import DelayedScaling
+from lightning_fp8.scaling.state import ScalingState
+
+
+class Fp8Core(PrecisionCore):
+    """Conversion, and the scaling states of the models that were converted.
+
+    Args: see :class:`~lightning_fp8.Fp8Precision`.
+    """
+
+    precision = "fp8-delayed"
+    _patterns = ("ignore_modules", "keep_fp32")
+
+    @arguments_of("fp8-delayed")
+    def __init__(
+        self,
+        *,
+        recipe: DelayedScaling | dict[str, Any] | None = None,
+        ignore_modules: Sequence[str] = (),
+        param_dtype: torch.dtype | str | None = None,
+        compute_dtype: torch.dtype | str = torch.bfloat16,
+        keep_fp32: Sequence[str] = (),
+        dtype_mismatch: DtypeMismatch = "align",
+        reduce_dtype: torch.dtype | str = torch.float32,
+        fp8_all_gather: bool = False,
+        gemm: GemmString = "auto",
+        min_features: MinFeatures = 0,
+    ) -> None:
+        check_gemm(gemm)
+        check_min_features(min_features)
+        self.recipe = as_recipe(recipe)
+        self.ignore_modules = as_patterns(ignore_modules, "ignore_modules")
+        self.param_dtype = torch.float32 if param_dtype is None else as_torch_dtype("param_dtype", param_dtype)
+        self.compute_dtype = as_torch_dtype("compute_dtype", compute_dtype)
+        if self.compute_dtype == torch.float32 and self.param_dtype == torch.bfloat16:
+            raise ValueError("`compute_dtype=torch.float32` needs `param_dtype=torch.float32`, got torch.bfloat16.")
+        self.fp8_all_gather = fp8_all_gather
+        self.gemm = gemm
+        self.min_features = min_features
+        self._states: list[ScalingState] = []
+        # models that have had no forward yet, whose layers may have been sharded since they were converted
+        self._not_run: list[weakref.ref[nn.Module]] = []
+        super().__init__(keep_fp32, dtype_mismatch, reduce_dtype)
+
+    @override
+    def _prepare(self, module: nn.Module) -> None:
+        self._refuse_float64(module)
+        store_parameters(module, self.param_dtype, self.keep_fp32)
+        state = self._convert(module)
+        if state is not None:
+            self._add_state(state)
+            self._not_run.append(weakref.ref(module))
+
+    def _refuse_float64(self, module: nn.Module) -> None:
+        name = float64_parameter(module)
+        if name is not None:
+            raise TypeError(
+                f"The parameter {name!r} is float64, which `fp8-delayed` would round."
+                " Call `model.float()` first if that is what you want."
+            )
+
+    def _convert(self, module: nn.Module) -> ScalingState | None:
+        try:
+            return self._convert_layers(module)
+        except NothingToConvertError as reason:
+            # what an earlier run has converted, and these settings leave out
+            unconvert(module)
+            without_fp8 = "bf16-mixed" if self.compute_dtype == torch.bfloat16 else "32-true"
+            rank_zero_only(warn_once)(
+                f"fp8-delayed: no layer runs in FP8, and the model computes in {self.compute_dtype}. If you want that,"
+                f' `precision="{without_fp8}"` does the same without this warning. The reason: {reason}'
+            )
+            return None
+
+    def _convert_layers(self, module: nn.Module) -> ScalingState:
+        asked = as_agreed_number(self.min_features) if self.min_features else None
+        plan = conversion_plan(module, self.recipe, self._not_converted, self.gemm, asked)
+        if not plan.converted:
+            state = carry_out(plan)
+            rank_zero_info(f"fp8-delayed: {coverage(plan)}.")
+            return state
+        # Converted by the user or by an earlier run: it stays as it is, unless this plugin was told otherwise. Only
+        # what runs the GEMMs is each run's own.
+        state = plan.state
+        if plan.recipe != state.recipe:
+            raise ValueError(
+                f"The model is already converted with {state.recipe}, but this plugin has {self.recipe}."
+                " Call `lightning_fp8.unconvert(model)` first; the scales start anew then."
+            )
+        if self._not_converted or self.min_features:
+            return carry_out(plan)
+        give_settings((layer for _, layer in plan.converted), plan.settings)
+        return state
+
+    @property
+    def _not_converted(self) -> tuple[str, ...]:
+        return (*self.ignore_modules, *self.keep_fp32)
+
+    def _add_state(self, state: ScalingState) -> None:
+        if not any(state is known for known in self._states):
+            self._states.append(state)
+
+    def _update_scales(self) -> None:
+        for state in self._states:
+            state.update()
+
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """What was recorded in a step that an error ends is no part of the next update."""
+        try:
+            yield
+        except BaseException:
+            for state in self._states:
+                state.discard()
+            raise
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        self._look_at_sharding()
+        with self._discarding(), super().forward_context():
+            yield
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with self._discarding():
+            super().backward(*args, **kwargs)
+
+    def _look_at_sharding(self) -> None:
+        for known in self._not_run:
+            module = known()
+            if module is None:
+                continue
+            note_sharded_weights(module)
+            if self.fp8_all_gather:
+                names = gather_in_fp8(module)
+                rank_zero_info(f"fp8-delayed: the weights of {len(names)} layers are gathered in FP8.")
+        self._not_run.clear()

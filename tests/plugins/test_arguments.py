@@ -1,0 +1,212 @@
+"""The three plugins by class and by YAML, the arguments of each, and what a call that mixes them up is told."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.fabric as lf
+import lightning.pytorch as pl
+import lightning.pytorch.plugins.precision as stock
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lit import loader, make_trainer, seeded
+
+import lightning_fp8
+from lightning_fp8 import (
+    Bf16MixedPrecision,
+    Bf16TruePrecision,
+    DelayedScaling,
+    Fp8FabricPrecision,
+    Fp8FSDPPrecision,
+    Fp8Precision,
+)
+from lightning_fp8.plugins.fabric import FABRIC_FSDP_PLUGINS, FABRIC_PLUGINS
+from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
+
+# every argument of each, with a value that is not its default
+SHARED = {"keep_fp32": ("layer",), "dtype_mismatch": "warn", "reduce_dtype": torch.bfloat16}
+FP8 = {
+    **SHARED,
+    "recipe": DelayedScaling(margin=1),
+    "ignore_modules": ("layer",),
+    "param_dtype": torch.bfloat16,
+    "compute_dtype": torch.bfloat16,
+    "fp8_all_gather": True,
+    "gemm": "cublaslt",
+    "min_features": 64,
+}
+MIXED = {**SHARED, "param_dtype": torch.float32, "weight_copy": True}
+ARGUMENTS: dict[str, dict[str, Any]] = {"fp8-delayed": FP8, "bf16-mixed": MIXED, "bf16-true": SHARED}
+FAMILIES = [PLUGINS, FSDP_PLUGINS, FABRIC_PLUGINS, FABRIC_FSDP_PLUGINS]
+
+
+@pytest.mark.parametrize("precision", ARGUMENTS)
+def test_each_takes_its_own_arguments_in_every_front_end_and_strategy(precision: str) -> None:
+    given = ARGUMENTS[precision]
+    for family in FAMILIES:
+        assert list(family) == list(ARGUMENTS)
+        taken = inspect.signature(family[precision]).parameters
+        assert set(taken) == set(given)
+        assert {parameter.kind for parameter in taken.values()} == {inspect.Parameter.KEYWORD_ONLY}
+        plugin = family[precision](**given)
+        assert plugin.precision == precision
+        assert plugin.settings == given
+        # of every other front end and strategy, as registration makes them
+        for other in FAMILIES:
+            assert other[precision](**plugin.settings).settings == given
+
+
+def test_no_class_makes_another() -> None:
+    kinds = [Fp8Precision, Bf16MixedPrecision, Bf16TruePrecision]
+    for kind in kinds:
+        assert type(kind()) is kind
+        assert [isinstance(kind(), other) for other in kinds] == [kind is other for other in kinds]
+    assert isinstance(Bf16MixedPrecision(), stock.MixedPrecision)
+    assert isinstance(Bf16TruePrecision(), stock.HalfPrecision)
+
+
+@pytest.mark.parametrize("precision", ARGUMENTS)
+def test_class_and_string_train_alike(tmp_path: Path, precision: str) -> None:
+    losses = []
+    for choice in ({"precision": precision}, {"precision": None, "plugins": PLUGINS[precision]()}):
+        model = seeded()
+        make_trainer(tmp_path, **choice).fit(model, loader())
+        losses.append(torch.stack(model.losses))
+    assert torch.equal(*losses)
+
+
+def from_yaml(folder: Path, **trainer: Any) -> pl.Trainer:
+    config = folder / "config.yaml"
+    # JSON is YAML
+    config.write_text(json.dumps({"trainer": {"accelerator": "cpu", "logger": False, **trainer}}))
+    return LightningCLI(BoringModel, run=False, args=["--config", str(config)], save_config_callback=None).trainer
+
+
+@pytest.mark.parametrize("precision", ARGUMENTS)
+def test_by_yaml(tmp_path: Path, precision: str) -> None:
+    assert type(from_yaml(tmp_path, precision=precision).precision_plugin) is PLUGINS[precision]
+    given = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in SHARED.items()}
+    if precision == "fp8-delayed":
+        given |= {"recipe": {"margin": 1, "amax_history_len": 3}, "min_features": 64}
+    name = f"lightning_fp8.{PLUGINS[precision].__name__}"
+    made = from_yaml(tmp_path, plugins={"class_path": name, "init_args": given})
+    assert made.precision == precision
+    plugin = made.precision_plugin
+    assert type(plugin) is PLUGINS[precision]
+    expected = {**PLUGINS[precision]().settings, **SHARED}
+    if precision == "fp8-delayed":
+        expected |= {"recipe": DelayedScaling(margin=1, amax_history_len=3), "min_features": 64}
+    assert plugin.settings == expected
+
+
+def test_yaml_refuses_an_argument_of_another_class_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, argument in (("Bf16TruePrecision", "weight_copy"), ("Fp8Precision", "precision")):
+        with pytest.raises(SystemExit):
+            from_yaml(tmp_path, plugins={"class_path": f"lightning_fp8.{name}", "init_args": {argument: True}})
+        said = capsys.readouterr().err
+        assert f"Problem with given class_path 'lightning_fp8.{name}'" in said
+        assert f"Option '{argument}' is not accepted" in said
+
+
+@pytest.mark.parametrize(
+    ("plugin", "args", "kwargs", "words"),
+    [
+        (Fp8Precision, ("bf16-mixed",), {}, "got 'bf16-mixed'. Write `Bf16MixedPrecision()`."),
+        (Fp8Precision, (), {"precision": "bf16-mixed"}, "got 'bf16-mixed'. Write `Bf16MixedPrecision()`."),
+        (
+            Fp8Precision,
+            ("bf16-mixed",),
+            {"weight_copy": True, "keep_fp32": ("norm",)},
+            "Write `Bf16MixedPrecision(weight_copy=True, keep_fp32=('norm',))`.",
+        ),
+        (
+            Fp8Precision,
+            (),
+            {"precision": "bf16-true", "dtype_mismatch": "warn", "ignore_modules": ["head"]},
+            "Write `Bf16TruePrecision(dtype_mismatch='warn')`. `ignore_modules` belongs to `Fp8Precision`.",
+        ),
+        (
+            Fp8Precision,
+            (),
+            {"precision": "fp8-delayed", "min_features": 32},
+            "got 'fp8-delayed'. Write `Fp8Precision(min_features=32)`.",
+        ),
+        (Fp8Precision, ("fp8-delayed",), {}, "got 'fp8-delayed'. Write `Fp8Precision()`."),
+        (Bf16MixedPrecision, ("bf16-mixed",), {}, "got 'bf16-mixed'. Write `Bf16MixedPrecision()`."),
+        (Bf16TruePrecision, (), {"precision": "fp8-delayed", "gemm": "auto"}, "Write `Fp8Precision(gemm='auto')`."),
+        (Fp8FabricPrecision, ("fp8-delayed",), {}, "Write `Fp8FabricPrecision()`."),
+        (Fp8FSDPPrecision, ("bf16-true",), {}, "Write `Bf16TruePrecision()`."),
+        (
+            Fp8Precision,
+            (),
+            {"precision": "fp8"},
+            "got 'fp8'. The plugins are `Fp8Precision` ('fp8-delayed'), `Bf16MixedPrecision` ('bf16-mixed'),"
+            " `Bf16TruePrecision` ('bf16-true').",
+        ),
+    ],
+)
+def test_the_argument_precision_is_gone_and_the_error_says_what_to_write(
+    plugin: Any, args: tuple[Any, ...], kwargs: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(TypeError) as error:
+        plugin(*args, **kwargs)
+    assert str(error.value).startswith(f"The argument `precision` is gone: `{plugin.__name__}` is for ")
+    assert str(error.value).endswith(words)
+
+
+# the advice that an error gives is right: it names every plugin that takes the argument, and no other
+@pytest.mark.parametrize("precision", ARGUMENTS)
+def test_an_argument_of_another_plugin_is_refused_by_its_name(precision: str) -> None:
+    others = {name for given in ARGUMENTS.values() for name in given} - set(ARGUMENTS[precision])
+    assert len(others) == {"fp8-delayed": 1, "bf16-mixed": 6, "bf16-true": 8}[precision]
+    for family in FAMILIES:
+        for name in others:
+            # whatever its value, the default of the other plugin included
+            with pytest.raises(TypeError) as error:
+                family[precision](**{name: None})
+            message = str(error.value)
+            assert message.startswith(f"`{family[precision].__name__}`, for {precision!r}, has no argument `{name}`")
+            takers = {PLUGINS[other].__name__ for other, given in ARGUMENTS.items() if name in given}
+            named = message.partition("it belongs to ")[2]
+            assert {kind.__name__ for kind in PLUGINS.values() if f"`{kind.__name__}`" in named} == takers
+
+
+def test_other_wrong_calls_stay_pythons() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'margins'"):
+        Bf16MixedPrecision(margins=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional argument"):
+        Fp8Precision(DelayedScaling())  # type: ignore[misc]
+
+
+class Mine(Fp8Precision):
+    """A plugin of the user's, with an argument of its own that another one of ours has."""
+
+    def __init__(self, weight_copy: bool, **kwargs: Any) -> None:
+        self.weight_copy = weight_copy
+        super().__init__(**kwargs)
+
+
+def test_subclasses_have_arguments_of_their_own() -> None:
+    made = pl.Trainer(plugins=Mine(True, min_features=8), accelerator="cpu", logger=False).precision_plugin
+    assert isinstance(made, Mine)
+    assert (made.weight_copy, made.min_features) == (True, 8)
+    with pytest.raises(TypeError, match="Write `Bf16MixedPrecision"):
+        Mine(True, precision="bf16-mixed")
+
+
+def test_names_that_are_exported() -> None:
+    for kind in PLUGINS.values():
+        assert getattr(lightning_fp8, kind.__name__) is kind
+        assert kind.__name__ in lightning_fp8.__all__
+
+
+def test_parameters_stay_as_they_came_in_fabric_too() -> None:
+    """The default of ``param_dtype`` reaches the plugin that Fabric makes, and is no dtype asked for."""
+    fabric = lf.Fabric(accelerator="cpu", devices=1, plugins=Bf16MixedPrecision())
+    model = fabric.setup(torch.nn.Linear(4, 4, dtype=torch.bfloat16))
+    assert model.weight.dtype == torch.bfloat16
