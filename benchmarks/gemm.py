@@ -139,9 +139,13 @@ class Gemm:
 
         def cublaslt(fast: bool) -> Callable[[Operands], Tensor]:
             return lambda given: torch._scaled_mm(
-                given.a.view(FORMATS[self.a_format].dtype), given.b.view(FORMATS["e4m3"].dtype).t(),
-                scale_a=scales[0], scale_b=scales[1], out_dtype=self.output, use_fast_accum=fast,
-            )  # fmt: skip
+                given.a.view(FORMATS[self.a_format].dtype),
+                given.b.view(FORMATS["e4m3"].dtype).t(),
+                scale_a=scales[0],
+                scale_b=scales[1],
+                out_dtype=self.output,
+                use_fast_accum=fast,
+            )
 
         other = "cublaslt precise" if self.fast else "cublaslt fast"
         return [

@@ -34,6 +34,7 @@ from lightning_fp8.plugins import (
     register,
     unregister,
 )
+from lightning_fp8.runtime.version import __version__ as __version__
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.state import ScalingState
 
@@ -41,7 +42,6 @@ from lightning_fp8.scaling.state import ScalingState
 # those of versions up to 0.5.0 under the name that it had then
 torch.serialization.add_safe_globals([DelayedScaling, (DelayedScaling, "lightning_fp8.recipe.DelayedScaling")])
 
-__version__ = "0.6.0"
 __all__ = [
     "Bf16MixedPrecision",
     "Bf16TruePrecision",

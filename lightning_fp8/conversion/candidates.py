@@ -45,8 +45,9 @@ def reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_outp
     if own_class(layer) is NonDynamicallyQuantizableLinear:
         return None if is_output else "nn.MultiheadAttention, which is not converted, reads its weight directly"
     if own_class(layer) not in kinds:
-        names = ", ".join(f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn") else kind.__name__
-                          for kind in kinds)  # fmt: skip
+        names = ", ".join(
+            f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn") else kind.__name__ for kind in kinds
+        )
         return f"a {type(layer).__name__}; converted are {names}, and no subclass of them"
     if "forward" in vars(layer):
         return "its `forward` was replaced on the object, and a conversion by class would have no effect"

@@ -131,12 +131,14 @@ class ConversionPlan:
         """See :func:`lightning_fp8.describe`."""
         parameters = [
             Candidate(
-                path, "Parameter", False,
+                path,
+                "Parameter",
+                False,
                 f"{list(parameter.shape)} parameter of {own_class(owner).__name__}: no layer known here multiplies"
                 " with it",
             )
             for path, owner, parameter in self.large_parameters
-        ]  # fmt: skip
+        ]
         return [*map(_row, self.layers), *parameters]
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_mlp
+from small_models import small_mlp
 from torch import nn
 from transformer_models import HUGGING_FACE
 

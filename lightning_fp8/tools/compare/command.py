@@ -119,12 +119,28 @@ def _on_gpu(configs: Sequence[Path], further: Sequence[str]) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lightning_fp8 compare", description=__doc__, allow_abbrev=False)
-    parser.add_argument("-c", "--config", action="append", required=True, type=Path, metavar="FILE",
-                        help="as for `fit`; may be given more than once, the later one counts")  # fmt: skip
-    parser.add_argument("--steps", type=positive, metavar="N",
-                        help=f"optimizer steps, else {STEPS_ON_GPU} on a GPU, {STEPS_ON_CPU} on the CPU")  # fmt: skip
-    parser.add_argument("--warmup", type=positive, default=WARMUP, metavar="N",
-                        help=f"of these, steps at the start that are not timed, else {WARMUP}")  # fmt: skip
+    parser.add_argument(
+        "-c",
+        "--config",
+        action="append",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="as for `fit`; may be given more than once, the later one counts",
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        metavar="N",
+        help=f"optimizer steps, else {STEPS_ON_GPU} on a GPU, {STEPS_ON_CPU} on the CPU",
+    )
+    parser.add_argument(
+        "--warmup",
+        type=positive,
+        default=WARMUP,
+        metavar="N",
+        help=f"of these, steps at the start that are not timed, else {WARMUP}",
+    )
     parser.add_argument("--precisions", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="else all four")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="for results and logs, else runs/compare/<config name>"

@@ -140,6 +140,9 @@ def _row(place: str, name: str, group: list[KernelCheck]) -> tuple[str, ...]:
 def _counted(results: list[str], seconds: float | None) -> str:
     """``"20 passed, 2 failed: 1.25 s"``."""
     counts = Counter(results)
-    text = next(iter(counts)) if seconds is None and len(counts) == 1 else ", ".join(
-        f"{number} {result}" for result, number in counts.items())  # fmt: skip
+    text = (
+        next(iter(counts))
+        if seconds is None and len(counts) == 1
+        else ", ".join(f"{number} {result}" for result, number in counts.items())
+    )
     return text if seconds is None else f"{text}: {seconds:.2f} s"

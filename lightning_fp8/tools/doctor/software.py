@@ -13,16 +13,23 @@ from pathlib import Path
 
 import torch
 
-import lightning_fp8
 from kernels_cuda.cache import Untrusted, cache_folder, check_folder
 from lightning_fp8.ops.cuda.kernels import backend
+from lightning_fp8.plugins.registration import register
 from lightning_fp8.runtime.environment import package_version
+from lightning_fp8.runtime.version import __version__
 from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Findings, Section
 
 # how much it matters that one is too old
 _REQUIRED = {"torch": CANNOT, "lightning": SLOWER, "torchmetrics": SLOWER}
-_EXTRAS = {"jsonargparse": "cli", "rich": "cli", "plotly": "report", "matplotlib": "report", "safetensors": "export",
-           "torchao": "bench"}  # fmt: skip
+_EXTRAS = {
+    "jsonargparse": "cli",
+    "rich": "cli",
+    "plotly": "report",
+    "matplotlib": "report",
+    "safetensors": "export",
+    "torchao": "bench",
+}
 
 
 def asked(question: Callable[[], object]) -> str:
@@ -38,7 +45,7 @@ def asked(question: Callable[[], object]) -> str:
 def versions(findings: Findings) -> None:
     """What is installed, whether it is new enough, and whether Lightning knows the precision strings."""
     rows = [
-        ("lightning-fp8", lightning_fp8.__version__),
+        ("lightning-fp8", __version__),
         ("Python", asked(lambda: f"{platform.python_version()}, {platform.system()} {platform.machine()}")),
         ("torch", asked(lambda: f"{torch.__version__}, {_built_for()}")),
     ]
@@ -53,14 +60,17 @@ def versions(findings: Findings) -> None:
 
 
 def _built_for() -> str:
-    return f"built for CUDA {torch.version.cuda}" if torch.version.cuda else (
-        f"built for ROCm {torch.version.hip}" if torch.version.hip else "built for the CPU")  # fmt: skip
+    return (
+        f"built for CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else (f"built for ROCm {torch.version.hip}" if torch.version.hip else "built for the CPU")
+    )
 
 
 def _registration(findings: Findings) -> str:
     try:
         # what importing the package has done already, and harmless to do again
-        lightning_fp8.register()
+        register()
     except Exception as error:
         findings.problem(
             CANNOT,

@@ -40,8 +40,13 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lightning_fp8 report", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="LOGDIR",
-                        help="a run's folder, or an experiment's with version_N in it: the newest is read")  # fmt: skip
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="LOGDIR",
+        help="a run's folder, or an experiment's with version_N in it: the newest is read",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page; else report.html in the first LOGDIR")
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="for the PNGs; else report_png beside the page")
     return parser

@@ -91,9 +91,15 @@ def _read(folder: Path) -> Run:
     if not any(len(series.steps) for series in scalars.values()):
         raise ReadError(f"{place / CSV_FILE if path.is_file() else place} has no step with a number in it yet.")
     return Run(
-        place.name, place, source, note, scalars,
-        read_record(place / RUN_FILE), read_dtypes(place / DTYPES_FILE), read_hparams(place / HPARAMS_FILE),
-    )  # fmt: skip
+        place.name,
+        place,
+        source,
+        note,
+        scalars,
+        read_record(place / RUN_FILE),
+        read_dtypes(place / DTYPES_FILE),
+        read_hparams(place / HPARAMS_FILE),
+    )
 
 
 def _has_logs(folder: Path) -> bool:

@@ -161,10 +161,14 @@ def layers(run: Run) -> Table:
     if not found:
         return Table([], [], f"No layer runs in FP8 under precision {run.precision}.")
     rows = [
-        [Cell(row["path"] or "(root)"), Cell(row["kind"]),
-         Cell("FP8" if row["converted"] else "not FP8", mark=not row["converted"]), Cell(row["reason"])]
+        [
+            Cell(row["path"] or "(root)"),
+            Cell(row["kind"]),
+            Cell("FP8" if row["converted"] else "not FP8", mark=not row["converted"]),
+            Cell(row["reason"]),
+        ]
         for row in found
-    ]  # fmt: skip
+    ]
     known = [row["converted"] for row in found if row["kind"] != "Parameter"]
     note = f"{sum(known)} of {len(known)} layers ran in FP8 when the run started."
     return Table(["layer", "class", "runs in", "because"], rows, note, by_layer=True)

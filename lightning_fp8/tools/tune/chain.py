@@ -97,9 +97,7 @@ def _chained(gemm: Gemm, choice: Choice, activation: str, device: torch.device) 
     one = choice.configuration
     if one is None or one.family != "gemm_sm90":
         return None
-    kernel = kernels.chained_kernel(
-        device, one, gemm.a_format, gemm.output, gemm.promote, activation, gemm.a_format
-    )  # fmt: skip
+    kernel = kernels.chained_kernel(device, one, gemm.a_format, gemm.output, gemm.promote, activation, gemm.a_format)
     if kernel is None:
         return None
 

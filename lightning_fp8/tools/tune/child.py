@@ -38,9 +38,12 @@ def chain_job(gemm: Gemm, row: dict[str, Any], activation: str, rounds: int) -> 
     ours = [[row["configuration"], row["splits"]]]
     separate = ours if theirs is None or own < theirs else [[None, 1]]
     return {
-        "kind": "chain", "gemm": gemm.as_json(), "choices": [*ours, *separate], "activation": activation,
+        "kind": "chain",
+        "gemm": gemm.as_json(),
+        "choices": [*ours, *separate],
+        "activation": activation,
         "rounds": rounds,
-    }  # fmt: skip
+    }
 
 
 def work(job: Job) -> dict[str, Any]:

@@ -155,8 +155,11 @@ def _tflops(gemm: Gemm, us: float | None) -> str:
 def _device(for_gemms: bool = True) -> torch.device:
     """The GPU; exits where there is none with kernels to measure, those of GEMMs or any."""
     if not torch.cuda.is_available():
-        sys.exit("tune measures on a CUDA GPU of compute capability {}.{} or newer, and none was found.".format(
-            *MIN_CAPABILITY))  # fmt: skip
+        sys.exit(
+            "tune measures on a CUDA GPU of compute capability {}.{} or newer, and none was found.".format(
+                *MIN_CAPABILITY
+            )
+        )
     device = torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
     if not for_gemms:
@@ -194,18 +197,35 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m lightning_fp8 tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--min-features", action="store_true", help="measure from which size on layers are faster in FP8:"
-                      " square ones of 128 to 4096 features, 8192 tokens, forward and backward")  # fmt: skip
     what.add_argument(
-        "--shapes", type=_layers, default=LAYERS, metavar="TOKENSxINxOUT,...",
+        "--min-features",
+        action="store_true",
+        help="measure from which size on layers are faster in FP8:"
+        " square ones of 128 to 4096 features, 8192 tokens, forward and backward",
+    )
+    what.add_argument(
+        "--shapes",
+        type=_layers,
+        default=LAYERS,
+        metavar="TOKENSxINxOUT,...",
         help="linear layers and the tokens they are given at a time, each measured in its three GEMMs; by default"
         " 2048, 8192 and 32768 tokens in the projections of transformers of width 1024, 4096 and 8192",
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE", help="by default a table in the cache folder, which is"
-                        " the one that is used; rows of other GEMMs that it has stay")  # fmt: skip
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="by default a table in the cache folder, which is"
+        " the one that is used; rows of other GEMMs that it has stay",
+    )
     parser.add_argument("--rounds", type=positive, default=ROUNDS, help="batches of each candidate (%(default)s)")
-    parser.add_argument("--time-limit", type=positive, default=LIMIT_S, metavar="S",
-                        help="seconds for trying one candidate, or for timing it (%(default)g)")  # fmt: skip
+    parser.add_argument(
+        "--time-limit",
+        type=positive,
+        default=LIMIT_S,
+        metavar="S",
+        help="seconds for trying one candidate, or for timing it (%(default)g)",
+    )
     return parser
 
 
