@@ -589,7 +589,7 @@ def test_a_lightning_without_the_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     def register() -> None:
         raise RuntimeError("lightning 9.0 has no `_AcceleratorConnector`")
 
-    monkeypatch.setattr(lightning_fp8, "register", register)
+    monkeypatch.setattr(software, "register", register)
     found = examine(compile=False)
     assert found.status == 2
     assert value(found, "Versions", "precision strings") == "not registered with Lightning"
