@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from repository import ROOT
 from torch import Tensor, nn
 
-from benchmarks import baselines, command, layer, memory, steps, train, trainer_precisions, training
+from benchmarks import baselines, command, layer, memory, plot, steps, train, trainer_precisions, training
 from benchmarks.trainer_precisions import Setting
 from benchmarks.training import Start, Work
 from lightning_fp8 import Fp8Precision, convert, scaling_state
@@ -466,6 +466,12 @@ def test_what_is_kept_anyway_is_not_saved() -> None:
 
 def row(case: str, variant: str, tokens_per_s: float, peak: int | None) -> dict[str, Any]:
     return {"case": case, "variant": variant, "tokens_per_s": tokens_per_s, "peak_memory_bytes": peak}
+
+
+def test_bars_of_equal_times_have_no_negative_error() -> None:
+    # 7733 * 54.08 / 54.08 is more than 7733
+    equal = {**row("x", "y", 7733.0, None), "suite": "train", "p20_us": 54.08, "p50_us": 54.08, "p80_us": 54.08}
+    assert plot.tokens([equal], "train") == {"x": {"y": (7733.0, 7733.0, 7733.0)}}
 
 
 def test_the_last_line() -> None:
