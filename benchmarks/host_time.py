@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from kernels_cuda.launch import Kernel
 from lightning_fp8 import convert, scaling_state
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
+from lightning_fp8.ops import library
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm, kernels
 from lightning_fp8.ops.formats import DELAYED_ROLES
-from lightning_fp8.ops.library import K_MAJOR_DEVICES
 
 FEATURES = 16
 LAYERS = 8
@@ -207,7 +207,7 @@ def _without_work() -> None:
     """The CUDA half in the place of the CPU's, kernels and torch's FP8 GEMM that do nothing, and one thread."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    K_MAJOR_DEVICES.add("cpu")
+    library.cuda_on_cpu = True
     kernels._obtain = _no_kernel  # type: ignore[assignment]
     torch._scaled_mm = _no_scaled_mm  # type: ignore[assignment]
 

@@ -93,10 +93,13 @@ def cast_transpose(
         dy_at, dy_stride = dy.data_ptr(), dy.stride(0)
         loads &= _loads(dy_at, dy_stride * size)
     scale, newest, index, amax, current_amax = row
-    scale_at, index_at, newest_at = scale.data_ptr(), index.data_ptr(), 0 if newest is None else newest.data_ptr()
-    current_at = 0
+    scale_at, newest_at, index_at, current_at = (
+        scale.data_ptr(),
+        address(newest),
+        index.data_ptr(),
+        address(current_amax),
+    )
     if current_amax is not None:
-        current_at = current_amax.data_ptr()
         kernel(
             grid,
             x_at,
@@ -117,18 +120,14 @@ def cast_transpose(
             0,
             1,
         )
-    # written out, as these are on the host's way through every layer
-    y_at = 0 if y is None else y.data_ptr()
-    y_t_at = 0 if y_t is None else y_t.data_ptr()
-    sums_at = 0 if column_sums is None else column_sums.data_ptr()
-    amax_at = 0 if amax is None else amax.data_ptr()
+    y_at, y_t_at = address(y), address(y_t)
     kernel(
         grid,
         x_at,
         dy_at,
         y_at,
         y_t_at,
-        sums_at,
+        address(column_sums),
         stride,
         dy_stride,
         rows,
@@ -138,7 +137,7 @@ def cast_transpose(
         newest_at,
         index_at,
         current_at,
-        amax_at,
+        address(amax),
         scale_inv.data_ptr(),
         0,
     )

@@ -18,7 +18,7 @@ from host_kernels import HostKernel
 from lightning_fp8 import ops
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm, gemm_choice, kernels
-from lightning_fp8.ops.library import K_MAJOR_DEVICES, with_flat_arguments
+from lightning_fp8.ops.library import with_flat_arguments
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -110,7 +110,6 @@ def cuda_half(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> Itera
         signature = operator.signature
         library.impl(signature.name, with_flat_arguments(signature, implementation), "CPU", allow_override=True)
     monkeypatch.setattr(HostKernel, "__call__", counting)
-    K_MAJOR_DEVICES.add("cpu")
+    monkeypatch.setattr("lightning_fp8.ops.library.cuda_on_cpu", True)
     yield launches
-    K_MAJOR_DEVICES.remove("cpu")
     library._destroy()

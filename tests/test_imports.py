@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).parent.parent
 Graph = dict[str, set[str]]
 
 # The table of directions: a package, and what it may import of this project. `ops` and `ops.cuda` are one package.

@@ -287,10 +287,8 @@ def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None,
     dtype, (parameter, operand, is_kept) = output_dtype(x), weight
     if operand is None:
         return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))
-    bias_value = None
-    if bias is not None:
-        check_bias(rows, bias, operand.rows.shape[0])
-        bias_value = rounded_bias(rows, bias, dtype, is_kept)
+    check_bias(rows, bias, operand.rows.shape[0])
+    bias_value = rounded_bias(rows, bias, dtype, is_kept)
     x_fp8 = cast_input(rows, x, record, keep=parameter.requires_grad and torch.is_grad_enabled())
     dy = rows.slot("grad_output", record)
     return ops.linear(x, parameter, bias, bias_value, x_fp8, operand, dy, dtype)  # type: ignore[no-any-return]

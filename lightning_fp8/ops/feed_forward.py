@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.activations import activated_width
-from lightning_fp8.ops.basic import cast_operand, scaled_mm
+from lightning_fp8.ops.basic import cast_operand, fprop
 from lightning_fp8.ops.cuda import chained
 from lightning_fp8.ops.library import define, differentiable, implement, is_k_major
 from lightning_fp8.ops.linear_layer import in_rows, linear_backward, refuse_double_backward
@@ -61,18 +61,12 @@ def _mlp(
     if chain is not None:
         h, a_fp8 = chained.hidden(chain, x_fp8, w1_fp8, bias_value_1, keep_a, keep_h, out_dtype)
     else:
-        h = _product(x_fp8, w1_fp8, bias_value_1, out_dtype, a.gemm)
+        h = fprop(x_fp8, w1_fp8, bias_value_1, out_dtype, a.gemm)
         a_fp8 = cast_operand(h, a, activation, keep_a)
         # its memory may serve the output
         h = h if keep_h else nothing(h, out_dtype)
-    y = _product(a_fp8, w2_fp8, bias_value_2, out_dtype, a.gemm)
+    y = fprop(a_fp8, w2_fp8, bias_value_2, out_dtype, a.gemm)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight_2)), h, a_fp8.columns, a_fp8.scale_inv
-
-
-def _product(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dtype, gemm: str) -> Tensor:
-    return scaled_mm.run(  # type: ignore[no-any-return]
-        x.rows, w.rows, x.scale_inv, w.scale_inv, bias, x.format, w.format, out_dtype, True, gemm
-    )
 
 
 def _mlp_fake(

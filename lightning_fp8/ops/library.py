@@ -19,8 +19,8 @@ from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, WeightSlot, sta
 LIBRARY = torch.library.Library("lightning_fp8", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _PLAIN_TENSORS = frozenset((Tensor, Parameter))
-# where the functions for CUDA run: on the CPU as well, for tests and for measuring the host's time
-K_MAJOR_DEVICES = {"cuda"}
+# whether the functions for CUDA serve the CPU as well: for tests, and to measure the host's time
+cuda_on_cpu = False
 
 
 # Operators take tensors, strings, numbers; what the functions behind them take as one value is flattened here, and only
@@ -115,16 +115,9 @@ class Operator:
         return (self._cuda if is_k_major(x) else self._cpu)(x, *arguments)
 
 
-class _Differentiable(Operator):
-    apply: Callable[..., Any]
-
-    def __call__(self, x: Tensor, *arguments: Any) -> Any:
-        return self.op(x, *flattened(arguments)) if is_watched(x) else self.apply(x, *arguments)
-
-
 def is_k_major(x: Tensor) -> bool:
     """Whether FP8 GEMMs where x is take K-major operands only, so that a transpose has to be a tensor of its own."""
-    return x.is_cuda or "cpu" in K_MAJOR_DEVICES
+    return x.is_cuda or cuda_on_cpu
 
 
 def is_watched(x: Tensor) -> bool:
@@ -205,7 +198,7 @@ def differentiable(
     LIBRARY.impl(name, with_flat_arguments(signature, forward), "CompositeExplicitAutograd")
     torch.library.register_autograd(qualified, gradients_of_operator, setup_context=save_of_operator, lib=LIBRARY)
     torch.library.register_fake(qualified, with_flat_arguments(signature, fake), lib=LIBRARY)
-    operator = _Differentiable(signature, forward, forward)
     # `apply` of the class itself looks at each argument for what is left of a transform, and there is none
-    operator.apply = super(torch.autograd.Function, Function).apply
+    apply = super(torch.autograd.Function, Function).apply
+    operator = Operator(signature, apply, apply)
     return operator

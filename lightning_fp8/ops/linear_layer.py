@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.basic import scaled_mm
+from lightning_fp8.ops.basic import fprop
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.library import define, differentiable, implement
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, nothing
@@ -40,18 +40,7 @@ def _linear(
     dy: Slot,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    y: Tensor = scaled_mm.run(
-        x_fp8.rows,
-        w_fp8.rows,
-        x_fp8.scale_inv,
-        w_fp8.scale_inv,
-        bias_value,
-        x_fp8.format,
-        w_fp8.format,
-        out_dtype,
-        True,
-        dy.gemm,
-    )
+    y = fprop(x_fp8, w_fp8, bias_value, out_dtype, dy.gemm)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight))
 
 

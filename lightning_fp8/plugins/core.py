@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_fp8.dtypes.attention import AttentionDtypes, DtypeMismatch
 from lightning_fp8.dtypes.encoder import layers_own_forwards
 from lightning_fp8.dtypes.storage import agree_inputs, release_inputs
-from lightning_fp8.modules.paths import as_patterns, check_patterns
+from lightning_fp8.modules.paths import as_patterns, check_patterns_among, named_modules
 from lightning_fp8.modules.weight_copy import drop_copies
 from lightning_fp8.plugins.arguments import ARGUMENTS
 from lightning_fp8.plugins.contexts import autocast, default_dtype
@@ -60,8 +60,9 @@ class PrecisionCore(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        modules = list(named_modules(module))
         for argument in self._patterns:
-            check_patterns(module, getattr(self, argument), argument)
+            check_patterns_among(modules, getattr(self, argument), argument)
         others = [known for known in self._attention.models if known() not in (None, module)]
         self._attention.models = [*others, weakref.ref(module)]
         # what an earlier run may have left, under this precision or another
@@ -115,10 +116,6 @@ class PrecisionCore(Precision):
     def _autocasts(self) -> bool:
         return self.compute_dtype == torch.bfloat16
 
-    def _fsdp_config(self) -> FSDPMixedPrecision:
-        """What is gathered for computation, and what gradients are summed in over the ranks; buffers stay."""
-        return FSDPMixedPrecision(param_dtype=self.compute_dtype, reduce_dtype=self.reduce_dtype)
-
     def _device_type(self) -> str:
         # Asked for at each step: plugins convert a model before the strategy moves it.
         module = self._attention.models[-1]() if self._attention.models else None
@@ -126,6 +123,24 @@ class PrecisionCore(Precision):
         if parameter is not None and parameter.device.type != "meta":
             return parameter.device.type
         return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class FSDPCore(PrecisionCore):
+    """A precision for ``FSDPStrategy``; a subclass names the plugin of Lightning's that its strategy asks for."""
+
+    _lightnings: type[Any]
+
+    @override
+    def _init_lightning(self) -> None:
+        precision = self.precision
+        # Lightning's has no FP8; of its contexts and dtypes ours replace all
+        self._lightnings.__init__(self, "bf16-true" if precision == "bf16-true" else "bf16-mixed")
+        self.precision = precision
+
+    @property
+    def mixed_precision_config(self) -> FSDPMixedPrecision:
+        """What is gathered for computation, and what gradients are summed in over the ranks; buffers stay."""
+        return FSDPMixedPrecision(param_dtype=self.compute_dtype, reduce_dtype=self.reduce_dtype)
 
 
 def as_dtype(data: Any, dtype: torch.dtype) -> Any:

@@ -9,11 +9,10 @@ import torch
 from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.fabric.plugins.precision.fsdp import FSDPPrecision
 from lightning.fabric.utilities.types import Optimizable
-from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing_extensions import override
 
 from lightning_fp8.plugins.bf16 import Bf16MixedCore, Bf16TrueCore
-from lightning_fp8.plugins.core import PrecisionCore, as_dtype
+from lightning_fp8.plugins.core import FSDPCore, PrecisionCore, as_dtype
 from lightning_fp8.plugins.fp8 import Fp8Core
 
 
@@ -60,18 +59,8 @@ class Bf16TrueFabricPrecision(_FabricPrecision, Bf16TrueCore, HalfPrecision):  #
         HalfPrecision.__init__(self, "bf16-true")
 
 
-class _FSDP(_FabricPrecision, FSDPPrecision):
-    @override
-    def _init_lightning(self) -> None:
-        precision = self.precision
-        # Lightning's has no FP8; of its contexts and dtypes ours replace all
-        FSDPPrecision.__init__(self, "bf16-true" if precision == "bf16-true" else "bf16-mixed")
-        self.precision = precision
-
-    @property
-    @override
-    def mixed_precision_config(self) -> FSDPMixedPrecision:
-        return self._fsdp_config()
+class _FSDP(FSDPCore, _FabricPrecision, FSDPPrecision):
+    _lightnings = FSDPPrecision
 
 
 class Fp8FabricFSDPPrecision(Fp8FabricPrecision, _FSDP):

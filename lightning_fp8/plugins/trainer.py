@@ -13,13 +13,12 @@ from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, Mi
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.plugins.bf16 import Bf16MixedCore, Bf16TrueCore
-from lightning_fp8.plugins.core import PrecisionCore, as_dtype
+from lightning_fp8.plugins.core import FSDPCore, PrecisionCore, as_dtype
 from lightning_fp8.plugins.fp8 import Fp8Core
 
 
@@ -211,18 +210,8 @@ class Bf16TruePrecision(_TrainerPrecision, Bf16TrueCore, HalfPrecision):  # type
         HalfPrecision.__init__(self, "bf16-true")
 
 
-class _FSDP(_TrainerPrecision, FSDPPrecision):
-    @override
-    def _init_lightning(self) -> None:
-        precision = self.precision
-        # Lightning's has no FP8; of its contexts and dtypes ours replace all
-        FSDPPrecision.__init__(self, "bf16-true" if precision == "bf16-true" else "bf16-mixed")
-        self.precision = precision
-
-    @property
-    @override
-    def mixed_precision_config(self) -> FSDPMixedPrecision:
-        return self._fsdp_config()
+class _FSDP(FSDPCore, _TrainerPrecision, FSDPPrecision):
+    _lightnings = FSDPPrecision
 
 
 class Fp8FSDPPrecision(_Fp8TrainerPrecision, _FSDP):

@@ -1,4 +1,4 @@
-"""Files that callbacks leave beside a run's logs, and tools read."""
+"""Files that callbacks leave next to a run's logs, and tools read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_rows import written
 from host_kernels import HostKernel
 from repository import ROOT
 
@@ -58,10 +58,6 @@ FIELDS = {
     ),
 }
 ONE = "200x136 bf16->e4m3 cast_transpose"
-
-
-def written(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench_rows import written
 from fp8_numpy import code_values
 from torch import Tensor
 
@@ -28,11 +28,6 @@ SCALE = 0.3717 * 1.6183
 def run(path: Path, case: str = "") -> None:
     options = ["--device", "cpu", "--rounds", "2", "--case", case, "--out", str(path / "rows.jsonl")]
     command.main(["--suite", "gemm", *options])
-
-
-def written(path: Path) -> list[dict[str, Any]]:
-    file = path / "rows.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def test_the_whole_suite_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

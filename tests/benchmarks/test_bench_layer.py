@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import json
 import logging
 import math
 import sysconfig
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from bench_rows import written
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from repository import ROOT
 from torch import Tensor, nn
@@ -57,11 +57,6 @@ def run(path: Path, suite: str, *arguments: str, rounds: int = 1) -> str:
             ]
         )
     return out.getvalue()
-
-
-def written(path: Path) -> list[dict[str, Any]]:
-    file = path / "rows.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 @pytest.mark.parametrize(

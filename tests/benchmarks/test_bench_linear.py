@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_rows import written
 from torch import Tensor, nn
 
 from benchmarks import baselines, command, linear
@@ -31,11 +31,6 @@ OURS = ["lightning_fp8", "lightning_fp8 unchained", "lightning_fp8 cublaslt"]
 def run(path: Path, case: str = "") -> None:
     options = ["--device", "cpu", "--rounds", "2", "--case", case, "--out", str(path / "rows.jsonl")]
     command.main(["--suite", "linear", *options])
-
-
-def written(path: Path) -> list[dict[str, Any]]:
-    file = path / "rows.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def test_the_whole_suite_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -512,11 +512,11 @@ def test_payloads_of_a_gathered_weight_are_laid_out_for_the_device(
 ) -> None:
     kept = torch.arange(12, dtype=torch.uint8).view(3, 4)
     weight = GatheredWeight(kept, torch.tensor(0.5), FORMATS["e4m3"], torch.bfloat16)
-    for devices in (set(), {"cpu"}):
-        monkeypatch.setattr("lightning_fp8.ops.library.K_MAJOR_DEVICES", devices)
+    for k_major in (False, True):
+        monkeypatch.setattr("lightning_fp8.ops.library.cuda_on_cpu", k_major)
         payload, payload_t = weight.payloads(k_by_n)
         assert torch.equal(payload, kept.t() if k_by_n else kept)
         assert torch.equal(payload_t, payload.t())
         assert payload.is_contiguous()
         # FP8 GEMMs of a GPU take no other
-        assert payload_t.is_contiguous() or not devices
+        assert payload_t.is_contiguous() or not k_major

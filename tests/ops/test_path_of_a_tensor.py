@@ -10,12 +10,11 @@ from types import FrameType
 from typing import Any
 
 import torch
+from repository import ROOT
 from torch import Tensor, nn
 
-import lightning_fp8
 from lightning_fp8 import convert, scaling_state
 
-ROOT = Path(lightning_fp8.__file__).parent.parent
 ROOMS = ["lightning_fp8/modules", "lightning_fp8/ops", "lightning_fp8/ops/cuda", "kernels_cuda"]
 
 

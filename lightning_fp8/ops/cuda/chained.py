@@ -15,7 +15,7 @@ from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.counting import is_counting
 from lightning_fp8.ops.cuda import gemm_choice, kernels
 from lightning_fp8.ops.cuda.dispatch import cast_gradient
-from lightning_fp8.ops.cuda.gemm import as_operand, choice_for, scaled_mm
+from lightning_fp8.ops.cuda.gemm import as_operand, scaled_mm
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, nothing
 from lightning_fp8.runtime.switch import Switch
 
@@ -74,11 +74,11 @@ def find(
         return None
     if activation not in CHAINED_ACTIVATIONS or output not in (torch.bfloat16, torch.float16) or n % 8 or k % 16:
         return None
-    configuration, splits = choice_for(a, b, slot.gemm, promote, output)
+    sizes = (a.shape[0], n, k)
+    configuration, splits = gemm_choice.choose(a.device, slot.gemm, *sizes, promote, output)
     # the other family stores no operands
     if configuration is None or splits > 1 or configuration.family != "gemm_sm90":
         return None
-    sizes = (a.shape[0], n, k)
     if _wanted is None and not gemm_choice.is_chained(a.device, activation, *sizes, promote, output):
         return None
     kernel = kernels.chained_kernel(a.device, configuration, a_format, output, promote, activation, slot.format)

@@ -34,8 +34,6 @@ def scaled_mm(
     promote = not fast_accumulation
     (m, k), n = a.shape, b.shape[0]
     choice = gemm_choice.choose(a.device, gemm, m, n, k, promote, out_dtype)
-    if choice.configuration is None:
-        return plain.scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
     return run_choice(choice, a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, promote)
 
 
@@ -53,12 +51,6 @@ def scaled_mm_add_(
     """See the operator ``lightning_fp8::scaled_mm_add_``."""
     operands = (a, b, a_scale_inv, b_scale_inv)
     out.add_(scaled_mm(*operands, None, a_format, b_format, torch.float32, fast_accumulation, gemm))
-
-
-def choice_for(a: Tensor, b: Tensor, gemm: str, promote: bool, output: torch.dtype) -> Choice:
-    """What is to run ``a [M, K] @ b [N, K]^T``."""
-    (m, k), n = a.shape, b.shape[0]
-    return gemm_choice.choose(a.device, gemm, m, n, k, promote, output)
 
 
 def run_choice(

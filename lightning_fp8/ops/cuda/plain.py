@@ -73,6 +73,7 @@ def scaled_mm(
         return empty if bias is None else empty + bias.to(out_dtype)
     # torch adds a bias in the GEMM's own epilogue, in fp32, where bias and result are of one 16-bit dtype
     fused = None if out_dtype == torch.float32 else bias
+    # a `.to` that does nothing takes the host as long as an allocation
     if fused is not None and fused.dtype != out_dtype:
         fused = fused.to(out_dtype)
     missing = -n % _ALIGNMENT
