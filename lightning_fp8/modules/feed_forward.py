@@ -14,6 +14,7 @@ from lightning_fp8 import ops
 from lightning_fp8.modules.base import cast_input, cast_weight, check_bias, check_input, output_dtype, rounded_bias
 from lightning_fp8.modules.class_swap import exchange_class, own_class
 from lightning_fp8.modules.linear import Fp8Linear
+from lightning_fp8.ops.operand import Layer
 
 _FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
 
@@ -39,15 +40,9 @@ def fp8_feed_forward(first: Fp8Linear, activation: str, second: Fp8Linear, x: Te
     with_gradients, dtype = torch.is_grad_enabled(), output_dtype(x)
     y, *_ = ops.mlp(
         x,
-        first.weight,
-        first.bias,
-        second.weight,
-        second.bias,
-        rounded_bias(rows, first.bias, dtype, w1.is_kept),
-        rounded_bias(rows_2, second.bias, dtype, w2.is_kept),
+        Layer(first.weight, first.bias, rounded_bias(rows, first.bias, dtype, w1.is_kept), w1.operand),
+        Layer(second.weight, second.bias, rounded_bias(rows_2, second.bias, dtype, w2.is_kept), w2.operand),
         cast_input(rows, x, record, with_gradients and first.weight.requires_grad),
-        w1.operand,
-        w2.operand,
         rows_2.slot("input", record),
         rows.slot("grad_output", record),
         rows_2.slot("grad_output", record),

@@ -25,6 +25,7 @@ from lightning_fp8.ops.basic import (
     update_scales,
 )
 from lightning_fp8.ops.feed_forward import mlp, mlp_backward
+from lightning_fp8.ops.gated_feed_forward import gated_backward, gated_mlp
 from lightning_fp8.ops.linear_layer import in_rows, linear, linear_backward
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "cast_weight_operand",
     "cast_weights",
     "casts_weights_together",
+    "gated_backward",
+    "gated_mlp",
     "in_rows",
     "linear",
     "linear_backward",

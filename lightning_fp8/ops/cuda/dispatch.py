@@ -9,7 +9,7 @@ from torch import Tensor, empty_strided
 
 from kernels_cuda import casts, scales
 from kernels_cuda.launch import Kernel
-from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.activations import activate, activation_gradient, gated, gated_gradients
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.cuda.gemm import scaled_mm
@@ -140,6 +140,60 @@ def cast_gradient(
         gradient = dy if h is None else activation_gradient(h, dy, activation)
         count(gradient, _used(row, scale_inv), slot)
     return y, y_t, scale_inv, nothing(dy, torch.float32) if sums is None else sums
+
+
+def cast_gated(gate: Tensor, up: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The cast of ``silu(gate) * up``: payload, transposed payload, scale_inv."""
+    kernel = cast_kernel(gate.device, gate.dtype, slot.format, "swiglu", False) if gate.numel() else None
+    if kernel is None:
+        return plain.cast(gated(gate, up), slot, "none", layout)
+    result = _result(gate, _row(slot), layout, sums=False)
+    casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), result)
+    if is_counting(slot):
+        count(gated(gate, up), _used(result.row, result.scale_inv), slot)
+    return _payloads(result, gate)
+
+
+def cast_gated_gradients(
+    gate: Tensor, up: Tensor, dy: Tensor, slots: tuple[Slot, Slot], layout: str, biases: Sequence[bool]
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The casts of the gradients of gate and up, each with its own slot; see :func:`cast_gradient`."""
+    kernel = cast_kernel(dy.device, dy.dtype, slots[0].format, "swiglu", True) if dy.numel() else None
+    if kernel is None or gate.dtype != dy.dtype:
+        gradients = gated_gradients(gate, up, dy)
+        return [
+            plain.cast_gradient(gradient, None, "none", slot, layout, bias)
+            for gradient, slot, bias in zip(gradients, slots, biases, strict=True)
+        ]
+    # the kernel sums both or neither
+    of_gate, of_up = (_result(gate, _row(slot), layout, sums=any(biases)) for slot in slots)
+    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), of_gate, dy, of_up)
+    for slot, result, at in zip(slots, (of_gate, of_up), (0, 1)):
+        if is_counting(slot):
+            count(gated_gradients(gate, up, dy)[at], _used(result.row, result.scale_inv), slot)
+    sums = [None if one.column_sums is None else one.column_sums.sum(dim=0) for one in (of_gate, of_up)]
+    return [
+        (*_payloads(result, dy), nothing(dy, torch.float32) if total is None or not bias else total)
+        for result, total, bias in zip((of_gate, of_up), sums, biases, strict=True)
+    ]
+
+
+def _result(like: Tensor, row: casts.Row, layout: str, sums: bool) -> casts.Result:
+    """Memory for what a gated cast makes of one tensor ``[rows, columns]``."""
+    rows, columns = like.shape
+    return casts.Result(
+        row,
+        like.new_empty((), dtype=torch.float32),
+        like.new_empty(rows, columns, dtype=torch.uint8) if layout != "columns" else None,
+        like.new_empty(columns, rows, dtype=torch.uint8) if layout != "rows" else None,
+        like.new_empty(casts.column_sum_tiles(rows), columns, dtype=torch.float32) if sums else None,
+    )
+
+
+def _payloads(result: casts.Result, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    y, y_t = (nothing(like, torch.uint8) if one is None else one for one in (result.y, result.y_t))
+    return y, y_t, result.scale_inv
 
 
 def update_scales(
