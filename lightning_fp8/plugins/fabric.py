@@ -76,12 +76,9 @@ class Bf16TrueFabricFSDPPrecision(_FSDP, Bf16TrueCore):
 
 
 FABRIC_PLUGINS: dict[str, type[Any]] = {
-    "fp8-delayed": Fp8FabricPrecision,
-    "bf16-mixed": Bf16MixedFabricPrecision,
-    "bf16-true": Bf16TrueFabricPrecision,
+    plugin.precision: plugin for plugin in (Fp8FabricPrecision, Bf16MixedFabricPrecision, Bf16TrueFabricPrecision)
 }
 FABRIC_FSDP_PLUGINS: dict[str, type[Any]] = {
-    "fp8-delayed": Fp8FabricFSDPPrecision,
-    "bf16-mixed": Bf16MixedFabricFSDPPrecision,
-    "bf16-true": Bf16TrueFabricFSDPPrecision,
+    plugin.precision: plugin
+    for plugin in (Fp8FabricFSDPPrecision, Bf16MixedFabricFSDPPrecision, Bf16TrueFabricFSDPPrecision)
 }

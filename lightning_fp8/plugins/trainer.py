@@ -231,12 +231,8 @@ class Bf16TrueFSDPPrecision(_FSDP, Bf16TrueCore):
 
 
 PLUGINS: dict[str, type[Any]] = {
-    "fp8-delayed": Fp8Precision,
-    "bf16-mixed": Bf16MixedPrecision,
-    "bf16-true": Bf16TruePrecision,
+    plugin.precision: plugin for plugin in (Fp8Precision, Bf16MixedPrecision, Bf16TruePrecision)
 }
 FSDP_PLUGINS: dict[str, type[Any]] = {
-    "fp8-delayed": Fp8FSDPPrecision,
-    "bf16-mixed": Bf16MixedFSDPPrecision,
-    "bf16-true": Bf16TrueFSDPPrecision,
+    plugin.precision: plugin for plugin in (Fp8FSDPPrecision, Bf16MixedFSDPPrecision, Bf16TrueFSDPPrecision)
 }
