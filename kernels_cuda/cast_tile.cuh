@@ -60,7 +60,7 @@ struct Place {
     }
 };
 
-/* A thread's elements as they lie in memory; those outside of the matrix are 0, which changes neither amax nor sums. */
+/* A thread's elements as they lie in memory; those outside the matrix are 0, which changes neither amax nor sums. */
 template <class Input>
 struct Loaded {
     typename Input::Eight rows[THREAD_ROWS];
@@ -85,7 +85,7 @@ struct Loaded {
     __device__ __forceinline__ float get(int row, int column) const { return Input::get(rows[row], column); }
 };
 
-/* What a thread makes of its elements. */
+/* A thread's results. */
 template <class Format>
 struct Encoded {
     u32 codes[THREAD_ROWS][2], amax = 0;
@@ -192,7 +192,7 @@ __device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2]
     }
 }
 
-/* What becomes of a tile, `column_offset` columns into an output of `width` columns. SUMS: of what may be a gradient. */
+/* Writes a tile's results, `column_offset` columns into an output of `width` columns. SUMS: of a possible gradient. */
 template <bool SUMS, class Format>
 __device__ __forceinline__ void store_tile(const Encoded<Format>& encoded, const Tensors& tensors, long long width,
                                            long long column_offset, const Place& place, TileMemory& memory,
@@ -205,7 +205,7 @@ __device__ __forceinline__ void store_tile(const Encoded<Format>& encoded, const
     }
 }
 
-/* The |v| maximum over the block's threads; only thread 0 learns it. */
+/* The |v| maximum over the block's threads; only thread 0 has it. */
 __device__ __forceinline__ u32 block_max(u32 bits, TileMemory& memory) {
     bits = __reduce_max_sync(0xffffffffu, bits);
     if ((threadIdx.x & 31) == 0) memory.amax[threadIdx.x >> 5] = bits;

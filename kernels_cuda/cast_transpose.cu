@@ -3,7 +3,7 @@
 maths       code = sat(v * scale[index]) in fp32, rounded to nearest even; amax[index] = max(amax[index], max |v|);
             v = activation(x), or the gradient of x (BACKWARD). For a tensor without a history, and for a weight, the
             scale is FP8_MAX / current_amax, which the same kernel has measured before (`measure`: no output but
-            current_amax). A weight leaves amax and scale in the arenas, in place of recording a maximum
+            current_amax). For a weight, amax and scale are written to the arenas, and no maximum is recorded
 tensors     see cast_tile.cuh and scales.cuh
 variants    INPUT Fp32|Bf16|Fp16, FORMAT E4M3|E5M2, BACKWARD 0|1, and either
             ACTIVATION Identity|Relu|Gelu|GeluTanh|Silu or GATED 1, which is swiglu
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __shared__ __align__(16) TileMemory memory;
     const ScalingRow& row = arguments.row;
     const long long index = *row.index;
-    // a first use is measured on the device's own word: the host need not know who has a history
+    // the device decides whether to measure: the host need not know which tensors have a history
     const bool is_weight = row.newest == nullptr;
     if (arguments.measure && !is_weight && row.newest[index] > 0.0f) return;
     const int tiles_across = (arguments.tensors.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;

@@ -225,7 +225,7 @@ FILES: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], None], str]] = {
     "a group may write": (lambda path, _: path.chmod(0o664), r"group \d+ may write there \(mode 664\).*`chmod go-w "),
     "a link": (link, r"it is a symbolic link\. Delete it"),
     "a dead link": (dead_link, r"it is a symbolic link\. Delete it"),
-    "a pipe": (pipe, r"it is no regular file\. Delete it"),
+    "a pipe": (pipe, r"it is not a regular file\. Delete it"),
 }
 
 

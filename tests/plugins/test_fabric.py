@@ -103,7 +103,7 @@ def test_a_save_without_scales_says_so_once(tmp_path: Path) -> None:
         runner.save(tmp_path / "c.ckpt", {"net": model, "optimizer": optimizer, "step": 3})
 
     (message,) = warned("fabric.save", save)
-    assert "the model under 'net' has layers in FP8, but its scales are not among what is saved" in message
+    assert "the model under 'net' has layers in FP8, but its scales are not saved" in message
     assert "`{'net': model, 'scaling': lightning_fp8.scaling_state(model), ...}`" in message
     assert warned("fabric.save", save) == []
     # and saves as before

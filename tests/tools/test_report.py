@@ -218,12 +218,12 @@ def test_dtype_audit_writes_its_report(tmp_path: Path) -> None:
             model.net[2].weight.data = model.net[2].weight.data.double()
 
     trainer = make_trainer(tmp_path, precision="bf16-mixed", logger=logger, callbacks=[Break(), audit])
-    with pytest.raises(RuntimeError, match="does not keep what it promises, after the first optimizer step"):
+    with pytest.raises(RuntimeError, match="differ from those expected, after the first optimizer step"):
         trainer.fit(model, loader())
     written = json.loads((Path(logger.log_dir) / "fp8_dtypes.json").read_text())
     assert audit.report is not None
     assert len(written["rows"]) == len(audit.report.rows) >= 4
-    weight = {"kind": "parameter", "name": "net.2.weight", "dtype": "float64", "promised": "float32", "elements": 256}
+    weight = {"kind": "parameter", "name": "net.2.weight", "actual": "float64", "expected": "float32", "elements": 256}
     assert weight in written["violations"]
     assert {row["name"] for row in written["violations"]} == {row.name for row in audit.report.violations}
 
