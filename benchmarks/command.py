@@ -15,13 +15,13 @@ import torch
 from benchmarks import rows
 from benchmarks.case import Case
 from benchmarks.plot import draw
+from benchmarks.progress import progress
 from benchmarks.run import Run
 from benchmarks.suites import SUITES
 from lightning_fp8.runtime.device import MIN_CAPABILITY
 from lightning_fp8.runtime.environment import environment, gpu_environment, package_version
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.arguments import positive
-from lightning_fp8.tools.progress import progress
 from lightning_fp8.tools.tables import table
 
 ROUNDS = 20

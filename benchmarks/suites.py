@@ -18,7 +18,7 @@ class Suite(NamedTuple):
     Attributes:
         cases: all of them, by device; on the CPU small ones.
         timed: ``"device"``, ``"kernels"``, ``"host"`` or ``"iterations"``, see
-            :func:`lightning_fp8.tools.timing.clock`; ``"steps"`` or ``"steps alone"``, see
+            :func:`benchmarks.clock.clock`; ``"steps"`` or ``"steps alone"``, see
             :func:`benchmarks.steps.time_in_turns`. Iterations and steps run with gradients, the others do not.
         baseline: what a picture compares with: the variant whose name begins so.
         copy_is_ceiling: whether all is beside the bandwidth of one large copy.

@@ -11,11 +11,11 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks import command, plot
+from benchmarks import command, plot, progress
 from benchmarks.case import Case
+from benchmarks.clock import clock
 from benchmarks.run import Run
 from benchmarks.suites import SUITES, Suite
-from lightning_fp8.tools import progress, timing
 from lightning_fp8.tools.report.pictures import COLOURS
 from lightning_fp8.tools.timing import Variant
 
@@ -343,4 +343,4 @@ def test_a_new_suite_needs_no_more_than_a_row(suites: dict[str, list[Any]], caps
     command.SUITES["layer"] = Suite(cases, "iterations", "theirs")
     run("--suite", "layer")
     assert "TFLOP/s" in capsys.readouterr().out
-    assert Run("layer", command.SUITES["layer"], CPU, 1, {}).clock == timing.clock("iterations", CPU)
+    assert Run("layer", command.SUITES["layer"], CPU, 1, {}).clock == clock("iterations", CPU)

@@ -85,7 +85,7 @@ def measured(
     variants = [
         Variant(name, functools.partial(_call, way, inputs), lambda: None, len(inputs)) for name, way in found.items()
     ]
-    times = timing.time_in_turns(variants, rounds, timing.clock("kernels", device).batch, None)
+    times = timing.time_in_turns(variants, rounds, timing.kernel_batch(device))
     return {"wrong": None, "chained_us": times[CHAINED].p50_us, "separate_us": times[SEPARATE].p50_us}
 
 

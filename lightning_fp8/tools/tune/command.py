@@ -29,7 +29,6 @@ from lightning_fp8.runtime.device import MIN_CAPABILITY, check_device
 from lightning_fp8.runtime.environment import environment, gpu_environment
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.arguments import positive
-from lightning_fp8.tools.progress import progress
 from lightning_fp8.tools.tables import aligned
 from lightning_fp8.tools.tune import child, min_features
 from lightning_fp8.tools.tune.min_features import Timed
@@ -57,20 +56,19 @@ def main(arguments: Sequence[str]) -> None:
     failures: dict[Gemm, str] = {}
     measured: dict[Gemm, dict[str, Any]] = {}
     begun: set[Gemm] = set()
-    with progress(len(ways)) as begin:
-        for one in measure(ways, options.rounds, options.time_limit, child.command()):
-            if isinstance(one, Tried):
-                if one.gemm not in begun:
-                    begun.add(one.gemm)
-                    begin(one.gemm.name)
-                if one.failure is not None:
-                    print(f"left out: {one.name} for {one.gemm.name}: {one.failure}", flush=True)
-            elif one.row is None:
-                failures[one.gemm] = f"{one.gemm.name}: {one.failure}"
-            else:
-                gemm_table.write(path, about, [one.row])
-                measured[one.gemm] = one.row
-                print("  ".join(_cells(one.gemm, one.row)), flush=True)
+    for one in measure(ways, options.rounds, options.time_limit, child.command()):
+        if one.gemm not in begun:
+            begun.add(one.gemm)
+            print(f"[{len(begun)}/{len(ways)}] {one.gemm.name}", flush=True)
+        if isinstance(one, Tried):
+            if one.failure is not None:
+                print(f"left out: {one.name} for {one.gemm.name}: {one.failure}", flush=True)
+        elif one.row is None:
+            failures[one.gemm] = f"{one.gemm.name}: {one.failure}"
+        else:
+            gemm_table.write(path, about, [one.row])
+            measured[one.gemm] = one.row
+            print("  ".join(_cells(one.gemm, one.row)), flush=True)
     print(f"\n{_table(measured)}\nWritten: {path}")
     if failures:
         sys.exit("\nThese could not be measured:\n" + "\n".join(failures.values()))
@@ -103,16 +101,10 @@ def _ways(gemms: Sequence[Gemm], device: torch.device) -> dict[Gemm, list[Choice
 
 
 def _about(device: torch.device, command: str) -> dict[str, Any]:
-    """What a table says of how it came about."""
-    gpu, here = gpu_environment(device), environment("lightning-fp8", command=command)
-    versions = {"torch": here["torch"], "cupy": gpu["cupy"], "lightning-fp8": here["lightning-fp8"]}
-    return {
-        "gpu": gpu["gpu"],
-        "driver": gpu["driver"],
-        "versions": versions,
-        "commit": here["commit"],
-        "command": here["command"],
-    }
+    """How a table was measured: GPU, driver, versions, commit and command."""
+    found = {**environment("lightning-fp8", command=command), **gpu_environment(device)}
+    versions = {name: found[name] for name in ("torch", "cupy", "lightning-fp8")}
+    return {**{name: found[name] for name in ("gpu", "driver", "commit", "command")}, "versions": versions}
 
 
 def _table(measured: Mapping[Gemm, dict[str, Any]]) -> str:

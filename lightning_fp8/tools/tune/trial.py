@@ -85,7 +85,7 @@ def timed(gemm: Gemm, choices: Sequence[Choice], rounds: int, device: torch.devi
         for name, choice in in_turn.items()
     ]
     # queued: a small GEMM takes the device less time than its call takes the host
-    times = timing.time_in_turns(variants, rounds, timing.clock("kernels", device).batch, None)
+    times = timing.time_in_turns(variants, rounds, timing.kernel_batch(device))
     best = min(choices, key=lambda choice: times[choice.name].p50_us, default=None)
     return {
         **dict(zip(("m", "n", "k", "promote"), gemm)),
