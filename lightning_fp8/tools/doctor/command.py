@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from typing import NoReturn
 from lightning_fp8.tools.arguments import positive
 from lightning_fp8.tools.doctor.examination import LIMIT_S, examine
 from lightning_fp8.tools.doctor.kernel_checks import ARCHITECTURES
-from lightning_fp8.tools.doctor.page import show
+from lightning_fp8.tools.doctor.page import page
 
 _STATUSES = """exit status:
   0  fp8-delayed runs with its own kernels on every visible GPU; or there is no
@@ -29,7 +30,7 @@ _STATUSES = """exit status:
 
 Without a GPU the kernels are compiled all the same, for sm_90a. Each is named as it
 is tried, on stderr with --json, and one that hangs or crashes ends after its time
-limit. Without rich the page is plain text."""
+limit."""
 _USAGE_ERROR = 64
 
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if options.json:
         print(json.dumps(diagnosis.as_dict(), indent=2))
     else:
-        show(diagnosis, sys.stdout)
+        print(page(diagnosis, shutil.get_terminal_size().columns))
     sys.exit(diagnosis.status)
 
 

@@ -11,7 +11,7 @@ import torch
 from kernels_cuda.compile import KernelsUnavailable, cached_by_version, check_driver, nvrtc_version
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.runtime.environment import CUPY, driver_cuda, driver_names, package_version
-from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Findings, Section
+from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Diagnosis, Section
 from lightning_fp8.tools.doctor.software import asked
 
 
@@ -21,7 +21,7 @@ def gpus() -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(count)]
 
 
-def describe(findings: Findings, devices: list[torch.device]) -> bool:
+def describe(findings: Diagnosis, devices: list[torch.device]) -> bool:
     """GPUs, driver and toolchain; whether the package's kernels can be compiled (and, with a GPU, loaded)."""
     rows = [(str(gpu), asked(partial(_description, gpu))) for gpu in devices] or [("GPU", "none")]
     driver, names = driver_cuda(), driver_names()
@@ -64,7 +64,7 @@ def _extra(driver: int) -> str:
     return f"'lightning-fp8[cuda{'12' if (driver // 1000 or built_for) < 13 else '13'}]'"
 
 
-def _toolchain(findings: Findings, has_gpu: bool, has_cupy: bool, driver: int) -> tuple[bool, str]:
+def _toolchain(findings: Diagnosis, has_gpu: bool, has_cupy: bool, driver: int) -> tuple[bool, str]:
     try:
         version = nvrtc_version()
         if has_gpu:
@@ -98,7 +98,7 @@ def _index(driver: int) -> str:
     return "cu130" if driver >= 13000 else "cu126"
 
 
-def _unseen(findings: Findings, names: list[str], driver: int) -> None:
+def _unseen(findings: Diagnosis, names: list[str], driver: int) -> None:
     if torch.version.cuda is None:
         what = "torch was built without CUDA"
         do = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{_index(driver)}"
@@ -119,7 +119,7 @@ def unfit(devices: list[torch.device]) -> dict[torch.device, str]:
     return found
 
 
-def note_unfit(findings: Findings, devices: list[torch.device], reasons: dict[torch.device, str]) -> None:
+def note_unfit(findings: Diagnosis, devices: list[torch.device], reasons: dict[torch.device, str]) -> None:
     """A problem for each GPU that cannot run FP8; the graver where no other can."""
     # torch counts the visible ones
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -12,7 +12,7 @@ from kernels_cuda.compile import capability, compiled, is_cached
 from lightning_fp8.ops.cuda import kernels, plain
 from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.tools.doctor import child
-from lightning_fp8.tools.doctor.diagnosis import SLOWER, Findings, KernelCheck, Section
+from lightning_fp8.tools.doctor.diagnosis import SLOWER, Diagnosis, KernelCheck, Section
 from lightning_fp8.tools.worker import Answer, Worker
 
 ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -105,7 +105,7 @@ def gemm(device: torch.device) -> str | None:
     return None if torch.equal(got.cpu(), (a @ b.t()).bfloat16()) else "another result than the same product in fp32"
 
 
-def note(findings: Findings, checks: Sequence[KernelCheck]) -> None:
+def note(findings: Diagnosis, checks: Sequence[KernelCheck]) -> None:
     """Add the checks, their table, and one problem for each way to fail."""
     findings.kernels += checks
     groups, failures = defaultdict(list), defaultdict(list)

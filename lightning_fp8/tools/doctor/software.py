@@ -18,7 +18,7 @@ from lightning_fp8.ops.cuda.kernels import backend
 from lightning_fp8.plugins.registration import register
 from lightning_fp8.runtime.environment import package_version
 from lightning_fp8.runtime.version import __version__
-from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Findings, Section
+from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Diagnosis, Section
 
 # how much it matters that one is too old
 _REQUIRED = {"torch": CANNOT, "lightning": SLOWER, "torchmetrics": SLOWER}
@@ -42,7 +42,7 @@ def asked(question: Callable[[], object]) -> str:
         return f"not known ({' '.join(f'{type(error).__name__}: {error}'.split())})"
 
 
-def versions(findings: Findings) -> None:
+def versions(findings: Diagnosis) -> None:
     """What is installed, whether it is new enough, and whether Lightning knows the precision strings."""
     rows = [
         ("lightning-fp8", __version__),
@@ -67,7 +67,7 @@ def _built_for() -> str:
     )
 
 
-def _registration(findings: Findings) -> str:
+def _registration(findings: Diagnosis) -> str:
     try:
         # what importing the package has done already, and harmless to do again
         register()
@@ -93,7 +93,7 @@ def requirements() -> dict[str, str]:
     return {one.name: f"{one.name}{one.specifier}" for one in found if one.marker is None}
 
 
-def _check_requirements(findings: Findings) -> None:
+def _check_requirements(findings: Diagnosis) -> None:
     from packaging.requirements import Requirement
 
     for package, text in requirements().items():
@@ -109,7 +109,7 @@ def _check_requirements(findings: Findings) -> None:
         )
 
 
-def settings(findings: Findings, has_gpu: bool) -> None:
+def settings(findings: Diagnosis, has_gpu: bool) -> None:
     """The environment variables, and whether the cache can be written."""
     rows = [("LIGHTNING_FP8_BACKEND", _backend(findings, has_gpu)), ("LIGHTNING_FP8_CACHE_DIR", _cache(findings))]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -118,7 +118,7 @@ def settings(findings: Findings, has_gpu: bool) -> None:
     findings.sections.append(Section("Settings", ("what", "found"), tuple(rows)))
 
 
-def _backend(findings: Findings, has_gpu: bool) -> str:
+def _backend(findings: Diagnosis, has_gpu: bool) -> str:
     value = os.environ.get("LIGHTNING_FP8_BACKEND")
     try:
         chosen = backend()
@@ -137,7 +137,7 @@ def _backend(findings: Findings, has_gpu: bool) -> str:
     return "reference: torch's operators"
 
 
-def _cache(findings: Findings) -> str:
+def _cache(findings: Diagnosis) -> str:
     folder = cache_folder()
     origin = "" if os.environ.get("LIGHTNING_FP8_CACHE_DIR") else " (not set)"
     mend = "export LIGHTNING_FP8_CACHE_DIR=/a/folder/that/you/may/write"
