@@ -17,6 +17,7 @@ import torch
 from broken_kernels import Broken, poke
 from gemm_cases import FORMAT_PAIRS
 from host_kernels import VARIANTS, HostKernel
+from lightning.fabric import Fabric
 from repository import ROOT
 
 import lightning_fp8
@@ -144,7 +145,9 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [section.title for section in found.sections] == SECTIONS
     assert value(found, "Versions", "lightning-fp8") == lightning_fp8.__version__
     assert value(found, "Versions", "torch").startswith(torch.__version__)
-    assert value(found, "Versions", "precision strings") == "registered with Lightning"
+    assert value(found, "Versions", "precision strings") == (
+        "registered with Lightning: bf16-mixed, bf16-true, fp8-delayed"
+    )
     assert value(found, "GPU and toolchain", "GPU") == "none"
     assert value(found, "GPU and toolchain", "driver") == "none"
     assert value(found, "GPU and toolchain", "NVRTC") == "{}.{}".format(*nvrtc_version())
@@ -473,7 +476,7 @@ def test_a_kernel_that_hangs_costs_its_limit_and_no_more(monkeypatch: pytest.Mon
         (
             "update_scales",
             "not run: not loaded",
-            "not tried, after 2 of update_scales in a row came to nothing",
+            "not tried, after 2 of update_scales in a row gave no result",
         ),
         (cast.name, "passed", None),
     ]
@@ -589,12 +592,30 @@ def test_a_lightning_without_the_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     def register() -> None:
         raise RuntimeError("lightning 9.0 has no `_AcceleratorConnector`")
 
+    monkeypatch.setattr(software, "registered", frozenset)
     monkeypatch.setattr(software, "register", register)
     found = examine(compile=False)
     assert found.status == 2
     assert value(found, "Versions", "precision strings") == "not registered with Lightning"
     assert "lightning 9.0 has no" in found.problems[0].what
     assert "Fp8Precision()" in found.problems[0].do
+
+
+@pytest.mark.parametrize("way", ["argument", "environment"])
+def test_bf16_plugins_that_are_left_to_lightning(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    without_gpu(monkeypatch)
+    with monkeypatch.context() as patch:
+        if way == "environment":
+            patch.setenv("LIGHTNING_FP8_REPLACE_BF16", "0")
+        try:
+            lightning_fp8.register(bf16=False if way == "argument" else None)
+            said = value(examine(compile=False), "Versions", "precision strings")
+            # looking changes nothing
+            plugin = Fabric(accelerator="cpu", precision="bf16-mixed").strategy.precision
+        finally:
+            lightning_fp8.register(bf16=True)
+    assert said == "registered with Lightning: fp8-delayed; bf16-mixed and bf16-true: Lightning's own"
+    assert type(plugin).__module__.startswith("lightning.fabric.")
 
 
 def test_optional_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,19 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON, with every kernel")
     parser.add_argument("--quick", action="store_true", help="compile and test no kernels")
-    parser.add_argument(
-        "--compile",
-        nargs="*",
-        choices=ARCHITECTURES,
-        metavar="ARCH",
-        help=f"compile every kernel for these as well, by default for all of {', '.join(ARCHITECTURES)}, into"
-        " LIGHTNING_FP8_CACHE_DIR: another machine with the same NVRTC can use a copy of that folder",
+    also = (
+        f"compile every kernel for these as well, by default for all of {', '.join(ARCHITECTURES)}, into"
+        " LIGHTNING_FP8_CACHE_DIR: another machine with the same NVRTC can use a copy of that folder"
     )
-    parser.add_argument(
-        "--time-limit",
-        type=positive,
-        default=LIMIT_S,
-        metavar="S",
-        help="seconds for compiling and testing one kernel on a GPU (%(default)g)",
-    )
+    parser.add_argument("--compile", nargs="*", choices=ARCHITECTURES, metavar="ARCH", help=also)
+    limit = "seconds for compiling and testing one kernel on a GPU (%(default)g)"
+    parser.add_argument("--time-limit", type=positive, default=LIMIT_S, metavar="S", help=limit)
     return parser

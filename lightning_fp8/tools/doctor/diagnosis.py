@@ -20,10 +20,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something to mend.
+    """Something to fix.
 
     Attributes:
-        status: 1 where `fp8-delayed` runs nevertheless, slower or on torch's operators, or not on every GPU; 2 where it
+        status: 1 where `fp8-delayed` still runs, but slower or on torch's operators, or not on every GPU; 2 where it
             cannot run.
         what: what is wrong.
         do: what to do about it, with the exact command where there is one.

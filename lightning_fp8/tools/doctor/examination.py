@@ -12,7 +12,7 @@ import torch
 from lightning_fp8.tools.doctor import hardware, kernel_checks, precisions, software
 from lightning_fp8.tools.doctor.diagnosis import CANNOT, FINE, SLOWER, Diagnosis, Section
 
-# the first of a process starts it, which takes seconds
+# includes starting the process, which takes seconds
 LIMIT_S = 60.0
 _Result = TypeVar("_Result")
 
@@ -32,10 +32,10 @@ def examine(
     Args:
         device: one GPU; every visible one if left out; ``"cpu"`` leaves GPUs out.
         compile: whether to compile, load and test the package's kernels.
-        architectures: what to compile every kernel for besides, as ``"sm_90a"``, without testing; if left out, where
+        architectures: what else to compile every kernel for, such as ``"sm_90a"``, without testing; if left out, where
             there is no GPU, those of the default recipe for that one.
         limit_s: seconds for compiling, loading and testing one kernel on a GPU.
-        progress: is told of each kernel before it is tried and after, in pieces of text.
+        progress: called with pieces of text before and after each kernel is tried.
     """
     findings = Diagnosis()
     with warnings.catch_warnings(record=True) as caught:

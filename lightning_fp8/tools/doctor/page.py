@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from lightning_fp8.tools.doctor.diagnosis import Diagnosis, Section
 
-# of a column that gives way to the others
+# no column is made narrower than this
 _NARROWEST = 8
 
 
 def page(diagnosis: Diagnosis, width: int) -> str:
-    """The page, no wider than so many characters; commands are left whole, to be copied."""
+    """The page, at most ``width`` characters wide; commands stay on one line, to be copied."""
     lines = [line for section in diagnosis.sections for line in _table(section, width)]
     lines += textwrap.wrap(f"Status {diagnosis.status}: {diagnosis.verdict}", width)
     for number, problem in enumerate(diagnosis.problems, start=1):
@@ -34,7 +34,7 @@ def _table(section: Section, width: int) -> list[str]:
 
 
 def _widths(wanted: Sequence[int], width: int) -> list[int]:
-    """The columns' widths: the widest give way, one place at a time, until two spaces between all fit too."""
+    """Column widths: the widest shrink, one character at a time, until all fit with two spaces in between."""
     widths = list(wanted)
     while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > _NARROWEST:
         widths[widths.index(max(widths))] -= 1

@@ -1,4 +1,4 @@
-"""Which precisions run on which device, and what serves them there."""
+"""Which precisions run on which device, and on which kernels."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _fp8(
 
 
 def _served(checks: Sequence[KernelCheck], device: torch.device, ready: bool, compile: bool) -> tuple[str, str]:
-    """What serves casts, and what the update of the scales."""
+    """What runs the casts, and what updates the scales."""
     chosen = _backend()
     if chosen is None:
         return "no such backend", "no such backend"
