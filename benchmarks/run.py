@@ -1,4 +1,4 @@
-"""One suite's run: all variants of a case are checked, then timed in turns; what is wrong costs no other case."""
+"""One suite's run: all variants of a case are checked, then timed in turns; a failure affects no other case."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_fp8.tools.timing import Variant
 # read and written by the copy that is the ceiling
 _CEILING_BYTES = {"cuda": 2 << 30, "cpu": 32 << 20}
 _WITH_GRADIENTS = ("iterations", "steps", "steps alone")
-# how the names of the variants begin that are no baselines
+# prefixes of the names of our own variants; the others are baselines
 _OURS = ("lightning_fp8", "auto", "Kernel")
 
 
@@ -68,12 +68,12 @@ class Run:
     def measure(self, case: Case) -> list[dict[str, Any]]:
         """Check and time all variants of a case: one row each.
 
-        Where one of ours is wrong nothing of the case is timed; another one that is wrong says so in its row.
+        If one of our variants is wrong, nothing of the case is timed; a wrong baseline is marked in its row.
         """
         if not case.is_served(self.device):
             self.failures.append(
-                f"{case.name}: no kernel of lightning_fp8 serves it on {self.device}, and torch's own operators, which"
-                " would take over, are not what is to be timed. The warning above says why; LIGHTNING_FP8_BACKEND"
+                f"{case.name}: lightning_fp8 has no kernel for it on {self.device}, and torch's own operators, which"
+                " would replace it, are not timed here. The warning above says why; LIGHTNING_FP8_BACKEND"
                 " must not be `reference`."
             )
             return []

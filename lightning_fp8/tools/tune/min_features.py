@@ -21,11 +21,11 @@ Variants = Callable[[int], Sequence[Variant]]
 
 
 class Timed(NamedTuple):
-    """One size: a layer with so many features in and out.
+    """One size: a layer with this many features in and out.
 
     Attributes:
         features: in, and out.
-        fp8: microseconds of an iteration, the cast of the weights with it.
+        fp8: microseconds of an iteration, with the cast of the weights.
         bf16: the same under autocast to bf16.
     """
 
