@@ -105,7 +105,7 @@ def test_tables_show_what_the_rows_have(suite: tuple[list[dict[str, Any]], str])
     line = next(line for line in printed.split(ours["case"])[1].splitlines() if line.startswith("lightning_fp8 "))
     assert line.split()[1:4] == [f"{ours[key]:.2f}" for key in ("p20_us", "p50_us", "p80_us")]
     if environment.package_version("torchao") is None:
-        assert "torchao: not installed" in printed
+        assert "torchao is not installed" in printed
     # columns without a number are left out
     title = next(line for line in printed.splitlines() if line.startswith("variant"))
     assert title.split() == [*("variant", "p20", "us", "p50", "us", "p80", "us"), "GB/s", "of", "the", "ceiling"]
@@ -294,7 +294,7 @@ def test_plain_torch_is_never_timed_as_ours(served: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels, name, lambda *arguments: asked.append(arguments))
     made = Run("cast", SUITES["cast"], GPU, 1, {})
     assert made.measure(case) == []
-    assert made.failures[0].startswith(f"{case.name}: no kernel of lightning_fp8 serves it on cuda:0")
+    assert made.failures[0].startswith(f"{case.name}: lightning_fp8 has no kernel for it on cuda:0")
     assert asked == [expected]
     monkeypatch.setattr(kernels, name, lambda *_: "a kernel")
     assert case.is_served(GPU)
