@@ -449,7 +449,7 @@ def test_on_the_cpu_speed_counts_for_nothing() -> None:
     refused = advise([mixed, fast, {**small, "loss": 2.1}])
     assert not any("memory" in line for line in refused)
     assert any(line.startswith("Not bf16-true: its training loss 2.1000 is worse by 5.0%") for line in refused)
-    assert any("look again with more `--steps`" in line for line in refused)
+    assert any("Repeat with more `--steps`" in line for line in refused)
 
 
 def test_without_a_reference_there_is_no_recommendation() -> None:
