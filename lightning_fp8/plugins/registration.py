@@ -205,6 +205,11 @@ def unregister() -> None:
         _undo.pop()()
 
 
+def registered() -> frozenset[str]:
+    """The precision strings that make this package's plugins now."""
+    return frozenset(_ours if _undo else ())
+
+
 def _missing_places() -> list[str]:
     missing = []
     for front_end in _FRONT_ENDS:

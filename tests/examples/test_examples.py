@@ -27,7 +27,7 @@ def test_stdlib_text_is_text_and_held_out_text_is_other_text() -> None:
     assert batch.shape == (8, 65)
     assert batch.dtype == torch.uint8
     assert len(data.val_set) == 32
-    text = bytes(data.train_set.rows.flatten().tolist())
+    text = bytes(data.train_set.flatten().tolist())
     assert text.count(b"import ") > 20
     assert not any(bytes(data.val_set[i].tolist()) in text for i in range(32))
 
