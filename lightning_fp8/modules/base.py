@@ -82,14 +82,14 @@ class Fp8Rows:
     def note_sharding(self, weight: Tensor) -> None:
         """Keep no FP8 copy of a weight that is sharded: a copy of the whole would undo it. Nor is it compared."""
         self.keeps_cast = not isinstance(weight, DTensor)
-        self.state.note_sharding(self.module, not self.keeps_cast)
+        self.state.weight_changes.note_sharding(self.module, not self.keeps_cast)
         if not self.keeps_cast:
             self.weight_cache.drop()
 
     def note_trace(self, weight: Tensor) -> bool:
         """Remember what changes with a weight that is changed or replaced; whether that may be another weight."""
         before, self._trace = self._trace, (weight._version, weight.data_ptr())
-        return before not in (None, self._trace) or self.state.held_another(self.module)
+        return before not in (None, self._trace) or self.module in self.state.weight_changes.different
 
     @property
     def weight(self) -> Tensor | None:

@@ -50,14 +50,14 @@ class WeightGroup:
             weight = rows.weight
             if type(weight) is not nn.Parameter or weight.dim() != 2:
                 # FSDP's shards have one dimension or are of a class of their own; others are computed
-                rows.state.note_sharding(rows.module, True)
+                rows.state.weight_changes.note_sharding(rows.module, True)
             elif id(weight) in weights:
                 rows.note_trace(weight)
                 # a GPU's are compared only where their trace tells of another change
                 if not is_k_major(weight):
                     seen[rows.module] = weight.detach()
         if seen:
-            self.states()[0].weights_stepped([*seen], ops.measure_weights([*seen.values()]))
+            self.states()[0].weight_changes.see_optimizer_step([*seen], ops.measure_weights([*seen.values()]))
 
     def see_changes(self, first: Fp8Rows, weight: Tensor, record: bool) -> None:
         """Compare all weights that have left a trace of a change, this one among them, with what they were. Waits."""

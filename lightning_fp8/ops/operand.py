@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_fp8.ops.counting import CastCounts
 
 _handles = itertools.count(1)
 _states: weakref.WeakValueDictionary[int, State] = weakref.WeakValueDictionary()
@@ -19,7 +22,7 @@ class State(Protocol):
     handle: int
     scale: Tensor
     amax: Tensor
-    counts: Tensor | None
+    cast_counts: CastCounts
 
     def open_cast(self, record: bool) -> tuple[Tensor | None, bool, bool]:
         """An input or gradient is cast."""

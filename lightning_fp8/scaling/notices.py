@@ -28,7 +28,6 @@ class Notices:
     def __init__(self) -> None:
         self._said: set[str] = set()
         self._silent = 0
-        self.has_recorded = False
         self._steps: dict[int, int] = {}
         self._nonfinite = _Nonfinite()
 
@@ -41,9 +40,10 @@ class Notices:
         finally:
             self._silent -= 1
 
-    def see_unrecorded_cast(self, state: ScalingState) -> None:
-        """An input or gradient is cast, and not recorded. Without gradients that is an evaluation."""
-        if not (state.has_scales or self._silent or torch.is_grad_enabled() or _in_backward() or _is_recomputed()):
+    def see_cast_without_scales(self, state: ScalingState) -> None:
+        """An input or gradient is cast without being recorded, and there are no scales from training."""
+        # without gradients it is an evaluation
+        if not (self._silent or torch.is_grad_enabled() or _in_backward() or _is_recomputed()):
             self._say(
                 f"A model with FP8 layers ({_some(state.module_names)}) is evaluated without scales from training: each"
                 " batch is scaled by itself, so results depend on which samples are in it. Take the scales along with"
@@ -53,7 +53,7 @@ class Notices:
 
     def see_optimizer_step(self, state: ScalingState, optimizer: int) -> None:
         """An optimizer, by its ``id``, has changed weights of the model."""
-        if not self.has_recorded:
+        if not state.has_recorded:
             return
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if self._steps[optimizer] >= _STEPS_WITHOUT_UPDATE:
@@ -67,8 +67,6 @@ class Notices:
 
     def see_update(self, state: ScalingState) -> None:
         """The scales have been updated."""
-        state.has_scales |= self.has_recorded
-        self.has_recorded = False
         self._steps.clear()
         self._report_nonfinite(state)
 
@@ -78,11 +76,7 @@ class Notices:
         self._report_nonfinite(state)
 
     def see_load(self, state: ScalingState) -> None:
-        """The state has been loaded or copied: what was not finite before has been another run's.
-
-        Amaxes that wait for their update may have come with it.
-        """
-        self.has_recorded = bool((state.amax[: state.delayed] != 0).any())
+        """The state has been loaded or copied: non-finite values from before were another run's."""
         # `.cpu()` would give the counters themselves on the CPU
         self._nonfinite = _Nonfinite(state.nonfinite_steps.to("cpu", copy=True))
 

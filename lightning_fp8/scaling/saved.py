@@ -47,9 +47,9 @@ def from_entries(state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]
     for field in ("amax", "scale", "nonfinite_steps"):
         values = [entries[name][field].reshape(()).cpu() for name in names]
         getattr(state, field).data[: state.delayed] = torch.stack(values).to(state.device)
-    for module, switch in enumerate(state.switches):
+    for module in range(len(state.module_names)):
         # checkpoints of 0.3.0 and before do not have it
-        switch.in_fp8 = bool(entries[names[module]].get("in_fp8", True))
+        state.switches[module].in_fp8 = bool(entries[names[module]].get("in_fp8", True))
 
 
 def _check_names(names: Sequence[str], entries: Mapping[str, Any], of_weights: Sequence[str]) -> None:

@@ -281,7 +281,7 @@ def test_shards_decide_nothing() -> None:
     # another process may hold a part that has not changed, and scales are to be the same everywhere
     model = trained(deep())
     for module in range(3):
-        scaling_state(model).note_sharding(module, True)
+        scaling_state(model).weight_changes.note_sharding(module, True)
     histories = scaling_state(model).amax_history.clone()
     model[0].weight.data *= 100
     model(torch.randn(4, 32))
@@ -313,12 +313,12 @@ def test_an_update_makes_no_tensor_on_the_host() -> None:
 
     names: set[str] = set()
     model = trained(deep())
-    state, held = scaling_state(model), scaling_state(model).held
+    state, held = scaling_state(model), scaling_state(model).weight_changes.reference_amax
     model(torch.randn(4, 32)).sum().backward()
     with Made():
         state.update()
     assert not names & {"aten::zeros", "aten::tensor", "aten::_to_copy", "aten::where", "aten::lift_fresh"}
-    assert state.held is held
+    assert state.weight_changes.reference_amax is held
     assert torch.equal(held, torch.stack([layer.weight.abs().max() for layer in model if isinstance(layer, nn.Linear)]))
 
 
@@ -326,6 +326,6 @@ def test_on_another_device_no_step_is_followed_until_one_is_made() -> None:
     model = trained(deep())
     state = scaling_state(model).to("cpu")
     model(torch.randn(4, 32))
-    state.held.fill_(7.0)
+    state.weight_changes.reference_amax.fill_(7.0)
     state.update()
-    assert torch.equal(state.held, state.amax[state.delayed :])
+    assert torch.equal(state.weight_changes.reference_amax, state.amax[state.delayed :])

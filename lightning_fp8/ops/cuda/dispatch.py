@@ -78,7 +78,7 @@ def cast_weights(
     ]
     table = casts.weight_table(jobs)
     casts.cast_weights(kernel, table, state.scale, state.amax)
-    if state.counts is not None:
+    if state.cast_counts.values is not None:
         places = torch.arange(len(state.amax), device=device)
         for weight, index in zip(weights, indices, strict=True):
             count(weight, state.scale[index], WeightSlot(places[index : index + 1], format, state, True))
