@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8.modules.base import Fp8Module, Fp8Weight, cast_weight, check_input, fp8_linear, take_rows
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.functional import Fp8Weight, cast_weight, check_input, fp8_linear, take_rows
 
 
 class SdpaMultiheadAttention(nn.MultiheadAttention):

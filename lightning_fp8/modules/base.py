@@ -1,4 +1,4 @@
-"""What converted modules have in common: their rows in the scaling state, and one linear layer's GEMMs in FP8."""
+"""The base class of converted modules, and the place of their tensors in the scaling state."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8 import ops
-from lightning_fp8.modules.gathered_weight import GatheredWeight
-from lightning_fp8.modules.weight_cache import WeightCache, can_keep_copies
+from lightning_fp8.modules.weight_cache import WeightCache
 from lightning_fp8.modules.weight_group import WeightGroup
-from lightning_fp8.ops.formats import CASTABLE_DTYPES, ROLES, Role
-from lightning_fp8.ops.library import is_k_major
+from lightning_fp8.ops.formats import ROLES, Role
 from lightning_fp8.ops.operand import Fp8Operand, Slot, WeightSlot
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.state import ScalingState
@@ -207,151 +203,3 @@ class Fp8Module(nn.Module):
         """As of the plain class, and the recipe."""
         plain = super().extra_repr()
         return f"{plain}{', ' if plain else ''}fp8={self.scaling_state.recipe}"
-
-
-class Fp8Weight(NamedTuple):
-    """A weight ``[N, K]`` for autograd, its FP8 cast for the GEMMs, None of a layer that fell back, and whether other
-    forwards will find the cast.
-    """
-
-    weight: Tensor
-    operand: Fp8Operand | None
-    is_kept: bool = False
-
-    def rows(self, rows: slice) -> Fp8Weight:
-        """Some of the N rows; the scale is that of the whole weight."""
-        weight, operand = take_rows(self.weight, rows), self.operand
-        if operand is None:
-            return Fp8Weight(weight, None)
-        # without gradients there may be no payload by columns
-        columns = operand.columns[:, rows] if operand.columns.dim() == 2 else operand.columns
-        return self._replace(
-            weight=weight, operand=operand._replace(rows=take_rows(operand.rows, rows), columns=columns)
-        )
-
-
-def take_rows(tensor: Tensor, rows: slice) -> Tensor:
-    """Some of the first dimension; the tensor itself, and no node in the graph, where that is all of it."""
-    return tensor if rows.start == 0 and rows.stop == len(tensor) else tensor[rows]
-
-
-def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
-    """The FP8 cast of a weight ``[N, K]``, or of one kept as ``[K, N]``."""
-    if not rows.switch.in_fp8:
-        if not torch.compiler.is_compiling():
-            rows.weight_cache.drop()
-        return Fp8Weight(parameter.t() if rows.k_by_n else parameter, None)
-    if isinstance(parameter, GatheredWeight):
-        place, payloads = parameter.place_in_graph(), parameter.payloads(rows.k_by_n)
-        operand = Fp8Operand(*payloads, parameter.scale_inv, rows.formats["weight"])
-        return Fp8Weight(place.t() if rows.k_by_n else place, operand)
-    if isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"{rows.name!r}: the weight is distributed over processes, and only `nn.Linear` computes with a part of"
-            " it. Leave the layer out with `ignore_modules`; or, under `fully_shard`, call it as a module, so that"
-            " its hooks gather the weight."
-        )
-    weight = parameter.t() if rows.k_by_n else parameter
-    # Only a recording forward uses the cache: in evaluation weights are swapped (EMA, averaging) in ways that leave no
-    # trace.
-    can_keep = rows.keeps_cast and can_keep_copies(parameter)
-    is_kept = record and can_keep
-    made: Fp8Operand | None = None
-    if is_kept:
-        made = rows.weight_cache.get(parameter)
-        if made is not None:
-            return Fp8Weight(weight, made, True)
-        made = rows.group.cast_stale(rows, parameter)
-    if made is None:
-        slot = rows.weight_slot(record)
-        made = ops.cast_weight_operand(weight.detach(), slot, keep=torch.is_grad_enabled())
-        if is_kept:
-            rows.weight_cache.put(parameter, made)
-    # The CPU's operators compare each weight that they cast. A GPU would have to be waited for, so only where there is
-    # a trace; what FSDP gathers is elsewhere each time.
-    if can_keep and is_k_major(parameter) and rows.note_trace(parameter):
-        rows.group.see_changes(rows, parameter, record)
-    return Fp8Weight(weight, made, is_kept)
-
-
-def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
-    """x ``[*, K]`` in FP8; by columns too if backward is to ``keep`` something of it."""
-    return ops.cast_operand(ops.in_rows(x.detach()), rows.slot("input", record), "none", keep)
-
-
-def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool) -> Tensor:
-    """``x @ weight^T + bias`` in FP8: x ``[*, K]`` -> ``[*, N]`` in autocast's dtype, else in that of ``x``.
-
-    Of a layer that fell back: in that dtype throughout.
-    """
-    dtype, (parameter, operand, is_kept) = output_dtype(x), weight
-    if operand is None:
-        return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))
-    check_bias(rows, bias, operand.rows.shape[0])
-    bias_value = rounded_bias(rows, bias, dtype, is_kept)
-    x_fp8 = cast_input(rows, x, record, keep=parameter.requires_grad and torch.is_grad_enabled())
-    dy = rows.slot("grad_output", record)
-    return ops.linear(x, parameter, bias, bias_value, x_fp8, operand, dy, dtype)  # type: ignore[no-any-return]
-
-
-def rounded_bias(rows: Fp8Rows, bias: Tensor | None, dtype: torch.dtype, keep: bool) -> Tensor | None:
-    """A bias as the GEMM with an output of this dtype takes it: in 16 bits kept, where the cast of the weight is."""
-    if bias is None or bias.dtype == dtype or dtype == torch.float32:
-        return None if bias is None else bias.detach()
-    if not keep:
-        return bias.detach().to(dtype)
-    kept = rows.bias_cache.get(bias)
-    if kept is None or kept.dtype != dtype:
-        kept = bias.detach().to(dtype)
-        rows.bias_cache.put(bias, kept)
-    return kept
-
-
-def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None:
-    """Refuse an input that an FP8 layer cannot take.
-
-    As in a plain layer, the weight that the layer holds now decides, not ``in_features`` and the like: a weight of
-    another shape may have taken the place of the first one.
-
-    Raises:
-        TypeError: if it is not fp32, bf16 or fp16.
-        ValueError: if its last dimension is not that of the weight, or the weight is not ``[N, K]`` with a K above 0.
-    """
-    if x.dtype not in CASTABLE_DTYPES:
-        raise TypeError(
-            f"{_called(module)}: the {what} must be float32, bfloat16 or float16, got {x.dtype}."
-            " Convert it before this layer, or leave the layer unconverted with `ignore_modules`."
-        )
-    shape, given = weight.shape, x.shape
-    features = shape[0 if module.weight_is_k_by_n else 1] if len(shape) == 2 else 0
-    if not features:
-        raise ValueError(
-            f"{_called(module)}: the weight must have two dimensions and take in at least one feature, got the shape"
-            f" {tuple(shape)}."
-        )
-    if not given or given[-1] != features:
-        raise ValueError(
-            f"{_called(module)}: the last dimension of the {what} must be {features}, the features that its weight"
-            f" takes in, got the shape {tuple(given)}."
-        )
-
-
-def check_bias(rows: Fp8Rows, bias: Tensor | None, outputs: int) -> None:
-    """ValueError for a bias without one element for each output: a kernel would read past its end."""
-    if bias is not None and (bias.dim() != 1 or bias.numel() != outputs):
-        raise ValueError(
-            f"The bias of {rows.name!r} must have the shape ({outputs},), one element for each output of the weight,"
-            f" got {tuple(bias.shape)}."
-        )
-
-
-def _called(module: Fp8Module) -> str:
-    # asked for in errors only: a compiled graph that knew its layer's name would serve no other layer
-    return f"{type(module).__name__} {next(iter(module.fp8.values())).name!r}"
-
-
-def output_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype where autocast is on, else that of ``x``."""
-    device = x.device.type
-    # autocast does not know the meta device, where shapes are followed and FLOPs counted
-    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else x.dtype

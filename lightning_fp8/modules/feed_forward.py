@@ -11,8 +11,15 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from lightning_fp8 import ops
-from lightning_fp8.modules.base import cast_input, cast_weight, check_bias, check_input, output_dtype, rounded_bias
 from lightning_fp8.modules.class_swap import exchange_class, own_class
+from lightning_fp8.modules.functional import (
+    cast_input,
+    cast_weight,
+    check_bias,
+    check_input,
+    output_dtype,
+    rounded_bias,
+)
 from lightning_fp8.modules.linear import Fp8Linear
 
 _FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}

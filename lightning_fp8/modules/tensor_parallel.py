@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from lightning_fp8.modules.base import Fp8Rows, cast_weight, fp8_linear
+from lightning_fp8.modules.base import Fp8Rows
+from lightning_fp8.modules.functional import cast_weight, fp8_linear
 
 
 def parallel_linear(rows: Fp8Rows, x: Tensor, weight: DTensor, bias: Tensor | None, record: bool) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_fp8.modules.attention import SdpaMultiheadAttention, in_gemms
-from lightning_fp8.modules.base import take_rows
 from lightning_fp8.modules.class_swap import exchange_class, own_class
+from lightning_fp8.modules.functional import take_rows
 from lightning_fp8.modules.weight_cache import WeightCache, can_keep_copies
 
 

@@ -86,8 +86,8 @@ def test_one_copy_from_the_device_per_logging_step(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copied.append(self.shape) or original(self))
     callback = ScaleFactorLogger(every_n_steps=2)
     make_trainer(tmp_path, logger=CSVLogger(tmp_path), callbacks=[callback]).fit(seeded(), loader())
-    # eight numbers of six tensors, at two of four steps
-    assert copied.count(torch.Size([8, 6])) == 2
+    # nine numbers of six tensors, at two of four steps
+    assert copied.count(torch.Size([9, 6])) == 2
 
 
 def quantities_by_hand(state: ScalingState, row: int) -> dict[str, float]:
