@@ -169,6 +169,17 @@ def test_scales_that_come_with_the_weights_stay(tmp_path: Path) -> None:
         assert scaling_state(model).amax_history.count_nonzero() == 0
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_loaded_after_a_forward_do_not_belong_to_the_scales_before_it(training: bool) -> None:
+    source, model = trained(small_mlp()), trained(small_mlp())
+    state = scaling_state(model)
+    state.load_state_dict(scaling_state(source).state_dict())
+    with torch.set_grad_enabled(training):
+        model.train(training)(torch.randn(8, 32))
+    model.load_state_dict(small_mlp().state_dict())
+    assert state.amax_history.count_nonzero() == 0
+
+
 def test_a_part_that_is_loaded_keeps_the_histories_of_the_others() -> None:
     # as a target network that follows another one in the same model
     model = trained(small_mlp())
