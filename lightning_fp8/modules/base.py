@@ -19,12 +19,12 @@ from lightning_fp8.scaling.state import ScalingState
 
 
 class Settings(NamedTuple):
-    """What the layers of one model have in common besides their scales. No part of any checkpoint.
+    """Settings that all layers of a model share. They are not part of a checkpoint.
 
     Attributes:
-        gemm: which GEMMs they run, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``: it changes no more than the
-            order in which sums are taken.
-        min_features: below how many features in or out layers were left alone by the conversion.
+        gemm: which GEMMs they run, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``; it only changes the order of
+            summation.
+        min_features: the conversion left layers with fewer input or output features alone.
     """
 
     gemm: str = "auto"
@@ -36,16 +36,16 @@ class Fp8Rows:
 
     Attributes:
         state: the scaling state shared by all converted modules of the model.
-        module: position of the layer among them.
-        index: by role, which tensor of the state it is, as ``[1] int64`` on the device of the state. A tensor, not an
+        module: position of the layer among these modules.
+        index: by role, the row of the tensor in the state, ``[1] int64`` on the device of the state. A tensor, not an
             int, so that ``torch.compile`` makes one graph for all layers of a kind.
-        formats: by role, the name of the format that it is cast to.
+        formats: by role, the name of the FP8 format.
         switch: whether these GEMMs run in FP8.
         weight_cache: the FP8 copy of the weight.
-        bias_cache: the bias in a 16-bit dtype, as torch's GEMM takes it.
-        settings: those of the model.
-        group: all layers that share the state, whose weights are cast together where the device can.
-        k_by_n: whether the layer keeps its weight as ``[K, N]``.
+        bias_cache: the bias in the 16-bit dtype that torch's GEMM takes.
+        settings: the settings of the model.
+        group: all layers that share the state; their weights are cast together if the device has a kernel for it.
+        k_by_n: whether the layer stores its weight as ``[K, N]``.
         keeps_cast: whether the FP8 copy of the weight outlives a forward.
     """
 
@@ -65,51 +65,51 @@ class Fp8Rows:
         self._place_index()
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy belongs to the copied layer, which says so in its own `__setstate__`
+        # a copy belongs to the copied layer, whose `__setstate__` sets the owner
         return {**self.__dict__, "_owner": None, "_trace": None}
 
     def belong_to(self, layer: Fp8Module, gemm: str) -> None:
-        """Say which layer these rows are of, and by which name it knows them."""
+        """Set the layer that owns these rows, and the layer's name for them."""
         self._owner = (weakref.ref(layer), gemm)
         self.k_by_n = layer.weight_is_k_by_n
         self.note_sharding(layer.gemm_weights(layer)[gemm])
         self.group.join(self)
 
     def note_sharding(self, weight: Tensor) -> None:
-        """Keep no FP8 copy of a weight that is sharded: a copy of the whole would undo it. Nor is it compared."""
+        """Keep no FP8 copy of a sharded weight, as it would hold the whole weight, and do not compare the weight."""
         self.keeps_cast = not isinstance(weight, DTensor)
         self.state.weight_changes.note_sharding(self.module, not self.keeps_cast)
         if not self.keeps_cast:
             self.weight_cache.drop()
 
     def note_trace(self, weight: Tensor) -> bool:
-        """Remember what changes with a weight that is changed or replaced; whether that may be another weight."""
+        """Remember the weight's version and address. Returns whether it may have been changed or replaced."""
         before, self._trace = self._trace, (weight._version, weight.data_ptr())
         return before not in (None, self._trace) or self.module in self.state.weight_changes.different
 
     @property
     def weight(self) -> Tensor | None:
-        """The weight as its layer holds it now; None where the layer is gone."""
+        """The current weight of the layer; None if the layer no longer exists."""
         layer = self.layer
         return None if layer is None or self._owner is None else layer.gemm_weights(layer).get(self._owner[1])
 
     @property
     def layer(self) -> Fp8Module | None:
-        """Whose rows these are; None where it is gone."""
+        """The layer that owns these rows; None if it no longer exists."""
         return self._owner[0]() if self._owner is not None else None
 
     def weight_operand(self, payload: Tensor, payload_t: Tensor, scale_inv: Tensor) -> Fp8Operand:
-        """The cast of a weight as it is kept, by rows and by columns -> that of ``[N, K]``."""
+        """The payloads of a weight as the layer stores it, by rows and by columns -> the operand ``[N, K]``."""
         by_rows, by_columns = (payload_t, payload) if self.k_by_n else (payload, payload_t)
         return Fp8Operand(by_rows, by_columns, scale_inv, self.formats["weight"])
 
     def slot(self, role: Role, record: bool) -> Slot:
-        """The place of the input or of the gradient of the output."""
+        """The slot of the input or of the gradient of the output."""
         state, gemm = self.state, self.settings.gemm
         return Slot(state.scale, state.amax_history, self.index[role], self.formats[role], state, record, gemm)
 
     def weight_slot(self, record: bool) -> WeightSlot:
-        """The place of the weight."""
+        """The slot of the weight."""
         return WeightSlot(self.index["weight"], self.formats["weight"], self.state, record)
 
     def _place_index(self) -> None:
@@ -121,7 +121,7 @@ class Fp8Rows:
             }
 
     def to(self, device: torch.device) -> None:
-        """Move the state (the first layer of a model to ask does it for all) and the layer's own index."""
+        """Move the layer's index, and the state, which only the first layer of a model has to move."""
         if self.state.device != device:
             check_device(device)
             self.state.to(device)
@@ -130,17 +130,17 @@ class Fp8Rows:
 
     @property
     def name(self) -> str:
-        """How the state calls the layer: its path in the model that was converted."""
+        """The layer's name in the state: its path in the converted model."""
         return self.state.module_names[self.module]
 
 
 class Fp8Module(nn.Module):
-    """A module whose linear layers compute in FP8. Never constructed: conversion gives an object another class.
+    """A module whose linear layers compute in FP8. Never constructed: conversion changes the class of an object.
 
     Attributes:
         fp8: the rows of each of its own GEMM weights, by name; the name is ``""`` where there is just one.
-        plain_class: the class it had before, and gets back.
-        weight_is_k_by_n: whether the layer keeps its weight as ``[K, N]``, not as ``[N, K]``.
+        plain_class: the class before the conversion, which :func:`lightning_fp8.unconvert` restores.
+        weight_is_k_by_n: whether the layer stores its weight as ``[K, N]``, not as ``[N, K]``.
     """
 
     fp8: dict[str, Fp8Rows]
@@ -158,7 +158,7 @@ class Fp8Module(nn.Module):
         return {"": cast(Tensor, layer.weight)}
 
     def gemms(self) -> list[tuple[Fp8Rows, Tensor]]:
-        """The rows of each of its own GEMMs, and the weight as the layer holds it now."""
+        """The rows of each of its own GEMMs, with the current weight."""
         weights = self.gemm_weights(self)
         return [(rows, weights[gemm]) for gemm, rows in self.fp8.items()]
 
@@ -169,12 +169,12 @@ class Fp8Module(nn.Module):
 
     @property
     def settings(self) -> Settings:
-        """Those of the whole model."""
+        """The settings of the whole model."""
         return next(iter(self.fp8.values())).settings
 
     @property
     def in_fp8(self) -> bool:
-        """Whether any of its own GEMMs runs in FP8: not where all of them fell back."""
+        """Whether any of its own GEMMs runs in FP8: False if all of them fell back."""
         return any(rows.switch.in_fp8 for rows in self.fp8.values())
 
     @property
@@ -195,11 +195,11 @@ class Fp8Module(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[no-untyped-call]
         names = {id(parameter): f"{prefix}{name}" for name, parameter in self.named_parameters(recurse=False)}
         for rows, weight in self.gemms():
-            # one that is computed, as of a pruned layer, changes with any of them
+            # a computed weight, as that of a pruned layer, changes with any parameter
             if not ({names[id(weight)]} if id(weight) in names else {*names.values()}).isdisjoint(state_dict):
                 rows.state.weights_loaded(rows.module)
 
     def extra_repr(self) -> str:
-        """As of the plain class, and the recipe."""
+        """That of the plain class, and the recipe."""
         plain = super().extra_repr()
         return f"{plain}{', ' if plain else ''}fp8={self.scaling_state.recipe}"

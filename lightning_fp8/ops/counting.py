@@ -12,7 +12,7 @@ _BLOCK_ELEMENTS = 1 << 18
 
 
 class CastCounts:
-    """What the casts of a model clip and turn to zero, counted for as long as anybody requests it.
+    """What the casts of a model clip and turn to zero, counted while anybody requests it.
 
     Args:
         tensors: R, the number of tensors of the scaling state.

@@ -1,4 +1,4 @@
-"""What the scales of a model do to its tensors, in numbers."""
+"""Statistics of the tensors of a scaling state: scales, amaxes, headroom, and fractions of lost numbers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ QUANTITIES = (
 
 
 def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Each of ``QUANTITIES`` as ``[R] float64`` on the CPU, NaN where a tensor does not have it; all in one copy.
+    """Each of ``QUANTITIES`` as ``[R] float64`` on the CPU, NaN where a tensor does not have it.
+
+    It takes one copy from the device.
 
     Args:
         state: the scaling state; fractions are those of ``state.cast_counts``.
-        sum_over_processes: applied to the counts, which belong to one process so far; amaxes have been reduced before.
+        sum_over_processes: applied to the counts, which are those of one process; amaxes are already reduced.
     """
     counts = state.cast_counts.values
     counts = state.amax.new_zeros(len(state.names), 4) if counts is None else counts
@@ -45,14 +47,14 @@ def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor]
         "scale": scale,
         "amax": amax,
         "amax_history_max": largest,
-        # a weight's scale follows what it holds, so it has no history and nothing to grow into
+        # a weight has current scaling, so it has no history and no headroom
         "headroom_bits": headroom_bits(fp8_max, amax, scale).where(largest.isfinite(), nothing),
-        # 0 / 0 is NaN: not cast
+        # 0 / 0 is NaN: the tensor was not cast
         "saturated_fraction": saturated / numbers,
         "underflowed_fraction": torch.where(numbers > 0, underflowed / nonzero.clamp(min=1), nothing),
         "nonfinite_steps": nonfinite,
     }
-    # what a layer left behind when it fell back says nothing about the run
+    # the last values of a layer that fell back say nothing about the run
     in_fp8 = state.switches.rows_in_fp8
     return {quantity: values.where(in_fp8, nothing) for quantity, values in quantities.items()}
 

@@ -299,6 +299,18 @@ def test_shards_decide_nothing() -> None:
     assert torch.equal(scaling_state(model).amax_history, histories)
 
 
+def test_a_step_that_empties_the_histories_keeps_what_it_records() -> None:
+    model = trained(deep())
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.weight.data.mul_(3)
+    model(torch.randn(64, 32)).square().sum().backward()
+    scaling_state(model).update()
+    history = scaling_state(model).amax_history
+    assert (history[0] > 0).all()
+    assert (history[1:] == 0).all()
+
+
 def test_compiled_layers_see_other_weights_before_them() -> None:
     torch._dynamo.reset()
     model, x = trained(deep()), torch.randn(64, 32)

@@ -213,6 +213,15 @@ def test_an_optimizer_that_calls_its_closure_several_times(tmp_path: Path) -> No
     assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [4] * 4
 
 
+def test_optimizer_steps_without_a_forward_ask_for_no_update() -> None:
+    model = convert(small_mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with told():
+        step(model, optimizer)
+        for _ in range(4):
+            optimizer.step()
+
+
 # --- inf and NaN ------------------------------------------------------------------------------------------------------
 
 
