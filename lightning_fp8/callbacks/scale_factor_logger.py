@@ -90,7 +90,7 @@ class ScaleFactorLogger(RunWatcher):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # from the first micro-batch of a step that is to be logged
         if self._state is not None and self._when.begins():
-            self._state.start_counting(self)
+            self._state.cast_counts.start(self)
 
     @override
     def on_train_batch_end(
@@ -99,14 +99,14 @@ class ScaleFactorLogger(RunWatcher):
         state = self._state
         if self._when.ends(trainer.global_step) and state is not None:
             values = tensor_statistics(state, partial(trainer.strategy.reduce, reduce_op="sum"))
-            state.stop_counting(self)
+            state.cast_counts.stop(self)
             if trainer.is_global_zero:
                 self._log(trainer, state, values)
 
     @override
     def _stop(self) -> None:
         if self._state is not None:
-            self._state.stop_counting(self)
+            self._state.cast_counts.stop(self)
         self._state = None
 
     def _log(self, trainer: Trainer, state: ScalingState, values: dict[str, Tensor]) -> None:

@@ -123,7 +123,7 @@ class ScaleWatchdog(RunWatcher):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._state is not None and self._when.begins():
             self._is_before_check = True
-            self._state.start_counting(self)
+            self._state.cast_counts.start(self)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -143,7 +143,7 @@ class ScaleWatchdog(RunWatcher):
             return
         self._is_before_check = False
         findings = self._watch.check(self._steps, partial(trainer.strategy.reduce, reduce_op="sum"))
-        self._state.stop_counting(self)
+        self._state.cast_counts.stop(self)
         findings.keep(self._rows)
         self._act(trainer, self._state, findings)
 
@@ -154,7 +154,7 @@ class ScaleWatchdog(RunWatcher):
         if new and self.action == "fallback":
             to_move = self._to_fall_back(state, findings, new)
             for module in to_move:
-                state.fall_back(module)
+                state.switches.fall_back(module)
             message += f"\n  In bf16 from now on: {', '.join(to_move)}." if to_move else ""
         self._log(trainer, state, findings)
         if new and self.action == "raise":
@@ -200,13 +200,13 @@ class ScaleWatchdog(RunWatcher):
 
     def _log(self, trainer: Trainer, state: ScalingState, findings: Findings) -> None:
         metrics: dict[str, float] = {f"fp8/watchdog/{name}": len(rows) for name, rows in findings.tensors.items()}
-        metrics["fp8/watchdog/fallbacks"] = len(state.fallbacks)
+        metrics["fp8/watchdog/fallbacks"] = len(state.switches.fallbacks)
         log_to_all(trainer, metrics)
 
     @override
     def _stop(self) -> None:
         if self._state is not None and self._watch is not None:
-            self._state.stop_counting(self)
+            self._state.cast_counts.stop(self)
             self._watch.close()
         self._state = self._watch = None
 

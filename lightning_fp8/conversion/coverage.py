@@ -49,8 +49,8 @@ def coverage(plan: ConversionPlan) -> str:
     for path, layer in layers:
         # the parameters of a layer in FP8 have been counted already
         others[numbered(path)] += count(layer.parameters())
-    for path, _, parameter in plan.large_parameters:
-        others[numbered(path)] += count([parameter])
+    for row, parameter in plan.large_parameters:
+        others[numbered(row.path)] += count([parameter])
     named = [
         f"{path or '(root)'} ({size / total:.0%})"
         for path, size in others.most_common(_MOST_NAMED)

@@ -101,7 +101,7 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
                 )
             return
         self._states[0].load_state_dict(state_dict)
-        fallen = self._states[0].fallbacks
+        fallen = self._states[0].switches.fallbacks
         if fallen:
             rank_zero_info(
                 f"fp8-delayed: {len(fallen)} layers fell back to bf16 in the run that saved this checkpoint, and stay"
