@@ -10,20 +10,20 @@ demo: $(INSTALLED)
 	$(BIN)/python -m lightning_fp8 fit --config configs/tiny_gpt_fp8.yaml
 	$(BIN)/python -m lightning_fp8 report runs/tiny_gpt_fp8
 
-# two processes of one thread each: the tests' tensors are small
+# two processes with one thread each: the tests' tensors are small
 test: $(INSTALLED) browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-# the report's page is tested in a real one
+# the report's page is tested in a real browser
 browser:
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || { \
 		command -v apt-get >/dev/null || { \
-			echo "The tests of the report's page need Chromium, and here is no apt-get to install it with." \
+			echo "The tests of the report's page need Chromium, and there is no apt-get to install it." \
 				"Install chromium or google-chrome."; exit 1; }; \
 		as_root=$$([ "$$(id -u)" = 0 ] || command -v sudo); \
 		$$as_root apt-get update -qq && $$as_root apt-get install -y -qq chromium; }
 
-# on a machine with a GPU, in the environment that torch for it is installed in
+# on a machine with a GPU, in an environment with a torch for it
 test-cuda:
 	$(PYTHON) -m pytest -m cuda
 	@if ! command -v compute-sanitizer >/dev/null; then \
@@ -39,7 +39,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# a step of the demo's model beside plain bf16 and torchao's emulated float8; then the precisions side by side
+# a training step of the demo's model compared with plain bf16 and torchao's emulated float8; then all precisions compared
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m benchmarks.cpu_step

@@ -1,1 +1,1 @@
-"""``python -m benchmarks``: operators and layers beside torch's own, and beside ceilings, in one run."""
+"""``python -m benchmarks``: operators and layers compared with torch's own and with hardware ceilings, in one run."""

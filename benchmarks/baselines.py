@@ -1,4 +1,4 @@
-"""What the operators stand beside: the same work under ``torch.compile``, torchao's cast, and a plain copy."""
+"""What the operators are compared with: the same work under ``torch.compile``, torchao's cast, and a plain copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_fp8.ops.formats import E4M3, FORMATS
 from lightning_fp8.tools.timing import Variant, copies_for
 from lightning_fp8.tools.tune.iteration import Precision
 
-# Half the distance of two neighbouring E4M3 codes beside their value, and the smallest of them beside the largest
+# half the distance of neighbouring E4M3 codes relative to their value, and of the smallest relative to the largest
 _E4M3_RELATIVE, _E4M3_ABSOLUTE = 2.0**-4, 2.0**-10 / 448
 
 
@@ -116,7 +116,7 @@ def _torchao_difference(x: Tensor, payload: Tensor, payload_t: Tensor, scale: Te
 
 
 def copy(bytes: int, device: torch.device) -> Variant:
-    """``copy_`` of a bf16 tensor that reads and writes so many bytes together."""
+    """``copy_`` of a bf16 tensor that reads and writes ``bytes`` bytes in total."""
     pairs = []
     for _ in range(copies_for(bytes, device)):
         source = torch.ones(max(1, bytes // 4), dtype=torch.bfloat16, device=device)

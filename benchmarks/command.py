@@ -1,4 +1,4 @@
-"""``python -m benchmarks --suite cast``: check every variant, time them in turns, show and keep the rows."""
+"""``python -m benchmarks --suite cast``: check every variant, time them in turns, show and save the rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 from benchmarks import rows
 from benchmarks.case import Case
 from benchmarks.plot import draw
+from benchmarks.progress import progress
 from benchmarks.run import Run
 from benchmarks.suites import SUITES
 from lightning_fp8.runtime.device import MIN_CAPABILITY
 from lightning_fp8.runtime.environment import environment, gpu_environment, package_version
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.arguments import positive
-from lightning_fp8.tools.progress import progress
 from lightning_fp8.tools.tables import table
 
 ROUNDS = 20
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     chosen = _chosen({name: suite.cases(device) for name, suite in suites.items()}, options.case)
     _check_files(options.out, options.plot)
     if package_version("torchao") is None:
-        print("torchao: not installed, so what is its own is left out")
+        print("torchao is not installed; its variants are left out")
     command = f"python -m benchmarks {shlex.join(arguments)}"
     about = {**gpu_environment(device), **environment("torchao", command=command)}
     runs = {name: Run(name, suites[name], device, options.rounds, about) for name in chosen}
@@ -76,7 +76,7 @@ def _measure(run: Run, cases: list[Case], out: Path | None, begin: Callable[[str
             columns = {key: column for key, column in _COLUMNS.items() if any(row[key] is not None for row in made)}
             print(f"\n{case.name}\n{table(made, columns)}", flush=True)
             rows.append(made, out)
-            # what is wrong is named and kept, and nothing is compared with it
+            # a wrong variant is reported and kept, but nothing is compared with it
             for row in made:
                 if row["wrong"] is not None:
                     print(f"{row['variant']} gave {row['wrong']}")
@@ -89,9 +89,9 @@ def _measure(run: Run, cases: list[Case], out: Path | None, begin: Callable[[str
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--suite", choices=(*sorted(SUITES), "all"), required=True, help="all: one after the other")
+    parser.add_argument("--suite", choices=(*sorted(SUITES), "all"), required=True, help="all: every suite")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--case", metavar="SUBSTRING", help="only the cases whose name has it")
+    parser.add_argument("--case", metavar="SUBSTRING", help="only cases whose name contains it")
     parser.add_argument("--rounds", type=positive, default=ROUNDS, help="batches of each variant")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append the rows, of all suites, as lines of JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the rows of this run; needs matplotlib")
@@ -124,7 +124,7 @@ def _chosen(suites: dict[str, list[Case]], part: str | None) -> dict[str, list[C
 
 
 def _check_files(out: Path | None, plot: Path | None) -> None:
-    """Exit where a result could not be written at the end."""
+    """Exit now if the results could not be written at the end."""
     for option, path in (("--out", out), ("--plot", plot)):
         if path is not None and not path.parent.is_dir():
             sys.exit(f"{option}: there is no folder {path.parent} to write {path.name} in.")

@@ -5,7 +5,7 @@
 #
 #   1  what the machine is; every kernel's self-test; the first GEMM and cast with a time
 #   2  the GPU tests of GEMMs; graphs, threads, no waiting
-#   3  GEMMs, layers and launches beside their baselines
+#   3  GEMMs, layers and launches compared with their baselines
 #   4  tuning of more layers; profiles; a memory check
 #
 # Every step has a time limit, and a step that fails or hangs does not keep the next from running. What is found is

@@ -1,4 +1,4 @@
-"""The suite ``gemm``: the scaled FP8 GEMMs of training beside cuBLASLt's, and bf16's on the same values.
+"""The suite ``gemm``: the scaled FP8 GEMMs of training compared with cuBLASLt's, and with bf16 on the same values.
 
 The 24 cases are fprop, dgrad and wgrad of eight layers: attention projections (hidden x hidden) and FFN projections
 (hidden -> 4 hidden). Of all with 2048, 8192 or 32768 tokens and a hidden width of 1024, 4096 or 8192, these have each
@@ -38,8 +38,8 @@ _LAYERS_ON_CPU = ((64, 32, 48), (48, 64, 32))
 _CHECKED_ROWS = 64
 # neither is a power of two: one that is left out, or rounded to bf16, shows
 _A_SCALE_INV, _B_SCALE_INV = 0.3717, 1.6183
-# Tensor cores add 32 products to a sum of which they keep 13 bits behind the leading one; precise GEMMs begin anew
-# every 128 along K. A sum stays within five standard deviations.
+# Tensor cores add 32 products to a sum of which they keep 13 bits behind the leading one; precise GEMMs start a new
+# sum every 128 along K. A sum stays within five standard deviations.
 _KEPT, _ADDED, _PROMOTED_EVERY, _DEVIATIONS = 2.0**-13, 32, 128, 5.0
 
 
@@ -210,7 +210,7 @@ class Gemm:
 
 
 def summary(rows: list[dict[str, Any]]) -> str | None:
-    """Our kernels beside cuBLASLt, and ``auto`` beside the better of the two, by p50 over all cases that have both."""
+    """Our kernels compared with cuBLASLt, and ``auto`` with the faster of the two, by p50 over all cases with both."""
     times: dict[str, dict[str, float]] = {}
     for row in rows:
         times.setdefault(row["case"], {})[row["variant"]] = row["p50_us"]

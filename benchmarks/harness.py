@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: variants take turns in processes of their own."""
+"""Shared by the benchmarks: variants that take turns in separate processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suite ``launch``: the host's time for one launch of a small kernel, beside what the driver alone takes."""
+"""The suite ``launch``: the host's time for one launch of a small kernel, compared with the driver alone."""
 
 from __future__ import annotations
 

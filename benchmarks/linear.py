@@ -126,7 +126,7 @@ class FeedForward:
     def variants(self, device: torch.device) -> list[Variant]:
         """``lightning_fp8`` with our GEMMs, the same with casts of their own between them, and with cuBLASLt's.
 
-        Beside torchao and bf16.
+        Also torchao and bf16.
         """
         ours = functools.partial(_as_one, gemm="rawkernel")
         precisions = {

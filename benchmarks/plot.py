@@ -1,4 +1,4 @@
-"""Rows as a picture: what each variant takes, beside the variant that its suite compares with, and tokens a second."""
+"""Plots of rows: the time of each variant relative to its suite's baseline, and tokens per second."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def draw(rows: Sequence[Row], baselines: Mapping[str, str], path: Path) -> bool:
     if not charts:
         return False
     heights = [_AROUND + _BAR * sum(len(bars) + 1 for bars in chart.cases.values()) for chart in charts]
-    # a dollar sign in a name is no formula
+    # dollar signs in names are not formulas
     with matplotlib.rc_context({"text.parse_math": False, "font.size": 8}):
         figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
         grid = figure.subplots(len(charts), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -65,9 +65,9 @@ class _Chart(NamedTuple):
 def _charts(rows: Sequence[Row], suite: str, baseline: str) -> list[_Chart]:
     charts = []
     if times := relative(rows, suite, baseline):
-        charts.append(_Chart(suite, f"p50 beside {baseline}: less is faster", times, line=1))
+        charts.append(_Chart(suite, f"p50 relative to {baseline}: lower is faster", times, line=1))
     if rates := tokens(rows, suite):
-        charts.append(_Chart(f"{suite}, tokens/s", "tokens a second: more is faster", rates))
+        charts.append(_Chart(f"{suite}, tokens/s", "tokens per second: higher is faster", rates))
     return charts
 
 

@@ -4,7 +4,7 @@
                                     [--device auto|cpu|cuda] [--markdown] [--out FILE]
 
 A step is ``--accumulate`` micro-batches of random bytes, the same at each step and for each variant, then AdamW with
-the model's own settings. Each variant trains in a process of its own, the variants take turns, and the first steps of
+the model's own settings. Each variant trains in a separate process, the variants take turns, and the first steps of
 each process do not count. Before anything is timed, each variant's first loss and gradient are checked against fp32's.
 
 One more step, not timed, gives the figures of memory, in which each storage counts once:

@@ -1,4 +1,4 @@
-"""One suite's run: all variants of a case are checked, then timed in turns; what is wrong costs no other case."""
+"""One suite's run: all variants of a case are checked, then timed in turns; a failure affects no other case."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import baselines, steps
 from benchmarks.case import Case
+from benchmarks.clock import clock
 from benchmarks.steps import Measured
 from benchmarks.suites import Suite
 from lightning_fp8.runtime.peaks import dense_fp8_flops
@@ -18,6 +19,8 @@ from lightning_fp8.tools.timing import Variant
 # read and written by the copy that is the ceiling
 _CEILING_BYTES = {"cuda": 2 << 30, "cpu": 32 << 20}
 _WITH_GRADIENTS = ("iterations", "steps", "steps alone")
+# prefixes of the names of our own variants; the others are baselines
+_OURS = ("lightning_fp8", "auto", "Kernel")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Run:
 
     def __init__(self, name: str, suite: Suite, device: torch.device, rounds: int, about: dict[str, Any]) -> None:
         self.name, self.suite, self.device, self.rounds, self.about = name, suite, device, rounds, about
-        self.clock = timing.clock(suite.timed, device)
+        self.clock = clock(suite.timed, device)
         # of data sheets: a CPU has none, nor has a GPU that is not in their table
         peak = dense_fp8_flops(about["gpu"]) if about.get("gpu") else None
         self.ceiling_tflops = None if peak is None else peak / 1e12
@@ -65,12 +68,12 @@ class Run:
     def measure(self, case: Case) -> list[dict[str, Any]]:
         """Check and time all variants of a case: one row each.
 
-        Where one of ours is wrong nothing of the case is timed; another one that is wrong says so in its row.
+        If one of our variants is wrong, nothing of the case is timed; a wrong baseline is marked in its row.
         """
         if not case.is_served(self.device):
             self.failures.append(
-                f"{case.name}: no kernel of lightning_fp8 serves it on {self.device}, and torch's own operators, which"
-                " would take over, are not what is to be timed. The warning above says why; LIGHTNING_FP8_BACKEND"
+                f"{case.name}: lightning_fp8 has no kernel for it on {self.device}, and torch's own operators, which"
+                " would replace it, are not timed here. The warning above says why; LIGHTNING_FP8_BACKEND"
                 " must not be `reference`."
             )
             return []
@@ -105,9 +108,10 @@ class Run:
                 self.failures.append(f"{case.name}: {variant.name}: {type(error).__name__}: {str(error)[:500]}")
                 continue
             if wrong is not None:
-                end = ". Nothing of this case is timed." if variant.is_ours else "."
+                is_ours = variant.name.startswith(_OURS)
+                end = ". Nothing of this case is timed." if is_ours else "."
                 self.failures.append(f"{case.name}: {variant.name} gave {wrong}{end}")
-                if variant.is_ours:
+                if is_ours:
                     return {}
             found[variant.name] = wrong
         return found

@@ -13,7 +13,7 @@ import torch
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.timing import Times, Variant, percentiles
 
-# how often each variant begins anew where only one of them is in memory at a time
+# how often each variant is created where only one is in memory at a time
 TURNS = 3
 # of a batch on a GPU at least: its device begins idle, as it does not in training, where the host is ahead
 _BATCH_SECONDS = 0.1
@@ -41,8 +41,8 @@ def time_in_turns(variants: Sequence[Variant], rounds: int, device: torch.device
         variants: in their order.
         rounds: a round has one batch of each.
         device: where they run.
-        alone: each is the only one in memory, made and warmed up anew ``TURNS`` times, and the variants take turns so;
-            otherwise all are there from the beginning to the end, and their batches take turns.
+        alone: only one variant is in memory at a time: each is created and warmed up ``TURNS`` times, in turns;
+            otherwise all stay in memory from start to end, and their batches take turns.
     """
     turns = min(TURNS, rounds)
     each = [([variant], math.ceil(rounds / turns)) for _ in range(turns) for variant in variants]
@@ -55,7 +55,7 @@ def time_in_turns(variants: Sequence[Variant], rounds: int, device: torch.device
 
 
 class _Seat:
-    """A variant at work in one sitting, with what was measured."""
+    """One variant in one sitting, with its measurements."""
 
     def __init__(self, variant: Variant, device: torch.device, stack: ExitStack) -> None:
         self.variant, self.device = variant, device

@@ -1,4 +1,4 @@
-"""The suites that there are: what is in each of them, and how it is timed."""
+"""The suites: the cases of each, and how they are timed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Suite(NamedTuple):
     Attributes:
         cases: all of them, by device; on the CPU small ones.
         timed: ``"device"``, ``"kernels"``, ``"host"`` or ``"iterations"``, see
-            :func:`lightning_fp8.tools.timing.clock`; ``"steps"`` or ``"steps alone"``, see
+            :func:`benchmarks.clock.clock`; ``"steps"`` or ``"steps alone"``, see
             :func:`benchmarks.steps.time_in_turns`. Iterations and steps run with gradients, the others do not.
-        baseline: what a picture compares with: the variant whose name begins so.
-        copy_is_ceiling: whether all is beside the bandwidth of one large copy.
+        baseline: what a plot compares with: the variant whose name starts with this.
+        copy_is_ceiling: whether the ceiling is the bandwidth of one large copy.
         summary: all rows -> a last line, or None where they say nothing.
     """
 

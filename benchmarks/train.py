@@ -164,4 +164,4 @@ def text_of(of: Model) -> Tensor:
     count = _STEPS_OF_TEXT * of.accumulate * of.batch
     data = StdlibText(of.context, of.batch, val_windows=1, max_bytes=count * (of.context + 1))
     data.setup("fit")
-    return data.train_set.rows.view(_STEPS_OF_TEXT, of.accumulate, of.batch, of.context + 1)
+    return data.train_set.view(_STEPS_OF_TEXT, of.accumulate, of.batch, of.context + 1)

@@ -1,4 +1,4 @@
-"""In what a whole model trains, where precisions are compared: our plugin, Lightning's own two, and torchao."""
+"""The precisions that whole models are compared in: our plugin, Lightning's own two, and torchao."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def settings(device: torch.device) -> dict[str, Setting]:
 
 
 def summary(rows: list[dict[str, Any]]) -> str | None:
-    """``lightning_fp8`` beside ``bf16-mixed`` and torchao, eager beside eager and compiled beside compiled.
+    """``lightning_fp8`` compared with ``bf16-mixed`` and torchao, eager with eager and compiled with compiled.
 
     Speed is that of the medians; peak memory is left out where none is known.
     """
     cases: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         cases.setdefault(row["case"], {})[row["variant"]] = row
-    told = [f"{case}: {'; '.join(said)}" for case, found in cases.items() if (said := _beside(found))]
-    return f"{OURS} beside others. " + ". ".join(told) + "." if told else None
+    told = [f"{case}: {'; '.join(said)}" for case, found in cases.items() if (said := _compared(found))]
+    return f"{OURS} compared with others. " + ". ".join(told) + "." if told else None
 
 
-def _beside(found: dict[str, dict[str, Any]]) -> list[str]:
+def _compared(found: dict[str, dict[str, Any]]) -> list[str]:
     ours = found.get(OURS)
     others = {name: row for name, row in found.items() if name == REFERENCE or name.startswith("torchao")}
     if ours is None:

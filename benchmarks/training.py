@@ -1,4 +1,4 @@
-"""A model and its steps of training as variants to time, each beside the first steps in ``bf16-mixed``."""
+"""A model and its steps of training as variants to time, each checked against the first steps in ``bf16-mixed``."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def difference(start: Start, reference: Start) -> str | None:
         error = abs(loss - expected) / abs(expected)
         # NaN is not close either
         if not error <= LOSS_LIMIT:
-            beside = f"{expected:.4f} of {REFERENCE}"
-            return f"a loss of {loss:.4f} beside {beside} in step {number + 1}, where {LOSS_LIMIT:.0%} is the limit"
+            where = f"where {REFERENCE} has {expected:.4f} and {LOSS_LIMIT:.0%} is the limit"
+            return f"a loss of {loss:.4f} in step {number + 1}, {where}"
     for name, gradient in reference.gradients.items():
         if name not in start.gradients or start.gradients[name].shape != gradient.shape:
             return f"no gradient of {name} of shape {tuple(gradient.shape)}"
@@ -121,7 +121,7 @@ def _cosine(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float
 def variants(
     make: Callable[[Setting, bool], Training], compiled: bool, tokens: int, device: torch.device
 ) -> list[Variant]:
-    """Each precision, checked beside eager ``bf16-mixed``.
+    """Each precision, checked against eager ``bf16-mixed``.
 
     Args:
         make: a new training in a precision, compiled or not; the same weights and data at each call.
@@ -143,7 +143,7 @@ def variants(
 
 
 class Work:
-    """A training that is made anew whenever one is needed, and gone afterwards.
+    """A training that is created when it is needed and released afterwards.
 
     Args:
         make: makes one.

@@ -11,7 +11,7 @@ def source(kernel: str) -> str:
     """The CUDA C++ source of a kernel family, by the name of its file.
 
     Raises:
-        ValueError: if there is none of that name; the message lists those there are.
+        ValueError: if there is none of that name; the message lists the existing ones.
     """
     path = _FOLDER / f"{kernel}.cu"
     if not path.is_file():

@@ -1,5 +1,5 @@
 /* Activations and their gradients in fp32, each result rounded to the input's format as the separate operators round
-   it; `exact` ones give nothing that needs rounding. Where torch's are not finite these are not. */
+   it; results of `exact` ones need no rounding. Where torch's are not finite, these are not either. */
 #pragma once
 #include "formats.cuh"
 
@@ -21,7 +21,7 @@ struct Relu {
     __device__ static float backward(float x, float dy) { return x <= 0.0f ? 0.0f : dy; }
 };
 
-/* s = 1 / (1 + 2^-x), and s * (1 - s), of which nothing cancels. */
+/* s = 1 / (1 + 2^-x), and s * (1 - s), without cancellation. */
 __device__ __forceinline__ float logistic2(float x) { return reciprocal_approx(1.0f + exp2_approx(-x)); }
 
 struct Logistic2 {
@@ -35,8 +35,8 @@ struct Logistic2 {
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
-/* The others are x times a logistic function, and without a branch: their quotients and exponentials are the device's
-   approximate ones, a few units in the last place of fp32 off. */
+/* The other activations are x times a logistic function, without a branch: their quotients and exponentials are the
+   device's approximate ones, a few units in the last place of fp32 off. */
 
 struct Gelu {
     static constexpr bool exact = false;

@@ -1,13 +1,13 @@
-"""The folder of compiled kernels, of what is remembered of their self-tests, and of measured tables: whom it trusts.
+"""The cache folder of compiled kernels, self-test results and measured tables, and whose files it trusts.
 
-A cubin is code that the GPU runs, and a remembered pass spares it its test. So nothing is used that another user may
-have put there: the folder and each file in it must belong to the user of this process or to root, and nobody else may
+A cubin is code that the GPU runs, and a recorded pass skips its self-test. So nothing that another user may have put
+there is used: the folder and each file in it must belong to the user of this process or to root, and nobody else may
 write there, group included; files must be regular ones, and no symbolic links. The folder itself may be reached
-through links. An administrator shares a cache by setting ``LIGHTNING_FP8_CACHE_DIR`` to a folder that root owns; one
-that a group may write in is refused, as its members would only replace each other's files.
+through links. An administrator shares a cache by setting ``LIGHTNING_FP8_CACHE_DIR`` to a folder that root owns; a
+folder that a group may write in is refused, because its members would only replace each other's files.
 
-A file is looked at through the descriptor that it is then read by, and what is loaded are the bytes that were read:
-nothing can change in between. Where there are no user numbers (Windows) owner and mode are not looked at.
+A file is checked through the descriptor from which it is then read, and the bytes that were read are what is loaded, so
+nothing can change in between. Where there are no user IDs (Windows), owner and mode are not checked.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 
 
 
 class Untrusted(OSError):  # noqa: N818 - a state of the machine, not a mistake
-    """What another user may have written; the message says where it is, why it is not used, and what to do."""
+    """A file or folder that another user may have written; the message says where it is, why it is not used, and what
+    to do."""
 
 
 def cache_folder() -> Path:
     """``$LIGHTNING_FP8_CACHE_DIR``, else ``lightning_fp8`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; absolute.
 
-    A relative ``LIGHTNING_FP8_CACHE_DIR`` is one in the folder that the process is in when it first asks. A relative
+    A relative ``LIGHTNING_FP8_CACHE_DIR`` is resolved against the working directory at the first call. A relative
     ``XDG_CACHE_HOME`` is ignored, as the XDG Base Directory Specification says.
     """
     standard = os.environ.get("XDG_CACHE_HOME", "")
@@ -62,7 +63,7 @@ def check_folder(folder: Path) -> None:
     if why is None:
         return
     mend = "Set LIGHTNING_FP8_CACHE_DIR to a folder of your own"
-    # where many write, as in /tmp, that is what the folder is for
+    # not for a shared folder such as /tmp, which is meant to be written by many
     if found.st_uid == os.geteuid() and not found.st_mode & stat.S_ISVTX:
         mend = f"Run `chmod -R go-w {folder}`, or set LIGHTNING_FP8_CACHE_DIR to another folder"
     raise Untrusted(f"The cache folder {folder} is not used: {why}. {mend}.")
@@ -84,7 +85,7 @@ def read(path: Path) -> bytes:
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise Untrusted(f"{path} is not used: it is no regular file. Delete it.")
+            raise Untrusted(f"{path} is not used: it is not a regular file. Delete it.")
         why = _why_untrusted(found)
         if why is not None:
             mend = f"or run `chmod go-w {path}`" if found.st_uid == os.geteuid() else "or let root own it"
@@ -93,7 +94,7 @@ def read(path: Path) -> bytes:
 
 
 def read_trusted(path: Path) -> bytes | None:
-    """:func:`read`, with None for an error. Of a file that is not trusted a warning says so, once."""
+    """:func:`read`, with None for an error, and one warning for a file that is not trusted."""
     try:
         return read(path)
     except Untrusted as error:
@@ -104,9 +105,9 @@ def read_trusted(path: Path) -> bytes | None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Put a file in place whole, for its owner to write and for others to read at most.
+    """Write a file atomically; others may at most read it.
 
-    Its name is unique over the threads, processes and hosts that share the folder until it is whole.
+    Until it is complete, its name is unique over the threads, processes and hosts that share the folder.
     """
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
@@ -120,10 +121,10 @@ def write(path: Path, content: bytes) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, for their owner to write in whatever the umask, and check it.
+    """Make a folder and its parents, writable only by their owner whatever the umask, and check it.
 
     Raises:
-        Untrusted: if it is there, and others may write in it.
+        Untrusted: if it exists and others may write in it.
         OSError: if it cannot be made.
     """
     if str(folder).startswith("~"):

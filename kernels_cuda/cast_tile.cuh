@@ -74,7 +74,7 @@ struct Place {
     }
 };
 
-/* A thread's elements as they lie in memory; those outside of the matrix are 0, which changes neither amax nor sums. */
+/* A thread's elements as they lie in memory; those outside the matrix are 0, which changes neither amax nor sums. */
 template <class Input>
 struct Loaded {
     typename Input::Eight rows[THREAD_ROWS];
@@ -99,7 +99,7 @@ struct Loaded {
     __device__ __forceinline__ float get(int row, int column) const { return Input::get(rows[row], column); }
 };
 
-/* What a thread makes of its elements. */
+/* A thread's results. */
 template <class Format>
 struct Encoded {
     u32 codes[THREAD_ROWS][2], amax = 0;
@@ -204,7 +204,7 @@ __device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2]
     }
 }
 
-/* What becomes of a tile, in outputs whose rows are `width` elements apart. SUMS: of what may be a gradient. */
+/* Writes a tile's results, whose rows are `width` elements apart. SUMS: of a possible gradient. */
 template <bool SUMS, class Format>
 __device__ __forceinline__ void store_tile(const Encoded<Format>& encoded, const Outputs& out, const Tensors& tensors,
                                            long long width, const Place& place, TileMemory& memory, int tile_row,
@@ -217,7 +217,7 @@ __device__ __forceinline__ void store_tile(const Encoded<Format>& encoded, const
     }
 }
 
-/* The |v| maximum over the block's threads; only thread 0 learns it. */
+/* The |v| maximum over the block's threads; only thread 0 has it. */
 __device__ __forceinline__ u32 block_max(u32 bits, TileMemory& memory) {
     bits = __reduce_max_sync(0xffffffffu, bits);
     if ((threadIdx.x & 31) == 0) memory.amax[threadIdx.x >> 5] = bits;

@@ -3,7 +3,7 @@
 maths       code = sat(v * scale[index]) in fp32, rounded to nearest even; amax[index] = max(amax[index], max |v|);
             v = activation(x), or the gradient of x (BACKWARD). For a tensor without a history, and for a weight, the
             scale is FP8_MAX / current_amax, which the same kernel has measured before (`measure`: no output but
-            current_amax). A weight leaves amax and scale in the arenas, in place of recording a maximum
+            current_amax). For a weight, amax and scale are written to the arenas, and no maximum is recorded
 tensors     see cast_tile.cuh and scales.cuh
 variants    INPUT Fp32|Bf16|Fp16, FORMAT E4M3|E5M2, BACKWARD 0|1, and either
             ACTIVATION Identity|Relu|Gelu|GeluTanh|Silu or GATED 1, which is swiglu
@@ -31,12 +31,12 @@ struct Arguments {
 #endif
 };
 
-/* Whether a launch that measures finds this tensor measured before: the host need not know who has a history. */
+/* The device decides whether to measure: the host need not know which tensors have a history. */
 __device__ __forceinline__ bool has_history(const ScalingRow& row, long long index) {
     return row.newest != nullptr && row.newest[index] > 0.0f;
 }
 
-/* What the block found out about one tensor, and what it was cast with. */
+/* Records a block's maximum of one tensor and, by one thread of the grid, what the tensor was cast with. */
 __device__ __forceinline__ void leave(const ScalingRow& row, long long index, bool measure, float scale, u32 amax,
                                       TileMemory& memory) {
     const bool is_weight = row.newest == nullptr;

@@ -1,8 +1,8 @@
 /* cast_weights: all weights of a model into E4M3, by rows and by columns, with their amaxes, in one launch.
 
-maths       per weight that of cast_transpose for a weight. Two launches: `measure` finds each current_amax, from which the
-            other one scales; amax and scale of each weight are left in the arenas
-tensors     weights [count] Weight; first_tile [count + 1] int32, the running number of tiles
+maths       per weight that of cast_transpose for a weight. Two launches: `measure` finds each current_amax, and the other
+            one scales by it; amax and scale of each weight are written to the arenas
+tensors     weights [count] Weight; first_tile [count + 1] int32, the running sum of tiles
 grid        first_tile[count] blocks of 256 threads; a block finds its weight by bisection
 bytes       fp32 4 an element to measure and 6 to cast, bf16 and fp16 2 and 4
 ceiling     the memory's
@@ -26,7 +26,7 @@ struct Arguments {
     int count, measure;
 };
 
-/* The last weight whose first tile is not behind `tile`. */
+/* The last weight whose first tile is not after `tile`. */
 __device__ __forceinline__ int weight_of(const int* first_tile, int count, int tile) {
     int low = 0, high = count - 1;
     while (low < high) {

@@ -47,11 +47,11 @@ class Row(NamedTuple):
     Attributes:
         scale: ``[R] float32``.
         newest: ``[D] float32``, the newest row of the history (or a longer tensor that begins with it); None for a
-            weight, which is scaled by ``current_amax`` and leaves what was used in ``scale`` and ``amax``.
+            weight, which is scaled by ``current_amax``; the values used are written to ``scale`` and ``amax``.
         index: ``[1] int64``, which of the R.
         amax: ``[R] float32`` to record in, or None.
-        current_amax: ``[] float32``, zero before, what a tensor without a history and a weight are scaled by; None
-            where there is no such tensor.
+        current_amax: ``[] float32``, zero before; scales a weight, or a tensor without a history. None where there is
+            no such tensor.
     """
 
     scale: Tensor
@@ -82,7 +82,7 @@ def cast_transpose(
     Args:
         kernel: of family ``cast_transpose``.
         x: fp32, bf16 or fp16, as the variant says; any distance between rows.
-        row: which scale, and where to record. With ``current_amax`` a first launch measures it where it is needed.
+        row: which scale, and where to record. With ``current_amax``, a first launch measures it if needed.
         scale_inv: ``[] float32``, written.
         y: ``[rows, width] uint8``, written; ``width`` is ``columns``, or the width of x in a gated backward.
         y_t: ``[width, rows] uint8``, written.
@@ -227,11 +227,11 @@ class Weight(NamedTuple):
 
 
 class WeightTable(NamedTuple):
-    """What the kernel reads of many weights, on their device.
+    """What the kernel reads about many weights, on their device.
 
     Attributes:
         weights: ``[count, 13] int64``, ``struct Weight`` of each.
-        first_tile: ``[count + 1] int32``, the running number of tiles; ``tiles`` is the last one, on the host.
+        first_tile: ``[count + 1] int32``, running sum of tiles; ``tiles`` is the last one, on the host.
         current_amax: ``[count] float32``, zeros, for the kernel to measure into.
         scale_inv: ``[count] float32``, for the kernel to write.
     """
@@ -244,7 +244,7 @@ class WeightTable(NamedTuple):
 
 
 def weight_table(weights: Sequence[Weight]) -> WeightTable:
-    """The table of weights that are all on one device, none of them empty: one copy to the device, no launch."""
+    """The table of nonempty weights that are all on one device: one copy to the device, no launch."""
     count, device = len(weights), weights[0].x.device
     half = count // 2 + 1
     memory = torch.empty(count * _WEIGHT_WORDS + 2 * half, dtype=torch.int64, device=device)
@@ -261,19 +261,19 @@ def weight_table(weights: Sequence[Weight]) -> WeightTable:
     on_host = torch.zeros(len(memory), dtype=torch.int64, pin_memory=device.type == "cuda")
     on_host[: len(words)] = torch.tensor(words)
     on_host[len(words) :].view(torch.int32)[: count + 1] = torch.tensor(tiles, dtype=torch.int32)
-    # from pinned memory, which torch keeps from other use until the copy is done, so that nobody waits
+    # torch does not reuse pinned memory until the copy is done, so nothing has to wait
     memory.copy_(on_host, non_blocking=True)
     table = table.view(count, _WEIGHT_WORDS)
     return WeightTable(table, first_tile.view(torch.int32)[: count + 1], tiles[-1], current_amax[:count], scale_inv)
 
 
 def measure_weights(kernel: Kernel, table: WeightTable) -> None:
-    """Launch the kernel of family ``cast_weights`` to find ``table.current_amax``, of weights not measured before."""
+    """Launch the kernel of family ``cast_weights`` to find ``table.current_amax``, for weights not measured yet."""
     _over_weights(kernel, table, None, None, measure=True)
 
 
 def cast_weights(kernel: Kernel, table: WeightTable, scale: Tensor, amax: Tensor) -> None:
-    """Measure, and launch once more to cast: into each weight's ``y`` and ``y_t``, with ``table.scale_inv``.
+    """Measure, and launch once more to cast into each weight's ``y`` and ``y_t``; writes ``table.scale_inv``.
 
     Scale and amax, ``[R] float32``, receive at each weight's index what was used.
     """
@@ -288,7 +288,7 @@ def _over_weights(kernel: Kernel, table: WeightTable, scale: Tensor | None, amax
 
 def _stores(y: int, y_t: int, rows: int, columns: int) -> int:
     """Which payloads, by their addresses, can be stored in whole words."""
-    # a power of two divides each of several numbers where it divides their bits together
+    # a power of two divides all of several numbers if it divides their bitwise or
     by_rows, by_columns = y and not (y | columns) & 7, y_t and not (y_t | rows) & 15
     return (_ROWS if by_rows else 0) | (_COLUMNS if by_columns else 0)
 

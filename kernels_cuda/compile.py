@@ -1,4 +1,4 @@
-"""From a kernel family's CUDA source to a cubin file: NVRTC through CuPy's binding, behind an on-disk cache of its own.
+"""From a kernel family's CUDA source to a cubin file: NVRTC through CuPy's binding, with its own on-disk cache.
 
 Launches nothing, and needs neither a GPU nor a driver. CuPy's own ``RawModule(code=...)`` is not used: it chooses
 ``sm_90`` where wgmma needs ``sm_90a``, and forces ``-ftz=true``.
@@ -32,12 +32,12 @@ _OLDEST_NVRTC = (12, 4)
 # "relu.cu(12): error: ...", "tile.cuh(3): catastrophic error: ..."
 _ERROR = re.compile(r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error\b", re.MULTILINE)
 _BY_VERSION = re.compile(r"-nvrtc(?P<version>\d+\.\d+)-")
-# by process: a forked child has its parent's entry too, and reads there, but writes into a folder of its own
+# by process: a forked child also has its parent's entry and reads there, but writes into its own folder
 _private_folders: dict[int, Path] = {}
 
 
 class KernelsUnavailable(RuntimeError):  # noqa: N818 - a state of the machine, not a mistake
-    """The toolchain or the driver is missing or does not fit; the message says which, and the command that mends it."""
+    """The toolchain or the driver is missing or does not fit; the message says which, and the command that fixes it."""
 
 
 class CompileError(RuntimeError):
@@ -54,13 +54,13 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def capability(arch: str) -> tuple[int, int]:
-    """The compute capability that :func:`architecture` calls so."""
+    """The compute capability of a name that :func:`architecture` gives."""
     digits = arch.removeprefix("sm_").removesuffix("a")
     return int(digits[:-1]), int(digits[-1])
 
 
 def _wheels(cuda_major: int) -> tuple[str, str]:
-    """The names of CuPy's and of NVRTC's wheel. CUDA 12 is the oldest that serves."""
+    """The names of CuPy's and of NVRTC's wheel. CUDA 12 is the oldest that works."""
     if cuda_major <= 12:
         return "cupy-cuda12x", "nvidia-cuda-nvrtc-cu12"
     return f"cupy-cuda{cuda_major}x", "nvidia-cuda-nvrtc"
@@ -82,7 +82,7 @@ def _nvrtc() -> ModuleType:
 
 
 def _load_libraries_of_wheels() -> None:
-    """Load NVRTC from the wheel that brought it, as torch's does: CuPy before 14 asks only the system for it."""
+    """Load NVRTC from its wheel, as torch does: CuPy before 14 looks only in the system's folders."""
     spec = find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
         for library in sorted(Path(folder).glob("*/lib/libnvrtc.so.*")):
@@ -118,7 +118,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def check_driver(driver_version: int, nvrtc_version: tuple[int, int]) -> None:
-    """KernelsUnavailable for a driver that does not load what this NVRTC compiles: one of an older major version.
+    """KernelsUnavailable for a driver that cannot load what this NVRTC compiles: one of an older major version.
 
     Args:
         driver_version: what ``cudaDriverGetVersion`` says, 12080 for CUDA 12.8; 0 without a driver.
@@ -130,7 +130,7 @@ def check_driver(driver_version: int, nvrtc_version: tuple[int, int]) -> None:
         return
     mend = "Update the driver"
     if driver >= _OLDEST_NVRTC[0]:
-        # CuPy prefers the newest NVRTC there is, so the older one counts only once the newer one has gone
+        # CuPy prefers the newest NVRTC, so the older one is used only once the newer one is uninstalled
         newer, fitting = " ".join(_wheels(nvrtc_version[0])), " ".join(_wheels(driver))
         mend += f", or run `pip uninstall -y {newer}`, then `pip install {fitting}`"
     raise KernelsUnavailable(
@@ -145,12 +145,13 @@ def headers() -> dict[str, str]:
 
 
 def _options(arch: str, defines: Sequence[str]) -> tuple[str, ...]:
-    # `-v` has the log tell registers and spills. NVRTC's defaults stay: denormals kept, IEEE division and square root
+    # `-v` writes registers and spills into the log. NVRTC's defaults stay: denormals kept, IEEE division and square
+    # root
     return (f"-arch={arch}", "--std=c++17", "--ptxas-options=-v", *(f"-D{define}" for define in defines))
 
 
 def _offending_lines(log: str, texts: Mapping[str, str]) -> str:
-    """What the log's first error points at, with its neighbours; empty where it points at nothing known."""
+    """The line of the log's first error, with its neighbours; empty if the line is not known."""
     match = _ERROR.search(log)
     if match is None or match["file"] not in texts:
         return ""
@@ -162,14 +163,15 @@ def _offending_lines(log: str, texts: Mapping[str, str]) -> str:
 def compile_source(
     name: str, source: str, arch: str, defines: Sequence[str] = (), headers: Mapping[str, str] | None = None
 ) -> tuple[bytes, str]:
-    """Compiles one source, past every cache: the cubin, and the log with registers and spills. CompileError if refused.
+    """Compile one source, bypassing every cache: the cubin, and the log with registers and spills. CompileError if
+    refused.
 
     Args:
         name: of the kernel family; ``{name}.cu`` in the log.
         source: CUDA C++.
         arch: see :func:`architecture`.
         defines: macros, as ``"TILE=64"``.
-        headers: what the source includes, by name; nothing if left out.
+        headers: what the source includes, by name; none by default.
     """
     version, nvrtc = nvrtc_version(), _nvrtc()
     headers, options = headers or {}, _options(arch, defines)
@@ -177,7 +179,7 @@ def compile_source(
     program = nvrtc.createProgram(source, f"{name}.cu", texts, names)
     try:
         nvrtc.compileProgram(program, options)
-        # CuPy drops the last byte, as if this were a string; it is the ELF's own, always zero, and the file needs it
+        # CuPy drops the last byte, as if this were a string; it belongs to the ELF file and is always zero
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program).rstrip("\0\n")
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program).rstrip("\0\n")
@@ -195,7 +197,8 @@ def _key(source: str, headers: Mapping[str, str], options: Sequence[str]) -> str
 
 
 def source_key(family: str, arch: str, defines: Sequence[str] = ()) -> str:
-    """Names all that a family's cubin follows from: sha256 of source, headers, options, architecture, NVRTC version."""
+    """A key of all that determines a family's cubin: sha256 of source, headers, options, architecture, NVRTC
+    version."""
     return _key(source(family), headers(), _options(arch, defines))
 
 
@@ -204,7 +207,7 @@ class Cubin(NamedTuple):
 
     Attributes:
         path: where it is kept.
-        content: the bytes of an ELF, checked: to be loaded in place of the file, which may have changed since.
+        content: the bytes of an ELF file, checked; load these instead of the file, which may have changed since.
     """
 
     path: Path
@@ -212,10 +215,10 @@ class Cubin(NamedTuple):
 
 
 def compiled(family: str, arch: str, defines: Sequence[str] = ()) -> Cubin:
-    """The family's cubin, from the cache where it has been compiled before; else see :func:`compile_source`.
+    """The family's cubin, from the cache, or else from :func:`compile_source`.
 
-    Where the cache folder cannot be written or is not to be trusted (see :mod:`kernels_cuda.cache`), warns once and
-    keeps the file for the life of this process.
+    If the cache folder cannot be written or is not trusted (see :mod:`kernels_cuda.cache`), warns once and keeps the
+    file until this process ends.
     """
     text, included = source(family), headers()
     stem = _stem(family, arch, text, included, defines)
@@ -270,7 +273,7 @@ def _kept(stem: str) -> Cubin | None:
 
 
 def _whole(path: Path, stem: str) -> bytes | None:
-    """The file's content where that is what its name says; None of a torn or foreign one."""
+    """The file's content if it matches the hash in its name; None for an incomplete or foreign file."""
     content = read_trusted(path)
     if content is None or not content.startswith(b"\x7fELF") or path.name != _file_name(stem, content):
         return None
@@ -285,7 +288,7 @@ def _write(folder: Path, stem: str, cubin: bytes) -> Cubin:
     make_folder(folder)
     path = folder / _file_name(stem, cubin)
     write(path, cubin)
-    # only now, and only under other names: another process may just have put its whole file in a torn one's place
+    # only now, and only under other names: another process may just have replaced an incomplete file
     for other in folder.glob(f"{stem}-*.cubin"):
         with contextlib.suppress(OSError):
             if _whole(other, stem) is None:

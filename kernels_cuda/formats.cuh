@@ -20,7 +20,7 @@ struct Fp32 {
     __device__ static float get(const Eight& eight, int at) { return __uint_as_float(eight.words[at]); }
 };
 
-/* what the two 16-bit formats have in common: two elements a word, the first in the lower half */
+/* shared by the two 16-bit formats: two elements per word, the first in the lower half */
 struct SixteenBits {
     typedef u16 Element;
     typedef Raw<4> Eight;

@@ -1,4 +1,4 @@
-/* What the GEMM families have in common: the problem, and what becomes of a sum.
+/* Shared by the GEMM families: the problem, and how a sum becomes an output.
 
 maths       out[m, n] = (sum over k of a[m, k] * b[n, k]) * a_scale_inv * b_scale_inv + bias[n]
             in fp32, rounded to nearest even once, when it is stored; the bias is rounded to the
@@ -32,7 +32,7 @@ __device__ __forceinline__ float load_bias(const void* bias, int format, int col
     return format == BIAS_BF16 ? bf16_to_float(bits) : from_fp16(bits);
 }
 
-/* What a sum becomes. `pack`: two of a 16-bit format in a word, the first in the lower half. */
+/* The output of a sum. `pack`: two of a 16-bit format in a word, the first in the lower half. */
 struct OutFp32 : Fp32 {
     static constexpr int BYTES = 4;
     __device__ static void store(float* address, float value) { *address = value; }

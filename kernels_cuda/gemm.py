@@ -13,11 +13,11 @@ from kernels_cuda.launch import Kernel, address
 from kernels_cuda.tensor_map import tensor_map
 
 OUTPUTS = {torch.float32: "OutFp32", torch.bfloat16: "OutBf16", torch.float16: "OutFp16"}
-# linear - activation - linear in one: swiglu's halves lie in different tiles
+# for linear - activation - linear in one kernel; not swiglu, whose halves lie in different tiles
 CHAINED_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
-# rows of the FP8 operands, and of the output, start at multiples of so many bytes
+# rows of the FP8 operands and of the output start at multiples of this many bytes
 ROW_BYTES = 16
-# rows that a row of the column sums is the sum of
+# rows summed in one row of the column sums
 COLUMN_SUM_ROWS = 64
 SUM_SPLITS_THREADS, SUM_SPLITS_COLUMNS = 256, 4
 _MAP = "128s"
@@ -31,16 +31,16 @@ _ROWS, _COLUMNS = 1, 2
 
 
 class Configuration(NamedTuple):
-    """How a GEMM is cut up.
+    """How a GEMM is divided among blocks.
 
     Attributes:
         family: name of the ``.cu`` file and of its kernel.
         block_m: rows of the output that a block computes at a time.
         block_n: columns of the output that a block computes at a time.
-        stages: pieces of K that are in shared memory at a time.
+        stages: pieces of K in shared memory at a time.
         cluster: blocks, neighbours along M, that load their share of B for each other.
-        ping_pong: whether of a block's two warpgroups each computes a tile of its own, one storing while the other
-            multiplies, in place of half of the rows of each tile. Hopper only.
+        ping_pong: whether each of a block's two warpgroups computes its own tile, one storing while the other
+            multiplies, instead of half of the rows of each tile. Hopper only.
     """
 
     family: str
@@ -93,7 +93,7 @@ _SM89 = {False: (Configuration("gemm_sm89", 128, 128, 3),), True: (Configuration
 
 
 def configurations(capability: tuple[int, int], promote: bool) -> tuple[Configuration, ...]:
-    """What there is for a compute capability, empty where that is nothing; the first is the one for large shapes.
+    """The configurations for a compute capability, possibly none; the first is the one for large shapes.
 
     Args:
         capability: major and minor.
@@ -119,8 +119,8 @@ def variant(
 def chained_variant(
     configuration: Configuration, a_format: str, output: torch.dtype, promote: bool, activation: str, format: str
 ) -> tuple[str, ...]:
-    """The same with a cast into the next GEMM's operand behind it: of ``activation(h)``, or with ``a_format`` of a
-    gradient (``promote``) of the gradient of h. ``format`` is what is cast into.
+    """The same, followed by a cast into the next GEMM's operand: of ``activation(h)``, or, if ``a`` is a gradient
+    (``promote``), of the gradient of h. ``format`` is the format of that operand.
     """
     chain = (f"CHAIN={'BACKWARD' if promote else 'FORWARD'}", ACTIVATIONS[activation])
     return (*variant(configuration, a_format, "e4m3", output, promote), *chain, f"FORMAT={format.upper()}")
@@ -145,7 +145,7 @@ def gemm(
 
     Args:
         kernel: of the configuration's family and :func:`variant`.
-        configuration: how it is cut up.
+        configuration: how it is divided among blocks.
         a: ``[M, K] uint8``, contiguous, K a multiple of 16.
         b: ``[N, K] uint8``, contiguous.
         out: ``[M, N]`` of the variant's output dtype, its rows at multiples of 16 bytes; written.
@@ -238,15 +238,15 @@ def chained_gemm(
     """A GEMM that writes the next one's operand: no cast pass between them.
 
     Forward: ``h = (a @ b^T) * a_scale_inv * b_scale_inv + bias``, ``v = activation(h)``. Backward: ``da`` in place of
-    h, and ``v`` the gradient of h from it. Both rounded as the separate operators round; ``y = sat(v * scale)``.
+    h, and ``v`` the gradient of h. Both are rounded as in the separate operators; ``y = sat(v * scale)``.
 
     Args:
         kernel: of family ``gemm_sm90`` and :func:`chained_variant`.
-        configuration: how it is cut up.
+        configuration: how it is divided among blocks.
         a: ``[M, K] uint8``, contiguous, K a multiple of 16.
         b: ``[N, K] uint8``, contiguous.
-        h: ``[M, N]`` of the variant's output dtype, contiguous, N a multiple of 8. Forward: written, or None where
-            nobody needs it. Backward: read.
+        h: ``[M, N]`` of the variant's output dtype, contiguous, N a multiple of 8. Forward: written, or None if
+            it is not needed. Backward: read.
         y: ``[M, N] uint8``, written.
         y_t: ``[N, M] uint8``, written; or None.
         row: which scale, of a tensor that has a history, and where to record.

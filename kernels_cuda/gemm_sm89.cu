@@ -1,7 +1,7 @@
 /* gemm_sm89: FP8 GEMM with mma.sync, for Ada (sm_89) and the consumer GPUs of Blackwell (sm_120).
 
-maths       see gemm.cuh. The tensor cores add up fewer bits than fp32 has; with PROMOTE their sums over every 128 along
-            K are added to others, kept in fp32
+maths       see gemm.cuh. The tensor cores accumulate fewer bits than fp32 has; with PROMOTE their sums over every 128
+            along K are added up in fp32 registers
 tensors     see gemm.cuh; rows of a and b `a_stride` and `b_stride` bytes apart, at multiples of 16
 variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, PROMOTE 0|1, BLOCK_M, BLOCK_N, STAGES
 tile        BLOCK_M x BLOCK_N of out (128 x 128), of which each of 8 warps has 64 x 32 as 4 x 4 mma of 16 x 8; K goes
@@ -12,14 +12,14 @@ tile        BLOCK_M x BLOCK_N of out (128 x 128), of which each of 8 warps has 6
             rows 64..127    w1      w3      w5       w7
 
 grid        ceil(m / BLOCK_M) * ceil(n / BLOCK_N) * splits blocks of 256 threads, two on a multiprocessor if shared
-            memory allows, with PROMOTE one; tiles in groups of 8 rows of tiles, column by column, so that the blocks
-            at work share operands in L2. Part s has of K's steps of 128 those from steps * s / splits on
+            memory allows, one with PROMOTE; tiles in groups of 8 rows of tiles, column by column, so that the blocks
+            at work share operands in L2. Of K's steps of 128, part s begins with step steps * s / splits
 shared      STAGES * (BLOCK_M + BLOCK_N) * 64 bytes, 16 KB a stage: one is multiplied while STAGES - 1 arrive. Of
             the 100 KB of a multiprocessor two blocks can have 3 stages each, one block 6. The four 16 bytes of a row
             are swizzled by row / 2 % 4, so that the eight rows of an ldmatrix touch every bank once
-bytes       (m * k * ceil(n / BLOCK_N) + n * k * ceil(m / BLOCK_M)) from L2: 128 FLOP a byte; out once, from registers,
-            two columns at a time. 2 m n k FLOP
-ceiling     the tensor cores': 8192 x 8192 x 8192 takes 1.5 ms at the 733 TFLOP/s of an L40S's datasheet, which are
+bytes       (m * k * ceil(n / BLOCK_N) + n * k * ceil(m / BLOCK_M)) from L2: 128 FLOP per byte; out once, from
+            registers, two columns at a time. 2 m n k FLOP
+ceiling     the tensor cores': 8192 x 8192 x 8192 takes 1.5 ms at the 733 TFLOP/s of an L40S's datasheet, which needs
             5.7 TB/s from L2. Not measured
 reference   lightning_fp8.ops.reference.scaled_mm
 */
@@ -61,7 +61,7 @@ struct Work {
     }
 };
 
-/* Where 16 bytes of an operand lie in a stage. */
+/* The offset of 16 bytes of an operand in a stage. */
 __device__ __forceinline__ u32 swizzled(int row, int piece) {
     return row * BLOCK_K + (piece ^ (row >> 1 & (PIECES - 1))) * PIECE;
 }
@@ -71,7 +71,7 @@ template <int ROWS>
 struct Copier {
     const u8* from;
     long long stride;
-    int rows, k;   // inside of the operand, from this thread's first row and byte on
+    int rows, k;   // inside the operand, from this thread's first row and byte on
     u32 to;
     __device__ Copier(const u8* operand, long long stride, int first_row, int all_rows, int all_k, u32 stage)
         : stride(stride) {

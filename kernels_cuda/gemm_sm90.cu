@@ -2,8 +2,8 @@
 
 maths       see gemm.cuh; with CHAIN also the next GEMM's operand, see gemm_sm90_chain.cuh
 tensors     a, b and out as tensor maps: a in boxes of BLOCK_M x 128 bytes, b of BLOCK_N / CLUSTER x 128, out of 64 rows
-            x 128 bytes, all swizzled by 128 bytes. Outside of a and b boxes are filled with zeros, outside of out they
-            are not written: any m, n and k
+            x 128 bytes, all swizzled by 128 bytes. Boxes are filled with zeros outside a and b, and not written
+            outside out: any m, n and k
 tile        BLOCK_M x BLOCK_N of the output, of which each of two warpgroups computes half of the rows. K goes by in
             steps of 128, STAGES of them in shared memory at a time:
 
@@ -15,8 +15,8 @@ tile        BLOCK_M x BLOCK_N of the output, of which each of two warpgroups com
             blocks (neighbours along m, with the same columns). A stage is `full` when its bytes are there, and `empty`
             when all that read it, in all the cluster's blocks, have done so
 
-            With PING_PONG the block's tiles go to the two warpgroups by turns, each whole. Both walk through the
-            stages of all tiles, and pass over the other's. One multiplies while the other stores:
+            With PING_PONG the two warpgroups take whole tiles of the block in turn. Both walk through the stages of
+            all tiles, and skip those of the other. One multiplies while the other stores:
 
             warpgroup 1    products of tile 0 | store 0             | products of 2 | store 2
             warpgroup 2    -                  | products of tile 1  | store 1       | products of 3
@@ -25,8 +25,8 @@ variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, BLOCK_
             added up in fp32 registers (the tensor cores' own accumulator keeps fewer bits). CHAIN FORWARD|BACKWARD,
             ACTIVATION, FORMAT
 grid        at most a block for each multiprocessor, whole clusters, 384 threads; each cluster takes every n-th tile.
-            Tiles go by groups of 16 rows of tiles, so that what runs at once shares operands in the L2 cache
-shared      STAGES * (BLOCK_M + BLOCK_N) * 128 bytes, 16 KB a warpgroup for what it stores, the bias, the barriers
+            Tiles are ordered in groups of 16 rows of tiles, so that concurrent tiles share operands in the L2 cache
+shared      STAGES * (BLOCK_M + BLOCK_N) * 128 bytes, 16 KB per warpgroup to stage its stores, the bias, the barriers
 flops       2 m n k; bytes m k + n k + out. At 128 x 256 a step reads 384 bytes of L2 for 65536 products a block, two
             thirds of that where two blocks share b
 ceiling     1979 TFLOP/s by the datasheet of the H200

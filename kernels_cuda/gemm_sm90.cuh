@@ -5,7 +5,7 @@
 #include "scales.cuh"
 
 constexpr int BLOCK_K = 128, MMA_K = 32, CONSUMERS = 2, THREADS = 384;
-// warpgroups that compute a tile: both together, or with PING_PONG each one of its own
+// warpgroups that compute a tile: both together, or with PING_PONG one
 constexpr int TILE_CONSUMERS = PING_PONG ? 1 : CONSUMERS;
 static_assert(BLOCK_M * BLOCK_N <= TILE_CONSUMERS * 128 * 128, "a thread's registers have room for the sums");
 // rows of a wgmma, of a warpgroup, and how many of the one make the other
@@ -13,7 +13,7 @@ constexpr int PIECE_ROWS = 64, CONSUMER_ROWS = BLOCK_M / TILE_CONSUMERS, PIECES 
 constexpr u32 A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K, STAGE_BYTES = A_BYTES + B_BYTES;
 // what is stored, or staged for it, at a time: 64 rows x 128 bytes; two of them a warpgroup
 constexpr u32 BOX_BYTES = 8192, STAGING_BYTES = 2 * BOX_BYTES, BIAS_BYTES = 4 * BLOCK_N, BARRIER_BYTES = 8;
-// rows of tiles that go by together
+// rows of tiles in a group
 constexpr int RASTER_ROWS = 16;
 
 #if CLUSTER > 1
@@ -76,7 +76,7 @@ struct Stage {
    turn to the other. */
 struct Turn {
     const u32 mine, others, block;
-    // the first consumer's first turn is given by nobody
+    // the first consumer's first turn needs no signal
     u32 parity;
     __device__ Turn(const SharedMemory& memory, int consumer, u32 block)
         : mine(memory.turn(consumer)), others(memory.turn(1 - consumer)), block(block), parity(consumer == 0) {}
@@ -131,7 +131,7 @@ struct Lane {
     __device__ int column() const { return 2 * (lane & 3); }
 };
 
-/* What both epilogues begin with: the bias, rounded, for the columns of a tile; zeros where there is none. */
+/* The beginning of both epilogues: the bias, rounded, for the columns of a tile; zeros where there is none. */
 __device__ __forceinline__ void stage_bias(const Gemm& gemm, u32 memory, int first_column) {
     for (int i = threadIdx.x & 127; i < BLOCK_N; i += 128) {
         const int column = first_column + i;

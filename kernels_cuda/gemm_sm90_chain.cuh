@@ -85,7 +85,7 @@ struct Epilogue {
         if constexpr (CHAIN == FORWARD) stage_bias(gemm, bias, tile.column);
     }
 
-    /* Asks for what `store` of this part reads. */
+    /* Starts the loads of what `store` of this part reads. */
     __device__ static __forceinline__ void load_input(const Arguments& arguments, u32 stage, u32 full, const Tile& tile,
                                                       int input) {
         constexpr int PARTS = BLOCK_N / COLUMNS;
@@ -160,7 +160,7 @@ struct Epilogue {
                            __byte_perm(codes[0], codes[1], 0x7632), __byte_perm(codes[2], codes[3], 0x5410),
                            __byte_perm(codes[2], codes[3], 0x7632));
             if (chain.y_t == nullptr) continue;
-            // rows 8 apart side by side: a 16-bit element of the transposed store
+            // rows 8 apart, adjacent: a 16-bit element of the transposed store
 #pragma unroll
             for (int i = 0; i < 4; ++i) codes[i] = __byte_perm(codes[i], 0, 0x3120);
             store_matrices_transposed(column_chunk(8 * j + at.lane, at.warp), codes[0], codes[1], codes[2], codes[3]);

@@ -20,7 +20,7 @@ struct Epilogue {
         : arguments(arguments), gemm(arguments.gemm), staging(memory.staging(consumer)), bias(memory.bias(consumer)),
           consumer(consumer), scale(*gemm.a_scale_inv * *gemm.b_scale_inv) {}
 
-    // the tile before has passed its last barrier: nobody still reads its bias
+    // the previous tile has passed its last barrier: no thread still reads its bias
     __device__ __forceinline__ void begin(const Tile& tile) { stage_bias(gemm, bias, tile.column); }
 
     /* Sums 4 j + 2 h and the next, finished. */

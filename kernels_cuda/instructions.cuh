@@ -1,4 +1,4 @@
-/* The machine instructions that C++ has no name for, one small function each. No other file holds assembly. */
+/* Machine instructions without a C++ name, one small function each. */
 #pragma once
 
 typedef unsigned char u8;
@@ -69,7 +69,7 @@ __device__ __forceinline__ float max_magnitude(float x, float y) {
     return value;
 }
 
-/* 16 bytes at a 16-byte-aligned address that are read once: they pass L1 by. */
+/* 16 bytes at a 16-byte-aligned address that are read once: they bypass L1. */
 __device__ __forceinline__ uint4 load_once(const void* address) {
     uint4 words;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,5 +1,5 @@
-/* The machine instructions of gemm_sm89.cu that C++ has no name for, one small function each. Shared memory is spoken
-   of by its 32-bit addresses alone. A_FORMAT and B_FORMAT, e4m3 or e5m2, are those of the operands. */
+/* The machine instructions of gemm_sm89.cu without a C++ name, one small function each. Shared memory is addressed
+   only by 32-bit addresses. A_FORMAT and B_FORMAT, e4m3 or e5m2, are those of the operands. */
 #pragma once
 #include "instructions.cuh"
 
@@ -12,15 +12,15 @@ __device__ __forceinline__ u32 shared_address() {
     return (u32)__cvta_generic_to_shared(dynamic);
 }
 
-/* Starts a copy of 16 bytes past the registers: the first `bytes` of them are read, the others become zero. */
+/* Starts a copy of 16 bytes that bypasses the registers: the first `bytes` of them are read, the others become zero. */
 __device__ __forceinline__ void copy_async(u32 to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-/* What this thread has started since the last time is a group, which may be empty. */
+/* Commits the copies that this thread has started since the last commit as a group, possibly empty. */
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-/* Until of this thread's groups only the newest PENDING are under way. */
+/* Waits until at most the newest PENDING of this thread's groups are in flight. */
 template <int PENDING>
 __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

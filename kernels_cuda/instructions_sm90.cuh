@@ -1,5 +1,5 @@
-/* What Hopper's GEMM is made of, one small function each: barriers in shared memory, the tensor copy engine, wgmma,
-   clusters. Shared memory is spoken of by its 32-bit address, so that all access to it goes through here.
+/* The building blocks of Hopper's GEMM, one small function each: barriers in shared memory, the tensor copy engine,
+   wgmma, clusters. Shared memory is addressed by 32-bit addresses, so that all access to it goes through here.
 
    PTX's words: an mbarrier has a phase, a count of arrivals and of bytes that the current phase still waits for. When
    both are zero the phase is complete, its parity flips, and the next one begins. */
@@ -83,7 +83,7 @@ __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/* One arrival, and so many bytes more to wait for. */
+/* One arrival, and a number of bytes more to wait for. */
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier, u32 block) {
         : "memory");
 }
 
-/* Until the phase of this parity is complete. */
+/* Waits until the phase of this parity is complete. */
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n"
@@ -172,17 +172,17 @@ __device__ __forceinline__ void store_box(const TensorMap& map, u32 source, int 
 /* Ends a group of this thread's stores. */
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-/* Until all but the newest PENDING groups of this thread's stores have read their sources, which may then be written
-   again. */
+/* Waits until all but the newest PENDING groups of this thread's stores have read their sources, which may then be
+   written again. */
 template <int PENDING>
 __device__ __forceinline__ void store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Until they are in memory. */
+/* Waits until they are in memory. */
 __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-/* What this thread has written to shared memory is seen by the copy engine. */
+/* Makes this thread's writes to shared memory visible to the copy engine. */
 __device__ __forceinline__ void fence_for_copy_engine() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -207,13 +207,13 @@ __device__ __forceinline__ u64 operand(u32 address) {
     return (u64)((address & 0x3ffff) >> 4) | leading_bytes_unused | group_bytes | swizzle_128;
 }
 
-/* An operand so many bytes further. */
+/* An operand, advanced by a number of bytes. */
 __device__ __forceinline__ u64 operand_at(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
 
 __device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-/* Until all but the newest PENDING groups are done. */
+/* Waits until all but the newest PENDING groups are done. */
 template <int PENDING>
 __device__ __forceinline__ void mma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");

@@ -12,24 +12,24 @@ from torch import Tensor
 
 # more than any kernel's arguments take; the limit of all devices is 4096
 _ARGUMENT_BYTES = 1024
-# of the struct, as tensor maps in it ask for
+# of the struct, required by the tensor maps in it
 _ALIGNMENT = 64
-# what a block may have without asking for more
+# what a block may have without a function attribute
 _UNASKED_SHARED_BYTES = 48 << 10
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of the driver's API
 _MAX_DYNAMIC_SHARED_BYTES = 8
 
 
 class _Packed(threading.local):
-    """What each thread has of its own to launch with.
+    """The launch buffers of one thread.
 
-    The driver copies the arguments before the launch returns, so their place is free again then. Autograd launches from
-    threads of its own, and the launch itself lets other threads run: hence one each.
+    The driver copies the arguments before the launch returns, so the buffer is free again then. Autograd launches from
+    its own threads, and a launch releases the GIL: hence one buffer per thread.
 
     Attributes:
-        place: a buffer to pack arguments in, from which byte on, and the address of the one-element array of pointers
-            that the driver reads. As one, since each look into what is a thread's own takes its time.
-        devices: whose context the thread has had.
+        place: a buffer to pack arguments in, the offset of the first byte, and the address of the one-element array of
+            pointers that the driver reads. One tuple, because each access to thread-local data takes time.
+        devices: devices whose context has been set in the thread.
     """
 
     def __init__(self) -> None:
@@ -49,10 +49,10 @@ def address(tensor: Tensor | None) -> int:
 
 
 def set_context(device: int) -> None:
-    """Make the context of a device the thread's, once per thread and device: functions of the driver fail without one.
+    """Set a device's context in this thread, once per thread and device: driver functions fail without one.
 
-    A thread gets its context with its first call of the runtime, which may come after our first launch: torch's
-    allocator makes no such call for memory that it has kept.
+    A thread gets its context with its first runtime call, which may come after our first launch: torch's allocator
+    makes no such call for cached memory.
     """
     if device not in _packed.devices:
         from cupy_backends.cuda.api import runtime
@@ -94,7 +94,7 @@ class Kernel:
         self._launch_kernel = driver.launchKernel
         self._set_context = set_context
         self._current_device = torch.cuda.current_device
-        # torch's public way to the same number makes a Stream object first
+        # torch's public API for the same number creates a Stream object first
         self._current_stream = torch._C._cuda_getCurrentRawStream
         with torch.cuda.device(self.device), Device(self.device):
             self._pointer: int = self._function.ptr
@@ -103,7 +103,7 @@ class Kernel:
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
-        """Launch ``grid`` blocks, after all work that torch has queued on its current stream. Waits for nothing."""
+        """Launch ``grid`` blocks, after all work that torch has queued on its current stream. Does not synchronise."""
         self._set_context(self.device)
         buffer, offset, pointers = _packed.place
         self._layout.pack_into(buffer, offset, *arguments)

@@ -1,4 +1,4 @@
-"""From a kernel family to a kernel that can be launched on one device, and what is remembered of its self-test."""
+"""From a kernel family to a kernel that can be launched on one device, and the record of its self-test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels_cuda.launch import Kernel
 
 
 def load(family: str, defines: Sequence[str], layout: str, block: int, device: int, shared_bytes: int = 0) -> Kernel:
-    """Compile, or take from the cache, and load.
+    """Compile a kernel, or take it from the cache, and load it.
 
     Args:
         family: name of the ``.cu`` file and of its kernel.
@@ -37,7 +37,7 @@ def load(family: str, defines: Sequence[str], layout: str, block: int, device: i
 
     cubin = compiled(family, architecture(torch.cuda.get_device_capability(device)), defines)
     with torch.cuda.device(device), Device(device):
-        # not `RawModule(path=...)`, for which the driver reads the file again: it may be another one by then
+        # not `RawModule(path=...)`, for which the driver reads the file again: it may have been replaced by then
         module = Module()
         module.load(cubin.content)
         function = module.get_function(family)
@@ -60,14 +60,14 @@ def has_passed(family: str, defines: Sequence[str], device: int) -> bool:
 
 
 def remember_pass(family: str, defines: Sequence[str], device: int) -> None:
-    """Spare the next process the self-test. Where nothing can be written it is simply run again."""
+    """Record a pass, so the next process skips the self-test. If nothing can be written, the test runs again."""
     with contextlib.suppress(OSError):
         check_folder(cache_folder())
         write(_pass_file(family, defines, device), b"")
 
 
 def forget_pass(family: str, defines: Sequence[str], device: int) -> None:
-    """Have the next process test it again."""
+    """Delete the record of a pass, so the next process tests the kernel again."""
     with contextlib.suppress(OSError):
         _pass_file(family, defines, device).unlink(missing_ok=True)
 

@@ -25,7 +25,7 @@ __device__ __forceinline__ float scale_to_use(const ScalingRow& row, long long i
     return delayed ? row.scale[index] : scale_of_current(*row.current_amax, fp8_max);
 }
 
-/* What a weight was cast with, left for those who look; by one thread. */
+/* Writes amax and scale of a weight's cast, for logs; by one thread. */
 __device__ __forceinline__ void note_weight(float* amax, float* scale, long long index, float current_amax, float used) {
     if (amax == nullptr) return;
     amax[index] = current_amax;

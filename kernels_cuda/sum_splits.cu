@@ -7,7 +7,7 @@ tensors     parts  splits x [m, n] fp32, rows `row_stride` elements apart, a mul
             bias   [n], see gemm.cuh
 block       256 threads; each takes four neighbouring columns of a row, 16 bytes of each part
 grid        ceil(m * ceil(n / 4) / 256)
-bytes       4 * splits read and out written an element, which the GEMM has just written: much of it from the L2 cache
+bytes       per element 4 * splits read, just written by the GEMM and so partly in the L2 cache, and out written
 ceiling     the memory's
 reference   torch.sum
 */

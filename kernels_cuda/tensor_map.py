@@ -1,4 +1,4 @@
-"""Tensor maps: how the copy engine of Hopper is told of a matrix in memory. Needs the driver, at the first one."""
+"""Tensor maps, which describe a matrix in memory to Hopper's copy engine (TMA). The first one needs the driver."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tensor_map(
     box_rows: int,
     box_columns: int,
 ) -> bytes:
-    """A matrix, copied in boxes with a 128-byte swizzle; what is outside of it is read as 0 and not written.
+    """A matrix, copied in boxes with a 128-byte swizzle; elements outside it are read as 0 and not written.
 
     Args:
         device: index of the CUDA device that holds it.
@@ -34,7 +34,7 @@ def tensor_map(
         dtype: uint8, fp16, bf16 or fp32.
         rows: of the matrix.
         columns: of the matrix.
-        row_bytes: between rows, a multiple of 16; of a single row, which torch gives any stride, it is not looked at.
+        row_bytes: between rows, a multiple of 16; ignored for a single row, to which torch may give any stride.
         box_rows: of a box, at most 256.
         box_columns: of a box, 128 bytes.
 

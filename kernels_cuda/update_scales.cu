@@ -7,7 +7,7 @@ maths       push = amax finite and > 0                                  (per ten
             amax[r] = 0
             nonfinite_steps[r] += 1                                     where amax is inf or NaN, weights included
 tensors     amax, scale, fp8_max [R] fp32; nonfinite_steps [R] int64; history [H, D] fp32, newest first, row-major
-block       8 tensors x 128 threads each, of which every one holds up to 8 rows of a chunk of 1024:
+block       8 tensors x 128 threads each; every thread holds up to 8 rows of a chunk of 1024:
 
                r     r+1   ...   r+7
             t0    t1    ...   t7        rows 0, 128, 256, ... of the chunk

@@ -1,9 +1,10 @@
 """Training in FP8 with PyTorch Lightning, with one argument: ``Trainer(precision="fp8-delayed")``.
 
-Importing the package registers the precision string with Lightning, and replaces Lightning's bf16 plugins unless
-``LIGHTNING_FP8_REPLACE_BF16=0``; see :func:`register` and :func:`unregister`.
+Importing the package registers the precision string with Lightning. It also replaces Lightning's bf16 plugins, unless
+``LIGHTNING_FP8_REPLACE_BF16=0`` is set; see :func:`register` and :func:`unregister`.
 """
 
+import sys
 import warnings
 
 import torch
@@ -20,6 +21,7 @@ from lightning_fp8.callbacks import (
 )
 from lightning_fp8.conversion.checkpoint_scales import load_scales
 from lightning_fp8.conversion.convert import convert, describe, scaling_state, unconvert
+from lightning_fp8.conversion.fallback import fall_back, fallbacks
 from lightning_fp8.dtypes.audit import audit
 from lightning_fp8.export.load import load_exported
 from lightning_fp8.export.write import export
@@ -35,11 +37,13 @@ from lightning_fp8.plugins import (
     unregister,
 )
 from lightning_fp8.runtime.version import __version__ as __version__
+from lightning_fp8.scaling import recipe
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.state import ScalingState
 
-# a recipe among hyperparameters is plain values: checkpoints with one load with `weights_only=True`
-# those of versions up to 0.5.0 under the name that it had then
+# A recipe among hyperparameters holds only plain values, so checkpoints with one load with `weights_only=True` too.
+# Versions up to 0.5.0 had it in `lightning_fp8.recipe`, and checkpoints refer to it by that name.
+sys.modules["lightning_fp8.recipe"] = recipe
 torch.serialization.add_safe_globals([DelayedScaling, (DelayedScaling, "lightning_fp8.recipe.DelayedScaling")])
 
 __all__ = [
@@ -64,6 +68,8 @@ __all__ = [
     "convert",
     "describe",
     "export",
+    "fall_back",
+    "fallbacks",
     "fsdp2_policy",
     "load_exported",
     "load_scales",
@@ -76,5 +82,5 @@ __all__ = [
 try:
     register()
 except RuntimeError as error:
-    # Everything but the strings still works, so the import goes through and says what to do instead.
+    # Everything but the strings still works: the import succeeds, and the warning says what to write instead.
     warnings.warn(str(error), stacklevel=2)

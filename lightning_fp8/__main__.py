@@ -4,7 +4,7 @@ import sys
 
 
 def run() -> None:
-    """Hand over to our own commands or to Lightning's command line, or say what that needs."""
+    """Run one of our commands or Lightning's command line, or say which package that needs."""
     if sys.argv[1:2] == ["bench"]:
         sys.exit("The benchmarks run from a checkout of the repository: python -m benchmarks --suite cast")
     if sys.argv[1:2] == ["doctor"]:

@@ -408,15 +408,15 @@ class Clipped(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == SPIKE_AT:
-            scaling_state(module).start_counting(self)
+            scaling_state(module).cast_counts.start(self)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == SPIKE_AT:
             state = scaling_state(module)
-            assert state.counts is not None
-            self.saturated = dict(zip(state.names, state.counts[:, 1].tolist(), strict=True))
+            assert state.cast_counts.values is not None
+            self.saturated = dict(zip(state.names, state.cast_counts.values[:, 1].tolist(), strict=True))
             self.gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-            state.stop_counting(self)
+            state.cast_counts.stop(self)
 
 
 def with_spike(path: Path, factor: float, history: int) -> tuple[Spiky, Steps, Clipped]:

@@ -16,7 +16,6 @@ Graph = dict[str, set[str]]
 MAY_IMPORT = {
     "kernels_cuda": set(),
     "runtime": set(),
-    "cli": set(),
     "examples": set(),
     "tools": set(),
     "ops": {"kernels_cuda", "runtime"},
@@ -27,6 +26,7 @@ MAY_IMPORT = {
     "conversion": {"dtypes", "modules", "ops", "runtime", "scaling"},
     "export": {"conversion", "modules", "ops", "scaling"},
     "plugins": {"conversion", "dtypes", "modules", "ops", "runtime", "scaling"},
+    "cli": {"plugins"},
     "callbacks": {"conversion", "dtypes", "metrics", "modules", "ops", "plugins", "runtime", "scaling"},
     "lightning_fp8": {"callbacks", "conversion", "dtypes", "export", "modules", "plugins", "runtime", "scaling"},
     "tools.report": {"ops", "runtime"},

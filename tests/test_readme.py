@@ -1,65 +1,259 @@
-"""The code of the README and of the page on callbacks runs as it stands."""
+"""README and documentation: their code runs, their commands and links exist, and their numbers are those measured."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import json
 import re
+import shlex
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 from repository import ROOT
 
-README = (ROOT / "README.md").read_text()
-DISTRIBUTED = (ROOT / "docs" / "distributed.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", README + DISTRIBUTED, re.DOTALL)
-CALLBACKS = (ROOT / "docs" / "callbacks.md").read_text()
-YAML = re.findall(r"```yaml\n(.*?)```", README + CALLBACKS, re.DOTALL)
+import lightning_fp8.callbacks as callbacks
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("*.md", "docs/**/*.md", "configs/*.md", "kernels_cuda/**/*.md")
+MARKDOWN = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
+# without the changelog, which also has commands and tests of earlier versions
+CURRENT = [page for page in MARKDOWN if page.name != "CHANGELOG.md"]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("position", range(len(PYTHON)))
-def test_python(position: int, tmp_path: Path) -> None:
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for found, code in BLOCK.findall(page.read_text(encoding="utf-8")) if found == language]
+
+
+def python_of(page: Path) -> str:
+    """All Python of a page, on the lines that it has there; as a reader runs it, from top to bottom."""
+    code = []
+    inside = False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        inside = line == "```python" or (inside and line != "```")
+        code.append(line if inside and line != "```python" else "")
+    return "\n".join(code)
+
+
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+YAML = [(page, position) for page in PAGES for position in range(len(blocks(page, "yaml")))]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
+def test_python(page: Path, tmp_path: Path) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", PYTHON[position]], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", python_of(page)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
     )
     assert run.returncode == 0, run.stderr[-3000:]
 
 
-@pytest.mark.parametrize("position", range(len(YAML)))
-def test_yaml(position: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "position"), YAML, ids=lambda part: name_of(part) if isinstance(part, Path) else part)
+def test_yaml(page: Path, position: int, tmp_path: Path) -> None:
     parsed = yaml.safe_load((ROOT / "configs" / "tiny_gpt_fp8.yaml").read_text())
-    shown = yaml.safe_load(YAML[position])["trainer"]
+    shown = yaml.safe_load(blocks(page, "yaml")[position])["trainer"]
     if "plugins" in shown:
         parsed["trainer"].pop("precision")
     parsed["trainer"].update(shown, max_steps=2, val_check_interval=1, limit_val_batches=1, accelerator="cpu")
     parsed["data"]["init_args"]["batch_size"] = 4
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(parsed))
-    run = subprocess.run(
-        [sys.executable, "-m", "lightning_fp8", "fit", "--config", "config.yaml"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "lightning_fp8", "fit", "--config", "config.yaml"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
 
 
+# --- commands: read, not run ---
+
+OWN_COMMANDS = ("fit", "validate", "compare", "doctor", "report", "tune")
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each command of a page, in blocks and in the text, without comments."""
+    text = page.read_text(encoding="utf-8")
+    for code in blocks(page, "console"):
+        yield from (shlex.split(line, comments=True) for line in code.splitlines())
+    for code in re.findall(r"`((?:python|pip|make) [^`]+)`", BLOCK.sub("", text)):
+        yield shlex.split(code)
+
+
+def sources(path: Path) -> str:
+    return "".join(file.read_text() for file in (path.rglob("*.py") if path.is_dir() else [path]))
+
+
+def wrong_in(words: Sequence[str]) -> str | None:
+    """What a command names that does not exist; None where all does. Lightning's own options are not looked at."""
+    for word in words:
+        if re.match(r"(configs|tests|benchmarks|docs)/[^<>]*$", word) and not (ROOT / word).parent.exists():
+            return word
+        if re.match(r"(configs|tests)/[^<>]*$", word) and not (ROOT / word).exists():
+            return word
+    match words:
+        case ["make", target, *_]:
+            return None if re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) else target
+        case ["pip", "install", *_]:
+            extras = (ROOT / "pyproject.toml").read_text()
+            asked = ",".join(re.findall(r"\[([\w,-]+)\]", " ".join(words))).split(",")
+            return next((name for name in asked if name and f"\n{name} = [" not in extras), None)
+        case ["python", "-m", "lightning_fp8", command, *options]:
+            if command not in OWN_COMMANDS:
+                return command
+            offered = sources(ROOT / "lightning_fp8" / "tools" / command) if command in OWN_COMMANDS[2:] else None
+        case ["python", "-m", module, *options] if module.startswith("benchmarks"):
+            if find_spec(module) is None:
+                return module
+            offered = sources(ROOT / "benchmarks")
+        case _:
+            return None
+    given = [option for option in options if re.match(r"--(?!trainer\.)", option)]
+    return next((option for option in given if offered is not None and f'"{option}"' not in offered), None)
+
+
+def test_commands_exist() -> None:
+    found = {f"{name_of(page)}: {' '.join(words)}": wrong_in(words) for page in CURRENT for words in commands(page)}
+    assert {command: wrong for command, wrong in found.items() if wrong} == {}
+
+
+def test_a_wrong_command_is_found() -> None:
+    wrong = {
+        "make demos": "demos",
+        "pip install '.[cuda14]'": "cuda14",
+        "python -m lightning_fp8 bench": "bench",
+        "python -m lightning_fp8 tune --minfeatures": "--minfeatures",
+        "python -m lightning_fp8 fit --config configs/tiny.yaml": "configs/tiny.yaml",
+        "python -m benchmarks.losses": "benchmarks.losses",
+        "python -m benchmarks --suit cast": "--suit",
+        "python -m pytest -m cuda tests/test_gpu.py": "tests/test_gpu.py",
+    }
+    assert {command: wrong_in(shlex.split(command)) for command in wrong} == wrong
+
+
+# --- links ---
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """What GitHub calls the headings of a page."""
+    counted: Counter[str] = Counter()
+    found = []
+    for heading in re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE):
+        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+        found.append(f"{anchor}-{counted[anchor]}" if counted[anchor] else anchor)
+        counted[anchor] += 1
+    return frozenset(found)
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", text)):
+        if re.match(r"https?:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target.resolve())):
+            broken.append(link)
+    return broken
+
+
+def test_links_and_anchors() -> None:
+    found = {name_of(page): broken_links(page, page.read_text(encoding="utf-8")) for page in MARKDOWN}
+    assert {page: links for page, links in found.items() if links} == {}
+
+
+def test_a_broken_link_is_found() -> None:
+    text = "[a](docs/faq.md#weights) [b](docs/faq.md#weight) [c](docs/none.md) [d](#precisions) ![e](#precision)"
+    assert broken_links(ROOT / "README.md", text) == ["docs/faq.md#weight", "docs/none.md", "#precision"]
+
+
+def test_tests_that_they_name_exist() -> None:
+    found = [
+        (name_of(page), path)
+        for page in CURRENT
+        for path in re.findall(r"`(?:tests/)?((?:\w+/)*test_\w+\.py)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(found) > 30
+    assert [(page, path) for page, path in found if not [*(ROOT / "tests").rglob(path)]] == []
+
+
+# --- what is said ---
+
+
+def test_size_of_the_readme() -> None:
+    size = (ROOT / "README.md").stat().st_size
+    print(f"README.md has {size} bytes")
+    assert size <= 9000
+
+
 def test_there_is_code_to_run() -> None:
-    assert len(PYTHON) >= 2
-    assert len(YAML) >= 2
+    assert {"README.md", "docs/quickstart.md", "docs/export.md"} <= {name_of(page) for page in WITH_PYTHON}
+    assert {name_of(page) for page, _ in YAML} == {"docs/quickstart.md", "docs/callbacks.md"}
+    assert sum(1 for page in PAGES for _ in commands(page)) > 40
 
 
-def test_files_that_they_name_exist() -> None:
-    for path in re.findall(r"\]\(((?!http|#)[^)]+)\)", README):
-        assert (ROOT / path).exists(), path
-    for name in re.findall(r"`(?:tests/)?(test_\w+\.py)`", README + DISTRIBUTED):
-        assert [*(ROOT / "tests").rglob(name)], name
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert [page.name for page in PAGES[1:] if f"]({page.name})" not in index] == ["index.md"]
+
+
+def test_losses_are_those_measured() -> None:
+    lines = (ROOT / "docs" / "results" / "compare-tiny-gpt-cpu.jsonl").read_text().splitlines()
+    bf16, fp8 = (json.loads(line) for line in lines)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for key, said in {"loss": "{} in FP8 and {} in bf16 ({})", "val_loss": "{} and {} ({})"}.items():
+        difference = f"{fp8[key] / bf16[key] - 1:+.1%}"
+        assert said.format(f"{fp8[key]:.3f}", f"{bf16[key]:.3f}", difference) in readme
+        row = f"| {bf16[key]:.4f} | {fp8[key]:.4f} | {difference} |"
+        assert row in (ROOT / "docs" / "results" / "README.md").read_text()
+    row = " | ".join(f"{one['loss']:.4f}, {one['val_loss']:.4f}" for one in (bf16, fp8))
+    assert f"| tiny_gpt_fp8 | 150 | loss, val_loss | {row} |" in (ROOT / "configs" / "README.md").read_text()
+    for one in (bf16, fp8):
+        # the mean of the last tenth
+        assert sum(one["losses"][-15:]) / 15 == pytest.approx(one["loss"], abs=1e-4)
+        assert len(one["losses"]) == one["steps"] == 150
+    commands_of_the_readme = blocks(ROOT / "README.md", "console")[0].splitlines()
+    assert bf16["command"] == fp8["command"] == commands_of_the_readme[0]
+
+
+def messages() -> Iterator[str]:
+    """All texts of the package, with ``...`` for what is put into them."""
+    for file in (*(ROOT / "lightning_fp8").rglob("*.py"), *(ROOT / "kernels_cuda").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_messages_on_the_page_are_those_of_the_package() -> None:
+    said = [message.replace("`", "") for message in messages()]
+    rows = re.findall(r"^\| `(.*?)` \|", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 40
+    assert [row for row in rows if not any(occurs(row, message) for message in said)] == []
+
+
+def occurs(row: str, message: str) -> bool:
+    """Whether the parts of a row, between the ``...``, are in a message in this order."""
+    at = 0
+    for part in (part.strip() for part in row.split("...")):
+        at = message.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    return True
 
 
 def test_every_callback_and_every_argument_is_on_the_page_with_its_default() -> None:
-    import inspect
-
-    import lightning_fp8.callbacks as callbacks
-
-    (shown,) = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", CALLBACKS, re.DOTALL)]
+    (shown,) = map(yaml.safe_load, blocks(ROOT / "docs" / "callbacks.md", "yaml"))
     arguments = {entry["class_path"]: entry.get("init_args", {}) for entry in shown["trainer"]["callbacks"]}
     assert set(arguments) == {f"lightning_fp8.{name}" for name in callbacks.__all__}
     for path, given in arguments.items():

@@ -1,4 +1,4 @@
-"""Whether the dtypes of a run are those that its precision promises."""
+"""Whether the dtypes of a run are those that its precision calls for."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from lightning_fp8.runtime.run_files import DTYPES_FILE, write_json
 
 
 class DtypeAudit(Callback):
-    """Checks parameters, gradients, buffers and optimizer state against the precision's promise, and prints a table.
+    """Checks that parameters, gradients, buffers and optimizer state have the expected dtypes, and prints a table.
 
-    After set-up: parameters and buffers. After the first optimizer step: these again, the gradients that the step was
-    made with, and the optimizers' state; then the table is printed, once per run. See :func:`lightning_fp8.audit` for
-    what is promised. Under a precision of Lightning's own nothing is promised, and the table only lists.
+    After set-up it checks parameters and buffers. After the first optimizer step it checks these again, the gradients
+    that the step used, and the optimizers' state; then it prints the table, once per run. :func:`lightning_fp8.audit`
+    says which dtypes are expected. Under one of Lightning's own precisions nothing is expected: the table only lists.
 
     Logs nothing to loggers; writes ``fp8_dtypes.json`` into ``trainer.log_dir`` after the first optimizer step, on rank
-    0, for ``python -m lightning_fp8 report``: ``rows`` with ``kind``, ``name``, ``dtype``, ``promised`` (null: nothing)
-    and ``elements`` of each tensor, and ``violations``, those of them whose promise was not kept. The last report is
-    kept in ``report``.
+    0, for ``python -m lightning_fp8 report``: ``rows`` with ``kind``, ``name``, ``actual``, ``expected`` (null where
+    any dtype is right) and ``elements`` of each tensor, and ``violations``, the rows whose dtypes differ. The attribute
+    ``report`` holds the last report.
 
     Args:
         on_violation: ``"warn"``, or ``"raise"`` for a ``RuntimeError``, in both cases with the table.
 
     Raises:
-        ValueError: for another word.
+        ValueError: for any other ``on_violation``.
     """
 
     def __init__(self, on_violation: Literal["warn", "raise"] = "warn") -> None:
@@ -53,14 +53,14 @@ class DtypeAudit(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._gradients = {}
         self._first_step = trainer.global_step
-        self._look(trainer, pl_module, optimizers=[])
-        self._judge(trainer, "after set-up")
+        self._check(trainer, pl_module, optimizers=[])
+        self._report_violations(trainer, "after set-up")
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._first_step is not None:
             rows = self._audit(trainer, pl_module, []).rows
-            # by name: where several optimizers take turns, each is seen with the gradients of its own step
+            # by name: where several optimizers take turns, each is checked with the gradients of its own step
             self._gradients.update({row.name: row for row in rows if row.kind == "gradient"})
 
     @override
@@ -70,30 +70,30 @@ class DtypeAudit(Callback):
         if self._first_step is None or trainer.global_step == self._first_step:
             return
         self._first_step = None
-        report = self._look(trainer, pl_module, trainer.optimizers)
+        report = self._check(trainer, pl_module, trainer.optimizers)
         folder = log_folder(trainer)
-        # before it may raise: then most of all the file is wanted
+        # before an error may be raised: the file is most useful then
         if folder is not None and trainer.is_global_zero:
             write_json(folder / DTYPES_FILE, _as_json(report))
-        self._judge(trainer, "after the first optimizer step")
+        self._report_violations(trainer, "after the first optimizer step")
         rank_zero_info(f"Dtypes under {trainer.precision}, after the first optimizer step:\n{report}")
 
     def _audit(self, trainer: Trainer, pl_module: LightningModule, optimizers: list[Optimizer]) -> DtypeReport:
         plugin = trainer.precision_plugin
-        promise: dict[str, Any] = {}
+        expected: dict[str, Any] = {}
         if isinstance(plugin, PrecisionCore):
-            promise = {"param_dtype": plugin.param_dtype, "keep_fp32": plugin.keep_fp32}
-        return audit(pl_module, **promise, optimizers=optimizers, buffer_dtypes=self._buffer_dtypes)
+            expected = {"param_dtype": plugin.param_dtype, "keep_fp32": plugin.keep_fp32}
+        return audit(pl_module, **expected, optimizers=optimizers, buffer_dtypes=self._buffer_dtypes)
 
-    def _look(self, trainer: Trainer, pl_module: LightningModule, optimizers: list[Optimizer]) -> DtypeReport:
+    def _check(self, trainer: Trainer, pl_module: LightningModule, optimizers: list[Optimizer]) -> DtypeReport:
         found = self._audit(trainer, pl_module, optimizers)
         rows = [row for row in found.rows if row.kind != "gradient"]
         self.report = DtypeReport((*rows, *self._gradients.values()))
         return self.report
 
-    def _judge(self, trainer: Trainer, when: str) -> None:
+    def _report_violations(self, trainer: Trainer, when: str) -> None:
         if self.report and self.report.violations:
-            message = f"DtypeAudit: {trainer.precision} does not keep what it promises, {when}.\n{self.report}"
+            message = f"DtypeAudit: dtypes under {trainer.precision} differ from those expected, {when}.\n{self.report}"
             if self.on_violation == "raise":
                 raise RuntimeError(message)
             rank_zero_warn(message)
@@ -101,7 +101,7 @@ class DtypeAudit(Callback):
 
 def _as_json(report: DtypeReport) -> dict[str, list[dict[str, Any]]]:
     def plain(row: DtypeRow) -> dict[str, Any]:
-        promised = dtype_name(row.promised) if row.promised else None
-        return {**row._asdict(), "dtype": dtype_name(row.dtype), "promised": promised}
+        expected = dtype_name(row.expected) if row.expected else None
+        return {**row._asdict(), "actual": dtype_name(row.actual), "expected": expected}
 
     return {"rows": list(map(plain, report.rows)), "violations": list(map(plain, report.violations))}

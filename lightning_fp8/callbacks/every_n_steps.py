@@ -1,17 +1,17 @@
-"""When a callback is due that does something every so many steps: one rule for all of them."""
+"""When a callback that acts every N steps is due: one rule for all callbacks."""
 
 from __future__ import annotations
 
 
 class EveryNSteps:
-    """Due is the batch whose optimizer steps take their count to a multiple of ``steps``, or past it.
+    """A batch is due if its optimizer steps bring the step count to a multiple of ``steps``, or past it.
 
-    A batch makes more than one where manual optimization steps several optimizers, so a multiple may be passed without
-    being reached. What has to begin before such a batch goes by the number of steps that the last one made.
+    With manual optimization a batch may make several optimizer steps, so the count may pass a multiple without reaching
+    it. What has to begin before a batch assumes that the batch makes as many steps as the previous one.
 
     Args:
         owner: the callback, for the message.
-        steps: between two times.
+        steps: optimizer steps between two due batches.
 
     Raises:
         ValueError: if ``steps`` is below 1.
@@ -24,19 +24,19 @@ class EveryNSteps:
         self.start(0)
 
     def start(self, count: int) -> None:
-        """Begin at so many steps, as where a fit begins."""
+        """Begin at this step count, such as that at the start of a fit."""
         self._count, self._stride = count, 1
         self._begun_at: int | None = None
 
     def begins(self) -> bool:
-        """Before a batch: whether the step that it belongs to will be due. True once a step, at its first batch."""
+        """Before a batch: whether the step that it belongs to will be due. True once per step, at its first batch."""
         if self._begun_at == self._count or not self._is_due(self._count + self._stride):
             return False
         self._begun_at = self._count
         return True
 
     def ends(self, count: int) -> bool:
-        """After a batch, with the steps made so far: whether it was due; not while gradients are accumulated."""
+        """After a batch, given the step count: whether the batch was due; False while gradients accumulate."""
         if count == self._count:
             return False
         is_due = self._is_due(count)

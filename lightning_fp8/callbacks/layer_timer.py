@@ -17,28 +17,27 @@ from lightning_fp8.conversion.plan import conversion_plan
 
 
 class LayerTimer(RunWatcher):
-    """Times forward and backward of each layer that multiplies matrices: one step of every ``every_n_steps``.
+    """Times forward and backward of each layer that multiplies matrices, in one of every ``every_n_steps`` steps.
 
-    Timed are the layers that :func:`lightning_fp8.describe` lists, converted or not, in every precision: an FP8 run
-    can be compared with a bf16 run. Of the first micro-batch of a timed step:
+    It times the layers that :func:`lightning_fp8.describe` lists, converted or not, under every precision, so an FP8
+    run can be compared with a bf16 run. For the first micro-batch of a timed step it logs:
 
-    - ``timing/<module path>/forward_ms``: the layer's forward, all its calls together, in milliseconds. Forwards that
-      activation checkpointing does again count here: they are what the layer costs too. Not logged for a layer that
-      was not called.
-    - ``timing/<module path>/backward_ms``: the nodes that the layer's forward put into the autograd graph, all calls
-      together, in milliseconds; without the accumulation into ``.grad`` and without the communication that follows it.
-      Not logged for a layer that had no backward.
+    - ``timing/<module path>/forward_ms``: the layer's forward, summed over its calls, in milliseconds, including
+      forwards that activation checkpointing recomputes. Not logged for a layer that was not called.
+    - ``timing/<module path>/backward_ms``: the nodes that the layer's forward added to the autograd graph, summed over
+      its calls, in milliseconds, without the accumulation into ``.grad`` and the communication that follows it. Not
+      logged for a layer that had no backward.
 
-    An attention's times include those of its ``out_proj``, which has times of its own where it is called as a layer:
-    in a converted attention. On a GPU the times lie between two events of the stream, so they hold what the GPU waits
-    for the CPU in between; they are read after the batch, with one synchronisation. Under several processes they are
-    the slowest one's.
+    An attention's times include those of its ``out_proj``, which also has its own times where it is called as a layer,
+    as in a converted attention. On a GPU the times are measured between two events of the stream, so they include the
+    time that the GPU waits for the CPU; they are read after the batch, with one synchronisation. With several
+    processes, the times are those of the slowest.
 
-    Training is not touched: no loss, gradient, scale or random number differs, and nothing is put into the graph. The
-    steps between take nothing. While a layer is watched, a transformer layer's feed-forward block does not run as one
-    (see :class:`lightning_fp8.modules.feed_forward.Fp8FeedForward`): the timed step shows its parts, and is slower
-    there than the others. Layers inside ``torch.compile`` cannot be watched; if no layer can, it warns once. A
-    ``QuantizationProbe`` that probes the same step compares inside an attention's forward, on its ``out_proj``.
+    Training is unaffected: no loss, gradient, scale or random number changes, and nothing is added to the graph. Steps
+    that are not timed cost nothing. While a layer is watched, a transformer layer's feed-forward block does not run
+    fused (see :class:`lightning_fp8.modules.feed_forward.Fp8FeedForward`): the timed step shows its parts, and is
+    slower there than other steps. Layers inside ``torch.compile`` cannot be watched; if no layer can, it warns once. A
+    ``QuantizationProbe`` that probes the same step runs its comparison of ``out_proj`` inside the attention's forward.
 
     Args:
         every_n_steps: optimizer steps between two timed ones.
@@ -70,7 +69,7 @@ class LayerTimer(RunWatcher):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # a batch that the model skipped has no end
+        # a batch that the model skipped has no `on_train_batch_end`
         self._stop()
         # the first micro-batch of a step: its times are logged with that step
         if self._layers and self._when.begins():
@@ -85,7 +84,7 @@ class LayerTimer(RunWatcher):
         if stopwatch is None:
             return
         self._stop()
-        # every layer in order, so that the processes agree where some have run layers that others have not
+        # every layer, in order: processes may have run different layers
         own = torch.tensor(stopwatch.milliseconds(), device=pl_module.device)
         slowest = trainer.strategy.all_gather(own).reshape(-1, *own.shape).amax(dim=0).tolist()
         times = list(zip(self._layers, slowest, strict=True))

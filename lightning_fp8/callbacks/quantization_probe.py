@@ -1,4 +1,4 @@
-"""Which layers FP8 costs most: each converted layer compared with itself in bf16, on the live batch."""
+"""Which layers lose most precision in FP8: each converted layer compared with itself in bf16, on the live batch."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lightning_fp8.modules.paths import named_modules
 
 
 class QuantizationProbe(RunWatcher):
-    """Compares each converted layer's output with what the same layer gives in bf16, in training, on the live batch.
+    """Compares each converted layer's output with that of the same layer in bf16, in training, on the live batch.
 
-    For each converted layer, in a step in which it runs:
+    For each converted layer that runs in the probed step:
 
-    - ``fp8/<module path>/sqnr_db``: signal to quantization noise, ``10 log10(sum(y^2) / sum((y_fp8 - y)^2))`` with y
-      the layer's output in bf16, in dB. Near 28 for normally distributed operands; 6 dB less are one bit of precision
-      less.
+    - ``fp8/<module path>/sqnr_db``: signal to quantization noise, ``10 log10(sum(y^2) / sum((y_fp8 - y)^2))`` where
+      y is the layer's output in bf16, in dB. About 28 for normally distributed operands; 6 dB less is one bit of
+      precision less.
 
-    The layers whose numbers are lowest are the first to try in ``ignore_modules``; :meth:`suggest_ignore_modules`
-    writes that down. Training is not touched: no scale, gradient or random number differs. A step that is probed takes
-    about one forward longer, the others take nothing; one device-to-host copy a probe. Under several processes the sums
-    are those of all of them. In another precision it warns once and does nothing.
+    The layers with the lowest values are the first candidates for ``ignore_modules``; :meth:`suggest_ignore_modules`
+    prints the setting. Training is unaffected: no scale, gradient or random number changes. A probed step takes about
+    one forward longer and one device-to-host copy; other steps cost nothing. With several processes, the sums are over
+    all of them. Under another precision it warns once and does nothing.
 
     Args:
         every_n_steps: optimizer steps between two probes.
@@ -75,7 +75,7 @@ class QuantizationProbe(RunWatcher):
 
     def _comparison(self, path: str) -> Callable[..., None]:
         def compare(layer: Fp8Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            # what runs inside a comparison is no layer of the model's; recomputation in backward has been seen before
+            # not for calls that a comparison makes, nor for recomputation in backward, which repeats a forward
             if self._is_comparing or torch._C._current_graph_task_id() != -1:
                 return
             self._is_comparing = True
@@ -101,7 +101,7 @@ class QuantizationProbe(RunWatcher):
                 "QuantizationProbe: no converted layer was called. Layers inside `torch.compile` cannot be watched:"
                 " probe a run without it."
             )
-        # a layer that no process has run has no sums; one that some have run has those of the others as zeros
+        # zeros for a layer that this process has not run; where no process has, the ratio is NaN and is left out
         device = pl_module.device
         empty = torch.zeros(2, dtype=torch.float64, device=device)
         together = torch.stack([sums.get(path, empty) for path in self._layers])
@@ -112,10 +112,10 @@ class QuantizationProbe(RunWatcher):
         log_to_all(trainer, metrics)
 
     def suggest_ignore_modules(self, below_db: float = 20.0) -> list[str]:
-        """Print the settings that leave out the layers of the newest probe below ``below_db``, worst first.
+        """Print the settings that exclude the layers below ``below_db`` in the newest probe, worst first.
 
         Returns:
-            Their paths; empty, with a line that says so, where no layer is below.
+            The paths of these layers; empty if there are none, which is printed.
 
         Raises:
             RuntimeError: if nothing has been probed yet.
@@ -153,14 +153,14 @@ def _signal_and_noise(layer: Fp8Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _first(output: Any) -> Tensor:
-    """The output of a linear layer; that of an attention, without its weights."""
+    """The output of a linear layer, or of an attention without its attention weights."""
     first: Tensor = output[0] if isinstance(output, tuple) else output
     return first
 
 
 @contextlib.contextmanager
 def _without_dropout(layer: nn.Module) -> Iterator[bool]:
-    """Both runs see the same numbers, and neither draws a random one. Gives whether there was any dropout."""
+    """Without dropout both runs compute the same and draw no random number. Yields whether there was any."""
     before = getattr(layer, "dropout", 0.0)
     if not before:
         yield False

@@ -1,4 +1,4 @@
-"""Lightning's rich progress bar, with how close the tensors are to the end of their formats."""
+"""Lightning's rich progress bar, with the headroom that is left in the FP8 formats."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _THEME = RichProgressBarTheme()
 
 
 class Fp8RichProgressBar(RichProgressBar):
-    """Lightning's ``RichProgressBar`` with one more column behind the training bar, such as ``headroom 0.31 bits``.
+    """Lightning's ``RichProgressBar`` with one more column after the training bar, such as ``headroom 0.31 bits``.
 
-    That is the smallest ``log2(FP8_MAX / (amax * scale))`` over all tensors, with the amax of the step and the scale
-    that it was cast with: by how many powers of two the step stayed below what the formats hold, in bits; where it is
-    negative, something was clipped. (:class:`ScaleFactorLogger` has the same amax against the scale of the step that
-    follows.) A tensor's first step, which is cast with its own amax, has no part.
+    The headroom is the smallest ``log2(FP8_MAX / (amax * scale))`` over all tensors, in bits, with the amax of the step
+    and the scale of its cast: how many powers of two the step stayed below the largest value of the format. A negative
+    headroom means that something was clipped. (:class:`ScaleFactorLogger` combines the same amax with the scale of the
+    next step.) A tensor's first step, which is cast with its own amax, is left out.
 
-    Read at most every ``every_n_steps`` optimizer steps; one scalar is copied to the host then, and none between. The
-    column is empty until the second step, in another precision, and at the bars of validation, test and prediction.
-    Logs nothing to loggers. Needs ``rich``: ``pip install "lightning-fp8[cli]"``.
+    It is read at most every ``every_n_steps`` optimizer steps, by copying one scalar to the host. The column is empty
+    until the second step, under another precision, and in the bars of validation, test and prediction. Logs nothing to
+    loggers. Needs ``rich``: ``pip install "lightning-fp8[cli]"``.
 
     Args:
         every_n_steps: optimizer steps between two readings.
-        refresh_rate: as Lightning's: how often a second the bars are drawn anew; 0 shows none.
+        refresh_rate: as Lightning's: redraws of the bars per second; 0 shows none.
         leave: as Lightning's: whether each epoch's finished bar stays in the terminal.
-        theme: as Lightning's: styles of the parts; the column has that of ``metrics``.
+        theme: as Lightning's: styles of the parts; the column has the style of ``metrics``.
         console_kwargs: as Lightning's: arguments for the ``rich.console.Console``.
 
     Attributes:
@@ -113,7 +113,7 @@ class Fp8RichProgressBar(RichProgressBar):
 
 def _smallest_headroom(state: ScalingState, amax: Tensor) -> Tensor:
     """``[] float32``, over the tensors that were cast with a scale from their history; inf if there is none."""
-    # a weight, with no history, has a scale that leaves none
+    # a weight has no history, and its scale leaves no headroom
     amax, scale, fp8_max = (tensor[: state.delayed] for tensor in (amax, state.scale, state.fp8_max))
     bits = headroom_bits(fp8_max, amax, scale)
     counts = amax.isfinite() & (amax > 0) & (state.amax_history[0] > 0)
@@ -121,8 +121,8 @@ def _smallest_headroom(state: ScalingState, amax: Tensor) -> Tensor:
 
 
 def _headroom_column(bar: Fp8RichProgressBar) -> Any:
-    """A column that draws what ``bar`` has read; it is drawn by a thread of its own, so it reads nothing itself."""
-    # here, as the package is imported without rich too
+    """A column that draws what ``bar`` has read. Another thread draws it, so it reads nothing from the device."""
+    # here, because the package also imports without rich
     from rich.progress import ProgressColumn, Task
     from rich.text import Text
 
@@ -130,7 +130,7 @@ def _headroom_column(bar: Fp8RichProgressBar) -> Any:
         def render(self, task: Task) -> Text:
             if bar.headroom_bits is None or task.id != bar.train_progress_bar_id:
                 return Text()
-            # 0 is added as -0.001 bits are not "-0.00"
+            # adding 0.0 turns -0.0, which would be shown as "-0.00", into 0.0
             return Text(f"headroom {round(bar.headroom_bits, 2) + 0.0:.2f} bits", style=bar.theme.metrics)
 
     return HeadroomColumn()

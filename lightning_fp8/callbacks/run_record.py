@@ -1,4 +1,4 @@
-"""What a run was made with, beside its logs."""
+"""The settings and the environment of a run, recorded next to its logs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lightning_fp8.runtime.run_files import RUN_FILE, write_json
 
 
 class RunRecord(Callback):
-    """Writes down, under any precision, what a run is made with: ``python -m lightning_fp8 report`` shows it.
+    """Records settings and environment of a run, under any precision, for ``python -m lightning_fp8 report``.
 
     Logs nothing to loggers; writes ``fp8_run.json`` into ``trainer.log_dir`` when fitting starts, on rank 0:
 
-    - ``precision``, ``strategy``, ``accelerator``, ``world_size``; ``parameters``: how many rank 0 has.
-    - ``environment``: GPU, driver, CPU, versions, commit of this package where it lies in its repository,
+    - ``precision``, ``strategy``, ``accelerator``, ``world_size``; ``parameters``: their number on rank 0.
+    - ``environment``: GPU, driver, CPU, versions, commit of this package if it runs from its repository,
       ``LIGHTNING_FP8_BACKEND``.
-    - ``recipe``: its fields; null where no layer runs in FP8, and so are the two that follow.
+    - ``recipe``: its fields; null if no layer runs in FP8, as are the next two.
     - ``modules``: module paths that have scales, in the order of the model.
     - ``layers``: the rows of :func:`~lightning_fp8.describe`.
 
@@ -67,8 +67,8 @@ def _environment(trainer: Trainer) -> dict[str, Any]:
         "platform": platform.platform(),
         "LIGHTNING_FP8_BACKEND": os.environ.get("LIGHTNING_FP8_BACKEND"),
     }
-    # some install the package that Lightning was before its name was shortened
+    # some install Lightning under its older package name
     found["lightning"] = found["lightning"] or package_version("pytorch-lightning")
-    # a page may be handed on, and a command line may hold what is nobody's business
+    # a report may be passed on, and a command line may hold secrets
     del found["command"]
     return found

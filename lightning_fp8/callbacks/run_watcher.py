@@ -1,4 +1,4 @@
-"""What the callbacks that watch a run have in common: they log to all loggers, and let go when the run ends."""
+"""Shared by the callbacks that watch a run: logging to all loggers, and clean-up when the run ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing_extensions import override
 
 
 class RunWatcher(Callback):
-    """A callback that holds on to something during a fit: :meth:`_stop` lets go of it, however the fit ends."""
+    """A callback that holds resources during a fit: :meth:`_stop` releases them, however the fit ends."""
 
     def _stop(self) -> None:
         raise NotImplementedError
@@ -25,8 +25,8 @@ class RunWatcher(Callback):
 
 
 def log_to_all(trainer: Trainer, metrics: Mapping[str, float]) -> int:
-    """Log on rank 0 to every logger; gives the step it was logged at."""
-    # the axis of everything else that Lightning logs, as its own callbacks have it
+    """Log to every logger, on rank 0; returns the step under which it is logged."""
+    # the step axis of Lightning's own callbacks
     step = trainer.fit_loop.epoch_loop._batches_that_stepped
     if trainer.is_global_zero:
         for logger in trainer.loggers:
@@ -35,9 +35,9 @@ def log_to_all(trainer: Trainer, metrics: Mapping[str, float]) -> int:
 
 
 def log_folder(trainer: Trainer) -> Path | None:
-    """The folder of the run's logs; None without a logger, with one that has no folder, and for a remote one.
+    """The folder of the run's logs; None without a logger, and if the logger's folder is missing or remote.
 
-    It asks the other processes, so all of them have to call it.
+    It communicates, so all processes have to call it.
     """
     # without a logger `log_dir` would be the folder that the program runs in
     if not trainer.loggers:

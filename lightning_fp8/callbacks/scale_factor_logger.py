@@ -1,4 +1,4 @@
-"""Scale factors and what they do to the tensors, in whatever loggers the Trainer has."""
+"""Scale factors and their effect on the tensors, in all loggers of the Trainer."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from lightning_fp8.scaling.statistics import by_role, tensor_statistics
 
 
 class ScaleFactorLogger(RunWatcher):
-    """Logs the scales of an ``fp8-delayed`` run, and what they do to the tensors.
+    """Logs the scales of an ``fp8-delayed`` run, and their effect on the tensors.
 
     For each tensor ``<module path>.<role>`` that a pattern matches, with the roles input, weight and grad_output:
 
-    - ``fp8/<tensor name>/scale``: multiplier before the cast, as the next step will use it; of a weight, which is
-      scaled by what it holds, as its last cast used it. No unit.
-    - ``fp8/<tensor name>/amax``: largest absolute value in the newest step that counted, of a weight in its last cast,
-      in the unit of the tensor; 0 until there is one.
-    - ``fp8/<tensor name>/amax_history_max``: the largest of the window, in the unit of the tensor; not of weights.
+    - ``fp8/<tensor name>/scale``: multiplier before the cast, as the next step will use it; for a weight, which has
+      no history, as its last cast used it. No unit.
+    - ``fp8/<tensor name>/amax``: largest absolute value in the newest recorded step, for a weight in its last cast, in
+      the unit of the tensor; 0 until there is one.
+    - ``fp8/<tensor name>/amax_history_max``: the largest in the history, in the unit of the tensor; not for weights.
     - ``fp8/<tensor name>/headroom_bits``: ``log2(FP8_MAX / (amax * scale))``, powers of two by which that amax may grow
-      before the next cast clips it, in bits; not logged until there is an amax, and not of weights, which never clip.
+      before the next cast clips it, in bits; not logged until there is an amax, nor for weights, which are never
+      clipped.
     - ``fp8/<tensor name>/saturated_fraction``: share of the numbers that this step's casts clipped, 0 to 1.
-    - ``fp8/<tensor name>/underflowed_fraction``: share of the numbers other than zero that they turned into zero, 0 to
-      1. Neither fraction is logged for a tensor that was not cast.
-    - ``fp8/<tensor name>/nonfinite_steps``: steps so far at which it held inf or NaN, which left scale and history as
-      they were.
+    - ``fp8/<tensor name>/underflowed_fraction``: share of the nonzero numbers that they turned into zero, 0 to 1.
+      Neither fraction is logged for a tensor that was not cast.
+    - ``fp8/<tensor name>/nonfinite_steps``: number of steps so far in which the tensor held inf or NaN, which left its
+      scale and history unchanged.
 
     With ``summaries``, over all tensors of a role that have the quantity:
 
     - ``fp8/<role>/<quantity>/min``, ``median`` and ``max``, in the unit of the quantity.
 
-    With ``histograms``, for loggers that draw them (TensorBoard): ``fp8/<role>/log2_scale``, no unit.
+    With ``histograms``, for loggers that support them (TensorBoard): ``fp8/<role>/log2_scale``, no unit.
 
-    One device-to-host copy per logging step, none between; fractions are counted in logging steps only. Under several
-    processes they are those of all of them together, and rank 0 logs. In another precision it warns once and does
-    nothing.
+    One device-to-host copy per logging step, none in between; fractions are counted in logging steps only. With several
+    processes, fractions are over all of them, and rank 0 logs. Under another precision it warns once and does nothing.
 
     Args:
-        every_n_steps: optimizer steps between two loggings.
-        patterns: ``fnmatch`` patterns on tensor names; a tensor is logged if any of them matches. None, ``()``, for
-            the summaries alone.
+        every_n_steps: optimizer steps between two logging steps.
+        patterns: ``fnmatch`` patterns on tensor names; a tensor is logged if any of them matches; ``()`` logs the
+            summaries alone.
         summaries: whether to log them.
         histograms: whether to draw them.
 
@@ -90,7 +90,7 @@ class ScaleFactorLogger(RunWatcher):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # from the first micro-batch of a step that is to be logged
         if self._state is not None and self._when.begins():
-            self._state.start_counting(self)
+            self._state.cast_counts.start(self)
 
     @override
     def on_train_batch_end(
@@ -99,14 +99,14 @@ class ScaleFactorLogger(RunWatcher):
         state = self._state
         if self._when.ends(trainer.global_step) and state is not None:
             values = tensor_statistics(state, partial(trainer.strategy.reduce, reduce_op="sum"))
-            state.stop_counting(self)
+            state.cast_counts.stop(self)
             if trainer.is_global_zero:
                 self._log(trainer, state, values)
 
     @override
     def _stop(self) -> None:
         if self._state is not None:
-            self._state.stop_counting(self)
+            self._state.cast_counts.stop(self)
         self._state = None
 
     def _log(self, trainer: Trainer, state: ScalingState, values: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Says by name which layers FP8 does not suit, and takes them out of it if asked to."""
+"""Reports by name the layers that FP8 does not suit, and moves them to bf16 on request."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Action = Literal["warn", "raise", "fallback"]
 
 
 class ScaleWatchdog(RunWatcher):
-    """Watches the scales of an ``fp8-delayed`` run and says, by name, which tensors are in trouble.
+    """Watches the scales of an ``fp8-delayed`` run and reports, by name, the tensors that are in trouble.
 
     - *stale*: an active tensor's scale has not been updated for ``stale_steps``. A tensor is active if its layer's
-      weight gets gradients, if its layer has other tensors that are updated, or if it records amaxes which no update
-      takes. So a training loop that steps its optimizer around the Trainer is found, and a layer that trains in eval
+      weight gets gradients, if its layer has other tensors that are updated, or if it records amaxes that no update
+      uses. This finds a training loop that steps its optimizer without the Trainer, and a layer that trains in eval
       mode.
     - *nonfinite*: it held inf or NaN in ``nonfinite_steps`` optimizer steps in a row.
-    - *saturated*, *underflowed*: at ``checks_in_a_row`` checks the share of numbers that its casts clipped, or (of the
-      numbers other than zero) turned into zero, was above the threshold. Fewer than ten such numbers at a check are
-      never above it: one number of 64 is no sign that a scale is wrong.
+    - *saturated*, *underflowed*: at ``checks_in_a_row`` checks the share of all numbers that its casts clipped, or of
+      the nonzero numbers that they turned into zero, was above the threshold. Fewer than ten such numbers at a check
+      never count: one number of 64 is no sign that a scale is wrong.
 
-    Each is said once, and again if it comes back. With ``action="fallback"`` the layers concerned run in bf16 from then
-    on, each by itself; checkpoints keep that, whether the callback is there when they are loaded or not, and
-    ``lightning_fp8.describe`` shows it. Stale or non-finite tensors in more than half of the layers that run are not
-    those layers' fault: that is said, and none of them moved.
+    Each problem is reported once, and again if it returns. With ``action="fallback"`` the layers concerned run in bf16
+    from then on, each separately; checkpoints keep that, whether or not the callback is present when they are loaded,
+    and ``lightning_fp8.describe`` shows it. If tensors are stale or non-finite in more than half of the layers that
+    run, the layers are not the cause: it is reported, and none of them is moved.
 
     At each check it logs, to all loggers:
 
@@ -45,20 +45,21 @@ class ScaleWatchdog(RunWatcher):
     - ``fp8/watchdog/fallbacks``: number of layers that have fallen back to bf16 (each projection of an attention with
       its own weight counts as one).
 
-    A check takes a few device-to-host copies, and the optimizer step before it counts what its casts lose; nothing
-    waits for the device in between. Under several processes all see the sums of all, and act alike. In another
-    precision it warns once and does nothing.
+    A check takes a few device-to-host copies, and the optimizer step before it counts what its casts lose; in between
+    nothing synchronises with the device. With several processes, each sees the sums over all of them, so all act alike.
+    Under another precision it warns once and does nothing.
 
     Args:
         action: ``"warn"``, ``"raise"`` for a ``RuntimeError``, or ``"fallback"``.
         every_n_steps: steps between two checks. Steps are training batches divided by ``accumulate_grad_batches``, so
-            that they go on where the Trainer sees no optimizer step.
+            they advance even where the Trainer sees no optimizer step.
         stale_steps: see above, in the same steps; None: never.
         nonfinite_steps: see above, in optimizer steps; None: never.
         saturated_above: a share, 0 to 1; None: never.
         underflowed_above: a share, 0 to 1; None: never.
         checks_in_a_row: number of checks.
-        patterns: ``fnmatch`` patterns on tensor names, ``<module path>.<role>``; others are not watched.
+        patterns: ``fnmatch`` patterns on tensor names, ``<module path>.<role>``; tensors that match none are not
+            watched.
 
     Raises:
         ValueError: for another action, a number out of its range, a pattern that matches no tensor of the model, or
@@ -106,7 +107,7 @@ class ScaleWatchdog(RunWatcher):
             return
         if self.action == "fallback" and getattr(trainer.precision_plugin, "fp8_all_gather", False):
             raise ValueError(
-                "ScaleWatchdog: `action='fallback'` and `fp8_all_gather=True` exclude each other: a layer whose weight"
+                "ScaleWatchdog: `action='fallback'` and `fp8_all_gather=True` cannot be combined: a layer whose weight"
                 " is gathered in FP8 cannot fall back. Use `action='raise'`, or gather in bf16."
             )
         state = scaling_state(pl_module)
@@ -122,7 +123,7 @@ class ScaleWatchdog(RunWatcher):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._state is not None and self._when.begins():
             self._is_before_check = True
-            self._state.start_counting(self)
+            self._state.cast_counts.start(self)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -142,7 +143,7 @@ class ScaleWatchdog(RunWatcher):
             return
         self._is_before_check = False
         findings = self._watch.check(self._steps, partial(trainer.strategy.reduce, reduce_op="sum"))
-        self._state.stop_counting(self)
+        self._state.cast_counts.stop(self)
         findings.keep(self._rows)
         self._act(trainer, self._state, findings)
 
@@ -153,7 +154,7 @@ class ScaleWatchdog(RunWatcher):
         if new and self.action == "fallback":
             to_move = self._to_fall_back(state, findings, new)
             for module in to_move:
-                state.fall_back(module)
+                state.switches.fall_back(module)
             message += f"\n  In bf16 from now on: {', '.join(to_move)}." if to_move else ""
         self._log(trainer, state, findings)
         if new and self.action == "raise":
@@ -193,19 +194,19 @@ class ScaleWatchdog(RunWatcher):
                 lines.append(
                     "A layer in eval mode records nothing."
                     if findings.any_update
-                    else "No scale has been updated at all: does the loop step its optimizer around the Trainer?"
+                    else "No scale has been updated at all: does the loop step its optimizer without the Trainer?"
                 )
         return "\n  ".join(lines)
 
     def _log(self, trainer: Trainer, state: ScalingState, findings: Findings) -> None:
         metrics: dict[str, float] = {f"fp8/watchdog/{name}": len(rows) for name, rows in findings.tensors.items()}
-        metrics["fp8/watchdog/fallbacks"] = len(state.fallbacks)
+        metrics["fp8/watchdog/fallbacks"] = len(state.switches.fallbacks)
         log_to_all(trainer, metrics)
 
     @override
     def _stop(self) -> None:
         if self._state is not None and self._watch is not None:
-            self._state.stop_counting(self)
+            self._state.cast_counts.stop(self)
             self._watch.close()
         self._state = self._watch = None
 

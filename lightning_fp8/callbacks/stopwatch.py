@@ -1,4 +1,4 @@
-"""Forward and backward times of layers, without a node more in the autograd graph."""
+"""Forward and backward times of layers, without adding nodes to the autograd graph."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-# what a layer has that did not run; no time is negative, so among several processes' the largest is a time if any is
+# for a layer that did not run: less than any time, so the maximum over processes is a time if any of them ran it
 NOTHING_RAN = -1.0
 
 
 class Clock(Protocol):
-    """Sets marks, and tells the time between two of them once they have been waited for."""
+    """Sets marks, and measures the time between two of them after :meth:`wait`."""
 
     def mark(self) -> Any:
-        """Now, in the order of the work."""
+        """Mark this point in the order of the work."""
 
     def wait(self) -> None:
-        """Until all marks have been reached."""
+        """Wait until all marks have been reached."""
 
     def milliseconds(self, start: Any, end: Any) -> float:
-        """From one mark to another."""
+        """Milliseconds from one mark to another."""
 
 
 class HostClock:
@@ -40,30 +40,30 @@ class HostClock:
         """There is nothing to wait for."""
 
     def milliseconds(self, start: int, end: int) -> float:
-        """From one mark to another."""
+        """Milliseconds from one mark to another."""
         return (end - start) / 1e6
 
 
 class CudaClock:
-    """Marks are events on the current stream; setting one waits for nothing."""
+    """Marks are events on the current stream; setting one does not synchronise."""
 
     def mark(self) -> torch.cuda.Event:
-        """An event behind the work that the stream has been given."""
+        """An event after the work that the stream has been given."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def wait(self) -> None:
-        """For all streams: a layer may run on one of its own."""
+        """Wait for all streams: a layer may run on its own stream."""
         torch.cuda.synchronize()
 
     def milliseconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """From one mark to another."""
+        """Milliseconds from one mark to another."""
         return start.elapsed_time(end)
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock that sees the work of a device."""
+    """The clock for the work of a device."""
     return CudaClock() if device.type == "cuda" else HostClock()
 
 
@@ -78,8 +78,8 @@ class _Span:
 class Stopwatch:
     """Watches all calls of some layers until :meth:`remove_hooks`.
 
-    A layer's backward is the sum over the nodes that its calls have put into the graph. So it holds no other layer's,
-    whatever the engine runs in between, and is whole where several layers share an input.
+    A layer's backward time is the sum over the nodes that its calls added to the graph. So it excludes other layers,
+    whatever the engine runs in between, and is complete where several layers share an input.
 
     Args:
         layers: by path.
@@ -99,17 +99,17 @@ class Stopwatch:
             enter, leave = self._hooks_for(forwards, backwards)
             # innermost, so that the work of other hooks is not the layer's
             self._hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-            # always: recomputation may leave a forward by an exception, as soon as it has what it needs
+            # always: recomputation may end a forward with an exception, as soon as it has what it needs
             self._hooks.append(layer.register_forward_hook(leave, prepend=True, always_call=True))
 
     def remove_hooks(self) -> None:
-        """From layers and nodes."""
+        """Remove the hooks from layers and nodes."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def milliseconds(self) -> list[list[float]]:
-        """Forward and backward of each layer, in the order given; ``NOTHING_RAN`` where that is so."""
+        """Forward and backward of each layer, in the order given; ``NOTHING_RAN`` for one that did not run."""
         self._clock.wait()
         return [[self._sum(spans) for spans in both] for both in self._spans]
 
@@ -128,7 +128,7 @@ class Stopwatch:
             if torch.compiler.is_compiling():
                 return
             span = _Span()
-            # asked for now, as the layer may change an input in place
+            # read now, because the layer may change an input in place
             calls.append((span, set(_grad_fns((args, kwargs))), self._claims))
             span.start = self._clock.mark()
 
@@ -147,10 +147,10 @@ class Stopwatch:
         return enter, leave
 
     def _claim(self, output: Any, inputs: set[Node], claims_before: int) -> Iterator[Node]:
-        """The nodes from a call's output back to its inputs, but for those that another call has claimed before it.
+        """The nodes from a call's output back to its inputs, except those that an earlier call has claimed.
 
-        Calls share nodes where autocast casts a weight once for all of them: the first has them. What a call inside of
-        this one has claimed belongs to both.
+        Calls share nodes where autocast casts a weight once for all of them: they belong to the first. Nodes that a
+        call inside this one has claimed belong to both.
         """
         seen, waiting = set(inputs), list(_grad_fns(output))
         while waiting:
@@ -185,7 +185,7 @@ class Stopwatch:
         self._hooks.extend((node.register_prehook(before), node.register_hook(after)))
 
     def _restart_running(self) -> None:
-        """Take a forward that has just ended out of the nodes that run: they have asked for what it recomputes."""
+        """Exclude a forward that has just ended from the time of the running nodes: it recomputes what they need."""
         for span in self._running:
             span.start = self._clock.mark()
 

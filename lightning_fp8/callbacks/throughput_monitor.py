@@ -1,7 +1,7 @@
 """Throughput, and model FLOPs utilisation (MFU) against the peak of the precision that really runs.
 
-Lightning's ``ThroughputMonitor`` takes the peak of the dtype that it knows a precision plugin by. What it takes for the
-plugins of this package (Lightning 2.6.6), with its own numbers for an H100 SXM in TFLOP/s:
+Lightning's ``ThroughputMonitor`` takes the peak of the dtype that it infers from the precision plugin. What it takes
+for the plugins of this package (Lightning 2.6.6), with its own numbers for an H100 SXM in TFLOP/s:
 
 | plugin               | under FSDP | dtype taken | its peak | right would be |
 |----------------------|------------|-------------|----------|----------------|
@@ -12,16 +12,16 @@ plugins of this package (Lightning 2.6.6), with its own numbers for an H100 SXM 
 | either of bf16       | yes        | float32     | 66.9     | 989.4          |
 
 A plugin that it does not know counts as fp32: in FP8, MFU comes out 30 times too high (4 times where TF32 is allowed,
-for then it takes that peak). One for FSDP counts as its ``reduce_dtype``, in which gradients are summed and nothing is
-multiplied: with ``reduce_dtype="bfloat16"`` bf16 comes out right, and FP8 twice too high.
+whose peak it then takes). An FSDP plugin counts as its ``reduce_dtype``, in which gradients are summed but nothing is
+multiplied: with ``reduce_dtype="bfloat16"`` the bf16 plugins come out right, and FP8 twice too high.
 
-Its table of chips has no FP8, and int8 is no substitute: it is dense FP8 for the H100 SXM and PCIe and the L4, but with
-sparsity for the H200, of two GPUs for the H100 NVL, and for a GeForce twice the FP8 rate with fp32 accumulation. An
-L40S is taken for an L4; H200, GH200 and B200 are not found by the names that they have. So FP8 has its own table:
-``lightning_fp8.runtime.peaks``.
+Its table of chips has no FP8, and its int8 numbers are no substitute: they equal dense FP8 for the H100 SXM and PCIe
+and the L4, but include sparsity for the H200, count two GPUs for the H100 NVL, and are twice the FP8 rate with fp32
+accumulation for a GeForce. An L40S is taken for an L4; H200, GH200 and B200 are not found under the names that their
+drivers give. So FP8 has its own table: ``lightning_fp8.runtime.peaks``.
 
-Its bf16 peaks are used as they are, also where they are doubtful: of two GPUs for the H100 NVL, of an L4 for the L40S,
-without matrix units for a GeForce. ``peak_flops`` is for these.
+Its bf16 peaks are used unchanged, even where they are doubtful: two GPUs for the H100 NVL, an L4 for the L40S, no
+matrix units for a GeForce. Set ``peak_flops`` for these.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from lightning_fp8.runtime.peaks import dense_fp8_flops
 
 
 class Fp8ThroughputMonitor(ThroughputMonitor):
-    """Lightning's ``ThroughputMonitor`` with MFU against the peak that belongs to this package's precisions.
+    """Lightning's ``ThroughputMonitor`` with MFU relative to the peak of this package's precisions.
 
-    - ``fp8-delayed``, whatever its ``compute_dtype``: the device's dense FP8 peak. For a chip that is not in the table
-      here, twice Lightning's bf16 peak, with a warning once; no MFU where Lightning does not know that either, nor on
-      the CPU.
+    - ``fp8-delayed``, whatever its ``compute_dtype``: the device's dense FP8 peak. For a chip that is not in this
+      package's table, twice Lightning's bf16 peak, with one warning; no MFU where Lightning does not know that peak
+      either, nor on the CPU.
     - ``bf16-mixed`` and ``bf16-true``: Lightning's peak of the compute dtype, bf16, under FSDP too.
-    - A precision of Lightning's own: what Lightning takes.
+    - Lightning's own precisions: the peak that Lightning takes.
 
     Logs to every logger of the Trainer, with the Trainer's ``log_every_n_steps``. ``<stage>`` is ``train``,
     ``validate``, ``test`` or ``predict``, and ``/`` is the ``separator``; rates are averages over the last
-    ``window_size`` batches and appear when there are as many:
+    ``window_size`` batches and appear once there are that many:
 
     - ``<stage>/time``: seconds since the stage began, training without its validations.
     - ``<stage>/batches``, ``<stage>/samples``: number of batches and samples of one device since then; a second
@@ -63,17 +63,17 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
       device.
     - ``<stage>/device/items_per_sec``: items (tokens) per second, of one device; with ``length_fn``.
     - ``<stage>/device/flops_per_sec``: FLOP/s of one device; where the ``LightningModule`` has ``flops_per_batch``.
-    - ``<stage>/device/mfu``: this divided by the peak, a share of 1, no unit; where the peak is known as well.
+    - ``<stage>/device/mfu``: that divided by the peak, 0 to 1, no unit; where the peak is known as well.
     - ``<stage>/batches_per_sec``, ``<stage>/samples_per_sec``, ``<stage>/items_per_sec``,
       ``<stage>/flops_per_sec``: the same of all devices together; with more than one.
 
     Under ``fp8-delayed``, MFU is the model's FLOPs over the FP8 peak. Only the matrix products of converted layers can
-    run at that peak: attention itself and layers that are not converted compute in bf16, at half of it or less. So the
-    number is a lower bound of how well the device is used, and 1 is out of reach.
+    run at that peak: attention itself and layers that are not converted compute in bf16, at half of it or less. So MFU
+    is a lower bound on how well the device is used, and cannot reach 1.
 
     ``flops_per_batch`` are the FLOPs of one batch on one device, as counted by Lightning's ``measure_flops``: a
     converted model has as many as the same one in bf16. Count on a second model on the meta device, or on this one in
-    ``eval()``: in training mode a forward records the amaxes of what it is given, and the scales follow them.
+    ``eval()``: in training mode a forward records amaxes, and the scales follow them.
 
     Args:
         batch_size_fn: batch -> its number of samples. In YAML a dotted path, such as ``builtins.len``.
@@ -112,7 +112,7 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
             super().setup(trainer, pl_module, stage)
             return
         with warnings.catch_warnings():
-            # about a peak that is replaced below
+            # a warning about a peak that is replaced below
             warnings.simplefilter("ignore")
             super().setup(trainer, pl_module, stage)
         peak = self.peak_flops if self.peak_flops is not None else self._peak(trainer.strategy.root_device, plugin)
@@ -124,7 +124,7 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
         if plugin.precision != "fp8-delayed":
             return get_available_flops(device, plugin.compute_dtype)
         if device.type != "cuda":
-            # the reference implementation, about whose speed there is nothing to say
+            # the CPU runs the reference implementation, which has no meaningful peak
             return None
         name = torch.cuda.get_device_name(device)
         return dense_fp8_flops(name) or self._estimate(device, name)
@@ -136,7 +136,7 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
         if not self._estimate_is_known:
             self._estimate_is_known = True
             rank_zero_warn(
-                f"Fp8ThroughputMonitor: the FP8 peak of {name!r} is not known. MFU is against twice Lightning's bf16"
-                f" peak, {2 * bf16 / 1e12:g} TFLOP/s; pass `peak_flops` if you know better."
+                f"Fp8ThroughputMonitor: the FP8 peak of {name!r} is not known. MFU is relative to twice Lightning's"
+                f" bf16 peak, {2 * bf16 / 1e12:g} TFLOP/s; pass `peak_flops` to set the right one."
             )
         return 2.0 * bf16

@@ -1,4 +1,4 @@
-"""Which tensors of a model are in trouble: scales that stand still, lost numbers, steps that are not finite."""
+"""Finds the tensors that are in trouble: stale scales, numbers lost in casts, steps with inf or NaN."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.scaling.state import LAYOUT, ScalingState
 
 CONDITIONS = ("stale", "nonfinite", "saturated", "underflowed")
-# Of a small tensor one number is a large share: fewer lost numbers than this, at one check, are never above a limit.
+# One number is a large share of a small tensor: fewer lost numbers than this, at one check, are never above a limit.
 MIN_LOST = 10
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is too much; None: never.
+    """The limits; None disables one.
 
     Attributes:
         stale_steps: steps without an update of an active tensor's scale.
         nonfinite_steps: optimizer steps in a row at which a tensor held inf or NaN.
         saturated_above: share of clipped numbers; fewer than ``MIN_LOST`` of them are never too much.
-        underflowed_above: share of the numbers other than zero that became zero; with the same exception.
-        checks_in_a_row: at how many checks a share has to be above.
+        underflowed_above: share of the nonzero numbers that became zero; with the same exception.
+        checks_in_a_row: for how many checks in a row a share has to be above its limit.
     """
 
     stale_steps: int | None
@@ -38,11 +38,11 @@ class Limits:
 
 @dataclass
 class Findings:
-    """What a check found: by condition, the number that is too large for each tensor in it, by row; see ``CONDITIONS``.
+    """What a check found, by condition (``CONDITIONS``) and by the row of the tensor.
 
     Attributes:
-        tensors: the steps, or the share, by row.
-        lost: for the shares, by condition and row: how many numbers were lost, and of how many.
+        tensors: by condition and row, the number of steps or the share that is above its limit.
+        lost: for shares, by condition and row: how many numbers were lost, and of how many.
         active: how many modules have run.
         any_update: whether any scale has been updated since the check before.
     """
@@ -61,13 +61,13 @@ class Findings:
 
 
 class Watch:
-    """Follows the updates of a scaling state, and compares with limits what the state has counted.
+    """Follows the updates of a scaling state, and compares its counts with limits.
 
-    Scales of weights follow what these hold, so they are in no trouble but that of holding inf or NaN.
+    A weight is scaled by what it holds, so the only trouble it can be in is to hold inf or NaN.
 
-    Whether a tensor is active is not asked of its amax alone, for a lost amax is one of the faults to be found. It is
-    active if its layer's weight got a gradient, if (input and weight) another tensor of its layer was updated, or if it
-    recorded an amax while there was no update at all.
+    The amax alone does not show whether a tensor is active, because a lost amax is one of the faults to find. A tensor
+    is active if its layer's weight got a gradient, if another tensor of its layer was updated (input and weight only),
+    or if it recorded an amax while there was no update at all.
     """
 
     def __init__(self, state: ScalingState, limits: Limits) -> None:
@@ -86,17 +86,17 @@ class Watch:
         state.before_update.append(self._see_update)
 
     def close(self) -> None:
-        """Follow no more."""
+        """Stop following the updates."""
         if self._see_update in self.state.before_update:
             self.state.before_update.remove(self._see_update)
 
     @torch.no_grad()
     def _see_update(self, amax: Tensor) -> None:
-        # nothing here waits for the device
+        # nothing here synchronises with the device
         is_finite = amax.isfinite()
         updated = is_finite & (amax > 0)
         self._updates += updated
-        # a tensor that did not run, amax 0, neither ends its row nor adds to it
+        # a tensor that did not run, with amax 0, neither ends its streak nor adds to it
         self._nonfinite_in_a_row = (self._nonfinite_in_a_row + ~is_finite) * ~updated
         self._most_in_a_row = torch.maximum(self._most_in_a_row, self._nonfinite_in_a_row)
 
@@ -107,14 +107,14 @@ class Watch:
         gemms = (gemm for layer in layers for gemm in layer.gemms())
         held = {rows.module: weight for rows, weight in gemms if rows.state is self.state}
         nothing = torch.zeros((), dtype=torch.bool, device=self.state.device)
-        # gradients that are set to zero in place of None belong to a layer that did not run
+        # a gradient set to zero instead of None belongs to a layer that did not run
         modules = range(len(self.state.module_names))
         found = [_any(held[module].grad, nothing) if module in held else nothing for module in modules]
         self._with_gradient |= torch.stack(found)
 
     @torch.no_grad()
     def check(self, step: int, sum_over_processes: Callable[[Tensor], Tensor]) -> Findings:
-        """What is wrong by now.
+        """What is wrong now.
 
         Args:
             step: steps that have been made, in the unit of ``stale_steps``.
@@ -123,18 +123,18 @@ class Watch:
         counts = self._lost_numbers(sum_over_processes)
         updated = (self._updates > 0) & self._is_delayed
         most, limit = self._most_in_a_row, self.limits.nonfinite_steps or 0
-        # of several processes each may see other steps, where scales are not reduced
+        # where scales are not reduced, each process may see different steps
         seen = torch.stack([self._active(updated), updated, most >= limit, most > 0])
         active, updated, in_a_row, nonfinite = (sum_over_processes(seen.long()) > 0).cpu()
         most_in_a_row = most.cpu().clamp(min=limit)
         self._start_anew()
         self._last_update[updated] = step
 
-        in_fp8 = self.state.rows_in_fp8
+        in_fp8 = self.state.switches.rows_in_fp8
         findings = Findings(active=int(active.view(len(LAYOUT), -1).any(0).sum()), any_update=bool(updated.any()))
         if self.limits.stale_steps is not None:
             age = step - self._last_update
-            # where inf or NaN keep a scale as it is, that is what is wrong
+            # a scale that inf or NaN keeps unchanged is reported as `nonfinite`
             stale = active & in_fp8 & ~nonfinite & (age >= self.limits.stale_steps) & self._is_delayed.cpu()
             findings.tensors["stale"] = _numbers(stale, age)
         if self.limits.nonfinite_steps is not None:
@@ -151,7 +151,7 @@ class Watch:
         self._seen = self.state.updates
         self._updates.zero_()
         self._with_gradient.zero_()
-        # a row may go on
+        # a streak may continue
         self._most_in_a_row = self._nonfinite_in_a_row.clone()
 
     def _active(self, updated: Tensor) -> Tensor:
@@ -164,18 +164,18 @@ class Watch:
 
     def _lost_numbers(self, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """How many numbers were clipped or turned into zero, and of how many; ``[R] int64`` on the CPU."""
-        counts = self.state.counts
+        counts = self.state.cast_counts.values
         if counts is None:
             counts = torch.zeros(len(self.state.names), 4, dtype=torch.int64, device=self.state.device)
         summed = sum_over_processes(counts).cpu()
-        # what a layer left behind when it fell back says nothing about the run
-        numbers, saturated, nonzero, underflowed = (summed * self.state.rows_in_fp8[:, None]).unbind(dim=1)
+        # counts from before a layer fell back say nothing about the run
+        numbers, saturated, nonzero, underflowed = (summed * self.state.switches.rows_in_fp8[:, None]).unbind(dim=1)
         return {"saturated": (saturated, numbers), "underflowed": (underflowed, nonzero)}
 
     def _lasting(self, name: str, lost: Tensor, of: Tensor, limit: float) -> dict[int, float]:
         share = lost.double() / of.clamp(min=1)
         above = (share > limit) & (lost >= MIN_LOST)
-        # a tensor that was not cast is judged by the checks at which it was
+        # a check at which the tensor was not cast changes nothing
         self._above[name] = torch.where(of > 0, (self._above[name] + 1) * above, self._above[name])
         return _numbers((self._above[name] >= self.limits.checks_in_a_row) & (of > 0), share)
 

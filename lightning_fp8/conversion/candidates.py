@@ -1,4 +1,4 @@
-"""Which layers can run in FP8, and what stands against one: its kind, its state, its sizes or its dtypes."""
+"""Which layers can run in FP8, and why others cannot: their class, state, sizes or dtypes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fp8_classes() -> dict[type[nn.Module], type[Fp8Module]]:
         nn.Linear: Fp8Linear,
         nn.MultiheadAttention: Fp8MultiheadAttention,
     }
-    # whoever has such a layer has imported its module; nobody else needs transformers
+    # a model with such a layer has imported its module; other models need no transformers
     hugging_face = sys.modules.get("transformers.pytorch_utils")
     if hasattr(hugging_face, "Conv1D"):
         from lightning_fp8.modules.conv1d import Conv1D, Fp8Conv1D
@@ -34,21 +34,21 @@ def fp8_classes() -> dict[type[nn.Module], type[Fp8Module]]:
 
 
 def reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_output: bool) -> str | None:
-    """Why this layer is not to be converted; None if it is to be. ``is_output``: of an attention that is converted."""
+    """Why this layer is not converted; None if it can be. ``is_output``: ``out_proj`` of a converted attention."""
     if isinstance(layer, Fp8Module):
         left = layer.plain_class is NonDynamicallyQuantizableLinear and not is_output
         return "nn.MultiheadAttention, which is not converted, reads its weight directly" if left else None
     if isinstance(layer, LazyModuleMixin):
         return "is not initialised yet: run a batch through the model before it is converted"
     if is_parametrized(layer):
-        return "is parametrized: its weight is made anew at each forward by code of its own"
+        return "is parametrized: its weight is computed at each forward"
     if own_class(layer) is NonDynamicallyQuantizableLinear:
         return None if is_output else "nn.MultiheadAttention, which is not converted, reads its weight directly"
     if own_class(layer) not in kinds:
         names = ", ".join(
             f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn") else kind.__name__ for kind in kinds
         )
-        return f"a {type(layer).__name__}; converted are {names}, and no subclass of them"
+        return f"a {type(layer).__name__}; only {names} are converted, not their subclasses"
     if "forward" in vars(layer):
         return "its `forward` was replaced on the object, and a conversion by class would have no effect"
     if any(weight.numel() == 0 for weight in gemm_weights(layer).values()):
@@ -57,13 +57,13 @@ def reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_outp
 
 
 def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The weights of the GEMMs that a layer, converted or plain, holds itself, by the names of these."""
+    """The weights that a layer, converted or plain, holds itself, by the names of their GEMMs."""
     kind = Fp8MultiheadAttention if isinstance(layer, nn.MultiheadAttention) else Fp8Module
     return kind.gemm_weights(layer)
 
 
 def sizes(layer: nn.Module) -> list[Sizes]:
-    """Of these weights, whichever way round the layer keeps them."""
+    """The sizes of these weights, whether the layer stores them as ``[N, K]`` or ``[K, N]``."""
     kind = type(layer) if isinstance(layer, Fp8Module) else fp8_classes().get(own_class(layer), Fp8Module)
     return [
         Sizes(*(weight.shape if kind.weight_is_k_by_n else reversed(weight.shape)))

@@ -1,4 +1,4 @@
-"""Scales out of a checkpoint, into a model whose weights came from it."""
+"""Loads the scales of a checkpoint into a model whose weights came from it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.saved import TENSORS
 
-# of Lightning's sharded checkpoints, which are folders: what is not sharded
+# Lightning's sharded checkpoints are folders; this file holds what is not sharded
 _META_FILE = "meta.pt"
 
 
 def load_scales(
     model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str, Any], recipe: DelayedScaling | None = None
 ) -> nn.Module:
-    """Take over the scales of inputs and gradients, and which layers fell back, from a checkpoint with the same model.
+    """Load the scales of inputs and gradients, and which layers fell back, from a checkpoint of the same model.
 
-    For a model whose weights were loaded by hand, as by ``load_from_checkpoint``; ``Trainer.validate(ckpt_path=...)``
-    and ``Trainer.fit(ckpt_path=...)`` do it by themselves. A model that is not converted yet is converted: those layers
-    that the checkpoint has scales of.
+    For a model whose weights were loaded manually, or by ``load_from_checkpoint``; ``Trainer.validate(ckpt_path=...)``
+    and ``Trainer.fit(ckpt_path=...)`` load the scales themselves. If the model is not converted yet, the layers for
+    which the checkpoint has scales are converted.
 
     Args:
-        model: whose module paths are those of the model that was saved.
+        model: a model with the module paths of the one that was saved.
         checkpoint: a file or folder of the Trainer, of Fabric or of ``torch.save``, or what was loaded from one. The
             scales are what the precision plugin wrote, or ``scaling_state(model)`` under any key.
         recipe: for a model that is not converted yet; see :func:`lightning_fp8.convert`.
@@ -41,8 +41,8 @@ def load_scales(
     Raises:
         FileNotFoundError: if there is no such checkpoint.
         ValueError: if it has no scales, or those of other layers; the message names them, and nothing is changed.
-        pickle.UnpicklingError: if the file holds objects that ``torch.load(weights_only=True)`` refuses: load it in
-            your own way and pass the result.
+        pickle.UnpicklingError: if the file holds objects that ``torch.load(weights_only=True)`` refuses: load the
+            file yourself and pass the result.
     """
     entries = _entries(_loaded(checkpoint), checkpoint)
     plan = conversion_plan(model)
@@ -92,5 +92,5 @@ def _is_scaling_state(part: Any) -> bool:
 
 
 def _has_scales(path: str, entries: Mapping[str, Any]) -> bool:
-    # a layer's own tensors, or those of an attention's projections
+    # the layer's own tensors, or those of an attention's projections
     return any(name.startswith(f"{path}." if path else "") for name in entries)

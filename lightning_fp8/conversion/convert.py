@@ -37,31 +37,31 @@ def convert(
     """Run a model's linear and attention layers in FP8 from now on: in place, by class, on the same objects.
 
     Converted are ``nn.Linear``, ``nn.MultiheadAttention`` with its ``out_proj``, and the ``Conv1D`` of Hugging Face.
-    Same parameters, hooks, training flags and ``state_dict`` keys; tied weights stay tied; subclasses are left alone
-    (:func:`describe` names them). Converting a converted model again keeps its scales and takes in layers that have
-    been added since.
+    Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied; subclasses are left
+    alone (:func:`describe` names them). Converting a converted model again keeps its scales and converts layers that
+    have been added since.
 
     Args:
         module: the model; converted in place.
         recipe: how scales follow the tensors; ``DelayedScaling()``, or for a converted model the one it has.
-        ignore_modules: ``fnmatch`` patterns on module paths; what they match stays (or becomes again) plain, and so
-            does all that is inside.
+        ignore_modules: ``fnmatch`` patterns on module paths; what they match, and everything inside it, stays (or
+            becomes again) plain.
         gemm: what runs the FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster there; ``"rawkernel"``,
-            the kernels of this package; ``"cublaslt"``, those of ``torch._scaled_mm``. Without it ``"auto"``, or for a
-            converted model what it has.
+            the kernels of this package; ``"cublaslt"``, those of ``torch._scaled_mm``. Default ``"auto"``, or for a
+            converted model its current setting.
         min_features: layers with fewer features in or out, in any of their weights, stay (or become again) plain;
             ``"auto"`` is the size from which FP8 was measured to be faster on the current CUDA device (``python -m
-            lightning_fp8 tune --min-features`` measures), unmeasured an estimate of 1024, without a CUDA device 0.
-            Without it 0, or for a converted model what it has.
+            lightning_fp8 tune --min-features`` measures), an estimate of 1024 if not measured, and 0 without a
+            CUDA device. Default 0, or for a converted model its current setting.
 
     Returns:
         The same object.
 
     Raises:
         ValueError: if nothing is left to convert, a pattern matches no module, a converted model has another recipe,
-            ``gemm`` is another word, or ``min_features`` another one or negative.
+            or ``gemm`` or ``min_features`` has any other value.
         TypeError: if a layer to convert has parameters that are not fp32, bf16 or fp16.
-        RuntimeError: if a converted layer that is to be plain again has been parametrized since.
+        RuntimeError: if a converted layer that would become plain again has been parametrized since.
 
     >>> model = convert(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), ignore_modules=("2",))
     >>> [type(layer).__name__ for layer in model]
@@ -91,7 +91,7 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
 
 
 def give_settings(layers: Iterable[Fp8Module], settings: Settings) -> None:
-    """Let all these layers, which are those of a model, have the same settings from their next forward on."""
+    """Give all these layers of a model the same settings, from their next forward on."""
     for layer in layers:
         for rows in layer.fp8.values():
             rows.settings = settings
@@ -117,11 +117,11 @@ def describe(
 ) -> list[Candidate]:
     """A row for each layer that could run in FP8: converted, or why not. ``print(*describe(model), sep="\\n")``.
 
-    Behind them, a row for each large parameter of 2 or more dimensions that is in no such layer and in none of torch's
-    embeddings, convolutions and normalisations, such as the stacked experts of a mixture of experts. Large is what
-    makes up, with the parameters of the same path in other layers of a stack, at least 1% of the model.
+    After them comes a row for each large parameter of 2 or more dimensions outside such layers and outside torch's
+    embeddings, convolutions and normalisations, such as the stacked experts of a mixture of experts. A parameter is
+    large if it makes up at least 1% of the model, together with those of the same path in other layers of a stack.
 
-    The arguments are those of :func:`convert`; without ``min_features`` it is that of the last conversion.
+    The arguments are those of :func:`convert`; ``min_features`` defaults to that of the last conversion.
     """
     return conversion_plan(module, ignore_modules=ignore_modules, min_features=min_features).rows()
 
@@ -132,10 +132,10 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def scaling_state(module: nn.Module) -> ScalingState:
-    """The scaling state of a converted model (of a part of one: the state of the whole model).
+    """The scaling state of a converted model (for a part of one, the state of the whole model).
 
     Raises:
-        ValueError: if the model is not converted, or is put together of parts converted one by one.
+        ValueError: if the model is not converted, or consists of parts that were converted separately.
     """
     return state_of(module, (layer for _, layer in converted(module)))
 

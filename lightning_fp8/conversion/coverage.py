@@ -1,4 +1,4 @@
-"""How much of a converted model runs in FP8, and what the largest parts are that do not."""
+"""How much of a converted model runs in FP8, and its largest parts that do not."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MOST_NAMED = 3
 def coverage(plan: ConversionPlan) -> str:
     """How many layers of a converted model run in FP8, their share of its parameters, and the largest others.
 
-    Each parameter counts once, tied ones too. The others are what :func:`lightning_fp8.describe` has as not converted,
-    from 1% of the model's parameters on; those whose paths differ only in numbers are one, with ``*`` for a number.
-    Embeddings are not among them: they are looked up, and nothing multiplies with them there.
+    Each parameter counts once, tied ones too. The others are what :func:`lightning_fp8.describe` lists as not
+    converted, if at least 1% of the model's parameters; paths that differ only in numbers are combined, with ``*`` for
+    a number. Embeddings are not among them: they are looked up, not multiplied.
 
     Raises:
         ValueError: if the model is not converted.
@@ -47,10 +47,10 @@ def coverage(plan: ConversionPlan) -> str:
     converted = count(parameter for layer in in_fp8 for parameter in layer.parameters(recurse=False))
     others: Counter[str] = Counter()
     for path, layer in layers:
-        # of a layer in FP8 nothing is left to count
+        # the parameters of a layer in FP8 have been counted already
         others[numbered(path)] += count(layer.parameters())
-    for path, _, parameter in plan.large_parameters:
-        others[numbered(path)] += count([parameter])
+    for row, parameter in plan.large_parameters:
+        others[numbered(row.path)] += count([parameter])
     named = [
         f"{path or '(root)'} ({size / total:.0%})"
         for path, size in others.most_common(_MOST_NAMED)

@@ -1,4 +1,4 @@
-"""The setting ``min_features``: from which size on a linear layer runs in FP8, as a number or by measurement."""
+"""The setting ``min_features``: the size from which a linear layer runs in FP8, as a number or by measurement."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_fp8.runtime.warn_once import warn_once
 
 MinFeatures = int | Literal["auto"]
 # Per token, FP8 saves 6 N K (1 / 790e12 - 1 / 1400e12) seconds of GEMMs at the FLOP/s that an H200 reaches in bf16 and
-# in FP8, and its casts move 4 bytes for each of the K + N elements of x and dy at 4.3e12 bytes/s: square layers are
-# even at 562 features. Launches and the weights' casts are not in it, hence the margin.
+# in FP8, and its casts move 4 bytes for each of the K + N elements of x and dy at 4.3e12 bytes/s: square layers break
+# even at 562 features. Launches and the weights' casts are not included, hence the margin.
 ESTIMATE = 1024
 
 
 class Sizes(NamedTuple):
-    """Of one GEMM weight.
+    """The sizes of one GEMM weight.
 
     Attributes:
         inputs: K, what is summed over.
@@ -43,8 +43,8 @@ def check_min_features(value: Any) -> None:
 def as_number(min_features: MinFeatures) -> int:
     """``"auto"`` as the number measured on the current CUDA device, or estimated; without a CUDA device as 0.
 
-    The current device counts, not where the model lies: a model is converted before it is moved. An estimate is
-    announced by a warning, once.
+    It is the current device, not the model's, because a model is converted before it is moved. An estimate gives one
+    warning.
 
     Raises:
         ValueError: for a value that :func:`check_min_features` refuses.
@@ -52,25 +52,24 @@ def as_number(min_features: MinFeatures) -> int:
     check_min_features(min_features)
     if min_features != "auto":
         return min_features
-    # there FP8 is a reference, and not faster at any size
+    # on a CPU, FP8 is a reference implementation and not faster at any size
     if not torch.cuda.is_available():
         return 0
     gpu = torch.cuda.get_device_name()
     measured = gemm_table.min_features(gpu)
     if measured is None:
         warn_once(
-            f'`min_features="auto"` is {ESTIMATE} on {gpu}, which is an estimate from the speeds of an H200: from which'
-            " size on FP8 is faster has not been measured on this GPU. `python -m lightning_fp8 tune --min-features`"
-            " does that."
+            f'`min_features="auto"` is {ESTIMATE} on {gpu}, an estimate from the speeds of an H200: from which size on'
+            " FP8 is faster is not measured on this GPU; `python -m lightning_fp8 tune --min-features` measures it."
         )
         return ESTIMATE
     return measured
 
 
 def as_agreed_number(min_features: MinFeatures) -> int:
-    """:func:`as_number`, of ``"auto"`` the largest in all processes; all of them must call it.
+    """:func:`as_number`; for ``"auto"`` the largest over all processes, all of which must call it.
 
-    Machines may have other tables, and the layers that run in FP8 must be the same ones everywhere.
+    Tables may differ between machines, but all must run the same layers in FP8.
     """
     number = as_number(min_features)
     if min_features != "auto" or not (dist.is_available() and dist.is_initialized()):

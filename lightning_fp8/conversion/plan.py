@@ -1,4 +1,4 @@
-"""The plan of a conversion: one scan of a model says which layers are to run in FP8, and why the others are not."""
+"""The plan of a conversion: one scan of a model finds which layers will run in FP8, and why the others will not."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.state import ScalingState
 
-# from which share of the model's parameters on it matters that some are not in FP8
+# the smallest share of the model's parameters that is worth naming where it is not in FP8
 LARGE_SHARE = 0.01
-# lookups, convolutions, and the normalisations whose parameters can have 2 dimensions: not matrix products
+# lookups, convolutions, and the normalisations whose parameters can have 2 dimensions: none is a matrix product
 _WITHOUT_GEMMS = (nn.Embedding, nn.EmbeddingBag, _ConvNd, nn.LayerNorm, nn.RMSNorm)
 
 
@@ -43,10 +43,10 @@ class NothingToConvertError(ValueError):
 class Candidate(NamedTuple):
     """A row of :func:`lightning_fp8.describe`: a layer that does matrix multiplications, and whether they run in FP8.
 
-    Or a large parameter of a module that is none of these layers, which FP8 does not reach.
+    Or a large parameter of another module, which FP8 does not reach.
 
     Attributes:
-        path: module path, as ``ignore_modules`` patterns see it; of a parameter its name in the model.
+        path: module path, as ``ignore_modules`` patterns see it; for a parameter, its name in the model.
         kind: class name; ``"Parameter"`` for a parameter.
         converted: whether it runs in FP8.
         reason: why, or why not.
@@ -59,7 +59,7 @@ class Candidate(NamedTuple):
 
     @property
     def is_layer(self) -> bool:
-        """Whether the path is that of a layer, not of a parameter."""
+        """True for a layer, False for a parameter."""
         return self.kind != "Parameter"
 
     def __str__(self) -> str:
@@ -72,9 +72,9 @@ class PlannedLayer(NamedTuple):
     Attributes:
         path: module path.
         layer: the layer itself.
-        becomes: its class after the conversion; None for a plain one.
-        reason: why it stays, or becomes again, a plain one; None for a layer to convert.
-        is_too_small: whether ``min_features`` is this reason.
+        becomes: its class after the conversion; None if it will be plain.
+        reason: why it stays plain, or becomes plain again; None for a layer to convert.
+        is_too_small: whether that reason is ``min_features``.
     """
 
     path: str
@@ -89,18 +89,18 @@ class ConversionPlan:
     """What :func:`lightning_fp8.convert` makes of a model. :func:`conversion_plan` makes it, and changes nothing.
 
     Attributes:
-        modules: path and module of the model and all that is inside, parents before children.
+        modules: path and module of the model and of everything inside it, parents before children.
         layers: those of them that do matrix multiplications.
-        large_parameters: path, owner and parameter of each large matrix, or stack of matrices, that is in no layer.
-        size: elements of all parameters, tied ones once, those that are not initialised yet as none.
-        ignore_modules: patterns of the modules that are to be plain.
-        recipe: the one asked for, else that of the model, else the default.
-        settings: of the layers, by the same rule.
+        large_parameters: each large matrix, or stack of matrices, that is in none of these layers, with its row.
+        size: number of elements of all parameters; tied ones count once, those not initialised yet not at all.
+        ignore_modules: patterns of the modules that will be plain.
+        recipe: the requested one, else that of the model, else the default.
+        settings: those of the layers, by the same rule.
     """
 
     modules: tuple[tuple[str, nn.Module], ...]
     layers: tuple[PlannedLayer, ...]
-    large_parameters: tuple[tuple[str, nn.Module, nn.Parameter], ...]
+    large_parameters: tuple[tuple[Candidate, nn.Parameter], ...]
     size: int
     ignore_modules: Sequence[str]
     recipe: DelayedScaling
@@ -108,19 +108,18 @@ class ConversionPlan:
 
     @property
     def chosen(self) -> list[PlannedLayer]:
-        """The layers that are to run in FP8."""
+        """The layers that will run in FP8."""
         return [one for one in self.layers if one.becomes is not None]
 
     @property
     def converted(self) -> list[tuple[str, Fp8Module]]:
-        """Path and layer of each that runs in FP8 now, or has fallen back."""
+        """Path and layer of each layer that is converted now, those that have fallen back among them."""
         return [(one.path, one.layer) for one in self.layers if isinstance(one.layer, Fp8Module)]
 
     @property
     def restored(self) -> list[tuple[str, Fp8Module]]:
-        """Those of them that are to be plain again."""
-        plain = {one.layer for one in self.layers if one.becomes is None}
-        return [(path, layer) for path, layer in self.converted if layer in plain]
+        """Those of them that will be plain again."""
+        return [(one.path, one.layer) for one in self.layers if not one.becomes and isinstance(one.layer, Fp8Module)]
 
     @property
     def state(self) -> ScalingState:
@@ -129,20 +128,10 @@ class ConversionPlan:
 
     def rows(self) -> list[Candidate]:
         """See :func:`lightning_fp8.describe`."""
-        parameters = [
-            Candidate(
-                path,
-                "Parameter",
-                False,
-                f"{list(parameter.shape)} parameter of {own_class(owner).__name__}: no layer known here multiplies"
-                " with it",
-            )
-            for path, owner, parameter in self.large_parameters
-        ]
-        return [*map(_row, self.layers), *parameters]
+        return [*map(_row, self.layers), *(row for row, _ in self.large_parameters)]
 
     def check(self) -> None:
-        """Raise what stands against the conversion, before anything is changed.
+        """Raise if the conversion is not possible, before anything is changed.
 
         Raises:
             ValueError, TypeError, RuntimeError: see :func:`lightning_fp8.convert`.
@@ -161,7 +150,7 @@ class ConversionPlan:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights to convert are: the first that is not meta."""
+        """The device of the first weight to convert that is not on the meta device."""
         devices = (weight.device for one in self.chosen for weight in gemm_weights(one.layer).values())
         return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
@@ -178,7 +167,7 @@ class ConversionPlan:
                 )
 
     def _of_what_size(self) -> str:
-        """The end of the sentence that FP8 needs a linear layer, with the largest of those that are too small."""
+        """The end of the message that FP8 needs a linear layer: it names the largest of those that are too small."""
         small = [(one.path, min(sizes(one.layer), key=min)) for one in self.layers if one.is_too_small]
         if not small:
             return "."
@@ -199,20 +188,17 @@ def conversion_plan(
     """Scan a model. The arguments are those of :func:`lightning_fp8.convert`.
 
     Raises:
-        ValueError: for another ``gemm`` or ``min_features``; all else is left to :meth:`ConversionPlan.check`.
+        ValueError: for an invalid ``gemm`` or ``min_features``; :meth:`ConversionPlan.check` raises all other errors.
     """
     if gemm is not None:
         check_gemm(gemm)
-    number = None if min_features is None else as_number(min_features)
     modules = tuple(named_modules(module))
     known = next((layer for _, layer in modules if isinstance(layer, Fp8Module)), None)
     settings = Settings() if known is None else known.settings
-    settings = Settings(settings.gemm if gemm is None else gemm, settings.min_features if number is None else number)
-    elements = {
-        parameter: 0 if is_lazy(parameter) else parameter.numel()
-        for _, layer in modules
-        for parameter in layer.parameters(recurse=False)
-    }
+    least = settings.min_features if min_features is None else as_number(min_features)
+    settings = Settings(gemm or settings.gemm, least)
+    parameters = (parameter for _, layer in modules for parameter in layer.parameters(recurse=False))
+    elements = {parameter: 0 if is_lazy(parameter) else parameter.numel() for parameter in parameters}
     layers = tuple(_planned(modules, ignore_modules, settings.min_features))
     return ConversionPlan(
         modules,
@@ -226,7 +212,7 @@ def conversion_plan(
 
 
 def converted(module: nn.Module) -> Iterator[tuple[str, Fp8Module]]:
-    """Path and layer of each that runs in FP8, or has fallen back."""
+    """See :attr:`ConversionPlan.converted`."""
     for path, layer in named_modules(module):
         if isinstance(layer, Fp8Module):
             yield path, layer
@@ -239,7 +225,7 @@ def state_of(module: nn.Module, layers: Iterable[Fp8Module]) -> ScalingState:
         raise ValueError(f"{type(module).__name__} has no FP8 layers: call `lightning_fp8.convert` on it first.")
     if len(states) > 1:
         raise ValueError(
-            f"{type(module).__name__} is put together of parts with {len(states)} scaling states."
+            f"{type(module).__name__} consists of parts with {len(states)} scaling states."
             " Call `lightning_fp8.convert` on the whole model: it joins them and keeps the scales."
         )
     return next(iter(states.values()))
@@ -255,27 +241,26 @@ def _planned(
     for path, layer in modules:
         if not isinstance(layer, (*kinds, nn.Bilinear)):
             continue
-        reason: str | None = "matches `ignore_modules`"
-        if layer not in ignored:
-            reason = reason_against(layer, kinds, is_output=layer in outputs_of_converted)
-        size_reason = too_small(sizes(layer), min_features) if reason is None and min_features else None
-        if reason is not None or size_reason is not None:
+        is_output = layer in outputs_of_converted
+        reason = "matches `ignore_modules`" if layer in ignored else reason_against(layer, kinds, is_output)
+        size_reason = too_small(sizes(layer), min_features) if min_features and not reason else None
+        if reason or size_reason:
             yield PlannedLayer(path, layer, None, reason or size_reason, size_reason is not None)
             continue
         if isinstance(layer, nn.MultiheadAttention):
             outputs_of_converted.add(layer.out_proj)
         plain_class = layer.plain_class if isinstance(layer, Fp8Module) else own_class(layer)
-        # the output projection of an attention is a subclass of nn.Linear that only says who it belongs to
+        # the output projection of an attention is a subclass of nn.Linear that only marks its owner
         yield PlannedLayer(path, layer, classes.get(plain_class, Fp8Linear), None, False)
 
 
 def _large_parameters(
     modules: Sequence[tuple[str, nn.Module]], layers: Sequence[PlannedLayer], elements: Mapping[nn.Parameter, int]
-) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+) -> Iterator[tuple[Candidate, nn.Parameter]]:
     """Parameters of 2 or more dimensions outside of ``layers`` and of torch's embeddings, convolutions, normalisations.
 
-    They are large where those whose paths differ only in numbers are, all together, at least ``LARGE_SHARE`` of the
-    model's parameters: the layers of a stack count as one.
+    Parameters whose paths differ only in numbers are counted together, as in a stack of layers: they are large if they
+    make up at least ``LARGE_SHARE`` of the model's parameters.
     """
     in_layers = {parameter for one in layers for parameter in one.layer.parameters()}
     passed_over = {part for _, layer in modules if isinstance(layer, _WITHOUT_GEMMS) for part in layer.modules()}
@@ -291,7 +276,9 @@ def _large_parameters(
     least = max(1, LARGE_SHARE * sum(elements.values()))
     for parameter, (path, owner) in found.items():
         if of_stacks[numbered(path)] >= least:
-            yield path, owner, parameter
+            shape, kind = list(parameter.shape), own_class(owner).__name__
+            reason = f"{shape} parameter of {kind}: no layer known here multiplies with it"
+            yield Candidate(path, "Parameter", False, reason), parameter
 
 
 def _row(one: PlannedLayer) -> Candidate:

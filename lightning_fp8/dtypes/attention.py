@@ -1,12 +1,12 @@
 """Query, key, value and mask of ``scaled_dot_product_attention`` in one dtype, however the function was imported.
 
-The function is a builtin that any module may hold under any name, so it is met where torch dispatches it. The
-dispatch key of a backend that no longer exists is switched on for the current thread inside our contexts; for that key
-there is one kernel, that of this operator, and every other operator falls through at no cost. ``torch.compile`` traces
+The function is a builtin that any module may hold under any name, so it is intercepted in torch's dispatcher.
+Inside our contexts, the dispatch key of a backend that no longer exists is enabled for the current thread; only this
+operator has a kernel for that key, and every other operator falls through at no cost. ``torch.compile`` traces
 through it.
 
-The settings are those of the running thread or asyncio task, which a context variable knows. torch's backward threads
-know no context variables; what they inherit from the thread that called backward is the dispatch key and ``_STASH``.
+The settings belong to the running thread or asyncio task, and are held in a context variable. torch's backward threads
+have no context variables; from the thread that called backward they inherit the dispatch key and ``_STASH``.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class AttentionDtypes:
     """What happens to floating point operands of different dtypes inside :meth:`context`.
 
     Args:
-        compute_dtype: the dtype that query, key and value are brought to where they differ. A floating point mask
+        compute_dtype: the dtype that query, key and value are cast to where they differ. A floating point mask
             always follows them.
-        mismatch: ``"align"`` says nothing; ``"warn"`` says once per place which dtypes came; ``"error"`` raises.
+        mismatch: ``"align"`` is silent; ``"warn"`` reports the dtypes once per place; ``"error"`` raises.
 
     Attributes:
-        models: in which to look for the path of a module; no path is named without them.
+        models: searched for the path of a module; without them no path is named.
 
     Raises:
         TypeError: by the attention call, with ``mismatch="error"``.
@@ -71,7 +71,7 @@ class AttentionDtypes:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Inside, in this thread or task and the backward that it calls. Contexts may end in any order."""
+        """Apply to this thread or task and to the backward that it calls. Contexts may end in any order."""
         entry = _Entry(self, _innermost(_entered.get()))
         _entered.set(entry)
         with _DISPATCH.at(_Dispatch(True, False, entry)):
@@ -83,7 +83,7 @@ class AttentionDtypes:
                 _entered.set(_innermost(_entered.get()))
 
     def report(self, operands: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Say, or raise, that these operands have different dtypes."""
+        """Warn or raise, because these operands have different dtypes."""
         if self.mismatch == "align":
             return
         place = self._place(next(iter(operands.values())))
@@ -92,10 +92,10 @@ class AttentionDtypes:
         came = ", ".join(f"{name} {dtype_name(tensor.dtype)}" for name, tensor in operands.items())
         message = f"scaled_dot_product_attention in {place} got {came}"
         if self.mismatch == "error":
-            raise TypeError(f"{message}. Bring them to one dtype, or use `dtype_mismatch='align'`.")
+            raise TypeError(f"{message}. Cast them to one dtype, or use `dtype_mismatch='align'`.")
         if message not in self._said:
             self._said.add(message)
-            warnings.warn(f"{message}: brought to {dtype_name(dtype)}.", stacklevel=3)
+            warnings.warn(f"{message}: cast to {dtype_name(dtype)}.", stacklevel=3)
 
     def _place(self, operand: Tensor) -> str | None:
         """The module whose forward is running, by its path in the model; None where it has been named before."""
@@ -103,7 +103,7 @@ class AttentionDtypes:
         if isinstance(running, str):
             return running
         if isinstance(operand, FakeTensor | FunctionalTensor) or isinstance(running, GraphModule):
-            return None  # a graph on its way through the compiler, whose trace has been through here
+            return None  # a graph inside the compiler, which was reported while it was traced
         if running is None:
             return f"a function ({_call_site()})"
         if running not in self._paths:
@@ -114,7 +114,7 @@ class AttentionDtypes:
 
 
 class _Entry:
-    """One context of one thread or task, inside of another one or of none."""
+    """One context of one thread or task, possibly inside another one."""
 
     def __init__(self, settings: AttentionDtypes, outer: _Entry | None) -> None:
         self.settings = settings
@@ -133,7 +133,7 @@ def _innermost(entry: _Entry | None) -> _Entry | None:
 
 
 def _running() -> AttentionDtypes | None:
-    """The settings of what is running; None outside of all contexts."""
+    """The settings of the running thread or task; None outside all contexts."""
     inherited = _stashed()
     own = inherited is None or inherited.thread == threading.get_ident()
     entry = _innermost(_entered.get() if own else inherited)
@@ -141,7 +141,7 @@ def _running() -> AttentionDtypes | None:
 
 
 class _Dispatch(NamedTuple):
-    """What torch keeps for a thread and hands to the threads of its backward."""
+    """State that torch keeps for a thread and passes on to the threads of its backward."""
 
     included: bool
     excluded: bool
@@ -222,7 +222,7 @@ def _running_module() -> nn.Module | str | None:
 
 
 def _call_site() -> str:
-    """The innermost line that is not of this module."""
+    """The innermost line that is not in this module."""
     entry = next(entry for entry in reversed(traceback.extract_stack()) if entry.filename != __file__)
     return f"{entry.filename}:{entry.lineno}"
 

@@ -1,4 +1,4 @@
-"""Which dtypes a model really has, beside those that were promised."""
+"""The dtypes that a model's tensors have, compared with those that are expected."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class DtypeRow(NamedTuple):
     Attributes:
         kind: ``"parameter"``, ``"gradient"``, ``"buffer"`` or ``"optimizer state"``.
         name: its path; for optimizer state the parameter's, then the name in the state.
-        dtype: the dtype it has.
-        promised: the dtype it should have; None where nothing was promised.
+        actual: the dtype it has.
+        expected: the dtype it should have; None where any is right.
         elements: how many elements it has.
     """
 
     kind: str
     name: str
-    dtype: torch.dtype
-    promised: torch.dtype | None
+    actual: torch.dtype
+    expected: torch.dtype | None
     elements: int
 
     @property
-    def kept(self) -> bool:
-        """Whether the promise was kept. Optimizer state may be wider than promised."""
-        if self.promised is None or self.dtype == self.promised:
+    def matches(self) -> bool:
+        """Whether the dtype is the expected one. Optimizer state may also have a wider one."""
+        if self.expected is None or self.actual == self.expected:
             return True
-        wider = self.dtype.is_floating_point and self.dtype.itemsize > self.promised.itemsize
+        wider = self.actual.is_floating_point and self.actual.itemsize > self.expected.itemsize
         return self.kind == "optimizer state" and wider
 
 
@@ -52,24 +52,24 @@ class DtypeReport(NamedTuple):
 
     @property
     def violations(self) -> tuple[DtypeRow, ...]:
-        """The rows whose promise was not kept."""
-        return tuple(row for row in self.rows if not row.kept)
+        """The rows whose dtype is not the expected one."""
+        return tuple(row for row in self.rows if not row.matches)
 
     def __str__(self) -> str:
         groups: dict[tuple[str, torch.dtype, torch.dtype | None], list[DtypeRow]] = {}
         for row in self.rows:
-            groups.setdefault((row.kind, row.dtype, row.promised), []).append(row)
-        lines = [_line("what", "dtype", "promised", "tensors", "elements", "bytes", "")]
-        for (kind, dtype, promised), rows in groups.items():
+            groups.setdefault((row.kind, row.actual, row.expected), []).append(row)
+        lines = [_line("what", "actual", "expected", "tensors", "elements", "bytes", "")]
+        for (kind, actual, expected), rows in groups.items():
             elements = sum(row.elements for row in rows)
-            verdict = "" if promised is None else "kept" if rows[0].kept else "NOT KEPT"
-            counts = (f"{len(rows):,}", f"{elements:,}", f"{elements * dtype.itemsize:,}")
+            verdict = "" if expected is None else "ok" if rows[0].matches else "MISMATCH"
+            counts = (f"{len(rows):,}", f"{elements:,}", f"{elements * actual.itemsize:,}")
             lines.append(
-                _line(kind, dtype_name(dtype), "-" if promised is None else dtype_name(promised), *counts, verdict)
+                _line(kind, dtype_name(actual), "-" if expected is None else dtype_name(expected), *counts, verdict)
             )
         for row in self.violations[:10]:
-            wanted = dtype_name(row.promised) if row.promised else ""
-            lines.append(f"  {row.kind} {row.name} is {dtype_name(row.dtype)}, promised was {wanted}")
+            expected_name = dtype_name(row.expected) if row.expected else ""
+            lines.append(f"  {row.kind} {row.name}: expected {expected_name}, actual {dtype_name(row.actual)}")
         if len(self.violations) > 10:
             lines.append(f"  and {len(self.violations) - 10} more")
         return "\n".join(lines)
@@ -86,14 +86,14 @@ def audit(
 
     Floating point parameters should have ``param_dtype``, or fp32 inside modules that ``keep_fp32`` matches; gradients
     the dtype of their parameter; optimizer state that dtype or a wider one; buffers the dtype they had before, and
-    running statistics of normalisations that of the weight beside them.
+    running statistics of a normalisation the dtype of its weight.
 
     Args:
         model: the model; also a converted one.
-        param_dtype: dtype that parameters were promised; without it they are listed only.
+        param_dtype: dtype expected of parameters; without it they are only listed.
         keep_fp32: patterns on module paths, as of :class:`~lightning_fp8.Fp8Precision`.
-        optimizers: whose state to look at; scalars, such as step counts, are left out.
-        buffer_dtypes: by name, dtypes that buffers had before, see :func:`buffer_dtypes_of`.
+        optimizers: optimizers whose state is checked; scalars, such as step counts, are left out.
+        buffer_dtypes: the earlier dtype of each buffer, by name, see :func:`buffer_dtypes_of`.
 
     Raises:
         ValueError: if a pattern matches no module.
@@ -105,8 +105,8 @@ def audit(
     kept = kept_parameters(model, keep_fp32)
     rows: list[DtypeRow] = []
     for name, parameter in model.named_parameters():
-        promised = torch.float32 if id(parameter) in kept else param_dtype
-        rows.append(_row("parameter", plain_path(name), parameter, promised))
+        expected = torch.float32 if id(parameter) in kept else param_dtype
+        rows.append(_row("parameter", plain_path(name), parameter, expected))
         if parameter.grad is not None:
             rows.append(_row("gradient", plain_path(name), parameter.grad, parameter.dtype))
     rows.extend(_buffer_rows(model, buffer_dtypes or {}))
@@ -136,12 +136,12 @@ def _state_rows(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[D
                     yield _row("optimizer state", f"{name}: {field}", value, parameter.dtype)
 
 
-def _row(kind: str, name: str, tensor: Tensor, promised: torch.dtype | None) -> DtypeRow:
-    # what is not floating point was promised nothing, but for buffers: those stay
+def _row(kind: str, name: str, tensor: Tensor, expected: torch.dtype | None) -> DtypeRow:
+    # only buffers are expected to keep a dtype that is not floating point
     floating = tensor.is_floating_point() or kind == "buffer"
-    return DtypeRow(kind, name, tensor.dtype, promised if floating else None, 0 if is_lazy(tensor) else tensor.numel())
+    return DtypeRow(kind, name, tensor.dtype, expected if floating else None, 0 if is_lazy(tensor) else tensor.numel())
 
 
 def _line(*cells: Any) -> str:
-    what, dtype, promised, tensors, elements, size, verdict = cells
-    return f"{what:16} {dtype:10} {promised:10} {tensors:>8} {elements:>16} {size:>18}  {verdict}".rstrip()
+    what, actual, expected, tensors, elements, size, verdict = cells
+    return f"{what:16} {actual:10} {expected:10} {tensors:>8} {elements:>16} {size:>18}  {verdict}".rstrip()

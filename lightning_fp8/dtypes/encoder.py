@@ -1,7 +1,7 @@
-"""``nn.TransformerEncoder`` in evaluation: through its layers' own ``forward``, as in training.
+"""Lets ``nn.TransformerEncoder`` evaluate through its layers' own ``forward``, as in training.
 
 In ``eval()`` without gradients torch takes a fast path that reads the weights of the layers directly. Under autocast on
-the CPU it fails on their dtypes, and it goes around every converted layer.
+the CPU it fails on their dtypes, and it bypasses every converted layer.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _FAST_PATH = Switch(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.
 
 
 def layers_own_forwards() -> AbstractContextManager[None]:
-    """Without the fast path, in all threads. The last context to end restores what was set before the first."""
+    """Disable the fast path, in all threads. The last context to end restores what was set before the first."""
     return _FAST_PATH.at(False)
 
 
 def keep_own_forwards(layers: Sequence[nn.Module], converted: type[nn.Module]) -> None:
-    """Keep encoders with a ``converted`` layer off the fast path for good, outside our contexts as well.
+    """Keep encoders with a ``converted`` layer off the fast path permanently, also outside our contexts.
 
-    A layer with a hook takes its own forward, by torch's own rule; an encoder without nested tensors hands its layers
-    what they take.
+    torch runs the own forward of a layer that has a hook; an encoder without nested tensors passes its layers inputs
+    that they accept.
     """
     restore_fast_path(layers)
     for layer in layers:
@@ -55,4 +55,4 @@ def restore_fast_path(layers: Sequence[nn.Module]) -> None:
 
 
 def _take_own_forward(layer: nn.Module, inputs: Any) -> None:
-    """A hook whose presence is what counts."""
+    """Do nothing: the presence of a hook disables the fast path."""

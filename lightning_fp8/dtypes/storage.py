@@ -1,4 +1,4 @@
-"""Which dtype a parameter is stored in, and that the inputs of plain ``torch.nn`` layers agree with it."""
+"""The dtype in which parameters are stored, and inputs of plain ``torch.nn`` layers that agree with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_fp8.ops.formats import dtype_name
 from lightning_fp8.runtime.warn_once import warn_once
 
 # Layers of torch that refuse an input of another floating dtype than their parameters, at least on some device. Only
-# what would fail is brought to the parameters' dtype, so no model that runs changes its numerics.
+# what would fail is cast to the parameters' dtype, so a model that runs keeps its numerics.
 _STRICT_LAYERS = (
     nn.Linear,
     nn.Bilinear,
@@ -29,7 +29,7 @@ _STRICT_LAYERS = (
     nn.RNNBase,
     nn.RNNCellBase,
 )
-# Autocast brings the operands of the others together.
+# Autocast casts the operands of the other layers to one dtype.
 _STRICT_UNDER_AUTOCAST = (nn.Bilinear,)
 _HANDLES = "_dtype_handles"
 _FORWARD_BEFORE = "_forward_before"
@@ -38,20 +38,20 @@ _FORWARD_BEFORE = "_forward_before"
 def store_parameters(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[str] = ()) -> None:
     """Give floating point parameters their storage dtype, on the same ``Parameter`` objects.
 
-    What ``keep_fp32`` matches is stored in fp32. Buffers stay as they are, but for the running statistics of
-    normalisations, which torch wants in the dtype of the weight next to them.
+    What ``keep_fp32`` matches is stored in fp32. Buffers stay as they are, except running statistics of normalisations,
+    which torch requires in the dtype of the normalisation's weight.
     """
     kept = kept_parameters(module, keep_fp32)
     dtypes: dict[int, torch.dtype] = {}
     for parameter in module.parameters():
-        # two bytes at least: quantized and FP8 parameters are no business of ours
+        # at least two bytes: quantized and FP8 parameters are left alone
         if parameter.is_floating_point() and parameter.dtype.itemsize >= 2:
             dtypes[id(parameter)] = torch.float32 if id(parameter) in kept else dtype
             if parameter.grad is not None:
                 dtypes[id(parameter.grad)] = dtypes[id(parameter)]
     for statistics, weight in running_statistics(module):
         dtypes[id(statistics)] = dtypes[id(weight)]
-    # `_apply` is what `module.to` goes through: sharded and converted modules take part
+    # `module.to` goes through `_apply` too, so sharded and converted modules are handled
     module._apply(lambda tensor: tensor.to(dtypes.get(id(tensor), tensor.dtype)))
 
 
@@ -61,7 +61,7 @@ def kept_parameters(module: nn.Module, keep_fp32: Sequence[str]) -> set[int]:
 
 
 def running_statistics(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Running means and variances of normalisations, each with the weight whose dtype torch wants it to have."""
+    """Running means and variances of normalisations, each with the weight whose dtype torch requires of it."""
     for layer in module.modules():
         if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.weight is not None:
             for statistics in (layer.running_mean, layer.running_var):
@@ -77,14 +77,14 @@ def float64_parameter(module: nn.Module) -> str | None:
 def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = (), under_autocast: bool = True) -> None:
     """Make inputs agree with parameters.
 
-    - A plain layer of torch gets its floating point inputs in the dtype of its parameters, by a hook. Under autocast,
-      which brings the operands of most of them together, only one with parameters of two bytes does.
+    - A hook casts the floating point inputs of a plain torch layer to the dtype of its parameters. Under autocast,
+      which casts the operands of most layers itself, only layers with 16-bit parameters get the hook.
     - What ``keep_fp32`` matches runs in fp32, without autocast, on fp32 inputs; its outputs come back in the dtype of
       its first floating point input (without one, in the default dtype).
-    - Under autocast, on a CPU whose oneDNN has no bf16 LSTM, an ``nn.LSTM`` with fp32 parameters runs so too; the
-      first call says it.
+    - Under autocast, on a CPU whose oneDNN has no bf16 LSTM, an ``nn.LSTM`` with fp32 parameters runs in fp32 too; the
+      first call warns.
 
-    Converted layers take any input. Under autocast a model in fp32 gets no hook but for ``nn.Bilinear``.
+    Converted layers take any input. Under autocast, an fp32 model gets hooks for ``nn.Bilinear`` only.
     """
     release_inputs(module)
     for layer in topmost_matches(module, keep_fp32):
@@ -119,13 +119,14 @@ def _replace_forward(layer: nn.Module, forward: Callable[..., Any], *arguments: 
 
 
 def _is_fp32_lstm(layer: nn.Module) -> bool:
-    # with projections oneDNN is not asked, nor is it for GRU, RNN, cells and bf16 parameters: torch's own code runs
+    # torch uses its own code, not oneDNN, for LSTMs with projections, GRU, RNN, cells and bf16 parameters
     return isinstance(layer, nn.LSTM) and layer.proj_size == 0 and _dtype_of(layer) == torch.float32
 
 
 @cache
 def _autocast_lstm_fails_on_cpu() -> bool:
-    """Whether an LSTM with fp32 parameters raises under bf16 autocast: tried, since the CPU's flags do not tell."""
+    """Whether an LSTM with fp32 parameters raises under bf16 autocast: tried, because the CPU's flags do not show
+    it."""
     # made on `meta`, where no parameters are drawn: the user's random numbers stay the same on every machine
     lstm = nn.LSTM(1, 1, device="meta", dtype=torch.float32).to_empty(device="cpu")
     try:
@@ -144,9 +145,9 @@ def _must_agree(layer: nn.Module, under_autocast: bool) -> bool:
 
 
 def _to_parameter_dtype(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    # asked for at each call: sharding gathers parameters in another dtype than they are stored in
+    # read at each call: sharding may gather parameters in a dtype other than the stored one
     dtype = _dtype_of(layer)
-    # the ordinary call, in a moment
+    # fast path for the ordinary call
     if dtype is None or (not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype == dtype):
         return None
     return _inputs_to(args, kwargs, dtype)
@@ -156,7 +157,7 @@ def _dtype_of(layer: nn.Module) -> torch.dtype | None:
     for parameter in layer._parameters.values():
         if parameter is not None:
             return parameter.dtype
-    # a parametrization, or a flat parameter of FSDP, stands behind the weight
+    # the weight comes from a parametrization or from a flat parameter of FSDP
     weight = getattr(layer, "weight", None)
     return weight.dtype if isinstance(weight, Tensor) else None
 
@@ -168,10 +169,10 @@ def _forward_in_fp32(layer: nn.Module, forward: Callable[..., Any] | None, *args
 def _lstm_forward(
     layer: nn.LSTM, forward: Callable[..., Any] | None, names: str, *args: Any, **kwargs: Any
 ) -> tuple[Any, Any]:
-    # asked for at each call: plugins convert a model before the strategy moves it, and a GPU has a bf16 LSTM
+    # read at each call: plugins convert a model before the strategy moves it, and a GPU has a bf16 LSTM
     if layer.weight_ih_l0.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return _own_forward(layer, forward, args, kwargs)
-    # fp32, unless sharding gathers parameters in another dtype than they are stored in
+    # fp32, unless sharding gathers parameters in a dtype other than the stored one
     dtype = layer.weight_ih_l0.dtype
     warn_once(
         f"The LSTM layers {names} run in {dtype_name(dtype)}, without autocast: oneDNN has no bf16 LSTM for this CPU."
@@ -202,7 +203,8 @@ def _inputs_to(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _floating_to(data: Any, dtype: torch.dtype, done: list[tuple[Tensor, Tensor]]) -> Any:
-    """Floating point tensors in ``dtype``; one object stays one object, by which attention knows self-attention."""
+    """Floating point tensors in ``dtype``; identical objects stay identical, because attention recognises
+    self-attention by that."""
     if isinstance(data, Tensor):
         if not data.is_floating_point() or data.dtype == dtype:
             return data

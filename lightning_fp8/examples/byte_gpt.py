@@ -20,8 +20,8 @@ VOCABULARY = 256
 class ByteGPT(LightningModule):
     """A decoder-only transformer that predicts the next byte. The defaults make 0.9 million parameters.
 
-    ``layers * (12 * width**2 + 13 * width) + (2 * 256 + context + 2) * width`` parameters: GPT-2's blocks, and as there
-    are 256 bytes, hardly any embedding. ``head`` has a weight of its own.
+    ``layers * (12 * width**2 + 13 * width) + (2 * 256 + context + 2) * width`` parameters: the blocks are
+    GPT-2's, and the embedding of 256 byte values is small. The weight of ``head`` is not shared with it.
 
     Args:
         layers: number of blocks.

@@ -5,24 +5,12 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-
-
-class Windows(Dataset[Tensor]):
-    """Consecutive windows of ``length`` bytes of a text ``[bytes] uint8``; what is left at its end is dropped."""
-
-    def __init__(self, text: Tensor, length: int) -> None:
-        self.rows = text[: len(text) // length * length].view(-1, length)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.rows[index]
 
 
 class StdlibText(LightningDataModule):
@@ -66,18 +54,21 @@ class StdlibText(LightningDataModule):
         files = sorted(_files(library) if self.packages else library.glob("*.py"))
         if len(files) < 20:
             raise RuntimeError(f"Found {len(files)} modules of the standard library in {library}.")
-        length = self.context + 1
-        held_out = Windows(_read(files[9::10]), length)
-        every = max(1, len(held_out) // self.val_windows)
-        self.val_set = torch.utils.data.Subset(held_out, range(0, len(held_out), every)[: self.val_windows])
+        held_out = self._windows(_read(files[9::10]))
+        self.val_set = held_out[:: max(1, len(held_out) // self.val_windows)][: self.val_windows]
         training = [file for position, file in enumerate(files) if position % 10 != 9]
-        self.train_set = Windows(_read(training)[: self.max_bytes], length)
+        self.train_set = self._windows(_read(training)[: self.max_bytes])
+
+    def _windows(self, text: Tensor) -> Tensor:
+        """Consecutive windows ``[windows, context + 1]`` of a text ``[bytes]``, without its incomplete end."""
+        length = self.context + 1
+        return text[: len(text) // length * length].view(-1, length)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self.train_set, self.batch_size, shuffle=True, drop_last=True)
+        return DataLoader(cast("Dataset[Tensor]", self.train_set), self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self.val_set, self.batch_size)
+        return DataLoader(cast("Dataset[Tensor]", self.val_set), self.batch_size)
 
 
 def _files(library: Path) -> Iterator[Path]:

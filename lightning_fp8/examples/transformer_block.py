@@ -1,4 +1,4 @@
-"""The block of which the GPT and the vision transformer are made, and how their weights start."""
+"""The block of the GPT and the vision transformer, and the initialization of their weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_heads(model: str, width: int, heads: int) -> None:
 
 
 def initialize(model: nn.Module) -> None:
-    """GPT-2's start: weights of standard deviation 0.02, those into the residual stream ``0.02 / sqrt(2 * blocks)``."""
+    """GPT-2's initialization: standard deviation 0.02, those into the residual stream ``0.02 / sqrt(2 * blocks)``."""
     model.apply(_initialize)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:

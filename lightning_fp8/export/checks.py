@@ -1,4 +1,4 @@
-"""What a file and a model must have in common to be loaded: all is checked before the model is changed."""
+"""Checks that a file fits a model, all made before the model is changed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _refuse(file: Path, what: str, names: Iterable[str]) -> None:
 
 
 def check_dtypes(file: Path, tensors: Tensors) -> None:
-    """No codes of another format than E4M3, whose scales would be kept elsewhere."""
+    """Refuse FP8 tensors in a format other than E4M3, whose scales are stored elsewhere."""
     _refuse(
         file,
         f"hold codes of another format than {dtype_name(E4M3.dtype)}",
@@ -51,7 +51,7 @@ def check_dtypes(file: Path, tensors: Tensors) -> None:
 
 
 def check_scales(file: Path, in_fp8: Sequence[str], tensors: Tensors) -> None:
-    """Each FP8 weight has two scales, one number each, that can be multiplied by."""
+    """Each FP8 weight has two scales, each a single valid number."""
     _refuse(
         file,
         "lack their scales as single numbers",
@@ -75,7 +75,7 @@ def check_scales(file: Path, in_fp8: Sequence[str], tensors: Tensors) -> None:
 
 
 def check_same_scales(file: Path, in_fp8: Sequence[str], tensors: Tensors, gemms: Gemms) -> None:
-    """The metadata know the FP8 weights, and have the same scales."""
+    """The metadata contain the FP8 weights, with the same scales."""
     _refuse(
         file,
         "have scales other than those in the file's metadata",
@@ -89,7 +89,7 @@ def check_same_scales(file: Path, in_fp8: Sequence[str], tensors: Tensors, gemms
 
 
 def check_names(file: Path, own: Tensors, tensors: Tensors, gemms: Gemms) -> None:
-    """Each tensor of the model has one in the file, itself or as one it is tied to, and none is left over."""
+    """Each tensor of the model, or one that it is tied to, is in the file, and the file has no other tensors."""
     there = {memory_of(tensor) for name, tensor in own.items() if name in tensors}
     _refuse(
         file,
@@ -117,10 +117,10 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, bool, bool, bool]:
 
 
 def check_convertible(file: Path, model: nn.Module, gemms: Gemms, plain: Sequence[str]) -> None:
-    """All of these GEMMs are of layers that are converted where those that the patterns match stay plain.
+    """Each of these GEMMs belongs to a layer that is converted when the layers that ``plain`` matches are left out.
 
     Raises:
-        ValueError: for others, and for a shared layer that has scales of its own under each of its names.
+        ValueError: for any other GEMM, and for a shared layer with different scales under its names.
     """
     layers = {one.layer for one in conversion_plan(model, ignore_modules=plain, min_features=0).chosen}
     found: dict[str, tuple[nn.Module, str]] = {}
@@ -132,16 +132,16 @@ def check_convertible(file: Path, model: nn.Module, gemms: Gemms, plain: Sequenc
     first: dict[tuple[nn.Module, str], Scales | None] = {}
     _refuse(
         file,
-        "have two scales of one layer",
+        "have different scales for one layer",
         (name for name, scales in gemms.items() if first.setdefault(found[name], scales) != scales),
     )
 
 
 def check_values(file: Path, own: Tensors, tensors: Tensors, gemms: Gemms) -> None:
-    """In the model's dtypes weights keep their values, and are cast to the codes they came from."""
+    """In the model's dtypes, weights keep their values and are cast to the codes that they came from."""
     _refuse(
         file,
-        "do not keep the values of the file in the model's dtype (call `model.float()` before)",
+        "do not keep the values of the file in the model's dtype (call `model.float()` first)",
         (
             f"{name} ({dtype_name(own[name].dtype)})"
             for name, scales in gemms.items()
@@ -154,7 +154,7 @@ def check_values(file: Path, own: Tensors, tensors: Tensors, gemms: Gemms) -> No
     first: dict[object, str] = {}
     _refuse(
         file,
-        "are one in the model and differ in the file",
+        "are one tensor in the model and differ in the file",
         (
             f"{name} and {first[memory_of(tensor)]}"
             for name, tensor in own.items()
@@ -168,7 +168,7 @@ def check_values(file: Path, own: Tensors, tensors: Tensors, gemms: Gemms) -> No
 
 
 def rounded_again(own: Tensors, tensors: Tensors, gemms: Gemms) -> list[str]:
-    """Weights that will not be cast to the codes they came from, as these leave room below the largest one."""
+    """Weights that are not cast to the codes that they came from, because these do not reach the largest code."""
     held = {
         name: _held(own[name], dequantized(name, tensors, gemms))
         for name, scales in gemms.items()

@@ -1,4 +1,4 @@
-"""``config.json`` of an exported model: how its weights are quantized, as vLLM asks, and which layers are not.
+"""``config.json`` of an exported model: how its weights are quantized, in vLLM's terms, and which layers are not.
 
 Source: vllm-project/vllm, ``model_executor/layers/quantization/fp8.py``, ``Fp8Config.from_config`` and, for
 ``ignored_layers`` (whole module paths), ``utils/quant_utils.py``, ``is_layer_skipped``. Hugging Face's
@@ -22,7 +22,7 @@ from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.ops.formats import dtype_name
 
-# one scale a tensor, where `weight_block_size` is null
+# one scale per tensor: `weight_block_size` is null
 _METHOD = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
 
 
@@ -32,13 +32,13 @@ def config_of(model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | No
     Args:
         model: the converted model.
         in_fp8: names of the weights that are FP8 in the file.
-        dtype: of the others; None as they are stored.
+        dtype: of the other weights; None if they keep the dtype in which they are stored.
     """
     root = _without_wrappers(model)
     to_dict = getattr(getattr(root, "config", None), "to_dict", None)
     config: dict[str, Any] = to_dict() if callable(to_dict) else {}
     if "architectures" in config:
-        # a model that was never loaded or saved does not say
+        # not set in a model that was never loaded or saved
         config["architectures"] = config["architectures"] or [type(root).__name__]
     if dtype is not None:
         config.update({key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in config})
@@ -47,11 +47,11 @@ def config_of(model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | No
 
 
 def check_config(folder: Path) -> None:
-    """Refuse a folder that says of itself that it is no FP8 model with one static scale a tensor.
+    """Refuse a folder whose config does not describe an FP8 model with one static scale per tensor.
 
     Raises:
         FileNotFoundError: if there is no ``config.json``.
-        ValueError: if it is no JSON object, or describes another quantization; the message says which.
+        ValueError: if it is not a JSON object, or describes another quantization; the message says which.
     """
     file = folder / CONFIG_FILE
     if not file.is_file():
@@ -67,8 +67,8 @@ def check_config(folder: Path) -> None:
         if quantization.get(key) != expected:
             raise ValueError(
                 f"{file}: `quantization_config` must have {key}={expected!r}, got"
-                f" {reprlib.repr(quantization.get(key))}."
-                " Models with one static scale a tensor are read here, as `lightning_fp8.export` writes them."
+                f" {reprlib.repr(quantization.get(key))}. `load_exported` reads only models with one static scale per"
+                " tensor, as `lightning_fp8.export` writes them."
             )
 
 

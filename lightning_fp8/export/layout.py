@@ -1,6 +1,6 @@
 """The layout of exported models: files, names of tensors, and the exact scales in the metadata.
 
-What vLLM reads for ``quant_method: fp8`` with ``activation_scheme: static``, one FP8 matrix and two numbers a layer:
+What vLLM reads for ``quant_method: fp8`` with ``activation_scheme: static``, one FP8 matrix and two numbers per layer:
 
 ========================  =====================  ==========================================================
 ``<layer>.weight``        float8_e4m3fn [N, K]   codes; the weight is ``code * weight_scale``
@@ -53,7 +53,7 @@ Gemms = Mapping[str, Scales | None]
 
 
 def scale_names(weight: str) -> tuple[str, str]:
-    """Names of the scales of a weight and of its input: ``_scale`` behind it, ``input_scale`` for its ``weight``.
+    """Names of the scales of a weight and of its input: ``_scale`` appended, ``input_scale`` in place of ``weight``.
 
     >>> scale_names("layers.0.up.weight")
     ('layers.0.up.weight_scale', 'layers.0.up.input_scale')
@@ -69,7 +69,7 @@ def joined(*parts: str) -> str:
 
 
 def converted_gemms(model: nn.Module) -> dict[str, Fp8Rows]:
-    """The rows of each converted GEMM by the name of its weight; those of a shared layer by each of its names."""
+    """The rows of each converted GEMM by the name of its weight; a shared layer appears under each of its names."""
     return {
         joined(plain_path(path), f"{gemm}_weight" if gemm else "weight"): rows
         for path, layer in model.named_modules(remove_duplicate=False)
@@ -82,7 +82,7 @@ def state_tensors(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
     """Key and tensor of each entry of the model's ``state_dict``, by the plain name.
 
     Raises:
-        TypeError: if an entry is no tensor, or a sharded one.
+        TypeError: if an entry is not a tensor, or is a sharded one.
         ValueError: if an entry has no values (``meta`` device).
     """
     found: dict[str, tuple[str, Tensor]] = {}
@@ -107,7 +107,7 @@ def state_tensors(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
 
 
 def memory_of(tensor: Tensor) -> Hashable:
-    """The same for tensors that are one and the same memory, as tied weights are."""
+    """A key that is equal for tensors in the same memory, such as tied weights."""
     if tensor.numel() == 0:
         return id(tensor)
     start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
@@ -131,7 +131,7 @@ def to_metadata(gemms: Gemms) -> dict[str, str]:
 
 
 def from_metadata(metadata: Mapping[str, str] | None) -> dict[str, Scales | None] | None:
-    """What :func:`to_metadata` has written; None for a file that was not exported here.
+    """What :func:`to_metadata` has written; None for a file that this package did not export.
 
     Raises:
         ValueError: for anything else under the same key; the message says what is wrong.
@@ -166,7 +166,7 @@ def _scales_from(name: str, entry: Any) -> Scales:
 
 
 def is_scale(scale: Tensor) -> bool:
-    """Whether the scale, ``[] float32``, and its reciprocal can be multiplied by: :data:`SCALE_RULE`."""
+    """Whether the scale, ``[] float32``, and its reciprocal satisfy :data:`SCALE_RULE`."""
     return all(bool(number.isfinite() and number > 0) for number in (scale, scale.reciprocal()))
 
 
@@ -176,9 +176,9 @@ def scales_of(weight: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def dequantized(name: str, tensors: Mapping[str, Tensor], gemms: Gemms) -> Tensor:
-    """A tensor of a file; of an FP8 one ``code * weight_scale`` in fp32.
+    """A tensor of a file; for an FP8 tensor ``code * weight_scale`` in fp32.
 
-    Its largest codes become the amax that its scale was made of, so that a cast finds the same scale again.
+    Its largest codes become the amax from which its scale was computed, so that a cast gives the same scale again.
     """
     tensor, scales = tensors[name], gemms.get(name)
     if tensor.dtype != E4M3.dtype or scales is None:
@@ -189,7 +189,7 @@ def dequantized(name: str, tensors: Mapping[str, Tensor], gemms: Gemms) -> Tenso
 
 
 def amax_of_scale(scale: Tensor) -> Tensor:
-    """An amax, ``[] float32``, that gives this scale; of several the one that narrower dtypes hold too."""
+    """An amax, ``[] float32``, that gives this scale; of several, one that bf16 or fp16 represents exactly."""
     below = above = nearest = (E4M3.max / scale.double()).float()
     near = [nearest]
     for _ in range(4):

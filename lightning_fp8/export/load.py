@@ -1,4 +1,4 @@
-"""Loading of an exported model, to evaluate it here with the outputs it had."""
+"""Loading of an exported model, to evaluate it with the outputs that it had."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Read what :func:`lightning_fp8.export` has written into a model of the same architecture, for evaluation.
 
     The layers that ran in FP8 when the model was exported are converted, and only these; those that had fallen back do
-    so again. The weight of an FP8 layer becomes ``code * weight_scale``, whose cast, with the scale of what it holds,
-    gives the same codes. In ``eval()`` and under the same autocast the outputs are those of the exported model bit for
-    bit, where it was exported with its own dtypes. A file of somebody else's in the same layout is read too; its scales
-    are ``1 / weight_scale`` and ``1 / input_scale``, to the last bit but one. A weight of it whose codes do not reach
-    the largest one, 448, is rounded a second time, which a warning says.
+    so again. The weight of an FP8 layer becomes ``code * weight_scale``, and its cast, with the scale of its own amax,
+    gives the same codes. In ``eval()`` and under the same autocast the outputs are bit-identical to those of the
+    exported model, if it was exported in its own dtypes. Files that others wrote in the same layout are read too; their
+    scales are ``1 / weight_scale`` and ``1 / input_scale``, accurate up to the last bit. If the codes of such a
+    weight do not reach the largest one, 448, the weight is rounded a second time, with a warning.
 
-    Scales of inputs count only with a history, so each gets one of one entry: the amax that its scale belongs to.
-    Training may go on from there.
+    An input's scale is used only with a history, so each input gets a history of one entry: the amax of its scale.
+    Training may continue from there.
 
     Args:
-        model: plain or converted, with the parameters on the device where it is to run.
+        model: plain or converted, with the parameters on the device on which it will run.
         path: the folder.
 
     Returns:
@@ -62,11 +62,11 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     Raises:
         ImportError: without ``safetensors``.
         FileNotFoundError: if the folder holds no export.
-        ValueError: for another quantization, a damaged file, scales that are no finite numbers above 0, tensors that
-            are missing, unexpected, or of another shape, or layers that cannot run in FP8 here; the message names the
-            file and them.
+        ValueError: for another quantization, a damaged file, scales that are not finite numbers above 0, tensors that
+            are missing, unexpected, or of another shape, or layers that cannot run in FP8 here; the message names them
+            and the file.
         TypeError: if a layer that ran in FP8 has parameters that are not fp32, bf16 or fp16, or the model's
-            ``state_dict`` holds sharded tensors or other things than tensors.
+            ``state_dict`` holds sharded tensors or entries that are not tensors.
 
         After an error the model is as it was.
     """
@@ -87,8 +87,8 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     _set_scales(model, gemms)
     if again:
         warnings.warn(
-            f"load_exported: {file}: {len(again)} weights are rounded to FP8 a second time, as their codes leave room"
-            " below the largest one and a weight here is scaled by what it holds:"
+            f"load_exported: {file}: {len(again)} weights are rounded to FP8 a second time, because their codes do not"
+            " reach the largest one and a weight here is scaled by its own amax:"
             f" {', '.join(again[:6])}{', ...' if len(again) > 6 else ''}.",
             stacklevel=2,
         )
@@ -105,7 +105,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], Gemms]:
             metadata = opened.metadata()
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{file} is damaged or no safetensors file: {error}") from error
+        raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
     check_dtypes(file, tensors)
     in_fp8 = [name for name, tensor in tensors.items() if tensor.dtype == E4M3.dtype]
     check_scales(file, in_fp8, tensors)
@@ -123,7 +123,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], Gemms]:
 
 
 def _plain_layers(model: nn.Module, gemms: Gemms) -> list[str]:
-    """Patterns of the layers that hold none of these weights, which are to be plain."""
+    """Patterns of the layers that hold none of these weights, and stay plain."""
     chosen = {
         layer
         for path, layer in model.named_modules(remove_duplicate=False)
@@ -138,7 +138,7 @@ def _set_scales(model: nn.Module, gemms: Gemms) -> None:
     margin = 2.0**state.recipe.margin
     entries = {name: _entry(None, margin) for name in state.names[: state.delayed]}
     for weight, rows in converted_gemms(model).items():
-        # an attention is converted as one: what is not FP8 of it falls back
+        # an attention is converted as a whole: its projections that are not FP8 fall back
         scales, name = gemms.get(weight), tensor_name(rows.name, "input")
         if scales is not None:
             entries[name] = _entry(scales.input, margin)
@@ -150,8 +150,8 @@ def _set_scales(model: nn.Module, gemms: Gemms) -> None:
 def _entry(scale: Tensor | None, margin: float) -> dict[str, Tensor]:
     """A tensor's part of the scaling state's ``state_dict``, without a history for None.
 
-    The history is the amax that ``update`` would have made this scale of, up to rounding: the cast itself takes the
-    scale as it is, and asks only whether there is a history.
+    The history is the amax from which ``update`` would have computed this scale, up to rounding: the cast uses the
+    scale itself, and checks only whether there is a history.
     """
     limits = torch.finfo(torch.float32)
     amax = None if scale is None else (E4M3.max / margin / scale.double()).clamp(limits.tiny, limits.max).float()

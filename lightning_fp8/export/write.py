@@ -38,23 +38,23 @@ def export(
     """Write a trained model with FP8 weights and static scales: ``model.safetensors`` and ``config.json``.
 
     The layout is that of :mod:`lightning_fp8.export.layout`; :func:`lightning_fp8.load_exported` reads it. Scales are
-    those that an evaluation uses now: of inputs, what the training history has left; of weights, of what they hold.
+    those that an evaluation would use now: for inputs from the training history, for weights from their own amax.
 
-    Not in FP8, though perhaps run in FP8 here, are weights that something else reads too (an embedding tied to the
-    head), and the output embedding of a Hugging Face model, which vLLM does not quantize (vllm-project/vllm#40999).
-    The metadata have their scales, so :func:`~lightning_fp8.load_exported` runs them in FP8 again. Layers that fell
-    back are exported as plain ones. vLLM fuses q, k and v (gate and up), with the largest of their scales, and takes
-    these only all in FP8 or none.
+    Some weights are not written in FP8 even if they run in FP8 here: weights that something else reads too (such as an
+    embedding tied to the head), and the output embedding of a Hugging Face model, which vLLM does not quantize
+    (vllm-project/vllm#40999). The metadata hold their scales, so :func:`~lightning_fp8.load_exported` runs them in FP8
+    again. Layers that fell back are exported as plain ones. vLLM fuses q, k and v (also gate and up), with the largest
+    of their scales, and accepts them only if all or none are in FP8.
 
-    Names are relative to ``model``: of a LightningModule that wraps a Hugging Face model, export the latter. Tied
-    weights are written once. In a distributed run call this on one process.
+    Names are relative to ``model``: if a LightningModule wraps a Hugging Face model, export the latter. Tied weights
+    are written once. In a distributed run call this on one process.
 
     Args:
         model: a converted model after at least one optimizer step.
-        path: a folder; made if needed.
-        dtype: of floating point tensors that are not FP8: float32, bfloat16 or float16; None as they are stored, which
-            keeps the outputs bit for bit.
-        overwrite: replace an export that is there already.
+        path: a folder; created if needed.
+        dtype: of floating point tensors that are not FP8: float32, bfloat16 or float16; None keeps the stored dtypes,
+            and with them bit-identical outputs.
+        overwrite: replace an existing export.
 
     Returns:
         The folder.
@@ -62,7 +62,7 @@ def export(
     Raises:
         ImportError: without ``safetensors``.
         FileExistsError: if the folder holds a model already.
-        TypeError: for another ``dtype``, or a tensor that is sharded or no tensor.
+        TypeError: for another ``dtype``, or an entry that is sharded or not a tensor.
         ValueError: for a model without FP8 layers, tensors without a history, parameters that are not finite, a recipe
             whose forward is not E4M3, or two tensors of one name; the message names them.
     """
@@ -86,9 +86,9 @@ def _write(folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str], c
         made = Path(unfinished)
         import_safetensors().torch.save_file(tensors, made / WEIGHTS_FILE, metadata)
         (made / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        # the library lets only the owner read what it writes
+        # the library writes files that only the owner can read
         (made / WEIGHTS_FILE).chmod((made / CONFIG_FILE).stat().st_mode)
-        # between the two renames there is no config, and so nothing that could be taken for a model
+        # between the two renames there is no config, so nothing can be mistaken for a model
         (folder / CONFIG_FILE).unlink(missing_ok=True)
         for name in (WEIGHTS_FILE, CONFIG_FILE):
             (made / name).replace(folder / name)
@@ -100,7 +100,7 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
     other = sorted(file.name for file in folder.glob("*.safetensors*") if file.name != WEIGHTS_FILE)
     if other:
         raise FileExistsError(
-            f"export: {folder} holds weights of another model, which would be read with those of this one:"
+            f"export: {folder} holds weights of another model, which would be loaded together with these:"
             f" {', '.join(other[:3])}. Choose another folder."
         )
     existing = [name for name in (WEIGHTS_FILE, CONFIG_FILE) if (folder / name).exists()]
@@ -162,15 +162,15 @@ def _input_scale(rows: Fp8Rows) -> Tensor | None:
 
 def _weight_scale(weight: Tensor) -> Tensor:
     amax = max_abs(weight.detach())
-    # of zeros every scale makes zeros; the largest one would have a reciprocal that not every device keeps
+    # for zeros any scale will do; the largest scale would have a subnormal reciprocal, which some devices flush
     return torch.where(amax > 0, scale_of_current(amax, E4M3), 1.0).cpu()
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:
     if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
         raise ValueError(
-            f"export: {name} has values that are not finite in {dtype_name(tensor.dtype)}, so the model is not fit for"
-            " use. Export an earlier checkpoint, or with a wider `dtype`."
+            f"export: {name} has values that are not finite in {dtype_name(tensor.dtype)}, so the model is not"
+            " usable. Export an earlier checkpoint, or use a wider `dtype`."
         )
 
 
@@ -186,7 +186,7 @@ def _tensors(
     for names in together.values():
         tensor, users = by_name[names[0]], [gemms.get(name) for name in names]
         scales = users[0]
-        # everything that reads the weight has to read its codes
+        # all users of the weight have to read its codes
         if scales is None or not all(users) or not plain.isdisjoint(names):
             tensors[names[0]] = _stored(names[0], tensor, dtype)
             continue
@@ -195,7 +195,7 @@ def _tensors(
         for name in names:
             for scale_name, scale in zip(scale_names(name), gemms[name] or (), strict=True):
                 if scale_name in by_name:
-                    raise ValueError(f"export: the model has a tensor {scale_name!r}, which is to be a scale's name.")
+                    raise ValueError(f"export: the model has a tensor {scale_name!r}, a name needed for a scale.")
                 tensors[scale_name] = scale.reciprocal()
     return tensors, in_fp8
 
@@ -204,5 +204,5 @@ def _stored(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     stored = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
     if isinstance(tensor, nn.Parameter):
         _check_finite(name, stored)
-    # a view would take the memory of others along
+    # a view would write the memory of other tensors too
     return stored.clone() if stored.untyped_storage().nbytes() != stored.nbytes else stored

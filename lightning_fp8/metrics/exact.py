@@ -10,7 +10,7 @@ from torchmetrics import Metric
 
 
 class ExactMetric(Metric):
-    """A metric whose sums stay float64 or int64 wherever a model that owns it is cast to.
+    """A metric whose sums stay float64 or int64, whatever dtype the model that owns it is cast to.
 
     torchmetrics shields states from ``.half()`` and ``.bfloat16()``, yet ``.to(torch.bfloat16)``, which is how a model
     gets its bf16 parameters, casts them: a sum in bf16 soon stops growing. ``set_dtype`` leaves them alone as well.
@@ -30,11 +30,11 @@ class ExactMetric(Metric):
         """Plot one value or several.
 
         Args:
-            val: what ``forward`` or ``compute`` gave, or a list of such values; ``compute()`` where left out.
-            ax: a matplotlib axis to draw on; a new figure where left out.
+            val: what ``forward`` or ``compute`` gave, or a list of such values; ``compute()`` by default.
+            ax: a matplotlib axis to draw on; a new figure by default.
 
         Returns:
-            The figure, None where ``ax`` is given, and the axis.
+            The figure (None if ``ax`` is given) and the axis.
 
         Raises:
             ModuleNotFoundError: without matplotlib.

@@ -1,4 +1,4 @@
-"""How much of a tensor a cast clips, and how much of it becomes zero."""
+"""How much of a tensor a cast clips, and how much of it underflows to zero."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FormatName = Literal["e4m3", "e5m2"]
 
 
 class CastFraction(ExactMetric):
-    """The share of those elements that ``parts`` counts in which the cast does what ``parts`` looks for."""
+    """The share of elements that a cast affects; ``parts`` says which are affected and which are counted."""
 
     higher_is_better = False
     plot_lower_bound = 0.0
@@ -29,14 +29,14 @@ class CastFraction(ExactMetric):
             choices = ", ".join(map(repr, FORMATS))
             raise ValueError(f"{type(self).__name__}: `format` must be one of {choices}, got {format!r}.")
         self.format = FORMATS[format]
-        # A MetricCollection lets metrics whose states have the same names, and after its first update the same
-        # values, share one state from then on. So the names tell the metric and the format.
+        # In a MetricCollection, metrics whose states have the same names, and after the first update the same
+        # values, share one state from then on. So the names contain the metric and the format.
         self._hits, self._elements = (f"{type(self).__name__}_{format}_{count}" for count in ("hits", "elements"))
         for name in (self._hits, self._elements):
             self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def parts(self, x: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
-        """Where an element is hit, and where it counts, as bool; ``scaled`` is ``x * scale`` in fp32."""
+        """Which elements are affected, and which are counted, as bool; ``scaled`` is ``x * scale`` in fp32."""
         raise NotImplementedError
 
     def update(self, x: Tensor, scale: float | Tensor = 1.0) -> None:
@@ -45,7 +45,8 @@ class CastFraction(ExactMetric):
         Args:
             x: ``[...] float32, bfloat16 or float16``, what is cast.
             scale: the cast's multiplier, a number or a ``[]`` tensor of a floating dtype, taken as float32. A number
-                must be positive and finite. A tensor's value is not checked, which would wait for its device.
+                must be positive and finite. A tensor's value is not checked, because that would synchronise with its
+                device.
         """
         require_floating(self, "x", x)
         if x.dtype not in CASTABLE_DTYPES:
@@ -86,7 +87,7 @@ class SaturationFraction(CastFraction):
 
     ``count(|x * scale| > max) / count(x is not NaN)`` over all updates, the product in fp32 as in the cast itself, with
     ``max`` 448 for E4M3 and 57344 for E5M2. inf is clipped too. NaN stays NaN in the cast: such elements are in neither
-    number. What merely rounds to ``max`` from below is not clipped.
+    count. What merely rounds to ``max`` from below is not clipped.
 
     The result is ``[] float64``, from 0 to 1; 0 where nothing was counted.
 
@@ -107,7 +108,7 @@ class SaturationFraction(CastFraction):
     """
 
     def parts(self, x: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
-        """Beyond the largest value; NaN is beyond nothing."""
+        """Clipped: beyond the largest value, which NaN is not."""
         return saturated(scaled, self.format), ~x.isnan()
 
 
@@ -116,7 +117,7 @@ class UnderflowFraction(CastFraction):
 
     ``count(x != 0 and |x * scale| <= smallest / 2) / count(x != 0)`` over all updates, the product in fp32 as in the
     cast itself, with ``smallest`` the format's smallest value above zero: ``2**-9`` for E4M3, ``2**-16`` for E5M2. Half
-    of it is a tie, which rounds to even: to zero. NaN elements are in neither number.
+    of it is a tie, which rounds to even: to zero. NaN elements are in neither count.
 
     The result is ``[] float64``, from 0 to 1; 0 where nothing was counted.
 
@@ -137,6 +138,6 @@ class UnderflowFraction(CastFraction):
     """
 
     def parts(self, x: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
-        """At most half the smallest value above zero, and not zero before."""
+        """Underflowed: at most half the smallest value above zero, and not zero before the cast."""
         counted = (x != 0) & ~x.isnan()
         return counted & becomes_zero(scaled, self.format), counted

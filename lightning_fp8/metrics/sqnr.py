@@ -15,8 +15,8 @@ class SQNR(ExactMetric):
 
     ``10 log10(sum(target**2) / sum((preds - target)**2))``, both sums in float64.
 
-    The result is ``[] float64, dB``: inf where there is a signal and no noise at all, -inf where there is noise and no
-    signal, NaN where there is neither (no data, only zeros) or where an element is NaN or inf. No gradient flows
+    The result is ``[] float64, dB``: inf for a signal without noise, -inf for noise without a
+    signal, NaN for neither (no data, only zeros) or where an element is NaN or inf. No gradient flows
     through it.
 
     Args:
@@ -31,8 +31,9 @@ class SQNR(ExactMetric):
     >>> round(SQNR()(quantized, exact).item(), 2)
     51.3
 
-    Source: ``compute_error`` of torchao's ``float8``, there for one pair of tensors.
-    ``torchmetrics.audio.SignalNoiseRatio`` is another number: the mean of the signals' dB, with an epsilon in each sum.
+    Source: ``compute_error`` of torchao's ``float8``, which takes one pair of tensors.
+    ``torchmetrics.audio.SignalNoiseRatio`` is a different quantity: the mean of the signals' dB, with an epsilon in
+    each sum.
     """
 
     higher_is_better = True

@@ -5,7 +5,7 @@ are measured together and reduced over the processes: one collective of one vect
 step. A shard is brought to the policy's ``param_dtype`` first, as it would have been for a gather without FP8: so the
 codes, and all that follows from them, are the same bit for bit.
 
-FSDP2 asks a shard for this by two methods of its tensor (``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, see
+FSDP2 calls two methods of the shard's tensor for this (``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, see
 ``torch.distributed.fsdp``, "all-gather extensions").
 """
 
@@ -35,9 +35,9 @@ from lightning_fp8.scaling.state import ScalingState
 class _Scales:
     """The scales of all weights that are gathered over the same processes.
 
-    In training they hold until an optimizer steps or a shard is changed in place. In evaluation, where weights are
-    swapped (EMA, averaging) in ways that leave no trace, they hold for one forward: until a weight is gathered again.
-    All processes take part in the reduction, and all come to it by these rules.
+    In training they are valid until an optimizer steps or a shard is changed in place. In evaluation, where weights may
+    be swapped (EMA, averaging) without a trace, they are valid for one forward: until a weight is gathered again.
+    All processes must take part in the reduction, and these rules make all of them do so at the same time.
     """
 
     def __init__(self, state: ScalingState) -> None:
@@ -51,7 +51,7 @@ class _Scales:
         self._amax = torch.zeros(0)
 
     def join(self, rows: Fp8Rows, shard: Tensor) -> int:
-        """Take in a weight's shard; gives its place."""
+        """Add a weight's shard; returns its position."""
         self.shards.append(shard)
         self.modules.append(rows.module)
         return len(self.shards) - 1
@@ -63,7 +63,7 @@ class _Scales:
             self._in_training = training
         self._gathered.add(place)
         if dtype not in self._scales:
-            # rounding keeps the order, so the amax of what is rounded is the rounded amax
+            # rounding is monotonic, so the amax of the rounded weight is the rounded amax
             self._scales[dtype] = scale_of_current(self._amax.to(dtype).float(), self.state.recipe.format_of("weight"))
             self._note(self._amax.to(dtype).float(), self._scales[dtype])
         return self._scales[dtype][place]
@@ -75,7 +75,7 @@ class _Scales:
         self._made_of = [_trace(shard) for shard in self.shards]
         self._gathered.clear()
         self._amax = ops.measure_weights([shard.detach().flatten(1) for shard in self.shards])
-        # as integers: NaN is the largest
+        # as integers, NaN is the largest
         dist.all_reduce(self._amax.view(torch.int32), dist.ReduceOp.MAX, group=group)
         self._scales.clear()
 
@@ -91,7 +91,7 @@ def _trace(shard: Tensor) -> Hashable:
 
 
 class _Gathering:
-    """The two methods of one shard."""
+    """The two extension methods of one shard."""
 
     def __init__(self, layer: nn.Module, rows: Fp8Rows, shard: Tensor, scales: _Scales) -> None:
         self.layer = layer
@@ -108,7 +108,7 @@ class _Gathering:
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor], tuple[Tensor, int]]:
-        """The shard in FP8, padded to the size that all shards have, and what belongs to it."""
+        """The shard in FP8, padded to the size that all shards have; and its scale_inv, with the unpadded length."""
         dtype = mp_policy.param_dtype or self.shard.dtype
         with torch.no_grad():
             scale = self.scales.scale(self.place, dtype, mesh.get_group(), self.layer.training)
@@ -122,7 +122,7 @@ class _Gathering:
     def after(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[GatheredWeight, tuple[Tensor, ...]] | None:
-        """The weight of the gathered shards; with ``out`` it has been made before and takes them over."""
+        """The weight made from the gathered shards; an existing one, ``out``, takes them over."""
         scale_inv, length = metadata
         held = (outputs[0][:length], scale_inv, self.format)
         if out is not None:
@@ -137,11 +137,11 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
     After ``convert`` and ``fully_shard`` (in any order), and before the first forward.
 
     Returns:
-        Names of the layers concerned. Not concerned are weights that other modules share, those of layers that fell
-        back, and weights that are not sharded, along their first dimension, by ``fully_shard``.
+        Names of these layers. Weights that several modules share, those of layers that fell back, and weights that
+        ``fully_shard`` has not sharded along their first dimension are gathered as before.
 
     Raises:
-        ValueError: if that leaves none, or if scales are not shared by all processes (``reduce_amax=False``).
+        ValueError: if no layer is left, or processes do not share their scales (``reduce_amax=False``).
     """
     slots = Counter(id(parameter) for layer in model.modules() for parameter in layer.parameters(recurse=False))
     names: list[str] = []
@@ -177,6 +177,6 @@ def note_sharded_weights(model: nn.Module) -> None:
 def _is_sharded_by_rows(weight: Tensor) -> bool:
     if not isinstance(weight, DTensor) or weight.device.type == "meta":
         return False
-    # with hybrid sharding, replicated over the first dimension of the mesh
+    # hybrid sharding replicates over the first dimension of the mesh
     *others, last = weight.placements
     return last == Shard(0) and all(placement == Replicate() for placement in others)

@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` with its projections as GEMMs of our own and its core in ``scaled_dot_product_attention``.
+"""``nn.MultiheadAttention`` with replaceable projections, and its core in ``scaled_dot_product_attention``.
 
 torch's module never calls the ``forward`` of its ``out_proj`` and multiplies with ``in_proj_weight`` itself, so a swap
 of linear layers does not reach it.
@@ -13,21 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8.modules.base import Fp8Module, Fp8Weight, cast_weight, check_input, fp8_linear, take_rows
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.functional import Fp8Weight, cast_weight, check_input, fp8_linear, take_rows
 
 
 class SdpaMultiheadAttention(nn.MultiheadAttention):
-    """The forward of ``nn.MultiheadAttention``; subclasses say how an input is projected.
+    """The forward of ``nn.MultiheadAttention``; subclasses define the projections.
 
     Shapes, arguments and results are those of ``nn.MultiheadAttention``. Masks come in any floating dtype or as bool.
     """
 
     def _in_operand(self, gemm: str) -> Any:
-        """What :meth:`_project` multiplies with, made once per forward for ``in_proj``, or q_proj, k_proj, v_proj."""
+        """The operand for :meth:`_project`, made once per forward for ``in_proj``, or for q_proj, k_proj and v_proj."""
         raise NotImplementedError
 
     def _project(self, gemm: str, x: Tensor, operand: Any, rows: slice, bias: Tensor | None) -> Tensor:
-        """x ``[*, features]`` times some rows of the operand, plus bias."""
+        """x ``[*, features]`` times a slice of the operand's rows, plus bias."""
         raise NotImplementedError
 
     def forward(
@@ -64,7 +65,7 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
         return self.out_proj(attended if is_batched else attended.squeeze(0)), weights
 
     def _in_projections(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """q, k and v, each ``[*, embed_dim]``: one GEMM for as many neighbours as share their input."""
+        """q, k and v, each ``[*, embed_dim]``: neighbours with the same input share a GEMM."""
         inputs, width = (query, key, value), self.embed_dim
         names = in_gemms(self)
         operands = {gemm: self._in_operand(gemm) for gemm in names}
@@ -112,7 +113,7 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
             raise ValueError(f"{type(self).__name__}: `{name}` must have shape {allowed}, got {tuple(mask.shape)}.")
 
     def _extended(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """k, v and mask with the entries of ``bias_k``, ``bias_v`` and ``add_zero_attn`` behind those of the input."""
+        """k, v and mask, with the entries of ``bias_k``, ``bias_v`` and ``add_zero_attn`` appended."""
         shape = (k.shape[0], self.num_heads, 1, self.head_dim)
         added: list[tuple[Tensor, Tensor]] = []
         if self.bias_k is not None and self.bias_v is not None:
@@ -150,7 +151,7 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
             )
 
     def _check_rows(self) -> None:
-        # they are cut into those of query, key and value: what is too many would be left out in silence
+        # the rows are split into those of query, key and value: surplus rows would be ignored silently
         parts = 3 if self.in_proj_weight is not None else 1
         rows = {f"{gemm}_weight": parts * self.embed_dim for gemm in in_gemms(self)}
         if self.in_proj_bias is not None:
@@ -182,7 +183,7 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
 
     @staticmethod
     def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
-        """Of ``in_proj``, or of ``q_proj``, ``k_proj`` and ``v_proj``; that of ``out_proj`` is the latter's."""
+        """Those of ``in_proj``, or of ``q_proj``, ``k_proj`` and ``v_proj``; ``out_proj`` is a layer of its own."""
         return {gemm: getattr(layer, f"{gemm}_weight") for gemm in in_gemms(layer)}
 
     def _in_operand(self, gemm: str) -> Fp8Weight:

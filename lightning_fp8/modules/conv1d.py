@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8.modules.base import Fp8Module, cast_weight, check_input, fp8_linear
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.functional import cast_weight, check_input, fp8_linear
 
 
 class Fp8Conv1D(Fp8Module, Conv1D):

@@ -1,4 +1,4 @@
-"""Linear - activation - linear as one: what comes out of the activation goes straight into FP8, and so back."""
+"""Linear - activation - linear as one: the output of the activation is cast to FP8 directly, as is its gradient."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from lightning_fp8 import ops
-from lightning_fp8.modules.base import cast_input, cast_weight, check_bias, check_input, output_dtype, rounded_bias
 from lightning_fp8.modules.class_swap import exchange_class, own_class
+from lightning_fp8.modules.functional import (
+    cast_input,
+    cast_weight,
+    check_bias,
+    check_input,
+    output_dtype,
+    rounded_bias,
+)
 from lightning_fp8.modules.linear import Fp8Linear
 from lightning_fp8.ops.operand import Layer
 
@@ -20,11 +27,11 @@ _FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"
 
 
 def fp8_feed_forward(first: Fp8Linear, activation: str, second: Fp8Linear, x: Tensor) -> Tensor:
-    """``second(activation(first(x)))``, with the numbers of these three: x ``[*, K]`` -> ``[*, K']``.
+    """``second(activation(first(x)))``, with the same numbers: x ``[*, K]`` -> ``[*, K']``.
 
-    Between the two GEMMs there is no pass over memory but the one that casts, and on the way back none but the one that
-    casts the gradient and sums it for the bias; where our own GEMMs run, in the steady state of 16-bit training, they
-    write what these passes would. Backward keeps both inputs in FP8 and the activation's input.
+    Between the two GEMMs, the only pass over memory is the cast; in backward it is the one that casts the gradient and
+    sums it for the bias. Where our own GEMMs run, in the steady state of 16-bit training, they write the results of
+    these passes themselves. Backward keeps both inputs in FP8 and the activation's input.
 
     Args:
         first: converted layer.
@@ -55,7 +62,7 @@ def fp8_feed_forward(first: Fp8Linear, activation: str, second: Fp8Linear, x: Te
 
 
 def activation_name(activation: Any) -> str | None:
-    """How the operators call an activation function or module; None for one that they do not know."""
+    """The operators' name for an activation function or module; None for one that they do not support."""
     if type(activation) is nn.GELU:
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
     if isinstance(activation, nn.Module):
@@ -66,9 +73,9 @@ def activation_name(activation: Any) -> str | None:
 class Fp8FeedForward(nn.Module):
     """A transformer layer of torch whose feed-forward block runs as one where that changes no number.
 
-    Never constructed: conversion gives a layer whose ``linear1`` and ``linear2`` it has converted another class. Blocks
-    with dropout between the two (in training), another activation than relu, gelu and silu, or hooks on their parts run
-    part by part, as before.
+    Never constructed: conversion changes the class of a layer whose ``linear1`` and ``linear2`` it has converted. A
+    block with dropout between the two (in training), an activation other than relu, gelu and silu, or hooks on its
+    parts runs part by part, as before.
     """
 
     plain_class: type[nn.Module]
@@ -103,9 +110,7 @@ class Fp8TransformerDecoderLayer(Fp8FeedForward, nn.TransformerDecoderLayer):
 
 
 def fuse_feed_forward(layers: Iterable[nn.Module]) -> None:
-    """Give each transformer layer among a model's modules the class that its linear layers ask for: after conversion,
-    and after its undoing.
-    """
+    """Give each transformer layer the fused class if its linear layers are converted, else the plain one."""
     fused: dict[type[nn.Module], type[nn.Module]] = {
         kind.plain_class: kind for kind in (Fp8TransformerEncoderLayer, Fp8TransformerDecoderLayer)
     }
@@ -117,16 +122,16 @@ def fuse_feed_forward(layers: Iterable[nn.Module]) -> None:
 
 
 def _fused_activation(layer: nn.Module) -> str | None:
-    """The activation of a block that runs as one; None where it has to run part by part."""
+    """The activation of a block that runs as one; None if it has to run part by part."""
     first, dropout, second, activation = layer.linear1, layer.dropout, layer.linear2, layer.activation
     if type(first) is not Fp8Linear or type(second) is not Fp8Linear or not (first.in_fp8 and second.in_fp8):
         return None
     if type(dropout) is not nn.Dropout or (dropout.training and dropout.p > 0):
         return None
-    # weights may have been replaced since: part by part the layer whose input does not fit says so
+    # weights may have been replaced since: part by part, the layer whose input does not fit raises the error
     if first.weight.shape[0] != second.weight.shape[1]:
         return None
-    # the parts' own calls would be missed by whoever watches or replaces them
+    # hooks and replaced forwards of the parts must see their calls
     parts = (first, dropout, second, activation)
     if any(isinstance(part, nn.Module) and _is_watched(part) for part in parts) or torch_module._has_any_global_hook():
         return None

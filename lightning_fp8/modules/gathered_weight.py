@@ -1,4 +1,4 @@
-"""A weight of which only the FP8 cast is there, as after a gather in FP8."""
+"""A weight that exists only as its FP8 cast, as after an all-gather in FP8."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_fp8.ops.library import is_k_major
 
 
 class GatheredWeight(Tensor):
-    """A whole weight of which only the FP8 cast is there. An FP8 layer takes the cast; others get the values of it.
+    """A whole weight that exists only as its FP8 cast. FP8 layers use the cast; other operators get its values.
 
     Attributes:
         payload: ``uint8``, in the shape of the weight.
@@ -27,12 +27,12 @@ class GatheredWeight(Tensor):
 
     @staticmethod
     def __new__(cls, payload: Tensor, scale_inv: Tensor, format: Fp8Format, dtype: torch.dtype) -> GatheredWeight:
-        """A weight of ``dtype`` for everybody who asks."""
+        """A weight that reports ``dtype``."""
         weight = Tensor._make_wrapper_subclass(cls, payload.shape, dtype=dtype, device=payload.device)  # type: ignore[attr-defined]
         return weight.hold(payload, scale_inv, format)  # type: ignore[no-any-return]
 
     def hold(self, payload: Tensor, scale_inv: Tensor, format: Fp8Format) -> GatheredWeight:
-        """Take over what has been gathered."""
+        """Replace payload, scale and format by newly gathered ones."""
         self.payload, self.scale_inv, self.format = payload, scale_inv, format
         return self
 
@@ -50,7 +50,7 @@ class GatheredWeight(Tensor):
         return GatheredWeight(inner["payload"], inner["scale_inv"], *rest)
 
     def dequantized(self) -> Tensor:
-        """What the codes stand for, in the dtype of the weight."""
+        """The values of the payload, in the dtype of the weight."""
         return (self.payload.view(self.format.dtype).float() * self.scale_inv).to(self.dtype)
 
     def place_in_graph(self) -> Tensor:
@@ -58,7 +58,7 @@ class GatheredWeight(Tensor):
         return _Place.apply(self)
 
     def payloads(self, k_by_n: bool) -> tuple[Tensor, Tensor]:
-        """Of ``[N, K]``, by rows and by columns; ``k_by_n`` if the weight is kept transposed."""
+        """Those of ``[N, K]``, by rows and by columns; ``k_by_n`` if the weight is stored transposed."""
         payload, payload_t = (self.payload.t(), self.payload) if k_by_n else (self.payload, self.payload.t())
         if torch.is_grad_enabled() and is_k_major(payload):
             payload_t = payload_t.contiguous()
@@ -69,7 +69,7 @@ class GatheredWeight(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         weight = args[0] if args else None
-        # what FSDP and `nn.Parameter` do to a tensor that they have been given
+        # what FSDP and `nn.Parameter` do to a tensor that they receive
         if isinstance(weight, GatheredWeight) and _keeps_the_tensor(func, weight, args):
             return GatheredWeight(weight.payload, weight.scale_inv, weight.format, weight.dtype)
         args, kwargs = tree_map_only(GatheredWeight, GatheredWeight.dequantized, (args, kwargs or {}))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8.modules.base import Fp8Module, cast_weight, check_input, fp8_linear
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.functional import cast_weight, check_input, fp8_linear
 from lightning_fp8.modules.tensor_parallel import parallel_linear
 
 

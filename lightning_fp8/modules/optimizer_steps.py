@@ -1,4 +1,4 @@
-"""Optimizer steps of this process: what was made of a weight before one is stale, and scales want an update at each."""
+"""Counts the optimizer steps of this process: each makes copies of weights stale, and requires an update of scales."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 _steps = 0
 _groups: weakref.WeakSet[WeightGroup] = weakref.WeakSet()
 _joined = 0
-# by optimizer, the models whose weights it changes, with the ids of these, and how many layers had joined when that was
-# looked up
+# for each optimizer: how many layers had joined at the last look-up, the models whose weights it changes, and the ids
+# of these weights
 _changed_by: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[tuple[weakref.ref[WeightGroup], set[int]]]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def optimizer_steps() -> int:
-    """How many steps optimizers have made, all together. Some write through ``.data``, which leaves no other trace."""
+    """How many steps all optimizers together have made. Some write through ``.data``, which leaves no other trace."""
     return _steps
 
 

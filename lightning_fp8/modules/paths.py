@@ -17,7 +17,7 @@ def plain_path(path: str) -> str:
 
 
 def numbered(path: str) -> str:
-    """A path with ``*`` for each number in it: the same one for what a stack of layers repeats.
+    """A path with ``*`` for each number in it, so that the layers of a stack have the same path.
 
     >>> numbered("layers.11.mlp.up")
     'layers.*.mlp.up'
@@ -38,7 +38,7 @@ def matches(path: str, patterns: Sequence[str]) -> bool:
 
 
 def topmost_matches(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """The modules that a pattern matches and that lie in no other such module."""
+    """The modules that match a pattern and are inside no other matching module."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for path, layer in named_modules(module):
@@ -49,7 +49,7 @@ def topmost_matches(module: nn.Module, patterns: Sequence[str]) -> list[nn.Modul
 
 
 def modules_inside(module: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
-    """The modules that a pattern matches, and all that is inside of them."""
+    """The modules that match a pattern, and everything inside them."""
     return {part for layer in topmost_matches(module, patterns) for part in layer.modules()}
 
 
@@ -65,11 +65,11 @@ def as_patterns(patterns: Sequence[str], argument: str) -> tuple[str, ...]:
 
 
 def check_patterns(module: nn.Module, patterns: Sequence[str], argument: str) -> None:
-    """Refuse patterns that choose nothing.
+    """Check that each pattern matches a module.
 
     Raises:
         TypeError: for a single string.
-        ValueError: if a pattern matches no module; the message names the pattern and what there is.
+        ValueError: if a pattern matches no module; the message names the pattern and the layers.
     """
     check_patterns_among(list(named_modules(module)), patterns, argument)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from lightning_fp8.modules.base import Fp8Rows, cast_weight, fp8_linear
+from lightning_fp8.modules.base import Fp8Rows
+from lightning_fp8.modules.functional import cast_weight, fp8_linear
 
 
 def parallel_linear(rows: Fp8Rows, x: Tensor, weight: DTensor, bias: Tensor | None, record: bool) -> Tensor:
@@ -14,12 +15,12 @@ def parallel_linear(rows: Fp8Rows, x: Tensor, weight: DTensor, bias: Tensor | No
     - ``ColwiseParallel``: weight split by rows, x whole on each process; y is split along its last dimension.
     - ``RowwiseParallel``: weight split by columns, x along its last dimension; y is a partial sum.
 
-    Amaxes are those of the parts. Of inputs and gradients the update takes the largest of all processes, that of the
-    whole tensor; each process scales its part of the weight by what that part holds.
+    Amaxes are those of the parts. For inputs and gradients, the update takes the maximum over all processes, which is
+    that of the whole tensor. Each process scales its part of the weight with the amax of that part.
 
     Raises:
-        TypeError: if x is no distributed tensor, which is to say that the layer was not called by its plan's hooks.
-        NotImplementedError: for other placements than these two.
+        TypeError: if x is not a distributed tensor: the layer was not called through the hooks of its plan.
+        NotImplementedError: for placements other than these two.
     """
     if not isinstance(x, DTensor):
         raise TypeError(
@@ -36,7 +37,7 @@ def parallel_linear(rows: Fp8Rows, x: Tensor, weight: DTensor, bias: Tensor | No
         part = _local_linear(rows, x.to_local(), weight, None, record)
         whole_bias = _local(bias, Partial())
         if whole_bias is not None:
-            # to one of the sums; the others get a gradient of zero, so that theirs is a partial sum as well
+            # added to one of the partial sums; the other ranks get a gradient of zero, a partial sum as well
             part = part + whole_bias * float(mesh.get_local_rank() == 0)
         return DTensor.from_local(part, mesh, [Partial()], run_check=False)
     raise NotImplementedError(

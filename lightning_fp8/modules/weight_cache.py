@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 class _Entry(NamedTuple):
-    # by itself and not by a weak reference, with which torch would refuse to swap it
+    # not a weak reference, with which `torch.utils.swap_tensors` would refuse to swap it
     weight: Tensor
-    # keeps the storage alive, so that another tensor cannot come to lie at the same address
+    # keeps the storage alive, so that no other tensor can get the same address
     alias: Tensor
     key: tuple[Any, ...]
     fingerprint: Tensor | None
@@ -31,7 +31,7 @@ class _Entry(NamedTuple):
 
 
 class WeightCache(Generic[T]):
-    """Holds what was made of one weight for as long as the weight is surely the same.
+    """Keeps a copy derived from one weight for as long as the weight is certain to be the same.
 
     A copy is dropped after any optimizer step, a change in place, a new ``.data``, a move, or another parameter in its
     place. On the CPU a hash of the bits is compared as well, which also catches changes in place through ``.data``.
@@ -43,7 +43,7 @@ class WeightCache(Generic[T]):
         self._used = False
 
     def get(self, weight: Tensor) -> T | None:
-        """The copy of ``weight``, or None where there is none or a doubt."""
+        """The copy of ``weight``; None if there is none, or it may be stale."""
         entry = self._entry
         if entry is None or entry.weight is not weight or entry.key != _key(weight):
             return None
@@ -53,18 +53,18 @@ class WeightCache(Generic[T]):
         return entry.copy  # type: ignore[no-any-return]
 
     def was_used(self, weight: Tensor) -> bool:
-        """Whether what was last kept of ``weight``, stale or not, has been asked for."""
+        """Whether the last copy of ``weight``, stale or not, has been used."""
         return self._used and self._entry is not None and self._entry.weight is weight
 
     def drop(self) -> None:
-        """Let go of the copy, and of its memory."""
+        """Drop the copy and free its memory."""
         self._entry = None
 
     def put(self, weight: Tensor, copy: T, used: bool = True) -> None:
-        """Keep ``copy``, made of ``weight`` just now, for a forward that uses it or, if not ``used``, in advance."""
+        """Keep ``copy``, just made from ``weight``, for a forward that uses it now or, if not ``used``, later."""
         # Only a parameter is known to be the same tensor at the next call; a parametrized weight is made each time.
         if isinstance(weight, nn.Parameter) and not weight.is_inference():
-            # on a GPU comparing would wait
+            # on a GPU, comparing would wait for the device
             fingerprint = None if is_k_major(weight) else _fingerprint(weight)
             self._entry = _Entry(weight, weight.detach(), _key(weight), fingerprint, copy)
             self._used = used
@@ -74,16 +74,16 @@ class WeightCache(Generic[T]):
 
 
 def can_keep_copies(weight: Tensor) -> bool:
-    """Whether what runs now can tell a stale copy, and may run other operators where a copy is at hand.
+    """Whether the current context can detect a stale copy, and may run different operators when there is a copy.
 
     Nothing in a compiled or captured graph can see whether a copy is stale. A dispatch mode, such as that of selective
-    checkpointing, has to meet the same operators when a forward is done again.
+    checkpointing, must see the same operators when a forward is recomputed.
     """
     return not (is_dynamo_compiling() or _len_torch_dispatch_stack() or is_capturing(weight.is_cuda))
 
 
 def _key(weight: Tensor) -> tuple[Any, ...]:
-    # the address says on which device, and where in its storage, which is kept alive
+    # the address identifies the device and the place in the storage, which is kept alive
     where, layout = weight.data_ptr(), weight.stride()
     return weight._version, optimizer_steps(), where, weight.dtype, weight.shape, layout
 
@@ -91,7 +91,7 @@ def _key(weight: Tensor) -> tuple[Any, ...]:
 def _fingerprint(weight: Tensor) -> Tensor:
     """A 64-bit hash of the bits of each row: sums modulo 2**64 of bits times random odd numbers, one for each column.
 
-    So permutations and changes of sign show, which plain sums may miss.
+    So it detects permutations and changes of sign, which plain sums may miss.
     """
     bits = weight.detach().view(torch.int32 if weight.element_size() == 4 else torch.int16)
     bits = bits if bits.dim() == 2 else bits[None]

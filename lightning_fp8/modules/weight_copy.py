@@ -1,7 +1,7 @@
 """fp32 masters with a bf16 copy of each linear and attention weight, cast once per optimizer step.
 
 Autocast casts a weight at every use of it. Here the copy outlives the forward, so that gradient accumulation and
-activation recomputation pay for the cast once; two bytes a parameter is what it costs.
+activation recomputation pay for the cast once; it costs two bytes per parameter.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_fp8.modules.attention import SdpaMultiheadAttention, in_gemms
-from lightning_fp8.modules.base import take_rows
 from lightning_fp8.modules.class_swap import exchange_class, own_class
+from lightning_fp8.modules.functional import take_rows
 from lightning_fp8.modules.weight_cache import WeightCache, can_keep_copies
 
 
@@ -24,7 +24,7 @@ class WeightCopyModule(nn.Module):
 
     Attributes:
         copies: the copy of each of its own GEMM weights, by parameter name.
-        plain_class: the class it had before, and gets back.
+        plain_class: the class before the conversion, which :func:`drop_copies` restores.
     """
 
     copies: dict[str, WeightCache[Tensor]]
@@ -34,8 +34,7 @@ class WeightCopyModule(nn.Module):
         """The weight in autocast's dtype, connected to the parameter; without autocast the parameter itself."""
         parameter: Tensor = getattr(self, name)
         device = parameter.device.type
-        # In evaluation weights are swapped (averaging) in ways that leave no trace: there autocast casts, as without a
-        # copy.
+        # In evaluation, weights may be swapped (averaging) without a trace: there autocast casts, as without a copy.
         if not (self.training and torch.is_grad_enabled() and torch.is_autocast_enabled(device)):
             return parameter
         dtype = torch.get_autocast_dtype(device)
@@ -68,7 +67,7 @@ class WeightCopyMultiheadAttention(WeightCopyModule, SdpaMultiheadAttention):
 
 
 class _CopyOf(torch.autograd.Function):
-    """The copy, with the parameter's place in the graph: what a differentiable cast would give."""
+    """The copy, with the gradient of the parameter: the same as a differentiable cast."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:

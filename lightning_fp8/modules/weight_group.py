@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class WeightGroup:
-    """All layers that share a scaling state, by their rows; none of them is kept alive by it."""
+    """All layers that share a scaling state, by their rows. It holds weak references only."""
 
     def __init__(self) -> None:
         self._members: weakref.WeakValueDictionary[int, Fp8Rows] = weakref.WeakValueDictionary()
@@ -30,37 +30,37 @@ class WeightGroup:
         return WeightGroup, ()
 
     def join(self, rows: Fp8Rows) -> None:
-        """Take in one layer's rows."""
+        """Add one layer's rows."""
         self._members[rows.module] = rows
         note_layer(self)
 
     def states(self) -> list[ScalingState]:
-        """The state that they share; none where all are gone."""
+        """The state that they share; empty if no layer exists any more."""
         return [rows.state for rows in self.members[:1]]
 
     @property
     def members(self) -> list[Fp8Rows]:
-        """The rows of the layers that are still there."""
+        """The rows of the layers that still exist."""
         return list(self._members.values())
 
     def weights_stepped(self, weights: Collection[int]) -> None:
-        """An optimizer has changed these weights, given by their ``id``: they are what the histories go on with."""
+        """An optimizer has changed these weights, given by their ``id``: the histories remain valid for them."""
         seen: dict[int, Tensor] = {}
         for rows in self.members:
             weight = rows.weight
             if type(weight) is not nn.Parameter or weight.dim() != 2:
                 # FSDP's shards have one dimension or are of a class of their own; others are computed
-                rows.state.note_sharding(rows.module, True)
+                rows.state.weight_changes.note_sharding(rows.module, True)
             elif id(weight) in weights:
                 rows.note_trace(weight)
-                # a GPU's are compared only where their trace tells of another change
+                # on a GPU, weights are compared only after another change that leaves a trace
                 if not is_k_major(weight):
                     seen[rows.module] = weight.detach()
         if seen:
-            self.states()[0].weights_stepped([*seen], ops.measure_weights([*seen.values()]))
+            self.states()[0].weight_changes.see_optimizer_step([*seen], ops.measure_weights([*seen.values()]))
 
     def see_changes(self, first: Fp8Rows, weight: Tensor, record: bool) -> None:
-        """Compare all weights that have left a trace of a change, this one among them, with what they were. Waits."""
+        """Compare this weight, and all others with a trace of a change, with what they were. Waits for the device."""
         changed = {first.module: weight}
         for rows in self.members:
             other = rows.weight
@@ -70,11 +70,11 @@ class WeightGroup:
         first.state.see_weights(dict(zip(changed, amaxes, strict=True)), record)
 
     def cast_stale(self, first: Fp8Rows, weight: Tensor) -> Fp8Operand | None:
-        """Cast ``weight``, which is to be used now, and with it every other stale weight that was used when last cast.
+        """Cast ``weight``, which is needed now, and with it every other stale weight whose last copy was used.
 
-        Returns what the first layer takes; None where nothing was cast: on a device without a kernel, and for a weight
-        that is not a plain parameter of its own (a shard, a view of a flat buffer), whose values may not be there yet
-        or not be its own.
+        Returns the operand of the first layer; None if nothing was cast: on a device without a kernel, and for a weight
+        that is not a plain parameter with its own storage (a shard, a view of a flat buffer), whose values may not have
+        arrived yet, or may belong to others.
         """
         state = first.state
         if not _is_plain(weight, state.device) or not ops.casts_weights_together(weight):
@@ -87,7 +87,7 @@ class WeightGroup:
             if rows.weight_cache.get(other) is None:
                 due.append((rows, other))
         for rows, _ in due:
-            # let go of the old copies first, whose memory serves for the new ones
+            # drop the old copies first, so that the new ones can use their memory
             rows.weight_cache.drop()
         indices = [state.row_of(rows.module, "weight") for rows, _ in due]
         made = ops.cast_weights(state, [tensor.detach() for _, tensor in due], indices, first.formats["weight"])
@@ -102,7 +102,7 @@ def _records(rows: Fp8Rows) -> bool:
 
 
 def _is_plain(weight: Tensor, device: object) -> bool:
-    # subclasses of Parameter are sharded or made by code of their own
+    # subclasses of Parameter are sharded or computed
     if type(weight) is not nn.Parameter or weight.dtype not in CASTABLE_DTYPES or weight.device != device:
         return False
     owns_storage = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()

@@ -1,4 +1,4 @@
-"""Casts, the GEMM and the update of the scales: what the layers' operators are made of."""
+"""Casts, the GEMM and the update of the scales: the building blocks of the layers' operators."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_fp8.ops.operand import Fp8Operand, Slot, WeightSlot
 #   for the payloads that are made; the other is empty. The state's amax[index] becomes max(amax[index], max|v|) where
 #   the slot records.
 _CAST = define("cast(Tensor x, Slot slot, str activation, str layout) -> (Tensor, Tensor, Tensor)")
-# cast_weight: weight [N, K] -> as of `cast`, with the scale of what it holds, FP8_MAX / max|weight|. Amax and scale are
-#   left in the state.
+# cast_weight: weight [N, K] -> the results of `cast`, with current scaling, FP8_MAX / max|weight|. Amax and scale are
+#   stored in the state.
 _CAST_WEIGHT = define("cast_weight(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor)")
 # scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype. The bias is rounded to out_dtype,
 #   as autocast rounds it, then added in fp32 to the scaled sum, which is rounded once. Without `fast_accumulation`
-#   partial sums are added up in fp32 at least every 128 along K. `gemm` says what may run it, see
+#   partial sums are added up in fp32 at least every 128 along K. `gemm` selects what may run it, see
 #   ops/cuda/gemm_choice.py.
 _SCALED_MM = define(
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, str a_format, str b_format, "
@@ -90,7 +90,7 @@ measure_weights = cuda.measure_weights
 
 
 def cast_operand(x: Tensor, slot: Slot, activation: str, keep: bool) -> Fp8Operand:
-    """:func:`cast` for the GEMMs of the device x is on; by columns too if backward is to ``keep`` something of it."""
+    """:func:`cast` for the GEMMs of the device x is on; by columns too if backward needs it (``keep``)."""
     return _operand(cast(x, slot, activation, _layout(x, keep)), slot.format)
 
 
@@ -116,5 +116,5 @@ def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dt
 
 
 def casts_weights_together(weight: Tensor) -> bool:
-    """Whether :func:`cast_weights` serves the device of this one."""
+    """Whether :func:`cast_weights` supports the device of this weight."""
     return is_k_major(weight) and cuda.weights_kernel(weight.device) is not None

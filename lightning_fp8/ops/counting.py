@@ -1,4 +1,4 @@
-"""How much of a tensor a cast clips or turns to zero. Counted only in the steps that somebody asks about."""
+"""How much of a tensor a cast clips or turns to zero. Counted only in the steps for which it is requested."""
 
 from __future__ import annotations
 
@@ -9,6 +9,49 @@ from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import Slot, WeightSlot
 
 _BLOCK_ELEMENTS = 1 << 18
+
+
+class CastCounts:
+    """What the casts of a model clip and turn to zero, counted while anybody requests it.
+
+    Args:
+        tensors: R, the number of tensors of the scaling state.
+        device: where they are.
+
+    Attributes:
+        values: ``[R, 4] int64`` while counting, else None: numbers, saturated ones, numbers other than zero, and those
+            of them that became zero, of all casts that recorded since :meth:`start`.
+    """
+
+    values: Tensor | None
+
+    def __init__(self, tensors: int, device: torch.device) -> None:
+        self.values = None
+        self._shape = (tensors, 4)
+        self._device = device
+        self._requesters: set[int] = set()
+
+    def start(self, requester: object) -> None:
+        """Count from now on, which takes further passes over each tensor.
+
+        There may be several requesters: the first one sets ``values`` to zero, and they are dropped when the last one
+        has stopped.
+        """
+        if self.values is None:
+            with torch.inference_mode(False):
+                self.values = torch.zeros(self._shape, dtype=torch.int64, device=self._device)
+        self._requesters.add(id(requester))
+
+    def stop(self, requester: object) -> None:
+        """See :meth:`start`."""
+        self._requesters.discard(id(requester))
+        if not self._requesters:
+            self.values = None
+
+    def to(self, device: torch.device) -> None:
+        """Move to ``device``."""
+        self._device = device
+        self.values = None if self.values is None else self.values.to(device)
 
 
 def saturated(scaled: Tensor, fmt: Fp8Format) -> Tensor:
@@ -22,24 +65,26 @@ def becomes_zero(scaled: Tensor, fmt: Fp8Format) -> Tensor:
 
 
 def count(x: Tensor, scale: Tensor, slot: Slot | WeightSlot) -> None:
-    """Add one tensor to the state's counts, where :func:`is_counting`; waits for nothing.
+    """Add one tensor to the state's counts, if they are requested; never waits for the device.
 
     Args:
         x: what is cast, after an activation.
         scale: ``[] float32``, what it is cast with.
         slot: its place.
     """
-    if slot.state is None or slot.state.counts is None:
+    counts = None if slot.state is None else slot.state.cast_counts.values
+    if counts is None:
         return
     # in blocks on the CPU, where temporaries as large as the tensor would cost more than the arithmetic
     blocks = x.split(max(1, _BLOCK_ELEMENTS // max(1, x.shape[1]))) if x.device.type == "cpu" else (x,)
     for block in blocks:
-        slot.state.counts.index_add_(0, slot.index, _counted(block, scale, FORMATS[slot.format])[None])
+        counts.index_add_(0, slot.index, _counted(block, scale, FORMATS[slot.format])[None])
 
 
 def is_counting(slot: Slot | WeightSlot) -> bool:
-    """Whether what this cast loses is counted."""
-    return slot.state is not None and slot.state.counts is not None and slot.record
+    """Whether the losses of this cast are counted."""
+    state = slot.state
+    return state is not None and state.cast_counts.values is not None and slot.record
 
 
 def _counted(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:

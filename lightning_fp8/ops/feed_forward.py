@@ -1,4 +1,4 @@
-"""The operators of linear - activation - linear: no pass over the hidden tensor but the casts, or not even those."""
+"""The operators of linear - activation - linear: casts are the only passes over the hidden tensor, if any."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _mlp(
     else:
         h = fprop(x_fp8, w1, first.bias_value, out_dtype, a.gemm)
         a_fp8 = cast_operand(h, a, activation, keep_a)
-        # its memory may serve the output
+        # its memory may be reused for the output
         h = h if keep_h else nothing(h, out_dtype)
     y = fprop(a_fp8, second.operand, second.bias_value, out_dtype, a.gemm)
     return in_shape_of(x, y), h, a_fp8.columns, a_fp8.scale_inv

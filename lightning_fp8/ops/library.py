@@ -1,4 +1,4 @@
-"""The library of ``torch.ops.lightning_fp8.*``."""
+"""Defines and calls the operators ``torch.ops.lightning_fp8.*``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, WeightSl
 LIBRARY = torch.library.Library("lightning_fp8", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _PLAIN_TENSORS = frozenset((Tensor, Parameter))
-# whether the functions for CUDA serve the CPU as well: for tests, and to measure the host's time
+# whether the CUDA functions also run on CPU tensors: for tests, and to measure host time
 cuda_on_cpu = False
 
 
-# Operators take tensors, strings, numbers; what the functions behind them take as one value is flattened here, and only
-# here. A state goes by its handle: to a compiled graph, recording in it is then no mutation of an input, which would
-# order all layers' graphs one after the other and fail where their backward passes interleave. A maximum may be taken
-# twice, and in any order, so nothing is lost by that.
+# Operators take tensors, strings and numbers; the values that the functions behind them take are flattened here, and
+# only here. A state is passed by its handle, so a compiled graph does not see recording as a mutation of an input,
+# which would force an order on the graphs of all layers and fail where their backward passes interleave. That is safe,
+# since a maximum may be taken twice and in any order.
 _PARTS: dict[type[tuple[Any, ...]], str] = {
     Fp8Operand: "Tensor {0}, Tensor {0}_t, Tensor {0}_scale_inv, str {0}_format",
     Layer: "Tensor {0}_weight, Tensor? {0}_bias, Tensor? {0}_bias_value, Tensor {0}, Tensor {0}_t, "
@@ -40,18 +40,18 @@ _BY_NAME = {kind.__name__: kind for kind in _PARTS}
 
 
 class Signature(NamedTuple):
-    """Of an operator and of the functions behind it.
+    """The signature of an operator and of the functions behind it.
 
     Attributes:
         name: of the operator.
-        kinds: for each argument of the functions, the class that is flattened; None for one that the operator takes.
+        kinds: for each argument of the functions, the class to flatten; None if the operator takes it as it is.
     """
 
     name: str
     kinds: tuple[type[tuple[Any, ...]] | None, ...]
 
     def assembled(self, flat: Iterable[Any]) -> list[Any]:
-        """The functions' arguments, of the operator's."""
+        """The functions' arguments, made from the operator's."""
         if not any(self.kinds):
             return [*flat]
         values = iter(flat)
@@ -72,7 +72,7 @@ _FIELDS: dict[str, Callable[[Iterator[Any]], Any]] = {
 
 
 def flattened(arguments: Iterable[Any]) -> list[Any]:
-    """The operator's arguments, of the functions'."""
+    """The operator's arguments, made from the functions'."""
     flat: list[Any] = []
     for argument in arguments:
         if isinstance(argument, (Slot, WeightSlot)):
@@ -101,13 +101,13 @@ def define(schema: str) -> Signature:
 
 
 class Operator:
-    """Calls the device's function itself, or torch's operator where somebody watches operators or makes a graph.
+    """Calls the device's function directly, or torch's operator where operators are watched or traced.
 
     torch's dispatcher takes several times as long as what a function does on the host.
 
     Attributes:
         op: torch's operator.
-        signature: what it takes.
+        signature: its arguments.
     """
 
     def __init__(self, signature: Signature, cpu: Callable[..., Any], cuda: Callable[..., Any]) -> None:
@@ -116,27 +116,27 @@ class Operator:
         self._cpu, self._cuda = cpu, cuda
 
     def __call__(self, x: Tensor, *arguments: Any) -> Any:
-        """What the operator gives."""
+        """The operator's result."""
         if is_watched(x):
             return self.op(x, *flattened(arguments))
         return (self._cuda if is_k_major(x) else self._cpu)(x, *arguments)
 
     def run(self, x: Tensor, *arguments: Any) -> Any:
-        """The device's function: inside another operator, of which nobody sees the inside."""
+        """The device's function: for use inside another operator, where nothing watches operators."""
         return (self._cuda if is_k_major(x) else self._cpu)(x, *arguments)
 
 
 def is_k_major(x: Tensor) -> bool:
-    """Whether FP8 GEMMs where x is take K-major operands only, so that a transpose has to be a tensor of its own."""
+    """Whether FP8 GEMMs on x's device take K-major operands only, so that a transpose must be a separate tensor."""
     return x.is_cuda or cuda_on_cpu
 
 
 def is_watched(x: Tensor) -> bool:
     """Whether operators on x have to be torch's: under a compiler, a dispatch mode (of selective checkpointing or a
-    counter of FLOPs), a transform of ``torch.func`` or ``torch.jit.trace``; for subclasses, and where there is no data.
+    counter of FLOPs), a transform of ``torch.func`` or ``torch.jit.trace``; for subclasses and meta tensors.
     """
     return (
-        # other ways of making a graph work with tensors of a class of their own
+        # other tracers use tensor subclasses
         is_dynamo_compiling()
         or type(x) not in _PLAIN_TENSORS
         or x.is_meta
@@ -149,7 +149,7 @@ def is_watched(x: Tensor) -> bool:
 def implement(
     signature: Signature, cpu: Callable[..., Any], cuda: Callable[..., Any], fake: Callable[..., Any]
 ) -> Operator:
-    """Register both devices' implementations of an operator, and that of its shapes; returns what to call it by."""
+    """Register the implementations of an operator for both devices, and its fake; returns the callable."""
     LIBRARY.impl(signature.name, with_flat_arguments(signature, cpu), "CPU")
     LIBRARY.impl(signature.name, with_flat_arguments(signature, cuda), "CUDA")
     torch.library.register_fake(f"lightning_fp8::{signature.name}", with_flat_arguments(signature, fake), lib=LIBRARY)
@@ -157,7 +157,7 @@ def implement(
 
 
 def with_flat_arguments(signature: Signature, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as the operator calls it."""
+    """The function with the operator's flat arguments."""
 
     def operator(*flat: Any, **rest: Any) -> Any:
         return function(*signature.assembled(flat), **rest)
@@ -177,12 +177,11 @@ def differentiable(
 
     Args:
         signature: of the operator.
-        inputs: how many of its arguments, the first ones, have gradients; behind them come the weight and the bias of
-            each :class:`~lightning_fp8.ops.operand.Layer`.
+        inputs: the number of leading arguments that have gradients; after these come the weight and the bias of each
+            :class:`~lightning_fp8.ops.operand.Layer`.
         forward: what it computes.
-        save: ``(ctx, output, *arguments)``, what it keeps for backward; ``ctx.needs`` says which of those that have
-            gradients need them.
-        backward: ``(ctx, *gradients of the output)``, the gradients of all that have them.
+        save: ``(ctx, output, *arguments)``, saves tensors for backward; ``ctx.needs`` has a bool for each gradient.
+        backward: ``(ctx, *gradients of the output)``, all gradients in that order.
         fake: the shapes of what it computes.
     """
     layers = [at for at, kind in enumerate(signature.kinds) if kind is Layer]
@@ -202,7 +201,7 @@ def differentiable(
             return *backward(ctx, *gradients), *others
 
     Function.__name__ = Function.__qualname__ = f"Fp8{signature.name.title()}"
-    # `apply` of the class itself looks at each argument for what is left of a transform, and there is none
+    # `apply` of the class itself unwraps what transforms may have left in arguments; `is_watched` excludes transforms
     apply = super(torch.autograd.Function, Function).apply
     others = (None,) if layers else (None,) * (len(signature.kinds) - inputs)
 

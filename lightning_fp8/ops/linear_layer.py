@@ -14,16 +14,16 @@ from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.library import define, differentiable, implement
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, nothing
 
-# linear: fprop with the gradients of x [*, K], weight [N, K] and bias [N] -> y [*, N]. These three give the graph its
-#   edges and the gradients their shapes and dtypes; what is computed with, and kept for backward, are their FP8 casts.
-#   bias_value is what the bias adds: itself, or rounded to out_dtype. dy is how backward casts the gradient of y.
+# linear: fprop with the gradients of x [*, K], weight [N, K] and bias [N] -> y [*, N]. These three define the
+#   edges of the graph, and the shapes and dtypes of the gradients; the GEMMs use their FP8 casts, which are kept for
+#   backward. bias_value is the bias itself, or rounded to out_dtype. dy is the slot of the gradient of y.
 _LINEAR = define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? bias_value, Fp8Operand x_fp8, Fp8Operand w_fp8, Slot dy, "
     "ScalarType out_dtype) -> Tensor"
 )
 # linear_backward: dy [M, N] -> (dx [M, K] from dgrad, dw [N, K] from wgrad, db [N] float32, the column sum of dy).
-#   Without the payload of w there is no dgrad, without that of x no wgrad, without `bias` no sum: empty tensors in
-#   their places. With h [M, N], dy is the gradient of activation(h), and that of h takes its place.
+#   Without the payload of w there is no dgrad, without that of x no wgrad, without `bias` no sum: their results are
+#   empty. With h [M, N], dy is the gradient of activation(h), and the gradient of h replaces it.
 _LINEAR_BACKWARD = define(
     "linear_backward(Tensor dy, Tensor? h, str activation, Columns x_fp8_t, Columns w_fp8_t, Slot slot, "
     "ScalarType dx_dtype, ScalarType dw_dtype, bool bias) -> (Tensor, Tensor, Tensor)"
@@ -90,11 +90,11 @@ def _save_for_backward(
     out_dtype: torch.dtype,
 ) -> None:
     needs_x, needs_weight, _ = ctx.needs
-    # One byte an element, and only what a gradient will be taken with.
+    # one byte per element, and only what the gradients need
     ctx.save_for_backward(
         x_fp8.columns if needs_weight else None, x_fp8.scale_inv, w_fp8.columns if needs_x else None, w_fp8.scale_inv
     )
-    # The state's tensors change in place by design, which saved tensors may not: backward reads them as they are then.
+    # The state's tensors change in place by design, which saved tensors must not: backward reads their current values.
     ctx.slot, ctx.formats, ctx.shape = dy, (x_fp8.format, w_fp8.format), x.shape
     ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
 
@@ -129,7 +129,7 @@ def in_rows(x: Tensor) -> Tensor:
 
 
 def refuse_double_backward() -> None:
-    """Raise inside a backward that is itself to be differentiated."""
+    """Raise a RuntimeError in a backward that is itself differentiated."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "lightning_fp8: gradients of gradients (`create_graph=True`) are not defined through an FP8 linear layer."

@@ -1,10 +1,10 @@
-"""The CPU implementation in plain torch: what every other implementation is checked against.
+"""The CPU implementation in plain torch, the reference for every other implementation.
 
 Casts are bit-exact to the specification. GEMMs multiply FP8 values exactly and accumulate in fp32; only the order of
-the accumulation is the library's own.
+accumulation is up to the library.
 
-Everything runs over blocks of rows, with temporaries of a few megabytes: some as large as the tensors would be mapped
-and cleared by the operating system again and again, which can take longer than the arithmetic.
+Everything runs over blocks of rows, with temporaries of a few megabytes: the operating system would map and clear
+temporaries as large as the tensors again and again, which can take longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, T
 
 
 def _scale_to_use(x: Tensor, slot: Slot) -> tuple[Tensor, Tensor | None]:
-    """The scale of this cast and, where it had to be known, ``max|x|``. Host branches cost nothing on the CPU."""
-    row, (amax, goes_with_weights, _) = int(slot.index.item()), slot.open()
-    has_history = bool(slot.amax_history[0, row] > 0) and goes_with_weights
+    """The scale of this cast, and ``max|x|`` if it was needed. Host branches cost nothing on the CPU."""
+    row, (amax, may_use_history, _) = int(slot.index.item()), slot.open()
+    has_history = bool(slot.amax_history[0, row] > 0) and may_use_history
     current = max_abs(x) if amax is not None or not has_history else None
     if amax is not None and current is not None:
         torch.maximum(amax[row], current, out=amax[row])
@@ -77,10 +77,10 @@ def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | Non
 
 
 def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight with the scale of what it holds; see the operator ``lightning_fp8::cast_weight``."""
+    """A weight with current scaling; see the operator ``lightning_fp8::cast_weight``."""
     cast, state, row = cast_by_content(weight, slot, layout, saturating_cast), slot.state, int(slot.index)
     if state is not None:
-        # nobody has to wait for what the CPU holds
+        # on the CPU, reading the amax does not wait
         state.see_weight_cast(row, float(state.amax[row]), slot.record)
     return cast
 
@@ -91,7 +91,7 @@ def cast_by_content(
     layout: str,
     cast: Callable[[Tensor, Tensor, Fp8Format, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same on any device, by the given cast, and without a comparison with what the weight held before."""
+    """The same on any device with the given cast, and without comparing the weight with its former values."""
     fmt, amax = FORMATS[slot.format], max_abs(weight)
     used = scale_of_current(amax, fmt)
     if slot.state is not None:

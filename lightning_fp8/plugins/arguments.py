@@ -1,4 +1,4 @@
-"""Which of the three plugins takes which argument, and what a call that mixes them up is told."""
+"""Which of the three plugins takes which argument, and the errors for calls that mix them up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Init = Callable[Concatenate[_Self, _P], None]
 
 
 def arguments_of(precision: str) -> Callable[[_Init[_Self, _P]], _Init[_Self, _P]]:
-    """Decorate the ``__init__`` of a precision: arguments of another one, and ``precision``, raise what to write.
+    """Decorate the ``__init__`` of a precision: ``precision``, and arguments of other plugins, give helpful errors.
 
     Raises:
         TypeError: by the decorated ``__init__``.

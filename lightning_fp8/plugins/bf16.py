@@ -23,7 +23,7 @@ from lightning_fp8.plugins.settings import as_torch_dtype
 
 
 class Bf16MixedCore(PrecisionCore):
-    """bf16 by autocast, parameters as they came.
+    """bf16 by autocast, parameters in their own dtypes.
 
     Args: see :class:`~lightning_fp8.Bf16MixedPrecision`.
     """
@@ -58,7 +58,7 @@ class Bf16MixedCore(PrecisionCore):
     @override
     def _prepare(self, module: nn.Module) -> None:
         _make_plain(module, self.precision)
-        # parameters stay as they came, as with Lightning's own, unless a dtype was asked for
+        # parameters keep their dtypes, as with Lightning's plugin, unless another one was requested
         if self._asked_param_dtype or self.keep_fp32:
             store_parameters(module, self.param_dtype, self.keep_fp32)
         if self.weight_copy:
@@ -103,5 +103,5 @@ class Bf16TrueCore(PrecisionCore):
 
 def _make_plain(module: nn.Module, precision: str) -> None:
     if is_converted(module):
-        rank_zero_info(f"The model was converted to FP8 before; for {precision!r} its layers become plain again.")
+        rank_zero_info(f"The model was converted to FP8 before; under {precision!r} its layers become plain again.")
         unconvert(module)

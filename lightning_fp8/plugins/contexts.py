@@ -14,7 +14,7 @@ _DEFAULT_DTYPE = Switch(torch.get_default_dtype, torch.set_default_dtype)
 
 
 def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """New floating point tensors are of this dtype, in all threads: torch has one default for the process."""
+    """Give new floating point tensors this dtype, in all threads: torch has one default per process."""
     return _DEFAULT_DTYPE.at(dtype)
 
 
@@ -29,7 +29,7 @@ _AUTOCAST: dict[str, Switch[_Autocast]] = {}
 
 
 def autocast(device_type: str, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """``torch.autocast`` without a cache, in this thread; off again when overlapping tasks of the thread have ended.
+    """``torch.autocast`` without a cache, in this thread, until all overlapping tasks of the thread have ended.
 
     Raises:
         RuntimeError: by torch, where the device cannot compute in ``dtype``.

@@ -1,4 +1,4 @@
-"""What the precision plugins of all modes, of the Trainer and of Fabric, have in common."""
+"""Shared by the precision plugins of all modes, for the Trainer and for Fabric."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_fp8.plugins.settings import as_torch_dtype, check_dtype_mismatch
 
 
 class PrecisionCore(Precision):
-    """Contexts and dtypes that all modes share; a subclass is one mode, and says what it does to a model.
+    """Contexts and dtypes that all modes share; a subclass is one mode and prepares models for it.
 
     Attributes:
         precision: the precision string of the mode.
@@ -51,7 +51,7 @@ class PrecisionCore(Precision):
         self._init_lightning()
 
     def _init_lightning(self) -> None:
-        """Call the ``__init__`` of the plugin of Lightning's that a class also is."""
+        """Call the ``__init__`` of the Lightning plugin that a class also derives from."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class PrecisionCore(Precision):
             check_patterns_among(modules, getattr(self, argument), argument)
         others = [known for known in self._attention.models if known() not in (None, module)]
         self._attention.models = [*others, weakref.ref(module)]
-        # what an earlier run may have left, under this precision or another
+        # left by an earlier run, under this precision or another
         drop_copies(module)
         release_inputs(module)
         self._prepare(module)
@@ -74,7 +74,7 @@ class PrecisionCore(Precision):
 
     @abstractmethod
     def _prepare(self, module: nn.Module) -> None:
-        """Store and convert a model's parameters and layers as the mode has them."""
+        """Store parameters and convert layers of a model as the mode requires."""
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
@@ -89,16 +89,16 @@ class PrecisionCore(Precision):
     def forward_context(self) -> Iterator[None]:  # type: ignore[override]
         """Computation in the compute dtype, encoders without torch's fast path, attention operands in one dtype.
 
-        Contexts of several threads or asyncio tasks may overlap, and end in any order. The attention settings are those
-        of the thread or task, autocast is the thread's. torch has one fast path switch for the process and, for
-        ``"bf16-true"``, one default dtype: they are as here in all threads until the last such context ends.
+        Contexts of several threads or asyncio tasks may overlap, and end in any order. Attention settings belong to the
+        thread or task, and autocast to the thread. torch has one fast path switch and one default dtype (which
+        ``"bf16-true"`` sets) per process: they apply to all threads until the last such context ends.
         """
         with self.recomputation_context(), self._autocast():
             yield
 
     @contextmanager
     def recomputation_context(self) -> Iterator[None]:
-        """What a forward needs that runs inside backward; autocast is brought back by the checkpointing itself."""
+        """For a forward that runs inside backward; checkpointing itself restores autocast."""
         with layers_own_forwards(), self._attention.context():
             yield
 
@@ -117,7 +117,7 @@ class PrecisionCore(Precision):
         return self.compute_dtype == torch.bfloat16
 
     def _device_type(self) -> str:
-        # Asked for at each step: plugins convert a model before the strategy moves it.
+        # Read at each step, because plugins convert a model before the strategy moves it.
         module = self._attention.models[-1]() if self._attention.models else None
         parameter = next(module.parameters(), None) if module is not None else None
         if parameter is not None and parameter.device.type != "meta":
@@ -126,23 +126,23 @@ class PrecisionCore(Precision):
 
 
 class FSDPCore(PrecisionCore):
-    """A precision for ``FSDPStrategy``; a subclass names the plugin of Lightning's that its strategy asks for."""
+    """A precision for ``FSDPStrategy``; a subclass names the Lightning plugin that its strategy requires."""
 
     _lightnings: type[Any]
 
     @override
     def _init_lightning(self) -> None:
         precision = self.precision
-        # Lightning's has no FP8; of its contexts and dtypes ours replace all
+        # Lightning's plugin has no FP8; our contexts and dtypes replace all of its own
         self._lightnings.__init__(self, "bf16-true" if precision == "bf16-true" else "bf16-mixed")
         self.precision = precision
 
     @property
     def mixed_precision_config(self) -> FSDPMixedPrecision:
-        """What is gathered for computation, and what gradients are summed in over the ranks; buffers stay."""
+        """The dtypes in which parameters are gathered and gradients are summed over the ranks; buffers keep theirs."""
         return FSDPMixedPrecision(param_dtype=self.compute_dtype, reduce_dtype=self.reduce_dtype)
 
 
 def as_dtype(data: Any, dtype: torch.dtype) -> Any:
-    """The floating point tensors of a batch in ``dtype``, everything else as it is."""
+    """Cast the floating point tensors of a batch to ``dtype``, and leave everything else as it is."""
     return apply_to_collection(data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -27,12 +27,12 @@ class _FabricPrecision(PrecisionCore):
 
 
 class Fp8FabricPrecision(_FabricPrecision, Fp8Core):
-    """:class:`~lightning_fp8.Fp8Precision` for Fabric: scales of every model set up are updated at ``optimizer.step``.
+    """:class:`~lightning_fp8.Fp8Precision` for Fabric: ``optimizer.step`` updates the scales of every model set up.
 
     ``Fabric(precision="fp8-delayed")`` makes one, and so does ``Fabric(plugins=Fp8Precision(...))``. As with Fabric's
     own mixed precision, floating point inputs of ``forward`` arrive in the compute dtype, and outputs leave in the
-    default dtype. To checkpoint the scales, add them to what ``fabric.save`` and ``fabric.load`` get:
-    ``{"model": model, "scaling": scaling_state(model)}``. Where they are left out, both warn.
+    default dtype. To checkpoint the scales, pass them to ``fabric.save`` and ``fabric.load``:
+    ``{"model": model, "scaling": scaling_state(model)}``. Both warn if they are left out.
     """
 
     @override
@@ -44,7 +44,7 @@ class Fp8FabricPrecision(_FabricPrecision, Fp8Core):
 
 
 class Bf16MixedFabricPrecision(_FabricPrecision, Bf16MixedCore, MixedPrecision):
-    """Fabric's ``MixedPrecision`` in bf16 with what this package adds."""
+    """Fabric's ``MixedPrecision`` in bf16 with this package's additions."""
 
     @override
     def _init_lightning(self) -> None:
@@ -52,7 +52,7 @@ class Bf16MixedFabricPrecision(_FabricPrecision, Bf16MixedCore, MixedPrecision):
 
 
 class Bf16TrueFabricPrecision(_FabricPrecision, Bf16TrueCore, HalfPrecision):  # type: ignore[misc]
-    """Fabric's ``HalfPrecision`` in bf16 with what this package adds."""
+    """Fabric's ``HalfPrecision`` in bf16 with this package's additions."""
 
     @override
     def _init_lightning(self) -> None:
@@ -76,12 +76,9 @@ class Bf16TrueFabricFSDPPrecision(_FSDP, Bf16TrueCore):
 
 
 FABRIC_PLUGINS: dict[str, type[Any]] = {
-    "fp8-delayed": Fp8FabricPrecision,
-    "bf16-mixed": Bf16MixedFabricPrecision,
-    "bf16-true": Bf16TrueFabricPrecision,
+    plugin.precision: plugin for plugin in (Fp8FabricPrecision, Bf16MixedFabricPrecision, Bf16TrueFabricPrecision)
 }
 FABRIC_FSDP_PLUGINS: dict[str, type[Any]] = {
-    "fp8-delayed": Fp8FabricFSDPPrecision,
-    "bf16-mixed": Bf16MixedFabricFSDPPrecision,
-    "bf16-true": Bf16TrueFabricFSDPPrecision,
+    plugin.precision: plugin
+    for plugin in (Fp8FabricFSDPPrecision, Bf16MixedFabricFSDPPrecision, Bf16TrueFabricFSDPPrecision)
 }

@@ -30,7 +30,7 @@ from lightning_fp8.scaling.state import ScalingState
 
 
 class Fp8Core(PrecisionCore):
-    """Conversion, and the scaling states of the models that were converted.
+    """Converts models, and holds the scaling states of the converted ones.
 
     Args: see :class:`~lightning_fp8.Fp8Precision`.
     """
@@ -65,7 +65,7 @@ class Fp8Core(PrecisionCore):
         self.gemm = gemm
         self.min_features = min_features
         self._states: list[ScalingState] = []
-        # models that have had no forward yet, whose layers may have been sharded since they were converted
+        # converted models without a forward so far: their layers may have been sharded since
         self._not_run: list[weakref.ref[nn.Module]] = []
         super().__init__(keep_fp32, dtype_mismatch, reduce_dtype)
 
@@ -90,7 +90,7 @@ class Fp8Core(PrecisionCore):
         try:
             return self._convert_layers(module)
         except NothingToConvertError as reason:
-            # what an earlier run has converted, and these settings leave out
+            # layers that an earlier run converted, and that these settings exclude
             unconvert(module)
             without_fp8 = "bf16-mixed" if self.compute_dtype == torch.bfloat16 else "32-true"
             rank_zero_only(warn_once)(
@@ -106,13 +106,13 @@ class Fp8Core(PrecisionCore):
             state = carry_out(plan)
             rank_zero_info(f"fp8-delayed: {coverage(plan)}.")
             return state
-        # Converted by the user or by an earlier run: it stays as it is, unless this plugin was told otherwise. Only
-        # what runs the GEMMs is each run's own.
+        # Converted by the user or by an earlier run: it stays as it is, unless this plugin has other settings. Only the
+        # GEMM backend is always that of this run.
         state = plan.state
         if plan.recipe != state.recipe:
             raise ValueError(
                 f"The model is already converted with {state.recipe}, but this plugin has {self.recipe}."
-                " Call `lightning_fp8.unconvert(model)` first; the scales start anew then."
+                " Call `lightning_fp8.unconvert(model)` first; the scales then start from the beginning."
             )
         if self._not_converted or self.min_features:
             return carry_out(plan)
@@ -133,7 +133,7 @@ class Fp8Core(PrecisionCore):
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
-        """What was recorded in a step that an error ends is no part of the next update."""
+        """Keep what was recorded in a step that fails out of the next update."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` is told about dtypes."""
+"""The dtypes for ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lightning_fp8.plugins.trainer import PLUGINS
 
 
 def fsdp2_policy(precision: PrecisionString | PrecisionCore = "fp8-delayed") -> MixedPrecisionPolicy:
-    """The ``mp_policy`` for ``torch.distributed.fsdp.fully_shard`` that belongs to a precision.
+    """The ``mp_policy`` of a precision, for ``torch.distributed.fsdp.fully_shard``.
 
     Parameters are gathered in the precision's compute dtype (bf16), gradients are reduced in its ``reduce_dtype``
-    (fp32); shards keep the dtype in which parameters are stored, and so does the optimizer.
+    (fp32); shards and optimizer state keep the dtype in which parameters are stored.
 
     Args:
-        precision: one of the three strings, or a plugin with settings of its own.
+        precision: one of the three strings, or a plugin with its own settings.
 
     Raises:
         ValueError: for another string.

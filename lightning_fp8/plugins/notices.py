@@ -1,4 +1,4 @@
-"""What is said where the scales of a converted model would stand still, or be left out of a checkpoint."""
+"""Warnings where the scales of a converted model would not be updated, or not be saved in a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_fp8.scaling.state import ScalingState, tensor_name
 
 
 def warn_of_trainer(model: pl.LightningModule, plugin: Precision) -> None:
-    """Warn if layers run in FP8 although the Trainer has another precision; at each of its runs."""
+    """Warn if layers run in FP8 although the Trainer has another precision, at each run."""
     in_fp8 = _in_fp8("Trainer", model, plugin)
     if in_fp8 is None:
         return
@@ -27,7 +27,7 @@ def warn_of_trainer(model: pl.LightningModule, plugin: Precision) -> None:
         rank_zero_warn(
             f"{in_fp8} This Trainer neither updates their scales nor saves them. Train with"
             ' `Trainer(precision="fp8-delayed")`, make the layers plain again with `lightning_fp8.unconvert(model)`,'
-            " or call `lightning_fp8.scaling_state(model).update()` in an `on_before_optimizer_step` of your own."
+            " or call `lightning_fp8.scaling_state(model).update()` in your own `on_before_optimizer_step`."
         )
     else:
         rank_zero_warn(
@@ -38,7 +38,7 @@ def warn_of_trainer(model: pl.LightningModule, plugin: Precision) -> None:
 
 
 def warn_of_fabric(model: nn.Module, plugin: Precision) -> None:
-    """Warn if layers run in FP8 although Fabric has another precision; whenever a model is set up."""
+    """Warn if layers run in FP8 although Fabric has another precision, whenever a model is set up."""
     in_fp8 = _in_fp8("Fabric", model, plugin)
     if in_fp8 is not None:
         rank_zero_warn(
@@ -49,7 +49,7 @@ def warn_of_fabric(model: nn.Module, plugin: Precision) -> None:
 
 
 def warn_of_unsaved_scales(saved: Any) -> None:
-    """Warn of models whose scales ``fabric.save`` leaves out; once.
+    """Warn, once, about models whose scales ``fabric.save`` leaves out.
 
     Args:
         saved: what ``fabric.save`` is given: a dictionary of models, optimizers and values.
@@ -57,14 +57,14 @@ def warn_of_unsaved_scales(saved: Any) -> None:
     for key, states in _converted_models(saved):
         if not all(_holds(saved, state) for state in states):
             _warn_once(
-                f"fabric.save: the model under {key!r} has layers in FP8, but its scales are not among what is saved:"
-                " they are no part of a model's state_dict, so a run resumed from this checkpoint starts with new ones."
+                f"fabric.save: the model under {key!r} has layers in FP8, but its scales are not saved: they are not"
+                " part of a model's state_dict, so a run resumed from this checkpoint starts with new ones."
                 f" Save them too: `{{{key!r}: model, 'scaling': lightning_fp8.scaling_state(model), ...}}`."
             )
 
 
 def warn_of_unloaded_scales(asked: Any, rest: Mapping[str, Any]) -> None:
-    """Warn of scales that are in a checkpoint and that ``fabric.load`` was not asked for; once.
+    """Warn, once, about scales in a checkpoint that ``fabric.load`` was not asked for.
 
     Args:
         asked: what ``fabric.load`` is given: a dictionary of models, optimizers and values.
@@ -76,14 +76,14 @@ def warn_of_unloaded_scales(asked: Any, rest: Mapping[str, Any]) -> None:
             _warn_once(
                 f"fabric.load: the model under {key!r} has layers in FP8, and the checkpoint holds their scales under"
                 f" {name!r}, which were not asked for and are not loaded. Load them too:"
-                f" `{{{key!r}: model, {name!r}: lightning_fp8.scaling_state(model), ...}}`; or give them to"
+                f" `{{{key!r}: model, {name!r}: lightning_fp8.scaling_state(model), ...}}`; or pass them to"
                 " `lightning_fp8.scaling_state(model).load_state_dict`: `fabric.load` has returned them under"
                 f" {name!r}."
             )
 
 
 def _in_fp8(runner: str, model: nn.Module, plugin: Precision) -> str | None:
-    """Which layers run in FP8 under a plugin that is not ours, as a sentence; None where none does."""
+    """Which layers run in FP8 under a plugin of another package, as a sentence; None if there are none."""
     paths = [path or "(root)" for path, layer in converted(model) if layer.in_fp8]
     if isinstance(plugin, PrecisionCore) or not paths:
         return None
@@ -96,7 +96,7 @@ def _in_fp8(runner: str, model: nn.Module, plugin: Precision) -> str | None:
 
 
 def _converted_models(values: Any) -> Iterator[tuple[str, set[ScalingState]]]:
-    """Key and scaling states of each converted model among the values, in whatever wrapper."""
+    """Key and scaling states of each converted model among the values, wrapped or not."""
     for key, value in values.items() if isinstance(values, Mapping) else ():
         modules = value.modules() if isinstance(value, nn.Module) else ()
         states = {module.scaling_state for module in modules if isinstance(module, Fp8Module)}
@@ -105,9 +105,9 @@ def _converted_models(values: Any) -> Iterator[tuple[str, set[ScalingState]]]:
 
 
 def _holds(value: Any, state: ScalingState) -> bool:
-    """Whether a value is a scaling state or its ``state_dict``, or has it somewhere inside."""
+    """Whether a value is this scaling state or its ``state_dict``, or contains one of them."""
     if isinstance(value, Mapping):
-        # a model's own `state_dict` may have the names of its weights, but none of inputs
+        # a model's own `state_dict` may contain the names of weights, but not those of inputs
         inputs = {tensor_name(path, "input") for path in state.module_names}
         return not inputs.isdisjoint(value) or any(_holds(inner, state) for inner in value.values())
     if isinstance(value, (list, tuple)):

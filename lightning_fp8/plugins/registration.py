@@ -1,14 +1,14 @@
-"""The one seam in Lightning: where a precision string, or a plugin, becomes the plugin that a strategy works with.
+"""The one place that patches Lightning: where a precision string or a plugin becomes the plugin of a strategy.
 
-Lightning has no registry for precisions. What is replaced here, and put back exactly by :func:`unregister`:
+Lightning has no registry for precisions. This module replaces, and :func:`unregister` restores exactly:
 
-- ``_check_and_init_precision`` of the Trainer's and of Fabric's connector, which makes the plugin;
-- ``_PRECISION_INPUT_STR`` in Fabric's connector, the strings that both accept (and name when they refuse one);
+- ``_check_and_init_precision`` of the Trainer's and of Fabric's connector, which creates the plugin;
+- ``_PRECISION_INPUT_STR`` in Fabric's connector, the strings that both accept (and list when they refuse another one);
 - the annotation of ``Trainer(precision=...)``, by which the Lightning CLI checks a configuration;
 - ``Strategy.setup_precision_plugin`` of the Trainer, and ``setup``, ``setup_module``, ``save`` and ``load`` of Fabric:
-  they do what they did, and say where the scales of a converted model would stand still or be lost. On the classes, not
-  on plugins: those are copied and pickled, and some are the user's own. ``load`` also restores a ``ScalingState`` from
-  a sharded checkpoint, as it does from any other.
+  in addition they warn where the scales of a converted model would not be updated or would be lost. The classes are
+  patched rather than plugins, which are copied and pickled and may be the user's own. ``load`` also restores a
+  ``ScalingState`` from a sharded checkpoint, as it does from any other.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _STRINGS = "_PRECISION_INPUT_STR"
 
 
 def _classes(module: Any, *names: str) -> tuple[type, ...]:
-    # a Lightning that has dropped one of them has no need to refuse it
+    # a Lightning version without one of them cannot use it
     return tuple(getattr(module, name) for name in names if hasattr(module, name))
 
 
 class _FrontEnd(NamedTuple):
-    """Names of what the Trainer and Fabric call differently, and which of our plugins they take."""
+    """The names that differ between the Trainer and Fabric, and our plugins for each."""
 
     name: str
     connector: tuple[Any, str]
@@ -122,7 +122,7 @@ def _saying_at_load(original: Callable[..., dict[str, Any]]) -> Callable[..., di
         asked = dict(state) if isinstance(state, Mapping) else {}
         rest = original(fabric, path, state, *args, **kwargs)
         for key, value in asked.items():
-            # Strategies that load sharded checkpoints put what was saved in the place of an object that is no model.
+            # Strategies that load sharded checkpoints replace an object that is not a model with what was saved.
             if isinstance(value, ScalingState) and state[key] is not value:
                 value.load_state_dict(state[key])
                 state[key] = value
@@ -132,7 +132,7 @@ def _saying_at_load(original: Callable[..., dict[str, Any]]) -> Callable[..., di
     return load
 
 
-# class, method, and what makes the method that says more out of the original
+# class, method, and the function that wraps the original method
 _METHODS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (trainer_strategies.Strategy, "setup_precision_plugin", _saying_at_setup),
     (Fabric, "setup", _saying_at_fabric_setup),
@@ -141,14 +141,14 @@ _METHODS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (Fabric, "load", _saying_at_load),
 )
 
-# what puts Lightning back, newest last; empty when nothing is registered
+# the calls that restore Lightning, newest last; empty when nothing is registered
 _undo: list[Callable[[], None]] = []
 # the precision strings for which our plugins are made
 _ours: set[str] = set()
 
 
 def register(bf16: bool | None = None) -> None:
-    """Make ``"fp8-delayed"`` a precision of Lightning, and ``"bf16-mixed"`` and ``"bf16-true"`` ours. Idempotent.
+    """Register ``"fp8-delayed"`` with Lightning, and make ``"bf16-mixed"`` and ``"bf16-true"`` ours. Idempotent.
 
     Importing the package calls it.
 
@@ -158,7 +158,7 @@ def register(bf16: bool | None = None) -> None:
             ``LIGHTNING_FP8_REPLACE_BF16=0`` is in the environment, else True.
 
     Raises:
-        RuntimeError: if the installed Lightning no longer has the places that this needs; nothing is changed then.
+        RuntimeError: if the installed Lightning lacks a place that this patches; nothing is changed then.
         ValueError: if ``LIGHTNING_FP8_REPLACE_BF16`` is needed and neither ``0`` nor ``1``; nothing is changed then.
     """
     replaces = _replaces_bf16() if bf16 is None else bf16
@@ -205,6 +205,11 @@ def unregister() -> None:
         _undo.pop()()
 
 
+def registered() -> frozenset[str]:
+    """The precision strings that make this package's plugins now."""
+    return frozenset(_ours if _undo else ())
+
+
 def _missing_places() -> list[str]:
     missing = []
     for front_end in _FRONT_ENDS:
@@ -239,7 +244,7 @@ def _plugin_maker(front_end: _FrontEnd, original: Callable[[Any], Any]) -> Calla
             if string == "fp8-delayed" or plugin is not None:
                 raise ValueError(
                     f"`precision={string!r}` by lightning_fp8 does not run under {type(strategy).__name__}, which"
-                    " brings its own precision. Use a single-device, DDP, FSDP or ModelParallel strategy, or, with this"
+                    " has its own precision. Use a single-device, DDP, FSDP or ModelParallel strategy, or, with this"
                     f' one, `{front_end.name}(precision="bf16-mixed")`.'
                 )
             return original(connector)
@@ -247,7 +252,7 @@ def _plugin_maker(front_end: _FrontEnd, original: Callable[[Any], Any]) -> Calla
         wanted = (front_end.fsdp_plugins if is_fsdp else front_end.plugins)[string]
         if plugin is None:
             return wanted()
-        # A plugin made for the other front end, or for another strategy: its settings are what counts.
+        # A plugin made for the other front end, or for another strategy: only its settings are used.
         return plugin if isinstance(plugin, wanted) else wanted(**plugin.settings)
 
     return _check_and_init_precision

@@ -1,4 +1,4 @@
-"""The settings of our precision plugins: their values, defaults and rules."""
+"""The settings of our precision plugins: values, defaults and rules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def as_torch_dtype(argument: str, dtype: torch.dtype | str) -> torch.dtype:
 
 
 def check_dtype_mismatch(dtype_mismatch: Any) -> None:
-    """Refuse another word than ours."""
+    """ValueError for a value that is not one of ``DTYPE_MISMATCH``."""
     if dtype_mismatch not in DTYPE_MISMATCH:
         allowed = ", ".join(map(repr, DTYPE_MISMATCH))
         raise ValueError(f"`dtype_mismatch` must be one of {allowed}, got {dtype_mismatch!r}.")

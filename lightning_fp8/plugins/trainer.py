@@ -33,7 +33,7 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        # the state of this model and no other: the plugin may have served another one before
+        # only the state of this model: the plugin may have been used with another one before
         self._states = [scaling_state(model)] if is_converted(model) else []
         return model, optimizers, lr_schedulers
 
@@ -95,13 +95,13 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
         if not self._states:
             if state_dict:
                 raise ValueError(
-                    f"The checkpoint has FP8 scales ({', '.join(list(state_dict)[:3])}, ...), and here no layer runs in"
+                    f"The checkpoint has FP8 scales ({', '.join(list(state_dict)[:3])}, ...), but here no layer runs in"
                     " FP8. Convert the same modules as in the run that saved it (`ignore_modules`, `min_features`), or"
                     " load the weights only."
                 )
             return
         self._states[0].load_state_dict(state_dict)
-        fallen = self._states[0].fallbacks
+        fallen = self._states[0].switches.fallbacks
         if fallen:
             rank_zero_info(
                 f"fp8-delayed: {len(fallen)} layers fell back to bf16 in the run that saved this checkpoint, and stay"
@@ -116,37 +116,38 @@ class Fp8Precision(_Fp8TrainerPrecision):
     Trainer or to Fabric.
 
     Linear and attention layers compute in FP8 (:func:`lightning_fp8.convert`), all other operations in bf16 by
-    autocast, and parameters are fp32 masters. Scales are updated once per optimizer step, after backward; evaluation
-    moves none. The scaling state is part of the Lightning checkpoint. A model without a layer that can run in FP8, or
-    whose layers the settings all leave out, trains without FP8, and a warning says why.
+    autocast, and parameters are fp32 masters. Scales are updated once per optimizer step, after backward, never in
+    evaluation. The scaling state is part of the Lightning checkpoint. A model without a layer that can run in FP8, or
+    whose layers the settings all exclude, trains without FP8, and a warning says why.
 
-    Evaluation runs what training runs (``nn.TransformerEncoder`` included), and the operands of
-    ``scaled_dot_product_attention`` come in one dtype; so they do in :class:`Bf16MixedPrecision` and
+    Evaluation runs the same code as training (``nn.TransformerEncoder`` included), and the operands of
+    ``scaled_dot_product_attention`` are cast to one dtype, as under :class:`Bf16MixedPrecision` and
     :class:`Bf16TruePrecision`.
 
     Args:
         recipe: how scales follow the tensors, as :class:`~lightning_fp8.DelayedScaling` or a mapping of its fields.
-        ignore_modules: ``fnmatch`` patterns on module paths; what they match, and what is inside, is not converted.
+        ignore_modules: ``fnmatch`` patterns on module paths; what they match, and everything inside it, is not
+            converted.
         param_dtype: dtype in which parameters are stored, ``torch.float32`` (the default) or ``torch.bfloat16``.
         compute_dtype: dtype of everything that is not FP8, ``torch.bfloat16`` or ``torch.float32``.
         keep_fp32: patterns on module paths; what they match is stored and runs in fp32, is not converted, and gives
             its outputs in the dtype of its input.
         dtype_mismatch: what to do where query, key, value or mask of ``scaled_dot_product_attention`` differ in dtype:
-            ``"align"`` brings them to the compute dtype, ``"warn"`` also says where, ``"error"`` raises.
+            ``"align"`` casts them to the compute dtype, ``"warn"`` also says where, ``"error"`` raises.
         reduce_dtype: dtype in which FSDP sums gradients over the ranks.
         fp8_all_gather: under ``ModelParallelStrategy`` with ``fully_shard``, gather the weights of converted layers in
-            FP8, half the bytes of bf16, with the same numbers bit for bit. These layers cannot fall back.
-        gemm: what runs the FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster there
+            FP8: half the bytes of bf16, bit-identical numbers. These layers cannot fall back.
+        gemm: what runs the FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster
             (``python -m lightning_fp8 tune`` measures); ``"rawkernel"``, the kernels of this package; ``"cublaslt"``,
             those of ``torch._scaled_mm``.
         min_features: layers with fewer features in or out, in any of their weights, are not converted; 0 leaves a model
             that was converted before as it is. ``"auto"`` is the size from which FP8 was measured to be faster on the
-            process's GPU (``python -m lightning_fp8 tune --min-features`` measures), unmeasured an estimate of 1024;
-            on a machine without a GPU it is 0. It may be another one on another GPU, and a checkpoint belongs to the
-            layers that were converted: give the number, which is logged, to resume there.
+            process's GPU (``python -m lightning_fp8 tune --min-features`` measures), an estimate of 1024 if it was not
+            measured, and 0 without a GPU. The size may differ between GPUs, and a checkpoint fits only the layers that
+            were converted: to resume on another GPU, pass the number, which is logged.
 
     Raises:
-        ValueError: for another dtype or word, settings that contradict each other, a recipe field outside its rule; at
+        ValueError: for an unsupported value, settings that contradict each other, a recipe field out of range; at
             set-up for a pattern that matches no module.
         TypeError: for a recipe of another kind, a string in place of a sequence of patterns, an argument that belongs
             to another plugin.
@@ -154,22 +155,22 @@ class Fp8Precision(_Fp8TrainerPrecision):
 
 
 class Bf16MixedPrecision(_TrainerPrecision, Bf16MixedCore, MixedPrecision):  # type: ignore[misc]
-    """``"bf16-mixed"``: Lightning's ``MixedPrecision``, with its numbers, without its dtype errors.
+    """``"bf16-mixed"``: Lightning's ``MixedPrecision``, with the same numerics, without its dtype errors.
 
     ``Trainer(precision="bf16-mixed")`` makes one with the defaults, unless Lightning's own was kept
-    (:func:`lightning_fp8.register`). Operations run in bf16 by autocast, parameters stay as they came.
+    (:func:`lightning_fp8.register`). Operations run in bf16 by autocast, parameters keep their dtypes.
 
     Args:
-        param_dtype: dtype in which parameters are stored, ``torch.float32`` or ``torch.bfloat16``; without it, as they
-            came.
+        param_dtype: dtype in which parameters are stored, ``torch.float32`` or ``torch.bfloat16``; by default they
+            keep theirs.
         keep_fp32: as of :class:`Fp8Precision`.
         dtype_mismatch: as of :class:`Fp8Precision`.
-        weight_copy: keep a bf16 copy of linear and attention weights, made once per optimizer step: gradient
-            accumulation pays for the cast once, two bytes a parameter pay for it.
+        weight_copy: keep a bf16 copy of linear and attention weights, made once per optimizer step: one
+            cast per step under gradient accumulation, for two more bytes per parameter.
         reduce_dtype: dtype in which FSDP sums gradients over the ranks.
 
     Raises:
-        ValueError: for another dtype or word, ``weight_copy`` of bf16 parameters; at set-up for a pattern that matches
+        ValueError: for an unsupported value, ``weight_copy`` of bf16 parameters; at set-up for a pattern that matches
             no module.
         TypeError: for a string in place of a sequence of patterns, an argument that belongs to another plugin.
     """
@@ -185,12 +186,12 @@ class Bf16MixedPrecision(_TrainerPrecision, Bf16MixedCore, MixedPrecision):  # t
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        # Lightning's own refuses fused optimizers, as they would unscale gradients themselves: in bf16 none are scaled
+        # Lightning's refuses fused optimizers, which would unscale gradients themselves: in bf16 none are scaled
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
 
 class Bf16TruePrecision(_TrainerPrecision, Bf16TrueCore, HalfPrecision):  # type: ignore[misc]
-    """``"bf16-true"``: Lightning's ``HalfPrecision`` in bf16, with its numbers, without its dtype errors.
+    """``"bf16-true"``: Lightning's ``HalfPrecision`` in bf16, with the same numerics, without its dtype errors.
 
     ``Trainer(precision="bf16-true")`` makes one with the defaults, unless Lightning's own was kept
     (:func:`lightning_fp8.register`). Parameters are stored in bf16, and everything computes in it.
@@ -201,7 +202,7 @@ class Bf16TruePrecision(_TrainerPrecision, Bf16TrueCore, HalfPrecision):  # type
         reduce_dtype: dtype in which FSDP sums gradients over the ranks.
 
     Raises:
-        ValueError: for another dtype or word; at set-up for a pattern that matches no module.
+        ValueError: for an unsupported value; at set-up for a pattern that matches no module.
         TypeError: for a string in place of a sequence of patterns, an argument that belongs to another plugin.
     """
 
@@ -217,7 +218,7 @@ class _FSDP(FSDPCore, _TrainerPrecision, FSDPPrecision):
 class Fp8FSDPPrecision(_Fp8TrainerPrecision, _FSDP):
     """:class:`Fp8Precision` for ``FSDPStrategy``: parameters are gathered in bf16, gradients are reduced in fp32.
 
-    ``compute_dtype`` and ``reduce_dtype`` say otherwise.
+    ``compute_dtype`` and ``reduce_dtype`` change these.
     """
 
 
@@ -230,12 +231,8 @@ class Bf16TrueFSDPPrecision(_FSDP, Bf16TrueCore):
 
 
 PLUGINS: dict[str, type[Any]] = {
-    "fp8-delayed": Fp8Precision,
-    "bf16-mixed": Bf16MixedPrecision,
-    "bf16-true": Bf16TruePrecision,
+    plugin.precision: plugin for plugin in (Fp8Precision, Bf16MixedPrecision, Bf16TruePrecision)
 }
 FSDP_PLUGINS: dict[str, type[Any]] = {
-    "fp8-delayed": Fp8FSDPPrecision,
-    "bf16-mixed": Bf16MixedFSDPPrecision,
-    "bf16-true": Bf16TrueFSDPPrecision,
+    plugin.precision: plugin for plugin in (Fp8FSDPPrecision, Bf16MixedFSDPPrecision, Bf16TrueFSDPPrecision)
 }

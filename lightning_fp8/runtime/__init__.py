@@ -1,1 +1,1 @@
-"""What the machine and torch are set to: devices, settings that threads share, warnings that are given once."""
+"""Devices, settings of torch that threads share, and warnings that are given once."""

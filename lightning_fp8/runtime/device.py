@@ -1,4 +1,4 @@
-"""Which devices can run FP8, and what to say about the others."""
+"""Which devices can run FP8, and the errors for those that cannot."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_device(device: torch.device) -> None:
 
 
 def is_capturing(on_gpu: bool) -> bool:
-    """Whether work that on a GPU is being captured into a CUDA graph, where what is kept outside stays for good."""
+    """Whether GPU work is being captured into a CUDA graph, whose replays would reuse cached casts forever."""
     return on_gpu and torch.cuda.is_current_stream_capturing()
 
 

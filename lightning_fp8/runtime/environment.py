@@ -1,4 +1,4 @@
-"""Machine, versions and commit: what a result needs to be read later."""
+"""Machine, versions and commit: what is needed to interpret a result later."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cpu_name() -> str:
 
 
 def package_version(package: str) -> str | None:
-    """The version that is installed, or None."""
+    """The installed version, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -57,7 +57,7 @@ def package_version(package: str) -> str | None:
 
 
 def _commit() -> str:
-    """Of the repository that has this package, with ``-dirty`` where files differ from it; empty outside of one."""
+    """The commit of this package's repository, with ``-dirty`` if files differ from it; empty outside a repository."""
     # an installed package may lie inside another project's repository, which does not track it
     git = ("git", "--no-optional-locks", "-C", str(_PACKAGE))
     if _output(*git, "ls-files", "--error-unmatch", "__init__.py"):
@@ -66,7 +66,7 @@ def _commit() -> str:
 
 
 def driver_cuda() -> int:
-    """The newest CUDA that the driver serves, 12080 for 12.8, asked of the driver itself; 0 without one."""
+    """The newest CUDA that the driver supports, as the driver reports it: 12080 for 12.8; 0 without a driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -76,19 +76,19 @@ def driver_cuda() -> int:
 
 
 def driver_names() -> list[str]:
-    """``"580.65.06"`` of each GPU that ``nvidia-smi`` sees; empty where there is none, or no such program."""
+    """The driver version of each GPU that ``nvidia-smi`` lists, such as ``"580.65.06"``; empty without either."""
     return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()
 
 
 def _driver() -> str | None:
-    """``"580.65.06, CUDA 13.0"``: the driver's own version and the newest CUDA that it serves, as far as known."""
+    """``"580.65.06, CUDA 13.0"``: the driver's version and the newest CUDA that it supports, as far as known."""
     cuda = driver_cuda()
     return ", ".join([*driver_names()[:1], *([f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"] if cuda else [])]) or None
 
 
 def _output(*command: str) -> str:
     """What a command prints; nothing where it fails, hangs or does not exist."""
-    # `torch.utils.collect_env` asks much the same programs, but waits for one that hangs, as with a driver in trouble
+    # `torch.utils.collect_env` runs similar programs, but waits for one that hangs, as with a broken driver
     try:
         ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

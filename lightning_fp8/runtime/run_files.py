@@ -1,4 +1,4 @@
-"""Files that callbacks leave next to a run's logs, and tools read."""
+"""Files that callbacks write next to a run's logs, for the tools to read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES_FILE = "fp8_dtypes.json"
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file that a reader sees whole or not at all."""
+    """Write a JSON file atomically: a reader sees all of it or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

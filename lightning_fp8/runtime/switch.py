@@ -1,4 +1,4 @@
-"""Settings of torch that belong to the whole process or to a thread, and that several contexts want at once."""
+"""Settings of torch, of the whole process or of a thread, that overlapping contexts share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Switch(Generic[T]):
     """A setting that overlapping contexts share: the first one in saves it, the last one out restores it.
 
     Contexts may end in any order, in any thread or task. While several are open, the value is that of the one entered
-    last, in code outside of them too. What the user sets meanwhile holds until the next context begins or ends: the
+    last, also in code outside them. What the user sets meanwhile holds until the next context begins or ends: the
     last one out restores what was before the first one.
 
     Args:

@@ -1,3 +1,3 @@
-"""The version, for what must not import the whole package."""
+"""The version, readable without importing the whole package."""
 
 __version__ = "0.6.0"

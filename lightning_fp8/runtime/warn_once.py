@@ -1,4 +1,4 @@
-"""Warnings about the machine or a model: each is said once, however often its cause is met."""
+"""Warnings about the machine or a model, each given once, however often its cause occurs."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import warnings
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warn, unless the same has been said in this process."""
+    """Warn, unless this process has given the same warning before."""
     warnings.warn(message, stacklevel=2)

@@ -1,4 +1,4 @@
-"""What the user of a scaling state is told: each thing once, and without waiting for a device."""
+"""Warnings about a scaling state: each is given once, and none waits for a device."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from lightning_fp8.runtime.device import is_capturing
 if TYPE_CHECKING:
     from lightning_fp8.scaling.state import ScalingState
 
-# of one optimizer, without an update of the scales
+# so many steps of one optimizer without an update of the scales give a warning
 _STEPS_WITHOUT_UPDATE = 3
 
 
 class Notices:
-    """What has been seen of one scaling state, and what has been said about it."""
+    """The events of one scaling state that may need a warning, and the warnings already given."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
         self._silent = 0
-        self.has_recorded = False
         self._steps: dict[int, int] = {}
         self._nonfinite = _Nonfinite()
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Say nothing of evaluation inside: where it is known to come before the first step."""
+        """Suppress the warning about evaluation, where an evaluation before the first step is expected."""
         self._silent += 1
         try:
             yield
         finally:
             self._silent -= 1
 
-    def see_unrecorded_cast(self, state: ScalingState) -> None:
-        """An input or gradient is cast, and not recorded. Without gradients that is an evaluation."""
-        if not (state.has_scales or self._silent or torch.is_grad_enabled() or _in_backward() or _is_recomputed()):
+    def see_cast_without_scales(self, state: ScalingState) -> None:
+        """An input or gradient is cast without being recorded, and there are no scales from training."""
+        # without gradients it is an evaluation
+        if not (self._silent or torch.is_grad_enabled() or _in_backward() or _is_recomputed()):
             self._say(
                 f"A model with FP8 layers ({_some(state.module_names)}) is evaluated without scales from training: each"
                 " batch is scaled by itself, so results depend on which samples are in it. Take the scales along with"
@@ -53,42 +53,36 @@ class Notices:
 
     def see_optimizer_step(self, state: ScalingState, optimizer: int) -> None:
         """An optimizer, by its ``id``, has changed weights of the model."""
-        if not self.has_recorded:
+        if not state.has_recorded:
             return
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if self._steps[optimizer] >= _STEPS_WITHOUT_UPDATE:
             self._say(
                 f"A model with FP8 layers ({_some(state.module_names)}) has been trained for {_STEPS_WITHOUT_UPDATE}"
-                " optimizer steps, and nothing has updated its scales: they stay what they are, and clip what outgrows"
-                ' them. Under a Trainer or Fabric use `precision="fp8-delayed"` and step the optimizers that it gives'
+                " optimizer steps, and nothing has updated its scales: they stay as they are, and larger values are"
+                ' clipped. Under a Trainer or Fabric use `precision="fp8-delayed"` and step the optimizers it gives'
                 " you (not those of `use_pl_optimizer=False`, none inside backward); in a loop of your own call"
                 " `lightning_fp8.scaling_state(model).update()` once per optimizer step, after backward."
             )
 
     def see_update(self, state: ScalingState) -> None:
         """The scales have been updated."""
-        state.has_scales |= self.has_recorded
-        self.has_recorded = False
         self._steps.clear()
         self._report_nonfinite(state)
 
     def see_end(self, state: ScalingState) -> None:
-        """A run is over, and may wait for the device."""
+        """A run has ended. Waits for the device."""
         self._nonfinite.wait()
         self._report_nonfinite(state)
 
     def see_load(self, state: ScalingState) -> None:
-        """The state has been loaded or copied: what was not finite before has been another run's.
-
-        Amaxes that wait for their update may have come with it.
-        """
-        self.has_recorded = bool((state.amax[: state.delayed] != 0).any())
+        """The state has been loaded or copied: non-finite values from before were another run's."""
         # `.cpu()` would give the counters themselves on the CPU
         self._nonfinite = _Nonfinite(state.nonfinite_steps.to("cpu", copy=True))
 
     def _report_nonfinite(self, state: ScalingState) -> None:
         found = self._nonfinite.look(state)
-        # of a reduced amax every process knows
+        # every process sees a reduced amax, so only the first one warns
         is_mine = (
             not (state.recipe.reduce_amax and dist.is_available() and dist.is_initialized()) or not dist.get_rank()
         )
@@ -108,7 +102,7 @@ class Notices:
 
 
 class _Nonfinite:
-    """Looks for the first tensors whose ``nonfinite_steps`` go up. A GPU's news comes a step or two late."""
+    """Finds the first tensors whose ``nonfinite_steps`` increase; on a GPU, a step or two late."""
 
     def __init__(self, before: Tensor | None = None) -> None:
         self._before = before
@@ -119,7 +113,7 @@ class _Nonfinite:
         self._found = False
 
     def look(self, state: ScalingState) -> tuple[list[int], str] | None:
-        """Rows, and the step or steps at which it began, as a word; None where there is nothing new."""
+        """The rows, and the step or range of steps where it began, as text; None if there is nothing new."""
         if self._found or is_capturing(state.amax.is_cuda):
             return None
         if state.device.type == "cpu":
@@ -134,7 +128,7 @@ class _Nonfinite:
         return (rows, step) if rows else None
 
     def wait(self) -> None:
-        """Until the copy on its way has arrived."""
+        """Wait for a copy in flight."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -155,12 +149,12 @@ class _Nonfinite:
 
 
 def _in_backward() -> bool:
-    # gradients are disabled there too, whatever the forward was
+    # gradients are disabled in every backward, whether or not it belongs to training
     return torch._C._current_graph_task_id() != -1
 
 
 def _is_recomputed() -> bool:
-    # Reentrant checkpointing runs a training forward without gradients. Frames are looked at until something is said.
+    # Reentrant checkpointing runs a training forward without gradients. Frames are searched until a warning is given.
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -15,7 +15,7 @@ AmaxAlgorithm = Literal["max", "most_recent"]
 class DelayedScaling:
     """How scales follow the tensors: ``scale = FP8_MAX / (amax * 2**margin)``, with ``amax`` from past steps.
 
-    The field names and defaults are those of the field's reference implementation, so a recipe moves over unchanged.
+    The field names and defaults are those of the field's reference implementation, so a recipe can be copied unchanged.
 
     Args:
         margin: powers of two kept free above the largest past value, an integer from 0 to 127.
@@ -25,7 +25,7 @@ class DelayedScaling:
         reduce_amax: under ``torch.distributed``, take the maximum over all ranks, so that scales agree on every rank.
 
     Raises:
-        ValueError: for a field outside its rule; the message has the field, the rule and the value.
+        ValueError: for an invalid field; the message has the field, the rule and the value.
 
     >>> DelayedScaling(amax_history_len=16).amax_compute_algo
     'max'

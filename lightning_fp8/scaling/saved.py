@@ -47,13 +47,13 @@ def from_entries(state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]
     for field in ("amax", "scale", "nonfinite_steps"):
         values = [entries[name][field].reshape(()).cpu() for name in names]
         getattr(state, field).data[: state.delayed] = torch.stack(values).to(state.device)
-    for module, switch in enumerate(state.switches):
-        # checkpoints of 0.3.0 and before do not have it
-        switch.in_fp8 = bool(entries[names[module]].get("in_fp8", True))
+    for module in range(len(state.module_names)):
+        # checkpoints up to 0.3.0 do not have it
+        state.switches[module].in_fp8 = bool(entries[names[module]].get("in_fp8", True))
 
 
 def _check_names(names: Sequence[str], entries: Mapping[str, Any], of_weights: Sequence[str]) -> None:
-    # checkpoints of 0.5.0 and before have entries of weights
+    # checkpoints up to 0.5.0 have entries of weights
     known = {*names, *of_weights}
     missing = [name for name in names if name not in entries]
     unexpected = [name for name in entries if name not in known]
@@ -80,7 +80,7 @@ def _check_entry(name: str, entry: Any) -> None:
             f"The scaling state of {name!r} must hold single real numbers, and a list of them in `amax_history`, got"
             f" {found}."
         )
-    # in the dtype that they will have: what float64 holds may be inf or 0 in float32
+    # in float32, as in the state: a float64 value may become inf or 0
     amax, history, scale = (values[field].detach().cpu().float() for field in ("amax", "amax_history", "scale"))
     filled = history > 0
     if not (scale.isfinite().all() and (scale > 0).all()):
@@ -90,7 +90,7 @@ def _check_entry(name: str, entry: Any) -> None:
             f"The scaling state of {name!r} must have a history of finite amaxes above 0, newest first and zeros only"
             f" behind them, got {history[:6].tolist()}{'' if len(history) <= 6 else ' ...'}."
         )
-    # one that is inf or NaN has been recorded so, and the next update leaves it out
+    # inf and NaN are valid recorded values, which the next update leaves out
     if (amax < 0).any():
         raise ValueError(f"The scaling state of {name!r} must have an amax of at least 0, got {amax.item()}.")
     steps = values["nonfinite_steps"].item()

@@ -1,4 +1,4 @@
-"""What the scales of a model do to its tensors, in numbers."""
+"""Statistics of the tensors of a scaling state: scales, amaxes, headroom, and fractions of lost numbers."""
 
 from __future__ import annotations
 
@@ -21,37 +21,41 @@ QUANTITIES = (
 
 
 def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Each of ``QUANTITIES`` as ``[R] float64`` on the CPU, NaN where a tensor does not have it; all in one copy.
+    """Each of ``QUANTITIES`` as ``[R] float64`` on the CPU, NaN where a tensor does not have it.
+
+    It takes one copy from the device.
 
     Args:
-        state: the scaling state; fractions are of what it has counted, see :meth:`ScalingState.start_counting`.
-        sum_over_processes: applied to the counts, which belong to one process so far; amaxes have been reduced before.
+        state: the scaling state; fractions are those of ``state.cast_counts``.
+        sum_over_processes: applied to the counts, which are those of one process; amaxes are already reduced.
     """
-    counts = state.counts if state.counts is not None else state.amax.new_zeros(len(state.names), 4)
+    counts = state.cast_counts.values
+    counts = state.amax.new_zeros(len(state.names), 4) if counts is None else counts
     of_weights = state.amax[state.delayed :]
     columns = (
         state.scale,
         torch.cat([state.amax_history[0], of_weights]),
         torch.cat([state.amax_history.amax(dim=0), torch.full_like(of_weights, float("nan"))]),
         state.nonfinite_steps,
+        state.fp8_max,
         *sum_over_processes(counts).unbind(dim=1),
     )
     copied = torch.stack([column.double() for column in columns]).cpu()
-    scale, amax, largest, nonfinite, numbers, saturated, nonzero, underflowed = copied
+    scale, amax, largest, nonfinite, fp8_max, numbers, saturated, nonzero, underflowed = copied
     nothing = torch.full_like(scale, float("nan"))
     quantities = {
         "scale": scale,
         "amax": amax,
         "amax_history_max": largest,
-        # a weight's scale follows what it holds, so it has no history and nothing to grow into
-        "headroom_bits": headroom_bits(state.fp8_max_on_host, amax, scale).where(largest.isfinite(), nothing),
-        # 0 / 0 is NaN: not cast
+        # a weight has current scaling, so it has no history and no headroom
+        "headroom_bits": headroom_bits(fp8_max, amax, scale).where(largest.isfinite(), nothing),
+        # 0 / 0 is NaN: the tensor was not cast
         "saturated_fraction": saturated / numbers,
         "underflowed_fraction": torch.where(numbers > 0, underflowed / nonzero.clamp(min=1), nothing),
         "nonfinite_steps": nonfinite,
     }
-    # what a layer left behind when it fell back says nothing about the run
-    in_fp8 = state.rows_in_fp8
+    # the last values of a layer that fell back say nothing about the run
+    in_fp8 = state.switches.rows_in_fp8
     return {quantity: values.where(in_fp8, nothing) for quantity, values in quantities.items()}
 
 

@@ -20,7 +20,7 @@ def table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, float, str]]
 
 
 def aligned(lines: Sequence[Sequence[str]], words: int) -> list[list[str]]:
-    """Cells as wide as their column; so many columns are words and begin at the left, the others end at the right."""
+    """Cells padded to their column's width; the first ``words`` columns are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     sides = [str.ljust] * words + [str.rjust] * (len(widths) - words)
     return [[side(cell, width) for side, cell, width in zip(sides, line, widths)] for line in lines]

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-# microseconds of one batch: long beside the events' own resolution and a first launch's way to the device
-_BATCH_US = 2000.0
-# of iterations: the device begins idle, as it does not in training, where the host is ahead
-_ITERATIONS_US = 20000.0
+# of one batch: long compared with the resolution of events and the latency of a first launch
+BATCH_US = 2000.0
+# of a batch of iterations, which begins on an idle device; in training the host runs ahead
+ITERATIONS_US = 20_000.0
 _MOST_CALLS = 20000
 # A stream takes about a thousand launches before it makes the host wait.
 _MOST_WAITING = 400
@@ -51,11 +51,6 @@ class Variant:
     tokens: int | None = None
     saved_bytes: Callable[[], int] | None = None
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is this package that is measured, and no baseline."""
-        return self.name.startswith(("lightning_fp8", "auto", "Kernel"))
-
 
 # a variant and a number of calls -> microseconds per call
 Batch = Callable[[Variant, int], float]
@@ -79,38 +74,9 @@ class Times(NamedTuple):
     events_us: float | None = None
 
 
-class Clock(NamedTuple):
-    """How the variants of a suite are timed: what :func:`time_in_turns` takes.
-
-    Attributes:
-        batch: whose times the percentiles are of.
-        host: for ``host_us``, if any.
-        events: for ``events_us``, if any.
-        batch_us: microseconds that a batch is to take at least.
-    """
-
-    batch: Batch
-    host: Batch | None = None
-    events: Batch | None = None
-    batch_us: float = _BATCH_US
-
-
-def clock(timed: str, device: torch.device) -> Clock:
-    """By what a suite times.
-
-    Args:
-        timed: ``"device"``: as eager code runs, where the device may have to wait for the host. ``"kernels"``: the
-            device without such waits, of calls with few launches. ``"host"``: the host. ``"iterations"``: iterations of
-            training, on the wall clock.
-        device: where it runs; on the CPU all but ``"host"`` are one.
-    """
-    if timed == "host":
-        return Clock(host_batch)
-    if device.type != "cuda":
-        return Clock(wall_batch)
-    if timed == "iterations":
-        return Clock(iteration_batch, host_batch, device_batch, _ITERATIONS_US)
-    return Clock(queued_batch if timed == "kernels" else device_batch, host_batch)
+def kernel_batch(device: torch.device) -> Batch:
+    """Times calls with few launches by what the device takes for them; on the CPU by the wall clock."""
+    return queued_batch if device.type == "cuda" else wall_batch
 
 
 def copies_for(bytes: int, device: torch.device) -> int:
@@ -126,26 +92,32 @@ def time_in_turns(
     variants: Sequence[Variant],
     rounds: int,
     batch: Batch,
-    host: Batch | None,
+    host: Batch | None = None,
     events: Batch | None = None,
-    batch_us: float = _BATCH_US,
+    batch_us: float = BATCH_US,
 ) -> dict[str, Times]:
-    """By name; a round has one batch of each variant. The arguments behind ``rounds`` are those of a :class:`Clock`."""
+    """Times by name; each round runs one batch of each variant.
+
+    Args:
+        variants: in their order.
+        rounds: batches of each.
+        batch: what the percentiles are of.
+        host: for ``host_us``, if any.
+        events: for ``events_us``, if any.
+        batch_us: a batch has enough calls to take at least this many microseconds.
+    """
     calls = {variant.name: _calls_for(variant, batch, batch_us) for variant in variants}
-    measured: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    on_host: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    between_events: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    few = {name: max(1, min(number // _HOST_SHARE, _MOST_HOST_CALLS)) for name, number in calls.items()}
+    clocks = ((batch, calls), (host, few), (events, calls))
+    measured: dict[str, list[list[float]]] = {variant.name: [[], [], []] for variant in variants}
     for _ in range(rounds):
         for variant in variants:
-            measured[variant.name].append(batch(variant, calls[variant.name]))
-            if host is not None:
-                few = max(1, min(calls[variant.name] // _HOST_SHARE, _MOST_HOST_CALLS))
-                on_host[variant.name].append(host(variant, few))
-            if events is not None:
-                between_events[variant.name].append(events(variant, calls[variant.name]))
+            for times, (of, numbers) in zip(measured[variant.name], clocks):
+                if of is not None:
+                    times.append(of(variant, numbers[variant.name]))
     return {
-        name: Times(*percentiles(times), _median(on_host[name]), _median(between_events[name]))
-        for name, times in measured.items()
+        name: Times(*percentiles(times), *(percentiles(other)[1] if other else None for other in others))
+        for name, (times, *others) in measured.items()
     }
 
 
@@ -155,10 +127,6 @@ def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
         return times[0], times[0], times[0]
     p20, p50, p80 = statistics.quantiles(times, n=10, method="inclusive")[1::3]
     return p20, p50, p80
-
-
-def _median(times: list[float]) -> float | None:
-    return percentiles(times)[1] if times else None
 
 
 def queued_batch(variant: Variant, calls: int) -> float:
@@ -187,15 +155,7 @@ def device_batch(variant: Variant, calls: int, head_start_us: float = 0.0) -> fl
 
 
 def wall_batch(variant: Variant, calls: int) -> float:
-    """On the CPU, where calls return when they are done."""
-    kept = _warmed_up(variant)
-    start = time.perf_counter()
-    _rotate(variant, calls, kept)
-    return 1e6 * (time.perf_counter() - start) / calls
-
-
-def iteration_batch(variant: Variant, calls: int) -> float:
-    """On the wall clock, from an idle device on until it is idle again."""
+    """On the wall clock, from an idle device until it is idle again; on the CPU calls return when they are done."""
     kept = _warmed_up(variant)
     synchronize()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Work in a process of its own: what hangs or crashes there costs no more than itself."""
+"""Jobs in another process: one that hangs or crashes affects nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def held_interrupts() -> Iterator[None]:
-    """Let a Ctrl-C inside come at the end: one that comes while a process is started leaves it running, unknown."""
+    """Delay Ctrl-C until the end: during the start of a process it would leave that running, unknown to anyone."""
     # elsewhere none arrives
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -41,7 +41,7 @@ def held_interrupts() -> Iterator[None]:
 
 
 def run(command: Sequence[str], output: IO[str]) -> int:
-    """The status of a program that is run to its end; what it prints goes to ``output``.
+    """Run a program to its end, with its output in ``output``, and return its status.
 
     On Ctrl-C it is first asked to end, so that it can end what it has started elsewhere.
     """
@@ -67,9 +67,9 @@ def why_it_ended(status: int, printed: str) -> str:
 
 
 def _end(process: subprocess.Popen[Any], by: signal.Signals = signal.SIGKILL) -> None:
-    """Signal it and what it has started, which is why each is a group of its own.
+    """Signal the process and what it has started: each is the leader of a process group.
 
-    A driver may take its time to let go of it: that is not waited for long.
+    The wait is short, as a driver may take long to release a process.
     """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, by)
@@ -78,14 +78,14 @@ def _end(process: subprocess.Popen[Any], by: signal.Signals = signal.SIGKILL) ->
 
 
 class Answer(NamedTuple):
-    """What came of a job: ``found``, or in one line why there is nothing."""
+    """The result of a job, or in one line why there is none."""
 
     found: dict[str, Any] | None
     failure: str | None
 
 
 class Worker:
-    """Has a process work on jobs, one after the other; use it as a context.
+    """Runs jobs in another process, one after the other; a context manager.
 
     A process that ends early, or takes longer over a job than its limit, is killed; the job has failed, and a new
     process is started for the next.
@@ -105,7 +105,7 @@ class Worker:
         self._end()
 
     def answer(self, job: Job, limit_s: float) -> Answer:
-        """What comes of a job within so many seconds, the start of a process left out of account."""
+        """The answer to a job within ``limit_s`` seconds, not counting the start of a process."""
         if self._child is None:
             with held_interrupts():
                 self._child = _Child(self._command)
@@ -121,12 +121,12 @@ class Worker:
 
 
 def serve(work: Callable[[Job], dict[str, Any]]) -> None:
-    """Be such a process: answer each line of standard input, JSON, by one line of standard output.
+    """Run in the worker's process: answer each line of JSON on standard input with one on standard output.
 
     It ends with the process that started it, however that ends.
     """
     if sys.platform == "linux":
-        # a kernel that hangs would hold the device for ever
+        # or a kernel that hangs would occupy the device forever
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # what libraries print goes elsewhere
     with os.fdopen(os.dup(1), "w") as output:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks import command, plot
+from benchmarks import command, plot, progress
 from benchmarks.case import Case
+from benchmarks.clock import clock
 from benchmarks.run import Run
 from benchmarks.suites import SUITES, Suite
-from lightning_fp8.tools import progress, timing
 from lightning_fp8.tools.report.pictures import COLOURS
 from lightning_fp8.tools.timing import Variant
 
@@ -231,8 +231,8 @@ def test_a_second_chart_where_tokens_are_counted(tmp_path: Path, monkeypatch: py
     assert plot.draw(rows, {"cast": "ours", "train": "bf16"}, tmp_path / "a.png")
     titles = [(axes.get_title(), axes.get_xlabel()) for axes in drawn[0].axes]
     assert titles == [
-        ("cast", "p50 beside ours: less is faster"), ("train", "p50 beside bf16: less is faster"),
-        ("train, tokens/s", "tokens a second: more is faster"),
+        ("cast", "p50 relative to ours: lower is faster"), ("train", "p50 relative to bf16: lower is faster"),
+        ("train, tokens/s", "tokens per second: higher is faster"),
     ]  # fmt: skip
     # where the baseline is, and nowhere among tokens
     assert [[line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 2] for axes in drawn[0].axes] == [
@@ -255,7 +255,7 @@ def test_a_chart_for_each_suite_that_has_bars(tmp_path: Path, monkeypatch: pytes
     (figure,) = drawn
     assert [axes.get_title() for axes in figure.axes] == ["gemm", "cast"]
     assert [axes.get_xlabel() for axes in figure.axes] == [
-        "p50 beside cublaslt: less is faster", "p50 beside torch.compile: less is faster",
+        "p50 relative to cublaslt: lower is faster", "p50 relative to torch.compile: lower is faster",
     ]  # fmt: skip
     assert all(axes.get_legend() is not None for axes in figure.axes)
     assert not plot.draw(ROWS, {"launch": "driver"}, tmp_path / "a.png")
@@ -343,4 +343,4 @@ def test_a_new_suite_needs_no_more_than_a_row(suites: dict[str, list[Any]], caps
     command.SUITES["layer"] = Suite(cases, "iterations", "theirs")
     run("--suite", "layer")
     assert "TFLOP/s" in capsys.readouterr().out
-    assert Run("layer", command.SUITES["layer"], CPU, 1, {}).clock == timing.clock("iterations", CPU)
+    assert Run("layer", command.SUITES["layer"], CPU, 1, {}).clock == clock("iterations", CPU)

@@ -96,7 +96,7 @@ def test_the_whole_suite_on_the_cpu(
     # in the compiled case each variant to check it and to time it, and never the reference
     assert len(compiled) == 2 * len(variants)
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
-    line = next(line for line in printed.splitlines() if line.startswith("lightning_fp8 beside others"))
+    line = next(line for line in printed.splitlines() if line.startswith("lightning_fp8 compared with others"))
     assert all(f"{case}: " in line for case in cases)
     assert line.count("times the speed of bf16-mixed") == 2
     assert "tokens/s  saved MiB" in printed
@@ -262,9 +262,15 @@ def gradients(*values: float) -> dict[str, Tensor]:
 REFERENCE = Start([2.0, 1.0], gradients(3.0, 4.0, 0.0))
 # cosines by hand: 25 / (5 * sqrt(25 + d**2)), which is 0.98 at d = 1.0153
 WRONG = {
-    "a loss": (Start([2.041, 1.0], gradients(3, 4, 0)), "a loss of 2.0410 beside 2.0000 of bf16-mixed in step 1"),
-    "a lower loss": (Start([1.959, 1.0], gradients(3, 4, 0)), "a loss of 1.9590 beside 2.0000 of bf16-mixed in step 1"),
-    "a later loss": (Start([2.0, 1.021], gradients(3, 4, 0)), "a loss of 1.0210 beside 1.0000 of bf16-mixed in step 2"),
+    "a loss": (Start([2.041, 1.0], gradients(3, 4, 0)), "a loss of 2.0410 in step 1, where bf16-mixed has 2.0"),
+    "a lower loss": (
+        Start([1.959, 1.0], gradients(3, 4, 0)),
+        "a loss of 1.9590 in step 1, where bf16-mixed has 2.0",
+    ),
+    "a later loss": (
+        Start([2.0, 1.021], gradients(3, 4, 0)),
+        "a loss of 1.0210 in step 2, where bf16-mixed has 1.0",
+    ),
     "NaN": (Start([math.nan, 1.0], gradients(3, 4, 0)), "a loss of nan"),
     "no gradient": (Start([2.0, 1.0], {"a": torch.ones(2)}), "no gradient of b of shape (1,)"),
     "another shape": (Start([2.0, 1.0], {"a": torch.ones(2), "b": torch.ones(2)}), "no gradient of b of shape (1,)"),
@@ -477,8 +483,8 @@ def test_the_last_line() -> None:
         row("alone", "lightning_fp8", 500.0, None), row("theirs", "bf16-mixed", 500.0, None),
     ]  # fmt: skip
     assert trainer_precisions.summary(rows) == (
-        "lightning_fp8 beside others. x, eager: 1.50 times the speed of bf16-mixed, 0.75 of its peak memory; 0.75 times"
-        " the speed of torchao, 0.50 of its peak memory. x, compiled: 2.00 times the speed of bf16-mixed."
+        "lightning_fp8 compared with others. x, eager: 1.50 times the speed of bf16-mixed, 0.75 of its peak memory;"
+        " 0.75 times the speed of torchao, 0.50 of its peak memory. x, compiled: 2.00 times the speed of bf16-mixed."
     )
     assert trainer_precisions.summary(rows[-2:]) is None
     assert trainer_precisions.summary([]) is None

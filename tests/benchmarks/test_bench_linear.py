@@ -143,7 +143,7 @@ def test_each_result_is_compared(name: str) -> None:
     # 20 and 15 dB are a tenth and 0.178 of the signal
     inside, outside = (1.08, 1.12) if name == "y" else (1.15, 1.22)
     assert compare(lambda x: x * inside) is None
-    words = f"^{name} with an SQNR of {least - 1}\\.\\d dB beside fp32, where {least} is the least$"
+    words = f"^{name} with an SQNR of {least - 1}\\.\\d dB against fp32, where {least} is the least$"
     assert re.match(words, str(compare(lambda x: x * outside)))
     assert "SQNR of nan" in str(compare(lambda x: x * float("nan")))
     assert compare(lambda x: x[..., 1:]) == f"no {name} of shape {tuple(right[name][..., 1:].shape)}"
@@ -164,7 +164,7 @@ def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     real = linear.convert
     monkeypatch.setattr(linear, "convert", wrong)
-    words = r"\nlinear, 64 tokens, 32 -> 48: lightning_fp8 gave y with an SQNR of 1\d\.\d dB beside fp32, where 20 is"
+    words = r"\nlinear, 64 tokens, 32 -> 48: lightning_fp8 gave y with an SQNR of 1\d\.\d dB against fp32, where 20 is"
     with pytest.raises(SystemExit, match=words):
         run(tmp_path, "linear, 64")
     assert {row["case"].partition(",")[0] for row in written(tmp_path)} == {"linear-GELU-linear"}

@@ -86,8 +86,8 @@ def test_one_copy_from_the_device_per_logging_step(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copied.append(self.shape) or original(self))
     callback = ScaleFactorLogger(every_n_steps=2)
     make_trainer(tmp_path, logger=CSVLogger(tmp_path), callbacks=[callback]).fit(seeded(), loader())
-    # eight numbers of six tensors, at two of four steps
-    assert copied.count(torch.Size([8, 6])) == 2
+    # nine numbers of six tensors, at two of four steps
+    assert copied.count(torch.Size([9, 6])) == 2
 
 
 def quantities_by_hand(state: ScalingState, row: int) -> dict[str, float]:
@@ -155,15 +155,15 @@ def test_counts_are_those_of_the_codes(half: str, request: pytest.FixtureRequest
         model.weight.fill_(0.5)
         model.weight[0, 0] = 7.0
     state = scaling_state(model)
-    state.start_counting(request)
+    state.cast_counts.start(request)
     model(x).backward(dy)
     # numbers, saturated, other than zero, underflowed; a NaN has no part in any of them
     # of the weight nothing is lost: its scale is that of the 7
-    assert state.counts.tolist() == [[16, 3, 15, 2], [16, 1, 15, 1], [64, 0, 64, 0]]
+    assert state.cast_counts.values.tolist() == [[16, 3, 15, 2], [16, 1, 15, 1], [64, 0, 64, 0]]
     codes = fp8_numpy.saturating_cast(x.numpy(), state.scale[0].numpy(), "e4m3")
     assert ((codes & 0x7F == 0) & (x.numpy() != 0)).sum() == 2
-    state.stop_counting(request)
-    assert state.counts is None
+    state.cast_counts.stop(request)
+    assert state.cast_counts.values is None
 
 
 def test_counts_of_a_feed_forward_block(request: pytest.FixtureRequest) -> None:
@@ -174,10 +174,10 @@ def test_counts_of_a_feed_forward_block(request: pytest.FixtureRequest) -> None:
         # of the activation's output, and of the gradient of its input, a part is beyond the range and a part zero
         state.amax[: state.delayed] = torch.tensor([1.0, 0.5, 1e-3, 1e-2])
         state.update()
-        state.start_counting(model)
+        state.cast_counts.start(model)
         x = torch.randn(40, 16)
         fp8_feed_forward(model[0], "relu", model[1], x).backward(torch.randn(40, 8).exp() * 1e-2)
-        return state.counts
+        return state.cast_counts.values
 
     expected = counts()
     request.getfixturevalue("cuda_half")
@@ -191,10 +191,10 @@ def test_counts_of_a_feed_forward_block(request: pytest.FixtureRequest) -> None:
 def test_nan_is_no_number() -> None:
     model, x, _ = known_counts()
     state = scaling_state(model)
-    state.start_counting(model)
+    state.cast_counts.start(model)
     x[1, 0] = float("nan")
     model(x).sum().backward()
-    assert state.counts[0].tolist() == [15, 2, 14, 2]
+    assert state.cast_counts.values[0].tolist() == [15, 2, 14, 2]
 
 
 def test_evaluation_and_other_steps_count_nothing(tmp_path: Path) -> None:
@@ -202,11 +202,11 @@ def test_evaluation_and_other_steps_count_nothing(tmp_path: Path) -> None:
 
     class Watching(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            counting.append(scaling_state(self).counts is not None)
+            counting.append(scaling_state(self).cast_counts.values is not None)
             return super().training_step(batch, batch_idx)
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            before = scaling_state(self).counts
+            before = scaling_state(self).cast_counts.values
             super().validation_step(batch, batch_idx)
             assert before is None
 
@@ -220,7 +220,7 @@ def test_evaluation_and_other_steps_count_nothing(tmp_path: Path) -> None:
     trainer.fit(model, loader(rows=16 * 12), loader())
     # two micro-batches a step; steps 2, 3, 4 and 6 are logged by either
     assert counting == [step in (2, 3, 4, 6) for step in range(1, 7) for _ in range(2)]
-    assert scaling_state(model).counts is None
+    assert scaling_state(model).cast_counts.values is None
 
 
 def test_an_exception_leaves_nobody_counting(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_an_exception_leaves_nobody_counting(tmp_path: Path) -> None:
     model = seeded(Failing)
     with pytest.raises(ZeroDivisionError):
         make_trainer(tmp_path, callbacks=[ScaleFactorLogger(1)], logger=CSVLogger(tmp_path)).fit(model, loader())
-    assert scaling_state(model).counts is None
+    assert scaling_state(model).cast_counts.values is None
 
 
 def test_a_fit_without_a_step_leaves_nobody_counting(tmp_path: Path) -> None:
@@ -241,21 +241,21 @@ def test_a_fit_without_a_step_leaves_nobody_counting(tmp_path: Path) -> None:
             self.automatic_optimization = False
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
-            assert scaling_state(self).counts is not None
+            assert scaling_state(self).cast_counts.values is not None
             self.manual_backward(self.step(batch))
 
     model = seeded(Idle)
     make_trainer(tmp_path, callbacks=[ScaleFactorLogger(1)], logger=CSVLogger(tmp_path)).fit(model, loader())
-    assert scaling_state(model).counts is None
+    assert scaling_state(model).cast_counts.values is None
 
 
 def test_copies_of_a_model_do_not_count() -> None:
     model, x, _ = known_counts()
-    scaling_state(model).start_counting(test_copies_of_a_model_do_not_count)
+    scaling_state(model).cast_counts.start(test_copies_of_a_model_do_not_count)
     other = copy.deepcopy(model)
     other(x).sum().backward()
-    assert scaling_state(other).counts is None
-    assert scaling_state(model).counts.count_nonzero() == 0
+    assert scaling_state(other).cast_counts.values is None
+    assert scaling_state(model).cast_counts.values.count_nonzero() == 0
 
 
 def test_two_optimizers_in_one_batch(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ from lightning_fp8 import ScaleFactorLogger, scaling_state
 class Keep(Callback):
     def on_train_batch_end(self, trainer, module, *_):
         name = f"/counts{{trainer.global_rank}}-{{trainer.global_step}}.pt"
-        torch.save(scaling_state(module).counts, {path!r} + name)
+        torch.save(scaling_state(module).cast_counts.values, {path!r} + name)
 
 torch.set_num_threads(1)
 trainer = make_trainer({path!r}, strategy="ddp", devices=2, logger=CSVLogger({path!r}, version=0),

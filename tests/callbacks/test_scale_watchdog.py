@@ -14,7 +14,7 @@ from processes import run_script
 from torch import Tensor, nn
 from watched_models import NEVER, Vanishing
 
-from lightning_fp8 import Fp8Precision, ScaleWatchdog, convert, scaling_state
+from lightning_fp8 import Fp8Precision, ScaleWatchdog, convert, fall_back, fallbacks, scaling_state
 from lightning_fp8.callbacks.watch import CONDITIONS, Findings, Limits, Watch
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.ops.formats import DELAYED_ROLES
@@ -85,8 +85,8 @@ def test_a_healthy_run_is_left_alone(
     assert torch.equal(torch.stack(watched.losses), torch.stack(plain.losses))
     assert not [warning for warning in recwarn if "ScaleWatchdog" in str(warning.message)]
     state = scaling_state(watched)
-    assert state.fallbacks == ()
-    assert state.counts is None
+    assert state.switches.fallbacks == ()
+    assert state.cast_counts.values is None
     assert state.before_update == []
 
 
@@ -214,13 +214,15 @@ def test_ten_numbers_at_each_check(condition: str) -> None:
     watch = Watch(state, Limits(None, None, checks_in_a_row=2, **limits))
 
     def check(*lost: int) -> Findings:
-        state.start_counting(watch)
-        assert state.counts is not None
+        state.cast_counts.start(watch)
+        assert state.cast_counts.values is not None
         for row, number in enumerate(lost):
             # of forty numbers each, 80 with zeros, of which eight may be lost
-            state.counts[row] = torch.tensor([40, number, 40, 0] if condition == "saturated" else [80, 0, 40, number])
+            state.cast_counts.values[row] = torch.tensor(
+                [40, number, 40, 0] if condition == "saturated" else [80, 0, 40, number]
+            )
         findings = watch.check(0, lambda tensor: tensor)
-        state.stop_counting(watch)
+        state.cast_counts.stop(watch)
         return findings
 
     assert check(11, 11, 10, 9).tensors[condition] == {}
@@ -252,7 +254,7 @@ def test_fallback_moves_the_layer_and_a_resumed_run_keeps_it(tmp_path: Path) -> 
     )
     with pytest.warns(UserWarning, match=r"turned into zero.*\n  In bf16 from now on: net.0\."):
         trainer.fit(model, loader())
-    assert scaling_state(model).fallbacks == ("net.0",)
+    assert fallbacks(model) == ("net.0",)
     trainer.save_checkpoint(tmp_path / "fallen.ckpt")
 
     whole = seeded(Vanishing)
@@ -261,11 +263,11 @@ def test_fallback_moves_the_layer_and_a_resumed_run_keeps_it(tmp_path: Path) -> 
     # without the callback
     resumed = seeded(Vanishing)
     make_trainer(tmp_path, max_epochs=4).fit(resumed, loader(), ckpt_path=tmp_path / "fallen.ckpt")
-    assert scaling_state(resumed).fallbacks == ("net.0",)
+    assert fallbacks(resumed) == ("net.0",)
     assert torch.equal(torch.stack(whole.losses[8:]), torch.stack(resumed.losses))
     evaluated = seeded(Vanishing)
     make_trainer(tmp_path).validate(evaluated, loader(), ckpt_path=tmp_path / "fallen.ckpt", verbose=False)
-    assert scaling_state(evaluated).fallbacks == ("net.0",)
+    assert fallbacks(evaluated) == ("net.0",)
 
 
 def test_a_run_resumed_with_fallbacks_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -285,7 +287,7 @@ def test_what_no_single_layer_is_to_blame_for_moves_none(model: Any, condition: 
     options = {**NEVER, "nonfinite_steps": 2, "stale_steps": 4}
     with pytest.warns(UserWarning, match=condition) as caught:
         fit(tmp_path, ScaleWatchdog("fallback", 4, **options), fitted)
-    assert scaling_state(fitted).fallbacks == ()
+    assert fallbacks(fitted) == ()
     assert all("from now on" not in str(warning.message) for warning in caught)
 
 
@@ -332,7 +334,7 @@ def test_other_precisions_and_bad_input(tmp_path: Path) -> None:
 
 
 def test_fallbacks_and_a_gather_in_fp8_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="cannot be combined"):
         fit(tmp_path, ScaleWatchdog("fallback"), plugins=Fp8Precision(fp8_all_gather=True))
     with pytest.raises(ValueError, match="Regression has no FP8 layer whose weight FSDP2 shards"):
         fit(tmp_path, ScaleWatchdog(), plugins=Fp8Precision(fp8_all_gather=True))
@@ -348,7 +350,7 @@ def test_an_exception_leaves_nothing_behind(tmp_path: Path) -> None:
     model = seeded(Failing)
     with pytest.raises(KeyError, match="mine"):
         fit(tmp_path, ScaleWatchdog(every_n_steps=1), model)
-    assert scaling_state(model).counts is None
+    assert scaling_state(model).cast_counts.values is None
     assert scaling_state(model).before_update == []
 
 
@@ -424,7 +426,7 @@ import warnings
 import torch, torch.distributed as dist
 from lit import loader, make_trainer, seeded
 from watched_models import NEVER, Vanishing
-from lightning_fp8 import ScaleWatchdog, scaling_state
+from lightning_fp8 import ScaleWatchdog, fallbacks, scaling_state
 
 
 class OnOneRank(Vanishing):
@@ -440,7 +442,7 @@ with warnings.catch_warnings(record=True) as caught:
     make_trainer({path!r}, strategy="ddp", devices=2, max_epochs=4, callbacks=[watchdog]).fit(model, loader())
 if dist.get_rank() == 0:
     open({path!r} + "/warnings", "w").write("".join(str(warning.message) for warning in caught))
-torch.save((scaling_state(model).fallbacks, scaling_state(model).scale, model.net[0].weight.detach()),
+torch.save((fallbacks(model), scaling_state(model).scale, model.net[0].weight.detach()),
            {path!r} + f"/rank{{dist.get_rank()}}.pt")
 """
 
@@ -462,7 +464,7 @@ def test_fallen_layers_are_not_watched_any_more(tmp_path: Path) -> None:
     model = seeded(EvalLayer)
     plugin = Fp8Precision()
     plugin.convert_module(model)
-    scaling_state(model).fall_back("net.2")
+    fall_back(model, "net.2")
     fit(tmp_path, ScaleWatchdog("raise", 2, **{**NEVER, "stale_steps": 2}), model, plugins=plugin)
     layer = model.net[2]
     assert isinstance(layer, Fp8Module)

@@ -63,7 +63,7 @@ def test_subclasses_and_replaced_forwards_are_left_alone() -> None:
     convert(model)
     rows = {row.path: row for row in describe(model)}
     assert {path for path, row in rows.items() if row.converted} == {"plain", "attention", "attention.out_proj"}
-    assert "a Special; converted are nn.Linear," in rows["special"].reason
+    assert "a Special; only nn.Linear," in rows["special"].reason
     assert "was replaced on the object" in rows["patched"].reason
     assert rows["attention"].reason == "converted, 4 -> 12"
     assert rows["attention.out_proj"].kind == "NonDynamicallyQuantizableLinear"

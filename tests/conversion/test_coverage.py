@@ -24,6 +24,7 @@ from lightning_fp8 import (
     convert,
     describe,
     export,
+    fall_back,
     load_exported,
     scaling_state,
 )
@@ -219,7 +220,7 @@ def test_at_most_three_others_and_layers_among_them() -> None:
         coverage(conversion_plan(model))
         == f"1 of 5 linear layers run in FP8, with 2% of the parameters; the largest others: {named}"
     )
-    scaling_state(model).fall_back("layer8")
+    fall_back(model, "layer8")
     assert coverage(conversion_plan(model)).startswith("0 of 5 linear layers run in FP8, with 0% of the parameters")
 
 

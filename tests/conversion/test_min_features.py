@@ -161,8 +161,8 @@ def test_other_reasons_come_first() -> None:
     convert(model, ignore_modules=("0",), min_features=8)
     found = reasons(model, ignore_modules=("0",))
     assert found["0"] == "matches `ignore_modules`"
-    assert found["1"].startswith("a Special; converted are nn.Linear,")
-    assert found["3"].startswith("a Bilinear; converted are nn.Linear,")
+    assert found["1"].startswith("a Special; only nn.Linear,")
+    assert found["3"].startswith("a Bilinear; only nn.Linear,")
 
 
 def test_rows_of_a_model_that_is_not_converted() -> None:
@@ -250,7 +250,7 @@ def test_without_a_gpu_auto_converts_all(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_unmeasured_auto_is_an_estimate_and_says_so_once(gpu: Path) -> None:
-    with pytest.warns(UserWarning, match=r"is 1024 on NVIDIA H200, which is an estimate .*tune --min-features"):
+    with pytest.warns(UserWarning, match=r"is 1024 on NVIDIA H200, an estimate .*tune --min-features"):
         assert min_features.as_number("auto") == 1024
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -16,7 +16,7 @@ from lit import Regression, loader, make_trainer, seeded
 from processes import DEVICES, all_end_well, as_ranks, run_processes
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_fp8 import Fp8Precision, fsdp2_policy, scaling_state
+from lightning_fp8 import Fp8Precision, fall_back, fsdp2_policy, scaling_state
 from lightning_fp8.modules.gathered_weight import GatheredWeight
 from lightning_fp8.ops.formats import FORMATS
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 COMMON = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from lightning_fp8 import fsdp2_policy
+from lightning_fp8 import fall_back, fsdp2_policy
 from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
 from lightning_fp8.modules.gathered_weight import GatheredWeight
 
@@ -406,9 +406,9 @@ tied = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
 tied[1].weight = tied[0].weight
 result["tied"] = message(lambda: gather_in_fp8(convert(fully_shard(tied))))
 model = convert(sharded(Net()))
-scaling_state(model).fall_back("last")
+fall_back(model, "last")
 result["names"] = gather_in_fp8(model)
-result["fall back"] = message(lambda: scaling_state(model).fall_back("first"))
+result["fall back"] = message(lambda: fall_back(model, "first"))
 train(model, steps=1)
 """
     for rank in run(body, tmp_path, device=device):
@@ -439,7 +439,7 @@ class Sharded(Regression):
         state = scaling_state(self)
         entries = (state.amax_history > 0).sum(0).cpu()
         scale = state.scale.to("cpu", copy=True)
-        return {"scale": scale, "entries": entries, "weights": weights, "fallbacks": state.fallbacks}
+        return {"scale": scale, "entries": entries, "weights": weights, "fallbacks": state.switches.fallbacks}
 
 
 def train_sharded(path: Path, what: str, gather: bool, device: str) -> None:
@@ -458,7 +458,7 @@ def train_sharded(path: Path, what: str, gather: bool, device: str) -> None:
     trainer.fit(model, loader(128), loader(), ckpt_path=checkpoint if what == "resume" else None)
     if what == "save":
         if not gather:
-            scaling_state(model).fall_back("net.2")
+            fall_back(model, "net.2")
         trainer.save_checkpoint(checkpoint)
     found = {"start": model.start, "end": model.whole(), "losses": torch.stack(model.losses).cpu()}
     torch.save(found, path / f"{what}{trainer.global_rank}.pt")

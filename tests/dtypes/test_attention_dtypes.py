@@ -143,7 +143,7 @@ def test_warn_names_each_place_once(precision: Any, backend: str | None) -> None
         for _ in range(3):
             assert call(x).dtype == torch.bfloat16
     again = WORDS.replace("blocks.0", "blocks.1")
-    assert said(caught) == [f"{WORDS}: brought to bfloat16.", f"{again}: brought to bfloat16."]
+    assert said(caught) == [f"{WORDS}: cast to bfloat16.", f"{again}: cast to bfloat16."]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -38,9 +38,9 @@ def test_rows_of_parameters_gradients_buffers_and_optimizer_state() -> None:
     assert [kinds.count(kind) for kind in ("parameter", "gradient", "buffer", "optimizer state")] == [6, 6, 3, 12]
     assert sum(row.elements for row in report.rows if row.kind == "parameter") == 8 * 8 + 8 + 16 + 8 * 2 + 2
     lines = str(report).splitlines()
-    assert lines[0].split() == ["what", "dtype", "promised", "tensors", "elements", "bytes"]
-    assert lines[1].split() == ["parameter", "float32", "float32", "6", "106", "424", "kept"]
-    assert any(line.split() == ["buffer", "int64", "int64", "1", "1", "8", "kept"] for line in lines)
+    assert lines[0].split() == ["what", "actual", "expected", "tensors", "elements", "bytes"]
+    assert lines[1].split() == ["parameter", "float32", "float32", "6", "106", "424", "ok"]
+    assert any(line.split() == ["buffer", "int64", "int64", "1", "1", "8", "ok"] for line in lines)
 
 
 def test_each_kind_of_violation_is_named() -> None:
@@ -50,17 +50,17 @@ def test_each_kind_of_violation_is_named() -> None:
     net[2].weight.grad = None
     net[2].weight.data = net[2].weight.data.bfloat16()
     found = audit(net, torch.float32, optimizers=[optimizer], buffer_dtypes=before).violations
-    assert [(row.kind, row.name, row.dtype) for row in found] == [
+    assert [(row.kind, row.name, row.actual) for row in found] == [
         ("parameter", "2.weight", torch.bfloat16),
         ("buffer", "1.running_mean", torch.float64),
         ("optimizer state", "0.weight: exp_avg", torch.bfloat16),
     ]
     text = str(audit(net, torch.float32))
-    assert "NOT KEPT" in text
-    assert "parameter 2.weight is bfloat16, promised was float32" in text
+    assert "MISMATCH" in text
+    assert "parameter 2.weight: expected float32, actual bfloat16" in text
 
 
-def test_keep_fp32_and_no_promise() -> None:
+def test_keep_fp32_and_nothing_expected() -> None:
     net = model().bfloat16()
     assert audit(net).violations == ()
     assert audit(net, torch.bfloat16).violations == ()
@@ -91,7 +91,7 @@ class Encoder(Regression):
 
 @pytest.mark.parametrize("keep", [(), ("*.norm*",)])
 @pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed", "bf16-true"])
-def test_our_precisions_keep_their_promises(
+def test_our_precisions_give_the_expected_dtypes(
     tmp_path: Path, precision: Any, keep: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     callback = DtypeAudit(on_violation="raise")
@@ -104,14 +104,14 @@ def test_our_precisions_keep_their_promises(
     assert {row.kind for row in report.rows} == {"parameter", "gradient", "buffer", "optimizer state"}
     tables = [r.getMessage() for r in caplog.records if "after the first optimizer step:\nwhat" in r.getMessage()]
     assert len(tables) == 1
-    found = {row.dtype for row in report.rows if row.kind in ("parameter", "gradient", "optimizer state")}
+    found = {row.actual for row in report.rows if row.kind in ("parameter", "gradient", "optimizer state")}
     low = {torch.bfloat16} if precision == "bf16-true" else set()
     assert found == (low | {torch.float32} if keep or not low else low)
-    assert {row.name: row.dtype for row in report.rows}["table"] == torch.float32
+    assert {row.name: row.actual for row in report.rows}["table"] == torch.float32
 
 
 @pytest.mark.parametrize("when", ["set-up", "first step"])
-def test_a_promise_that_is_broken_is_told(tmp_path: Path, when: str) -> None:
+def test_a_mismatch_is_reported(tmp_path: Path, when: str) -> None:
     class Broken(Regression):
         def configure_optimizers(self) -> Any:
             if when == "set-up":
@@ -123,9 +123,9 @@ def test_a_promise_that_is_broken_is_told(tmp_path: Path, when: str) -> None:
                 state = self.optimizers().state[self.net[0].bias]
                 state["exp_avg"] = state["exp_avg"].bfloat16()
 
-    with pytest.raises(RuntimeError, match=r"fp8-delayed does not keep what it promises, after (set-up|the first)"):
+    with pytest.raises(RuntimeError, match=r"fp8-delayed differ from those expected, after (set-up|the first)"):
         make_trainer(tmp_path, callbacks=[Late(on_violation="raise")]).fit(seeded(Broken), loader())
-    with pytest.warns(UserWarning, match="does not keep what it promises"):
+    with pytest.warns(UserWarning, match="differ from those expected"):
         make_trainer(tmp_path, callbacks=[Late()], max_steps=1).fit(seeded(Broken), loader())
 
 
@@ -141,7 +141,7 @@ def test_under_lightnings_own_precision_it_only_lists(tmp_path: Path) -> None:
     callback = DtypeAudit(on_violation="raise")
     make_trainer(tmp_path, precision="64-true", callbacks=[callback], max_steps=1).fit(seeded(), loader())
     assert callback.report is not None
-    assert {row.dtype for row in callback.report.rows if row.kind == "parameter"} == {torch.float64}
+    assert {row.actual for row in callback.report.rows if row.kind == "parameter"} == {torch.float64}
 
 
 def test_bad_word() -> None:

@@ -19,7 +19,7 @@ from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Linear, Fp8P
 from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import PLUGINS
 
-# precision, arguments of its plugin, dtype promised
+# precision, arguments of its plugin, dtype expected
 ASKED: list[tuple[str, dict[str, Any], torch.dtype]] = [
     ("fp8-delayed", {}, torch.float32),
     ("fp8-delayed", {"param_dtype": None}, torch.float32),
@@ -69,10 +69,10 @@ def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     return {name: p.dtype for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("precision", "asked", "promised"), ASKED)
+@pytest.mark.parametrize(("precision", "asked", "expected"), ASKED)
 @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
 @pytest.mark.parametrize("empty", [False, True, None])
-def test_init_module(precision: Any, asked: Any, promised: torch.dtype, front_end: str, empty: bool | None) -> None:
+def test_init_module(precision: Any, asked: Any, expected: torch.dtype, front_end: str, empty: bool | None) -> None:
     plugin = PLUGINS[precision](**asked)
     if front_end == "trainer":
         runner: Any = pl.Trainer(plugins=plugin, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
@@ -80,21 +80,21 @@ def test_init_module(precision: Any, asked: Any, promised: torch.dtype, front_en
         runner = lf.Fabric(plugins=plugin, accelerator="cpu", devices=1)
     with runner.init_module(empty_init=empty):
         model = Everything()
-        assert torch.zeros(2).dtype == promised
-    assert set(dtypes(model).values()) == {promised}
+        assert torch.zeros(2).dtype == expected
+    assert set(dtypes(model).values()) == {expected}
     assert model.positions.dtype == torch.float32
     assert model.steps.dtype == torch.int64
     assert torch.get_default_dtype() == torch.float32
 
 
-@pytest.mark.parametrize(("precision", "asked", "promised"), ASKED)
-def test_meta_device_and_materialisation(precision: Any, asked: Any, promised: torch.dtype) -> None:
+@pytest.mark.parametrize(("precision", "asked", "expected"), ASKED)
+def test_meta_device_and_materialisation(precision: Any, asked: Any, expected: torch.dtype) -> None:
     plugin = PLUGINS[precision](**asked)
     with torch.device("meta"), plugin.module_init_context():
         model = Everything()
-    assert set(dtypes(model).values()) == {promised}
+    assert set(dtypes(model).values()) == {expected}
     model = plugin.convert_module(model).to_empty(device="cpu")
-    assert set(dtypes(model).values()) == {promised}
+    assert set(dtypes(model).values()) == {expected}
     with torch.no_grad():
         for tensor in itertools.chain(model.parameters(), (b for b in model.buffers() if b.is_floating_point())):
             tensor.fill_(0.5)
@@ -102,8 +102,8 @@ def test_meta_device_and_materialisation(precision: Any, asked: Any, promised: t
         assert model(TOKENS).isfinite().all()
 
 
-@pytest.mark.parametrize(("precision", "asked", "promised"), ASKED)
-def test_configure_model(tmp_path: Path, precision: Any, asked: Any, promised: torch.dtype) -> None:
+@pytest.mark.parametrize(("precision", "asked", "expected"), ASKED)
+def test_configure_model(tmp_path: Path, precision: Any, asked: Any, expected: torch.dtype) -> None:
     class Configured(Regression):
         def configure_model(self) -> None:
             if not hasattr(self, "late"):
@@ -116,16 +116,16 @@ def test_configure_model(tmp_path: Path, precision: Any, asked: Any, promised: t
     model = seeded(Configured)
     trainer = make_trainer(tmp_path, plugins=PLUGINS[precision](**asked))
     trainer.fit(model, loader(), loader())
-    assert model.created == {promised}
-    # `net` was made in the constructor, before anybody knew; it is brought to the promise at set-up
-    assert set(dtypes(model).values()) == {promised}
+    assert model.created == {expected}
+    # `net` was made in the constructor, before anybody knew; set-up brings it to that dtype
+    assert set(dtypes(model).values()) == {expected}
     optimizer = trainer.optimizers[0]
     floating = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
-    assert {value.dtype for value in floating} == {promised}
+    assert {value.dtype for value in floating} == {expected}
 
 
-@pytest.mark.parametrize(("precision", "asked", "promised"), ASKED)
-def test_every_kind_of_layer_trains_and_evaluates(precision: Any, asked: Any, promised: torch.dtype) -> None:
+@pytest.mark.parametrize(("precision", "asked", "expected"), ASKED)
+def test_every_kind_of_layer_trains_and_evaluates(precision: Any, asked: Any, expected: torch.dtype) -> None:
     plugin = PLUGINS[precision](**asked)
     torch.manual_seed(0)
     model = Everything()
@@ -133,12 +133,12 @@ def test_every_kind_of_layer_trains_and_evaluates(precision: Any, asked: Any, pr
     positions = model.positions.clone()
     model = plugin.convert_module(model)
     assert {name: id(p) for name, p in model.named_parameters()} == identities
-    assert set(dtypes(model).values()) == {promised}
+    assert set(dtypes(model).values()) == {expected}
     assert torch.equal(model.positions, positions)
     assert model.positions.dtype == torch.float32
     assert (model.steps.dtype, model.batch_norm.num_batches_tracked.dtype) == (torch.int64, torch.int64)
     # torch refuses running statistics in another dtype than the weight beside them
-    assert model.batch_norm.running_mean.dtype == promised
+    assert model.batch_norm.running_mean.dtype == expected
     with plugin.forward_context():
         loss = model(TOKENS).float().square().mean()
     loss.backward()

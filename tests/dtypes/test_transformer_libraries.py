@@ -18,7 +18,7 @@ from transformer_models import MODELS, Batch, made
 from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8 import Fp8Linear, describe, scaling_state
-from lightning_fp8.modules import base as gemm
+from lightning_fp8.modules import functional
 from lightning_fp8.modules.conv1d import Fp8Conv1D
 from lightning_fp8.plugins.trainer import PLUGINS
 
@@ -80,7 +80,7 @@ def test_validation_runs_the_fp8_gemms_of_training(tmp_path: Path, name: str, mo
     model, batch = made(name)
     linear = [path for path, layer in model.named_modules() if isinstance(layer, LINEAR)]
     calls: list[tuple[str, bool]] = []
-    original = gemm.fp8_linear
+    original = functional.fp8_linear
 
     def counting(rows: Any, x: Tensor, weight: Any, bias: Tensor | None, record: bool) -> Tensor:
         calls.append((rows.name, record))

@@ -64,7 +64,7 @@ def test_packages_of_the_standard_library(tmp_path: Path, monkeypatch: pytest.Mo
     for packages in (False, True):
         data = StdlibText(context=99, packages=packages)
         data.setup("fit")
-        texts[packages] = bytes(data.train_set.rows.flatten().tolist())
+        texts[packages] = bytes(data.train_set.flatten().tolist())
     assert texts[False] == b"m" * 2700
     assert texts[True] == b"m" * 2700 + b"p" * 1000
 

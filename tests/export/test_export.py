@@ -26,7 +26,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformer_models import made
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import DelayedScaling, convert, describe, export, load_exported, scaling_state
+from lightning_fp8 import DelayedScaling, convert, describe, export, fall_back, fallbacks, load_exported, scaling_state
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.export.layout import amax_of_scale, codes_of, scale_names
 from lightning_fp8.modules.base import Fp8Module
@@ -310,7 +310,7 @@ def test_layers_that_fell_back(tmp_path: Path, fallen: tuple[str, ...]) -> None:
     run = on(2, 6, 32)
     model = trained(make(), run)
     for name in fallen:
-        scaling_state(model).fall_back(name)
+        fall_back(model, name)
     loaded = back(tmp_path, model, make, run)
     tensors = tensors_of(tmp_path / "out")
     plain = {name for name, tensor in tensors.items() if "weight" in name and tensor.dtype == torch.float32}
@@ -319,13 +319,13 @@ def test_layers_that_fell_back(tmp_path: Path, fallen: tuple[str, ...]) -> None:
         assert weight in plain
         assert not {*scale_names(weight)} & tensors.keys()
     assert sorted(quantization(tmp_path / "out")["ignored_layers"]) == sorted(fallen)
-    assert scaling_state(loaded).fallbacks == scaling_state(model).fallbacks
+    assert fallbacks(loaded) == fallbacks(model)
 
 
 def test_conv1d_that_fell_back(tmp_path: Path) -> None:
     run = on(5, 24)
     model = trained(nn.Sequential(Conv1D(40, 24), nn.Linear(40, 4)), run)
-    scaling_state(model).fall_back("0")
+    fall_back(model, "0")
     back(tmp_path, model, lambda: nn.Sequential(Conv1D(40, 24), nn.Linear(40, 4)), run)
 
 
@@ -378,7 +378,7 @@ def test_shared_layers_and_weights(tmp_path: Path) -> None:
     tensors = tensors_of(tmp_path / "out")
     assert {name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn} == {"a.weight"}
     # where one of them reads the weight without FP8, the weight itself is kept
-    scaling_state(model).fall_back("b")
+    fall_back(model, "b")
     export(model, tmp_path / "out", overwrite=True)
     assert not any(t.dtype == torch.float8_e4m3fn for t in tensors_of(tmp_path / "out").values())
     assert sorted(quantization(tmp_path / "out")["ignored_layers"]) == ["a", "b"]
@@ -458,11 +458,11 @@ def test_an_attention_that_is_fp8_in_part_of_somebody_elses(tmp_path: Path) -> N
 
     run = on(2, 6, 32)
     model = trained(make(), run)
-    scaling_state(model).fall_back("self_attn.in_proj")
+    fall_back(model, "self_attn.in_proj")
     export(model, tmp_path)
     edited(tmp_path, lambda tensors: None, keep_metadata=False)
     loaded = load_exported(make(), tmp_path)
-    assert scaling_state(loaded).fallbacks == ("self_attn.in_proj",)
+    assert fallbacks(loaded) == ("self_attn.in_proj",)
 
 
 @pytest.mark.parametrize("margin", [0, 3])
@@ -523,7 +523,7 @@ def test_what_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         export(convert(small_mlp(), ForwardInE5m2()), target)
     fallen = copy.deepcopy(model)
     for name in ("0", "2"):
-        scaling_state(fallen).fall_back(name)
+        fall_back(fallen, name)
     with pytest.raises(ValueError, match="no layers that run in FP8"):
         export(fallen, target)
     renamed = copy.deepcopy(model)

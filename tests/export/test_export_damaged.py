@@ -271,10 +271,10 @@ def test_one_tensor_of_two_values_and_one_layer_of_two_scales(tmp_path: Path) ->
     both["b.weight"] = -both["b.weight"].float()
     both["b.weight"] = both["b.weight"].to(torch.float8_e4m3fn)
     rewrite(tmp_path, {**tensors, **both}, metadata)
-    refused(Shared(), tmp_path, r"are one in the model and differ in the file: b\.weight and a\.weight")
+    refused(Shared(), tmp_path, r"are one tensor in the model and differ in the file: b\.weight and a\.weight")
     scales["again.weight"] = {**scales["a.weight"], "input": "0x1p3"}
     rewrite(tmp_path, tensors, {KEY: json.dumps(scales)})
-    refused(Shared(), tmp_path, r"have two scales of one layer: again\.weight")
+    refused(Shared(), tmp_path, r"have different scales for one layer: again\.weight")
 
 
 # --- whatever else ---

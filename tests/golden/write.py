@@ -75,8 +75,8 @@ class Golden(pl.LightningModule):
         return self.head(x)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.trainer.global_step == STEPS // 2 and hasattr(scaling_state(self), "fall_back"):
-            scaling_state(self).fall_back(FALLS_BACK)
+        if self.trainer.global_step == STEPS // 2:
+            fall_back(self)
         return self.loss(batch)
 
     def loss(self, batch: Tensor) -> Tensor:
@@ -91,6 +91,21 @@ class Golden(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+def fall_back(model: nn.Module) -> None:
+    """A function of the package since 0.6.0, a method of the state since 0.4.0."""
+    if hasattr(lightning_fp8, "fall_back"):
+        lightning_fp8.fall_back(model, FALLS_BACK)
+    elif hasattr(scaling_state(model), "fall_back"):
+        scaling_state(model).fall_back(FALLS_BACK)
+
+
+def fallbacks(model: nn.Module) -> list[str]:
+    """Likewise."""
+    if hasattr(lightning_fp8, "fallbacks"):
+        return list(lightning_fp8.fallbacks(model))
+    return list(getattr(scaling_state(model), "fallbacks", ()))
 
 
 def trainer(folder: Path, epochs: int = 1, ignore_modules: Sequence[str] = (), **kwargs: Any) -> pl.Trainer:
@@ -141,7 +156,7 @@ def write(folder: Path) -> Path:
     run.fit(model, batches(before))
     run.save_checkpoint(path)
     golden = {"next_batches": after, **of_inputs_and_gradients(model)}
-    golden["fallbacks"] = list(getattr(scaling_state(model), "fallbacks", ()))
+    golden["fallbacks"] = fallbacks(model)
 
     evaluated, resumed = Golden(), Golden()
     trainer(folder).validate(evaluated, batches(after[:1]), ckpt_path=path, verbose=False)

@@ -26,7 +26,7 @@ from kernels_cuda.cache import Untrusted, cache_folder, check_folder, make_folde
 from kernels_cuda.compile import compiled, is_cached
 from lightning_fp8.ops.cuda import gemm_table
 from lightning_fp8.runtime.warn_once import warn_once
-from lightning_fp8.tools.doctor.diagnosis import Findings
+from lightning_fp8.tools.doctor.diagnosis import Diagnosis
 from lightning_fp8.tools.doctor.software import settings
 
 # what compiling gives, and what somebody else would have the GPU run
@@ -171,7 +171,7 @@ def test_tables_in_an_untrusted_folder_are_left_out(folder: Path, untrusted: tup
 
 
 def test_the_doctor_names_an_untrusted_folder(folder: Path, untrusted: tuple[str, bool]) -> None:
-    findings = Findings()
+    findings = Diagnosis()
     settings(findings, has_gpu=False)
     (problem,) = findings.problems
     assert re.search(rf"{re.escape(str(folder))} is not used: {untrusted[0]}", problem.what)
@@ -225,7 +225,7 @@ FILES: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], None], str]] = {
     "a group may write": (lambda path, _: path.chmod(0o664), r"group \d+ may write there \(mode 664\).*`chmod go-w "),
     "a link": (link, r"it is a symbolic link\. Delete it"),
     "a dead link": (dead_link, r"it is a symbolic link\. Delete it"),
-    "a pipe": (pipe, r"it is no regular file\. Delete it"),
+    "a pipe": (pipe, r"it is not a regular file\. Delete it"),
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import DelayedScaling, convert, describe, scaling_state, unconvert
+import lightning_fp8
+from lightning_fp8 import DelayedScaling, convert, describe, fall_back, fallbacks, scaling_state, unconvert
 
 
 def step(model: nn.Module, x: Tensor, run: Callable[..., Any] | None = None) -> tuple[Tensor, list[Tensor]]:
@@ -32,7 +35,7 @@ def pair(factory: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 
 def test_a_linear_layer_gives_the_numbers_of_a_plain_one() -> None:
     model, plain = pair(lambda: nn.Linear(24, 40))
-    scaling_state(model).fall_back("")
+    fall_back(model, "")
     x = torch.randn(3, 5, 24)
     (y, gradients), (expected, expected_gradients) = step(model, x), step(plain, x)
     assert y.dtype == torch.bfloat16
@@ -48,7 +51,7 @@ def test_a_linear_layer_gives_the_numbers_of_a_plain_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_without_autocast_in_the_dtype_of_the_input(dtype: torch.dtype) -> None:
     model, plain = pair(lambda: nn.Linear(24, 40))
-    scaling_state(model).fall_back("")
+    fall_back(model, "")
     x = torch.randn(5, 24, dtype=dtype)
     assert torch.equal(model(x), plain.to(dtype)(x))
 
@@ -62,8 +65,8 @@ def test_only_the_layer_that_fell_back_leaves_fp8(backend: str | None, monkeypat
     x = torch.randn(16, 32)
     step(model, x, run)
     scaling_state(model).update()
-    scaling_state(model).fall_back("2")
-    assert scaling_state(model).fallbacks == ("2",)
+    fall_back(model, "2")
+    assert fallbacks(model) == ("2",)
     # the same history for the layer that stays
     fresh, other = scaling_state(model), scaling_state(reference)
     other.copy_module(0, fresh, 0)
@@ -94,7 +97,7 @@ def test_two_layers_share_their_compiled_graph_and_one_may_leave_it() -> None:
         for layer in layers:
             layer(x)
     before = compiled["graphs"]
-    scaling_state(model).fall_back("1")
+    fall_back(model, "1")
     for _ in range(2):
         for layer in layers:
             layer(x)
@@ -105,7 +108,7 @@ def test_conv1d_keeps_its_weight_the_other_way_round() -> None:
     from transformers.pytorch_utils import Conv1D
 
     model, plain = pair(lambda: nn.Sequential(Conv1D(40, 24)))
-    scaling_state(model).fall_back("0")
+    fall_back(model, "0")
     x = torch.randn(5, 24)
     assert torch.allclose(model(x), plain(x), atol=1e-6)
 
@@ -124,11 +127,11 @@ def test_an_attentions_projections_fall_back_one_by_one(kdim: int | None) -> Non
 
     everything, names = error(), list(state.module_names)
     assert names == (["in_proj", "out_proj"] if kdim is None else ["q_proj", "k_proj", "v_proj", "out_proj"])
-    state.fall_back("out_proj")
+    state.switches.fall_back("out_proj")
     without_output = error()
     assert 0 < without_output < everything
     for name in names:
-        state.fall_back(name)
+        state.switches.fall_back(name)
     assert error() < 1e-6
     assert [row.converted for row in describe(model)] == [False, False]
 
@@ -138,7 +141,7 @@ def test_a_fused_feed_forward_runs_part_by_part_when_a_part_fell_back() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     model, x = convert(copy.deepcopy(layer)), torch.randn(2, 8, 32)
     reference = convert(copy.deepcopy(layer), ignore_modules=("linear2",))
-    scaling_state(model).fall_back("linear2")
+    fall_back(model, "linear2")
     (y, gradients), (expected, expected_gradients) = step(model, x), step(reference, x)
     assert torch.equal(y, expected)
     assert all(map(torch.equal, gradients, expected_gradients))
@@ -147,7 +150,7 @@ def test_a_fused_feed_forward_runs_part_by_part_when_a_part_fell_back() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_changes_nothing(reentrant: bool) -> None:
     model = convert(small_mlp())
-    scaling_state(model).fall_back("0")
+    fall_back(model, "0")
     again = copy.deepcopy(model)
     x = torch.randn(8, 32, requires_grad=True)
     y, gradients = step(model, x)
@@ -159,11 +162,11 @@ def test_recomputation_changes_nothing(reentrant: bool) -> None:
 
 def test_copies_keep_it_each_for_itself() -> None:
     model = convert(small_mlp())
-    scaling_state(model).fall_back("0")
+    fall_back(model, "0")
     copied = copy.deepcopy(model)
-    scaling_state(copied).fall_back("2")
-    assert scaling_state(model).fallbacks == ("0",)
-    assert scaling_state(copied).fallbacks == ("0", "2")
+    fall_back(copied, "2")
+    assert fallbacks(model) == ("0",)
+    assert fallbacks(copied) == ("0", "2")
     assert not copied[2].in_fp8
     assert model[2].in_fp8
 
@@ -171,20 +174,20 @@ def test_copies_keep_it_each_for_itself() -> None:
 def test_state_dict_and_back_and_what_older_versions_saved() -> None:
     model, other = convert(small_mlp()), convert(small_mlp())
     state, loaded = scaling_state(model), scaling_state(other)
-    state.fall_back("2")
+    state.switches.fall_back("2")
     saved = state.state_dict()
     assert [name for name, entry in saved.items() if not entry["in_fp8"]] == ["2.input", "2.grad_output"]
     loaded.load_state_dict(saved)
-    assert loaded.fallbacks == ("2",)
+    assert loaded.switches.fallbacks == ("2",)
     assert not other[2].in_fp8
     # a state loaded later says what holds, in the other direction too
     loaded.load_state_dict(convert_fresh().state_dict())
-    assert loaded.fallbacks == ()
+    assert loaded.switches.fallbacks == ()
     assert other[2].in_fp8
     for entry in saved.values():
         del entry["in_fp8"]
     loaded.load_state_dict(saved)
-    assert loaded.fallbacks == ()
+    assert loaded.switches.fallbacks == ()
 
 
 def convert_fresh() -> Any:
@@ -194,30 +197,30 @@ def convert_fresh() -> Any:
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     model = convert(small_mlp())
     state = scaling_state(model)
-    state.fall_back("0")
+    state.switches.fall_back("0")
     broken = convert_fresh().state_dict()
     del broken["2.grad_output"]["scale"]
     with pytest.raises(ValueError, match="lacks the tensors scale"):
         state.load_state_dict(broken)
-    assert state.fallbacks == ("0",)
+    assert state.switches.fallbacks == ("0",)
 
 
 def test_taking_in_more_layers_keeps_it_and_undoing_forgets_it() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
     convert(model, ignore_modules=("0",))
-    scaling_state(model).fall_back("1")
+    fall_back(model, "1")
     convert(model)
-    assert scaling_state(model).fallbacks == ("1",)
+    assert fallbacks(model) == ("1",)
     unconvert(model)
     convert(model, DelayedScaling(margin=1))
-    assert scaling_state(model).fallbacks == ()
+    assert fallbacks(model) == ()
 
 
 def test_describe_and_unknown_names() -> None:
     model = convert(small_mlp())
     with pytest.raises(ValueError, match=r"no converted module '1'.*'0', '2'"):
-        scaling_state(model).fall_back("1")
-    scaling_state(model).fall_back("0")
+        fall_back(model, "1")
+    fall_back(model, "0")
     first, second = describe(model)
     assert (first.converted, second.converted) == (False, True)
     assert first.reason == "converted, 32 -> 64; fell back to bf16: 0"
@@ -230,7 +233,7 @@ def test_a_weight_that_fell_back_is_not_cast_with_the_others(cuda_half: Counter[
     for _ in range(3):
         step(model, x)
         state.update()
-    state.fall_back("1")
+    state.switches.fall_back("1")
     # inputs, then gradients, then weights of the three layers
     left, amax_of_weight = [1, 4, 7], state.amax[7].clone()
     scales = state.scale[left].clone()
@@ -243,3 +246,17 @@ def test_a_weight_that_fell_back_is_not_cast_with_the_others(cuda_half: Counter[
     # of its last cast
     assert state.amax[7] == amax_of_weight == model[1].weight.detach().abs().max()
     assert model[1].fp8[""].weight_cache._entry is None
+
+
+FORMER = ("fall_back", "fallbacks", "rows_in_fp8", "counts", "start_counting", "stop_counting", "gemm", "min_features")
+
+
+@pytest.mark.parametrize("former", FORMER)
+def test_a_former_attribute_of_the_state_names_what_replaces_it(former: str) -> None:
+    state = scaling_state(convert(small_mlp()))
+    with pytest.raises(AttributeError) as caught:
+        getattr(state, former)
+    named = re.search(rf"'{former}': use `(lightning_fp8|state)\.([a-z0-9_.]+)", str(caught.value))
+    assert named is not None
+    found = attrgetter(named[2])({"lightning_fp8": lightning_fp8, "state": state}[named[1]])
+    assert callable(found) or former in ("rows_in_fp8", "counts")

@@ -150,7 +150,7 @@ def test_subclasses_with_a_forward_of_their_own_are_named() -> None:
     convert(model)
     rows = {row.path: row for row in describe(model)}
     assert [path for path, row in rows.items() if row.converted] == ["c"]
-    assert "a Special; converted are nn.Linear, nn.MultiheadAttention" in rows["a"].reason
-    assert "no subclass of them" in rows["b"].reason
+    assert "a Special; only nn.Linear, nn.MultiheadAttention" in rows["a"].reason
+    assert "not their subclasses" in rows["b"].reason
     assert "which is not converted" in rows["b.out_proj"].reason
     assert rows["d"].kind == "Bilinear"

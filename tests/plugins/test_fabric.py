@@ -103,7 +103,7 @@ def test_a_save_without_scales_says_so_once(tmp_path: Path) -> None:
         runner.save(tmp_path / "c.ckpt", {"net": model, "optimizer": optimizer, "step": 3})
 
     (message,) = warned("fabric.save", save)
-    assert "the model under 'net' has layers in FP8, but its scales are not among what is saved" in message
+    assert "the model under 'net' has layers in FP8, but its scales are not saved" in message
     assert "`{'net': model, 'scaling': lightning_fp8.scaling_state(model), ...}`" in message
     assert warned("fabric.save", save) == []
     # and saves as before
@@ -201,7 +201,7 @@ def test_all_of_a_scaling_state_is_restored(tmp_path: Path) -> None:
     runner = fabric(precision="fp8-delayed")
     net, model, _ = trained(runner)
     state = scaling_state(net)
-    state.fall_back("net.2")
+    state.switches.fall_back("net.2")
     state.nonfinite_steps[0] = 2
     runner.backward(model(3 * torch.randn(4, 32)).sum())
     runner.save(tmp_path / "c.ckpt", {"model": model, "scaling": state})
@@ -215,7 +215,7 @@ def test_all_of_a_scaling_state_is_restored(tmp_path: Path) -> None:
     assert (restored.amax[[restored.names.index(name) for name in ("net.0.input", "net.0.grad_output")]] > 0).all()
     assert torch.equal(restored.amax[: state.delayed], state.amax[: state.delayed])
     assert torch.equal(restored.nonfinite_steps, state.nonfinite_steps)
-    assert restored.fallbacks == ("net.2",)
+    assert restored.switches.fallbacks == ("net.2",)
 
 
 SHARDED = """

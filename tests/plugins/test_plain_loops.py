@@ -313,13 +313,13 @@ def test_one_model_with_two_optimizers() -> None:
     assert (scaling_state(net).amax_history > 0).sum(0).tolist() == [8] * 4
 
 
-# --- the README's loop ---
+# --- the loop of the quickstart ---
 
 
-def test_the_readmes_loop() -> None:
+def test_the_loop_of_the_quickstart() -> None:
     (code,) = (
         block
-        for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+        for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL)
         if "for _ in range(3):" in block
     )
     after: list[Tensor] = []

@@ -16,7 +16,7 @@ from processes import run_script
 from torch import Tensor, nn
 
 import lightning_fp8
-from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8Precision, convert, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8Precision, convert, fall_back, scaling_state, unconvert
 from lightning_fp8.modules import feed_forward
 from lightning_fp8.plugins.trainer import PLUGINS
 
@@ -421,10 +421,10 @@ def test_the_update_that_the_warning_advises(tmp_path: Path) -> None:
 
 def test_layers_that_fell_back_are_not_in_fp8(tmp_path: Path) -> None:
     model = convert(seeded())
-    scaling_state(model).fall_back("net.0")
+    fall_back(model, "net.0")
     (message,) = warned("Trainer", lambda: of_another("32-true", tmp_path).fit(model, loader()))
     assert "1 converted layer, which this precision leaves in FP8: net.2." in message
-    scaling_state(model).fall_back("net.2")
+    fall_back(model, "net.2")
     assert warned("Trainer", lambda: of_another("32-true", tmp_path).fit(model, loader())) == []
 
 

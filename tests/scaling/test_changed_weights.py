@@ -169,6 +169,17 @@ def test_scales_that_come_with_the_weights_stay(tmp_path: Path) -> None:
         assert scaling_state(model).amax_history.count_nonzero() == 0
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_loaded_after_a_forward_do_not_belong_to_the_scales_before_it(training: bool) -> None:
+    source, model = trained(small_mlp()), trained(small_mlp())
+    state = scaling_state(model)
+    state.load_state_dict(scaling_state(source).state_dict())
+    with torch.set_grad_enabled(training):
+        model.train(training)(torch.randn(8, 32))
+    model.load_state_dict(small_mlp().state_dict())
+    assert state.amax_history.count_nonzero() == 0
+
+
 def test_a_part_that_is_loaded_keeps_the_histories_of_the_others() -> None:
     # as a target network that follows another one in the same model
     model = trained(small_mlp())
@@ -281,11 +292,23 @@ def test_shards_decide_nothing() -> None:
     # another process may hold a part that has not changed, and scales are to be the same everywhere
     model = trained(deep())
     for module in range(3):
-        scaling_state(model).note_sharding(module, True)
+        scaling_state(model).weight_changes.note_sharding(module, True)
     histories = scaling_state(model).amax_history.clone()
     model[0].weight.data *= 100
     model(torch.randn(4, 32))
     assert torch.equal(scaling_state(model).amax_history, histories)
+
+
+def test_a_step_that_empties_the_histories_keeps_what_it_records() -> None:
+    model = trained(deep())
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.weight.data.mul_(3)
+    model(torch.randn(64, 32)).square().sum().backward()
+    scaling_state(model).update()
+    history = scaling_state(model).amax_history
+    assert (history[0] > 0).all()
+    assert (history[1:] == 0).all()
 
 
 def test_compiled_layers_see_other_weights_before_them() -> None:
@@ -313,12 +336,12 @@ def test_an_update_makes_no_tensor_on_the_host() -> None:
 
     names: set[str] = set()
     model = trained(deep())
-    state, held = scaling_state(model), scaling_state(model).held
+    state, held = scaling_state(model), scaling_state(model).weight_changes.reference_amax
     model(torch.randn(4, 32)).sum().backward()
     with Made():
         state.update()
     assert not names & {"aten::zeros", "aten::tensor", "aten::_to_copy", "aten::where", "aten::lift_fresh"}
-    assert state.held is held
+    assert state.weight_changes.reference_amax is held
     assert torch.equal(held, torch.stack([layer.weight.abs().max() for layer in model if isinstance(layer, nn.Linear)]))
 
 
@@ -326,6 +349,6 @@ def test_on_another_device_no_step_is_followed_until_one_is_made() -> None:
     model = trained(deep())
     state = scaling_state(model).to("cpu")
     model(torch.randn(4, 32))
-    state.held.fill_(7.0)
+    state.weight_changes.reference_amax.fill_(7.0)
     state.update()
-    assert torch.equal(state.held, state.amax[state.delayed :])
+    assert torch.equal(state.weight_changes.reference_amax, state.amax[state.delayed :])

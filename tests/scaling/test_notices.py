@@ -16,7 +16,7 @@ from lit import Regression, loader, make_trainer, seeded
 from small_models import small_mlp
 from torch import Tensor, nn
 
-from lightning_fp8 import convert, load_scales, scaling_state
+from lightning_fp8 import convert, fall_back, fallbacks, load_scales, scaling_state
 
 WITHOUT_SCALES, WITHOUT_UPDATE, NONFINITE = (
     "evaluated without scales",
@@ -213,6 +213,15 @@ def test_an_optimizer_that_calls_its_closure_several_times(tmp_path: Path) -> No
     assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [4] * 4
 
 
+def test_optimizer_steps_without_a_forward_ask_for_no_update() -> None:
+    model = convert(small_mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with told():
+        step(model, optimizer)
+        for _ in range(4):
+            optimizer.step()
+
+
 # --- inf and NaN ------------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +326,7 @@ def trained() -> nn.Module:
 @pytest.mark.parametrize("form", ["entries", "under a key", "file"])
 def test_load_scales(form: str, tmp_path: Path) -> None:
     source, x = trained(), torch.randn(4, 32)
-    scaling_state(source).fall_back("2")
+    fall_back(source, "2")
     saved: Any = scaling_state(source).state_dict()
     if form != "entries":
         saved = {"model": source.state_dict(), "scaling": saved, "step": 3}
@@ -331,7 +340,7 @@ def test_load_scales(form: str, tmp_path: Path) -> None:
             model.load_state_dict(source.state_dict())
             assert load_scales(model, saved) is model
             assert torch.equal(model.eval()(x), expected)
-            assert scaling_state(model).fallbacks == ("2",)
+            assert fallbacks(model) == ("2",)
 
 
 def test_load_scales_converts_what_the_checkpoint_knows() -> None:

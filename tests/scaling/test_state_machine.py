@@ -20,7 +20,7 @@ from scales_in_numpy import NOTICES, ModelScales, ScaledLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import DelayedScaling, Fp8Linear, convert, load_scales, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, Fp8Linear, convert, fall_back, load_scales, scaling_state, unconvert
 
 WIDTH = 6
 LAYERS = ("a", "b", "c", "d")
@@ -305,7 +305,7 @@ class ConvertedModel(RuleBasedStateMachine):
     def fall_back(self, number: int, name: str) -> None:
         with self.acting(number) as subject:
             if name in subject.scales.layers:
-                scaling_state(subject.net).fall_back(name)
+                fall_back(subject.net, name)
                 subject.scales.layers[name].in_fp8 = False
 
     @rule(number=which)
@@ -386,7 +386,7 @@ class ConvertedModel(RuleBasedStateMachine):
             state, scales = scaling_state(subject.net), subject.scales
             converted = {name for name, layer in subject.net.named_children() if isinstance(layer, Fp8Linear)}
             assert converted == set(scales.layers) == set(state.module_names)
-            assert set(state.fallbacks) == {name for name, layer in scales.layers.items() if not layer.in_fp8}
+            assert set(state.switches.fallbacks) == {name for name, layer in scales.layers.items() if not layer.in_fp8}
             for row, full_name in enumerate(state.names):
                 name, role = full_name.split(".")
                 amax, scale, nonfinite = (t[row].numpy() for t in (state.amax, state.scale, state.nonfinite_steps))

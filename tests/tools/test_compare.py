@@ -23,7 +23,9 @@ import yaml
 from lit import Regression, loader, make_trainer, seeded
 from repository import ROOT
 
+import lightning_fp8
 from lightning_fp8.tools.compare import processes
+from lightning_fp8.tools.compare import run as compare_run
 from lightning_fp8.tools.compare.advice import advise, overlap, worse_loss
 from lightning_fp8.tools.compare.command import main
 from lightning_fp8.tools.compare.measure import Measure, _digest, tokens_of
@@ -163,13 +165,13 @@ def test_what_is_printed(compared: tuple[Path, str]) -> None:
         assert cells[-2:] == [f"{row['loss']:.4f}", f"{row['val_loss']:.4f}"]
     advice = advise(rows_of(folder))
     assert "\n".join(advice) in printed
-    assert advice[0].startswith("These are times of a CPU. They say nothing about the speed on a GPU")
+    assert advice[0].startswith("These are times of a CPU. They say nothing about speed on a GPU")
     assert "Callbacks left out: ModelCheckpoint, LayerTimer." in lines
     assert not (folder.parents[2] / "users_own").exists()
     assert not list(folder.rglob("*.ckpt"))
-    assert "Recommended until a GPU has been asked: bf16-mixed" in (folder / "compare.md").read_text()
+    assert "Recommended until measured on a GPU: bf16-mixed" in (folder / "compare.md").read_text()
     assert lines[-1].startswith(
-        "All that the runs logged: python -m lightning_fp8 report runs/compare/tiny/bf16-mixed "
+        "Everything the runs logged: python -m lightning_fp8 report runs/compare/tiny/bf16-mixed "
     )
 
 
@@ -360,6 +362,21 @@ def test_digest_of_batches() -> None:
     assert first != _digest((tokens, numbers, torch.tensor(1), "text"), first)
 
 
+@pytest.mark.parametrize(("variant", "plugin"), [(name, plugin) for name, (plugin, _) in VARIANTS.items()])
+def test_each_variant_runs_under_this_packages_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, plugin: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["fit", "--config", str(write_config(tmp_path))]
+    lightning_fp8.register(bf16=False)
+    try:
+        cli = compare_run.CompareCLI(variant, tmp_path / "out" / variant, 2, 1, arguments)
+    finally:
+        lightning_fp8.register(bf16=True)
+    assert isinstance(cli.trainer.precision_plugin, getattr(lightning_fp8, plugin))
+    assert json.loads((tmp_path / "out" / variant / "fp8_run.json").read_text())["precision"] == cli.trainer.precision
+
+
 def test_plugin_settings() -> None:
     own = {"recipe": {"margin": 1}, "ignore_modules": ["a"], "keep_fp32": ["b"],
            "param_dtype": "bfloat16", "dtype_mismatch": "warn", "weight_copy": False}  # fmt: skip
@@ -405,7 +422,7 @@ def test_memory_decides_between_those_about_as_fast() -> None:
     mixed, fp8 = row("bf16-mixed", 10), row("fp8-delayed", 7)
     assert recommended(mixed, fp8, row("bf16-true", 7.1, peak=600)) == "bf16-true"
     assert recommended(mixed, fp8, row("bf16-true", 7.2, peak=600)) == "fp8-delayed"
-    assert "If memory is what you lack: bf16-true." in "\n".join(advise([mixed, fp8, row("bf16-true", 7.2, peak=600)]))
+    assert "If memory is short: bf16-true." in "\n".join(advise([mixed, fp8, row("bf16-true", 7.2, peak=600)]))
     assert "If memory" not in "\n".join(advise([mixed, fp8, row("bf16-true", 7.2, peak=990)]))
 
 
@@ -424,15 +441,15 @@ def test_noise_is_no_reason() -> None:
 def test_on_the_cpu_speed_counts_for_nothing() -> None:
     mixed, fast, small = (row(*of, gpu=None) for of in (("bf16-mixed", 10), ("fp8-delayed", 1), ("bf16-true", 9, 500)))
     lines = advise([mixed, fast, small])
-    assert lines[0].startswith("These are times of a CPU. They say nothing about the speed on a GPU")
-    assert lines[1].startswith("Recommended until a GPU has been asked: bf16-mixed.")
-    assert lines[2].startswith("If memory is what you lack: bf16-true.")
+    assert lines[0].startswith("These are times of a CPU. They say nothing about speed on a GPU")
+    assert lines[1].startswith("Recommended until measured on a GPU: bf16-mixed.")
+    assert lines[2].startswith("If memory is short: bf16-true.")
     assert "run the same command on the GPU" in lines[-1]
     assert not any("fp8-delayed" in line for line in lines)
     refused = advise([mixed, fast, {**small, "loss": 2.1}])
     assert not any("memory" in line for line in refused)
     assert any(line.startswith("Not bf16-true: its training loss 2.1000 is worse by 5.0%") for line in refused)
-    assert any("look again with more `--steps`" in line for line in refused)
+    assert any("Repeat with more `--steps`" in line for line in refused)
 
 
 def test_without_a_reference_there_is_no_recommendation() -> None:

@@ -17,6 +17,7 @@ import torch
 from broken_kernels import Broken, poke
 from gemm_cases import FORMAT_PAIRS
 from host_kernels import VARIANTS, HostKernel
+from lightning.fabric import Fabric
 from repository import ROOT
 
 import lightning_fp8
@@ -139,12 +140,14 @@ def host_gpu(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> list[s
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpu(monkeypatch)
     found = examine()
-    assert (found.status, found.problems) == (0, ())
+    assert (found.status, found.problems) == (0, [])
     assert found.verdict == "no GPU: fp8-delayed runs as a reference on the CPU."
     assert [section.title for section in found.sections] == SECTIONS
     assert value(found, "Versions", "lightning-fp8") == lightning_fp8.__version__
     assert value(found, "Versions", "torch").startswith(torch.__version__)
-    assert value(found, "Versions", "precision strings") == "registered with Lightning"
+    assert value(found, "Versions", "precision strings") == (
+        "registered with Lightning: bf16-mixed, bf16-true, fp8-delayed"
+    )
     assert value(found, "GPU and toolchain", "GPU") == "none"
     assert value(found, "GPU and toolchain", "driver") == "none"
     assert value(found, "GPU and toolchain", "NVRTC") == "{}.{}".format(*nvrtc_version())
@@ -309,7 +312,7 @@ def test_cupy_is_not_missed_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     without_gpu(monkeypatch)
     without_cupy(monkeypatch)
     found = examine()
-    assert (found.status, found.problems, found.kernels) == (0, (), ())
+    assert (found.status, found.problems, found.kernels) == (0, [], [])
     assert value(found, "GPU and toolchain", "CuPy") == "not installed"
     assert "only a GPU needs" in value(found, "GPU and toolchain", "NVRTC")
 
@@ -322,7 +325,7 @@ def test_nvrtc_is_missed_where_cupy_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(hardware, "nvrtc_version", missing)
     found = examine()
-    assert (found.status, found.kernels) == (1, ())
+    assert (found.status, found.kernels) == (1, [])
     assert [problem.do for problem in found.problems] == ["Run `pip install nvidia-cuda-nvrtc`."]
     assert found.problems[0].what == "No NVRTC library. (OSError: libnvrtc.so.13)"
 
@@ -363,7 +366,7 @@ def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch, cuda: st
 
 def test_all_is_fine(host_gpu: list[str]) -> None:
     found = examine()
-    assert (found.status, found.problems) == (0, ())
+    assert (found.status, found.problems) == (0, [])
     assert found.verdict == "fp8-delayed runs with its own kernels on every GPU (cpu)."
     assert [check.self_test for check in found.kernels] == ["passed"] * len(FEW)
     assert all(check.self_test_s and check.compile_s > 0 for check in found.kernels)
@@ -380,7 +383,7 @@ def test_all_is_fine(host_gpu: list[str]) -> None:
 
 def test_quick_compiles_nothing(host_gpu: list[str], host_kernels: list[str]) -> None:
     found = examine(compile=False)
-    assert (found.status, found.kernels, host_kernels, host_gpu) == (0, (), [], [])
+    assert (found.status, found.kernels, host_kernels, host_gpu) == (0, [], [], [])
     assert found.verdict.endswith("as far as is known without compiling them (--quick).")
     assert fp8(found, "cpu")["casts"] == "own kernels (not tested: --quick)"
 
@@ -473,7 +476,7 @@ def test_a_kernel_that_hangs_costs_its_limit_and_no_more(monkeypatch: pytest.Mon
         (
             "update_scales",
             "not run: not loaded",
-            "not tried, after 2 of update_scales in a row came to nothing",
+            "not tried, after 2 of update_scales in a row gave no result",
         ),
         (cast.name, "passed", None),
     ]
@@ -498,7 +501,7 @@ def test_gemm_is_compared(monkeypatch: pytest.MonkeyPatch, host_gpu: list[str]) 
 def test_a_gpu_before_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, (8, 6), name="NVIDIA A10")
     found = examine()
-    assert (found.status, found.kernels) == (2, ())
+    assert (found.status, found.kernels) == (2, [])
     assert found.verdict.startswith("fp8-delayed cannot run here")
     assert "needs a GPU of compute capability 8.9" in found.problems[0].what
     assert "NVIDIA A10, 8.6" in found.problems[0].what
@@ -539,7 +542,7 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch, driver: int, extra: str) 
     with_gpus(monkeypatch, (9, 0), driver=driver)
     without_cupy(monkeypatch)
     found = examine()
-    assert (found.status, found.kernels) == (1, ())
+    assert (found.status, found.kernels) == (1, [])
     assert [problem.do for problem in found.problems] == [f"pip install 'lightning-fp8[{extra}]'"]
     assert "CuPy, which is not installed" in found.problems[0].what
     assert "pip install" not in found.problems[0].what
@@ -551,7 +554,7 @@ def test_nvrtc_newer_than_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, (9, 0), driver=12080)
     monkeypatch.setattr(hardware, "nvrtc_version", lambda: (13, 5))
     found = examine()
-    assert (found.status, found.kernels, len(found.problems)) == (1, (), 1)
+    assert (found.status, found.kernels, len(found.problems)) == (1, [], 1)
     assert found.problems[0].what == "The driver is for CUDA 12.8 and does not load what NVRTC 13.5 compiles."
     assert found.problems[0].do == (
         "Update the driver, or run `pip uninstall -y cupy-cuda13x nvidia-cuda-nvrtc`, then"
@@ -589,12 +592,30 @@ def test_a_lightning_without_the_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     def register() -> None:
         raise RuntimeError("lightning 9.0 has no `_AcceleratorConnector`")
 
+    monkeypatch.setattr(software, "registered", frozenset)
     monkeypatch.setattr(software, "register", register)
     found = examine(compile=False)
     assert found.status == 2
     assert value(found, "Versions", "precision strings") == "not registered with Lightning"
     assert "lightning 9.0 has no" in found.problems[0].what
     assert "Fp8Precision()" in found.problems[0].do
+
+
+@pytest.mark.parametrize("way", ["argument", "environment"])
+def test_bf16_plugins_that_are_left_to_lightning(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    without_gpu(monkeypatch)
+    with monkeypatch.context() as patch:
+        if way == "environment":
+            patch.setenv("LIGHTNING_FP8_REPLACE_BF16", "0")
+        try:
+            lightning_fp8.register(bf16=False if way == "argument" else None)
+            said = value(examine(compile=False), "Versions", "precision strings")
+            # looking changes nothing
+            plugin = Fabric(accelerator="cpu", precision="bf16-mixed").strategy.precision
+        finally:
+            lightning_fp8.register(bf16=True)
+    assert said == "registered with Lightning: fp8-delayed; bf16-mixed and bf16-true: Lightning's own"
+    assert type(plugin).__module__.startswith("lightning.fabric.")
 
 
 def test_optional_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -681,7 +702,7 @@ def test_what_fails_is_a_line_of_the_page(monkeypatch: pytest.MonkeyPatch, part:
     found = examine()
     assert found.status >= 1
     assert "OSError: the wires are cut" in json.dumps(found.as_dict())
-    assert page.plain(found, 80)
+    assert page.page(found, 80)
     if part != "Precisions":
         assert {"this part failed": "OSError: the wires are cut"} in rows(found, part)
 
@@ -704,20 +725,13 @@ def a_page() -> Diagnosis:
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-@pytest.mark.parametrize("rich", [True, False])
-def test_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, rich: bool) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    page.show(a_page(), sys.stdout)
-    lines = capsys.readouterr().out.splitlines()
+def test_width(width: int) -> None:
+    lines = page.page(a_page(), width).splitlines()
     assert all(len(line) <= width for line in lines if "->" not in line)
-    # whole, to be copied, and not taken for markup
+    # whole, to be copied
     assert "   -> pip install 'lightning-fp8[cuda13]' and a line of quite some length" in lines
     assert any("a[b]" in line for line in lines)
-    assert "\033" not in "".join(lines)
     assert any("Status 1: It runs." in line for line in lines)
-    assert rich == any("─" in line for line in lines)
 
 
 # --- the command ---

@@ -218,12 +218,12 @@ def test_dtype_audit_writes_its_report(tmp_path: Path) -> None:
             model.net[2].weight.data = model.net[2].weight.data.double()
 
     trainer = make_trainer(tmp_path, precision="bf16-mixed", logger=logger, callbacks=[Break(), audit])
-    with pytest.raises(RuntimeError, match="does not keep what it promises, after the first optimizer step"):
+    with pytest.raises(RuntimeError, match="differ from those expected, after the first optimizer step"):
         trainer.fit(model, loader())
     written = json.loads((Path(logger.log_dir) / "fp8_dtypes.json").read_text())
     assert audit.report is not None
     assert len(written["rows"]) == len(audit.report.rows) >= 4
-    weight = {"kind": "parameter", "name": "net.2.weight", "dtype": "float64", "promised": "float32", "elements": 256}
+    weight = {"kind": "parameter", "name": "net.2.weight", "actual": "float64", "expected": "float32", "elements": 256}
     assert weight in written["violations"]
     assert {row["name"] for row in written["violations"]} == {row.name for row in audit.report.violations}
 
@@ -345,16 +345,35 @@ def test_watchdog_table() -> None:
 
 
 def test_dtype_table() -> None:
-    row = {"kind": "parameter", "name": "a", "dtype": "bfloat16", "promised": "bfloat16", "elements": 2**20}
-    broken = {**row, "name": "b", "dtype": "float32"}
+    row = {"kind": "parameter", "name": "a", "actual": "bfloat16", "expected": "bfloat16", "elements": 2**20}
+    broken = {**row, "name": "b", "actual": "float32"}
     table, violations = tables.dtypes(run_of({}, dtypes={"rows": [row, broken, row], "violations": [broken]}))
     assert texts(table) == [
-        ["parameter", "bfloat16", "bfloat16", "2", "2,097,152", "4.00", "kept"],
-        ["parameter", "float32", "bfloat16", "1", "1,048,576", "4.00", "NOT KEPT"],
+        ["parameter", "bfloat16", "bfloat16", "2", "2,097,152", "4.00", "ok"],
+        ["parameter", "float32", "bfloat16", "1", "1,048,576", "4.00", "MISMATCH"],
     ]
     assert [row[-1].mark for row in table.rows] == [False, True]
     assert texts(violations) == [["b", "parameter", "float32", "bfloat16"]]
     assert "lightning_fp8.DtypeAudit" in tables.dtypes(run_of({}))[0].note
+
+
+@pytest.mark.parametrize("names", [("actual", "expected"), ("dtype", "promised")], ids=["0.6", "0.5"])
+def test_dtypes_of_this_version_and_earlier_ones(tmp_path: Path, names: tuple[str, str]) -> None:
+    def row(name: str, *dtypes: str | None) -> dict[str, Any]:
+        return {"kind": "parameter", "name": name, **dict(zip(names, dtypes)), "elements": 2**20}
+
+    wrong = row("b", "float32", "bfloat16")
+    written = {"rows": [row("a", "bfloat16", "bfloat16"), wrong, row("c", "int64", None)], "violations": [wrong]}
+    (tmp_path / "metrics.csv").write_text("step,train_loss\n0,1\n")
+    (tmp_path / "fp8_dtypes.json").write_text(json.dumps(written))
+    table, violations = tables.dtypes(read_runs([tmp_path])[0])
+    assert [title.rstrip(">") for title in table.columns[:3]] == ["what", "actual", "expected"]
+    assert texts(table) == [
+        ["parameter", "bfloat16", "bfloat16", "1", "1,048,576", "2.00", "ok"],
+        ["parameter", "float32", "bfloat16", "1", "1,048,576", "4.00", "MISMATCH"],
+        ["parameter", "int64", "-", "1", "1,048,576", "8.00", "-"],
+    ]
+    assert texts(violations) == [["b", "parameter", "float32", "bfloat16"]]
 
 
 def test_environments_side_by_side() -> None:

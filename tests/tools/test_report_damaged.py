@@ -79,13 +79,13 @@ def test_any_json(folder: Path, name: str) -> None:
 
 def rows(**wrong: Any) -> str:
     """Two rows of ``DtypeAudit``, of which the second is wrong."""
-    right = {"kind": "parameter", "name": "a", "dtype": "float32", "promised": None, "elements": 1}
+    right = {"kind": "parameter", "name": "a", "actual": "float32", "expected": None, "elements": 1}
     return json.dumps({"rows": [right, {**right, **wrong}], "violations": []})
 
 
 JSON_MESSAGES = {
     "fp8_run.json": [
-        ("[]", r"it holds \[\] and no object"),
+        ("[]", r"it holds \[\], not an object"),
         ('{"parameters": "many"}', r"'parameters' must be a whole number of at least 0, got 'many'"),
         ('{"parameters": 1.5}', r"'parameters' must be a whole number of at least 0, got 1\.5"),
         ('{"environment": [1]}', r"'environment' must be an object or null, got \[1\]"),
@@ -103,8 +103,8 @@ JSON_MESSAGES = {
         ('{"rows": []}', "it has no list 'violations'"),
         ('{"rows": null, "violations": []}', "'rows' must be a list of `kind`, .* got None"),
         ('{"rows": [], "violations": [{"name": "a"}]}', "'violations' must be a list of `kind`"),
-        (rows(dtype="float99"), r"'rows' must be .*, got \{'dtype': 'float99'"),
-        (rows(elements=2**63), r"'rows' must be .*, got \{'dtype': 'float32', 'elements': 922"),
+        (rows(actual="float99"), r"'rows' must be .*, got \{'actual': 'float99'"),
+        (rows(elements=2**63), r"'rows' must be .*, got \{'actual': 'float32', 'elements': 922"),
     ],
 }  # fmt: skip
 
@@ -128,8 +128,8 @@ YAML = {
     "a bomb of merges": (MERGES, "ConstructorError: could not determine a constructor for the tag .*merge"),
     "a list in itself": ("a: &a [*a]", "its values lie more than 50 deep"),
     "deep nesting": ("[" * 5_000, "RecursionError"),
-    "a list": ("- 1", r"it holds \[1\] and no object"),
-    "a text": ("text", "it holds 'text' and no object"),
+    "a list": ("- 1", r"it holds \[1\], not an object"),
+    "a text": ("text", "it holds 'text', not an object"),
     "an empty integer": ("a: !!int ''", "IndexError"),
     "no boolean": ("a: !!bool x", "KeyError"),
     "no time": ("a: !!timestamp x", "AttributeError"),

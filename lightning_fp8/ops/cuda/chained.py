@@ -1,4 +1,4 @@
-"""Linear - activation - linear on a CUDA device with GEMMs that write the next one's FP8 operand: no casts between."""
+"""Linear - activation - linear on a CUDA device with GEMMs that write the next GEMM's FP8 operand, without casts."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _WANTED: Switch[bool | None] = Switch(lambda: _wanted, _set_wanted)
 
 
 def left_out() -> AbstractContextManager[None]:
-    """GEMMs and casts one by one, in all threads, to measure what chaining them brings."""
+    """Run GEMMs and casts separately, in all threads, to measure the gain from chaining."""
     return _WANTED.at(False)
 
 
 def taken() -> AbstractContextManager[None]:
-    """GEMMs and casts chained wherever they can be, in all threads, to measure what that brings."""
+    """Chain GEMMs and casts wherever possible, in all threads, to measure the gain."""
     return _WANTED.at(True)
 
 
@@ -62,10 +62,10 @@ def find(
     activation: str,
     slot: Slot,
 ) -> Chain | None:
-    """The kernel for ``a [M, K] @ b [N, K]^T`` with a cast behind it; None where GEMM and cast are to be two.
+    """The kernel for ``a [M, K] @ b [N, K]^T`` with a cast behind it; None if GEMM and cast must be separate.
 
-    The cast's scale has to be known before the sums are, so every tensor must have a history, and nobody may count what
-    is cast. The GEMM must be one of ours anyway, in whole, its sizes such as need no padding, and the chain not slower.
+    The scale of the cast must be known before the sums, so every tensor must have a history; and the cast must not be
+    counted. The GEMM must be one of ours in any case, without split-K or padding, and the chain must not be slower.
     """
     (_, k), n = a.shape, b.shape[0]
     if _wanted is False or slot.state is None or is_counting(slot):
@@ -134,7 +134,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::mlp_backward``; the chain's operand is the gradient of h, ``slot`` that of dy.
 
-    Each payload is let go of before the next ones are made.
+    Each payload is freed before the next ones are made.
     """
     fmt, gemm, (bias_1, bias_2) = slot.format, slot.gemm, biases
     dx, dw_1 = nothing(dy, dx_dtype), dy.new_empty(h.shape[1], 0, dtype=dw_dtype)

@@ -78,7 +78,7 @@ def cast_weights(
     ]
     table = casts.weight_table(jobs)
     casts.cast_weights(kernel, table, state.scale, state.amax)
-    if state.counts is not None:
+    if state.cast_counts.values is not None:
         places = torch.arange(len(state.amax), device=device)
         for weight, index in zip(weights, indices, strict=True):
             count(weight, state.scale[index], WeightSlot(places[index : index + 1], format, state, True))
@@ -114,7 +114,7 @@ def linear_backward(
         dx = nothing(dy, dx_dtype)
     else:
         dx = scaled_mm(dy_fp8, w.payload, scale_inv, w.scale_inv, None, fmt, w.format, dx_dtype, False, gemm)
-    # a large tensor: its memory may serve the next one
+    # a large tensor, whose memory may be reused for the next one
     del dy_fp8
     if x.payload is None:
         dw = dy.new_empty((dy if h is None else h).shape[1], 0, dtype=dw_dtype)

@@ -1,4 +1,4 @@
-"""Everything in torch's own operators and ``torch._scaled_mm``, on any device: nothing here waits for a GPU."""
+"""The operators in torch's own operations and ``torch._scaled_mm``, on any device; nothing here waits for a GPU."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, T
     """See the operator ``lightning_fp8::cast``."""
     x, fmt = activate(x, activation), FORMATS[slot.format]
     current = reference.max_abs(x)
-    amax, goes_with_weights, _ = slot.open()
+    amax, may_use_history, _ = slot.open()
     if amax is not None:
         # The bits of non-negative floats as integers: NaN > inf > every finite value, so nothing non-finite is lost.
         amax.view(torch.int32).scatter_reduce_(0, slot.index, current.view(torch.int32)[None], "amax")
     delayed = slot.scale.index_select(0, slot.index)[0]
-    has_history = (slot.amax_history[0].index_select(0, slot.index)[0] > 0) & goes_with_weights
+    has_history = (slot.amax_history[0].index_select(0, slot.index)[0] > 0) & may_use_history
     used = torch.where(has_history, delayed, scale_of_current(current, fmt))
     if is_counting(slot):
         count(x, used, slot)
@@ -66,7 +66,7 @@ def scaled_mm(
     out_dtype: torch.dtype,
     fast_accumulation: bool,
 ) -> Tensor:
-    """See the operator ``lightning_fp8::scaled_mm``. Sizes that cuBLASLt does not take are padded with zeros."""
+    """See the operator ``lightning_fp8::scaled_mm``. Sizes that cuBLASLt does not support are padded with zeros."""
     (m, k), n = a.shape, b.shape[0]
     if not (m and n and k):
         empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
@@ -95,5 +95,5 @@ def scaled_mm(
 
 
 def _padded(payload: Tensor, rows: int) -> Tensor:
-    """With so many rows of zeros more, and columns to a multiple of what cuBLASLt takes."""
+    """The payload with additional rows of zeros, and its columns padded to cuBLASLt's alignment."""
     return F.pad(payload, (0, -payload.shape[1] % _ALIGNMENT, 0, rows))

@@ -1,4 +1,4 @@
-"""Which precision to take, with reasons: rules on the rows of a comparison, in plain words.
+"""Which precision to choose, and why: rules for the rows of a comparison.
 
 1. Losses are compared with bf16-mixed's, the mean of the last steps and the validation loss where both have one. A
    precision with either of them worse by more than 1%, or not finite, is never recommended. Near zero 0.1% of the
@@ -6,8 +6,8 @@
 2. On a CUDA GPU: of the precisions whose losses pass, the fastest by median step time, if that is at least 5% less
    than bf16-mixed's and the times of the two do not overlap between their 20th and 80th percentiles. Of those within
    2% of the fastest, the one with the least peak memory. Otherwise bf16-mixed.
-3. On the CPU speed counts for nothing: bf16-mixed, and for those short of memory the one with the fewest bytes of
-   parameters, gradients and optimizer state, which are the same on a GPU, if they are at least 5% less.
+3. On the CPU speed is ignored: bf16-mixed, and for those short of memory the precision with the fewest bytes of
+   parameters, gradients and optimizer state, which are the same on a GPU, if that is at least 5% less.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ Row = Mapping[str, Any]
 
 
 def advise(rows: Sequence[Row]) -> list[str]:
-    """Sentences, in the order in which they matter; rows with an ``error`` have only their ``variant`` besides."""
+    """Sentences, the most important first; a row with an ``error`` otherwise has only a ``variant``."""
     ran = [row for row in rows if not row.get("error")]
     on_cuda = any(row.get("gpu") for row in ran)
     lines = []
     if ran and not on_cuda:
-        lines.append(
-            "These are times of a CPU. They say nothing about the speed on a GPU, so they count for nothing here."
-        )
+        lines.append("These are times of a CPU. They say nothing about speed on a GPU, so they are ignored here.")
     reference = next((row for row in ran if row["variant"] == REFERENCE), None)
     if reference is None:
         return [*lines, f"No recommendation: there is no run of {REFERENCE}, with which the others are compared."]
@@ -50,8 +48,8 @@ def advise(rows: Sequence[Row]) -> list[str]:
     lines += [f"Not {variant}: {why}." for variant, why in refused.items()]
     if refused:
         lines.append(
-            f"After {reference['steps']} steps that may be a passing difference. Before it counts as a verdict, look"
-            " again with more `--steps`."
+            f"After {reference['steps']} steps the difference may be temporary. Repeat with more `--steps` before you"
+            " rely on it."
         )
     if any(row["variant"] == "bf16-true" for row in accepted):
         lines.append(
@@ -90,7 +88,7 @@ def _losses(row: Row) -> dict[str, float]:
 
 
 def _doubts(reference: Row, others: Sequence[Row]) -> list[str]:
-    """What makes the losses hard to compare."""
+    """Reasons why the losses are hard to compare."""
     lines = []
     if not _losses(reference):
         lines.append(
@@ -123,8 +121,8 @@ def _on_gpu(reference: Row, accepted: Sequence[Row]) -> list[str]:
     else:
         best = reference
         lines.append(
-            f"Recommended: {REFERENCE}. Nothing else whose loss passes takes at least {FASTER:.0%} less time a step,"
-            " beyond the noise."
+            f"Recommended: {REFERENCE}. No other precision whose loss passes takes at least {FASTER:.0%} less time per"
+            " step, beyond the noise."
         )
     if noisy:
         lines.append(
@@ -135,7 +133,7 @@ def _on_gpu(reference: Row, accepted: Sequence[Row]) -> list[str]:
 
 
 def _on_cpu(reference: Row, accepted: Sequence[Row]) -> list[str]:
-    lines = [f"Recommended until a GPU has been asked: {REFERENCE}. Its fp32 master weights lose no update."]
+    lines = [f"Recommended until measured on a GPU: {REFERENCE}. Its fp32 master weights lose no update."]
     what = "sum of parameters, gradients and optimizer state, the same on a GPU,"
     return lines + _memory(reference, accepted, "state_bytes", what)
 
@@ -145,6 +143,6 @@ def _memory(best: Row, others: Sequence[Row], key: str, what: str) -> list[str]:
     if least[key] > (1 - LESS_MEMORY) * best[key]:
         return []
     return [
-        f"If memory is what you lack: {least['variant']}. Its loss passes, and its {what} comes to"
+        f"If memory is short: {least['variant']}. Its loss passes, and its {what} is"
         f" {least[key] / _MIB:,.1f} MiB against {best[key] / _MIB:,.1f} MiB of {best['variant']}."
     ]

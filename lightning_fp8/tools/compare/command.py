@@ -1,7 +1,7 @@
-"""Run a configuration under several precisions, with the same seed and data, and say which one to take.
+"""Run a configuration under several precisions, with the same seed and data, and recommend one.
 
-Each precision trains in a process of its own, for --steps optimizer steps from the start; a learning rate that follows
-the length of the run follows these. Loggers, checkpoints, progress bars, early stopping and this package's own
+Each precision trains in a separate process, for --steps optimizer steps from the start; a learning-rate schedule over
+the length of the run spans these steps. Loggers, checkpoints, progress bars, early stopping and this package's own
 callbacks are left out. Further arguments, such as --trainer.devices=1, go to the command line of `fit`.
 """
 
@@ -94,10 +94,10 @@ def _show(rows: list[dict[str, Any]], folder: Path) -> None:
         print(f"Callbacks left out: {', '.join(ran[0]['left_out'])}.")
     print(f"Written: {', '.join(map(str, written))}")
     if not find_spec("matplotlib"):
-        print("A picture needs matplotlib: pip install 'lightning-fp8[report]'")
+        print("The plot needs matplotlib: pip install 'lightning-fp8[report]'")
     if ran:
         folders = shlex.join(str(folder / row["variant"]) for row in ran)
-        print(f"All that the runs logged: python -m lightning_fp8 report {folders}")
+        print(f"Everything the runs logged: python -m lightning_fp8 report {folders}")
 
 
 def _on_gpu(configs: Sequence[Path], further: Sequence[str]) -> bool:
@@ -119,30 +119,13 @@ def _on_gpu(configs: Sequence[Path], further: Sequence[str]) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lightning_fp8 compare", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "-c",
-        "--config",
-        action="append",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="as for `fit`; may be given more than once, the later one counts",
-    )
-    parser.add_argument(
-        "--steps",
-        type=positive,
-        metavar="N",
-        help=f"optimizer steps, else {STEPS_ON_GPU} on a GPU, {STEPS_ON_CPU} on the CPU",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=positive,
-        default=WARMUP,
-        metavar="N",
-        help=f"of these, steps at the start that are not timed, else {WARMUP}",
-    )
-    parser.add_argument("--precisions", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="else all four")
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="for results and logs, else runs/compare/<config name>"
-    )
+    files = "as for `fit`; may be given more than once: later files override earlier ones"
+    parser.add_argument("-c", "--config", action="append", required=True, type=Path, metavar="FILE", help=files)
+    steps = f"optimizer steps, by default {STEPS_ON_GPU} on a GPU and {STEPS_ON_CPU} on the CPU"
+    parser.add_argument("--steps", type=positive, metavar="N", help=steps)
+    warmup = "how many of the first steps are not timed (%(default)s)"
+    parser.add_argument("--warmup", type=positive, default=WARMUP, metavar="N", help=warmup)
+    parser.add_argument("--precisions", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="all four by default")
+    out = "for results and logs, by default runs/compare/<config name>"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=out)
     return parser

@@ -1,11 +1,11 @@
-"""What one run of a comparison measures: times, losses, memory, and whether it saw the batches that the others saw."""
+"""What one run of a comparison measures: times, losses, memory, and whether it saw the same batches as the others."""
 
 from __future__ import annotations
 
 import resource
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_fp8.tools.timing import percentiles
 # the loss at the end is the mean over so much of the steps
 LAST_SHARE = 0.1
 _LOSS_KEYS = ("train_loss", "loss")
-# more batches than anyone accumulates
+# more than anyone accumulates
 _BATCHES_WITHOUT_STEP = 10_000
 
 
@@ -235,13 +235,8 @@ def _bytes_of(tensors: list[Any]) -> int:
 
 def _resident(field: str) -> int:
     """Bytes of this process in memory: now (``VmRSS``) or at most so far (``VmHWM``)."""
-    # not getrusage's number where this exists: a process inherits that from the one that started it
-    for line in _lines(Path("/proc/self/status")):
-        if line.startswith(field):
-            return int(line.split()[1]) << 10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-def _lines(path: Path) -> Iterator[str]:
-    if path.exists():
-        yield from path.read_text().splitlines()
+    # where this exists, not getrusage's number, which a process inherits from the one that started it
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith(field))

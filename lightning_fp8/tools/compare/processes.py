@@ -1,4 +1,4 @@
-"""Each run of a comparison in a process of its own, so that memory and compiled code of one touch no other."""
+"""Each run of a comparison in a separate process, so that no run affects another's memory or compiled code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of a comparison, in a process of its own: ``python -m <this module> VARIANT FOLDER STEPS WARMUP ...``."""
+"""One run of a comparison, in a separate process: ``python -m <this module> VARIANT FOLDER STEPS WARMUP ...``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,7 @@ import torch
 from jsonargparse import Namespace
 from lightning.fabric.plugins.precision import Precision
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Checkpoint,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    LearningRateFinder,
-    ModelSummary,
-    ProgressBar,
-    ThroughputMonitor,
-    Timer,
-)
+from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fp8.callbacks import RunRecord
@@ -33,17 +23,11 @@ from lightning_fp8.tools.compare import MEASURED_FILE
 from lightning_fp8.tools.compare.measure import Measure
 from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
 
-# they end runs early, write checkpoints, take time of their own, or choose other settings for each precision
+# they end runs early, write checkpoints, take time themselves, or choose other settings for each precision
 _LEFT_OUT = (
-    BatchSizeFinder,
-    Checkpoint,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    LearningRateFinder,
-    ModelSummary,
-    ProgressBar,
-    ThroughputMonitor,
-    Timer,
+    *(lightnings.BatchSizeFinder, lightnings.LearningRateFinder, lightnings.Checkpoint, lightnings.EarlyStopping),
+    *(lightnings.DeviceStatsMonitor, lightnings.ThroughputMonitor, lightnings.ModelSummary, lightnings.ProgressBar),
+    lightnings.Timer,
 )
 _NEVER = 10**9
 # how many lines a run logs where reading a metric makes the host wait for the device
@@ -78,7 +62,7 @@ class CompareCLI(Fp8CLI):
     def before_instantiate_classes(self) -> None:
         """Change the configuration to what is compared."""
         config = self.config.fit
-        # `true` asks for a seed of its own in each process
+        # `true` would choose a different seed in each process
         self.seed = 0 if isinstance(config.seed_everything, bool) else config.seed_everything
         seed_everything(self.seed, workers=True)
         config.ckpt_path = None
@@ -118,11 +102,10 @@ class CompareCLI(Fp8CLI):
             elif _class_of(plugin).__module__.startswith("lightning_fp8."):
                 # not `items()`, which are the leaves: a recipe's fields by dotted names
                 own = dict(vars(plugin.init_args)) if "init_args" in plugin else {}
-        settings = plugin_settings(self.variant, own)
-        trainer.precision = None if settings else self.variant
-        if settings:
-            others.append(_part(f"lightning_fp8.{VARIANTS[self.variant][0]}", settings))
-        trainer.plugins = others or None
+        # not the string: it may make Lightning's own plugin
+        trainer.precision = None
+        plugin = f"lightning_fp8.{VARIANTS[self.variant][0]}"
+        trainer.plugins = [*others, _part(plugin, plugin_settings(self.variant, own))]
 
     def _stays(self, callback: Any) -> bool:
         kind = _class_of(callback)
@@ -139,7 +122,7 @@ class CompareCLI(Fp8CLI):
         return trainer
 
     def before_fit(self) -> None:
-        """Seed again: what was drawn until here may depend on the precision."""
+        """Seed again: how many random numbers have been drawn may depend on the precision."""
         seed_everything(self.seed, workers=True)
 
     def after_fit(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 REFERENCE = "bf16-mixed"
-# class and arguments of the plugin; a variant without arguments is a precision string
+# class and arguments of the plugin
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16-mixed": ("Bf16MixedPrecision", {}),
     "bf16-mixed+weight_copy": ("Bf16MixedPrecision", {"weight_copy": True}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from typing import NoReturn
 from lightning_fp8.tools.arguments import positive
 from lightning_fp8.tools.doctor.examination import LIMIT_S, examine
 from lightning_fp8.tools.doctor.kernel_checks import ARCHITECTURES
-from lightning_fp8.tools.doctor.page import show
+from lightning_fp8.tools.doctor.page import page
 
 _STATUSES = """exit status:
   0  fp8-delayed runs with its own kernels on every visible GPU; or there is no
@@ -29,7 +30,7 @@ _STATUSES = """exit status:
 
 Without a GPU the kernels are compiled all the same, for sm_90a. Each is named as it
 is tried, on stderr with --json, and one that hangs or crashes ends after its time
-limit. Without rich the page is plain text."""
+limit."""
 _USAGE_ERROR = 64
 
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if options.json:
         print(json.dumps(diagnosis.as_dict(), indent=2))
     else:
-        show(diagnosis, sys.stdout)
+        print(page(diagnosis, shutil.get_terminal_size().columns))
     sys.exit(diagnosis.status)
 
 
@@ -67,19 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON, with every kernel")
     parser.add_argument("--quick", action="store_true", help="compile and test no kernels")
-    parser.add_argument(
-        "--compile",
-        nargs="*",
-        choices=ARCHITECTURES,
-        metavar="ARCH",
-        help=f"compile every kernel for these as well, by default for all of {', '.join(ARCHITECTURES)}, into"
-        " LIGHTNING_FP8_CACHE_DIR: another machine with the same NVRTC can use a copy of that folder",
+    also = (
+        f"compile every kernel for these as well, by default for all of {', '.join(ARCHITECTURES)}, into"
+        " LIGHTNING_FP8_CACHE_DIR: another machine with the same NVRTC can use a copy of that folder"
     )
-    parser.add_argument(
-        "--time-limit",
-        type=positive,
-        default=LIMIT_S,
-        metavar="S",
-        help="seconds for compiling and testing one kernel on a GPU (%(default)g)",
-    )
+    parser.add_argument("--compile", nargs="*", choices=ARCHITECTURES, metavar="ARCH", help=also)
+    limit = "seconds for compiling and testing one kernel on a GPU (%(default)g)"
+    parser.add_argument("--time-limit", type=positive, default=LIMIT_S, metavar="S", help=limit)
     return parser

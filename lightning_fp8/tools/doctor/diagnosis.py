@@ -20,10 +20,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something to mend.
+    """Something to fix.
 
     Attributes:
-        status: 1 where `fp8-delayed` runs nevertheless, slower or on torch's operators, or not on every GPU; 2 where it
+        status: 1 where `fp8-delayed` still runs, but slower or on torch's operators, or not on every GPU; 2 where it
             cannot run.
         what: what is wrong.
         do: what to do about it, with the exact command where there is one.
@@ -58,40 +58,28 @@ class KernelCheck:
 
 
 @dataclass
-class Findings:
-    """What has been found so far."""
-
-    sections: list[Section] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    kernels: list[KernelCheck] = field(default_factory=list)
-
-    def problem(self, status: int, what: str, do: str) -> None:
-        """Note something to mend."""
-        self.problems.append(Problem(status, what, do))
-
-
-@dataclass(frozen=True)
 class Diagnosis:
-    """All of it.
+    """All that an examination has found so far.
 
     Attributes:
         status: 0, 1 or 2, as ``python -m lightning_fp8 doctor --help`` explains them.
         verdict: the status in a sentence.
-        problems: what to mend, the gravest first.
+        problems: what to fix, the most serious first.
         sections: the tables of the page.
         kernels: every kernel that was tried.
     """
 
-    status: int
-    verdict: str
-    problems: tuple[Problem, ...]
-    sections: tuple[Section, ...]
-    kernels: tuple[KernelCheck, ...]
+    status: int = FINE
+    verdict: str = ""
+    problems: list[Problem] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
+    kernels: list[KernelCheck] = field(default_factory=list)
+
+    def problem(self, status: int, what: str, do: str) -> None:
+        """Add something to fix."""
+        self.problems.append(Problem(status, what, do))
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it: rows by the names of their columns."""
-        sections = {
-            section.title: [dict(zip(section.columns, row)) for row in section.rows] for section in self.sections
-        }
-        plain = asdict(self)
-        return {**plain, "sections": sections}
+        rows = {section.title: [dict(zip(section.columns, row)) for row in section.rows] for section in self.sections}
+        return {**asdict(self), "sections": rows}

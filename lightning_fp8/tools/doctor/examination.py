@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 
 from lightning_fp8.tools.doctor import hardware, kernel_checks, precisions, software
-from lightning_fp8.tools.doctor.diagnosis import CANNOT, FINE, SLOWER, Diagnosis, Findings, Section
+from lightning_fp8.tools.doctor.diagnosis import CANNOT, FINE, SLOWER, Diagnosis, Section
 
-# the first of a process starts it, which takes seconds
+# includes starting the process, which takes seconds
 LIMIT_S = 60.0
 _Result = TypeVar("_Result")
 
@@ -32,12 +32,12 @@ def examine(
     Args:
         device: one GPU; every visible one if left out; ``"cpu"`` leaves GPUs out.
         compile: whether to compile, load and test the package's kernels.
-        architectures: what to compile every kernel for besides, as ``"sm_90a"``, without testing; if left out, where
+        architectures: what else to compile every kernel for, such as ``"sm_90a"``, without testing; if left out, where
             there is no GPU, those of the default recipe for that one.
         limit_s: seconds for compiling, loading and testing one kernel on a GPU.
-        progress: is told of each kernel before it is tried and after, in pieces of text.
+        progress: called with pieces of text before and after each kernel is tried.
     """
-    findings = Findings()
+    findings = Diagnosis()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         no_gpus: list[torch.device] = []
@@ -46,14 +46,14 @@ def examine(
     said = dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, (UserWarning, RuntimeWarning)))
     if said:
         findings.sections.append(Section("Warnings", ("said meanwhile",), tuple((text,) for text in said)))
-    status = max((problem.status for problem in findings.problems), default=FINE)
-    problems = tuple(sorted(findings.problems, key=lambda problem: -problem.status))
-    verdict = _verdict(status, devices, compile, len(problems))
-    return Diagnosis(status, verdict, problems, tuple(findings.sections), tuple(findings.kernels))
+    findings.problems.sort(key=lambda problem: -problem.status)
+    findings.status = max((problem.status for problem in findings.problems), default=FINE)
+    findings.verdict = _verdict(findings.status, devices, compile, len(findings.problems))
+    return findings
 
 
 def _examine(
-    findings: Findings,
+    findings: Diagnosis,
     devices: list[torch.device],
     compile: bool,
     architectures: Sequence[str] | None,
@@ -76,7 +76,7 @@ def _examine(
 
 
 def _kernels(
-    findings: Findings,
+    findings: Diagnosis,
     devices: list[torch.device],
     has_gpu: bool,
     architectures: Sequence[str] | None,
@@ -100,7 +100,7 @@ def _devices(device: torch.device | str | None) -> list[torch.device]:
     return [] if chosen.type == "cpu" else [chosen]
 
 
-def _guarded(findings: Findings, title: str, part: Callable[[], _Result], otherwise: _Result) -> _Result:
+def _guarded(findings: Diagnosis, title: str, part: Callable[[], _Result], otherwise: _Result) -> _Result:
     try:
         return part()
     # a machine in a bad state raises anything anywhere, and the other parts say why

@@ -1,4 +1,4 @@
-"""GPUs, driver, CuPy and NVRTC: what is there, and whether one fits the other."""
+"""GPUs, driver, CuPy and NVRTC: what is installed, and whether it is compatible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from kernels_cuda.compile import KernelsUnavailable, cached_by_version, check_driver, nvrtc_version
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.runtime.environment import CUPY, driver_cuda, driver_names, package_version
-from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Findings, Section
+from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Diagnosis, Section
 from lightning_fp8.tools.doctor.software import asked
 
 
@@ -21,7 +21,7 @@ def gpus() -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(count)]
 
 
-def describe(findings: Findings, devices: list[torch.device]) -> bool:
+def describe(findings: Diagnosis, devices: list[torch.device]) -> bool:
     """GPUs, driver and toolchain; whether the package's kernels can be compiled (and, with a GPU, loaded)."""
     rows = [(str(gpu), asked(partial(_description, gpu))) for gpu in devices] or [("GPU", "none")]
     driver, names = driver_cuda(), driver_names()
@@ -44,12 +44,12 @@ def describe(findings: Findings, devices: list[torch.device]) -> bool:
 
 
 def _compiled(nvrtc: str) -> str:
-    """What the cache folder holds, and whether it is of use here."""
+    """What the cache folder holds, and whether it can be used here."""
     counts = cached_by_version()
     held = ", ".join(f"{count} by NVRTC {version}" for version, count in counts.items()) or "none in the cache"
     if not counts or nvrtc in counts:
         return held
-    return f"{held}, of no use here: NVRTC {nvrtc} compiles its own"
+    return f"{held}, which is not used here: NVRTC {nvrtc} compiles its own"
 
 
 def _description(gpu: torch.device) -> str:
@@ -59,12 +59,12 @@ def _description(gpu: torch.device) -> str:
 
 
 def _extra(driver: int) -> str:
-    """This package's extra with the CuPy for such a driver, or else for torch's CUDA."""
+    """This package's extra with the CuPy for this driver, or without one for torch's CUDA."""
     built_for = int((torch.version.cuda or "13").split(".")[0])
     return f"'lightning-fp8[cuda{'12' if (driver // 1000 or built_for) < 13 else '13'}]'"
 
 
-def _toolchain(findings: Findings, has_gpu: bool, has_cupy: bool, driver: int) -> tuple[bool, str]:
+def _toolchain(findings: Diagnosis, has_gpu: bool, has_cupy: bool, driver: int) -> tuple[bool, str]:
     try:
         version = nvrtc_version()
         if has_gpu:
@@ -94,11 +94,11 @@ def _parted(message: str) -> tuple[str, str]:
 
 
 def _index(driver: int) -> str:
-    """torch's own name for its wheels of the CUDA that the driver serves."""
+    """torch's name for its wheels for the driver's CUDA version."""
     return "cu130" if driver >= 13000 else "cu126"
 
 
-def _unseen(findings: Findings, names: list[str], driver: int) -> None:
+def _unseen(findings: Diagnosis, names: list[str], driver: int) -> None:
     if torch.version.cuda is None:
         what = "torch was built without CUDA"
         do = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{_index(driver)}"
@@ -119,8 +119,8 @@ def unfit(devices: list[torch.device]) -> dict[torch.device, str]:
     return found
 
 
-def note_unfit(findings: Findings, devices: list[torch.device], reasons: dict[torch.device, str]) -> None:
-    """A problem for each GPU that cannot run FP8; the graver where no other can."""
+def note_unfit(findings: Diagnosis, devices: list[torch.device], reasons: dict[torch.device, str]) -> None:
+    """A problem for each GPU that cannot run FP8; more serious where no other GPU can."""
     # torch counts the visible ones
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     indices = [device.index or 0 for device in devices if device not in reasons]

@@ -1,4 +1,4 @@
-"""Every kernel compiled and tested by the functions that the package uses at first use, and timed."""
+"""Compiles and tests every kernel with the functions that the package uses at first use, and times them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels_cuda.compile import capability, compiled, is_cached
 from lightning_fp8.ops.cuda import kernels, plain
 from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.tools.doctor import child
-from lightning_fp8.tools.doctor.diagnosis import SLOWER, Findings, KernelCheck, Section
+from lightning_fp8.tools.doctor.diagnosis import SLOWER, Diagnosis, KernelCheck, Section
 from lightning_fp8.tools.worker import Answer, Worker
 
 ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -26,10 +26,10 @@ Progress = Callable[[str], None]
 
 
 def on_device(device: torch.device, limit_s: float, progress: Progress) -> list[KernelCheck]:
-    """Compile or find in the cache, load and test every kernel there; ends early where the toolchain does not serve.
+    """Compile or find in the cache, load and test every kernel there; ends early where the toolchain does not work.
 
-    All in a process of its own, so that one that hangs costs no more than its limit. After two of a family in a row
-    that did so, or took the process with them, the rest of the family is not tried.
+    They run in another process, so that one that hangs costs no more than its time limit. After two kernels of a family
+    in a row that hung or crashed, the rest of the family is not tried.
     """
     checks: list[KernelCheck] = []
     lost: Counter[str] = Counter()
@@ -39,7 +39,7 @@ def on_device(device: torch.device, limit_s: float, progress: Progress) -> list[
             if lost[variant.family] < _MOST_LOST:
                 answer = worker.answer(child.job(device, variant.name), limit_s)
             else:
-                answer = Answer(None, f"not tried, after {_MOST_LOST} of {variant.family} in a row came to nothing")
+                answer = Answer(None, f"not tried, after {_MOST_LOST} of {variant.family} in a row gave no result")
             lost[variant.family] = 0 if answer.failure is None else lost[variant.family] + 1
             checks.append(_checked(variant.name, device, answer))
             progress(f"{_said(checks[-1])}\n")
@@ -91,8 +91,7 @@ def _said(check: KernelCheck) -> str:
 
 
 def gemm(device: torch.device) -> str | None:
-    """A small FP8 product through the function that the layers use, beside the product of the same numbers: None, or
-    what was wrong.
+    """What is wrong with a small FP8 product by the function that layers use; None if it equals the product in fp32.
 
     Source: :func:`lightning_fp8.ops.cuda.plain.scaled_mm`.
     """
@@ -105,7 +104,7 @@ def gemm(device: torch.device) -> str | None:
     return None if torch.equal(got.cpu(), (a @ b.t()).bfloat16()) else "another result than the same product in fp32"
 
 
-def note(findings: Findings, checks: Sequence[KernelCheck]) -> None:
+def note(findings: Diagnosis, checks: Sequence[KernelCheck]) -> None:
     """Add the checks, their table, and one problem for each way to fail."""
     findings.kernels += checks
     groups, failures = defaultdict(list), defaultdict(list)
@@ -140,9 +139,7 @@ def _row(place: str, name: str, group: list[KernelCheck]) -> tuple[str, ...]:
 def _counted(results: list[str], seconds: float | None) -> str:
     """``"20 passed, 2 failed: 1.25 s"``."""
     counts = Counter(results)
-    text = (
-        next(iter(counts))
-        if seconds is None and len(counts) == 1
-        else ", ".join(f"{number} {result}" for result, number in counts.items())
-    )
+    if seconds is None and len(counts) == 1:
+        return results[0]
+    text = ", ".join(f"{number} {result}" for result, number in counts.items())
     return text if seconds is None else f"{text}: {seconds:.2f} s"

@@ -1,67 +1,24 @@
-"""The page as text: with rich where it is installed, else plain."""
+"""The page as text."""
 
 from __future__ import annotations
 
-import shutil
 import textwrap
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any, TextIO
 
 from lightning_fp8.tools.doctor.diagnosis import Diagnosis, Section
 
-_STATUS_STYLES = ("bold green", "bold yellow", "bold red")
-# of a column that gives way to the others
+# no column is made narrower than this
 _NARROWEST = 8
 
 
-def show(diagnosis: Diagnosis, file: TextIO) -> None:
-    """Write the page, no wider than the terminal; commands are left whole, to be copied."""
-    try:
-        console = import_module("rich.console").Console(file=file, highlight=False, markup=False, emoji=False)
-        parts = _rich_parts(diagnosis)
-    # not installed, or not a version that has all this
-    except Exception:
-        file.write(plain(diagnosis, shutil.get_terminal_size().columns))
-        return
-    for part, whole in parts:
-        console.print(part, soft_wrap=whole)
-
-
-def _rich_parts(diagnosis: Diagnosis) -> list[tuple[Any, bool]]:
-    """What to print, and whether its lines are left as they are."""
-    text, table_class, box = (
-        import_module("rich.text").Text,
-        import_module("rich.table").Table,
-        import_module("rich.box"),
-    )
-    parts: list[tuple[Any, bool]] = []
-    for section in diagnosis.sections:
-        table = table_class(title=section.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-        for column in section.columns:
-            table.add_column(column, overflow="fold")
-        for row in section.rows:
-            table.add_row(*map(text, row))
-        parts.append((table, False))
-    parts.append((text(_verdict(diagnosis), style=_STATUS_STYLES[diagnosis.status]), False))
-    for number, problem in enumerate(diagnosis.problems, start=1):
-        parts.append((text(f"\n{number}. {problem.what}", style=_STATUS_STYLES[problem.status]), False))
-        parts.append((text(f"   -> {problem.do}"), True))
-    return parts
-
-
-def plain(diagnosis: Diagnosis, width: int) -> str:
-    """The page without rich."""
+def page(diagnosis: Diagnosis, width: int) -> str:
+    """The page, at most ``width`` characters wide; commands stay on one line, to be copied."""
     lines = [line for section in diagnosis.sections for line in _table(section, width)]
-    lines += textwrap.wrap(_verdict(diagnosis), width)
+    lines += textwrap.wrap(f"Status {diagnosis.status}: {diagnosis.verdict}", width)
     for number, problem in enumerate(diagnosis.problems, start=1):
         lines += ["", *textwrap.wrap(f"{number}. {problem.what}", width, break_on_hyphens=False)]
         lines.append(f"   -> {problem.do}")
-    return "\n".join(lines) + "\n"
-
-
-def _verdict(diagnosis: Diagnosis) -> str:
-    return f"Status {diagnosis.status}: {diagnosis.verdict}"
+    return "\n".join(lines)
 
 
 def _table(section: Section, width: int) -> list[str]:
@@ -77,7 +34,7 @@ def _table(section: Section, width: int) -> list[str]:
 
 
 def _widths(wanted: Sequence[int], width: int) -> list[int]:
-    """The columns' widths: the widest give way, one place at a time, until two spaces between all fit too."""
+    """Column widths: the widest shrink, one character at a time, until all fit with two spaces in between."""
     widths = list(wanted)
     while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > _NARROWEST:
         widths[widths.index(max(widths))] -= 1

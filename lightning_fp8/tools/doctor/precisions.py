@@ -1,4 +1,4 @@
-"""Which precisions run on which device, and what serves them there."""
+"""Which precisions run on which device, and on which kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from kernels_cuda.gemm import configurations
 from lightning_fp8.ops.cuda import gemm_table, kernels
-from lightning_fp8.tools.doctor.diagnosis import CANNOT, Findings, KernelCheck, Section
+from lightning_fp8.tools.doctor.diagnosis import CANNOT, Diagnosis, KernelCheck, Section
 from lightning_fp8.tools.doctor.kernel_checks import gemm
 
 # Ampere: the first generation with bf16
@@ -19,7 +19,7 @@ _TORCH, _OWN, _REFERENCE, _CUBLASLT = "torch's operators", "own kernels", "refer
 
 
 def describe(
-    findings: Findings, devices: Sequence[torch.device], unfit: Mapping[torch.device, str], ready: bool, compile: bool
+    findings: Diagnosis, devices: Sequence[torch.device], unfit: Mapping[torch.device, str], ready: bool, compile: bool
 ) -> None:
     """The table, from what has been found about toolchain and kernels."""
     rows = []
@@ -34,7 +34,7 @@ def describe(
 
 
 def _fp8(
-    findings: Findings, device: torch.device, unfit: Mapping[torch.device, str], ready: bool, compile: bool
+    findings: Diagnosis, device: torch.device, unfit: Mapping[torch.device, str], ready: bool, compile: bool
 ) -> tuple[str, str, str, str]:
     if device in unfit:
         major, minor = torch.cuda.get_device_capability(device)
@@ -55,7 +55,7 @@ def _fp8(
 
 
 def _served(checks: Sequence[KernelCheck], device: torch.device, ready: bool, compile: bool) -> tuple[str, str]:
-    """What serves casts, and what the update of the scales."""
+    """What runs the casts, and what updates the scales."""
     chosen = _backend()
     if chosen is None:
         return "no such backend", "no such backend"

@@ -15,20 +15,17 @@ import torch
 
 from kernels_cuda.cache import Untrusted, cache_folder, check_folder
 from lightning_fp8.ops.cuda.kernels import backend
-from lightning_fp8.plugins.registration import register
+from lightning_fp8.plugins.registration import register, registered
 from lightning_fp8.runtime.environment import package_version
 from lightning_fp8.runtime.version import __version__
-from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Findings, Section
+from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Diagnosis, Section
 
 # how much it matters that one is too old
 _REQUIRED = {"torch": CANNOT, "lightning": SLOWER, "torchmetrics": SLOWER}
 _EXTRAS = {
-    "jsonargparse": "cli",
-    "rich": "cli",
-    "plotly": "report",
-    "matplotlib": "report",
-    "safetensors": "export",
-    "torchao": "bench",
+    **dict.fromkeys(("jsonargparse", "rich"), "cli"),
+    **dict.fromkeys(("plotly", "matplotlib"), "report"),
+    **{"safetensors": "export", "torchao": "bench"},
 }
 
 
@@ -42,7 +39,7 @@ def asked(question: Callable[[], object]) -> str:
         return f"not known ({' '.join(f'{type(error).__name__}: {error}'.split())})"
 
 
-def versions(findings: Findings) -> None:
+def versions(findings: Diagnosis) -> None:
     """What is installed, whether it is new enough, and whether Lightning knows the precision strings."""
     rows = [
         ("lightning-fp8", __version__),
@@ -60,26 +57,26 @@ def versions(findings: Findings) -> None:
 
 
 def _built_for() -> str:
-    return (
-        f"built for CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else (f"built for ROCm {torch.version.hip}" if torch.version.hip else "built for the CPU")
-    )
+    toolkits = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    return "built for " + next((f"{name} {version}" for name, version in toolkits.items() if version), "the CPU")
 
 
-def _registration(findings: Findings) -> str:
+def _registration(findings: Diagnosis) -> str:
     try:
-        # what importing the package has done already, and harmless to do again
-        register()
+        # importing the package has done it, or has failed: then this says why
+        if not registered():
+            register()
     except Exception as error:
         findings.problem(
             CANNOT,
-            f'`precision="fp8-delayed"` is not known to Lightning: {error}',
-            "Pass the plugin instead, `Trainer(plugins=lightning_fp8.Fp8Precision())`, or take the Lightning that"
+            f'Lightning does not know `precision="fp8-delayed"`: {error}',
+            "Pass the plugin instead, `Trainer(plugins=lightning_fp8.Fp8Precision())`, or install the Lightning that"
             " this was tested with: `pip install 'lightning==2.6.6'`.",
         )
         return "not registered with Lightning"
-    return "registered with Lightning"
+    ours = registered()
+    theirs = " and ".join(sorted({"bf16-mixed", "bf16-true"} - ours))
+    return f"registered with Lightning: {', '.join(sorted(ours))}" + (f"; {theirs}: Lightning's own" if theirs else "")
 
 
 def requirements() -> dict[str, str]:
@@ -93,12 +90,12 @@ def requirements() -> dict[str, str]:
     return {one.name: f"{one.name}{one.specifier}" for one in found if one.marker is None}
 
 
-def _check_requirements(findings: Findings) -> None:
+def _check_requirements(findings: Diagnosis) -> None:
     from packaging.requirements import Requirement
 
     for package, text in requirements().items():
         requirement = Requirement(text)
-        # torch's own word counts: its metadata lacks what it was built for, and is missing where it was built by hand
+        # not torch's metadata: it lacks what torch was built for, and does not exist for a build from source
         version = torch.__version__ if package == "torch" else package_version(package)
         if version is not None and requirement.specifier.contains(str(version), prereleases=True):
             continue
@@ -109,7 +106,7 @@ def _check_requirements(findings: Findings) -> None:
         )
 
 
-def settings(findings: Findings, has_gpu: bool) -> None:
+def settings(findings: Diagnosis, has_gpu: bool) -> None:
     """The environment variables, and whether the cache can be written."""
     rows = [("LIGHTNING_FP8_BACKEND", _backend(findings, has_gpu)), ("LIGHTNING_FP8_CACHE_DIR", _cache(findings))]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -118,7 +115,7 @@ def settings(findings: Findings, has_gpu: bool) -> None:
     findings.sections.append(Section("Settings", ("what", "found"), tuple(rows)))
 
 
-def _backend(findings: Findings, has_gpu: bool) -> str:
+def _backend(findings: Diagnosis, has_gpu: bool) -> str:
     value = os.environ.get("LIGHTNING_FP8_BACKEND")
     try:
         chosen = backend()
@@ -131,20 +128,20 @@ def _backend(findings: Findings, has_gpu: bool) -> str:
         return "reference: torch's operators on every GPU; nothing changes on the CPU"
     findings.problem(
         SLOWER,
-        "LIGHTNING_FP8_BACKEND=reference: torch's own operators serve in place of the package's kernels.",
+        "LIGHTNING_FP8_BACKEND=reference: torch's own operators run in place of the package's kernels.",
         "unset LIGHTNING_FP8_BACKEND",
     )
     return "reference: torch's operators"
 
 
-def _cache(findings: Findings) -> str:
+def _cache(findings: Diagnosis) -> str:
     folder = cache_folder()
     origin = "" if os.environ.get("LIGHTNING_FP8_CACHE_DIR") else " (not set)"
-    mend = "export LIGHTNING_FP8_CACHE_DIR=/a/folder/that/you/may/write"
+    fix = "export LIGHTNING_FP8_CACHE_DIR=/a/folder/that/you/may/write"
     try:
         check_folder(folder)
     except Untrusted as error:
-        findings.problem(SLOWER, f"{error} Until then every process compiles and tests kernels anew.", mend)
+        findings.problem(SLOWER, f"{error} Until then every process compiles and tests kernels again.", fix)
         return f"{folder}{origin}: not trusted"
     except OSError:
         # said below
@@ -154,8 +151,8 @@ def _cache(findings: Findings) -> str:
         return f"{folder}{origin}: writable"
     findings.problem(
         SLOWER,
-        f"Compiled kernels cannot be kept in {folder} ({trouble}), so every process compiles and tests them anew.",
-        mend,
+        f"Compiled kernels cannot be kept in {folder} ({trouble}), so every process compiles and tests them again.",
+        fix,
     )
     return f"{folder}{origin}: not writable ({trouble})"
 

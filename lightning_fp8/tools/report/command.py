@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(str(error))
     for run in runs:
         print(f"{run.name}: {run.note or run.folder}")
-    # beside the folder that was asked for, also where a version inside it was read
+    # in the folder that was given, even where a version inside it was read
     page = options.out or options.runs[0] / "report.html"
     pictures = options.png or page.with_name(f"{page.stem}_png")
     try:
@@ -48,5 +48,5 @@ def _parser() -> argparse.ArgumentParser:
         help="a run's folder, or an experiment's with version_N in it: the newest is read",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page; else report.html in the first LOGDIR")
-    parser.add_argument("--png", type=Path, metavar="FOLDER", help="for the PNGs; else report_png beside the page")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="for the PNGs; else report_png next to the page")
     return parser

@@ -17,7 +17,7 @@ _FIRST = ("train_loss", "val_loss")
 
 
 def curve_keys(runs: Sequence[Run]) -> list[str]:
-    """Metrics of the user's that some run has more than one step of; losses first."""
+    """The user's metrics with more than one step in some run; losses first."""
     keys = {
         key
         for run in runs
@@ -33,7 +33,7 @@ def loss_keys(keys: Sequence[str]) -> list[str]:
 
 
 def thinned(series: Series, points: int = MAX_POINTS) -> Series:
-    """At most so many points: of each stretch the lowest and the highest, so that no peak is lost; first and last."""
+    """At most ``points`` points: the lowest and highest of each stretch, to keep all peaks, and the first and last."""
     count = len(series.steps)
     if count <= points:
         return series

@@ -81,8 +81,8 @@ function noteOn(name, values) {
   const several = first.some((step, column) => step !== last[column]);
   if (!several) return "";
   return name === "log2_scale"
-    ? "A column stands for several logged steps, and shows the last of them."
-    : "A column stands for several logged steps, and shows the worst of them.";
+    ? "A column covers several logged steps and shows the last of them."
+    : "A column covers several logged steps and shows the worst of them.";
 }
 
 function ticks() {
@@ -176,7 +176,7 @@ function drawOverview() {
   }
   const lowest = chosen.worst === "min" ? "lowest" : "highest";
   element("overview-note").textContent =
-    (each > 1 ? `A line stands for ${each} tensors and shows the ${lowest} number among them. ` : "") +
+    (each > 1 ? `A line covers ${each} tensors and shows the ${lowest} number among them. ` : "") +
     "The frame is the page above; a click goes to another.";
   const trace = { ...heat(z, worst, chosen), showscale: false };
   const [from, to] = [view.first / each - 0.5, Math.min(view.first + pageSize(), view.rows.length) / each - 0.5];

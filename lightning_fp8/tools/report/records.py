@@ -1,10 +1,11 @@
-"""Files beside a run's logs, checked: whatever they hold, a report is made from them or says what is wrong in which."""
+"""Files next to a run's logs, checked: what is wrong with one is said, with its name."""
 
 from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ _MOST_VALUES, _DEEPEST = 1_000_000, 50
 # of a whole number, far beyond a count or a seed, and short enough to be written out
 _MOST_BITS = 1024
 Check = Callable[[Any], bool]
+# by field: what its value must be, in words and as a check
+Rules = Mapping[str, tuple[str, Check]]
 
 
 class ReadError(Exception):
@@ -28,51 +31,46 @@ def read_record(path: Path) -> dict[str, Any]:
     Raises:
         ReadError: for anything else.
     """
-    return _read(path, json.loads, lambda content: _wrong_field(content, _RECORD))
+    return _read(path, json.loads, _RECORD)
 
 
 def read_dtypes(path: Path) -> dict[str, Any]:
-    """What ``DtypeAudit`` wrote; empty where it wrote nothing.
+    """What ``DtypeAudit`` wrote, with the names of version 0.6; empty where it wrote nothing.
 
     Raises:
         ReadError: for anything else.
     """
-
-    def wrong(content: Mapping[str, Any]) -> str | None:
-        missing = [name for name in _DTYPES if name not in content]
-        return f"it has no list {missing[0]!r}" if missing else _wrong_field(content, _DTYPES)
-
-    return _read(path, json.loads, wrong)
+    names = {"dtype": "actual", "promised": "expected"}
+    read = partial(json.loads, object_hook=lambda row: {names.get(name, name): value for name, value in row.items()})
+    return _read(path, read, _DTYPES, required=_DTYPES)
 
 
 def read_hparams(path: Path) -> dict[str, Any]:
     """The hyperparameters that Lightning saved; empty where there are none.
 
     Raises:
-        ReadError: for what is no mapping, or too much for a page, as aliases of aliases make it.
+        ReadError: for what is not a mapping, or too large for a page, as aliases of aliases can be.
     """
-
-    def parse(text: str) -> Any:
-        content = yaml.load(text, _PlainLoader)
-        return {} if content is None else content
-
-    return _read(path, parse, lambda content: None)
+    return _read(path, lambda text: {} if (content := yaml.load(text, _PlainLoader)) is None else content, {})
 
 
-def _read(path: Path, parse: Callable[[str], Any], wrong: Callable[[dict[str, Any]], str | None]) -> dict[str, Any]:
+def _read(path: Path, parse: Callable[[str], Any], rules: Rules, required: Iterable[str] = ()) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
         content = parse(path.read_text(encoding="utf-8"))
-    # what a damaged file makes of the reader of YAML is not documented: IndexError, KeyError, RecursionError, ...
+    # what the YAML reader raises for a damaged file is not documented: IndexError, KeyError, RecursionError, ...
     except Exception as error:
         raise _error(path, f"{type(error).__name__}: {error}") from error
-    found = _why_too_much(content)
-    if found is None:
-        found = wrong(content) if isinstance(content, dict) else f"it holds {reprlib.repr(content)} and no object"
-    if found is not None:
-        raise _error(path, found)
-    return content
+    wrong = _why_too_much(content)
+    if wrong is None and not isinstance(content, dict):
+        wrong = f"it holds {reprlib.repr(content)}, not an object"
+    if wrong is None:
+        missing = [name for name in required if name not in content]
+        wrong = f"it has no list {missing[0]!r}" if missing else _wrong_field(content, rules)
+    if wrong is not None:
+        raise _error(path, wrong)
+    return content  # type: ignore[no-any-return]
 
 
 def _error(path: Path, why: str) -> ReadError:
@@ -90,7 +88,7 @@ _PlainLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, t
 
 
 def _why_too_much(content: Any) -> str | None:
-    """Why the content cannot be shown; None where it can. What is there more than once counts each time."""
+    """Why the content cannot be shown; None where it can. A value referenced more than once counts each time."""
     waiting, values = [(content, 0)], 1
     while waiting:
         node, depth = waiting.pop()
@@ -112,28 +110,24 @@ def _why_too_much(content: Any) -> str | None:
     return None
 
 
-def _wrong_field(content: Mapping[str, Any], rules: Mapping[str, tuple[str, Check]]) -> str | None:
-    """The first field that is not what it should be, with what came."""
+def _wrong_field(content: Mapping[str, Any], rules: Rules) -> str | None:
+    """The first field that is not what it should be, with its value."""
     for name, (rule, is_right) in rules.items():
         if name in content and not is_right(content[name]):
             got = content[name]
             if isinstance(got, list) and is_right([]):
-                # what is wrong in the list
+                # the wrong item of the list
                 got = next((row for row in got if not is_right([row])), got)
             return f"{name!r} must be {rule}, got {reprlib.repr(got)}"
     return None
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_optional_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)
+def _is(*types: type) -> Check:
+    return lambda value: isinstance(value, types)
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _is_dtype(value: Any) -> bool:
@@ -152,27 +146,21 @@ def _are_objects(**fields: Check) -> Check:
     return check
 
 
-_are_layers = _are_objects(
-    path=_is_text, kind=_is_text, reason=_is_text, converted=lambda value: isinstance(value, bool)
-)
-_are_tensors = _are_objects(
-    kind=_is_text, name=_is_text, dtype=_is_dtype, promised=_is_optional_text, elements=_is_count
-)
-_A_TEXT = ("text", _is_optional_text)
-_A_COUNT = ("a whole number of at least 0", _is_count)
-_AN_OBJECT = ("an object or null", lambda value: value is None or isinstance(value, dict))
-_TENSORS = ("a list of `kind`, `name`, `dtype`, `promised` and `elements` of tensors", _are_tensors)
-_RECORD: dict[str, tuple[str, Check]] = {
-    **dict.fromkeys(("precision", "strategy", "accelerator"), _A_TEXT),
-    **dict.fromkeys(("world_size", "parameters"), _A_COUNT),
-    **dict.fromkeys(("environment", "recipe"), _AN_OBJECT),
+_none, _text = type(None), _is(str)
+_are_layers = _are_objects(path=_text, kind=_text, reason=_text, converted=_is(bool))
+_are_tensors = _are_objects(kind=_text, name=_text, actual=_is_dtype, expected=_is(str, _none), elements=_is_count)
+_TENSORS = ("a list of `kind`, `name`, `actual`, `expected` and `elements` of tensors", _are_tensors)
+_RECORD: Rules = {
+    **dict.fromkeys(("precision", "strategy", "accelerator"), ("text", _is(str, _none))),
+    **dict.fromkeys(("world_size", "parameters"), ("a whole number of at least 0", _is_count)),
+    **dict.fromkeys(("environment", "recipe"), ("an object or null", _is(dict, _none))),
     "modules": (
         "a list of module paths or null",
-        lambda value: value is None or (isinstance(value, list) and all(map(_is_text, value))),
+        lambda value: value is None or (isinstance(value, list) and all(map(_text, value))),
     ),
     "layers": (
         "a list of `path`, `kind`, `converted` and `reason` of layers or null",
         lambda value: value is None or _are_layers(value),
     ),
 }
-_DTYPES: dict[str, tuple[str, Check]] = {"rows": _TENSORS, "violations": _TENSORS}
+_DTYPES: Rules = {"rows": _TENSORS, "violations": _TENSORS}

@@ -65,7 +65,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read a run from each folder, and give each a name of its own.
+    """Read a run from each folder, and give each a unique name.
 
     Raises:
         ReadError: for a folder that is missing or has no logs, and a file that cannot be read.
@@ -197,7 +197,7 @@ def _read_events(folder: Path) -> dict[str, Series]:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """As few of the last parts of the paths as tell them apart, with the experiment of a ``version_N`` always."""
+    """The shortest endings of the paths that differ; a ``version_N`` always with its experiment."""
     parts = [folder.resolve().parts for folder in folders]
     least = 2 if any(part[-1].startswith("version_") for part in parts) else 1
     for length in range(least, max(map(len, parts)) + 1):

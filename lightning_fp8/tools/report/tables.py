@@ -175,27 +175,27 @@ def layers(run: Run) -> Table:
 
 
 def dtypes(run: Run) -> tuple[Table, Table]:
-    """What tensors are stored in, by kind and dtype; and those of which something else was promised."""
-    columns = ["what", "dtype", "promised", "tensors>", "elements>", "MiB>", "verdict"]
+    """The dtypes of tensors, by kind; and the tensors whose dtype is not the expected one."""
     if not run.dtypes:
         return Table([], [], "Not recorded: add lightning_fp8.DtypeAudit."), Table([], [])
-    broken = {(row["kind"], row["name"]) for row in run.dtypes["violations"]}
+    violations = {(row["kind"], row["name"]) for row in run.dtypes["violations"]}
     groups: dict[tuple[str, str, str | None, bool], list[int]] = {}
     for row in run.dtypes["rows"]:
-        key = (row["kind"], row["dtype"], row["promised"], (row["kind"], row["name"]) in broken)
+        key = (row["kind"], row["actual"], row["expected"], (row["kind"], row["name"]) in violations)
         groups.setdefault(key, []).append(row["elements"])
     rows = []
-    for (kind, dtype, promised, is_broken), elements in groups.items():
-        verdict = "NOT KEPT" if is_broken else "kept" if promised else "-"
+    for (kind, actual, expected, is_wrong), elements in groups.items():
+        verdict = "MISMATCH" if is_wrong else "ok" if expected else "-"
         count, total = len(elements), sum(elements)
-        size = total * getattr(torch, dtype).itemsize / 2**20
+        size = total * getattr(torch, actual).itemsize / 2**20
         sizes = [Cell(f"{count:,}", count), Cell(f"{total:,}", total), Cell(f"{size:,.2f}", size)]
-        rows.append([Cell(kind), Cell(dtype), Cell(promised or "-"), *sizes, Cell(verdict, mark=is_broken)])
-    violations = [
-        [Cell(row["name"]), Cell(row["kind"]), Cell(row["dtype"], mark=True), Cell(row["promised"] or "-")]
+        rows.append([Cell(kind), Cell(actual), Cell(expected or "-"), *sizes, Cell(verdict, mark=is_wrong)])
+    wrong = [
+        [Cell(row["name"]), Cell(row["kind"]), Cell(row["actual"], mark=True), Cell(row["expected"] or "-")]
         for row in run.dtypes["violations"]
     ]
-    return Table(columns, rows), Table(["tensor", "what", "dtype", "promised"], violations)
+    columns = ["what", "actual", "expected", "tensors>", "elements>", "MiB>", "verdict"]
+    return Table(columns, rows), Table(["tensor", "what", "actual", "expected"], wrong)
 
 
 def environment(runs: Sequence[Run]) -> Table:

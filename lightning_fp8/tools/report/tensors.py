@@ -14,7 +14,7 @@ import numpy.typing as npt
 from lightning_fp8.ops.formats import ROLES
 from lightning_fp8.tools.report.runs import Floats, Run, Series
 
-# of each, what stands for several steps in one column
+# how several steps are combined in one column
 PLANES = {
     "scale": "last",
     "headroom_bits": "min",
@@ -76,7 +76,7 @@ def _reduced(values: Floats, bounds: npt.NDArray[np.int64], how: str) -> Floats:
     if len(bounds) == values.shape[1]:
         return values
     if how == "last":
-        # the newest that is there
+        # the newest value
         known = np.where(np.isnan(values), -1, np.arange(values.shape[1]))
         newest = np.maximum.reduceat(known, bounds, axis=1)
         filled = np.take_along_axis(values, np.maximum(newest, 0), axis=1)

@@ -1,4 +1,4 @@
-"""GEMMs that end with the cast of the next one's operand, beside a GEMM and a cast of its own: right, and how fast."""
+"""GEMMs chained to the cast of the next operand, compared with a GEMM and a separate cast: results and times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_fp8.tools.tune.shapes import Gemm
 from lightning_fp8.tools.tune.trial import Operands, Run
 
 CHAINED, SEPARATE = "chained", "separate"
-# codes: sums of whole numbers are exact, an activation's last bits need not be
+# share of codes: sums of integers are exact, the last bits of an activation need not be
 _NEIGHBOURING = 0.05
 
 
@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         operands: of the GEMM.
-        h: ``[m, n]``, what the activation was taken of, where a gradient passes through it; else None.
+        h: ``[m, n]``, the activation's input, where a gradient passes through it; else None.
         row: the scale that the cast uses.
     """
 
@@ -63,7 +63,7 @@ def measured(
     Args:
         gemm: what is computed.
         choice: ours, for the chained one.
-        separate: the GEMM that a cast of its own follows: the fastest there is.
+        separate: the fastest GEMM there is, which a separate cast follows.
         activation: behind the GEMM; its gradient where sums are promoted, as in dgrad.
         rounds: batches of each, taken in turns.
         device: where.
@@ -85,7 +85,7 @@ def measured(
     variants = [
         Variant(name, functools.partial(_call, way, inputs), lambda: None, len(inputs)) for name, way in found.items()
     ]
-    times = timing.time_in_turns(variants, rounds, timing.clock("kernels", device).batch, None)
+    times = timing.time_in_turns(variants, rounds, timing.kernel_batch(device))
     return {"wrong": None, "chained_us": times[CHAINED].p50_us, "separate_us": times[SEPARATE].p50_us}
 
 

@@ -1,4 +1,4 @@
-"""``python -m lightning_fp8.tools.tune.child``: does the jobs that are made here, one after the other."""
+"""``python -m lightning_fp8.tools.tune.child``: runs the jobs that are created here, one after the other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def timing_job(gemm: Gemm, choices: Sequence[Choice], rounds: int) -> Job:
 
 
 def chain_job(gemm: Gemm, row: dict[str, Any], activation: str, rounds: int) -> Job:
-    """Is answered as :func:`.chain.measured` says: the choice of the row, beside its fastest GEMM."""
+    """Is answered as :func:`.chain.measured` says: the row's choice, compared with its fastest GEMM."""
     own, theirs = row["p50_us"], row["cublaslt_p50_us"]
     ours = [[row["configuration"], row["splits"]]]
     separate = ours if theirs is None or own < theirs else [[None, 1]]

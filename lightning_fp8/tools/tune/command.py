@@ -1,12 +1,12 @@
 """``python -m lightning_fp8 tune``: measures the GEMM kernels on this GPU, and keeps which is fastest for which shape.
 
-One GEMM after the other: every candidate first runs in another process, where it must give torch's result, and in
-time; then those that do take turns with torch._scaled_mm; then the fastest of ours, with the cast of the next GEMM's
-operand chained to it, takes turns with the fastest GEMM and a cast of its own. The table has each result as soon as it
-is known: what is interrupted keeps what it has. From then on gemm="auto" chooses by what was measured.
+For each GEMM, every candidate first runs in another process, where it must give torch's result within a time limit. The
+candidates that do are timed in turns with torch._scaled_mm. The fastest of them, chained to the cast of the next GEMM's
+operand, is then timed in turns with the fastest GEMM and a separate cast. Each result is written at once, so an
+interrupted run keeps its results. From then on gemm="auto" chooses by these measurements.
 
-With --min-features it measures from which size on linear layers are faster in FP8 than in bf16, with the GEMMs that
-gemm="auto" has by then; from then on min_features="auto" goes by it.
+With --min-features it measures the size from which linear layers are faster in FP8 than in bf16, with the GEMMs that
+gemm="auto" chooses at the time. From then on min_features="auto" uses that size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from kernels_cuda.cache import make_folder
-from kernels_cuda.compile import KernelsUnavailable, nvrtc_version
+from kernels_cuda.compile import nvrtc_version
 from kernels_cuda.gemm import configurations
 from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.ops.cuda.gemm_choice import Choice
@@ -29,7 +29,6 @@ from lightning_fp8.runtime.device import MIN_CAPABILITY, check_device
 from lightning_fp8.runtime.environment import environment, gpu_environment
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.arguments import positive
-from lightning_fp8.tools.progress import progress
 from lightning_fp8.tools.tables import aligned
 from lightning_fp8.tools.tune import child, min_features
 from lightning_fp8.tools.tune.min_features import Timed
@@ -57,20 +56,19 @@ def main(arguments: Sequence[str]) -> None:
     failures: dict[Gemm, str] = {}
     measured: dict[Gemm, dict[str, Any]] = {}
     begun: set[Gemm] = set()
-    with progress(len(ways)) as begin:
-        for one in measure(ways, options.rounds, options.time_limit, child.command()):
-            if isinstance(one, Tried):
-                if one.gemm not in begun:
-                    begun.add(one.gemm)
-                    begin(one.gemm.name)
-                if one.failure is not None:
-                    print(f"left out: {one.name} for {one.gemm.name}: {one.failure}", flush=True)
-            elif one.row is None:
-                failures[one.gemm] = f"{one.gemm.name}: {one.failure}"
-            else:
-                gemm_table.write(path, about, [one.row])
-                measured[one.gemm] = one.row
-                print("  ".join(_cells(one.gemm, one.row)), flush=True)
+    for one in measure(ways, options.rounds, options.time_limit, child.command()):
+        if one.gemm not in begun:
+            begun.add(one.gemm)
+            print(f"[{len(begun)}/{len(ways)}] {one.gemm.name}", flush=True)
+        if isinstance(one, Tried):
+            if one.failure is not None:
+                print(f"left out: {one.name} for {one.gemm.name}: {one.failure}", flush=True)
+        elif one.row is None:
+            failures[one.gemm] = f"{one.gemm.name}: {one.failure}"
+        else:
+            gemm_table.write(path, about, [one.row])
+            measured[one.gemm] = one.row
+            print("  ".join(_cells(one.gemm, one.row)), flush=True)
     print(f"\n{_table(measured)}\nWritten: {path}")
     if failures:
         sys.exit("\nThese could not be measured:\n" + "\n".join(failures.values()))
@@ -103,16 +101,10 @@ def _ways(gemms: Sequence[Gemm], device: torch.device) -> dict[Gemm, list[Choice
 
 
 def _about(device: torch.device, command: str) -> dict[str, Any]:
-    """What a table says of how it came about."""
-    gpu, here = gpu_environment(device), environment("lightning-fp8", command=command)
-    versions = {"torch": here["torch"], "cupy": gpu["cupy"], "lightning-fp8": here["lightning-fp8"]}
-    return {
-        "gpu": gpu["gpu"],
-        "driver": gpu["driver"],
-        "versions": versions,
-        "commit": here["commit"],
-        "command": here["command"],
-    }
+    """How a table was measured: GPU, driver, versions, commit and command."""
+    found = {**environment("lightning-fp8", command=command), **gpu_environment(device)}
+    versions = {name: found[name] for name in ("torch", "cupy", "lightning-fp8")}
+    return {**{name: found[name] for name in ("gpu", "driver", "commit", "command")}, "versions": versions}
 
 
 def _table(measured: Mapping[Gemm, dict[str, Any]]) -> str:
@@ -153,30 +145,21 @@ def _tflops(gemm: Gemm, us: float | None) -> str:
 
 
 def _device(for_gemms: bool = True) -> torch.device:
-    """The GPU; exits where there is none with kernels to measure, those of GEMMs or any."""
+    """The GPU; exits where there is none with kernels to measure: GEMM kernels, or any."""
     if not torch.cuda.is_available():
-        sys.exit(
-            "tune measures on a CUDA GPU of compute capability {}.{} or newer, and none was found.".format(
-                *MIN_CAPABILITY
-            )
-        )
+        least = "{}.{}".format(*MIN_CAPABILITY)
+        sys.exit(f"tune measures on a CUDA GPU of compute capability {least} or newer, and none was found.")
     device = torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
-    if not for_gemms:
-        try:
-            check_device(device)
-        except RuntimeError as error:
-            sys.exit(f"tune: {error}")
-    elif not configurations(capability, promote=False):
-        sys.exit(
-            "tune: {} has compute capability {}.{}, for which there are no GEMM kernels: FP8 GEMMs run by"
-            " torch._scaled_mm there, if at all.".format(torch.cuda.get_device_name(device), *capability)
-        )
+    if for_gemms and not configurations(capability, promote=False):
+        gpu = "{} has compute capability {}.{}".format(torch.cuda.get_device_name(device), *capability)
+        sys.exit(f"tune: {gpu}, which has no GEMM kernels: FP8 GEMMs run with torch._scaled_mm there, if at all.")
     if kernels.backend() == "reference":
-        sys.exit("tune: LIGHTNING_FP8_BACKEND=reference leaves all kernels alone; there is nothing to measure.")
+        sys.exit("tune: LIGHTNING_FP8_BACKEND=reference turns all kernels off; there is nothing to measure.")
     try:
+        check_device(device)
         nvrtc_version()
-    except KernelsUnavailable as error:
+    except RuntimeError as error:
         sys.exit(f"tune: {error}")
     return device
 
@@ -197,35 +180,21 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m lightning_fp8 tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--min-features",
-        action="store_true",
-        help="measure from which size on layers are faster in FP8:"
-        " square ones of 128 to 4096 features, 8192 tokens, forward and backward",
+    sizes = (
+        "measure the size from which layers are faster in FP8: square layers of 128 to 4096 features, 8192 tokens,"
+        " forward and backward"
     )
-    what.add_argument(
-        "--shapes",
-        type=_layers,
-        default=LAYERS,
-        metavar="TOKENSxINxOUT,...",
-        help="linear layers and the tokens they are given at a time, each measured in its three GEMMs; by default"
-        " 2048, 8192 and 32768 tokens in the projections of transformers of width 1024, 4096 and 8192",
+    what.add_argument("--min-features", action="store_true", help=sizes)
+    shapes = (
+        "linear layers with their number of tokens, each measured in its three GEMMs; by default 2048, 8192 and 32768"
+        " tokens in the projections of transformers of width 1024, 4096 and 8192"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="by default a table in the cache folder, which is"
-        " the one that is used; rows of other GEMMs that it has stay",
-    )
+    what.add_argument("--shapes", type=_layers, default=LAYERS, metavar="TOKENSxINxOUT,...", help=shapes)
+    out = "by default the table in the cache folder, which training uses; rows of other GEMMs in it are kept"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
     parser.add_argument("--rounds", type=positive, default=ROUNDS, help="batches of each candidate (%(default)s)")
-    parser.add_argument(
-        "--time-limit",
-        type=positive,
-        default=LIMIT_S,
-        metavar="S",
-        help="seconds for trying one candidate, or for timing it (%(default)g)",
-    )
+    limit = "seconds for trying one candidate, or for timing it (%(default)g)"
+    parser.add_argument("--time-limit", type=positive, default=LIMIT_S, metavar="S", help=limit)
     return parser
 
 

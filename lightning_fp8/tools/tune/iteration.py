@@ -1,4 +1,4 @@
-"""What an iteration of training does with one block, forward and backward, and whether its numbers are right."""
+"""One training iteration of a block, forward and backward, and a check of its numbers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lightning_fp8.tools.timing import Variant
 
 @dataclass(frozen=True)
 class Precision:
-    """In what a block computes, and how close to fp32 it has to be.
+    """The precision of a block, and how close to fp32 its results must be.
 
     Attributes:
-        make: turns a block in fp32, which is its own to change, into what is timed.
-        in_fp8: whether that is a converted block, which is to be in the steady state of training.
+        make: turns a block in fp32, in place or not, into what is timed.
+        in_fp8: whether that is a converted block, to be timed in the steady state of training.
         autocast: whether it runs under autocast to bf16.
-        weights_change: whether each iteration finds other weights than the last one, as after an optimizer step.
-        forward_db: SQNR that the output has at least, beside fp32.
-        backward_db: SQNR that each gradient has at least.
+        weights_change: whether the weights change before each iteration, as by an optimizer step.
+        forward_db: lowest SQNR of the output, compared with fp32.
+        backward_db: lowest SQNR of each gradient.
         around: what forward and backward run in.
     """
 
@@ -95,7 +95,7 @@ class Iteration:
 
 
 def reach_steady_state(iteration: Iteration) -> None:
-    """Some steps of a converted block: every tensor then has a history, and that is known on the host.
+    """Run steps of a converted block until every tensor has a history, and the host knows it.
 
     Raises:
         RuntimeError: if it is not.
@@ -110,7 +110,7 @@ def reach_steady_state(iteration: Iteration) -> None:
 
 
 def variants(block: nn.Module, x: Tensor, dy: Tensor, precisions: dict[str, Precision], copies: int) -> list[Variant]:
-    """The block in each precision, as often as there are to be ``copies``, checked beside fp32.
+    """``copies`` of the block in each precision, checked against fp32.
 
     Args:
         block: in fp32, on the device.
@@ -174,5 +174,5 @@ def difference(iteration: Iteration, exact: dict[str, Tensor]) -> str | None:
         reached = float(10 * torch.log10(signal / noise))
         # NaN is not enough either
         if not reached >= least:
-            return f"{name} with an SQNR of {reached:.1f} dB beside fp32, where {least:g} is the least"
+            return f"{name} with an SQNR of {reached:.1f} dB against fp32, where {least:g} is the least"
     return None

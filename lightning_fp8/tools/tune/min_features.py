@@ -15,19 +15,17 @@ from lightning_fp8.tools.tune.iteration import Precision, bf16_precisions, varia
 
 SIZES, TOKENS = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096), 8192
 FP8, BF16 = "lightning_fp8", "bf16 autocast"
-# of eager iterations: the device begins idle, as it does not in training, where the host is ahead
-_BATCH_US = 20_000.0
 
 # a size -> the layer in FP8 and in bf16
 Variants = Callable[[int], Sequence[Variant]]
 
 
 class Timed(NamedTuple):
-    """One size: a layer with so many features in and out.
+    """One size: a layer with this many features in and out.
 
     Attributes:
         features: in, and out.
-        fp8: microseconds of an iteration, the cast of the weights with it.
+        fp8: microseconds of an iteration, with the cast of the weights.
         bf16: the same under autocast to bf16.
     """
 
@@ -77,7 +75,7 @@ def timed(sizes: Iterable[int], variants: Variants, rounds: int, batch: timing.B
             wrong = variant.check()
             if wrong is not None:
                 raise RuntimeError(f"{variant.name} at {features} features gave {wrong}")
-        times = timing.time_in_turns(made, rounds, batch, None, None, _BATCH_US)
+        times = timing.time_in_turns(made, rounds, batch, batch_us=timing.ITERATIONS_US)
         yield Timed(features, times[FP8], times[BF16])
         # what this size has in memory, before the next one is made
         del made, variant

@@ -1,4 +1,4 @@
-"""GEMM by GEMM: all candidates tried apart from this process, those that are right timed in turns, then chained."""
+"""For each GEMM: tries all candidates in another process, times the right ones in turns, then chains the fastest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_fp8.tools.tune import chain, child
 from lightning_fp8.tools.tune.shapes import Gemm
 from lightning_fp8.tools.worker import Answer, Worker
 
-# a candidate that has taken its process with it so often, by a crash or by taking too long, is not tried again
+# a candidate that has crashed or timed out this often is not tried again
 _MOST_LOST = 2
 
 
@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 def measure(
     candidates: Mapping[Gemm, Sequence[Choice]], rounds: int, limit_s: float, command: Sequence[str]
 ) -> Iterator[Tried | Measured]:
-    """All that is found, as it is found: one GEMM after the other, in order.
+    """All results as they come, one GEMM after the other.
 
     Args:
         candidates: ours, by GEMM.
@@ -87,7 +87,7 @@ def _failure(answer: Answer) -> str | None:
 
 def _answer(worker: Worker, job: dict[str, Any], limit_s: float, lost: Counter[str], name: str) -> Answer:
     if lost[name] >= _MOST_LOST:
-        return Answer(None, f"not tried again, after {_MOST_LOST} times that it did not end well")
+        return Answer(None, f"not tried again, after {_MOST_LOST} crashes or timeouts")
     answer = worker.answer(job, limit_s)
     lost[name] += answer.failure is not None
     return answer

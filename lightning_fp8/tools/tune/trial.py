@@ -1,4 +1,4 @@
-"""One GEMM: is a candidate's result right, and how long do candidates take beside ``torch._scaled_mm``."""
+"""One GEMM: whether a candidate's result is right, and times of candidates compared with ``torch._scaled_mm``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_fp8.tools.tune.shapes import Gemm
 
 # `lightning_fp8.ops.cuda.gemm.run_choice`
 Run = Callable[..., Tensor]
-# a race may go well once
+# a race condition may not show in a single run
 _CHECKS = 3
 # products of whole numbers up to this, and their sums, are exact in every way of adding them up
 _LARGEST = 2
@@ -38,7 +38,7 @@ class Operands(NamedTuple):
 
 
 def unserved(gemm: Gemm, choice: Choice, device: torch.device) -> str | None:
-    """Why there is no kernel for a choice, after which torch would take over; None where there is one."""
+    """Why there is no kernel for a choice, where torch would replace it; None where there is one."""
     if choice.configuration is None:
         return None
     with warnings.catch_warnings(record=True) as said:
@@ -46,11 +46,11 @@ def unserved(gemm: Gemm, choice: Choice, device: torch.device) -> str | None:
         found = kernels_of(choice, device, gemm.a_format, gemm.b_format, gemm.output, gemm.promote)
     if found is not None:
         return None
-    return "no kernel: " + (" ".join(str(one.message) for one in said) or "none is to be had")
+    return "no kernel: " + (" ".join(str(one.message) for one in said) or "none is available")
 
 
 def wrong(gemm: Gemm, choice: Choice, device: torch.device, run: Run) -> str | None:
-    """What is wrong with the result of a choice, beside torch's product of the same whole numbers; None if nothing.
+    """What is wrong with a choice's result, compared with torch's product of the same integers; None if nothing.
 
     The result must be equal to the last bit, three times.
     """
@@ -68,7 +68,7 @@ def wrong(gemm: Gemm, choice: Choice, device: torch.device, run: Run) -> str | N
 
 
 def timed(gemm: Gemm, choices: Sequence[Choice], rounds: int, device: torch.device, run: Run) -> dict[str, Any]:
-    """A row for the table: the fastest of the choices beside ``torch._scaled_mm``, both with percentiles.
+    """A row for the table: the fastest of the choices and ``torch._scaled_mm``, both with percentiles.
 
     Args:
         gemm: what is computed.
@@ -85,7 +85,7 @@ def timed(gemm: Gemm, choices: Sequence[Choice], rounds: int, device: torch.devi
         for name, choice in in_turn.items()
     ]
     # queued: a small GEMM takes the device less time than its call takes the host
-    times = timing.time_in_turns(variants, rounds, timing.clock("kernels", device).batch, None)
+    times = timing.time_in_turns(variants, rounds, timing.kernel_batch(device))
     best = min(choices, key=lambda choice: times[choice.name].p50_us, default=None)
     return {
         **dict(zip(("m", "n", "k", "promote"), gemm)),
@@ -140,7 +140,7 @@ def _product(gemm: Gemm, operands: Operands) -> Tensor:
 
 
 def _leave_poison(gemm: Gemm, choice: Choice, device: torch.device) -> None:
-    """Not-a-number in memory that is freed at once: the allocator hands it out next, as outputs and parts of them."""
+    """Fill memory with NaN and free it: the allocator uses it next, for outputs and partial sums."""
     poison = [torch.full((gemm.m, gemm.n), math.nan, dtype=gemm.output, device=device)]
     if choice.configuration is not None and choice.splits > 1:
         rows = choice.splits * split_rows(choice.configuration, gemm.m)

@@ -1,4 +1,4 @@
-"""How far a run is, on stderr."""
+"""A progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from importlib.util import find_spec
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A function to call with what is measured next, ``total`` times: it moves a bar.
+    """A function that advances a bar; call it ``total`` times, with the name of what is measured next.
 
-    It does nothing where stderr is no terminal or rich is not installed.
+    It does nothing where stderr is not a terminal or rich is not installed.
     """
     if find_spec("rich") is None or not sys.stderr.isatty():
         yield lambda name: None
@@ -25,7 +25,7 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         rich.TimeElapsedColumn(),
         rich.TextColumn("{task.description}"),
     )
-    # a thread that draws would take the host's time from what is measured; what goes to a file stays out of the way
+    # no thread that draws: it would disturb the measured host times. Output to a file is not redirected
     bar = rich.Progress(
         *columns, console=console, auto_refresh=False, transient=True, redirect_stdout=sys.stdout.isatty()
     )

@@ -1,0 +1,65 @@
+"""The losses of a comparison, without its times: a row for each variant as JSON, and a picture of the curves.
+
+Reads what ``python -m lightning_fp8 compare`` has left in its folder, and writes ``OUT.jsonl`` and ``OUT.png``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_fp8.tools.compare import MEASURED_FILE
+from lightning_fp8.tools.report.pictures import COLOURS
+
+# times and memory, which depend on the machine and on what else it does
+_LEFT_OUT = ("_ms", "_per_s", "_bytes", "wall_s")
+
+
+def losses_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a comparison's folder, with ``losses``, the training loss of each step, and without times."""
+    rows = []
+    for line in (folder / "compare.jsonl").read_text(encoding="utf-8").splitlines():
+        row = {key: value for key, value in json.loads(line).items() if not key.endswith(_LEFT_OUT)}
+        measured = json.loads((folder / row["variant"] / MEASURED_FILE).read_text(encoding="utf-8"))
+        rows.append({**row, "losses": [round(loss, 4) for loss in measured["losses"]]})
+    return rows
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write a picture of all curves; later ones are dashed, so that those below them can be seen."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"text.parse_math": False, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}):
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        axes = figure.subplots()
+        for position, row in enumerate(rows):
+            steps = range(1, len(row["losses"]) + 1)
+            style: dict[str, Any] = {
+                "linestyle": (0, (3, 2)) if position else "-",
+                "linewidth": 1.6 if position else 2.4,
+            }
+            label = f"{row['variant']}: {row['loss']:.3f} at the end, validation {row['val_loss']:.3f}"
+            axes.plot(steps, row["losses"], color=COLOURS[position % len(COLOURS)], label=label, **style)
+        axes.set(xlabel="optimizer step", ylabel="training loss, nats per byte")
+        axes.legend()
+        figure.savefig(path, dpi=150)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the folder, write both files."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_curves", description=__doc__)
+    parser.add_argument("folder", type=Path, help="of the comparison, such as runs/compare/tiny_gpt_fp8")
+    parser.add_argument("--out", type=Path, required=True, help="path of the files, without .jsonl and .png")
+    options = parser.parse_args(arguments)
+    rows = losses_of(options.folder)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    options.out.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
+    draw(rows, options.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

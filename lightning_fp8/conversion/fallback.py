@@ -1,0 +1,31 @@
+"""Single layers of a converted model that go on without FP8."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_fp8.conversion.convert import scaling_state
+
+
+def fall_back(module: nn.Module, name: str) -> None:
+    """Run one layer's GEMMs without FP8 from its next forward on: in bf16 under autocast, else in its input's dtype.
+
+    The layer keeps its scales. Checkpoints record that it fell back. The way back is to convert the model anew.
+
+    Args:
+        module: a converted model.
+        name: path of the layer; of an attention, that of one projection, such as ``"blocks.3.attn.in_proj"``.
+
+    Raises:
+        ValueError: if the model is not converted, no converted layer has this name, or its weight is gathered in FP8.
+    """
+    scaling_state(module).switches.fall_back(name)
+
+
+def fallbacks(module: nn.Module) -> tuple[str, ...]:
+    """Names of the layers of a converted model that have fallen back.
+
+    Raises:
+        ValueError: if the model is not converted.
+    """
+    return scaling_state(module).switches.fallbacks

@@ -1,0 +1,176 @@
+"""One linear layer in FP8 as functions: its checks, the casts of weight, input and bias, and its GEMMs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_fp8 import ops
+from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.gathered_weight import GatheredWeight
+from lightning_fp8.modules.weight_cache import can_keep_copies
+from lightning_fp8.ops.formats import CASTABLE_DTYPES
+from lightning_fp8.ops.library import is_k_major
+from lightning_fp8.ops.operand import Fp8Operand
+
+
+class Fp8Weight(NamedTuple):
+    """A weight as a layer multiplies with it.
+
+    Attributes:
+        weight: ``[N, K]``, for autograd.
+        operand: its FP8 cast, for the GEMMs; None if the layer fell back.
+        is_kept: whether later forwards reuse the cast.
+    """
+
+    weight: Tensor
+    operand: Fp8Operand | None
+    is_kept: bool = False
+
+    def rows(self, rows: slice) -> Fp8Weight:
+        """A slice of the N rows, with the scale of the whole weight."""
+        weight, operand = take_rows(self.weight, rows), self.operand
+        if operand is None:
+            return Fp8Weight(weight, None)
+        # without gradients the payload by columns may be empty
+        columns = operand.columns[:, rows] if operand.columns.dim() == 2 else operand.columns
+        return self._replace(
+            weight=weight, operand=operand._replace(rows=take_rows(operand.rows, rows), columns=columns)
+        )
+
+
+def take_rows(tensor: Tensor, rows: slice) -> Tensor:
+    """``tensor[rows]``; the tensor itself, without a node in the autograd graph, if the slice is all of it."""
+    return tensor if rows.start == 0 and rows.stop == len(tensor) else tensor[rows]
+
+
+def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
+    """The FP8 cast of a weight ``[N, K]``, or ``[K, N]`` if the layer stores it transposed.
+
+    Raises:
+        NotImplementedError: for a ``DTensor``.
+    """
+    if not rows.switch.in_fp8:
+        if not torch.compiler.is_compiling():
+            rows.weight_cache.drop()
+        return Fp8Weight(parameter.t() if rows.k_by_n else parameter, None)
+    if isinstance(parameter, GatheredWeight):
+        place, payloads = parameter.place_in_graph(), parameter.payloads(rows.k_by_n)
+        operand = Fp8Operand(*payloads, parameter.scale_inv, rows.formats["weight"])
+        return Fp8Weight(place.t() if rows.k_by_n else place, operand)
+    if isinstance(parameter, DTensor):
+        raise NotImplementedError(
+            f"{rows.name!r}: the weight is distributed over processes, and only `nn.Linear` computes with a part of"
+            " it. Leave the layer out with `ignore_modules`; or, under `fully_shard`, call it as a module, so that"
+            " its hooks gather the weight."
+        )
+    weight = parameter.t() if rows.k_by_n else parameter
+    # Only a recording forward uses the cache: in evaluation, weights may be swapped (EMA, averaging) without a trace.
+    can_keep = rows.keeps_cast and can_keep_copies(parameter)
+    is_kept = record and can_keep
+    made: Fp8Operand | None = None
+    if is_kept:
+        made = rows.weight_cache.get(parameter)
+        if made is not None:
+            return Fp8Weight(weight, made, True)
+        made = rows.group.cast_stale(rows, parameter)
+    if made is None:
+        slot = rows.weight_slot(record)
+        made = ops.cast_weight_operand(weight.detach(), slot, keep=torch.is_grad_enabled())
+        if is_kept:
+            rows.weight_cache.put(parameter, made)
+    # The CPU's operators compare each weight that they cast. On a GPU a comparison would wait for the device, so it is
+    # made only after a change that leaves a trace, which the new address of each weight gathered by FSDP is not.
+    if can_keep and is_k_major(parameter) and rows.note_trace(parameter):
+        rows.group.see_changes(rows, parameter, record)
+    return Fp8Weight(weight, made, is_kept)
+
+
+def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
+    """x ``[*, K]`` in FP8; by columns too if backward needs it (``keep``)."""
+    return ops.cast_operand(ops.in_rows(x.detach()), rows.slot("input", record), "none", keep)
+
+
+def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool) -> Tensor:
+    """``x @ weight^T + bias`` in FP8: x ``[*, K]`` -> ``[*, N]`` in autocast's dtype, else in that of ``x``.
+
+    A layer that fell back computes in that dtype throughout.
+
+    Raises:
+        ValueError: if the bias does not have one element for each of the N outputs.
+    """
+    dtype, (parameter, operand, is_kept) = output_dtype(x), weight
+    if operand is None:
+        return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))
+    check_bias(rows, bias, operand.rows.shape[0])
+    bias_value = rounded_bias(rows, bias, dtype, is_kept)
+    x_fp8 = cast_input(rows, x, record, keep=parameter.requires_grad and torch.is_grad_enabled())
+    dy = rows.slot("grad_output", record)
+    return ops.linear(x, parameter, bias, bias_value, x_fp8, operand, dy, dtype)  # type: ignore[no-any-return]
+
+
+def rounded_bias(rows: Fp8Rows, bias: Tensor | None, dtype: torch.dtype, keep: bool) -> Tensor | None:
+    """The bias in the dtype that a GEMM with this output dtype takes; cached (``keep``) if it has to be rounded."""
+    if bias is None or bias.dtype == dtype or dtype == torch.float32:
+        return None if bias is None else bias.detach()
+    if not keep:
+        return bias.detach().to(dtype)
+    kept = rows.bias_cache.get(bias)
+    if kept is None or kept.dtype != dtype:
+        kept = bias.detach().to(dtype)
+        rows.bias_cache.put(bias, kept)
+    return kept
+
+
+def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None:
+    """Check that an FP8 layer can take this input.
+
+    As in a plain layer, the shape of the current weight decides, not ``in_features``: the weight may have been replaced
+    by one of another shape.
+
+    Raises:
+        TypeError: if it is not fp32, bf16 or fp16.
+        ValueError: if its last dimension is not that of the weight, or the weight is not ``[N, K]`` with ``K > 0``.
+    """
+    if x.dtype not in CASTABLE_DTYPES:
+        raise TypeError(
+            f"{_called(module)}: the {what} must be float32, bfloat16 or float16, got {x.dtype}."
+            " Convert it before this layer, or leave the layer unconverted with `ignore_modules`."
+        )
+    shape, given = weight.shape, x.shape
+    features = shape[0 if module.weight_is_k_by_n else 1] if len(shape) == 2 else 0
+    if not features:
+        raise ValueError(
+            f"{_called(module)}: the weight must have two dimensions and at least one input feature, got the shape"
+            f" {tuple(shape)}."
+        )
+    if not given or given[-1] != features:
+        raise ValueError(
+            f"{_called(module)}: the last dimension of the {what} must be {features}, the input features of the"
+            f" weight, got the shape {tuple(given)}."
+        )
+
+
+def check_bias(rows: Fp8Rows, bias: Tensor | None, outputs: int) -> None:
+    """ValueError unless the bias has one element for each output: a kernel would read past its end."""
+    if bias is not None and (bias.dim() != 1 or bias.numel() != outputs):
+        raise ValueError(
+            f"The bias of {rows.name!r} must have the shape ({outputs},), one element for each output of the weight,"
+            f" got {tuple(bias.shape)}."
+        )
+
+
+def _called(module: Fp8Module) -> str:
+    # read in errors only: a compiled graph that depends on the name of its layer would serve no other layer
+    return f"{type(module).__name__} {next(iter(module.fp8.values())).name!r}"
+
+
+def output_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's dtype where autocast is on, else that of ``x``."""
+    device = x.device.type
+    # autocast does not support the meta device, which serves for shapes and FLOPs
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else x.dtype
