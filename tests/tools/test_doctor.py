@@ -17,7 +17,7 @@ import torch
 from broken_kernels import Broken, poke
 from gemm_cases import FORMAT_PAIRS
 from host_kernels import VARIANTS, HostKernel
-from repository import ROOT
+from warm import run_warm
 
 import lightning_fp8
 from kernels_cuda import casts
@@ -728,11 +728,8 @@ def run(tmp_path: Path, *arguments: str, code: str = "", **environment: str) -> 
     program = (
         f"import sys, lightning_fp8.__main__ as entry\n{code}\nsys.argv[1:] = {['doctor', *arguments]!r}\nentry.run()"
     )
-    return subprocess.run(
-        [sys.executable, "-c", program] if code else [sys.executable, "-m", "lightning_fp8", "doctor", *arguments],
-        capture_output=True, text=True, check=False, cwd=ROOT,
-        env={**os.environ, **variables},
-    )  # fmt: skip
+    command = ("-c", program) if code else ("-m", "lightning_fp8", "doctor", *arguments)
+    return run_warm(*command, env={**os.environ, **variables})
 
 
 @needs_no_gpu
