@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from repository import ROOT
+from warm import run_warm
 
 README = (ROOT / "README.md").read_text()
 DISTRIBUTED = (ROOT / "docs" / "distributed.md").read_text()
@@ -20,9 +19,7 @@ YAML = re.findall(r"```yaml\n(.*?)```", README + CALLBACKS, re.DOTALL)
 
 @pytest.mark.parametrize("position", range(len(PYTHON)))
 def test_python(position: int, tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", PYTHON[position]], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
-    )
+    run = run_warm("-c", PYTHON[position], cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
 
 
@@ -35,10 +32,7 @@ def test_yaml(position: int, tmp_path: Path) -> None:
     parsed["trainer"].update(shown, max_steps=2, val_check_interval=1, limit_val_batches=1, accelerator="cpu")
     parsed["data"]["init_args"]["batch_size"] = 4
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(parsed))
-    run = subprocess.run(
-        [sys.executable, "-m", "lightning_fp8", "fit", "--config", "config.yaml"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    run = run_warm("-m", "lightning_fp8", "fit", "--config", "config.yaml", cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
 
 

@@ -17,6 +17,7 @@ import torch
 from broken_kernels import Broken, poke
 from gemm_cases import FORMAT_PAIRS
 from host_kernels import VARIANTS, HostKernel
+from repository import ROOT
 from warm import run_warm
 
 import lightning_fp8
@@ -437,8 +438,12 @@ def test_a_toolchain_that_gives_out_is_said_once(monkeypatch: pytest.MonkeyPatch
 
 # a child whose kernels are made up: `update_scales` hangs, `cast_weights` takes its process with it
 FAKE = """
-import os, sys, time
+import os, sys, time, types
 import torch
+# without Lightning, which takes seconds
+for name in ("lightning_fp8", "lightning_fp8.tools.doctor"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [name.replace(".", "/")]
 from lightning_fp8.tools.doctor import child
 from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.tools.worker import serve
@@ -458,6 +463,7 @@ serve(child.test)
 
 
 def test_a_kernel_that_hangs_costs_its_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     with_gpus(monkeypatch, (9, 0))
     chosen = [next(one for one in EVERY if one.family == family) for family in ("cast_weights", "update_scales")]
     cast = FEW[0]
