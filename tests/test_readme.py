@@ -7,8 +7,6 @@ import inspect
 import json
 import re
 import shlex
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -18,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from repository import ROOT
+from warm import run_warm
 
 import lightning_fp8.callbacks as callbacks
 
@@ -53,9 +52,7 @@ YAML = [(page, position) for page in PAGES for position in range(len(blocks(page
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_python(page: Path, tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", python_of(page)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
-    )
+    run = run_warm("-c", python_of(page), cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
 
 
@@ -68,8 +65,7 @@ def test_yaml(page: Path, position: int, tmp_path: Path) -> None:
     parsed["trainer"].update(shown, max_steps=2, val_check_interval=1, limit_val_batches=1, accelerator="cpu")
     parsed["data"]["init_args"]["batch_size"] = 4
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(parsed))
-    command = [sys.executable, "-m", "lightning_fp8", "fit", "--config", "config.yaml"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    run = run_warm("-m", "lightning_fp8", "fit", "--config", "config.yaml", cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
 
 

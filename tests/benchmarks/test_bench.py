@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +14,7 @@ import pytest
 import torch
 from bench_rows import written
 from host_kernels import HostKernel
-from repository import ROOT
+from warm import run_warm
 
 from benchmarks import baselines, cast, command, launch, rows
 from benchmarks.case import Tolerance, difference
@@ -66,9 +65,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     """The rows and the output of the whole suite on the CPU, as a user runs it."""
     out = tmp_path_factory.mktemp("bench") / "rows.jsonl"
     arguments = ["--suite", "cast", "--device", "cpu", "--rounds", "4", "--out", str(out)]
-    ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    ran = run_warm("-m", "benchmarks", *arguments)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return written(out), ran.stdout
 

@@ -168,36 +168,25 @@ def test_a_step_of_the_layer_casts_weights_and_moves_scales() -> None:
     assert (made.scaling.amax_history[0] > 0).all()
 
 
-def adamw(w: Tensor, gradients: list[Tensor], rate: float) -> Tensor:
-    """AdamW by its formulas, with torch's defaults but for the second beta."""
-    m, v = torch.zeros_like(w), torch.zeros_like(w)
-    for number, g in enumerate(gradients, start=1):
-        w = w - rate * 0.01 * w
-        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
-        w = w - rate * (m / (1 - 0.9**number)) / ((v / (1 - 0.95**number)).sqrt() + 1e-8)
-    return w
-
-
 def test_steps_of_the_gpt_are_those_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "_CLIPPED_TO", 0.05)
     made = train.GptTraining(TRAIN.model, PLAIN, False, CPU)
     torch.manual_seed(0)
     model = ByteGPT(2, 64, 2, 32).double()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    gradients: list[list[Tensor]] = []
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, betas=(0.9, 0.95))
     losses = []
     for batches in train.text_of(TRAIN.model)[:2]:
-        model.zero_grad()
+        optimizer.zero_grad()
         # micro-batches are equally long: the mean of their losses is that of all windows
         loss = model.loss(batches.flatten(0, 1))
         loss.backward()
         norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
         assert norm > 0.05
-        gradients.append([parameter.grad * (0.05 / norm) for parameter in model.parameters()])
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.05 / norm)
         losses.append(loss.item())
-        with torch.no_grad():
-            for number, parameter in enumerate(model.parameters()):
-                parameter.copy_(adamw(before[number], [step[number] for step in gradients], 1e-4))
+        optimizer.step()
     assert [made.loss(made.step()) for _ in range(2)] == pytest.approx(losses, rel=1e-5)
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
     for got, expected, start in zip(made.model.parameters(), model.parameters(), before):
@@ -237,16 +226,8 @@ def test_text_is_the_standard_librarys() -> None:
     assert made.forward().item() == pytest.approx(made.model.loss(text[0, 0]).item())
 
 
-def test_the_cases_of_a_gpu_are_the_configurations() -> None:
-    assert [case.name for case in layer.cases(GPU)] == [
-        f"layer 4096 wide, 8 x 2048 tokens, {how}" for how in ("eager", "compiled")
-    ]
+def test_the_models_of_a_gpu_are_those_of_the_configurations() -> None:
     cases = train.cases(GPU)
-    assert [case.name for case in cases[:3]] == [
-        *(f"GPT 1.3B, 4 x 4 x 2048 tokens, {how}" for how in ("eager", "compiled")),
-        "GPT 124M, 1 x 16 x 1024 tokens, eager",
-    ]
-    assert len(cases) == 6
     for case, name in zip(cases[::2], ("1b3", "124m", "350m"), strict=True):
         config = yaml.safe_load((ROOT / "configs" / f"gpt_{name}_fp8.yaml").read_text())
         sizes, of = config["model"]["init_args"], case.model

@@ -52,18 +52,6 @@ def test_the_whole_suite_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "TFLOP/s" in capsys.readouterr().out
 
 
-def test_the_cases_of_a_gpu() -> None:
-    assert [case.name for case in linear.cases(GPU)] == [
-        "linear, 2048 tokens, 1024 -> 1024",
-        "linear, 8192 tokens, 1024 -> 1024",
-        "linear, 2048 tokens, 4096 -> 4096",
-        "linear, 8192 tokens, 4096 -> 4096",
-        "linear, 8192 tokens, 4096 -> 16384",
-        "linear, 8192 tokens, 16384 -> 4096",
-        "linear-GELU-linear, 8192 tokens, 4096 -> 16384 -> 4096",
-    ]
-
-
 def made(precision: Precision, block: nn.Module | None = None) -> Iteration:
     torch.manual_seed(0)
     block = block or nn.Linear(32, 48)

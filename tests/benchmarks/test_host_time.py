@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
-from repository import ROOT
+from warm import run_warm
 
-PROGRAM = (sys.executable, "-m", "benchmarks.host_time")
+PROGRAM = ("-m", "benchmarks.host_time")
 
 
 def test_the_last_lines_are_the_ratios_of_the_table() -> None:
-    command = [*PROGRAM, "--repetitions", "2", "--calls", "1"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    ran = run_warm(*PROGRAM, "--repetitions", "2", "--calls", "1")
     assert ran.returncode == 0, ran.stderr
     *lines, linear, block = ran.stdout.splitlines()
     table = {line[:24].strip(): [float(cell) for cell in line[24:].split()] for line in lines[2:7]}
@@ -29,6 +25,5 @@ def test_the_last_lines_are_the_ratios_of_the_table() -> None:
 
 
 def test_a_profile() -> None:
-    command = [*PROGRAM, "--profile", "linear"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    ran = run_warm(*PROGRAM, "--profile", "linear", check=True)
     assert "cast_transpose" in ran.stdout

@@ -14,6 +14,7 @@ import yaml
 from lightning.pytorch import Callback
 from lit import loader, make_trainer, seeded
 from repository import ROOT
+from warm import run_warm
 
 from lightning_fp8 import DelayedScaling, Fp8RichProgressBar, ScalingState, scaling_state
 
@@ -192,8 +193,7 @@ def test_from_yaml(tmp_path: Path) -> None:
     parsed["trainer"].update(max_steps=4, val_check_interval=2, limit_val_batches=1, accelerator="cpu", callbacks=[bar])
     path = tmp_path / "bar.yaml"
     path.write_text(yaml.safe_dump(parsed))
-    command = [sys.executable, "-m", "lightning_fp8", "fit", "--config", str(path)]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    run = run_warm("-m", "lightning_fp8", "fit", "--config", str(path), cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
     assert re.search(r"headroom -?\d+\.\d\d bits", PLAIN.sub("", run.stdout + run.stderr))
     saved = yaml.safe_load(next(tmp_path.rglob("config.yaml")).read_text())

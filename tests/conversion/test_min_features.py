@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +16,9 @@ import torch
 from connectors import trainer, with_cuda
 from lit import Regression, loader, make_trainer, seeded
 from processes import run_processes
-from repository import ROOT
 from small_models import small_mlp
 from torch import nn
+from warm import run_warm
 
 import lightning_fp8
 from lightning_fp8 import (
@@ -630,10 +628,7 @@ def test_gpus_that_can_be_measured(gpu: Path, monkeypatch: pytest.MonkeyPatch, c
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said where there is no GPU")
 def test_without_a_gpu_it_says_so_and_fails() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "lightning_fp8", "tune", "--min-features"],
-        capture_output=True, text=True, check=False, cwd=ROOT,
-    )  # fmt: skip
+    ran = run_warm("-m", "lightning_fp8", "tune", "--min-features")
     assert ran.returncode == 1
     assert "on a CUDA GPU of compute capability 8.9 or newer" in ran.stderr
     assert "Traceback" not in ran.stderr

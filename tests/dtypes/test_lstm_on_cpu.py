@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from warm import run_warm
 
 from lightning_fp8.dtypes import storage as dtypes
 from lightning_fp8.plugins.core import PrecisionCore
@@ -85,7 +84,7 @@ for precision in ("fp8-delayed", "bf16-mixed", "bf16-true"):
 print("LSTM raises under autocast:", raised)
 """
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    ran = run_warm("-c", program, env=environment)
     assert ran.returncode == 0, ran.stderr
     raised = "LSTM raises under autocast: True" in ran.stdout
     assert ran.stderr.count("The LSTM layers 'lstm' run in float32") == raised

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 import yaml
 from lightning.pytorch.loggers.logger import DummyLogger
 from repository import ROOT
+from warm import run_warm
 
 from lightning_fp8.cli import main
 from lightning_fp8.examples import StdlibText, loggers, tensorboard_if_present
@@ -69,11 +68,6 @@ def test_every_configuration_runs(
     assert all(float(scale) > 448 for scale in scales)
 
 
-def cli(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lightning_fp8", *args]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
-
-
 def test_plugin_with_arguments_from_the_command_line(tmp_path: Path) -> None:
     parsed = yaml.safe_load(small(ROOT / "configs" / "tiny_gpt_fp8.yaml", tmp_path).read_text())
     parsed["trainer"].pop("precision")
@@ -81,7 +75,7 @@ def test_plugin_with_arguments_from_the_command_line(tmp_path: Path) -> None:
     parsed["trainer"]["plugins"] = {"class_path": "lightning_fp8.Fp8Precision", "init_args": arguments}
     path = tmp_path / "plugin.yaml"
     path.write_text(yaml.safe_dump(parsed))
-    run = cli("fit", "--config", str(path), cwd=tmp_path)
+    run = run_warm("-m", "lightning_fp8", "fit", "--config", str(path), cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "8 of 9 linear layers run in FP8" in run.stdout + run.stderr
     assert re.search(r"optimizer steps: 4", run.stdout + run.stderr)
@@ -129,7 +123,8 @@ def test_precision_of_a_plugin_in_an_old_configuration(
 
 def test_unknown_precision_on_the_command_line(tmp_path: Path) -> None:
     config = str(ROOT / "configs" / "tiny_gpt_fp8.yaml")
-    run = cli("fit", "--config", config, "--trainer.precision", "fp8-delyed", cwd=tmp_path)
+    arguments = ("fit", "--config", config, "--trainer.precision", "fp8-delyed")
+    run = run_warm("-m", "lightning_fp8", *arguments, cwd=tmp_path)
     assert run.returncode != 0
     assert "fp8-delayed" in run.stderr
 

@@ -9,8 +9,6 @@ import json
 import os
 import re
 import stat
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from repository import ROOT
+from warm import run_warm
 
 from kernels_cuda import cache, load
 from kernels_cuda import compile as kernels_compile
@@ -408,4 +406,4 @@ from kernels_cuda.cache import check_folder, read
 check_folder(path.parent)
 assert read(path) == {THEIRS!r}
 """
-    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    run_warm("-c", script, check=True)

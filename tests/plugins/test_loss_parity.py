@@ -22,6 +22,7 @@ On a CPU without bf16 units torch's bf16 products take ten times as long as fp32
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -40,6 +41,15 @@ STEPS = 200
 LAST = 40
 BASELINE = "bf16-mixed" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "32-true"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*enable_nested_tensor.*")]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Two add up in another order, which after 200 steps is an image more or less."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Losses(pl.Callback):

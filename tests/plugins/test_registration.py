@@ -7,7 +7,6 @@ import inspect
 import os
 import pickle
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from connectors import trainer, with_cuda
 from lightning.fabric import strategies as fabric_strategies
 from lightning.fabric.plugins.precision.fsdp import FSDPPrecision as FabricFSDPPrecision
 from lightning.pytorch import strategies
+from warm import run_warm
 
 import lightning_fp8
 from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision
@@ -262,7 +262,7 @@ def run_fresh(program: str, value: str | None) -> subprocess.CompletedProcess[st
     env = {name: text for name, text in os.environ.items() if name != "LIGHTNING_FP8_REPLACE_BF16"}
     if value is not None:
         env["LIGHTNING_FP8_REPLACE_BF16"] = value
-    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    return run_warm("-c", program, env=env)
 
 
 @pytest.mark.parametrize("value", CHECKS)

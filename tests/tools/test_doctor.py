@@ -19,6 +19,7 @@ from gemm_cases import FORMAT_PAIRS
 from host_kernels import VARIANTS, HostKernel
 from lightning.fabric import Fabric
 from repository import ROOT
+from warm import run_warm
 
 import lightning_fp8
 from kernels_cuda import casts
@@ -440,8 +441,12 @@ def test_a_toolchain_that_gives_out_is_said_once(monkeypatch: pytest.MonkeyPatch
 
 # a child whose kernels are made up: `update_scales` hangs, `cast_weights` takes its process with it
 FAKE = """
-import os, sys, time
+import os, sys, time, types
 import torch
+# without Lightning, which takes seconds
+for name in ("lightning_fp8", "lightning_fp8.tools.doctor"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [name.replace(".", "/")]
 from lightning_fp8.tools.doctor import child
 from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.tools.worker import serve
@@ -461,6 +466,7 @@ serve(child.test)
 
 
 def test_a_kernel_that_hangs_costs_its_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     with_gpus(monkeypatch, (9, 0))
     chosen = [next(one for one in EVERY if one.family == family) for family in ("cast_weights", "update_scales")]
     cast = FEW[0]
@@ -742,11 +748,8 @@ def run(tmp_path: Path, *arguments: str, code: str = "", **environment: str) -> 
     program = (
         f"import sys, lightning_fp8.__main__ as entry\n{code}\nsys.argv[1:] = {['doctor', *arguments]!r}\nentry.run()"
     )
-    return subprocess.run(
-        [sys.executable, "-c", program] if code else [sys.executable, "-m", "lightning_fp8", "doctor", *arguments],
-        capture_output=True, text=True, check=False, cwd=ROOT,
-        env={**os.environ, **variables},
-    )  # fmt: skip
+    command = ("-c", program) if code else ("-m", "lightning_fp8", "doctor", *arguments)
+    return run_warm(*command, env={**os.environ, **variables})
 
 
 @needs_no_gpu

@@ -3,8 +3,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from itertools import pairwise
@@ -18,7 +16,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit import loader, make_trainer, seeded
 from logged_runs import tensor_metrics, tensor_names, write_metrics
-from repository import ROOT
+from warm import run_warm
 
 from lightning_fp8 import DelayedScaling, DtypeAudit, Fp8Precision, RunRecord, ScaleFactorLogger, describe
 from lightning_fp8.tools.report import tables
@@ -424,8 +422,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_command_writes_page_and_pictures(two_runs: list[Path], tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    command = [sys.executable, "-m", "lightning_fp8", "report", *map(str, two_runs), "--out", str(tmp_path / "a.html")]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ran = run_warm("-m", "lightning_fp8", "report", *map(str, two_runs), "--out", str(tmp_path / "a.html"))
     assert ran.returncode == 0, ran.stderr
     pictures = ["curves.png", "log2_scale.png", "saturation_underflow.png", "headroom.png"]
     paths = [tmp_path / "a.html", *(tmp_path / "a_png" / name for name in pictures)]
@@ -482,10 +479,7 @@ def test_without_plotly_it_says_what_to_install(tmp_path: Path) -> None:
         "u.find_spec = lambda name, *a: None if name == 'plotly' else find(name, *a)\n"
         "from lightning_fp8.tools.report.command import main; main(['.'])"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    ran = run_warm("-c", program)
     assert ran.returncode == 1
     assert ran.stderr.strip().splitlines()[-1] == "A report needs plotly: pip install 'lightning-fp8[report]'"
 

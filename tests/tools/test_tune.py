@@ -19,6 +19,7 @@ import torch
 from gemm_in_fp64 import HOPPER as HOPPER_CONFIGURATION
 from gemm_in_fp64 import Gemms
 from repository import ROOT
+from warm import run_warm
 
 from kernels_cuda.compile import KernelsUnavailable
 from kernels_cuda.gemm import configurations
@@ -812,9 +813,7 @@ def test_wrong_arguments(arguments: list[str], said: str, capsys: pytest.Capture
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said where there is no GPU")
 def test_without_a_gpu_it_says_so_and_fails() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "lightning_fp8", "tune"], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    ran = run_warm("-m", "lightning_fp8", "tune")
     assert ran.returncode == 1
     assert "needs a CUDA GPU" in ran.stderr or "on a CUDA GPU of compute capability 8.9 or newer" in ran.stderr
     assert "Traceback" not in ran.stderr
