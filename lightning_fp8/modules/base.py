@@ -47,6 +47,7 @@ class Fp8Rows:
         group: all layers that share the state; their weights are cast together if the device has a kernel for it.
         k_by_n: whether the layer stores its weight as ``[K, N]``.
         keeps_cast: whether the FP8 copy of the weight outlives a forward.
+        input_leader: the rows of a layer with the same input, in whose place this layer's input is recorded; or None.
     """
 
     def __init__(self, state: ScalingState, module: int, group: WeightGroup) -> None:
@@ -62,6 +63,7 @@ class Fp8Rows:
         self._trace: tuple[int, int] | None = None
         self.k_by_n = False
         self.keeps_cast = True
+        self.input_leader: Fp8Rows | None = None
         self._place_index()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,6 +121,15 @@ class Fp8Rows:
                 role: torch.tensor([self.state.row_of(self.module, role)], dtype=torch.int64, device=device)
                 for role in ROLES
             }
+        if self.input_leader is not None:
+            # the very tensor: a compiler then finds that two casts are one
+            self.input_leader.to(device)
+            self.index["input"] = self.input_leader.index["input"]
+
+    def lead_by(self, leader: Fp8Rows | None) -> None:
+        """Record the input in another layer's place, whose input is the same tensor, or in its own again."""
+        self.input_leader = leader
+        self._place_index()
 
     def to(self, device: torch.device) -> None:
         """Move the layer's index, and the state, which only the first layer of a model has to move."""

@@ -47,8 +47,8 @@ def fp8_feed_forward(first: Fp8Linear, activation: str, second: Fp8Linear, x: Te
     with_gradients, dtype = torch.is_grad_enabled(), output_dtype(x)
     y, *_ = ops.mlp(
         x,
-        Layer(first.weight, first.bias, rounded_bias(rows, first.bias, dtype, w1.is_kept), w1.operand),
-        Layer(second.weight, second.bias, rounded_bias(rows_2, second.bias, dtype, w2.is_kept), w2.operand),
+        Layer(first.weight, first.bias, rounded_bias(rows, first.bias, dtype, w1.is_kept), w1.operand),  # type: ignore[arg-type]
+        Layer(second.weight, second.bias, rounded_bias(rows_2, second.bias, dtype, w2.is_kept), w2.operand),  # type: ignore[arg-type]
         cast_input(rows, x, record, with_gradients and first.weight.requires_grad),
         rows_2.slot("input", record),
         rows.slot("grad_output", record),

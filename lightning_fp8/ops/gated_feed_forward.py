@@ -164,7 +164,7 @@ def _save_for_backward(
     dy: Slot,
     *_: Any,
 ) -> None:
-    _, h_gate, h_up, a_fp8_t, a_scale_inv = output
+    h_gate, h_up, a_fp8_t, a_scale_inv = output[1:]
     needs_x, needs_gate, bias_gate, needs_up, bias_up, needs_down, _ = ctx.needs
     needs_h = needs_x or needs_gate or bias_gate or needs_up or bias_up
     operands = [layer.operand for layer in (gate, up, down)]

@@ -77,6 +77,8 @@ class ScalingState(FormerNames):
             self.scale = torch.ones(count, dtype=torch.float32, device=device)
             self.nonfinite_steps = torch.zeros(count, dtype=torch.int64, device=device)
             self.weight_changes = WeightChanges(len(self.module_names), device)
+        # by module that records its input elsewhere, the module whose input is the same tensor
+        self.input_leaders: dict[int, int] = {}
         self.switches = Switches(self.module_names)
         self.updates = 0
         self.has_recorded = self.has_scales = False
@@ -87,6 +89,7 @@ class ScalingState(FormerNames):
         self.before_update: list[Callable[[Tensor], None]] = []
         self.notices = Notices()
         self._reset_history_check()
+        self._find_leaders()
         self.handle = take_handle(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,7 +128,21 @@ class ScalingState(FormerNames):
             self.weight_changes.to(self.device)
             self.cast_counts.to(self.device)
         self._reset_history_check()
+        self._find_leaders()
         return self
+
+    def share_inputs(self, leaders: Mapping[int, int]) -> None:
+        """Let modules record their input as that of another one, whose input is the same tensor, by their positions.
+
+        At each update they are given its amax, so that their histories and scales become the same.
+        """
+        self.input_leaders = dict(leaders)
+        self._find_leaders()
+
+    def _find_leaders(self) -> None:
+        rows = [(self.row_of(one, "input"), self.row_of(other, "input")) for one, other in self.input_leaders.items()]
+        with torch.inference_mode(False):
+            self._followers, self._leaders = torch.tensor(rows, dtype=torch.int64, device=self.device).view(-1, 2).t()
 
     def _reset_history_check(self) -> None:
         self._every_tensor_has_history = False
@@ -178,6 +195,8 @@ class ScalingState(FormerNames):
         Under ``torch.distributed`` (and ``reduce_amax``) every rank must call it: one ``all_reduce(MAX)`` of the whole
         vector makes the scales agree bit for bit. Nothing here waits for the device.
         """
+        if self.input_leaders:
+            self.amax.data.index_copy_(0, self._followers, self.amax.data.index_select(0, self._leaders))
         self._reduce_amax()
         for watch in self.before_update:
             watch(self.amax)
