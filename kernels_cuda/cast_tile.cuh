@@ -151,12 +151,12 @@ __device__ __forceinline__ void transpose_bytes(u32 (&words)[4]) {
     words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-__device__ __forceinline__ void store_rows(const u32 (&codes)[THREAD_ROWS][2], u8* y, const Tensors& tensors,
-                                           long long width, const Place& place) {
+__device__ __forceinline__ void store_rows(const u32 (&codes)[THREAD_ROWS][2], const Outputs& out,
+                                           const Tensors& tensors, long long width, const Place& place) {
     if (place.inside && (tensors.aligned & ROWS)) {
 #pragma unroll
         for (int i = 0; i < THREAD_ROWS; ++i)
-            *reinterpret_cast<uint2*>(y + (place.row + i) * width + place.column) =
+            *reinterpret_cast<uint2*>(out.y + (place.row + i) * width + place.column) =
                 make_uint2(codes[i][0], codes[i][1]);
         return;
     }
@@ -165,13 +165,14 @@ __device__ __forceinline__ void store_rows(const u32 (&codes)[THREAD_ROWS][2], u
 #pragma unroll
         for (int j = 0; j < THREAD_COLUMNS; ++j) {
             if (place.row + i < tensors.rows && place.column + j < tensors.columns)
-                y[(place.row + i) * width + place.column + j] = (u8)(codes[i][j >> 2] >> (8 * (j & 3)));
+                out.y[(place.row + i) * width + place.column + j] = (u8)(codes[i][j >> 2] >> (8 * (j & 3)));
         }
     }
 }
 
-__device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2], u8* y_t, const Tensors& tensors,
-                                              const Place& place, TileMemory& memory, int tile_row, int tile_column) {
+__device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2], const Outputs& out,
+                                              const Tensors& tensors, const Place& place, TileMemory& memory,
+                                              int tile_row, int tile_column) {
     const int t = threadIdx.x, across = t & 7, down = t >> 3;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -192,7 +193,7 @@ __device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2]
             &memory.codes[column * WORDS_PER_COLUMN + ((across ^ ((column >> 3) & 7)) << 2)]);
         const long long at_column = (long long)tile_column * TILE_COLUMNS + column;
         const long long row = (long long)tile_row * TILE_ROWS + across * 16;
-        u8* target = y_t + at_column * tensors.rows + row;
+        u8* target = out.y_t + at_column * tensors.rows + row;
         if (place.inside && (tensors.aligned & COLUMNS)) {
             *reinterpret_cast<uint4*>(target) = chunk;
         } else if (at_column < tensors.columns) {
@@ -209,8 +210,8 @@ template <bool SUMS, class Format>
 __device__ __forceinline__ void store_tile(const Encoded<Format>& encoded, const Outputs& out, const Tensors& tensors,
                                            long long width, const Place& place, TileMemory& memory, int tile_row,
                                            int tile_column) {
-    if (out.y) store_rows(encoded.codes, out.y, tensors, width, place);
-    if (out.y_t) store_columns(encoded.codes, out.y_t, tensors, place, memory, tile_row, tile_column);
+    if (out.y) store_rows(encoded.codes, out, tensors, width, place);
+    if (out.y_t) store_columns(encoded.codes, out, tensors, place, memory, tile_row, tile_column);
     if (SUMS && out.column_sums) {
         float* sums = out.column_sums + tile_row * width;
         sum_columns(encoded.sums, sums, memory, tile_column, tensors.columns);
