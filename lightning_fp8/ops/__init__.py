@@ -6,9 +6,9 @@ The three GEMMs, each with both operands K-major (``scaled_mm(a, b) = a @ b^T``)
     dgrad  dx [M, K] = scaled_mm(dy_fp8   [M, N], w_fp8_t [K, N])
     wgrad  dw [N, K] = scaled_mm(dy_fp8_t [N, M], x_fp8_t [K, M])
 
-A transposed payload is one of its own on a GPU, whose FP8 GEMMs want both operands K-major, and a view on the CPU.
-An FP8 tensor travels as its ``uint8`` payload together with the name of its format: float8 inputs have no CPU kernels
-behind torch's own operator checks.
+A transposed payload is a separate tensor on a GPU, whose FP8 GEMMs need both operands K-major, and a view on the CPU.
+An FP8 tensor is passed as its ``uint8`` payload and the name of its format, because torch's operator checks lack CPU
+kernels for float8 inputs.
 """
 
 from lightning_fp8.ops import flops  # noqa: F401 - registers the FLOP formulas

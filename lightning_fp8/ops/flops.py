@@ -1,6 +1,6 @@
 """FLOPs of the operators for ``torch.utils.flop_counter``: those of the bf16 GEMMs that they replace.
 
-A counter sees the operator that a layer calls and nothing of what that operator runs, so each formula has all GEMMs of
+A counter sees the operator that a layer calls, but not what the operator runs, so each formula includes all GEMMs of
 its operator, and nothing is counted twice. Casts count as nothing, as elementwise operators do there.
 """
 

@@ -9,7 +9,7 @@ import torch
 
 Role = Literal["input", "weight", "grad_output"]
 ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
-# scaled by what they held in past steps; a weight is scaled by what it holds
+# scaled by their past values; a weight is scaled by its current values
 DELAYED_ROLES: tuple[Role, ...] = ("input", "grad_output")
 
 
@@ -18,7 +18,7 @@ class Fp8Format:
     """One 8-bit floating point format.
 
     Attributes:
-        name: how operators and messages call it, ``"e4m3"`` or ``"e5m2"``.
+        name: its name in operators and messages, ``"e4m3"`` or ``"e5m2"``.
         dtype: the torch dtype of one element.
         max: largest finite value; the cast saturates to it.
         smallest: smallest value above zero, a subnormal; half of it and less becomes zero.
@@ -34,7 +34,7 @@ class Fp8Format:
 
 E4M3 = Fp8Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-9)
 E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-16)
-# what a cast takes in: wider types would be rounded twice
+# the input dtypes of a cast: wider types would be rounded twice
 CASTABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 

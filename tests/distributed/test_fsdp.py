@@ -73,8 +73,8 @@ if api == "fsdp2":
     trainer.fit(model, loader(), loader())
     result["losses"] = torch.stack(model.losses)
     # the shards: after a forward without gradients torch leaves some of what was gathered in their place
-    result["stored"] = sorted({{str(row.dtype) for row in audit.report.rows if row.kind == "parameter"}})
-    result["optimizer"] = sorted({{str(row.dtype) for row in audit.report.rows if row.kind == "optimizer state"}})
+    result["stored"] = sorted({{str(row.actual) for row in audit.report.rows if row.kind == "parameter"}})
+    result["optimizer"] = sorted({{str(row.actual) for row in audit.report.rows if row.kind == "optimizer state"}})
     result["probe_gradient"] = model.probe_gradient
     result["val_loss"] = trainer.callback_metrics["val_loss"]
 else:

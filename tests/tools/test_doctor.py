@@ -193,7 +193,7 @@ def test_cubins_of_another_nvrtc_are_said_to_be_of_no_use(monkeypatch: pytest.Mo
         elsewhere.setattr("kernels_cuda.compile.nvrtc_version", lambda: (12, 9))
         examine(architectures=["sm_90a"])
     found = examine(architectures=["sm_90a"])
-    expected = f"{len(FEW)} by NVRTC 12.9, of no use here: NVRTC {real[0]}.{real[1]} compiles its own"
+    expected = f"{len(FEW)} by NVRTC 12.9, which is not used here: NVRTC {real[0]}.{real[1]} compiles its own"
     assert value(found, "GPU and toolchain", "compiled kernels") == expected
     assert {check.compiled for check in found.kernels} == {"compiled"}
 

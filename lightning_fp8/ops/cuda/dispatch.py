@@ -224,7 +224,7 @@ def _row(slot: Slot) -> casts.Row:
 
 
 def _used(row: casts.Row, scale_inv: Tensor) -> Tensor:
-    """The scale that a cast has used: exactly, where it came from the state."""
+    """The scale used by a cast; exact if it came from the state."""
     delayed = row.scale.index_select(0, row.index)[0]
     if row.current_amax is None or row.newest is None:
         return delayed
@@ -240,10 +240,10 @@ def _launch(
     dy: Tensor | None = None,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Allocate and launch: payload, transposed payload, both empty where not asked for, scale_inv and column sums."""
+    """Allocate and launch: payload and transposed payload (empty unless requested), scale_inv and column sums."""
     if x.stride(1) != 1:
         if activation == "none" and not sums and x.stride(0) == 1:
-            # laid out by columns: the transposed cast of what it is a transpose of
+            # column-major: the transposed cast of its transpose
             other = {"rows": "columns", "columns": "rows"}.get(layout, layout)
             by_columns, by_rows, scale_inv, _ = _launch(kernel, x.t(), row, other)
             return by_rows, by_columns, scale_inv, None
@@ -252,7 +252,7 @@ def _launch(
     gated = activation == "swiglu"
     if gated and dy is None:
         width //= 2
-    # on the host the fastest way to memory
+    # the allocation that takes the host the least time
     y = empty_strided((rows, width), (width, 1), dtype=torch.uint8, device=device) if layout != "columns" else None
     y_t = empty_strided((width, rows), (rows, 1), dtype=torch.uint8, device=device) if layout != "rows" else None
     scale_inv = empty_strided((), (), dtype=torch.float32, device=device)

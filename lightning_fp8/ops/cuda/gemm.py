@@ -14,7 +14,7 @@ from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.cuda import gemm_choice, kernels, plain
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 
-# each part of a split takes at least one of these along K
+# each part of a split has at least one of these along K
 _STEP = 128
 
 
@@ -65,19 +65,19 @@ def run_choice(
     output: torch.dtype,
     promote: bool,
 ) -> Tensor:
-    """``(a @ b^T) * a_scale_inv * b_scale_inv + bias`` in the way that was chosen.
+    """``(a @ b^T) * a_scale_inv * b_scale_inv + bias`` as chosen.
 
-    cuBLASLt takes the place of a kernel that is not available. Sizes that a kernel does not take are padded.
+    Uses cuBLASLt if a kernel is not available. Sizes that a kernel does not support are padded.
 
     Args:
-        choice: what runs it.
+        choice: the GEMM to run.
         a: ``[M, K] uint8``.
         b: ``[N, K] uint8``.
         a_scale_inv: ``[] float32``.
         b_scale_inv: ``[] float32``.
         bias: ``[N] float32, bfloat16 or float16``, or None.
         a_format: ``"e4m3"`` or ``"e5m2"``.
-        b_format: the same of b.
+        b_format: the same for b.
         output: dtype of the result.
         promote: whether partial sums are added up in fp32 registers every 128 along K.
 
@@ -109,7 +109,7 @@ class Found(NamedTuple):
 def kernels_of(
     choice: Choice, device: torch.device, a_format: str, b_format: str, output: torch.dtype, promote: bool
 ) -> Found | None:
-    """What a choice is computed by; None where that is cuBLASLt, or a kernel is not available."""
+    """The kernels for a choice; None for cuBLASLt, or if a kernel is not available."""
     if choice.configuration is None:
         return None
     # parts of a sum are in fp32
@@ -152,7 +152,7 @@ def as_operand(payload: Tensor) -> Tensor:
 
 
 def _output(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[m, n]``, not initialised, with rows as the kernels store them."""
+    """``[m, n]``, not initialised, with the row alignment that the kernels need."""
     columns = _up_to(ROW_BYTES // dtype.itemsize, n)
     return torch.empty(m, columns, dtype=dtype, device=device)[:, :n]
 

@@ -1,4 +1,4 @@
-"""Which GEMM computes a product: cuBLASLt or one of our kernels, by what was measured on this GPU."""
+"""Chooses the GEMM for a product, cuBLASLt or one of our kernels, from measurements on this GPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_fp8.runtime.warn_once import warn_once
 
 GEMMS = ("auto", "rawkernel", "cublaslt")
 MOST_SPLITS = 16
-# of K: a part shorter than so many steps is mostly the pipeline's filling and emptying
+# of K: in a shorter part, most of the time goes into filling and draining the pipeline
 _STEP, _LEAST_STEPS = 128, 8
-# measured GEMMs up to this distance are alike: a factor of two in one of m, n, k
+# measured GEMMs up to this distance count as similar: a factor of two in one of m, n, k
 _NEAR = 1.0
-# where nothing is near, so many of the nearest must agree
+# if none is similar, this many of the nearest must agree
 _VOTES = 3
-# distance of a GEMM that differs in the dtype of its output alone
+# distance of a GEMM that differs only in the dtype of its output
 _OTHER_OUTPUT = 0.5
-# steps' worth of time, in elements of K, that a tile takes beyond its products
+# overhead of a tile beyond its products, in elements of K
 _FILL = 256
-# bytes a clock that a multiprocessor gets from the L2 cache, and multiply-adds that it does in FP8
+# per clock and multiprocessor: bytes from the L2 cache, and FP8 multiply-adds
 _L2_BYTES, _MULTIPLY_ADDS = 47, 4096
 
 
@@ -35,7 +35,7 @@ class Choice(NamedTuple):
 
     Attributes:
         configuration: of our kernel; None for cuBLASLt, which is ``torch._scaled_mm``.
-        splits: parts of K that are computed side by side and then added up.
+        splits: the number of parts of K that are computed in parallel and then added.
     """
 
     configuration: Configuration | None
@@ -43,19 +43,19 @@ class Choice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """``"256x128 s4 c2, K in 4"``, as tables and messages call it."""
+        """``"256x128 s4 c2, K in 4"``, as in tables and messages."""
         if self.configuration is None:
             return "cuBLASLt"
         return self.configuration.name + (f", K in {self.splits}" if self.splits > 1 else "")
 
 
 def check_gemm(value: str) -> None:
-    """ValueError for a setting ``gemm`` that is none of ``"auto"``, ``"rawkernel"`` and ``"cublaslt"``."""
+    """ValueError unless ``gemm`` is one of ``"auto"``, ``"rawkernel"`` and ``"cublaslt"``."""
     if value not in GEMMS:
         raise ValueError(f"`gemm` must be one of {', '.join(map(repr, GEMMS))}, got {value!r}.")
 
 
-# more shapes than a model has, and few enough for a model that never sees the same number of tokens twice
+# more shapes than a model has, but bounded, for models in which the number of tokens always changes
 @functools.lru_cache(maxsize=4096)
 def choose(device: torch.device, gemm: str, m: int, n: int, k: int, promote: bool, output: torch.dtype) -> Choice:
     """Which GEMM computes ``[m, k] x [n, k] -> [m, n]``.
@@ -68,11 +68,11 @@ def choose(device: torch.device, gemm: str, m: int, n: int, k: int, promote: boo
     Where no GEMM of this kind was measured ``"auto"`` is cuBLASLt, and a warning says so once.
 
     Args:
-        device: where it runs; what is no CUDA GPU has no kernel of ours.
+        device: where it runs; our kernels run on CUDA GPUs only.
         gemm: one of :data:`GEMMS`.
         m: rows of the output.
         n: columns of the output.
-        k: what is summed over.
+        k: the dimension that is summed over.
         promote: whether partial sums are added up in fp32 registers every 128 along K.
         output: dtype of the output.
 
@@ -108,7 +108,7 @@ def choose(device: torch.device, gemm: str, m: int, n: int, k: int, promote: boo
 def is_chained(
     device: torch.device, activation: str, m: int, n: int, k: int, promote: bool, output: torch.dtype
 ) -> bool:
-    """Whether one of our GEMMs is to write the next one's operand, in place of a cast behind it.
+    """Whether one of our GEMMs should write the operand of the next GEMM, instead of a separate cast.
 
     As measured for this activation in the nearest GEMM, up to the distance at which :func:`choose` takes over a
     configuration; unmeasured only for relu, whose arithmetic costs less than a cast's memory traffic.
@@ -118,9 +118,9 @@ def is_chained(
         activation: between the two, or with ``promote`` the one whose gradient is.
         m: rows of the output, see :func:`choose` for it and the others.
         n: columns of the output.
-        k: what is summed over.
+        k: the dimension that is summed over.
         promote: whether partial sums are added up in fp32 registers every 128 along K.
-        output: dtype of what is rounded in between.
+        output: dtype to which the intermediate result is rounded.
     """
     gpu = torch.cuda.get_device_properties(device)
     measured = gemm_table.rows(gpu.name, (gpu.major, gpu.minor))
@@ -162,7 +162,7 @@ def most_splits(k: int, promote: bool) -> int:
 
 
 def clusters(configuration: Configuration, m: int, n: int) -> int:
-    """How many there are of an output ``[m, n]``, ragged ones too."""
+    """The number of clusters for an output ``[m, n]``, including partial ones."""
     return -(-m // (configuration.block_m * configuration.cluster)) * -(-n // configuration.block_n)
 
 

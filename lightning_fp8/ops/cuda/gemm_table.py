@@ -1,4 +1,4 @@
-"""Measured GEMMs: a JSON file per GPU, shipped with the kernels, and another of the user's own, which goes first."""
+"""Measured GEMMs: one JSON file per GPU shipped with the kernels, and one written by the user, which has priority."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from lightning_fp8.runtime.warn_once import warn_once
 Read = TypeVar("Read")
 _SHIPPED = Path(kernels_cuda.__file__).parent / "tables"
 _DTYPES = {dtype_name(dtype): dtype for dtype in OUTPUTS}
-# what tells a row from others
+# the fields that identify a row
 _KEY = ("m", "n", "k", "promote", "output")
 
 
 class Row(NamedTuple):
-    """What was measured of one GEMM, ``[m, k] x [n, k] -> [m, n]``.
+    """The measurements of one GEMM, ``[m, k] x [n, k] -> [m, n]``.
 
     Attributes:
         m: rows of the output.
         n: columns of the output.
-        k: what is summed over.
+        k: the dimension that is summed over.
         promote: whether partial sums are added up in fp32 registers every 128 along K.
         output: dtype of the output.
-        configuration: the fastest of ours; None where none ran.
-        splits: parts of K that it was fastest with.
-        p50_us: median microseconds of that; None where none ran.
-        cublaslt_p50_us: the same of ``torch._scaled_mm``; None where it refuses this GEMM.
+        configuration: our fastest configuration; None if none ran.
+        splits: the number of parts of K with which it was fastest.
+        p50_us: its median time in microseconds; None if none ran.
+        cublaslt_p50_us: the same for ``torch._scaled_mm``; None if it does not support this GEMM.
         chained: by activation, whether the GEMM that writes the next one's operand was faster than GEMM and cast; what
             was not measured is missing. A row in a file may lack it.
     """
@@ -57,18 +57,18 @@ class Row(NamedTuple):
 
     @property
     def is_faster(self) -> bool:
-        """Whether ours was the faster one."""
+        """Whether our kernel was faster."""
         if self.configuration is None or self.p50_us is None:
             return False
         return self.cublaslt_p50_us is None or self.p50_us < self.cublaslt_p50_us
 
 
 class MalformedTable(ValueError):  # noqa: N818 - a state of a file, not a mistake in the program
-    """A file that is no table; the message says why."""
+    """A file that is not a table; the message says why."""
 
 
 def slug(gpu: str) -> str:
-    """A GPU's name in file names.
+    """A GPU's name as used in file names.
 
     >>> slug("NVIDIA H100 80GB HBM3")
     'nvidia-h100-80gb-hbm3'
@@ -77,12 +77,12 @@ def slug(gpu: str) -> str:
 
 
 def shipped_path(gpu: str) -> Path:
-    """Of the table that comes with the package; there may be none."""
+    """The path of the table shipped with the package, which may not exist."""
     return _SHIPPED / f"{slug(gpu)}.json"
 
 
 def own_path(gpu: str) -> Path:
-    """Of the table that ``python -m lightning_fp8 tune`` writes on this machine; there may be none."""
+    """The path of the table that ``python -m lightning_fp8 tune`` writes on this machine, which may not exist."""
     return cache.cache_folder() / f"gemm-{slug(gpu)}.json"
 
 
@@ -114,7 +114,7 @@ def min_features(gpu: str) -> int | None:
 
 
 def write(path: Path, about: Mapping[str, Any], measured: Iterable[Mapping[str, Any]]) -> None:
-    """Put rows into a table, in place of those of the same GEMMs; all else stays. Processes may do so at once.
+    """Put rows into a table, replacing those of the same GEMMs. Safe to call from several processes at once.
 
     Args:
         path: of the table, which need not exist; its folder must.
@@ -131,7 +131,7 @@ def write(path: Path, about: Mapping[str, Any], measured: Iterable[Mapping[str, 
 
 
 def write_min_features(path: Path, about: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Put a size into a table, in place of the one there; all else stays. Processes may do so at once.
+    """Put a size into a table, replacing the former one. Safe to call from several processes at once.
 
     Args:
         path: of the table, which need not exist; its folder must.
@@ -149,7 +149,7 @@ def write_min_features(path: Path, about: Mapping[str, Any], found: Mapping[str,
 
 
 def _replace(path: Path, head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a table; of two rows of a GEMM the later one counts."""
+    """Write a table; of two rows of one GEMM, the later one is kept."""
     merged = {_key(row): dict(row) for row in rows}
     lines = ",\n".join(f"  {json.dumps(merged[key])}" for key in sorted(merged))
     above = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items())
@@ -158,7 +158,7 @@ def _replace(path: Path, head: Mapping[str, Any], rows: Iterable[Mapping[str, An
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone with the table: a writer that reads before another has written would take its rows away."""
+    """Lock the table: two concurrent writers would otherwise lose the rows of one of them."""
     # only where tables are written, which is where CUDA is
     import fcntl
 
@@ -179,7 +179,7 @@ def _readable_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _readable(path: Path, read: Callable[[str], Read], for_what: str = "") -> Read | None:
-    """What is in a file; None where there is no such file, or nothing that can be used."""
+    """The contents of a file; None if it does not exist or cannot be used."""
     try:
         return read(_text(path))
     except FileNotFoundError:
@@ -193,7 +193,7 @@ def _readable(path: Path, read: Callable[[str], Read], for_what: str = "") -> Re
 
 
 def _text(path: Path) -> str:
-    """A table in the cache folder is read only where nobody else may have written it; others were chosen by name."""
+    """A table in the cache folder is read only if no other user could have written it; other paths are explicit."""
     if path.parent != cache.cache_folder():
         return path.read_text(encoding="utf-8")
     cache.check_folder(path.parent)
@@ -227,7 +227,7 @@ def _checked(text: str) -> list[dict[str, Any]]:
 
 
 def _wrong_field(row: dict[str, Any]) -> str | None:
-    """The first field that is not what :class:`Row` says, with what came."""
+    """The first field that does not match :class:`Row`, with the value found."""
     rules = {
         **dict.fromkeys(("m", "n", "k", "splits"), _is_count),
         "promote": lambda value: isinstance(value, bool),
@@ -257,7 +257,7 @@ def _is_time(value: Any) -> bool:
 
 
 def _row(row: dict[str, Any], capability: tuple[int, int], path: Path) -> Row | None:
-    """None for a configuration that there is not, as in the table of another version."""
+    """None for an unknown configuration, as in the table of another version."""
     name = row["configuration"]
     known = {one.name: one for one in configurations(capability, row["promote"])}
     if name is not None and name not in known:

@@ -1,4 +1,4 @@
-"""Which kernel serves an operator: compiled at its first use on a device, tested there against the reference, kept."""
+"""The kernel for each operator: compiled at first use on a device, tested there against the reference, and cached."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def backend() -> str:
 
 
 class Variant(NamedTuple):
-    """One kernel: how it is compiled and launched, and its self-test, which is given the device and the kernel."""
+    """One kernel: how to compile and launch it, and its self-test, which takes the device and the kernel."""
 
     family: str
     defines: tuple[str, ...]
@@ -48,20 +48,20 @@ class Variant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """``"cast_transpose INPUT=Bf16 ..."``, as messages call it."""
+        """``"cast_transpose INPUT=Bf16 ..."``, as in messages."""
         return " ".join((self.family, *self.defines))
 
 
 class Attempt(NamedTuple):
-    """How it went to make a kernel serve.
+    """The result of compiling, loading and testing a kernel.
 
     Attributes:
-        kernel: ready to be launched; None where it is not to be used.
-        failure: why not, else None.
-        unavailable: whether the toolchain or the driver is to blame, and so every kernel in the same way.
+        kernel: ready to launch; None if it must not be used.
+        failure: the reason, else None.
+        unavailable: whether the toolchain or the driver failed, which affects every kernel.
         loading_s: seconds that compiling, or reading the cache, and loading took.
         testing_s: seconds that the self-test took; None where it did not run.
-        out_of_memory: whether it failed for want of memory, which says nothing of the kernel.
+        out_of_memory: whether memory ran out, which says nothing about the kernel.
     """
 
     kernel: Kernel | None
@@ -233,7 +233,7 @@ def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
         )
     attempt = try_kernel(variant, device)
     if attempt.out_of_memory:
-        # as of any operator, and not remembered: the next use tests the kernel
+        # as for any operator, and not cached: the next use tests the kernel again
         raise torch.OutOfMemoryError(f"There was no memory to load and test {variant.name}: {attempt.failure}")
     if attempt.unavailable:
         warn_once(f"{attempt.failure} Until then {_PLAIN}")
@@ -244,12 +244,12 @@ def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
 
 
 def try_kernel(variant: Variant, device: torch.device, test_again: bool = False) -> Attempt:
-    """Compile, or take from the cache, load and test a kernel; raises and says nothing.
+    """Compile a kernel or take it from the cache, load it and test it. Never raises or warns.
 
     Args:
         variant: see :func:`variants`.
         device: where it is to run.
-        test_again: test it also where a pass is remembered, and forget that pass where it now fails.
+        test_again: repeat a self-test that has passed before; if it now fails, the earlier pass is forgotten.
     """
     family, defines, index = variant.family, variant.defines, device.index or 0
     began = time.perf_counter()
@@ -264,7 +264,7 @@ def try_kernel(variant: Variant, device: torch.device, test_again: bool = False)
         failure = variant.self_test(device, kernel)
     except KernelsUnavailable as error:
         return Attempt(None, str(error), True, time.perf_counter() - began, None)
-    # what the compiler, the driver or a first launch raises: all are reasons not to use this kernel, and none to stop
+    # whatever the compiler, the driver or a first launch raises: the kernel is not used, but the program continues
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
         out_of_memory = isinstance(error, torch.OutOfMemoryError) or "CUDA_ERROR_OUT_OF_MEMORY" in failure

@@ -1,6 +1,6 @@
 """Each kernel compared with the reference on a small random case, on the device it is to run on.
 
-A test gives None, or what was wrong. It waits for the device, once per kernel, device, driver and source.
+A test returns None, or a description of the error. It waits for the device, once per kernel, device, driver and source.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _compare_rounding(device: torch.device, input: torch.dtype, format: str, ker
         row = casts.Row(one * scale, one, index, torch.zeros_like(one))
         casts.cast_transpose(kernel, x.to(device), row, torch.zeros((), device=device), y, y_t)
         codes = reference.saturating_cast(x, torch.tensor(scale), FORMATS[format])
-        # any NaN is as good as another
+        # all NaN codes are equivalent
         for payload in (y, y_t, codes):
             payload[payload.view(dtype).float().isnan()] = 0x7F
         failure = _compare(y.cpu(), y_t.cpu(), codes, format, exact=True)

@@ -31,7 +31,7 @@ def gemm(
     output: torch.dtype,
     kernel: Kernel,
 ) -> str | None:
-    """Whole tiles, more than run at once, and ragged ones; with a bias."""
+    """More whole tiles than run at once, and partial ones; with a bias."""
     for m, n, k in _shapes(configuration, kernel):
         a, b = _operand(m, k, a_format, 1), _operand(n, k, b_format, 2)
         bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
@@ -55,7 +55,7 @@ def chained_gemm(
     format: str,
     kernel: Kernel,
 ) -> str | None:
-    """What is written for the next GEMM, by rows and by columns, with its amax, scale and column sums."""
+    """The operand written for the next GEMM, by rows and by columns, with its amax, scale and column sums."""
     for m, n, k in _shapes(configuration, kernel):
         n = -(-n // 8) * 8
         a, b = _operand(m, k, a_format, 1), _operand(n, k, "e4m3", 2)
@@ -117,9 +117,9 @@ def sum_splits(device: torch.device, output: torch.dtype, kernel: Kernel) -> str
 
 
 def _shapes(configuration: Configuration, kernel: Kernel) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """More tiles than run at once and more steps than stages; then ragged edges on all sides.
+    """More tiles than run at once and more steps than stages; then partial tiles on all sides.
 
-    With ping-pong some blocks have three tiles: each consumer takes a turn that the other one has given.
+    With ping-pong, some blocks have three tiles, so that each consumer hands over to the other.
     """
     cluster, block_n = configuration.cluster, configuration.block_n
     clusters = (5 if configuration.ping_pong else 3) * (kernel.multiprocessors // cluster) // 2 + 1
