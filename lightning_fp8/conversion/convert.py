@@ -19,7 +19,7 @@ from lightning_fp8.conversion.plan import (
 from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows, Settings
 from lightning_fp8.modules.class_swap import exchange_class, own_class
-from lightning_fp8.modules.feed_forward import fuse_feed_forward
+from lightning_fp8.modules.fused_blocks import fuse_feed_forward
 from lightning_fp8.modules.weight_group import WeightGroup
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.state import ScalingState
