@@ -97,13 +97,25 @@ def notes(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
     """For each linear layer of a feed-forward block of a known form, whether it runs fused, and why not."""
     found: dict[nn.Module, str] = {}
     for module in modules:
-        form = known_form(module)
-        for block in () if form is None else _blocks(module, form):
-            reason = reason_against_fusing(block)
-            if reason is None and not isinstance(module, Fp8FeedForward):
-                reason = "built since the conversion, so call `convert` again"
-            note = "feed-forward fused" if reason is None else f"feed-forward not fused: {reason}"
-            found.update(dict.fromkeys([*block.first, block.second], note))
+        for base in plain_class(module).__mro__:
+            form = _form_of(module, base) if issubclass(base, nn.Module) else None
+            if form is not None:
+                found |= _notes_of(module, base, form)
+                break
+    return found
+
+
+def _notes_of(module: nn.Module, base: type[nn.Module], form: Form) -> dict[nn.Module, str]:
+    """The same for one module, which is of this form, or of a class derived from one that is."""
+    found: dict[nn.Module, str] = {}
+    for block in _blocks(module, form):
+        reason = reason_against_fusing(block)
+        if base is not plain_class(module):
+            reason = f"{plain_class(module).__name__} overrides `{form.method}` of {base.__name__}"
+        elif reason is None and not isinstance(module, Fp8FeedForward):
+            reason = "built since the conversion, so call `convert` again"
+        note = "feed-forward fused" if reason is None else f"feed-forward not fused: {reason}"
+        found.update(dict.fromkeys([*block.first, block.second], note))
     return found
 
 
@@ -114,7 +126,11 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 def known_form(module: nn.Module) -> Form | None:
     """The form of a module's class, if its method is known and the module has the attributes that it calls."""
-    form = _form_of_class(plain_class(module), _part_classes(module))
+    return _form_of(module, plain_class(module))
+
+
+def _form_of(module: nn.Module, kind: type[nn.Module]) -> Form | None:
+    form = _form_of_class(kind, _part_classes(module))
     owner = module.intermediate if form is not None and form.kind == "two modules" else module
     return form if form is not None and all(hasattr(owner, name) for name in form.names) else None
 

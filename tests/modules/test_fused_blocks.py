@@ -29,7 +29,7 @@ from feed_forward_step import training_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import convert, fall_back, scaling_state, unconvert
+from lightning_fp8 import convert, describe, fall_back, scaling_state, unconvert
 from lightning_fp8 import feed_forward as public
 from lightning_fp8.modules import feed_forward
 from lightning_fp8.modules.class_swap import own_class
@@ -514,6 +514,66 @@ def test_activations() -> None:
     assert [activation_name(ACT2FN[name]) for name in others] == [None] * len(others)
     assert activation_name(functools.partial(F.gelu, approximate="tanh")) == "gelu_tanh"
     assert activation_name(functools.partial(F.gelu)) is None
+
+
+# what `describe` says
+
+
+def described(model: nn.Module) -> dict[str, str]:
+    """What the rows say about the block, by path."""
+    rows = {row.path: row.reason.split("; ") for row in describe(model)}
+    return {path: remarks[-1] for path, remarks in rows.items() if "feed-forward" in remarks[-1]}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_describe_says_what_is_fused(block: str) -> None:
+    model = converted(BLOCKS[block])
+    found = described(model)
+    layers = [path for path, part in model.named_modules() if type(part).__name__ in ("Fp8Linear", "Fp8Conv1D")]
+    assert list(found) == [path for path in layers if "self_attn" not in path]
+    assert set(found.values()) == {"feed-forward fused"}
+    assert all("feed-forward" not in row.reason for row in describe(unconvert(model)))
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("a hook on gate", "a part has hooks, or a `forward` of its own"),
+        ("a hook on BERT's first module", "a part has hooks, or a `forward` of its own"),
+        ("another activation", "Tanh is not supported"),
+        ("gelu as a gate", "GELUTanh is not supported for a gate"),
+        ("inputs that are not shared", "gate and up do not share their input"),
+        ("a fallback of up", "a layer fell back"),
+        ("another mode", "its layers differ in training mode"),
+        ("dropout", "dropout between its layers"),
+        ("an adapter of gate", "not all of its linear layers are converted"),
+    ],
+)
+def test_describe_says_why_a_block_is_not_fused(case: str, reason: str) -> None:
+    make, change = ASIDE[case]
+    model = converted(make)
+    change(model)
+    found = described(model)
+    assert found
+    assert set(found.values()) == {f"feed-forward not fused: {reason}"}
+
+
+def test_describe_follows_the_model() -> None:
+    model = converted(lambda: sequential(nn.GELU(), 0.3))
+    assert set(described(model.eval()).values()) == {"feed-forward fused"}
+    partly = convert(vit(), ignore_modules=("fc2",))
+    assert described(partly) == {"fc1": "feed-forward not fused: not all of its linear layers are converted"}
+    of_a_subclass = convert(SequentialOfAnotherKind(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+    assert set(described(of_a_subclass).values()) == {
+        "feed-forward not fused: SequentialOfAnotherKind overrides `forward` of Sequential"
+    }
+    assert set(described(convert(Scaled())).values()) == {"feed-forward not fused: Scaled overrides `forward` of Mine"}
+    late = convert(vit("tanh"))
+    late.activation_fn = nn.ReLU()
+    assert set(described(late).values()) == {
+        "feed-forward not fused: built since the conversion, so call `convert` again"
+    }
+    assert set(described(convert(late)).values()) == {"feed-forward fused"}
 
 
 # the public function
