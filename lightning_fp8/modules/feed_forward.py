@@ -203,7 +203,8 @@ def reason_against_fusing(block: FeedForward) -> str | None:
         return "its layers were not converted together"
     if any(layer.training != layers[0].training for layer in layers):
         return "its layers differ in training mode"
-    if len(block.first) == 2 and _input_place(rows[0]) is not _input_place(rows[1]):
+    # the very tensor, where they do
+    if len(block.first) == 2 and rows[0].index["input"] is not rows[1].index["input"]:
         return "gate and up do not share their input"
     return _misfit([_weight(layer) for layer in layers], rows, block.packed)
 
@@ -219,10 +220,6 @@ def _misfit(weights: list[Tensor], rows: list[Fp8Rows], packed: bool) -> str | N
     (outputs, inputs), *others, (_, hidden) = shapes
     fits = outputs == (2 * hidden if packed else hidden) and all(other == (outputs, inputs) for other in others)
     return None if fits else "its weights do not fit together"
-
-
-def _input_place(rows: Fp8Rows) -> Fp8Rows:
-    return rows if rows.input_leader is None else rows.input_leader
 
 
 def _is_watched(part: nn.Module) -> bool:

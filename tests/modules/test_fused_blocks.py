@@ -358,7 +358,7 @@ class Scaled(Mine):
 
 class Twice(Mine):
     def forward(self, hidden: Tensor) -> Tensor:
-        self.two(hidden.new_zeros(1, HIDDEN))
+        _ = self.two(self.one(hidden))
         return self.two(self.act(self.one(hidden)))
 
 
