@@ -22,6 +22,7 @@ from feed_forward_blocks import (
     part_by_part,
     phi3,
     sequential,
+    share,
     share_inputs,
     vit,
 )
@@ -609,8 +610,7 @@ def test_the_public_function(gated: bool, activation: Any, fused: list[str]) -> 
     if gated:
         model(x)
         assert fused == []
-        model.up.fp8[""].lead_by(model.gate.fp8[""])
-        scaling_state(model).share_inputs({model.up.fp8[""].module: model.gate.fp8[""].module})
+        share([(model.gate, model.up)])
     reference = copy.deepcopy(model)
     for _ in range(2):
         one, two = training_step(reference, reference.parts, x), training_step(model, model, x)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_fp8 import convert, scaling_state
+from lightning_fp8 import convert
 from lightning_fp8.modules.class_swap import exchange_class
 from lightning_fp8.modules.fused_blocks import Fp8FeedForward, known_form
 
@@ -105,14 +105,19 @@ def converted(make: Callable[[], nn.Module], **settings: Any) -> nn.Module:
 
 def share_inputs(model: nn.Module) -> None:
     """Let each up record its input in the place of its gate."""
-    leaders = {}
-    for module in model.modules():
-        form = known_form(module)
-        if form is not None and form.kind == "gated":
-            gate, up = (getattr(module, name).fp8[""] for name in form.names[:2])
-            up.lead_by(gate)
-            leaders[up.module] = gate.module
-    scaling_state(model).share_inputs(leaders)
+    forms = ((module, known_form(module)) for module in model.modules())
+    share([map(module.get_submodule, form.names[:2]) for module, form in forms if form and form.kind == "gated"])
+
+
+def share(pairs: Iterable[Iterable[Any]]) -> None:
+    """Let the second layer of each pair record its input in the place of the first; all are of one model."""
+    leaders, state = {}, None
+    for first, second in pairs:
+        state, leader = first.scaling_state, first.fp8[""]
+        second.fp8[""].lead_by(leader)
+        leaders[second.fp8[""].module] = leader.module
+    if state is not None:
+        state.share_inputs(leaders)
 
 
 def part_by_part(model: nn.Module) -> nn.Module:
