@@ -1,16 +1,16 @@
 """Feed-forward blocks of known classes run as one: conversion changes the class of the object that holds the parts.
 
-A class is known by what its method computes, not by its name: see :func:`known_form`.
+A class is known by what its method computes, not by its name: see ``block_forms``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
+from lightning_fp8.modules.block_forms import Form, form_of_class
 from lightning_fp8.modules.class_swap import exchange_class, own_class
 from lightning_fp8.modules.feed_forward import (
     FeedForward,
@@ -19,39 +19,10 @@ from lightning_fp8.modules.feed_forward import (
     run_block,
 )
 from lightning_fp8.modules.linear import LINEAR_CLASSES
-from lightning_fp8.modules.straight_line import returned_by
 
 Step = FeedForward | Callable[[Tensor], Tensor]
 
-# of torch's transformer layers it is `_ff_block`
-_METHODS = ("forward", "_ff_block")
-_CALL = re.compile(r"self\.(\w+)\((.+)\)")
-# down(act(gate(x)) * up(x)), as of Llama
-_GATED = re.compile(r"self\.(\w+)\(self\.(\w+)\(self\.(\w+)\(x\)\) \* self\.(\w+)\(x\)\)")
-# down(up * act(gate)) with [gate | up] = gate_up(x), as of Phi-3
-_PACKED = re.compile(
-    r"self\.(\w+)\(self\.(\w+)\(x\)\.chunk\(2, dim=-1\)\[1\] \* self\.(\w+)\(self\.\2\(x\)\.chunk\(2, dim=-1\)\[0\]\)\)"
-)
-# BERT's layer calls two modules, of which the second adds the block's input
-_TWO_MODULES = "self.output(self.intermediate(x), x)"
-_OUTPUT = "self.LayerNorm(self.dropout(self.dense(x)) + y)"
 _ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
-
-
-class Form(NamedTuple):
-    """How a known class computes its feed-forward block.
-
-    Attributes:
-        kind: ``"sequential"``; ``"chain"``, modules one after the other; ``"gated"``; ``"packed"``, which is gated with
-            one layer for gate and up; or ``"two modules"``.
-        method: the method that does it.
-        names: the attributes that it calls, first to last; of a gated one gate, up, activation and last layer; of two
-            modules those of the first one.
-    """
-
-    kind: str
-    method: str
-    names: tuple[str, ...] = ()
 
 
 class Fp8FeedForward(nn.Module):
@@ -77,7 +48,7 @@ class Fp8FeedForward(nn.Module):
 
 def _new(plain_class: type[nn.Module], part_classes: tuple[type[nn.Module], ...]) -> nn.Module:
     """An object to unpickle; of the plain class if that computes something else by now."""
-    form = _form_of_class(plain_class, part_classes)
+    form = form_of_class(plain_class, part_classes)
     kind = plain_class if form is None else _fused_class(plain_class, part_classes, form)
     return kind.__new__(kind)
 
@@ -130,7 +101,7 @@ def known_form(module: nn.Module) -> Form | None:
 
 
 def _form_of(module: nn.Module, kind: type[nn.Module]) -> Form | None:
-    form = _form_of_class(kind, _part_classes(module))
+    form = form_of_class(kind, _part_classes(module))
     owner = module.intermediate if form is not None and form.kind == "two modules" else module
     return form if form is not None and all(hasattr(owner, name) for name in form.names) else None
 
@@ -138,54 +109,6 @@ def _form_of(module: nn.Module, kind: type[nn.Module]) -> Form | None:
 def _part_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
     parts = [getattr(module, name, None) for name in ("intermediate", "output")]
     return tuple(own_class(part) for part in parts) if all(isinstance(part, nn.Module) for part in parts) else ()
-
-
-def _form_of_class(kind: type[nn.Module], part_classes: tuple[type[nn.Module], ...]) -> Form | None:
-    # A class that acts when it is subclassed, or is no plain class, is left alone. The layers of transformers wrap
-    # their forward then, and are made for it: `fully_shard` subclasses, too.
-    acting = (base for base in kind.__mro__[:-1] if "__init_subclass__" in vars(base))
-    if type(kind) is not type or any(base.__module__ != "transformers.modeling_layers" for base in acting):
-        return None
-    if kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__:  # type: ignore[attr-defined]
-        return Form("sequential", "forward")
-    for method in _METHODS:
-        expression = returned_by(getattr(kind, method, None))
-        if expression is None:
-            continue
-        names = _chain(expression.text)
-        if len(names) >= 3 and len(names) == expression.calls:
-            return Form("chain", method, names)
-        gated, packed = _GATED.fullmatch(expression.text), _PACKED.fullmatch(expression.text)
-        if gated and expression.calls == 4:
-            last, activation, gate, up = gated.groups()
-            return Form("gated", method, (gate, up, activation, last))
-        if packed and expression.calls == 4:
-            last, first, activation = packed.groups()
-            return Form("packed", method, (first, activation, last))
-    return _form_of_two_modules(kind, part_classes)
-
-
-def _chain(text: str) -> tuple[str, ...]:
-    """The modules of ``self.c(self.b(self.a(x)))`` in the order of their calls; none if the text is something else."""
-    names: list[str] = []
-    while text != "x":
-        call = _CALL.fullmatch(text)
-        if call is None:
-            return ()
-        name, text = call.groups()
-        names.insert(0, name)
-    return tuple(names)
-
-
-def _form_of_two_modules(kind: type[nn.Module], part_classes: tuple[type[nn.Module], ...]) -> Form | None:
-    method = returned_by(getattr(kind, "feed_forward_chunk", None))
-    if method is None or method != (_TWO_MODULES, 2) or len(part_classes) != 2:
-        return None
-    first, second = (returned_by(part.forward) for part in part_classes)
-    names = () if first is None else _chain(first.text)
-    if first is None or len(names) != 2 or first.calls != 2 or second != (_OUTPUT, 3):
-        return None
-    return Form("two modules", "feed_forward_chunk", names)
 
 
 def _steps(module: nn.Module, form: Form) -> list[Step]:

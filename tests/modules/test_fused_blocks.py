@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_fp8 import convert, describe, fall_back, scaling_state, unconvert
 from lightning_fp8 import feed_forward as public
 from lightning_fp8.modules import feed_forward
+from lightning_fp8.modules.block_forms import form_of_class
 from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.feed_forward import activation_name, fp8_feed_forward, fp8_gated_feed_forward
 from lightning_fp8.modules.fused_blocks import known_form
@@ -324,17 +325,15 @@ def test_classes_of_transformers() -> None:
         "clip.CLIPMLP": "chain",
         "siglip.SiglipMLP": "chain",
     }
-    from lightning_fp8.modules.fused_blocks import _form_of_class
-
     for path, kind in expected.items():
         module, name = path.split(".")
-        form = _form_of_class(getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name), ())
+        form = form_of_class(getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name), ())
         assert form is not None, path
         assert form.kind == kind, path
     for module, name in {"bert": "Bert", "roberta": "Roberta", "electra": "Electra"}.items():
         file = import_module(f"transformers.models.{module}.modeling_{module}")
         parts = getattr(file, f"{name}Intermediate"), getattr(file, f"{name}Output")
-        form = _form_of_class(getattr(file, f"{name}Layer"), parts)
+        form = form_of_class(getattr(file, f"{name}Layer"), parts)
         assert form is not None
         assert form.kind == "two modules"
 
