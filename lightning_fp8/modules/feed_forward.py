@@ -31,6 +31,8 @@ _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"), (F.silu,
 _OF_TRANSFORMERS = {"NewGELUActivation": "gelu_tanh", "SiLUActivation": "silu"}
 _HOLD_A_FUNCTION = ("GELUActivation", "GELUTanh")
 
+SHARDED = "its weights are sharded"
+
 
 class FeedForward(NamedTuple):
     """The parts of a feed-forward block, ``second(activation(first(x)))``.
@@ -186,7 +188,7 @@ def reason_against_fusing(block: FeedForward) -> str | None:
     """Why the block has to run part by part, as it is now; None if it runs as one."""
     layers = [*block.first, block.second]
     if any(type(layer) not in LINEAR_CLASSES for layer in layers):
-        return "not all of its linear layers are converted"
+        return "a linear layer is not converted, or is sharded by itself"
     rows = [cast(Fp8Module, layer).fp8[""] for layer in layers]
     if not all(row.switch.in_fp8 for row in rows):
         return "a layer fell back"
@@ -212,7 +214,7 @@ def reason_against_fusing(block: FeedForward) -> str | None:
 def _misfit(weights: list[Tensor], rows: list[Fp8Rows], packed: bool) -> str | None:
     """Why these weights, the last one the second layer's, do not make a block."""
     if any(isinstance(weight, DTensor) for weight in weights):
-        return "its weights are sharded"
+        return SHARDED
     # weights may have been replaced since: part by part, the layer whose input does not fit raises the error
     if any(weight.dim() != 2 for weight in weights):
         return "its weights do not fit together"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_fp8.modules.block_forms import Form, form_of_class
 from lightning_fp8.modules.class_swap import exchange_class, own_class
 from lightning_fp8.modules.feed_forward import (
+    SHARDED,
     FeedForward,
     activation_name,
     reason_against_fusing,
@@ -86,6 +87,9 @@ def _notes_of(module: nn.Module, base: type[nn.Module], form: Form) -> dict[nn.M
         elif reason is None and not isinstance(module, Fp8FeedForward):
             reason = "built since the conversion, so call `convert` again"
         note = "feed-forward fused" if reason is None else f"feed-forward not fused: {reason}"
+        if reason == SHARDED:
+            # between forwards; FSDP gathers them for one
+            note = "feed-forward fused if its weights are gathered"
         found.update(dict.fromkeys([*block.first, block.second], note))
     return found
 
