@@ -203,7 +203,7 @@ class Counted:
         self.now: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
         serve_cpu(self._obtain, self._scaled_mm)
-        for name in ("cast_transpose", "weight_table"):
+        for name in ("cast_transpose", "cast_gated", "weight_table"):
             setattr(casts, name, self._counting(getattr(casts, name), getattr(self, f"_{name}")))
 
     def _obtain(self, variant: kernels.Variant, device: torch.device) -> NoKernel:
@@ -234,12 +234,30 @@ class Counted:
         return counting
 
     def _cast_transpose(self, kernel: Any, x: Tensor, row: casts.Row, *outputs_and_more: Any, **others: Any) -> None:
-        _, y, y_t, _, dy, *_ = outputs_and_more
+        _, y, y_t, _, dy, *gated = outputs_and_more
+        if any(gated):
+            # it calls `cast_gated`
+            return
         role = "weights" if row.newest is None else "gradients" if "FORMAT=E5M2" in kernel.variant.defines else "inputs"
         passes = 1 if row.current_amax is None else 2
         self.now[role] += 1
         self.now["read"] += passes * sum(tensor.nbytes for tensor in (x, dy) if tensor is not None)
         self.now["written"] += sum(tensor.nbytes for tensor in (y, y_t) if tensor is not None)
+
+    def _cast_gated(
+        self,
+        kernel: Any,
+        gate: Tensor,
+        up: Tensor,
+        result: casts.Result,
+        dy: Tensor | None = None,
+        of_up: casts.Result | None = None,
+    ) -> None:
+        results = [one for one in (result, of_up) if one is not None]
+        passes = 1 if all(one.row.current_amax is None for one in results) else 2
+        self.now["inputs" if dy is None else "gradients"] += len(results)
+        self.now["read"] += passes * sum(tensor.nbytes for tensor in (gate, up, dy) if tensor is not None)
+        self.now["written"] += sum(one.nbytes for each in results for one in (each.y, each.y_t) if one is not None)
 
     def _weight_table(self, weights: list[casts.Weight]) -> None:
         for x, _, y, y_t in weights:

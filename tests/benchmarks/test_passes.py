@@ -36,6 +36,8 @@ def test_casts_of_the_example(rows: dict[tuple[str, int], dict[str, Any]], micro
     assert eager["gemms"] == least["gemms"] == 12 * micro_batches
     # both layouts of each, of the weights once
     assert eager["written"] == 2 * TOKENS * micro_batches * (sum(INPUTS) + sum(GRADIENTS)) + 2 * WEIGHTS
+    # between the GEMMs of its feed-forward block nothing but these casts
+    assert eager["hidden"] == rows["compiled", micro_batches]["hidden"] == 0
     # what backward needs: all inputs and weights by columns
     assert (eager["kept_inputs"], eager["kept_weights"]) == (TOKENS * sum(INPUTS), WEIGHTS)
 

@@ -257,10 +257,10 @@ def _launch(
     y_t = empty_strided((width, rows), (rows, 1), dtype=torch.uint8, device=device) if layout != "rows" else None
     scale_inv = empty_strided((), (), dtype=torch.float32, device=device)
     tiles = casts.column_sum_tiles(rows) if sums else 0
-    partial = empty_strided((tiles * width,), (1,), dtype=torch.float32, device=device) if sums else None
+    partial = empty_strided((tiles, width), (width, 1), dtype=torch.float32, device=device) if sums else None
     casts.cast_transpose(kernel, x, row, scale_inv, y, y_t, partial, dy, gated)
-    if partial is not None and tiles > 1:
-        partial = partial.view(tiles, width).sum(dim=0)
+    if partial is not None:
+        partial = partial.sum(dim=0) if tiles > 1 else partial.view(width)
     payload = nothing(x, torch.uint8) if y is None else y
     payload_t = nothing(x, torch.uint8) if y_t is None else y_t
     return payload, payload_t, scale_inv, partial
