@@ -287,5 +287,8 @@ def _row(one: PlannedLayer) -> Candidate:
         return Candidate(one.path, type(layer).__name__, False, one.reason or "not converted yet: call `convert`")
     shapes = " and ".join(map(str, sizes(layer)))
     fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
-    reason = f"converted, {shapes}" + (f"; fell back to bf16: {fallen}" if fallen else "")
+    leaders = [rows.input_leader for rows in layer.fp8.values()]
+    shared = ", ".join(leader.name for leader in leaders if leader is not None)
+    reason = f"converted, {shapes}" + (f"; shares its input with {shared}" if shared else "")
+    reason += f"; fell back to bf16: {fallen}" if fallen else ""
     return Candidate(one.path, layer.plain_class.__name__, layer.in_fp8, reason)

@@ -91,7 +91,19 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
 
 
 def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
-    """x ``[*, K]`` in FP8; by columns too if backward needs it (``keep``)."""
+    """x ``[*, K]`` in FP8; by columns too if backward needs it (``keep``). One cast for all layers that share x."""
+    shared = rows.shared_input
+    if shared is None or torch.compiler.is_compiling():
+        return _cast_input(rows, x, record, keep)
+    made = None if rows.is_first else shared.take(x, rows.state, record, keep, rows.is_last)
+    if made is None:
+        made = _cast_input(rows, x, record, keep or (torch.is_grad_enabled() and rows.followers_need_columns()))
+        if not rows.is_last:
+            shared.put(x, rows.state, record, made)
+    return made
+
+
+def _cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
     return ops.cast_operand(ops.in_rows(x.detach()), rows.slot("input", record), "none", keep)
 
 
