@@ -51,6 +51,11 @@ class SharedInput:
                 self.index = torch.tensor([row], dtype=torch.int64, device=state.device)
         return self.index
 
+    @property
+    def waits(self) -> bool:
+        """Whether a cast is kept for layers behind."""
+        return self._made is not None
+
     def take(self, x: Tensor, state: ScalingState, record: bool, keep: bool, is_last: bool) -> Fp8Operand | None:
         """The cast of ``x`` that a layer before has made, with columns if ``keep``; None if there is none."""
         # read once: another thread may replace it

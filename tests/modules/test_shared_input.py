@@ -1,0 +1,422 @@
+"""One cast for the input of several layers: the same numbers as separate casts, and never another tensor's payload."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformer_models import llama
+
+from lightning_fp8 import convert, fall_back, scaling_state
+from lightning_fp8.ops import basic
+from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.scaling.statistics import tensor_statistics
+
+WIDTH, ROWS = 16, 12
+MEMBERS = ("q", "k", "v")
+
+
+class Shared(nn.Module):
+    """Three projections of one tensor, and a layer behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in (*MEMBERS, "out"):
+            self.add_module(name, nn.Linear(WIDTH, WIDTH))
+        self.between: Callable[[Tensor], object] = id
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)
+        self.between(x)
+        k, v = self.k(x), self.v(x)
+        return self.out(q.sigmoid() * k + v)
+
+
+class Separate(Shared):
+    """The same, with names that hide it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = x, x
+        q = self.q(x)
+        self.between(x)
+        k, v = self.k(one), self.v(two)
+        return self.out(q.sigmoid() * k + v)
+
+
+class Nested(nn.Module):
+    """Two of them, with what they take computed by the model, and each through ``around``."""
+
+    def __init__(self, kind: type[Shared]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([kind(), kind()])
+        self.around: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + self.around(block, x * 1.5)
+        return x
+
+
+def pair(make: Callable[[type[Shared]], nn.Module] = Nested) -> tuple[nn.Module, nn.Module]:
+    """A converted model that shares casts, and the same one that does not."""
+    shared, separate = make(Shared), make(Separate)
+    separate.load_state_dict(shared.state_dict())
+    assert scaling_state(convert(shared)).input_leaders
+    assert not scaling_state(convert(separate)).input_leaders
+    return shared, separate
+
+
+def train(model: nn.Module, call: Callable[[Tensor], Tensor] | None = None, steps: int = 3) -> list[Tensor]:
+    """Outputs, gradients, and the state after each of some steps of two micro-batches each."""
+    generator, seen = torch.Generator().manual_seed(1), []
+    optimizer, state = torch.optim.SGD(model.parameters(), lr=0.1), scaling_state(model)
+    for step in range(steps):
+        for micro in range(2):
+            x = (torch.randn(ROWS, WIDTH, generator=generator) * (1 + step + micro)).requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = (call or model)(x)
+            y.float().square().mean().backward()
+            seen += [y.detach(), x.grad]
+        seen += [p.grad for p in model.parameters() if p.grad is not None]
+        state.update()
+        seen += [getattr(state, name).clone() for name in ("amax", "amax_history", "scale", "nonfinite_steps")]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.fixture
+def input_casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the casts of inputs by the layer in whose place they are recorded."""
+    casts: Counter[str] = Counter()
+    original = basic.cast
+
+    def counting(x: Tensor, slot: Any, *rest: Any) -> Any:
+        if slot.state is not None:
+            casts[slot.state.names[int(slot.index)].removesuffix(".input")] += 1
+        return original(x, slot, *rest)
+
+    monkeypatch.setattr(basic, "cast", counting)
+    return casts
+
+
+# the same numbers, from fewer casts
+
+
+def test_training_gives_the_numbers_of_separate_casts(input_casts: Counter[str]) -> None:
+    shared, separate = pair()
+    of_separate = train(separate)
+    assert sum(input_casts.values()) == 3 * 2 * 8
+    input_casts.clear()
+    assert_same(train(shared), of_separate)
+    assert input_casts == {f"blocks.{block}.{name}": 3 * 2 for block in (0, 1) for name in ("q", "out")}
+    shared_state, separate_state = scaling_state(shared), scaling_state(separate)
+    assert shared_state.every_tensor_has_history
+    assert shared_state.names == separate_state.names
+    for name, entry in separate_state.state_dict().items():
+        assert all(torch.equal(shared_state.state_dict()[name][field], entry[field]) for field in entry)
+
+
+def test_cuda_half(cuda_half: Counter[str]) -> None:
+    shared, separate = pair()
+    of_separate = train(separate)
+    casts = sum(count for kernel, count in cuda_half.items() if kernel.startswith("cast_transpose"))
+    cuda_half.clear()
+    assert_same(train(shared), of_separate)
+    saved = casts - sum(count for kernel, count in cuda_half.items() if kernel.startswith("cast_transpose"))
+    # two of each block in six forwards; in the two of the first step, each is measured before
+    assert saved == 2 * 2 * (6 + 2)
+
+
+def test_llama(input_casts: Counter[str]) -> None:
+    model, batch = llama()
+    convert(model)
+    model(**batch).loss.backward()
+    # attention, its output, the feed-forward and its second layer of each block; the head
+    assert sum(input_casts.values()) == 2 * 4 + 1
+    assert {path.rpartition(".")[2] for path in input_casts} == {
+        "q_proj",
+        "o_proj",
+        "gate_proj",
+        "down_proj",
+        "lm_head",
+    }
+
+
+@pytest.mark.parametrize("kind", [Shared, Separate])
+def test_one_copy_is_kept_for_backward(cuda_half: Counter[str], kind: type[Shared]) -> None:
+    model, storages = convert(kind()), {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: storages.setdefault(tensor.untyped_storage().data_ptr(), tensor), lambda tensor: tensor
+    ):
+        model(torch.randn(ROWS, WIDTH, requires_grad=True))
+    # inputs [K, M], weights [K, N]
+    kept = Counter(tuple(tensor.shape) for tensor in storages.values() if tensor.dtype == torch.uint8)
+    assert kept == {(WIDTH, ROWS): 2 if kind is Shared else 4, (WIDTH, WIDTH): 4}
+
+
+def test_evaluation(input_casts: Counter[str]) -> None:
+    shared, separate = pair()
+    train(shared), train(separate)
+    x = torch.randn(ROWS, WIDTH)
+    shared.eval(), separate.eval()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        input_casts.clear()
+        with mode():
+            y = shared(x)
+            assert sum(input_casts.values()) == 4
+            assert torch.equal(y, separate(x))
+
+
+# another tensor's payload is never taken
+
+
+def changed_by_a_hook(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.k.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,))
+
+
+def changed_in_place(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.between = lambda x: x.mul_(0.5)
+
+
+@pytest.mark.parametrize("change", [changed_by_a_hook, changed_in_place])
+def test_what_one_layer_is_given_instead_is_cast_for_it(
+    change: Callable[[nn.Module], None], input_casts: Counter[str]
+) -> None:
+    shared, separate = pair()
+    change(shared), change(separate)
+    x = torch.randn(ROWS, WIDTH)
+    with torch.no_grad():
+        shared(x)
+    # of the other two, one takes the cast of the other
+    assert input_casts["blocks.0.q"] == input_casts["blocks.1.q"] == 2
+    # without histories each cast has its own scale, so the numbers are those of separate casts
+    assert torch.equal(shared(x), separate(x))
+    for block in (0, 1):
+        state = scaling_state(shared)
+        recorded = state.amax[state.names.index(f"blocks.{block}.q.input")]
+        theirs = scaling_state(separate)
+        assert recorded == max(theirs.amax[theirs.names.index(f"blocks.{block}.{name}.input")] for name in MEMBERS)
+
+
+def test_recorded_amaxes_dropped_between_two_layers_are_recorded_again() -> None:
+    model = convert(Shared())
+    state = scaling_state(model)
+    x = torch.randn(ROWS, WIDTH)
+    model.between = lambda _: state.discard()
+    model(x)
+    assert state.amax[state.names.index("q.input")] == x.abs().max()
+
+
+def test_nothing_survives_into_the_next_forward(input_casts: Counter[str]) -> None:
+    model, x = convert(Shared()), torch.randn(ROWS, WIDTH)
+    state = scaling_state(model)
+    fall_back(model, "v")
+    for step in range(3):
+        # the last layer, which does not run in FP8, lets go of nothing
+        model(x)
+        state.update()
+        if step:
+            # the first one does not run
+            model.k(x)
+            assert state.amax[state.names.index("q.input")] == x.abs().max()
+            state.update()
+    assert input_casts["q"] == 3 + 2
+
+
+def test_columns_for_a_layer_behind(cuda_half: Counter[str]) -> None:
+    shared, separate = pair()
+    for model in (shared, separate):
+        for block in model.blocks:
+            block.q.weight.requires_grad_(False)
+    assert_same(train(shared), train(separate))
+
+
+def test_columns_that_are_missing(cuda_half: Counter[str]) -> None:
+    model, x = convert(Shared()).eval(), torch.randn(ROWS, WIDTH)
+    with torch.no_grad():
+        model.q(x)
+    model.k(x).sum().backward()
+    expected = convert(Separate()).eval()
+    expected.load_state_dict(model.state_dict())
+    expected.k(x).sum().backward()
+    assert torch.equal(model.k.weight.grad, expected.k.weight.grad)
+
+
+def test_a_layer_of_another_mode_records_for_itself(input_casts: Counter[str]) -> None:
+    model, x = convert(Shared()), torch.randn(ROWS, WIDTH)
+    model.q.eval()
+    state = scaling_state(model)
+    model(x)
+    assert input_casts["q"] == 2
+    assert state.amax[state.names.index("q.input")] == x.abs().max()
+
+
+@pytest.mark.parametrize(("fallen", "casts"), [("q", 1), ("k", 1), ("v", 1), ("qk", 1), ("qkv", 0)])
+def test_layers_that_fell_back(fallen: str, casts: int, input_casts: Counter[str]) -> None:
+    shared, separate = pair()
+    for name in fallen:
+        for model in (shared, separate):
+            for block in (0, 1):
+                fall_back(model, f"blocks.{block}.{name}")
+    x = torch.randn(ROWS, WIDTH)
+    assert torch.equal(shared(x), separate(x))
+    input_casts.clear()
+    shared(x).sum().backward()
+    assert input_casts["blocks.1.q"] == casts
+
+
+def test_threads() -> None:
+    model = convert(Shared()).eval()
+    inputs = [torch.randn(ROWS, WIDTH) * 10**power for power in range(2)]
+    expected = [model(x).detach() for x in inputs]
+    turns = threading.Barrier(2)
+    model.between = lambda _: turns.wait(20)
+    found: dict[int, Tensor] = {}
+
+    def run(at: int, x: Tensor) -> None:
+        found[at] = model(x).detach()
+
+    # two tensors at once, then the same one
+    for given in (inputs, inputs[:1] * 2):
+        threads = [threading.Thread(target=run, args=one) for one in enumerate(given)]
+        [thread.start() for thread in threads], [thread.join() for thread in threads]
+        assert_same([found[0], found[1]], [expected[0], expected[given is inputs]])
+
+
+def test_nothing_is_kept_alive() -> None:
+    model = convert(Shared())
+    shared = model.q.fp8[""].shared_input
+    model(torch.randn(ROWS, WIDTH))
+    assert shared._made is None
+    x = torch.randn(ROWS, WIDTH)
+    model.q(x)
+    payload = weakref.ref(shared._made.operand.rows)
+    assert payload() is not None
+    del x
+    assert payload() is None
+    # there is no cycle, which would keep the copies of weights until the next collection
+    rows = weakref.ref(model.q.fp8[""])
+    gc.disable()
+    try:
+        del model, shared
+        assert rows() is None
+    finally:
+        gc.enable()
+
+
+# histories
+
+
+def of_inputs(state: ScalingState, field: str = "amax_history") -> dict[str, Tensor]:
+    values = getattr(state, field)
+    return {name: values[..., row] for row, name in enumerate(state.names) if name.endswith(".input")}
+
+
+@pytest.mark.parametrize("loaded", MEMBERS)
+def test_loading_weights_of_one_empties_the_history_of_all(loaded: str) -> None:
+    model = convert(Shared())
+    train(model)
+    state = scaling_state(model)
+    getattr(model, loaded).load_state_dict(getattr(model, loaded).state_dict())
+    emptied = {name for row, name in enumerate(state.names[: state.delayed]) if state.amax_history[0, row] == 0}
+    assert emptied == {"q.input", "k.input", "v.input", f"{loaded}.grad_output"}
+    assert {name: value.item() for name, value in of_inputs(state, "scale").items() if name != "out.input"} == {
+        f"{name}.input": 1 for name in MEMBERS
+    }
+
+
+def test_a_checkpoint_of_separate_casts() -> None:
+    shared, separate = pair(lambda kind: kind())
+    expected = train(separate)
+    saved = scaling_state(separate).state_dict()
+    assert_same(train(shared), expected)
+    found = scaling_state(shared).state_dict()
+    assert found.keys() == saved.keys()
+    fresh = convert(Shared())
+    fresh.load_state_dict(separate.state_dict())
+    scaling_state(fresh).load_state_dict(saved)
+    assert_same(train(fresh), train(separate))
+
+
+def test_a_checkpoint_whose_first_layer_had_fallen_back() -> None:
+    shared, separate = pair(lambda kind: kind())
+    fall_back(separate, "q")
+    train(separate)
+    scaling_state(shared).load_state_dict(scaling_state(separate).state_dict())
+    histories = of_inputs(scaling_state(shared))
+    expected = of_inputs(scaling_state(separate))
+    assert expected["q.input"].count_nonzero() == 0
+    assert all(torch.equal(histories[f"{name}.input"], expected["k.input"]) for name in MEMBERS)
+    shared.load_state_dict(separate.state_dict())
+    scaling_state(shared).load_state_dict(scaling_state(separate).state_dict())
+    x = torch.randn(ROWS, WIDTH)
+    assert torch.equal(shared.eval()(x), separate.eval()(x))
+
+
+def test_amaxes_that_wait_for_their_update_are_those_of_all() -> None:
+    shared, separate = pair(lambda kind: kind())
+    x = torch.randn(ROWS, WIDTH)
+    shared(x), separate(x)
+    saved, expected = (scaling_state(model).state_dict() for model in (shared, separate))
+    assert all(saved[name]["amax"] == expected[name]["amax"] for name in expected)
+    # the leader leaves: what it recorded for the others stays with them
+    convert(shared, ignore_modules=["q"])
+    scaling_state(shared).update()
+    histories = of_inputs(scaling_state(shared))
+    assert histories["k.input"][0] == histories["v.input"][0] == x.abs().max()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies(copied: Callable[[nn.Module], nn.Module], input_casts: Counter[str]) -> None:
+    model = convert(Shared())
+    train(model)
+    other = copied(model)
+    rows = other.k.fp8[""]
+    assert rows.shared_input is other.q.fp8[""].shared_input is not model.k.fp8[""].shared_input
+    assert rows.index["input"] is other.q.fp8[""].index["input"]
+    input_casts.clear()
+    assert_same(train(other), train(model))
+    assert input_casts["q"] == 2 * 3 * 2
+    alone = copy.deepcopy(model.k)
+    assert torch.equal(alone.eval()(x := torch.randn(ROWS, WIDTH)), model.k.eval()(x))
+
+
+def test_moves() -> None:
+    model = convert(Shared())
+    model.to("cpu").to(torch.float64).float()
+    for name in MEMBERS:
+        assert getattr(model, name).fp8[""].index["input"] is model.q.fp8[""].index["input"]
+    assert model.q.fp8[""].index["input"].tolist() == [0]
+
+
+# what is said of a tensor
+
+
+def test_fractions_of_a_shared_input() -> None:
+    shared, separate = pair(lambda kind: kind())
+    found = []
+    for model in (shared, separate):
+        state = scaling_state(model)
+        state.cast_counts.start(model)
+        train(model)
+        found.append(tensor_statistics(state, lambda counts: counts))
+    for quantity, values in found[1].items():
+        assert torch.equal(values.nan_to_num(-1), found[0][quantity].nan_to_num(-1)), quantity
+    assert found[0]["saturated_fraction"].isfinite().all()
