@@ -98,8 +98,8 @@ def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> Fp8Operand
     made = None if rows.is_first else shared.take(x, rows.state, record, keep, rows.is_last)
     if made is None:
         made = _cast_input(rows, x, record, keep or (torch.is_grad_enabled() and rows.followers_need_columns()))
-        if rows.is_first or not (rows.is_last or shared.waits):
-            shared.put(x, rows.state, record, made)
+        if not rows.is_last:
+            shared.put(x, rows.state, record, made, rows.is_first)
     return made
 
 

@@ -51,11 +51,6 @@ class SharedInput:
                 self.index = torch.tensor([row], dtype=torch.int64, device=state.device)
         return self.index
 
-    @property
-    def waits(self) -> bool:
-        """Whether a cast is kept for layers behind."""
-        return self._made is not None
-
     def take(self, x: Tensor, state: ScalingState, record: bool, keep: bool, is_last: bool) -> Fp8Operand | None:
         """The cast of ``x`` that a layer before has made, with columns if ``keep``; None if there is none."""
         # read once: another thread may replace it
@@ -68,9 +63,14 @@ class SharedInput:
             return None
         return made.operand
 
-    def put(self, x: Tensor, state: ScalingState, record: bool, operand: Fp8Operand) -> None:
-        """Keep a cast for the layers behind, for as long as ``x`` exists."""
-        self._made = _Cast(weakref.ref(x, self._drop), _circumstances(x, state, record), operand)
+    def put(self, x: Tensor, state: ScalingState, record: bool, operand: Fp8Operand, is_first: bool) -> None:
+        """Keep a cast for the layers behind, for as long as ``x`` exists.
+
+        Where a layer behind the first one was given another tensor, that of the others stays.
+        """
+        made = self._made
+        if is_first or made is None or made.x() is x:
+            self._made = _Cast(weakref.ref(x, self._drop), _circumstances(x, state, record), operand)
 
     def _drop(self, x: weakref.ref[Tensor]) -> None:
         made = self._made
