@@ -1,7 +1,8 @@
 """Finds converted layers that are given the same tensor, such as the projections of an attention.
 
 Conversion does not run a model, so the source of the forward that calls the layers has to show it: ``self.<layer>(x)``
-several times in one straight line, with one local name ``x`` that nothing in between assigns or may change in place.
+several times in one straight line, with one local name ``x``. In between nothing assigns ``x``, gives it to any other
+function, or changes any tensor in place.
 """
 
 from __future__ import annotations
@@ -148,9 +149,9 @@ def _events(node: ast.AST, own: str, always: bool = True) -> Iterator[_Call | _C
         yield from _events(child, own, always)
     if isinstance(node, ast.Call):
         call = _call_of_layer(node, own)
-        if call is None and _is_in_place(node):
-            yield _Change(None)
-        elif call is not None and always:
+        if call is None:
+            yield from map(_Change, [None] if _is_in_place(node) else _names_among_arguments(node))
+        elif always:
             yield call
     elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
         yield _Change(node.id)
@@ -164,6 +165,19 @@ def _call_of_layer(call: ast.Call, own: str) -> _Call | None:
     if not isinstance(function, ast.Attribute) or not _is_name(function.value, own) or call.keywords:
         return None
     return _Call(function.attr, arguments[0].id) if len(arguments) == 1 and isinstance(arguments[0], ast.Name) else None
+
+
+def _names_among_arguments(call: ast.Call) -> Iterator[str]:
+    """Names of what any other function is given, which it may change."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    while given:
+        argument = given.pop()
+        if isinstance(argument, ast.Name):
+            yield argument.id
+        elif isinstance(argument, ast.Starred):
+            given.append(argument.value)
+        elif isinstance(argument, (ast.Tuple, ast.List)):
+            given += argument.elts
 
 
 def _is_in_place(call: ast.Call) -> bool:

@@ -138,6 +138,12 @@ class Fp8Rows:
         leader = next((rows for rows in map(self.group.get, modules) if rows is not None), self)
         return None if leader is self else leader
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks of the layer may change its input."""
+        layer = self.layer
+        return layer is None or bool(layer._forward_pre_hooks or layer._forward_hooks)
+
     def followers_need_columns(self) -> bool:
         """Whether a layer that takes in the same tensor after this one has a weight to train."""
         modules = () if self.shared_input is None else self.shared_input.modules

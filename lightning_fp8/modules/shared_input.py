@@ -32,16 +32,18 @@ class SharedInput:
         modules: positions of the layers in the scaling state, in the order of their calls.
         index: ``[1] int64``, the row of the first one's input: one tensor for all, so that a compiler finds that their
             casts are one.
+        in_graph: while a compiler traces the layers: the graph, the tensor and its cast.
     """
 
     def __init__(self, modules: Sequence[int], state: ScalingState) -> None:
         self.modules = tuple(modules)
         self.index = torch.empty(0)
+        self.in_graph: tuple[str, Tensor, Fp8Operand] | None = None
         self._made: _Cast | None = None
         self.place_index(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None}
+        return {**self.__dict__, "_made": None, "in_graph": None}
 
     def place_index(self, state: ScalingState) -> Tensor:
         """The index, on the device of the state."""
@@ -63,6 +65,10 @@ class SharedInput:
             return None
         return made.operand
 
+    def drop(self) -> None:
+        """Keep no cast."""
+        self._made = self.in_graph = None
+
     def put(self, x: Tensor, state: ScalingState, record: bool, operand: Fp8Operand, is_first: bool) -> None:
         """Keep a cast for the layers behind, for as long as ``x`` exists.
 
@@ -70,16 +76,27 @@ class SharedInput:
         """
         made = self._made
         if is_first or made is None or made.x() is x:
-            self._made = _Cast(weakref.ref(x, self._drop), _circumstances(x, state, record), operand)
+            self._made = _Cast(weakref.ref(x, self._drop_with), _circumstances(x, state, record), operand)
 
-    def _drop(self, x: weakref.ref[Tensor]) -> None:
+    def _drop_with(self, x: weakref.ref[Tensor]) -> None:
         made = self._made
         if made is not None and made.x is x:
             self._made = None
 
 
 def _circumstances(x: Tensor, state: ScalingState, record: bool) -> tuple[Any, ...]:
-    # an inference tensor does not count its changes; the source has shown that there is none between the layers
     version = None if x.is_inference() else x._version
     # the streams of two threads do not wait for each other
     return version, record, state.changes, bool(state.weight_changes.different), threading.get_ident()
+
+
+@torch.compiler.assume_constant_result
+def graph_being_traced() -> str | None:
+    """The graph that ``torch.compile`` is making; None inside a higher-order operator, such as that of a checkpoint,
+    which must not change anything outside of it."""
+    # imported where a compiler has imported it already
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._guards import CompileContext
+
+    tracer = InstructionTranslator.current_tx().output.current_tracer
+    return None if tracer.parent is not None else str(CompileContext.current_compile_id())

@@ -110,6 +110,12 @@ class OutArgument(Projections):
         return q + self.k(x) + self.v(x)
 
 
+class GivenAway(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)
+        return self.k(x) + self.act(*[x], q) + self.v(x)
+
+
 class Data(Projections):
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x)
@@ -190,6 +196,7 @@ FOUND: dict[type[nn.Module], list[str]] = {
     Augmented: ["kv"],
     Element: ["kv"],
     OutArgument: ["kv"],
+    GivenAway: ["qk"],
     Data: ["kv"],
     Branches: ["qv"],
     Conditional: [],

@@ -8,12 +8,17 @@ import pickle
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.compile_fx import compile_fx
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformer_models import llama
 
 from lightning_fp8 import convert, fall_back, scaling_state
@@ -32,11 +37,11 @@ class Shared(nn.Module):
         super().__init__()
         for name in (*MEMBERS, "out"):
             self.add_module(name, nn.Linear(WIDTH, WIDTH))
-        self.between: Callable[[Tensor], object] = id
+        self.between: Callable[[], object] = list
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x)
-        self.between(x)
+        self.between()
         k, v = self.k(x), self.v(x)
         return self.out(q.sigmoid() * k + v)
 
@@ -47,7 +52,7 @@ class Separate(Shared):
     def forward(self, x: Tensor) -> Tensor:
         one, two = x, x
         q = self.q(x)
-        self.between(x)
+        self.between()
         k, v = self.k(one), self.v(two)
         return self.out(q.sigmoid() * k + v)
 
@@ -77,13 +82,13 @@ def pair(make: Callable[[type[Shared]], nn.Module] = Nested) -> tuple[nn.Module,
 
 def train(model: nn.Module, call: Callable[[Tensor], Tensor] | None = None, steps: int = 3) -> list[Tensor]:
     """Outputs, gradients, and the state after each of some steps of two micro-batches each."""
-    generator, seen = torch.Generator().manual_seed(1), []
+    generator, seen, call = torch.Generator().manual_seed(1), [], model if call is None else call
     optimizer, state = torch.optim.SGD(model.parameters(), lr=0.1), scaling_state(model)
     for step in range(steps):
         for micro in range(2):
             x = (torch.randn(ROWS, WIDTH, generator=generator) * (1 + step + micro)).requires_grad_()
             with torch.autocast("cpu", torch.bfloat16):
-                y = (call or model)(x)
+                y = call(x)
             y.float().square().mean().backward()
             seen += [y.detach(), x.grad]
         seen += [p.grad for p in model.parameters() if p.grad is not None]
@@ -192,34 +197,35 @@ def changed_by_a_hook(model: nn.Module) -> None:
 
 def changed_in_place(model: nn.Module) -> None:
     for block in model.blocks:
-        block.between = lambda x: x.mul_(0.5)
+        block.k.register_forward_pre_hook(lambda _, given: given[0].mul_(0.5) is None or None)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", [changed_by_a_hook, changed_in_place])
 def test_what_one_layer_is_given_instead_is_cast_for_it(
-    change: Callable[[nn.Module], None], input_casts: Counter[str]
+    change: Callable[[nn.Module], None], mode: Callable[[], Any], input_casts: Counter[str]
 ) -> None:
     shared, separate = pair()
     change(shared), change(separate)
-    x = torch.randn(ROWS, WIDTH)
-    with torch.no_grad():
-        shared(x)
-    # of the other two, one takes the cast of the other
-    assert input_casts["blocks.0.q"] == input_casts["blocks.1.q"] == 2
-    # without histories each cast has its own scale, so the numbers are those of separate casts
-    assert torch.equal(shared(x), separate(x))
-    for block in (0, 1):
-        state = scaling_state(shared)
-        recorded = state.amax[state.names.index(f"blocks.{block}.q.input")]
-        theirs = scaling_state(separate)
-        assert recorded == max(theirs.amax[theirs.names.index(f"blocks.{block}.{name}.input")] for name in MEMBERS)
+    with mode():
+        x = torch.randn(ROWS, WIDTH)
+        # without histories each cast has its own scale, so the numbers are those of separate casts
+        found, casts = shared(x), input_casts["blocks.1.q"]
+        assert torch.equal(found, separate(x))
+    # one of the other two layers takes the cast of the other; not where nothing counts the changes of a tensor
+    assert casts == (3 if mode is torch.inference_mode else 2)
+    if mode is torch.enable_grad:
+        mine, theirs = scaling_state(shared), scaling_state(separate)
+        for block in ("blocks.0", "blocks.1"):
+            amaxes = [theirs.amax[theirs.names.index(f"{block}.{name}.input")] for name in MEMBERS]
+            assert mine.amax[mine.names.index(f"{block}.q.input")] == max(amaxes)
 
 
 def test_recorded_amaxes_dropped_between_two_layers_are_recorded_again() -> None:
     model = convert(Shared())
     state = scaling_state(model)
     x = torch.randn(ROWS, WIDTH)
-    model.between = lambda _: state.discard()
+    model.between = state.discard
     model(x)
     assert state.amax[state.names.index("q.input")] == x.abs().max()
 
@@ -287,7 +293,7 @@ def test_threads() -> None:
     inputs = [torch.randn(ROWS, WIDTH) * 10**power for power in range(2)]
     expected = [model(x).detach() for x in inputs]
     turns = threading.Barrier(2)
-    model.between = lambda _: turns.wait(20)
+    model.between = lambda: turns.wait(20)
     found: dict[int, Tensor] = {}
 
     def run(at: int, x: Tensor) -> None:
@@ -319,6 +325,158 @@ def test_nothing_is_kept_alive() -> None:
         assert rows() is None
     finally:
         gc.enable()
+
+
+# compiled
+
+
+def counting(casts: list[int]) -> Callable[..., Any]:
+    """Inductor up to the graphs that it would compile, whose numbers of casts are appended."""
+
+    def inner(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        casts.append(sum(node.target is torch.ops.lightning_fp8.cast.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    return partial(compile_fx, inner_compile=inner)
+
+
+@pytest.fixture
+def no_caches() -> Iterator[None]:
+    torch._dynamo.reset()
+    # a graph that is found in a cache is not compiled
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_compiled_graphs_cast_it_once() -> None:
+    model, casts = convert(Shared()), []
+    call = torch.compile(model, backend=counting(casts), fullgraph=True)
+    x = torch.randn(ROWS, WIDTH)
+    call(x).sum().backward()
+    # that of the last layer is another input
+    assert casts == [1 + 1, 0]
+    casts.clear()
+    with torch.no_grad():
+        assert torch.equal(call(x), model(x))
+    assert casts == [1 + 1]
+    assert model.q.fp8[""].shared_input.in_graph is None
+    assert model.q.fp8[""].index["input"] is model.v.fp8[""].index["input"]
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_compiled_training() -> None:
+    shared, separate = pair()
+    compiled = copy.deepcopy(shared)
+    call = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    expected = train(separate)
+    assert_same(train(compiled, call), expected)
+    assert_same(train(shared), expected)
+    x = torch.randn(ROWS, WIDTH)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(call(x), separate(x))
+
+
+@pytest.mark.usefixtures("no_caches")
+@pytest.mark.parametrize("change", [changed_by_a_hook, changed_in_place])
+def test_compiled_with_a_change_between(change: Callable[[nn.Module], None]) -> None:
+    shared, separate = pair()
+    change(shared), change(separate)
+    call = torch.compile(shared, backend="aot_eager")
+    x = torch.randn(ROWS, WIDTH)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            assert torch.equal(call(x), separate(x))
+
+
+@pytest.mark.usefixtures("no_caches")
+@pytest.mark.parametrize("fallen", ["q", "v"])
+def test_compiled_after_a_fallback(fallen: str) -> None:
+    model, casts = convert(Shared()), []
+    fall_back(model, fallen)
+    x = torch.randn(ROWS, WIDTH)
+    with torch.no_grad():
+        y = torch.compile(model, backend=counting(casts), fullgraph=True)(x)
+        assert torch.equal(y, model(x))
+    assert casts == [2]
+    assert model.q.fp8[""].shared_input.in_graph is None
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_compiled_in_parts() -> None:
+    shared, separate = pair()
+    # each layer alone, and a graph that breaks between two layers
+    for name in MEMBERS:
+        getattr(shared.blocks[0], name).compile(backend="aot_eager", fullgraph=True)
+    shared.blocks[1].between = torch._dynamo.graph_break
+    shared.blocks[1].compile(backend="aot_eager")
+    x = torch.randn(ROWS, WIDTH)
+    for mode in (torch.enable_grad, torch.no_grad, torch.no_grad):
+        with mode():
+            assert torch.equal(shared(x), separate(x))
+        assert [block.q.fp8[""].shared_input.in_graph for block in shared.blocks] == [None, None]
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_all_blocks_share_their_graphs() -> None:
+    frames = []
+    for kind in (Shared, Separate):
+        torch._dynamo.reset()
+        model = convert(nn.Sequential(*[kind() for _ in range(6)]))
+        counter = CompileCounterWithBackend("aot_eager")
+        for block in model:
+            block.compile(fullgraph=True, backend=counter)
+        train(model, steps=2)
+        with torch.no_grad():
+            model(torch.randn(ROWS, WIDTH))
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[1] < 6
+
+
+# recomputed
+
+
+def recomputed(block: nn.Module, x: Tensor, **options: Any) -> Tensor:
+    return checkpoint(block, x, **options)
+
+
+def save_casts(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    is_cast = operator is torch.ops.lightning_fp8.cast.default
+    return CheckpointPolicy.MUST_SAVE if is_cast else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, save_casts),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_activation_checkpointing(kind: str, input_casts: Counter[str]) -> None:
+    shared, separate = pair()
+    expected = train(separate)
+    shared.around = partial(recomputed, **CHECKPOINTS[kind])
+    input_casts.clear()
+    assert_same(train(shared), expected)
+    # each block once more; where casts are saved, they are asked for, but not made again
+    assert input_casts["blocks.0.q"] == 3 * 2 * 2
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_compiled_and_checkpointed() -> None:
+    shared, separate = pair()
+    expected = train(separate)
+    shared.around = partial(recomputed, use_reentrant=False)
+    call = torch.compile(shared, backend="aot_eager", fullgraph=True)
+    assert_same(train(shared, call), expected)
+    x = torch.randn(ROWS, WIDTH)
+    with torch.no_grad():
+        assert torch.equal(call(x), separate(x))
 
 
 # histories
