@@ -548,5 +548,5 @@ for kind in (Shared, Separate):
 """
     for rank in run(body, tmp_path, device=device):
         assert all(map(torch.equal, rank["Shared"], rank["Separate"]))
-        # of the four inputs of each block three are one; FSDP gives each layer that it shards a tensor object of its own
+        # three of four inputs are one tensor; FSDP gives each layer that it shards a tensor object of its own
         assert (rank["Shared casts"], rank["Separate casts"]) == (6 * 2 * (4 if leaves else 2), 6 * 2 * 4)
