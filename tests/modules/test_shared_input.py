@@ -288,9 +288,9 @@ def test_another_thread_casts_for_itself(input_casts: Counter[str]) -> None:
 def test_nothing_is_kept_alive() -> None:
     model = convert(Shared())
     shared = model.q.fp8[""].shared_input
-    model(torch.randn(ROWS, WIDTH))
-    assert shared._made is None
     x = torch.randn(ROWS, WIDTH)
+    model(x)
+    assert shared._made is None
     model.q(x)
     payload = weakref.ref(shared._made.operand.rows)
     assert payload() is not None
@@ -395,6 +395,16 @@ def test_compiled_in_parts() -> None:
         with mode():
             assert torch.equal(shared(x), separate(x))
         assert [block.q.fp8[""].shared_input.in_graph for block in shared.blocks] == [None, None]
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_a_cast_is_not_taken_into_another_graph() -> None:
+    shared, separate = pair(lambda kind: kind())
+    x = torch.randn(ROWS, WIDTH)
+    with torch.no_grad():
+        torch.compile(shared.q, backend="aot_eager", fullgraph=True)(x)
+        x.mul_(2)
+        assert torch.equal(torch.compile(shared.k, backend="aot_eager", fullgraph=True)(x), separate.k(x))
 
 
 @pytest.mark.usefixtures("no_caches")
