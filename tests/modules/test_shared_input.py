@@ -523,7 +523,11 @@ def test_amaxes_that_wait_for_their_update_are_those_of_all() -> None:
     shared(x), separate(x)
     saved, expected = (scaling_state(model).state_dict() for model in (shared, separate))
     assert all(saved[name]["amax"] == expected[name]["amax"] for name in expected)
-    # the leader leaves: what it recorded for the others stays with them
+
+
+def test_amaxes_that_wait_stay_when_the_first_layer_leaves() -> None:
+    shared, x = convert(Shared()), torch.randn(ROWS, WIDTH)
+    shared(x)
     convert(shared, ignore_modules=["q"])
     scaling_state(shared).update()
     histories = of_inputs(scaling_state(shared))
