@@ -534,10 +534,24 @@ def test_amaxes_that_wait_stay_when_the_first_layer_leaves() -> None:
     assert histories["k.input"][0] == histories["v.input"][0] == x.abs().max()
 
 
+def test_amaxes_that_wait_stay_when_inputs_are_no_longer_shared_or_again() -> None:
+    model, x = convert(Shared()), torch.randn(ROWS, WIDTH)
+    state = scaling_state(model)
+    model(x)
+    state.share_inputs({})
+    assert state.amax[:3].tolist() == [x.abs().max()] * 3
+    state.amax[0] = 0
+    state.share_inputs({1: 0, 2: 0})
+    assert state.amax[:3].tolist() == [x.abs().max()] * 3
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies(copied: Callable[[nn.Module], nn.Module], input_casts: Counter[str]) -> None:
     model = convert(Shared())
     train(model)
+    x = torch.randn(ROWS, WIDTH)
+    # leaves a cast behind
+    model.q(x)
     other = copied(model)
     rows = other.k.fp8[""]
     assert rows.shared_input is other.q.fp8[""].shared_input is not model.k.fp8[""].shared_input
@@ -546,7 +560,7 @@ def test_copies(copied: Callable[[nn.Module], nn.Module], input_casts: Counter[s
     assert_same(train(other), train(model))
     assert input_casts["q"] == 2 * 3 * 2
     alone = copy.deepcopy(model.k)
-    assert torch.equal(alone.eval()(x := torch.randn(ROWS, WIDTH)), model.k.eval()(x))
+    assert torch.equal(alone.eval()(x), model.k.eval()(x))
 
 
 def test_moves() -> None:
