@@ -16,6 +16,7 @@ from lightning_fp8.conversion.plan import (
     converted,
     state_of,
 )
+from lightning_fp8.conversion.shared_inputs import share_inputs
 from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows, Settings
 from lightning_fp8.modules.class_swap import exchange_class, own_class
@@ -89,6 +90,7 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
     state = _attach(plan)
     give_settings((layer for _, layer in plan.converted), plan.settings)
     layers = [layer for _, layer in plan.modules]
+    share_inputs(layers)
     fuse_feed_forward(layers)
     keep_own_forwards(layers, Fp8Module)
     return state

@@ -290,6 +290,11 @@ def _row(one: PlannedLayer, note: str | None) -> Candidate:
         return Candidate(one.path, type(layer).__name__, False, one.reason or "not converted yet: call `convert`")
     shapes = " and ".join(map(str, sizes(layer)))
     fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
-    remarks = [f"fell back to bf16: {fallen}" if fallen else None, note]
+    shared = ", ".join(rows.input_leader.name for rows in layer.fp8.values() if rows.input_leader is not None)
+    remarks = [
+        f"shares its input with {shared}" if shared else None,
+        f"fell back to bf16: {fallen}" if fallen else None,
+        note,
+    ]
     reason = "; ".join([f"converted, {shapes}", *filter(None, remarks)])
     return Candidate(one.path, layer.plain_class.__name__, layer.in_fp8, reason)

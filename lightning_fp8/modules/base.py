@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_fp8.modules.shared_input import SharedInput
 from lightning_fp8.modules.weight_cache import WeightCache
 from lightning_fp8.modules.weight_group import WeightGroup
 from lightning_fp8.ops.formats import ROLES, Role
@@ -47,7 +48,8 @@ class Fp8Rows:
         group: all layers that share the state; their weights are cast together if the device has a kernel for it.
         k_by_n: whether the layer stores its weight as ``[K, N]``.
         keeps_cast: whether the FP8 copy of the weight outlives a forward.
-        input_leader: the rows of a layer with the same input, in whose place this layer's input is recorded; or None.
+        shared_input: the input, if other layers take the same tensor; it is recorded in the place of the first of them.
+        is_first, is_last: whether the layer is the first or the last of them to run.
     """
 
     def __init__(self, state: ScalingState, module: int, group: WeightGroup) -> None:
@@ -63,8 +65,7 @@ class Fp8Rows:
         self._trace: tuple[int, int] | None = None
         self.k_by_n = False
         self.keeps_cast = True
-        self.input_leader: Fp8Rows | None = None
-        self._place_index()
+        self.share_input(None)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy belongs to the copied layer, whose `__setstate__` sets the owner
@@ -121,15 +122,33 @@ class Fp8Rows:
                 role: torch.tensor([self.state.row_of(self.module, role)], dtype=torch.int64, device=device)
                 for role in ROLES
             }
-        if self.input_leader is not None:
-            # the very tensor: a compiler then finds that two casts are one
-            self.input_leader.to(device)
-            self.index["input"] = self.input_leader.index["input"]
+        if self.shared_input is not None:
+            self.index["input"] = self.shared_input.place_index(self.state)
 
-    def lead_by(self, leader: Fp8Rows | None) -> None:
-        """Record the input in another layer's place, whose input is the same tensor, or in its own again."""
-        self.input_leader = leader
+    def share_input(self, shared: SharedInput | None) -> None:
+        """Take in the same tensor as other layers, or an input of its own (None)."""
+        self.shared_input = shared
+        self.is_first, self.is_last = (shared is not None and shared.modules[at] == self.module for at in (0, -1))
         self._place_index()
+
+    @property
+    def input_leader(self) -> Fp8Rows | None:
+        """The first layer that takes in the same tensor; None if that is this one."""
+        modules = () if self.shared_input is None else self.shared_input.modules
+        leader = next((rows for rows in map(self.group.get, modules) if rows is not None), self)
+        return None if leader is self else leader
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks of the layer may change its input."""
+        layer = self.layer
+        return layer is None or bool(layer._forward_pre_hooks or layer._forward_hooks)
+
+    def followers_need_columns(self) -> bool:
+        """Whether a layer that takes in the same tensor after this one has a weight to train."""
+        modules = () if self.shared_input is None else self.shared_input.modules
+        behind = map(self.group.get, modules[modules.index(self.module) + 1 :])
+        return any(rows is not None and (weight := rows.weight) is not None and weight.requires_grad for rows in behind)
 
     def to(self, device: torch.device) -> None:
         """Move the layer's index, and the state, which only the first layer of a model has to move."""

@@ -159,10 +159,13 @@ def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: T
     rows, record, dtype = [part.fp8[""] for part in parts], parts[0].records, output_dtype(x)
     layers = [_as_layer(part, record, dtype) for part in parts]
     with_gradients = torch.is_grad_enabled()
+    x_fp8 = cast_input(rows[0], x, record, with_gradients and any(layer.weight.requires_grad for layer in layers[:2]))
+    # up takes the same cast, and with it the last layer lets go of it
+    cast_input(rows[1], x, record, keep=False)
     y, *_ = ops.gated_mlp(
         x,
         *layers,
-        cast_input(rows[0], x, record, with_gradients and any(layer.weight.requires_grad for layer in layers[:2])),
+        x_fp8,
         rows[2].slot("input", record),
         *(row.slot("grad_output", record) for row in rows),
         with_gradients and layers[2].weight.requires_grad,

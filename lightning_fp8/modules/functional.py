@@ -7,11 +7,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows
 from lightning_fp8.modules.gathered_weight import GatheredWeight
+from lightning_fp8.modules.shared_input import SharedInput, graph_being_traced
 from lightning_fp8.modules.weight_cache import can_keep_copies
 from lightning_fp8.ops.formats import CASTABLE_DTYPES
 from lightning_fp8.ops.library import is_k_major
@@ -91,7 +93,38 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
 
 
 def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
-    """x ``[*, K]`` in FP8; by columns too if backward needs it (``keep``)."""
+    """x ``[*, K]`` in FP8; by columns too if backward needs it (``keep``). One cast for all layers that share x."""
+    shared = rows.shared_input
+    if shared is None:
+        return _cast_input(rows, x, record, keep)
+    if torch.compiler.is_compiling():
+        return _cast_input_in_graph(rows, shared, x, record, keep)
+    if x.is_inference() and rows.has_hooks:
+        # such a tensor does not count its changes; without hooks, the source has shown that there is none
+        shared.drop()
+        return _cast_input(rows, x, record, keep)
+    made = None if rows.is_first else shared.take(x, rows.state, record, keep, rows.is_last)
+    if made is None:
+        made = _cast_input(rows, x, record, keep or (torch.is_grad_enabled() and rows.followers_need_columns()))
+        if not rows.is_last:
+            shared.put(x, rows.state, record, made, rows.is_first)
+    return made
+
+
+def _cast_input_in_graph(rows: Fp8Rows, shared: SharedInput, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
+    # with gradients, AOTAutograd makes one of several casts with the same arguments
+    graph = graph_being_traced() if is_dynamo_compiling() and not torch.is_grad_enabled() else None
+    if graph is None:
+        return _cast_input(rows, x, record, keep)
+    made = shared.in_graph
+    if rows.is_first or rows.has_hooks or made is None or made[0] != graph or made[1] is not x:
+        made = graph, x, _cast_input(rows, x, record, keep)
+    # a compiler sees changes of x only later
+    shared.in_graph = None if rows.is_last or rows.has_hooks else made
+    return made[2]
+
+
+def _cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
     return ops.cast_operand(ops.in_rows(x.detach()), rows.slot("input", record), "none", keep)
 
 
@@ -105,6 +138,8 @@ def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None,
     """
     dtype, (parameter, operand, is_kept) = output_dtype(x), weight
     if operand is None:
+        if rows.is_last and rows.shared_input is not None:
+            rows.shared_input.drop()
         return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))
     check_bias(rows, bias, operand.rows.shape[0])
     bias_value = rounded_bias(rows, bias, dtype, is_kept)

@@ -34,6 +34,10 @@ class WeightGroup:
         self._members[rows.module] = rows
         note_layer(self)
 
+    def get(self, module: int) -> Fp8Rows | None:
+        """The rows of the layer at this position; None if it no longer exists."""
+        return self._members.get(module)
+
     def states(self) -> list[ScalingState]:
         """The state that they share; empty if no layer exists any more."""
         return [rows.state for rows in self.members[:1]]

@@ -1,4 +1,4 @@
-"""``benchmarks/passes.py`` counts what happens: against sums by hand, of the package's example block."""
+"""``benchmarks/passes.py`` counts what happens: against sums by hand, of the package's example block and of Llama's."""
 
 from __future__ import annotations
 
@@ -20,13 +20,21 @@ WEIGHTS = 3 * WIDTH * WIDTH + WIDTH * WIDTH + 2 * WIDTH * HIDDEN
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, Any]]:
+def all_rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     file = tmp_path_factory.mktemp("passes") / "rows.jsonl"
     # it leaves the process with kernels that do nothing
-    command = [sys.executable, "-m", "benchmarks.passes", "--blocks", "example", "--out", str(file)]
+    command = [sys.executable, "-m", "benchmarks.passes", "--blocks", "example", "Llama", "--out", str(file)]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
-    found = [json.loads(line) for line in Path(file).read_text().splitlines()]
-    return {(row["what"], row["micro_batches"]): row for row in found}
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+def of_block(block: str, rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    return {(row["what"], row["micro_batches"]): row for row in rows if row["block"] == block}
+
+
+@pytest.fixture(scope="module")
+def rows(all_rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    return of_block("example", all_rows)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -46,3 +54,12 @@ def test_plain_bf16(rows: dict[tuple[str, int], dict[str, Any]]) -> None:
     plain = rows["bf16-mixed", 1]
     assert plain["gemms"] == 12
     assert (plain["kept_inputs"], plain["kept_weights"]) == (2 * TOKENS * sum(INPUTS), 2 * WEIGHTS)
+
+
+@pytest.mark.parametrize("what", ["eager", "compiled"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_llama_casts_and_keeps_each_input_once(what: str, micro_batches: int, all_rows: list[dict[str, Any]]) -> None:
+    row = of_block("Llama", all_rows)[what, micro_batches]
+    # of the attention, its output, the feed-forward, and its last layer
+    assert row["inputs"] == 4 * micro_batches
+    assert row["kept_inputs"] == TOKENS * sum(INPUTS)

@@ -545,3 +545,33 @@ def test_payloads_of_a_gathered_weight_are_laid_out_for_the_device(
         assert payload.is_contiguous()
         # FP8 GEMMs of a GPU take no other
         assert payload_t.is_contiguous() or not k_major
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["blocks", "layers"])
+@pytest.mark.parametrize("gather", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_shared_inputs_under_fsdp2(gather: bool, leaves: bool, device: str, tmp_path: Path) -> None:
+    body = f"""
+from lightning_fp8.ops import basic
+from projections import Nested, Separate, Shared, train
+
+original, casts = basic.cast, []
+basic.cast = lambda x, slot, *rest: (casts.append(int(slot.index)), original(x, slot, *rest))[1]
+weights = Nested(Shared).state_dict()
+for kind in (Shared, Separate):
+    model = Nested(kind)
+    model.load_state_dict(weights)
+    for block in model.blocks:
+        for part in [*(block.children() if {leaves} else []), block]:
+            fully_shard(part, mp_policy=fsdp2_policy("fp8-delayed"))
+    convert(fully_shard(model, mp_policy=fsdp2_policy("fp8-delayed")))
+    if {gather}:
+        gather_in_fp8(model)
+    casts.clear()
+    result[kind.__name__] = [whole(one) for one in train(model, seed=rank)]
+    result[f"{{kind.__name__}} casts"] = len(casts)
+"""
+    for rank in run(body, tmp_path, device=device):
+        assert all(map(torch.equal, rank["Shared"], rank["Separate"]))
+        # three of four inputs are one tensor; FSDP gives each layer that it shards a tensor object of its own
+        assert (rank["Shared casts"], rank["Separate casts"]) == (6 * 2 * (4 if leaves else 2), 6 * 2 * 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_fp8 import convert
 from lightning_fp8.modules.class_swap import exchange_class
-from lightning_fp8.modules.fused_blocks import Fp8FeedForward, known_form
+from lightning_fp8.modules.fused_blocks import Fp8FeedForward
 
 WIDTH, HIDDEN = 32, 48
 
@@ -96,28 +96,9 @@ def _with_biases(module: nn.Module) -> None:
 
 
 def converted(make: Callable[[], nn.Module], **settings: Any) -> nn.Module:
-    """The converted block; gate and up share their input."""
+    """The converted block."""
     torch.manual_seed(0)
-    model = convert(make(), **settings)
-    share_inputs(model)
-    return model
-
-
-def share_inputs(model: nn.Module) -> None:
-    """Let each up record its input in the place of its gate."""
-    forms = ((module, known_form(module)) for module in model.modules())
-    share([map(module.get_submodule, form.names[:2]) for module, form in forms if form and form.kind == "gated"])
-
-
-def share(pairs: Iterable[Iterable[Any]]) -> None:
-    """Let the second layer of each pair record its input in the place of the first; all are of one model."""
-    leaders, state = {}, None
-    for first, second in pairs:
-        state, leader = first.scaling_state, first.fp8[""]
-        second.fp8[""].lead_by(leader)
-        leaders[second.fp8[""].module] = leader.module
-    if state is not None:
-        state.share_inputs(leaders)
+    return convert(make(), **settings)
 
 
 def part_by_part(model: nn.Module) -> nn.Module:
