@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import Self
 
 from lightning_fp8.modules.weight_cache import WeightCache
 from lightning_fp8.modules.weight_group import WeightGroup
@@ -83,6 +84,11 @@ class Fp8Rows:
         self.state.weight_changes.note_sharding(self.module, not self.keeps_cast)
         if not self.keeps_cast:
             self.weight_cache.drop()
+
+    @property
+    def caches(self) -> tuple[WeightCache[Fp8Operand], WeightCache[Tensor]]:
+        """Of the weight and of the bias."""
+        return self.weight_cache, self.bias_cache
 
     def note_trace(self, weight: Tensor) -> bool:
         """Remember the weight's version and address. Returns whether it may have been changed or replaced."""
@@ -193,6 +199,17 @@ class Fp8Module(nn.Module):
         """Whether this forward, and its backward, record amaxes: exactly in training with gradients."""
         return self.training and torch.is_grad_enabled()
 
+    def train(self, mode: bool = True) -> Self:
+        """Switch between training and evaluation, where weights may be swapped: no copy outlives a switch."""
+        if mode != self.training:
+            self._drop_copies()
+        return super().train(mode)
+
+    def _drop_copies(self) -> None:
+        for rows in self.fp8.values():
+            for cache in rows.caches:
+                cache.drop()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # `.to()`, `.cuda()`, `.to_empty()` and friends: scales follow the weight to its device and keep their dtype.
         module = super()._apply(fn, recurse)
@@ -204,6 +221,7 @@ class Fp8Module(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[no-untyped-call]
+        self._drop_copies()
         names = {id(parameter): f"{prefix}{name}" for name, parameter in self.named_parameters(recurse=False)}
         for rows, weight in self.gemms():
             # a computed weight, as that of a pruned layer, changes with any parameter
