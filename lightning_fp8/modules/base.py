@@ -48,6 +48,10 @@ class Fp8Rows:
         group: all layers that share the state; their weights are cast together if the device has a kernel for it.
         k_by_n: whether the layer stores its weight as ``[K, N]``.
         keeps_cast: whether the FP8 copy of the weight outlives a forward.
+        prepared: the weight's cast as compiled code reads it, in tensors that stay the same; None if there is none.
+        is_prepared: whether it is that of the current weight; see :mod:`lightning_fp8.modules.prepared_weights`.
+        may_prepare: False after a change that came too late for compiled code.
+        preparers: how many contexts prepare it.
         input_leader: the rows of a layer with the same input, in whose place this layer's input is recorded; or None.
     """
 
@@ -64,12 +68,17 @@ class Fp8Rows:
         self._trace: tuple[int, int] | None = None
         self.k_by_n = False
         self.keeps_cast = True
+        self.prepared: Fp8Operand | None = None
+        self.is_prepared = False
+        self.may_prepare = True
+        self.preparers = 0
         self.input_leader: Fp8Rows | None = None
         self._place_index()
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy belongs to the copied layer, whose `__setstate__` sets the owner
-        return {**self.__dict__, "_owner": None, "_trace": None}
+        emptied = {"_owner": None, "_trace": None, "prepared": None, "is_prepared": False, "preparers": 0}
+        return {**self.__dict__, **emptied}
 
     def belong_to(self, layer: Fp8Module, gemm: str) -> None:
         """Set the layer that owns these rows, and the layer's name for them."""
@@ -207,12 +216,14 @@ class Fp8Module(nn.Module):
 
     def _drop_copies(self) -> None:
         for rows in self.fp8.values():
+            rows.is_prepared = False
             for cache in rows.caches:
                 cache.drop()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # `.to()`, `.cuda()`, `.to_empty()` and friends: scales follow the weight to its device and keep their dtype.
         module = super()._apply(fn, recurse)
+        self._drop_copies()
         device = next(iter(self.gemm_weights(self).values())).device
         if device.type != "meta":
             for rows in self.fp8.values():

@@ -71,6 +71,8 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
             " its hooks gather the weight."
         )
     weight = parameter.t() if rows.k_by_n else parameter
+    if rows.is_prepared and torch.compiler.is_dynamo_compiling():
+        return Fp8Weight(weight, rows.prepared)
     # Other forwards than recording ones use the cache only where somebody vouches for the weight: in evaluation,
     # weights may be swapped (EMA, averaging) without a trace.
     can_keep, keep_columns = rows.keeps_cast and can_keep_copies(parameter), torch.is_grad_enabled()

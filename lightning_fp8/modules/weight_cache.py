@@ -63,6 +63,11 @@ class WeightCache(Generic[T]):
         self._last_used = id(weight)
         return entry.copy  # type: ignore[no-any-return]
 
+    def holds(self, weight: Tensor, copy: T) -> bool:
+        """Whether ``copy`` is the one that is kept, and nothing that leaves a trace has changed the weight since."""
+        entry = self._entry
+        return entry is not None and entry.copy is copy and entry.weight is weight and entry.key == _key(weight)
+
     def was_used(self, weight: Tensor) -> bool:
         """Whether the last copy of ``weight``, stale or not, has been used."""
         return self._last_used == id(weight)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.prepared_weights import compiled_rows, prepared
 from lightning_fp8.modules.weight_cache import WeightCache, vouching
 
 
@@ -24,8 +25,11 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     optimizer step, ``load_state_dict``, another parameter or another ``.data``. In this context, only a change in place
     through ``.data`` remains unnoticed.
 
-    Contexts may overlap, in any number of threads, and apply to all of them until the last one ends. Under
-    ``torch.compile``, and for sharded weights, nothing is kept.
+    Contexts may overlap, in any number of threads, and apply to all of them until the last one ends.
+
+    Compiled modules of the model, or the model itself if it is what ``torch.compile`` returned, read casts that are
+    made at the beginning. They see a change only if an optimizer or ``load_state_dict`` makes it; any other that leaves
+    a trace is warned of at the end. For sharded weights, and in compiled functions, nothing is kept.
 
     Args:
         model: converted model, or any of its parts. One without converted layers stays as it is.
@@ -33,7 +37,7 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     caches = all_caches(all_rows(model))
     drop_unvouched(caches)
     try:
-        with vouching(caches):
+        with vouching(caches), prepared(compiled_rows(model), record=False):
             yield
     finally:
         drop_unvouched(caches)

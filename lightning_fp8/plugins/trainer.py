@@ -54,9 +54,8 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     @override
     @contextmanager
     def train_step_context(self) -> Iterator[None]:  # type: ignore[override]
-        self._loop_weights.see_step(self._trainer)
         # teachers and target networks are evaluated before the first update as well
-        with self._silent(), super().train_step_context():
+        with self._silent(), self._loop_weights.in_step(self._trainer, record=True), super().train_step_context():
             yield
 
     @override
@@ -64,20 +63,25 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     def val_step_context(self) -> Iterator[None]:  # type: ignore[override]
         trainer = self._trainer
         silent = self._silent() if trainer is not None and trainer.sanity_checking else nullcontext()
-        with silent, self._loop_weights.vouched(trainer), super().val_step_context():
+        with silent, self._loop_weights.in_step(trainer, record=False), super().val_step_context():
             yield
 
     @override
     @contextmanager
     def test_step_context(self) -> Iterator[None]:  # type: ignore[override]
-        with self._loop_weights.vouched(self._trainer), super().test_step_context():
+        with self._loop_weights.in_step(self._trainer, record=False), super().test_step_context():
             yield
 
     @override
     @contextmanager
     def predict_step_context(self) -> Iterator[None]:  # type: ignore[override]
-        with self._loop_weights.vouched(self._trainer), super().predict_step_context():
+        with self._loop_weights.in_step(self._trainer, record=False), super().predict_step_context():
             yield
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with self._loop_weights.in_backward():
+            super().backward(*args, **kwargs)
 
     @property
     def _trainer(self) -> pl.Trainer | None:
@@ -95,7 +99,7 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     def teardown(self) -> None:
         for state in self._states:
             state.notices.see_end(state)
-        self._loop_weights.drop()
+        self._loop_weights.end()
         super().teardown()
 
     @override
