@@ -3,10 +3,10 @@
     python -m benchmarks.generation [--rounds 5] [--tokens 64] [--device cpu]
 
 Both models are in this process and take turns, with a key-value cache and one prompt of 16 tokens, on one CPU thread;
-the first round does not count. Generation runs under no_grad in the plugin's forward context, as in a ``predict`` loop
-of a Trainer. "once" casts each weight once (``weights_unchanged``), "each" casts it at every forward, as a model in
-evaluation does where nobody knows whether its weights change. On a CPU without bf16 units everything that is not FP8
-computes in fp32, in both models.
+the first round does not count. The converted model has the scales of one training step. Generation runs under no_grad
+and autocast without a cache, as in a ``predict`` loop of a Trainer. "once" casts each weight once
+(``weights_unchanged``), "each" casts it at every forward, as a model in evaluation does where nobody knows whether its
+weights change. On a CPU without bf16 units everything that is not FP8 computes in fp32, in both models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness import environment
-from lightning_fp8 import convert, weights_unchanged
+from lightning_fp8 import convert, scaling_state, weights_unchanged
 from lightning_fp8.ops import reference
 
 PROMPT = 16
@@ -44,6 +44,11 @@ def compare(rounds: int, tokens: int, device: str) -> dict[str, list[float]]:
     """Milliseconds per token, of each round, of each variant."""
     plain = llama().to(device)
     fp8 = convert(copy.deepcopy(plain))
+    # scales, as training leaves them
+    tokens_of_training = torch.randint(0, 1000, (4, PROMPT), device=device)
+    fp8.train()(tokens_of_training, labels=tokens_of_training).loss.backward()
+    scaling_state(fp8).update()
+    fp8.eval().zero_grad()
     prompt = torch.randint(0, 1000, (1, PROMPT), device=device)
     in_bf16 = device != "cpu" or reference._HAS_BF16_GEMM
 

@@ -90,6 +90,9 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
             made = ops.cast_weight_operand(weight.detach(), rows.weight_slot(record), keep_columns)
         if is_kept:
             rows.weight_cache.put(parameter, made)
+            if rows.weight_cache.vouchers and not is_k_major(parameter):
+                # many small GEMMs follow, as in generation, each of which would dequantize the whole weight
+                ops.keep_values(made)
     # The CPU's operators compare each weight that they cast. On a GPU a comparison would wait for the device, so it is
     # made only after a change that leaves a trace, which the new address of each weight gathered by FSDP is not.
     if can_keep and is_k_major(parameter) and rows.note_trace(parameter):

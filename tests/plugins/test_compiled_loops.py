@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import Fp8Linear, convert, fall_back, weights_unchanged
+from lightning_fp8 import Fp8Linear, convert, fall_back, ops, weights_unchanged
 from lightning_fp8.modules.prepared_weights import prepared
 from lightning_fp8.modules.weights_unchanged import all_rows
 from lightning_fp8.ops import basic
@@ -278,9 +278,14 @@ def test_weights_declared_unchanged(mode: Callable[[], Any], backend: Compiled, 
             assert torch.equal(compiled(x), model(x))
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
-def test_casts_are_written_in_place(kind: type[nn.Module], cuda_half: Counter[str]) -> None:
-    """As on a GPU: all weights in one launch, to the same addresses; a backward that waits for them fails."""
+def test_casts_are_written_in_place(
+    kind: type[nn.Module], together: bool, cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: all weights in one launch where there is a kernel for it, to the same addresses."""
+    if not together:
+        monkeypatch.setattr(ops, "casts_weights_together", lambda _: False)
     model = convert(nn.Sequential(kind(16, 32), nn.ReLU(), kind(32, 16)))
     rows = list(all_rows(model))
     addresses = []
@@ -292,7 +297,8 @@ def test_casts_are_written_in_place(kind: type[nn.Module], cuda_half: Counter[st
         with prepared(rows, record=True):
             assert all(one.is_prepared for one in rows)
         assert not any(one.is_prepared for one in rows)
-        assert sum(count for name, count in cuda_half.items() if "weights" in name) == sum(cuda_half.values()) == 2
+        assert sum(count for name, count in cuda_half.items() if "weights" in name) == 2 * together
+        assert sum(cuda_half.values()) == 2 if together else 4
         for one in rows:
             weight = one.weight.detach().t() if one.k_by_n else one.weight.detach()
             expected = basic.cast_weight_operand(weight.contiguous(), one.weight_slot(True), keep=True)
