@@ -37,17 +37,21 @@ def compiled_rows(model: nn.Module) -> list[Fp8Rows]:
 
 
 @contextmanager
-def prepared(rows: Sequence[Fp8Rows], record: bool) -> Iterator[None]:
+def prepared(rows: Sequence[Fp8Rows], record: bool, in_backward: bool = False) -> Iterator[None]:
     """Cast the weights that have changed, and let compiled code in this context, in any thread, use the casts.
 
     Args:
         rows: of layers; those that are sharded, fell back or compute their weight are left out, and in training frozen
             ones, as one may be of a target network that changes within the step.
         record: whether it is a step of training.
+        in_backward: it is a backward, whose recomputation reads what the forward has read: nothing is cast again, which
+            would overwrite what this backward has kept.
     """
     ready = [(one, weight) for one in rows if (weight := _weight_to_prepare(one, record)) is not None]
+    if in_backward:
+        ready = [entry for entry in ready if _is_held(*entry)]
     with _LOCK:
-        for group in {id(one.group): one.group for one, _ in ready}.values():
+        for group in () if in_backward else {id(one.group): one.group for one, _ in ready}.values():
             _refresh([(one, weight) for one, weight in ready if one.group is group], record)
         for one, _ in ready:
             one.is_prepared, one.preparers = True, one.preparers + 1
@@ -59,6 +63,10 @@ def prepared(rows: Sequence[Fp8Rows], record: bool) -> Iterator[None]:
                 _check(one)
                 one.preparers -= 1
                 one.is_prepared &= one.preparers > 0
+
+
+def _is_held(rows: Fp8Rows, weight: Tensor) -> bool:
+    return rows.prepared is not None and rows.weight_cache.holds(weight, rows.prepared)
 
 
 def _weight_to_prepare(rows: Fp8Rows, record: bool) -> Tensor | None:
@@ -139,12 +147,7 @@ def _as_stored(rows: Fp8Rows, operand: Fp8Operand) -> tuple[Tensor, Tensor]:
 def _check(rows: Fp8Rows) -> None:
     """Leave a layer out for good whose weight was changed within a context, by other means than those that are seen."""
     weight = rows.weight
-    if (
-        not rows.is_prepared
-        or rows.prepared is None
-        or weight is None
-        or rows.weight_cache.holds(weight, rows.prepared)
-    ):
+    if not rows.is_prepared or weight is None or _is_held(rows, weight):
         return
     rows.is_prepared = rows.may_prepare = False
     warn_once(

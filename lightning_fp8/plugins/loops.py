@@ -52,7 +52,7 @@ class LoopWeights:
 
     def in_backward(self) -> AbstractContextManager[None]:
         """For a forward that is recomputed inside backward."""
-        return prepared(self._compiled, record=True)
+        return prepared(self._compiled, record=True, in_backward=True)
 
     def drop(self) -> None:
         """Drop all copies: a loop has ended."""

@@ -207,6 +207,27 @@ def test_optimizer_steps_within_a_step(tmp_path: Path, backend: Compiled) -> Non
     assert same(eager, model)
 
 
+class BackwardAfterAStep(TwoStepsInOne):
+    """The second loss waits for its backward while an optimizer changes the weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        losses = [self.step(batch), self.step((batch[0] * 2, batch[1]))]
+        self.losses += [loss.detach().clone() for loss in losses]
+        for loss in losses:
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def test_a_backward_leaves_the_casts_alone(tmp_path: Path, backend: Compiled) -> None:
+    eager, model = seeded(BackwardAfterAStep), seeded(BackwardAfterAStep)
+    make_trainer(tmp_path).fit(eager, loader())
+    make_trainer(tmp_path).fit(compile_part(model, backend), loader())
+    assert backend.weight_casts == 0
+    assert torch.equal(torch.stack(eager.losses), torch.stack(model.losses))
+    assert same(eager, model)
+
+
 def test_a_change_within_a_step_is_warned_of(tmp_path: Path, backend: Compiled) -> None:
     class Edits(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -324,3 +345,16 @@ def test_a_backward_after_the_next_cast_fails(backend: Compiled) -> None:
         pass
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_backward_does_not_write_to_the_casts() -> None:
+    """They are what the forward has multiplied with, whatever has become of the weight."""
+    model = convert(nn.Sequential(nn.Linear(16, 32)))
+    rows = list(all_rows(model))
+    with prepared(rows, record=True):
+        pass
+    kept = [tensor.clone() for tensor in rows[0].prepared[:3]]
+    model[0].weight.data.neg_()
+    with prepared(rows, record=True, in_backward=True):
+        assert rows[0].is_prepared
+        assert all(torch.equal(*pair) for pair in zip(rows[0].prepared[:3], kept, strict=True))
