@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -71,25 +73,47 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
             " its hooks gather the weight."
         )
     weight = parameter.t() if rows.k_by_n else parameter
-    # Only a recording forward uses the cache: in evaluation, weights may be swapped (EMA, averaging) without a trace.
-    can_keep = rows.keeps_cast and can_keep_copies(parameter)
-    is_kept = record and can_keep
+    if rows.is_prepared and torch.compiler.is_dynamo_compiling():
+        return Fp8Weight(weight, rows.prepared)
+    # Other forwards than recording ones use the cache only where somebody vouches for the weight: in evaluation,
+    # weights may be swapped (EMA, averaging) without a trace.
+    can_keep, keep_columns = rows.keeps_cast and can_keep_copies(parameter), torch.is_grad_enabled()
+    is_kept = can_keep and (record or rows.weight_cache.vouchers > 0)
     made: Fp8Operand | None = None
     if is_kept:
         made = rows.weight_cache.get(parameter)
-        if made is not None:
+        if made is not None and _serves(made, parameter, rows, keep_columns, record):
+            if not record:
+                rows.state.weight_changes.see_reuse(rows.module)
             return Fp8Weight(weight, made, True)
-        made = rows.group.cast_stale(rows, parameter)
+        made = rows.group.cast_stale(rows, parameter) if record else None
     if made is None:
-        slot = rows.weight_slot(record)
-        made = ops.cast_weight_operand(weight.detach(), slot, keep=torch.is_grad_enabled())
+        with _normal_tensors() if is_kept else nullcontext():
+            made = ops.cast_weight_operand(weight.detach(), rows.weight_slot(record), keep_columns)
         if is_kept:
             rows.weight_cache.put(parameter, made)
+            if rows.weight_cache.vouchers and not is_k_major(parameter):
+                # many small GEMMs follow, as in generation, each of which would dequantize the whole weight
+                ops.keep_values(made)
     # The CPU's operators compare each weight that they cast. On a GPU a comparison would wait for the device, so it is
     # made only after a change that leaves a trace, which the new address of each weight gathered by FSDP is not.
     if can_keep and is_k_major(parameter) and rows.note_trace(parameter):
         rows.group.see_changes(rows, parameter, record)
     return Fp8Weight(weight, made, is_kept)
+
+
+def _serves(made: Fp8Operand, weight: Tensor, rows: Fp8Rows, keep_columns: bool, record: bool) -> bool:
+    """Whether a copy has what this forward needs: the columns; and its losses, counted with those of each step."""
+    if record and not weight.requires_grad and rows.state.cast_counts.values is not None:
+        return False
+    return made.columns.dim() == 2 or not keep_columns
+
+
+@contextmanager
+def _normal_tensors() -> Iterator[None]:
+    """For copies that outlive an inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
@@ -156,7 +180,8 @@ def rounded_bias(rows: Fp8Rows, bias: Tensor | None, dtype: torch.dtype, keep: b
         return bias.detach().to(dtype)
     kept = rows.bias_cache.get(bias)
     if kept is None or kept.dtype != dtype:
-        kept = bias.detach().to(dtype)
+        with _normal_tensors():
+            kept = bias.detach().to(dtype)
         rows.bias_cache.put(bias, kept)
     return kept
 

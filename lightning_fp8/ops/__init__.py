@@ -27,6 +27,7 @@ from lightning_fp8.ops.basic import (
 from lightning_fp8.ops.feed_forward import mlp, mlp_backward
 from lightning_fp8.ops.gated_feed_forward import gated_backward, gated_mlp
 from lightning_fp8.ops.linear_layer import in_rows, linear, linear_backward
+from lightning_fp8.ops.reference import keep_values
 
 __all__ = [
     "cast",
@@ -38,6 +39,7 @@ __all__ = [
     "gated_backward",
     "gated_mlp",
     "in_rows",
+    "keep_values",
     "linear",
     "linear_backward",
     "measure_weights",

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import convert, describe, fall_back, feed_forward, scaling_state, unconvert
-from lightning_fp8.modules import feed_forward
+from lightning_fp8.modules import feed_forward as feed_forward_module
 from lightning_fp8.modules.block_forms import form_of_class
 from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.feed_forward import activation_name, fp8_feed_forward, fp8_gated_feed_forward
@@ -50,8 +50,8 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append("gated")
         return fp8_gated_feed_forward(gate, up, down, x)
 
-    monkeypatch.setattr(feed_forward, "fp8_feed_forward", counting)
-    monkeypatch.setattr(feed_forward, "fp8_gated_feed_forward", counting_gated)
+    monkeypatch.setattr(feed_forward_module, "fp8_feed_forward", counting)
+    monkeypatch.setattr(feed_forward_module, "fp8_gated_feed_forward", counting_gated)
     return calls
 
 

@@ -319,3 +319,27 @@ def test_a_weight_is_scaled_by_what_it_holds(implementation: Any) -> None:
         # what was used, of this weight and no other
         assert state.amax.tolist() == [1e6] * 5 + [amax]
         assert state.scale.tolist() == [1e6] * 5 + [(torch.tensor(448.0) / amax).item()]
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 40])
+def test_kept_values_change_no_bit(rows: int, out_dtype: torch.dtype) -> None:
+    """And few rows, whose GEMM is another one, are exact."""
+    a = torch.randint(0, 0x7F, (rows, 256), dtype=torch.uint8)
+    b = torch.randint(0, 0x7F, (128, 256), dtype=torch.uint8) | 0x80 * torch.randint(0, 2, (128, 1), dtype=torch.uint8)
+    one, half = torch.ones(()), torch.full((), 0.5)
+    arguments = (one, half, None, "e4m3", "e4m3", out_dtype, True)
+    plain = reference.scaled_mm(a, b, *arguments)
+    reference.keep_values(Fp8Operand(b, b.t(), half, "e4m3"))
+    assert torch.equal(reference.scaled_mm(a, b, *arguments), plain)
+    values = (payload.view(torch.float8_e4m3fn).double() for payload in (a, b))
+    exact = next(values) @ next(values).t() * 0.5
+    torch.testing.assert_close(plain.double(), exact.to(out_dtype).double(), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_few_elements_are_dequantized_to_the_same_bits(format: str) -> None:
+    patterns = torch.arange(256, dtype=torch.uint8)
+    few, many = (reference.dequantize(patterns.repeat(times, 1), format) for times in (1, 64))
+    assert torch.equal(few.view(torch.int32)[~few.isnan()], many[:1].view(torch.int32)[~few.isnan()])
+    assert torch.equal(few.isnan(), many[:1].isnan())

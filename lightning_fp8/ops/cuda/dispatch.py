@@ -46,7 +46,11 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
 
 
 def cast_weights(
-    state: State, weights: Sequence[Tensor], indices: Sequence[int], format: str
+    state: State,
+    weights: Sequence[Tensor],
+    indices: Sequence[int],
+    format: str,
+    out: Sequence[tuple[Tensor, Tensor] | None] = (),
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Both payloads and scale_inv of many weights, each with the scale of what it holds: measured in one launch, cast
     in another. On a device with a kernel for it.
@@ -56,6 +60,7 @@ def cast_weights(
         weights: ``[rows, columns]`` each, none empty, elements of a row side by side, on the state's device.
         indices: which tensor of the state each of them is.
         format: what they are cast to.
+        out: for each of them, ``uint8`` tensors to write the payloads to; new ones where it is None or not given.
 
     Raises:
         RuntimeError: where the device has no kernel for it.
@@ -67,15 +72,12 @@ def cast_weights(
     for dtype in {weight.dtype for weight in weights}:
         # a CUDA graph casts each weight by itself, with a kernel that its capture could not load
         cast_kernel(device, dtype, format, "none", False)
-    jobs = [
-        casts.Weight(
-            weight,
-            index,
-            torch.empty(weight.shape, dtype=torch.uint8, device=device),
-            torch.empty(weight.shape[::-1], dtype=torch.uint8, device=device),
-        )
-        for weight, index in zip(weights, indices, strict=True)
+    payloads = [
+        given
+        or tuple(torch.empty(shape, dtype=torch.uint8, device=device) for shape in (weight.shape, weight.shape[::-1]))
+        for weight, given in zip(weights, out or [None] * len(weights), strict=True)
     ]
+    jobs = [casts.Weight(weight, index, *made) for weight, index, made in zip(weights, indices, payloads, strict=True)]
     table = casts.weight_table(jobs)
     casts.cast_weights(kernel, table, state.scale, state.amax)
     if state.cast_counts.values is not None:
