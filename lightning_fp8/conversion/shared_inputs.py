@@ -24,6 +24,7 @@ from lightning_fp8.modules.attention import Fp8MultiheadAttention
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.feed_forward import feed_forward
+from lightning_fp8.modules.fused_blocks import plain_class
 from lightning_fp8.modules.shared_input import SharedInput
 
 # what runs less often, more often or later than the code around it
@@ -85,7 +86,7 @@ def find_shared_inputs(modules: Iterable[nn.Module]) -> list[list[Fp8Module]]:
         # a forward that was replaced on the object has another source
         if len(layers) < 2 or "forward" in vars(parent):
             continue
-        for names in _calls_of_one_name(own_class(parent).forward):
+        for names in _calls_of_one_name(plain_class(parent).forward):
             group = [layers[name] for name in names if name in layers]
             if len(group) > 1:
                 groups.append(group)
