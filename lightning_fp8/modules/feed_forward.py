@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -125,19 +126,21 @@ def fp8_feed_forward(first: nn.Module, activation: str, second: nn.Module, x: Te
     rows, rows_2, record, dtype = one.fp8[""], two.fp8[""], one.records, output_dtype(x)
     layer, layer_2 = (_as_layer(part, record, dtype) for part in (one, two))
     with_gradients = torch.is_grad_enabled()
-    y, *_ = ops.mlp(
-        x,
-        layer,
-        layer_2,
-        cast_input(rows, x, record, with_gradients and layer.weight.requires_grad),
-        rows_2.slot("input", record),
-        rows.slot("grad_output", record),
-        rows_2.slot("grad_output", record),
-        activation,
-        with_gradients and layer_2.weight.requires_grad,
-        with_gradients,
-        dtype,
-    )
+    x_fp8 = cast_input(rows, x, record, with_gradients and layer.weight.requires_grad)
+    with _no_evaluation(rows, record):
+        y, *_ = ops.mlp(
+            x,
+            layer,
+            layer_2,
+            x_fp8,
+            rows_2.slot("input", record),
+            rows.slot("grad_output", record),
+            rows_2.slot("grad_output", record),
+            activation,
+            with_gradients and layer_2.weight.requires_grad,
+            with_gradients,
+            dtype,
+        )
     return y  # type: ignore[no-any-return]
 
 
@@ -162,17 +165,25 @@ def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: T
     x_fp8 = cast_input(rows[0], x, record, with_gradients and any(layer.weight.requires_grad for layer in layers[:2]))
     # up takes the same cast, and with it the last layer lets go of it
     cast_input(rows[1], x, record, keep=False)
-    y, *_ = ops.gated_mlp(
-        x,
-        *layers,
-        x_fp8,
-        rows[2].slot("input", record),
-        *(row.slot("grad_output", record) for row in rows),
-        with_gradients and layers[2].weight.requires_grad,
-        with_gradients,
-        dtype,
-    )
+    with _no_evaluation(rows[0], record):
+        y, *_ = ops.gated_mlp(
+            x,
+            *layers,
+            x_fp8,
+            rows[2].slot("input", record),
+            *(row.slot("grad_output", record) for row in rows),
+            with_gradients and layers[2].weight.requires_grad,
+            with_gradients,
+            dtype,
+        )
     return y  # type: ignore[no-any-return]
+
+
+def _no_evaluation(rows: Fp8Rows, record: bool) -> AbstractContextManager[None]:
+    """For an operator in a forward with gradients: autograd runs it without, which is no sign of an evaluation."""
+    if record or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return nullcontext()
+    return rows.state.notices.silent()
 
 
 def _as_layer(layer: Fp8Module, record: bool, dtype: torch.dtype) -> Layer:
