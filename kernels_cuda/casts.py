@@ -102,13 +102,10 @@ def cast_transpose(
         dy_at, dy_stride = dy.data_ptr(), dy.stride(0)
         loads &= _loads(dy_at, dy_stride * size)
     scale, newest, index, amax, current_amax = row
-    scale_at, newest_at, index_at, current_at = (
-        scale.data_ptr(),
-        address(newest),
-        index.data_ptr(),
-        address(current_amax),
-    )
+    scale_at, newest_at, index_at = scale.data_ptr(), 0 if newest is None else newest.data_ptr(), index.data_ptr()
+    current_at = 0
     if current_amax is not None:
+        current_at = current_amax.data_ptr()
         kernel(
             grid,
             x_at,
@@ -129,14 +126,16 @@ def cast_transpose(
             0,
             1,
         )
-    y_at, y_t_at = address(y), address(y_t)
+    # not `address`: each call counts in the host time of a layer
+    y_at = 0 if y is None else y.data_ptr()
+    y_t_at = 0 if y_t is None else y_t.data_ptr()
     kernel(
         grid,
         x_at,
         dy_at,
         y_at,
         y_t_at,
-        address(column_sums),
+        0 if column_sums is None else column_sums.data_ptr(),
         stride,
         dy_stride,
         rows,
@@ -146,7 +145,7 @@ def cast_transpose(
         newest_at,
         index_at,
         current_at,
-        address(amax),
+        0 if amax is None else amax.data_ptr(),
         scale_inv.data_ptr(),
         0,
     )

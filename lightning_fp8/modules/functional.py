@@ -82,7 +82,9 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
     made: Fp8Operand | None = None
     if is_kept:
         made = rows.weight_cache.get(parameter)
-        if made is not None and _serves(made, parameter, rows, keep_columns, record):
+        # a frozen weight is cast again where its losses are counted, with those of each step
+        is_counted = record and not parameter.requires_grad and rows.state.cast_counts.values is not None
+        if made is not None and not is_counted and (not keep_columns or made.columns.dim() == 2):
             if not record:
                 rows.state.weight_changes.see_reuse(rows.module)
             return Fp8Weight(weight, made, True)
@@ -100,13 +102,6 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
     if can_keep and is_k_major(parameter) and rows.note_trace(parameter):
         rows.group.see_changes(rows, parameter, record)
     return Fp8Weight(weight, made, is_kept)
-
-
-def _serves(made: Fp8Operand, weight: Tensor, rows: Fp8Rows, keep_columns: bool, record: bool) -> bool:
-    """Whether a copy has what this forward needs: the columns; and its losses, counted with those of each step."""
-    if record and not weight.requires_grad and rows.state.cast_counts.values is not None:
-        return False
-    return made.columns.dim() == 2 or not keep_columns
 
 
 @contextmanager

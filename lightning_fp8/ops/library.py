@@ -180,7 +180,8 @@ def differentiable(
         inputs: the number of leading arguments that have gradients; after these come the weight and the bias of each
             :class:`~lightning_fp8.ops.operand.Layer`.
         forward: what it computes.
-        save: ``(ctx, output, *arguments)``, saves tensors for backward; ``ctx.needs`` has a bool for each gradient.
+        save: ``(ctx, output, *arguments)``, saves tensors for backward; with layers, ``ctx.needs`` has a bool for each
+            gradient.
         backward: ``(ctx, *gradients of the output)``, all gradients in that order.
         fake: the shapes of what it computes.
     """
@@ -192,7 +193,8 @@ def differentiable(
         def forward(ctx: Any, *given: Any) -> Any:
             arguments = given[-1] if layers else given
             output = forward(*arguments)
-            ctx.needs = ctx.needs_input_grad[:count]
+            if layers:
+                ctx.needs = ctx.needs_input_grad[:count]
             save(ctx, output, *arguments)
             return output
 
@@ -212,7 +214,8 @@ def differentiable(
     flat = _flat_positions(signature, inputs)
 
     def save_of_operator(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.needs = [ctx.needs_input_grad[at] for at in flat]
+        if layers:
+            ctx.needs = [ctx.needs_input_grad[at] for at in flat]
         save(ctx, output, *signature.assembled(inputs))
 
     def gradients_of_operator(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:

@@ -89,7 +89,7 @@ def _save_for_backward(
     dy: Slot,
     out_dtype: torch.dtype,
 ) -> None:
-    needs_x, needs_weight, _ = ctx.needs
+    needs_x, needs_weight, *_ = ctx.needs_input_grad
     # one byte per element, and only what the gradients need
     ctx.save_for_backward(
         x_fp8.columns if needs_weight else None, x_fp8.scale_inv, w_fp8.columns if needs_x else None, w_fp8.scale_inv
@@ -104,7 +104,7 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None
     x_t, x_scale_inv, w_t, w_scale_inv = ctx.saved_tensors
     x_format, w_format = ctx.formats
     x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-    needs_x, needs_weight, needs_bias = ctx.needs
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     dx, dw, db = linear_backward(
         in_rows(dy),
         None,
