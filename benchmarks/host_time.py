@@ -26,37 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_cuda.launch import Kernel
+from benchmarks.no_kernels import serve_cpu
 from lightning_fp8 import convert, scaling_state
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
-from lightning_fp8.ops import library
 from lightning_fp8.ops.cuda import dispatch as cuda
-from lightning_fp8.ops.cuda import gemm, kernels
+from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.formats import DELAYED_ROLES
 
 FEATURES = 16
 LAYERS = 8
-
-
-class _NoKernel(Kernel):
-    """Packs its arguments as any kernel does, and launches nothing."""
-
-    def _load(self) -> None:
-        self._launch_kernel = self._set_context = lambda *_: None
-        self._current_device = lambda: 0
-        self._current_stream = lambda device: 0
-        self._pointer, self.multiprocessors = 0, 132
-
-
-def _no_kernel(variant: kernels.Variant, device: torch.device) -> Kernel:
-    return _NoKernel(None, variant.layout, variant.block, 0, variant.shared_bytes)
-
-
-def _no_scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: object, out_dtype: torch.dtype, use_fast_accum: bool
-) -> Tensor:
-    columns = b.shape[1]
-    return torch.empty_strided((a.shape[0], columns), (columns, 1), dtype=out_dtype, device=a.device)
 
 
 class _Attention(nn.Module):
@@ -177,7 +155,9 @@ def main() -> None:
     options.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     options.add_argument("--profile", choices=list(CASES), help="where the time of this converted case goes")
     asked = options.parse_args()
-    _without_work()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    serve_cpu()
     if asked.profile:
         _profile(asked.profile)
         return
@@ -201,15 +181,6 @@ def main() -> None:
     for short, name in (("linear", "linear"), ("block", "block of Llama")):
         if name in ratios:
             print(f"ratio {short} {ratios[name]:.2f}")
-
-
-def _without_work() -> None:
-    """The CUDA half in the place of the CPU's, kernels and torch's FP8 GEMM that do nothing, and one thread."""
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    library.cuda_on_cpu = True
-    kernels._obtain = _no_kernel  # type: ignore[assignment]
-    torch._scaled_mm = _no_scaled_mm  # type: ignore[assignment]
 
 
 def _show_parts(measure: Callable[..., list[float]], whole: float) -> None:

@@ -2,13 +2,16 @@
 
 maths       v = activation(x), or with BACKWARD the gradient of x from that of the activation's output, rounded to the
             input's format; code = sat(v * scale) in fp32, rounded to nearest even; amax = max |v|
-tensors     x        [rows, columns] fp32, bf16 or fp16, rows `x_stride` elements apart (gated: [rows, 2 * columns])
+tensors     x        [rows, columns] fp32, bf16 or fp16, rows `x_stride` elements apart
             dy       [rows, columns] like x, rows `dy_stride` apart; BACKWARD only
-            y        [rows, width] u8, contiguous, or null; width = columns (gated BACKWARD: 2 * columns)
-            y_t      [width, rows] u8, contiguous, or null
-            column_sums  [ceil(rows / TILE_ROWS), width] fp32, or null: sums of v over the rows of each tile; not of an
+            y        [rows, columns] u8, contiguous, or null
+            y_t      [columns, rows] u8, contiguous, or null
+            column_sums  [ceil(rows / TILE_ROWS), columns] fp32, or null: sums of v over the rows of each tile; not of an
                      activation's output, which is no gradient
-            `aligned`: LOADS if every 8 neighbours of x (and dy) from a multiple of 8 are at a 16-byte-aligned address,
+            Gated: x is the gate, `up` another tensor with its shape and stride; of BACKWARD the gradient of up has
+                     outputs of its own, and rows of both y and both column_sums are `width` elements apart, so that
+                     gate and up may also be halves of one tensor
+            `aligned`: LOADS if every 8 neighbours of x (and dy, and up) from a multiple of 8 are at a 16-byte-aligned address,
             ROWS if those of y are at an 8-byte-aligned one, COLUMNS if 16 neighbours of y_t at a 16-byte-aligned one
 tile        128 rows x 64 columns, 256 threads; thread t holds rows 4 (t / 8) + 0..3, columns 8 (t % 8) + 0..7
 
@@ -31,14 +34,25 @@ constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, THREADS = 256, WARPS = THREADS
 constexpr int THREAD_ROWS = 4, THREAD_COLUMNS = 8, WORDS_PER_COLUMN = TILE_ROWS / 4;
 enum Alignment { LOADS = 1, ROWS = 2, COLUMNS = 4 };
 
-struct Tensors {
-    const void* x;
-    const void* dy;
+struct Outputs {
     u8* y;
     u8* y_t;
     float* column_sums;
+};
+
+struct Tensors {
+    const void* x;
+    const void* dy;
+    Outputs out;
     long long x_stride, dy_stride;
     int rows, columns, aligned;
+};
+
+/* What a gated variant has besides. */
+struct Gated {
+    const void* up;
+    Outputs out;
+    long long width;
 };
 
 struct TileMemory {
@@ -65,9 +79,9 @@ template <class Input>
 struct Loaded {
     typename Input::Eight rows[THREAD_ROWS];
 
-    __device__ __forceinline__ Loaded(const void* tensor, long long stride, long long column_offset, const Place& place,
+    __device__ __forceinline__ Loaded(const void* tensor, long long stride, const Place& place,
                                       const Tensors& tensors) {
-        const typename Input::Element* x = static_cast<const typename Input::Element*>(tensor) + column_offset;
+        const typename Input::Element* x = static_cast<const typename Input::Element*>(tensor);
         if (place.inside && (tensors.aligned & LOADS)) {
 #pragma unroll
             for (int i = 0; i < THREAD_ROWS; ++i) rows[i] = Input::load(x + (place.row + i) * stride + place.column);
@@ -137,12 +151,12 @@ __device__ __forceinline__ void transpose_bytes(u32 (&words)[4]) {
     words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-__device__ __forceinline__ void store_rows(const u32 (&codes)[THREAD_ROWS][2], const Tensors& tensors, long long width,
-                                           long long column_offset, const Place& place) {
+__device__ __forceinline__ void store_rows(const u32 (&codes)[THREAD_ROWS][2], const Outputs& out,
+                                           const Tensors& tensors, long long width, const Place& place) {
     if (place.inside && (tensors.aligned & ROWS)) {
 #pragma unroll
         for (int i = 0; i < THREAD_ROWS; ++i)
-            *reinterpret_cast<uint2*>(tensors.y + (place.row + i) * width + column_offset + place.column) =
+            *reinterpret_cast<uint2*>(out.y + (place.row + i) * width + place.column) =
                 make_uint2(codes[i][0], codes[i][1]);
         return;
     }
@@ -151,14 +165,13 @@ __device__ __forceinline__ void store_rows(const u32 (&codes)[THREAD_ROWS][2], c
 #pragma unroll
         for (int j = 0; j < THREAD_COLUMNS; ++j) {
             if (place.row + i < tensors.rows && place.column + j < tensors.columns)
-                tensors.y[(place.row + i) * width + column_offset + place.column + j] =
-                    (u8)(codes[i][j >> 2] >> (8 * (j & 3)));
+                out.y[(place.row + i) * width + place.column + j] = (u8)(codes[i][j >> 2] >> (8 * (j & 3)));
         }
     }
 }
 
-__device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2], const Tensors& tensors,
-                                              long long column_offset, const Place& place, TileMemory& memory,
+__device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2], const Outputs& out,
+                                              const Tensors& tensors, const Place& place, TileMemory& memory,
                                               int tile_row, int tile_column) {
     const int t = threadIdx.x, across = t & 7, down = t >> 3;
 #pragma unroll
@@ -180,7 +193,7 @@ __device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2]
             &memory.codes[column * WORDS_PER_COLUMN + ((across ^ ((column >> 3) & 7)) << 2)]);
         const long long at_column = (long long)tile_column * TILE_COLUMNS + column;
         const long long row = (long long)tile_row * TILE_ROWS + across * 16;
-        u8* target = tensors.y_t + (column_offset + at_column) * tensors.rows + row;
+        u8* target = out.y_t + at_column * tensors.rows + row;
         if (place.inside && (tensors.aligned & COLUMNS)) {
             *reinterpret_cast<uint4*>(target) = chunk;
         } else if (at_column < tensors.columns) {
@@ -192,15 +205,15 @@ __device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2]
     }
 }
 
-/* Writes a tile's results, `column_offset` columns into an output of `width` columns. SUMS: of a possible gradient. */
+/* Writes a tile's results, whose rows are `width` elements apart. SUMS: of a possible gradient. */
 template <bool SUMS, class Format>
-__device__ __forceinline__ void store_tile(const Encoded<Format>& encoded, const Tensors& tensors, long long width,
-                                           long long column_offset, const Place& place, TileMemory& memory,
-                                           int tile_row, int tile_column) {
-    if (tensors.y) store_rows(encoded.codes, tensors, width, column_offset, place);
-    if (tensors.y_t) store_columns(encoded.codes, tensors, column_offset, place, memory, tile_row, tile_column);
-    if (SUMS && tensors.column_sums) {
-        float* sums = tensors.column_sums + tile_row * width + column_offset;
+__device__ __forceinline__ void store_tile(const Encoded<Format>& encoded, const Outputs& out, const Tensors& tensors,
+                                           long long width, const Place& place, TileMemory& memory, int tile_row,
+                                           int tile_column) {
+    if (out.y) store_rows(encoded.codes, out, tensors, width, place);
+    if (out.y_t) store_columns(encoded.codes, out, tensors, place, memory, tile_row, tile_column);
+    if (SUMS && out.column_sums) {
+        float* sums = out.column_sums + tile_row * width;
         sum_columns(encoded.sums, sums, memory, tile_column, tensors.columns);
     }
 }
@@ -221,7 +234,7 @@ template <class Input, class Format, class Activation, bool Backward>
 __device__ __forceinline__ u32 cast_tile(const Tensors& tensors, float scale, TileMemory& memory, int tile_row,
                                          int tile_column) {
     const Place place(tensors, tile_row, tile_column);
-    const Loaded<Input> x(tensors.x, tensors.x_stride, 0, place, tensors);
+    const Loaded<Input> x(tensors.x, tensors.x_stride, place, tensors);
     Encoded<Format> encoded;
     float v[THREAD_COLUMNS];
     if constexpr (!Backward) {
@@ -233,7 +246,7 @@ __device__ __forceinline__ u32 cast_tile(const Tensors& tensors, float scale, Ti
             encoded.put(i, v, scale);
         }
     } else {
-        const Loaded<Input> dy(tensors.dy, tensors.dy_stride, 0, place, tensors);
+        const Loaded<Input> dy(tensors.dy, tensors.dy_stride, place, tensors);
 #pragma unroll
         for (int i = 0; i < THREAD_ROWS; ++i) {
 #pragma unroll
@@ -243,18 +256,18 @@ __device__ __forceinline__ u32 cast_tile(const Tensors& tensors, float scale, Ti
         }
     }
     constexpr bool sums = Backward || is_identity<Activation>;
-    store_tile<sums>(encoded, tensors, tensors.columns, 0, place, memory, tile_row, tile_column);
+    store_tile<sums>(encoded, tensors.out, tensors, tensors.columns, place, memory, tile_row, tile_column);
     return encoded.amax;
 }
 
-/* The same for silu(gate) * up, whose input is [gate | up], twice as wide as its output. */
+/* The same for silu(gate) * up, or for the gradients of both, each with a scale of its own. The second maximum is that of
+   the gradient of up. */
 template <class Input, class Format, bool Backward>
-__device__ __forceinline__ u32 cast_gated_tile(const Tensors& tensors, float scale, TileMemory& memory, int tile_row,
-                                               int tile_column) {
+__device__ __forceinline__ uint2 cast_gated_tile(const Tensors& tensors, const Gated& gated, float scale,
+                                                 float scale_up, TileMemory& memory, int tile_row, int tile_column) {
     const Place place(tensors, tile_row, tile_column);
-    const long long columns = tensors.columns;
-    const Loaded<Input> gate(tensors.x, tensors.x_stride, 0, place, tensors);
-    const Loaded<Input> up(tensors.x, tensors.x_stride, columns, place, tensors);
+    const Loaded<Input> gate(tensors.x, tensors.x_stride, place, tensors);
+    const Loaded<Input> up(gated.up, tensors.x_stride, place, tensors);
     if constexpr (!Backward) {
         Encoded<Format> encoded;
         float v[THREAD_COLUMNS];
@@ -265,10 +278,10 @@ __device__ __forceinline__ u32 cast_gated_tile(const Tensors& tensors, float sca
                 v[j] = Input::round(Input::round(Silu::forward(gate.get(i, j))) * up.get(i, j));
             encoded.put(i, v, scale);
         }
-        store_tile<false>(encoded, tensors, columns, 0, place, memory, tile_row, tile_column);
-        return encoded.amax;
+        store_tile<false>(encoded, tensors.out, tensors, tensors.columns, place, memory, tile_row, tile_column);
+        return make_uint2(encoded.amax, 0);
     } else {
-        const Loaded<Input> dy(tensors.dy, tensors.dy_stride, 0, place, tensors);
+        const Loaded<Input> dy(tensors.dy, tensors.dy_stride, place, tensors);
         Encoded<Format> of_gate, of_up;
         float d_gate[THREAD_COLUMNS], d_up[THREAD_COLUMNS];
 #pragma unroll
@@ -280,11 +293,11 @@ __device__ __forceinline__ u32 cast_gated_tile(const Tensors& tensors, float sca
                 d_up[j] = Input::round(d * Input::round(Silu::forward(g)));
             }
             of_gate.put(i, d_gate, scale);
-            of_up.put(i, d_up, scale);
+            of_up.put(i, d_up, scale_up);
         }
-        store_tile<true>(of_gate, tensors, 2 * columns, 0, place, memory, tile_row, tile_column);
+        store_tile<true>(of_gate, tensors.out, tensors, gated.width, place, memory, tile_row, tile_column);
         __syncthreads();   // the first half's codes and sums have been read
-        store_tile<true>(of_up, tensors, 2 * columns, columns, place, memory, tile_row, tile_column);
-        return max(of_gate.amax, of_up.amax);
+        store_tile<true>(of_up, gated.out, tensors, gated.width, place, memory, tile_row, tile_column);
+        return make_uint2(of_gate.amax, of_up.amax);
     }
 }

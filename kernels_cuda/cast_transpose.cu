@@ -25,25 +25,16 @@ struct Arguments {
     Tensors tensors;
     ScalingRow row;
     int measure;
+#if GATED
+    Gated gated;
+    ScalingRow row_up;   // of the gradient of up; elsewhere the same as `row`
+#endif
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    cast_transpose(const __grid_constant__ Arguments arguments) {
-    __shared__ __align__(16) TileMemory memory;
-    const ScalingRow& row = arguments.row;
-    const long long index = *row.index;
-    // the device decides whether to measure: the host need not know which tensors have a history
-    const bool is_weight = row.newest == nullptr;
-    if (arguments.measure && !is_weight && row.newest[index] > 0.0f) return;
-    const int tiles_across = (arguments.tensors.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    const int tile_row = blockIdx.x / tiles_across, tile_column = blockIdx.x % tiles_across;
-    const float scale = arguments.measure ? 1.0f : scale_to_use(row, index, FORMAT::max());
-#if GATED
-    u32 amax = cast_gated_tile<INPUT, FORMAT, BACKWARD>(arguments.tensors, scale, memory, tile_row, tile_column);
-#else
-    u32 amax = cast_tile<INPUT, FORMAT, ACTIVATION, BACKWARD>(arguments.tensors, scale, memory, tile_row, tile_column);
-#endif
-    float* recorded = arguments.measure ? row.amax : row.amax == nullptr || is_weight ? nullptr : row.amax + index;
+/* Records a block's maximum of one tensor and, by one thread of the grid, what the tensor was cast with. */
+__device__ __forceinline__ void leave(const ScalingRow& row, long long index, int measure, bool is_weight, float scale,
+                                      u32 amax, TileMemory& memory) {
+    float* recorded = measure ? row.amax : row.amax == nullptr || is_weight ? nullptr : row.amax + index;
     if (recorded != nullptr) {
         amax = block_max(amax, memory);
         if (threadIdx.x == 0) record_amax(recorded, amax);
@@ -52,4 +43,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         *row.scale_inv = 1.0f / scale;
         if (is_weight) note_weight(row.amax, row.scale, index, *row.current_amax, scale);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    cast_transpose(const __grid_constant__ Arguments arguments) {
+    __shared__ __align__(16) TileMemory memory;
+    const ScalingRow& row = arguments.row;
+    const long long index = *row.index;
+    // the device decides whether to measure: the host need not know which tensors have a history
+#if GATED
+    const ScalingRow& row_up = arguments.row_up;
+    const long long index_up = *row_up.index;
+    if (arguments.measure && row.newest[index] > 0.0f && row_up.newest[index_up] > 0.0f) return;
+#else
+    const bool is_weight = row.newest == nullptr;
+    if (arguments.measure && !is_weight && row.newest[index] > 0.0f) return;
+#endif
+    const int tiles_across = (arguments.tensors.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    const int tile_row = blockIdx.x / tiles_across, tile_column = blockIdx.x % tiles_across;
+    const float scale = arguments.measure ? 1.0f : scale_to_use(row, index, FORMAT::max());
+#if GATED
+    const float scale_up = arguments.measure ? 1.0f : scale_to_use(row_up, index_up, FORMAT::max());
+    const uint2 amax = cast_gated_tile<INPUT, FORMAT, BACKWARD>(arguments.tensors, arguments.gated, scale, scale_up,
+                                                                memory, tile_row, tile_column);
+    leave(row, index, arguments.measure, false, scale, amax.x, memory);
+    if (BACKWARD) {
+        __syncthreads();   // the first maximum has been read
+        leave(row_up, index_up, arguments.measure, false, scale_up, amax.y, memory);
+    }
+#else
+    const u32 amax =
+        cast_tile<INPUT, FORMAT, ACTIVATION, BACKWARD>(arguments.tensors, scale, memory, tile_row, tile_column);
+    leave(row, index, arguments.measure, is_weight, scale, amax, memory);
+#endif
 }

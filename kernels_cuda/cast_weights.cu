@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cast_weights(const __gr
     const Weight& weight = arguments.weights[number];
     const float scale = arguments.measure ? 1.0f : scale_of_current(*weight.current_amax, E4M3::max());
     Tensors tensors = weight.tensors;
-    if (arguments.measure) tensors.y = tensors.y_t = nullptr;
+    if (arguments.measure) tensors.out.y = tensors.out.y_t = nullptr;
     const int tiles_across = (tensors.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
     const int tile = blockIdx.x - arguments.first_tile[number];
     const int tile_row = tile / tiles_across, tile_column = tile % tiles_across;

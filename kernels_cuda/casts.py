@@ -25,7 +25,8 @@ ACTIVATIONS = {
 _LOADS, _ROWS, _COLUMNS = 1, 2, 4
 # struct Tensors, and struct Arguments of either family
 _TENSORS = "PPPPPqqiii4x"
-CAST_TRANSPOSE_LAYOUT = f"{_TENSORS}PPPPPPi"
+_CAST_TRANSPOSE_LAYOUT = f"{_TENSORS}PPPPPPi"
+_GATED_LAYOUT = f"{_CAST_TRANSPOSE_LAYOUT}4xPPPPqPPPPPP"
 CAST_WEIGHTS_LAYOUT = "PPPPii"
 _WEIGHT_WORDS = 13
 
@@ -33,6 +34,11 @@ _WEIGHT_WORDS = 13
 def variant(input: torch.dtype, format: str, activation: str = "none", backward: bool = False) -> tuple[str, ...]:
     """The definitions that make ``cast_transpose.cu`` one kernel."""
     return (f"INPUT={INPUTS[input]}", f"FORMAT={FORMATS[format]}", ACTIVATIONS[activation], f"BACKWARD={int(backward)}")
+
+
+def layout(definitions: tuple[str, ...]) -> str:
+    """Of a variant's arguments."""
+    return _GATED_LAYOUT if ACTIVATIONS["swiglu"] in definitions else _CAST_TRANSPOSE_LAYOUT
 
 
 class Row(NamedTuple):
@@ -82,24 +88,24 @@ def cast_transpose(
         y_t: ``[width, rows] uint8``, written.
         column_sums: ``[column_sum_tiles(rows), width] float32``, written; None for the output of an activation.
         dy: ``[rows, columns]`` like x, for variants with ``backward``.
-        gated: whether the variant is swiglu.
+        gated: whether the variant is swiglu, over the gate and, next to it, what it is multiplied with.
     """
+    if gated:
+        result = Result(row, scale_inv, y, y_t, column_sums)
+        gate, up = x.chunk(2, dim=1)
+        return cast_gated(kernel, gate, up, *((result,) if dy is None else (result.half(0), dy, result.half(1))))
     (rows, columns), x_at, stride, size = x.shape, x.data_ptr(), x.stride(0), x.element_size()
-    columns = columns // 2 if gated else columns
     grid = -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
-    loads = _loads(x_at, stride * size, columns * size if gated else 0)
+    loads = _loads(x_at, stride * size)
     dy_at = dy_stride = 0
     if dy is not None:
         dy_at, dy_stride = dy.data_ptr(), dy.stride(0)
         loads &= _loads(dy_at, dy_stride * size)
     scale, newest, index, amax, current_amax = row
-    scale_at, newest_at, index_at, current_at = (
-        scale.data_ptr(),
-        address(newest),
-        index.data_ptr(),
-        address(current_amax),
-    )
+    scale_at, newest_at, index_at = scale.data_ptr(), 0 if newest is None else newest.data_ptr(), index.data_ptr()
+    current_at = 0
     if current_amax is not None:
+        current_at = current_amax.data_ptr()
         kernel(
             grid,
             x_at,
@@ -120,14 +126,16 @@ def cast_transpose(
             0,
             1,
         )
-    y_at, y_t_at = address(y), address(y_t)
+    # not `address`: each call counts in the host time of a layer
+    y_at = 0 if y is None else y.data_ptr()
+    y_t_at = 0 if y_t is None else y_t.data_ptr()
     kernel(
         grid,
         x_at,
         dy_at,
         y_at,
         y_t_at,
-        address(column_sums),
+        0 if column_sums is None else column_sums.data_ptr(),
         stride,
         dy_stride,
         rows,
@@ -137,10 +145,75 @@ def cast_transpose(
         newest_at,
         index_at,
         current_at,
-        address(amax),
+        0 if amax is None else amax.data_ptr(),
         scale_inv.data_ptr(),
         0,
     )
+
+
+class Result(NamedTuple):
+    """What a gated cast makes of one tensor ``[rows, columns]``.
+
+    Attributes:
+        row: which scale, and where to record. With ``current_amax`` a first launch measures it where it is needed.
+        scale_inv: ``[] float32``, written.
+        y: ``[rows, columns] uint8``, written; elements of a row side by side.
+        y_t: ``[columns, rows] uint8``, contiguous, written.
+        column_sums: ``[column_sum_tiles(rows), columns] float32``, written; of gradients only.
+    """
+
+    row: Row
+    scale_inv: Tensor
+    y: Tensor | None = None
+    y_t: Tensor | None = None
+    column_sums: Tensor | None = None
+
+    def half(self, which: int) -> Result:
+        """Of the columns of what both halves are made into, the first or the second half."""
+        outputs = ((self.y, 1), (self.y_t, 0), (self.column_sums, 1))
+        halves = (None if tensor is None else tensor.chunk(2, dim=dim)[which] for tensor, dim in outputs)
+        return Result(self.row, self.scale_inv, *halves)
+
+
+def cast_gated(
+    kernel: Kernel, gate: Tensor, up: Tensor, result: Result, dy: Tensor | None = None, of_up: Result | None = None
+) -> None:
+    """Launch a gated variant over gate and up ``[rows, columns]``, which have one stride, so also halves of one tensor.
+
+    Args:
+        kernel: of family ``cast_transpose``, gated.
+        gate: fp32, bf16 or fp16, as the variant says; any distance between rows.
+        up: like the gate.
+        result: of ``silu(gate) * up``; with ``dy`` of the gradient of the gate.
+        dy: ``[rows, columns]`` like the gate, for variants with ``backward``.
+        of_up: with ``dy`` the result of the gradient of up, with rows as far apart as those of ``result``.
+    """
+    (rows, columns), stride, size = gate.shape, gate.stride(0), gate.element_size()
+    second = result if of_up is None else of_up
+    grid = -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
+    x_at, up_at, dy_at, dy_stride = gate.data_ptr(), up.data_ptr(), address(dy), 0 if dy is None else dy.stride(0)
+    loads = _loads(x_at | up_at | dy_at, (stride | dy_stride) * size)
+    widths = {tensor.stride(0) for tensor in (result.y, result.column_sums) if tensor is not None}
+    (width,) = widths or {columns}
+    shape = (stride, dy_stride, rows, columns)
+    if any(one.row.current_amax is not None for one in (result, second)):
+        measuring, of_up_measuring = _measuring(result.row), _measuring(second.row)
+        kernel(grid, x_at, dy_at, 0, 0, 0, *shape, loads, *measuring, 1, up_at, 0, 0, 0, width, *of_up_measuring)
+    outputs, up_outputs = ([address(one.y), address(one.y_t), address(one.column_sums)] for one in (result, second))
+    aligned = loads | _stores(outputs[0] | up_outputs[0], outputs[1] | up_outputs[1], rows, width)
+    casting, of_up_casting = _casting(result), _casting(second)
+    kernel(grid, x_at, dy_at, *outputs, *shape, aligned, *casting, 0, up_at, *up_outputs, width, *of_up_casting)
+
+
+def _measuring(row: Row) -> tuple[int, ...]:
+    current = address(row.current_amax)
+    return row.scale.data_ptr(), address(row.newest), row.index.data_ptr(), current, current, 0
+
+
+def _casting(result: Result) -> tuple[int, ...]:
+    scale, newest, index, amax, current = result.row
+    at = scale.data_ptr(), address(newest), index.data_ptr(), address(current), address(amax)
+    return *at, result.scale_inv.data_ptr()
 
 
 class Weight(NamedTuple):
@@ -219,6 +292,6 @@ def _stores(y: int, y_t: int, rows: int, columns: int) -> int:
     return (_ROWS if by_rows else 0) | (_COLUMNS if by_columns else 0)
 
 
-def _loads(x: int, row_bytes: int, offset: int = 0) -> int:
-    """Whether a tensor, by its address, can be read in words of 16 bytes; and from ``offset`` bytes into each row."""
-    return 0 if (x | row_bytes | offset) & 15 else _LOADS
+def _loads(x: int, row_bytes: int) -> int:
+    """Whether a tensor, by its address, can be read in words of 16 bytes."""
+    return 0 if (x | row_bytes) & 15 else _LOADS

@@ -26,6 +26,8 @@ from lightning_fp8.dtypes.audit import audit
 from lightning_fp8.export.load import load_exported
 from lightning_fp8.export.write import export
 from lightning_fp8.modules import Fp8Linear, Fp8MultiheadAttention
+from lightning_fp8.modules.feed_forward import feed_forward
+from lightning_fp8.modules.weights_unchanged import weights_unchanged
 from lightning_fp8.plugins import (
     Bf16MixedPrecision,
     Bf16TruePrecision,
@@ -70,6 +72,7 @@ __all__ = [
     "export",
     "fall_back",
     "fallbacks",
+    "feed_forward",
     "fsdp2_policy",
     "load_exported",
     "load_scales",
@@ -77,6 +80,7 @@ __all__ = [
     "scaling_state",
     "unconvert",
     "unregister",
+    "weights_unchanged",
 ]
 
 try:

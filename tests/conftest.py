@@ -15,9 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from host_kernels import HostKernel
 
-from lightning_fp8 import ops
-from lightning_fp8.ops.cuda import dispatch as cuda
-from lightning_fp8.ops.cuda import gemm, gemm_choice, kernels
+from benchmarks.no_kernels import OPERATORS
+from lightning_fp8.ops.cuda import gemm_choice, kernels
 from lightning_fp8.ops.library import with_flat_arguments
 
 
@@ -83,16 +82,6 @@ def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     forget()
     yield loaded
     forget()
-
-
-OPERATORS = [
-    (ops.cast, cuda.cast),
-    (ops.cast_weight, cuda.cast_weight),
-    (ops.scaled_mm, gemm.scaled_mm),
-    (ops.scaled_mm_add_, gemm.scaled_mm_add_),
-    (ops.linear_backward, cuda.linear_backward),
-    (ops.update_scales, cuda.update_scales),
-]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ Graph = dict[str, set[str]]
 MAY_IMPORT = {
     "kernels_cuda": set(),
     "runtime": set(),
-    "examples": set(),
+    "examples": {"lightning_fp8"},
     "tools": set(),
     "ops": {"kernels_cuda", "runtime"},
     "metrics": {"ops"},

@@ -34,10 +34,11 @@ class LayerTimer(RunWatcher):
     processes, the times are those of the slowest.
 
     Training is unaffected: no loss, gradient, scale or random number changes, and nothing is added to the graph. Steps
-    that are not timed cost nothing. While a layer is watched, a transformer layer's feed-forward block does not run
-    fused (see :class:`lightning_fp8.modules.feed_forward.Fp8FeedForward`): the timed step shows its parts, and is
-    slower there than other steps. Layers inside ``torch.compile`` cannot be watched; if no layer can, it warns once. A
-    ``QuantizationProbe`` that probes the same step runs its comparison of ``out_proj`` inside the attention's forward.
+    that are not timed cost nothing. While a layer is watched, its feed-forward block does not run fused (see
+    :func:`lightning_fp8.feed_forward`): the timed step shows its parts, and is slower there than other steps. The
+    exception to the numbers is ``gelu_new`` of transformers, whose parts round more often. Layers inside
+    ``torch.compile`` cannot be watched; if no layer can, it warns once. A ``QuantizationProbe`` that probes the same
+    step runs its comparison of ``out_proj`` inside the attention's forward.
 
     Args:
         every_n_steps: optimizer steps between two timed ones.

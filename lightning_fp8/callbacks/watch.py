@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.scaling.state import LAYOUT, ScalingState
+from lightning_fp8.scaling.statistics import cast_counts
 
 CONDITIONS = ("stale", "nonfinite", "saturated", "underflowed")
 # One number is a large share of a small tensor: fewer lost numbers than this, at one check, are never above a limit.
@@ -159,15 +160,13 @@ class Watch:
         forward = torch.tensor([[role != "grad_output"] for role in LAYOUT], device=updated.device)
         by_layer = (layers_updated & forward) | self._with_gradient
         # while gradients are accumulated an amax may wait for its update
-        waiting = (self.state.amax != 0) & self._is_delayed & (self._seen == self.state.updates)
+        recorded = self.state.fill_followers(self.state.amax.data)
+        waiting = (recorded != 0) & self._is_delayed & (self._seen == self.state.updates)
         return by_layer.flatten() | waiting
 
     def _lost_numbers(self, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """How many numbers were clipped or turned into zero, and of how many; ``[R] int64`` on the CPU."""
-        counts = self.state.cast_counts.values
-        if counts is None:
-            counts = torch.zeros(len(self.state.names), 4, dtype=torch.int64, device=self.state.device)
-        summed = sum_over_processes(counts).cpu()
+        summed = sum_over_processes(cast_counts(self.state)).cpu()
         # counts from before a layer fell back say nothing about the run
         numbers, saturated, nonzero, underflowed = (summed * self.state.switches.rows_in_fp8[:, None]).unbind(dim=1)
         return {"saturated": (saturated, numbers), "underflowed": (underflowed, nonzero)}

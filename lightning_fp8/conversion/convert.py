@@ -16,10 +16,11 @@ from lightning_fp8.conversion.plan import (
     converted,
     state_of,
 )
+from lightning_fp8.conversion.shared_inputs import share_inputs
 from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows, Settings
 from lightning_fp8.modules.class_swap import exchange_class, own_class
-from lightning_fp8.modules.feed_forward import fuse_feed_forward
+from lightning_fp8.modules.fused_blocks import fuse_feed_forward
 from lightning_fp8.modules.weight_group import WeightGroup
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.state import ScalingState
@@ -40,6 +41,10 @@ def convert(
     Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied; subclasses are left
     alone (:func:`describe` names them). Converting a converted model again keeps its scales and converts layers that
     have been added since.
+
+    A module whose method computes a feed-forward block of a known form, such as an ``nn.Sequential`` or the MLPs of
+    GPT-2, Llama, BERT and ViT in transformers, runs it as one where nothing needs its parts; see
+    :func:`lightning_fp8.feed_forward`.
 
     Args:
         module: the model; converted in place.
@@ -85,6 +90,7 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
     state = _attach(plan)
     give_settings((layer for _, layer in plan.converted), plan.settings)
     layers = [layer for _, layer in plan.modules]
+    share_inputs(layers)
     fuse_feed_forward(layers)
     keep_own_forwards(layers, Fp8Module)
     return state
@@ -120,6 +126,9 @@ def describe(
     After them comes a row for each large parameter of 2 or more dimensions outside such layers and outside torch's
     embeddings, convolutions and normalisations, such as the stacked experts of a mixture of experts. A parameter is
     large if it makes up at least 1% of the model, together with those of the same path in other layers of a stack.
+
+    The row of a converted layer in a feed-forward block of a known form says whether the block runs as one in the
+    model's present mode, and otherwise why not.
 
     The arguments are those of :func:`convert`; ``min_features`` defaults to that of the last conversion.
     """

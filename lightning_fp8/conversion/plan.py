@@ -23,6 +23,7 @@ from lightning_fp8.conversion.candidates import (
 from lightning_fp8.conversion.min_features import MinFeatures, as_number, too_small
 from lightning_fp8.modules.base import Fp8Module, Settings
 from lightning_fp8.modules.class_swap import own_class
+from lightning_fp8.modules.fused_blocks import notes
 from lightning_fp8.modules.linear import Fp8Linear
 from lightning_fp8.modules.paths import check_patterns_among, matches, named_modules, numbered
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
@@ -128,7 +129,9 @@ class ConversionPlan:
 
     def rows(self) -> list[Candidate]:
         """See :func:`lightning_fp8.describe`."""
-        return [*map(_row, self.layers), *(row for row, _ in self.large_parameters)]
+        fused = notes(module for _, module in self.modules)
+        rows = (_row(one, fused.get(one.layer)) for one in self.layers)
+        return [*rows, *(row for row, _ in self.large_parameters)]
 
     def check(self) -> None:
         """Raise if the conversion is not possible, before anything is changed.
@@ -281,11 +284,17 @@ def _large_parameters(
             yield Candidate(path, "Parameter", False, reason), parameter
 
 
-def _row(one: PlannedLayer) -> Candidate:
+def _row(one: PlannedLayer, note: str | None) -> Candidate:
     layer = one.layer
     if not isinstance(layer, Fp8Module):
         return Candidate(one.path, type(layer).__name__, False, one.reason or "not converted yet: call `convert`")
     shapes = " and ".join(map(str, sizes(layer)))
     fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
-    reason = f"converted, {shapes}" + (f"; fell back to bf16: {fallen}" if fallen else "")
+    shared = ", ".join(rows.input_leader.name for rows in layer.fp8.values() if rows.input_leader is not None)
+    remarks = [
+        f"shares its input with {shared}" if shared else None,
+        f"fell back to bf16: {fallen}" if fallen else None,
+        note,
+    ]
+    reason = "; ".join([f"converted, {shapes}", *filter(None, remarks)])
     return Candidate(one.path, layer.plain_class.__name__, layer.in_fp8, reason)

@@ -7,6 +7,8 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_fp8 import feed_forward
+
 
 class Block(nn.Module):
     """Pre-norm transformer block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; x ``[batch, time, width]``.
@@ -32,7 +34,7 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self._projected(x))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+        return x + feed_forward(self.up, F.gelu, self.down, self.norm_mlp(x))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.qkv(self.norm_attention(x)).chunk(3, dim=-1)

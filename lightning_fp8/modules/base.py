@@ -9,7 +9,9 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import Self
 
+from lightning_fp8.modules.shared_input import SharedInput
 from lightning_fp8.modules.weight_cache import WeightCache
 from lightning_fp8.modules.weight_group import WeightGroup
 from lightning_fp8.ops.formats import ROLES, Role
@@ -47,6 +49,12 @@ class Fp8Rows:
         group: all layers that share the state; their weights are cast together if the device has a kernel for it.
         k_by_n: whether the layer stores its weight as ``[K, N]``.
         keeps_cast: whether the FP8 copy of the weight outlives a forward.
+        shared_input: the input, if other layers take the same tensor; it is recorded in the place of the first of them.
+        is_first, is_last: whether the layer is the first or the last of them to run.
+        prepared: the weight's cast as compiled code reads it, in tensors that stay the same; None if there is none.
+        is_prepared: whether it is that of the current weight; see :mod:`lightning_fp8.modules.prepared_weights`.
+        may_prepare: False after a change that came too late for compiled code.
+        preparers: how many contexts prepare it.
     """
 
     def __init__(self, state: ScalingState, module: int, group: WeightGroup) -> None:
@@ -62,11 +70,16 @@ class Fp8Rows:
         self._trace: tuple[int, int] | None = None
         self.k_by_n = False
         self.keeps_cast = True
-        self._place_index()
+        self.prepared: Fp8Operand | None = None
+        self.is_prepared = False
+        self.may_prepare = True
+        self.preparers = 0
+        self.share_input(None)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy belongs to the copied layer, whose `__setstate__` sets the owner
-        return {**self.__dict__, "_owner": None, "_trace": None}
+        emptied = {"_owner": None, "_trace": None, "prepared": None, "is_prepared": False, "preparers": 0}
+        return {**self.__dict__, **emptied}
 
     def belong_to(self, layer: Fp8Module, gemm: str) -> None:
         """Set the layer that owns these rows, and the layer's name for them."""
@@ -81,6 +94,11 @@ class Fp8Rows:
         self.state.weight_changes.note_sharding(self.module, not self.keeps_cast)
         if not self.keeps_cast:
             self.weight_cache.drop()
+
+    @property
+    def caches(self) -> tuple[WeightCache[Fp8Operand], WeightCache[Tensor]]:
+        """Of the weight and of the bias."""
+        return self.weight_cache, self.bias_cache
 
     def note_trace(self, weight: Tensor) -> bool:
         """Remember the weight's version and address. Returns whether it may have been changed or replaced."""
@@ -119,6 +137,33 @@ class Fp8Rows:
                 role: torch.tensor([self.state.row_of(self.module, role)], dtype=torch.int64, device=device)
                 for role in ROLES
             }
+        if self.shared_input is not None:
+            self.index["input"] = self.shared_input.place_index(self.state)
+
+    def share_input(self, shared: SharedInput | None) -> None:
+        """Take in the same tensor as other layers, or an input of its own (None)."""
+        self.shared_input = shared
+        self.is_first, self.is_last = (shared is not None and shared.modules[at] == self.module for at in (0, -1))
+        self._place_index()
+
+    @property
+    def input_leader(self) -> Fp8Rows | None:
+        """The first layer that takes in the same tensor; None if that is this one."""
+        modules = () if self.shared_input is None else self.shared_input.modules
+        leader = next((rows for rows in map(self.group.get, modules) if rows is not None), self)
+        return None if leader is self else leader
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks of the layer may change its input."""
+        layer = self.layer
+        return layer is None or bool(layer._forward_pre_hooks or layer._forward_hooks)
+
+    def followers_need_columns(self) -> bool:
+        """Whether a layer that takes in the same tensor after this one has a weight to train."""
+        modules = () if self.shared_input is None else self.shared_input.modules
+        behind = map(self.group.get, modules[modules.index(self.module) + 1 :])
+        return any(rows is not None and (weight := rows.weight) is not None and weight.requires_grad for rows in behind)
 
     def to(self, device: torch.device) -> None:
         """Move the layer's index, and the state, which only the first layer of a model has to move."""
@@ -182,9 +227,22 @@ class Fp8Module(nn.Module):
         """Whether this forward, and its backward, record amaxes: exactly in training with gradients."""
         return self.training and torch.is_grad_enabled()
 
+    def train(self, mode: bool = True) -> Self:
+        """Switch between training and evaluation, where weights may be swapped: no copy outlives a switch."""
+        if mode != self.training:
+            self._drop_copies()
+        return super().train(mode)
+
+    def _drop_copies(self) -> None:
+        for rows in self.fp8.values():
+            rows.is_prepared = False
+            for cache in rows.caches:
+                cache.drop()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # `.to()`, `.cuda()`, `.to_empty()` and friends: scales follow the weight to its device and keep their dtype.
         module = super()._apply(fn, recurse)
+        self._drop_copies()
         device = next(iter(self.gemm_weights(self).values())).device
         if device.type != "meta":
             for rows in self.fp8.values():
@@ -193,6 +251,7 @@ class Fp8Module(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[no-untyped-call]
+        self._drop_copies()
         names = {id(parameter): f"{prefix}{name}" for name, parameter in self.named_parameters(recurse=False)}
         for rows, weight in self.gemms():
             # a computed weight, as that of a pruned layer, changes with any parameter

@@ -7,6 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.functional import cast_weight, check_input, fp8_linear
+from lightning_fp8.modules.linear import LINEAR_CLASSES
 
 
 class Fp8Conv1D(Fp8Module, Conv1D):
@@ -30,3 +31,6 @@ class Fp8Conv1D(Fp8Module, Conv1D):
 
     def __repr__(self) -> str:
         return f"Fp8Conv1D(nf={self.nf}, nx={self.nx}, {self.extra_repr()})"
+
+
+LINEAR_CLASSES.append(Fp8Conv1D)

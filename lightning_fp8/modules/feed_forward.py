@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, cast
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 
 from lightning_fp8 import ops
-from lightning_fp8.modules.class_swap import exchange_class, own_class
+from lightning_fp8.modules.base import Fp8Module, Fp8Rows
 from lightning_fp8.modules.functional import (
     cast_input,
     cast_weight,
@@ -20,12 +23,92 @@ from lightning_fp8.modules.functional import (
     output_dtype,
     rounded_bias,
 )
-from lightning_fp8.modules.linear import Fp8Linear
+from lightning_fp8.modules.linear import LINEAR_CLASSES
+from lightning_fp8.ops.operand import Layer
 
-_FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
+_MODULES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
+_FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
+# by name, as models without them need no `transformers`; its `gelu_new` writes out the formula of tanh
+_OF_TRANSFORMERS = {"NewGELUActivation": "gelu_tanh", "SiLUActivation": "silu"}
+_HOLD_A_FUNCTION = ("GELUActivation", "GELUTanh")
+
+SHARDED = "its weights are sharded"
 
 
-def fp8_feed_forward(first: Fp8Linear, activation: str, second: Fp8Linear, x: Tensor) -> Tensor:
+class FeedForward(NamedTuple):
+    """The parts of a feed-forward block, ``second(activation(first(x)))``.
+
+    Attributes:
+        first: one linear layer; or two, gate and up, for ``activation(gate(x)) * up(x)``.
+        activation: function or module.
+        second: linear layer.
+        dropouts: between activation and second layer.
+        around: modules that call these parts; run as one, they are not called.
+        packed: whether the first layer's output is ``[gate | up]``.
+    """
+
+    first: tuple[nn.Module, ...]
+    activation: Callable[[Tensor], Tensor]
+    second: nn.Module
+    dropouts: tuple[nn.Module, ...] = ()
+    around: tuple[nn.Module, ...] = ()
+    packed: bool = False
+
+
+def feed_forward(
+    first: nn.Module | tuple[nn.Module, nn.Module],
+    activation: Callable[[Tensor], Tensor],
+    second: nn.Module,
+    x: Tensor,
+) -> Tensor:
+    """``second(activation(first(x)))``, or ``second(activation(gate(x)) * up(x))``: x ``[*, K]`` -> ``[*, K']``.
+
+    For the forward of your own feed-forward block, converted or not. Once :func:`lightning_fp8.convert` has converted
+    its linear layers, the only pass over memory between the GEMMs is the one that casts the activation's output to FP8,
+    with the same numbers; likewise in backward. Wherever that is not possible, the parts are called one by one: for
+    plain layers, subclasses and adapters, layers that fell back, other activations, parts with hooks, and sharded
+    weights.
+
+    Args:
+        first: linear layer ``[K -> N]``, or a pair (gate, up) of such layers.
+        activation: function or module. Fused are relu, gelu (exact, or approximated with tanh) and silu, of torch or
+            of transformers; with a pair only silu, if conversion has found that gate and up share their input.
+        second: linear layer ``[N -> K']``.
+        x: fp32, bf16 or fp16.
+
+    Raises:
+        ValueError: if ``first`` is a tuple of other than two layers.
+
+    >>> up, activation, down = nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)
+    >>> feed_forward(up, activation, down, torch.randn(2, 5, 16)).shape
+    torch.Size([2, 5, 16])
+    """
+    layers: tuple[nn.Module, ...] = first if isinstance(first, tuple) else (first,)
+    if isinstance(first, tuple) and len(first) != 2:
+        raise ValueError(f"`first` must be a linear layer or a pair (gate, up), got a tuple of {len(first)}.")
+    return run_block(FeedForward(layers, activation, second), x)
+
+
+def run_block(block: FeedForward, x: Tensor) -> Tensor:
+    """The output of the block; as one where that is possible, else part by part."""
+    first, activation, second = block.first, block.activation, block.second
+    if reason_against_fusing(block) is None:
+        if len(first) == 2:
+            return fp8_gated_feed_forward(*first, second, x)
+        return fp8_feed_forward(first[0], _operator(block), second, x)  # type: ignore[arg-type]
+    if len(first) == 2:
+        a = activation(first[0](x)) * first[1](x)
+    elif block.packed:
+        gate, up = first[0](x).chunk(2, dim=-1)
+        a = up * activation(gate)
+    else:
+        a = activation(first[0](x))
+    for dropout in block.dropouts:
+        a = dropout(a)
+    return cast(Tensor, second(a))
+
+
+def fp8_feed_forward(first: nn.Module, activation: str, second: nn.Module, x: Tensor) -> Tensor:
     """``second(activation(first(x)))``, with the same numbers: x ``[*, K]`` -> ``[*, K']``.
 
     Between the two GEMMs, the only pass over memory is the cast; in backward it is the one that casts the gradient and
@@ -33,118 +116,160 @@ def fp8_feed_forward(first: Fp8Linear, activation: str, second: Fp8Linear, x: Te
     these passes themselves. Backward keeps both inputs in FP8 and the activation's input.
 
     Args:
-        first: converted layer.
+        first: converted linear layer.
         activation: one of ``lightning_fp8.ops.activations.ACTIVATIONS``; ``swiglu`` halves the width.
-        second: converted layer of the same model.
+        second: converted linear layer of the same model.
         x: fp32, bf16 or fp16.
     """
-    check_input(first, "input", x, first.weight)
-    rows, rows_2, record = first.fp8[""], second.fp8[""], first.records
-    check_bias(rows, first.bias, first.weight.shape[0])
-    check_bias(rows_2, second.bias, second.weight.shape[0])
-    w1, w2 = cast_weight(rows, first.weight, record), cast_weight(rows_2, second.weight, record)
-    with_gradients, dtype = torch.is_grad_enabled(), output_dtype(x)
-    y, *_ = ops.mlp(
-        x,
-        first.weight,
-        first.bias,
-        second.weight,
-        second.bias,
-        rounded_bias(rows, first.bias, dtype, w1.is_kept),
-        rounded_bias(rows_2, second.bias, dtype, w2.is_kept),
-        cast_input(rows, x, record, with_gradients and first.weight.requires_grad),
-        w1.operand,
-        w2.operand,
-        rows_2.slot("input", record),
-        rows.slot("grad_output", record),
-        rows_2.slot("grad_output", record),
-        activation,
-        with_gradients and second.weight.requires_grad,
-        with_gradients,
-        dtype,
-    )
+    one, two = cast(Fp8Module, first), cast(Fp8Module, second)
+    check_input(one, "input", x, _weight(one))
+    rows, rows_2, record, dtype = one.fp8[""], two.fp8[""], one.records, output_dtype(x)
+    layer, layer_2 = (_as_layer(part, record, dtype) for part in (one, two))
+    with_gradients = torch.is_grad_enabled()
+    x_fp8 = cast_input(rows, x, record, with_gradients and layer.weight.requires_grad)
+    with _no_evaluation(rows, record):
+        y, *_ = ops.mlp(
+            x,
+            layer,
+            layer_2,
+            x_fp8,
+            rows_2.slot("input", record),
+            rows.slot("grad_output", record),
+            rows_2.slot("grad_output", record),
+            activation,
+            with_gradients and layer_2.weight.requires_grad,
+            with_gradients,
+            dtype,
+        )
     return y  # type: ignore[no-any-return]
 
 
-def activation_name(activation: Any) -> str | None:
-    """The operators' name for an activation function or module; None for one that they do not support."""
-    if type(activation) is nn.GELU:
-        return "gelu" if activation.approximate == "none" else "gelu_tanh"
-    if isinstance(activation, nn.Module):
-        return {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(activation))  # type: ignore[call-overload]
-    return _FUNCTIONS.get(activation)
+def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> Tensor:
+    """``down(silu(gate(x)) * up(x))``, with the same numbers: x ``[*, K]`` -> ``[*, K']``.
 
+    One kernel makes the product and casts it, and one makes both gradients and casts them. Backward keeps both inputs
+    in FP8, and the outputs of gate and up.
 
-class Fp8FeedForward(nn.Module):
-    """A transformer layer of torch whose feed-forward block runs as one where that changes no number.
-
-    Never constructed: conversion changes the class of a layer whose ``linear1`` and ``linear2`` it has converted. A
-    block with dropout between the two (in training), an activation other than relu, gelu and silu, or hooks on its
-    parts runs part by part, as before.
+    Args:
+        gate: converted linear layer ``[K -> N]``.
+        up: likewise; both record their input in the same place.
+        down: converted linear layer ``[N -> K']``; all are of the same model.
+        x: fp32, bf16 or fp16.
     """
-
-    plain_class: type[nn.Module]
-
-    def _ff_block(self, x: Tensor) -> Tensor:
-        activation = _fused_activation(self)
-        if activation is None:
-            return super()._ff_block(x)  # type: ignore[misc]
-        y = fp8_feed_forward(cast(Fp8Linear, self.linear1), activation, cast(Fp8Linear, self.linear2), x)
-        return self._last_dropout(y)
-
-    def _last_dropout(self, y: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class Fp8TransformerEncoderLayer(Fp8FeedForward, nn.TransformerEncoderLayer):
-    """``nn.TransformerEncoderLayer`` with its feed-forward block as one; see :class:`Fp8FeedForward`."""
-
-    plain_class = nn.TransformerEncoderLayer
-
-    def _last_dropout(self, y: Tensor) -> Tensor:
-        return self.dropout2(y)
-
-
-class Fp8TransformerDecoderLayer(Fp8FeedForward, nn.TransformerDecoderLayer):
-    """``nn.TransformerDecoderLayer`` with its feed-forward block as one; see :class:`Fp8FeedForward`."""
-
-    plain_class = nn.TransformerDecoderLayer
-
-    def _last_dropout(self, y: Tensor) -> Tensor:
-        return self.dropout3(y)
+    parts = [cast(Fp8Module, part) for part in (gate, up, down)]
+    for part in parts[:2]:
+        check_input(part, "input", x, _weight(part))
+    rows, record, dtype = [part.fp8[""] for part in parts], parts[0].records, output_dtype(x)
+    layers = [_as_layer(part, record, dtype) for part in parts]
+    with_gradients = torch.is_grad_enabled()
+    x_fp8 = cast_input(rows[0], x, record, with_gradients and any(layer.weight.requires_grad for layer in layers[:2]))
+    # up takes the same cast, and with it the last layer lets go of it
+    cast_input(rows[1], x, record, keep=False)
+    with _no_evaluation(rows[0], record):
+        y, *_ = ops.gated_mlp(
+            x,
+            *layers,
+            x_fp8,
+            rows[2].slot("input", record),
+            *(row.slot("grad_output", record) for row in rows),
+            with_gradients and layers[2].weight.requires_grad,
+            with_gradients,
+            dtype,
+        )
+    return y  # type: ignore[no-any-return]
 
 
-def fuse_feed_forward(layers: Iterable[nn.Module]) -> None:
-    """Give each transformer layer the fused class if its linear layers are converted, else the plain one."""
-    fused: dict[type[nn.Module], type[nn.Module]] = {
-        kind.plain_class: kind for kind in (Fp8TransformerEncoderLayer, Fp8TransformerDecoderLayer)
-    }
-    for layer in layers:
-        plain = layer.plain_class if isinstance(layer, Fp8FeedForward) else own_class(layer)
-        if plain in fused:
-            converted = own_class(layer.linear1) is Fp8Linear and own_class(layer.linear2) is Fp8Linear
-            exchange_class(layer, fused[plain] if converted else plain)
+def _no_evaluation(rows: Fp8Rows, record: bool) -> AbstractContextManager[None]:
+    """For an operator in a forward with gradients: autograd runs it without, which is no sign of an evaluation."""
+    if record or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return nullcontext()
+    return rows.state.notices.silent()
 
 
-def _fused_activation(layer: nn.Module) -> str | None:
-    """The activation of a block that runs as one; None if it has to run part by part."""
-    first, dropout, second, activation = layer.linear1, layer.dropout, layer.linear2, layer.activation
-    if type(first) is not Fp8Linear or type(second) is not Fp8Linear or not (first.in_fp8 and second.in_fp8):
-        return None
-    if type(dropout) is not nn.Dropout or (dropout.training and dropout.p > 0):
-        return None
-    # weights may have been replaced since: part by part, the layer whose input does not fit raises the error
-    if first.weight.shape[0] != second.weight.shape[1]:
-        return None
+def _as_layer(layer: Fp8Module, record: bool, dtype: torch.dtype) -> Layer:
+    """The weight, cast, and the bias for outputs of this dtype."""
+    rows, bias = layer.fp8[""], cast("Tensor | None", layer.bias)
+    weight, operand, is_kept = cast_weight(rows, _weight(layer), record)
+    check_bias(rows, bias, weight.shape[0])
+    return Layer(weight, bias, rounded_bias(rows, bias, dtype, is_kept), operand)  # type: ignore[arg-type]
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    return cast(Tensor, layer.weight)
+
+
+def reason_against_fusing(block: FeedForward) -> str | None:
+    """Why the block has to run part by part, as it is now; None if it runs as one."""
+    layers = [*block.first, block.second]
+    if any(type(layer) not in LINEAR_CLASSES for layer in layers):
+        return "a linear layer is not converted, or is sharded by itself"
+    rows = [cast(Fp8Module, layer).fp8[""] for layer in layers]
+    if not all(row.switch.in_fp8 for row in rows):
+        return "a layer fell back"
+    if _operator(block) is None:
+        of_gate = " for a gate" if len(block.first) == 2 or block.packed else ""
+        return f"{_named(block.activation)} is not supported{of_gate}"
+    if any(dropout.training and cast(nn.Dropout, dropout).p > 0 for dropout in block.dropouts):
+        return "dropout between its layers"
     # hooks and replaced forwards of the parts must see their calls
-    parts = (first, dropout, second, activation)
+    parts = [*layers, block.activation, *block.dropouts, *block.around]
     if any(isinstance(part, nn.Module) and _is_watched(part) for part in parts) or torch_module._has_any_global_hook():
-        return None
-    if first.scaling_state is not second.scaling_state or first.training != second.training:
-        return None
-    return activation_name(activation)
+        return "a part has hooks, or a `forward` of its own"
+    if any(row.state is not rows[0].state for row in rows):
+        return "its layers were not converted together"
+    if any(layer.training != layers[0].training for layer in layers):
+        return "its layers differ in training mode"
+    # the very tensor, where they do
+    if len(block.first) == 2 and rows[0].index["input"] is not rows[1].index["input"]:
+        return "gate and up do not share their input"
+    return _misfit([_weight(layer) for layer in layers], rows, block.packed)
+
+
+def _misfit(weights: list[Tensor], rows: list[Fp8Rows], packed: bool) -> str | None:
+    """Why these weights, the last one the second layer's, do not make a block."""
+    if any(isinstance(weight, DTensor) for weight in weights):
+        return SHARDED
+    # weights may have been replaced since: part by part, the layer whose input does not fit raises the error
+    if any(weight.dim() != 2 for weight in weights):
+        return "its weights do not fit together"
+    shapes = [weight.shape[::-1] if row.k_by_n else weight.shape for weight, row in zip(weights, rows, strict=True)]
+    (outputs, inputs), *others, (_, hidden) = shapes
+    fits = outputs == (2 * hidden if packed else hidden) and all(other == (outputs, inputs) for other in others)
+    return None if fits else "its weights do not fit together"
 
 
 def _is_watched(part: nn.Module) -> bool:
     hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
     return any(hooks) or "forward" in vars(part)
+
+
+def _operator(block: FeedForward) -> str | None:
+    """The operators' name for the activation; None if they do not support it in such a block."""
+    name = activation_name(block.activation)
+    if len(block.first) == 2 or block.packed:
+        return "swiglu" if name == "silu" else None
+    return name
+
+
+def activation_name(activation: Any) -> str | None:
+    """The operators' name for an activation function or module; None for one that they do not support."""
+    kind = type(activation)
+    if kind is nn.GELU:
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    if kind.__module__ == "transformers.activations":
+        # each holds torch's function, or one that writes out the formula
+        held = activation.act if kind.__name__ in _HOLD_A_FUNCTION else None
+        return _OF_TRANSFORMERS.get(kind.__name__) if held is None else activation_name(held)
+    if isinstance(activation, nn.Module):
+        return _MODULES.get(kind)
+    if isinstance(activation, functools.partial):
+        is_tanh = activation.func is F.gelu and not activation.args and activation.keywords == {"approximate": "tanh"}
+        return "gelu_tanh" if is_tanh else None
+    for function, name in _FUNCTIONS:
+        if activation is function:
+            return name
+    return None
+
+
+def _named(activation: Any) -> str:
+    return type(activation).__name__ if isinstance(activation, nn.Module) else getattr(activation, "__name__", "it")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows
 from lightning_fp8.modules.gathered_weight import GatheredWeight
+from lightning_fp8.modules.shared_input import SharedInput, graph_being_traced
 from lightning_fp8.modules.weight_cache import can_keep_copies
 from lightning_fp8.ops.formats import CASTABLE_DTYPES
 from lightning_fp8.ops.library import is_k_major
@@ -69,20 +73,30 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
             " its hooks gather the weight."
         )
     weight = parameter.t() if rows.k_by_n else parameter
-    # Only a recording forward uses the cache: in evaluation, weights may be swapped (EMA, averaging) without a trace.
-    can_keep = rows.keeps_cast and can_keep_copies(parameter)
-    is_kept = record and can_keep
+    if rows.is_prepared and torch.compiler.is_dynamo_compiling():
+        return Fp8Weight(weight, rows.prepared)
+    # Other forwards than recording ones use the cache only where somebody vouches for the weight: in evaluation,
+    # weights may be swapped (EMA, averaging) without a trace.
+    can_keep, keep_columns = rows.keeps_cast and can_keep_copies(parameter), torch.is_grad_enabled()
+    is_kept = can_keep and (record or rows.weight_cache.vouchers > 0)
     made: Fp8Operand | None = None
     if is_kept:
         made = rows.weight_cache.get(parameter)
-        if made is not None:
+        # a frozen weight is cast again where its losses are counted, with those of each step
+        is_counted = record and not parameter.requires_grad and rows.state.cast_counts.values is not None
+        if made is not None and not is_counted and (not keep_columns or made.columns.dim() == 2):
+            if not record:
+                rows.state.weight_changes.see_reuse(rows.module)
             return Fp8Weight(weight, made, True)
-        made = rows.group.cast_stale(rows, parameter)
+        made = rows.group.cast_stale(rows, parameter) if record else None
     if made is None:
-        slot = rows.weight_slot(record)
-        made = ops.cast_weight_operand(weight.detach(), slot, keep=torch.is_grad_enabled())
+        with _normal_tensors() if is_kept else nullcontext():
+            made = ops.cast_weight_operand(weight.detach(), rows.weight_slot(record), keep_columns)
         if is_kept:
             rows.weight_cache.put(parameter, made)
+            if rows.weight_cache.vouchers and not is_k_major(parameter):
+                # many small GEMMs follow, as in generation, each of which would dequantize the whole weight
+                ops.keep_values(made)
     # The CPU's operators compare each weight that they cast. On a GPU a comparison would wait for the device, so it is
     # made only after a change that leaves a trace, which the new address of each weight gathered by FSDP is not.
     if can_keep and is_k_major(parameter) and rows.note_trace(parameter):
@@ -90,8 +104,46 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
     return Fp8Weight(weight, made, is_kept)
 
 
+@contextmanager
+def _normal_tensors() -> Iterator[None]:
+    """For copies that outlive an inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
-    """x ``[*, K]`` in FP8; by columns too if backward needs it (``keep``)."""
+    """x ``[*, K]`` in FP8; by columns too if backward needs it (``keep``). One cast for all layers that share x."""
+    shared = rows.shared_input
+    if shared is None:
+        return _cast_input(rows, x, record, keep)
+    if torch.compiler.is_compiling():
+        return _cast_input_in_graph(rows, shared, x, record, keep)
+    if x.is_inference() and rows.has_hooks:
+        # such a tensor does not count its changes; without hooks, the source has shown that there is none
+        shared.drop()
+        return _cast_input(rows, x, record, keep)
+    made = None if rows.is_first else shared.take(x, rows.state, record, keep, rows.is_last)
+    if made is None:
+        made = _cast_input(rows, x, record, keep or (torch.is_grad_enabled() and rows.followers_need_columns()))
+        if not rows.is_last:
+            shared.put(x, rows.state, record, made, rows.is_first)
+    return made
+
+
+def _cast_input_in_graph(rows: Fp8Rows, shared: SharedInput, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
+    # with gradients, AOTAutograd makes one of several casts with the same arguments
+    graph = graph_being_traced() if is_dynamo_compiling() and not torch.is_grad_enabled() else None
+    if graph is None:
+        return _cast_input(rows, x, record, keep)
+    made = shared.in_graph
+    if rows.is_first or rows.has_hooks or made is None or made[0] != graph or made[1] is not x:
+        made = graph, x, _cast_input(rows, x, record, keep)
+    # a compiler sees changes of x only later
+    shared.in_graph = None if rows.is_last or rows.has_hooks else made
+    return made[2]
+
+
+def _cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
     return ops.cast_operand(ops.in_rows(x.detach()), rows.slot("input", record), "none", keep)
 
 
@@ -105,6 +157,8 @@ def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None,
     """
     dtype, (parameter, operand, is_kept) = output_dtype(x), weight
     if operand is None:
+        if rows.is_last and rows.shared_input is not None:
+            rows.shared_input.drop()
         return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))
     check_bias(rows, bias, operand.rows.shape[0])
     bias_value = rounded_bias(rows, bias, dtype, is_kept)
@@ -121,7 +175,8 @@ def rounded_bias(rows: Fp8Rows, bias: Tensor | None, dtype: torch.dtype, keep: b
         return bias.detach().to(dtype)
     kept = rows.bias_cache.get(bias)
     if kept is None or kept.dtype != dtype:
-        kept = bias.detach().to(dtype)
+        with _normal_tensors():
+            kept = bias.detach().to(dtype)
         rows.bias_cache.put(bias, kept)
     return kept
 

@@ -36,3 +36,7 @@ class Fp8Linear(Fp8Module, nn.Linear):
         if isinstance(weight, DTensor):
             return parallel_linear(rows, x, weight, self.bias, record)
         return fp8_linear(rows, x, cast_weight(rows, weight, record), self.bias, record)
+
+
+# the classes that are one linear layer; `conv1d` adds its own, where `transformers` has been imported
+LINEAR_CLASSES: list[type[Fp8Module]] = [Fp8Linear]

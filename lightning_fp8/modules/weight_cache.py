@@ -1,8 +1,11 @@
-"""The cast of a weight: made once per optimizer step, whatever the number of micro-batches, and never stale."""
+"""The cast of a weight: made when the weight has changed, and only then; never stale."""
 
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +18,7 @@ from lightning_fp8.ops.library import is_k_major
 from lightning_fp8.runtime.device import is_capturing
 
 _BLOCK_ELEMENTS = 1 << 16
+_LOCK = threading.Lock()
 
 
 T = TypeVar("T")
@@ -33,28 +37,40 @@ class _Entry(NamedTuple):
 class WeightCache(Generic[T]):
     """Keeps a copy derived from one weight for as long as the weight is certain to be the same.
 
-    A copy is dropped after any optimizer step, a change in place, a new ``.data``, a move, or another parameter in its
-    place. On the CPU a hash of the bits is compared as well, which also catches changes in place through ``.data``.
+    A copy is stale after a change in place, a new ``.data``, a move, another parameter in its place, or, unless the
+    weight is frozen, an optimizer step. On the CPU a hash of the bits is compared as well, which also catches changes
+    in place through ``.data``; not while somebody vouches for the weight, see :func:`vouching`.
     Copies and pickles of a model start with an empty cache.
+
+    Attributes:
+        vouchers: how many contexts vouch for the weight.
     """
 
     def __init__(self) -> None:
         self._entry: _Entry | None = None
-        self._used = False
+        self._last_used = 0
+        self.vouchers = 0
 
     def get(self, weight: Tensor) -> T | None:
         """The copy of ``weight``; None if there is none, or it may be stale."""
         entry = self._entry
         if entry is None or entry.weight is not weight or entry.key != _key(weight):
             return None
-        if entry.fingerprint is not None and not torch.equal(entry.fingerprint, _fingerprint(weight)):
+        is_compared = not (self.vouchers or is_k_major(weight))
+        # a copy kept while somebody vouched has no fingerprint
+        if is_compared and (entry.fingerprint is None or not torch.equal(entry.fingerprint, _fingerprint(weight))):
             return None
-        self._used = True
+        self._last_used = id(weight)
         return entry.copy  # type: ignore[no-any-return]
+
+    def holds(self, weight: Tensor, copy: T) -> bool:
+        """Whether ``copy`` is the one that is kept, and nothing that leaves a trace has changed the weight since."""
+        entry = self._entry
+        return entry is not None and entry.copy is copy and entry.weight is weight and entry.key == _key(weight)
 
     def was_used(self, weight: Tensor) -> bool:
         """Whether the last copy of ``weight``, stale or not, has been used."""
-        return self._used and self._entry is not None and self._entry.weight is weight
+        return self._last_used == id(weight)
 
     def drop(self) -> None:
         """Drop the copy and free its memory."""
@@ -65,12 +81,30 @@ class WeightCache(Generic[T]):
         # Only a parameter is known to be the same tensor at the next call; a parametrized weight is made each time.
         if isinstance(weight, nn.Parameter) and not weight.is_inference():
             # on a GPU, comparing would wait for the device
-            fingerprint = None if is_k_major(weight) else _fingerprint(weight)
+            fingerprint = None if self.vouchers or is_k_major(weight) else _fingerprint(weight)
             self._entry = _Entry(weight, weight.detach(), _key(weight), fingerprint, copy)
-            self._used = used
+            self._last_used = id(weight) if used else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_entry": None, "_used": False}
+        return {"_entry": None, "_last_used": 0, "vouchers": 0}
+
+
+@contextmanager
+def vouching(caches: Iterable[WeightCache[Any]]) -> Iterator[None]:
+    """Declare that these weights change only in ways that leave a trace, in all threads, until all such contexts end.
+
+    It does not drop the copies made before it or in it: who vouches knows for how long they are valid.
+    """
+    caches = list(caches)
+    with _LOCK:
+        for cache in caches:
+            cache.vouchers += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for cache in caches:
+                cache.vouchers -= 1
 
 
 def can_keep_copies(weight: Tensor) -> bool:
@@ -85,7 +119,9 @@ def can_keep_copies(weight: Tensor) -> bool:
 def _key(weight: Tensor) -> tuple[Any, ...]:
     # the address identifies the device and the place in the storage, which is kept alive
     where, layout = weight.data_ptr(), weight.stride()
-    return weight._version, optimizer_steps(), where, weight.dtype, weight.shape, layout
+    # an optimizer changes what has a gradient; it may do so through `.data`
+    steps = optimizer_steps() if weight.requires_grad or weight.grad is not None else None
+    return weight._version, steps, where, weight.dtype, weight.shape, layout
 
 
 def _fingerprint(weight: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from typing_extensions import Self
 
 from lightning_fp8.modules.attention import SdpaMultiheadAttention, in_gemms
 from lightning_fp8.modules.class_swap import exchange_class, own_class
@@ -29,6 +30,13 @@ class WeightCopyModule(nn.Module):
 
     copies: dict[str, WeightCache[Tensor]]
     plain_class: type[nn.Module]
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch between training and evaluation, where weights may be swapped: no copy outlives a switch."""
+        if mode != self.training:
+            for cache in self.copies.values():
+                cache.drop()
+        return super().train(mode)
 
     def copied(self, name: str) -> Tensor:
         """The weight in autocast's dtype, connected to the parameter; without autocast the parameter itself."""

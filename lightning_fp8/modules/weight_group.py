@@ -34,6 +34,10 @@ class WeightGroup:
         self._members[rows.module] = rows
         note_layer(self)
 
+    def get(self, module: int) -> Fp8Rows | None:
+        """The rows of the layer at this position; None if it no longer exists."""
+        return self._members.get(module)
+
     def states(self) -> list[ScalingState]:
         """The state that they share; empty if no layer exists any more."""
         return [rows.state for rows in self.members[:1]]
@@ -48,6 +52,9 @@ class WeightGroup:
         seen: dict[int, Tensor] = {}
         for rows in self.members:
             weight = rows.weight
+            if id(weight) in weights:
+                # compiled code casts it from now on, until somebody prepares it again
+                rows.is_prepared = False
             if type(weight) is not nn.Parameter or weight.dim() != 2:
                 # FSDP's shards have one dimension or are of a class of their own; others are computed
                 rows.state.weight_changes.note_sharding(rows.module, True)
@@ -77,12 +84,12 @@ class WeightGroup:
         arrived yet, or may belong to others.
         """
         state = first.state
-        if not _is_plain(weight, state.device) or not ops.casts_weights_together(weight):
+        if not is_plain(weight, state.device) or not ops.casts_weights_together(weight):
             return None
         due = [(first, weight)]
         for rows in self.members:
             other = rows.weight if rows is not first and _records(rows) else None
-            if other is None or not rows.weight_cache.was_used(other) or not _is_plain(other, state.device):
+            if other is None or not rows.weight_cache.was_used(other) or not is_plain(other, state.device):
                 continue
             if rows.weight_cache.get(other) is None:
                 due.append((rows, other))
@@ -101,7 +108,8 @@ def _records(rows: Fp8Rows) -> bool:
     return rows.layer is not None and rows.layer.records and rows.switch.in_fp8
 
 
-def _is_plain(weight: Tensor, device: object) -> bool:
+def is_plain(weight: Tensor, device: object) -> bool:
+    """Whether a weight is a parameter with its own storage, in the state's place."""
     # subclasses of Parameter are sharded or computed
     if type(weight) is not nn.Parameter or weight.dtype not in CASTABLE_DTYPES or weight.device != device:
         return False

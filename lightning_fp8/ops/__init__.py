@@ -25,7 +25,9 @@ from lightning_fp8.ops.basic import (
     update_scales,
 )
 from lightning_fp8.ops.feed_forward import mlp, mlp_backward
+from lightning_fp8.ops.gated_feed_forward import gated_backward, gated_mlp
 from lightning_fp8.ops.linear_layer import in_rows, linear, linear_backward
+from lightning_fp8.ops.reference import keep_values
 
 __all__ = [
     "cast",
@@ -34,7 +36,10 @@ __all__ = [
     "cast_weight_operand",
     "cast_weights",
     "casts_weights_together",
+    "gated_backward",
+    "gated_mlp",
     "in_rows",
+    "keep_values",
     "linear",
     "linear_backward",
     "measure_weights",

@@ -8,6 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``."""
+    return F.silu(gate) * up
+
+
+def gated_gradients(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up from that of :func:`gated`."""
+    return torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)
+
+
 # swiglu(x) with x = [gate | up], twice as wide as the result
 _FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
@@ -15,7 +26,7 @@ _FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
-    "swiglu": lambda x: F.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1],
+    "swiglu": lambda x: gated(*x.chunk(2, dim=-1)),
 }
 ACTIVATIONS = tuple(_FORWARD)
 
@@ -42,4 +53,4 @@ def activation_gradient(x: Tensor, dy: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return aten.silu_backward(dy, x)
     gate, up = x.chunk(2, dim=-1)
-    return torch.cat([aten.silu_backward(dy * up, gate), dy * F.silu(gate)], dim=-1)
+    return torch.cat(gated_gradients(gate, up, dy), dim=-1)

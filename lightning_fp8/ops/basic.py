@@ -90,22 +90,19 @@ measure_weights = cuda.measure_weights
 
 
 def cast_operand(x: Tensor, slot: Slot, activation: str, keep: bool) -> Fp8Operand:
-    """:func:`cast` for the GEMMs of the device x is on; by columns too if backward needs it (``keep``)."""
-    return _operand(cast(x, slot, activation, _layout(x, keep)), slot.format)
+    """:func:`cast` for the GEMMs of the device of ``x``; by columns too if backward needs them (``keep``)."""
+    if is_k_major(x):
+        rows, columns, scale_inv = cast(x, slot, activation, "both" if keep else "rows")
+        return Fp8Operand(rows, columns, scale_inv, slot.format)
+    rows, _, scale_inv = cast(x, slot, activation, "rows")
+    return Fp8Operand(rows, rows.t(), scale_inv, slot.format)
 
 
 def cast_weight_operand(weight: Tensor, slot: WeightSlot, keep: bool) -> Fp8Operand:
     """:func:`cast_weight` likewise."""
-    return _operand(cast_weight(weight, slot, _layout(weight, keep)), slot.format)
-
-
-def _layout(x: Tensor, keep: bool) -> str:
-    return "both" if keep and is_k_major(x) else "rows"
-
-
-def _operand(made: tuple[Tensor, Tensor, Tensor], format: str) -> Fp8Operand:
-    rows, columns, scale_inv = made
-    return Fp8Operand(rows, columns if is_k_major(rows) else rows.t(), scale_inv, format)
+    layout = "both" if keep and is_k_major(weight) else "rows"
+    rows, columns, scale_inv = cast_weight(weight, slot, layout)
+    return Fp8Operand(rows, columns if is_k_major(weight) else rows.t(), scale_inv, slot.format)
 
 
 def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dtype, gemm: str) -> Tensor:

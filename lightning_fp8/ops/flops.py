@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_fp8.ops.basic import scaled_mm, scaled_mm_add_
 from lightning_fp8.ops.feed_forward import mlp, mlp_backward
+from lightning_fp8.ops.gated_feed_forward import gated_backward, gated_mlp
 from lightning_fp8.ops.library import Operator
 from lightning_fp8.ops.linear_layer import linear, linear_backward
 from lightning_fp8.ops.operand import Columns
@@ -55,8 +56,8 @@ def _linear_backward(dy: Shape, h: Shape | None, activation: str, x: Columns, w:
 
 
 @_count(mlp)
-def _mlp(x: Shape, weight_1: Shape, bias_1: Shape | None, weight_2: Shape, *_: Any) -> int:
-    return _gemm(_rows(x), weight_1) + _gemm((_rows(x)[0], weight_2[1]), weight_2)
+def _mlp(x: Shape, first: Any, second: Any, *_: Any) -> int:
+    return _gemm(_rows(x), first.weight) + _gemm((_rows(x)[0], second.weight[1]), second.weight)
 
 
 @_count(mlp_backward)
@@ -64,6 +65,16 @@ def _mlp_backward(
     dy: Shape, h: Shape, activation: str, x: Columns, w1: Columns, a: Columns, w2: Columns, *_: Any
 ) -> int:
     return _gradients(dy, a, w2) + _gradients(h, x, w1)
+
+
+@_count(gated_mlp)
+def _gated_mlp(x: Shape, gate: Any, up: Any, down: Any, *_: Any) -> int:
+    return 2 * _gemm(_rows(x), gate.weight) + _gemm((_rows(x)[0], down.weight[1]), down.weight)
+
+
+@_count(gated_backward)
+def _gated_backward(da: Shape, gate: Shape, up: Shape, x: Columns, w_gate: Columns, w_up: Columns, *_: Any) -> int:
+    return _gradients(gate, x, w_gate) + _gradients(up, x, w_up)
 
 
 def _rows(x: Shape) -> Shape:

@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, WeightSlot, state_of
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, WeightSlot, state_of
 
 LIBRARY = torch.library.Library("lightning_fp8", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -29,6 +29,8 @@ cuda_on_cpu = False
 # since a maximum may be taken twice and in any order.
 _PARTS: dict[type[tuple[Any, ...]], str] = {
     Fp8Operand: "Tensor {0}, Tensor {0}_t, Tensor {0}_scale_inv, str {0}_format",
+    Layer: "Tensor {0}_weight, Tensor? {0}_bias, Tensor? {0}_bias_value, Tensor {0}, Tensor {0}_t, "
+    "Tensor {0}_scale_inv, str {0}_format",
     Columns: "Tensor? {0}, Tensor {0}_scale_inv, str {0}_format",
     Slot: "Tensor {0}_scale, Tensor {0}_amax_history, Tensor {0}_index, str {0}_format, int {0}_state, bool {0}_record,"
     " str {0}_gemm",
@@ -59,7 +61,14 @@ class Signature(NamedTuple):
 def _assemble(kind: type[tuple[Any, ...]], values: Iterator[Any]) -> Any:
     fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
     made: Any = kind
-    return made(*(state_of(next(values)) if field == "state" else next(values) for field in fields))
+    return made(*(_FIELDS.get(field, next)(values) for field in fields))
+
+
+# fields that are no plain value of the operator
+_FIELDS: dict[str, Callable[[Iterator[Any]], Any]] = {
+    "state": lambda values: state_of(next(values)),
+    "operand": lambda values: _assemble(Fp8Operand, values),
+}
 
 
 def flattened(arguments: Iterable[Any]) -> list[Any]:
@@ -71,6 +80,8 @@ def flattened(arguments: Iterable[Any]) -> list[Any]:
             flat += argument._replace(state=handle)  # type: ignore[arg-type]
         elif isinstance(argument, (Fp8Operand, Columns)):
             flat += argument
+        elif isinstance(argument, Layer):
+            flat += (*argument[:3], *argument.operand)
         else:
             flat.append(argument)
     return flat
@@ -166,19 +177,24 @@ def differentiable(
 
     Args:
         signature: of the operator.
-        inputs: the number of leading arguments that have gradients.
+        inputs: the number of leading arguments that have gradients; after these come the weight and the bias of each
+            :class:`~lightning_fp8.ops.operand.Layer`.
         forward: what it computes.
-        save: ``(ctx, output, *arguments)``, saves tensors for backward.
-        backward: ``(ctx, *gradients of the output)``, the gradients of its inputs.
+        save: ``(ctx, output, *arguments)``, saves tensors for backward; with layers, ``ctx.needs`` has a bool for each
+            gradient.
+        backward: ``(ctx, *gradients of the output)``, all gradients in that order.
         fake: the shapes of what it computes.
     """
-
-    others = (None,) * (len(signature.kinds) - inputs)
+    layers = [at for at, kind in enumerate(signature.kinds) if kind is Layer]
+    count = inputs + 2 * len(layers)
 
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:
+        def forward(ctx: Any, *given: Any) -> Any:
+            arguments = given[-1] if layers else given
             output = forward(*arguments)
+            if layers:
+                ctx.needs = ctx.needs_input_grad[:count]
             save(ctx, output, *arguments)
             return output
 
@@ -187,18 +203,40 @@ def differentiable(
             return *backward(ctx, *gradients), *others
 
     Function.__name__ = Function.__qualname__ = f"Fp8{signature.name.title()}"
+    # `apply` of the class itself unwraps what transforms may have left in arguments; `is_watched` excludes transforms
+    apply = super(torch.autograd.Function, Function).apply
+    others = (None,) if layers else (None,) * (len(signature.kinds) - inputs)
+
+    def apply_to_layers(*arguments: Any) -> Any:
+        # autograd sees tensors among the arguments, and none inside of them
+        return apply(*arguments[:inputs], *(one for at in layers for one in arguments[at][:2]), arguments)
+
+    flat = _flat_positions(signature, inputs)
 
     def save_of_operator(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if layers:
+            ctx.needs = [ctx.needs_input_grad[at] for at in flat]
         save(ctx, output, *signature.assembled(inputs))
 
     def gradients_of_operator(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        return *backward(ctx, *gradients), *(None,) * (len(operator.op._schema.arguments) - inputs)
+        found: list[Tensor | None] = [None] * len(operator.op._schema.arguments)
+        for at, gradient in zip(flat, backward(ctx, *gradients), strict=True):
+            found[at] = gradient
+        return tuple(found)
 
     name, qualified = signature.name, f"lightning_fp8::{signature.name}"
     LIBRARY.impl(name, with_flat_arguments(signature, forward), "CompositeExplicitAutograd")
     torch.library.register_autograd(qualified, gradients_of_operator, setup_context=save_of_operator, lib=LIBRARY)
     torch.library.register_fake(qualified, with_flat_arguments(signature, fake), lib=LIBRARY)
-    # `apply` of the class itself unwraps what transforms may have left in arguments; `is_watched` excludes transforms
-    apply = super(torch.autograd.Function, Function).apply
-    operator = Operator(signature, apply, apply)
+    eager = apply_to_layers if layers else apply
+    operator = Operator(signature, eager, eager)
     return operator
+
+
+def _flat_positions(signature: Signature, inputs: int) -> list[int]:
+    """Where the operator takes the tensors that have gradients."""
+    positions, at = [], 0
+    for number, kind in enumerate(signature.kinds):
+        positions += [at] if number < inputs else [at, at + 1] if kind is Layer else []
+        at += 1 if kind is None else _PARTS[kind].count(",") + 1
+    return positions

@@ -62,6 +62,22 @@ class Fp8Operand(NamedTuple):
     format: str
 
 
+class Layer(NamedTuple):
+    """A linear layer among the arguments of an operator that runs several.
+
+    Attributes:
+        weight: ``[N, K]``; with the bias it gives the graph its edges, and the gradients their shapes and dtypes.
+        bias: ``[N]`` or None.
+        bias_value: what the bias adds: itself, or rounded to the output's dtype.
+        operand: the weight in FP8, which is what is computed with.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    bias_value: Tensor | None
+    operand: Fp8Operand
+
+
 class Columns(NamedTuple):
     """What backward keeps of an operand ``[M, K]``.
 

@@ -18,11 +18,12 @@ from torch import Tensor
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import Columns, Slot, WeightSlot, in_layout
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, WeightSlot, in_layout
 from lightning_fp8.runtime.switch import Switch
 
 FP32_MAX = torch.finfo(torch.float32).max
 _BLOCK_ELEMENTS = 1 << 20
+_FEW_ELEMENTS, _FEW_ROWS = 1 << 11, 2
 _HAS_BF16_GEMM: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 # Dequantized values are kept divided by these powers of two: exact, and cheaper than shifting exponents back.
 _DEQUANTIZED_SHIFT = {"e4m3": 256.0, "e5m2": 1.0}
@@ -115,8 +116,11 @@ def dequantize(payload: Tensor, format: str, may_have_nan: bool = True) -> Tenso
     """``uint8`` payload -> fp32 values divided by ``_DEQUANTIZED_SHIFT[format]``, exactly; NaN and inf stay.
 
     An FP8 pattern shifted into the fields of fp16 is the same number with another exponent bias, denormals included.
-    torch's own conversion of ``float8_e4m3fn`` on the CPU takes seven times as long.
+    torch's own conversion of ``float8_e4m3fn`` on the CPU takes seven times as long, except for a few elements, where
+    the number of operations counts.
     """
+    if payload.numel() <= _FEW_ELEMENTS:
+        return payload.view(FORMATS[format].dtype).float().div_(_DEQUANTIZED_SHIFT[format])
     if format == "e5m2":
         return payload.to(torch.int16).bitwise_left_shift_(8).view(torch.float16).float()
     bits = payload.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
@@ -125,6 +129,11 @@ def dequantize(payload: Tensor, format: str, may_have_nan: bool = True) -> Tenso
     if may_have_nan and has_nan(payload, format):
         values.masked_fill_(payload.bitwise_and(0x7F) == 0x7F, float("nan"))
     return values
+
+
+def keep_values(operand: Fp8Operand) -> None:
+    """Keep the dequantized values of an operand that is never written to again: four more bytes per element."""
+    operand.rows.kept_values = dequantize(operand.rows, operand.format)  # type: ignore[attr-defined]
 
 
 def has_nan(payload: Tensor, format: str) -> bool:
@@ -149,11 +158,13 @@ def scaled_mm(
 ) -> Tensor:
     """``(a @ b^T) * a_scale_inv * b_scale_inv + bias``; see the operator ``lightning_fp8::scaled_mm``."""
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    operand_dtype = _operand_dtype(out_dtype)
-    b_values = dequantize(b, b_format).to(operand_dtype).t()
+    # oneDNN's bf16 GEMM takes several times as long as fp32 for one row, as in generation
+    operand_dtype = torch.float32 if a.shape[0] <= _FEW_ROWS else _operand_dtype(out_dtype)
+    kept: Tensor | None = getattr(b, "kept_values", None)
+    b_values = (dequantize(b, b_format) if kept is None else kept).to(operand_dtype).t()
     scale_inv = _gemm_scale_inv(a_scale_inv, b_scale_inv, a_format, b_format)
     addend = None if bias is None else bias.to(out_dtype).to(operand_dtype)
-    a_has_nan = a_format == "e4m3" and has_nan(a, a_format)
+    a_has_nan = a_format == "e4m3" and a.numel() > _FEW_ELEMENTS and has_nan(a, a_format)
     for rows in _row_blocks(a.shape[0], max(a.shape[1], b.shape[0])):
         a_values = dequantize(a[rows], a_format, a_has_nan).to(operand_dtype)
         _mm_into(out[rows], a_values, b_values, scale_inv, addend)
@@ -257,7 +268,7 @@ def _mm_into(out: Tensor, a: Tensor, b: Tensor, scale_inv: float, bias: Tensor |
     Autocast, which would turn operands and results to bf16, leaves the ``out=`` form alone.
     """
     target = out if out.dtype == a.dtype else out.new_empty(out.shape, dtype=a.dtype)
-    with _bf16_multiply(a.dtype):
+    with _bf16_multiply(a.dtype) if len(a) > _FEW_ROWS else nullcontext():
         torch.addmm(target if bias is None else bias, a, b, beta=0 if bias is None else 1, alpha=scale_inv, out=target)
     if target is not out:
         out.copy_(target)

@@ -20,6 +20,7 @@ from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.plugins.bf16 import Bf16MixedCore, Bf16TrueCore
 from lightning_fp8.plugins.core import FSDPCore, PrecisionCore, as_dtype
 from lightning_fp8.plugins.fp8 import Fp8Core
+from lightning_fp8.plugins.loops import LoopWeights
 
 
 class _TrainerPrecision(PrecisionCore, Precision):
@@ -29,12 +30,15 @@ class _TrainerPrecision(PrecisionCore, Precision):
 
 
 class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
+    _loop_weights = LoopWeights()
+
     @override
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         # only the state of this model: the plugin may have been used with another one before
         self._states = [scaling_state(model)] if is_converted(model) else []
+        self._loop_weights = LoopWeights(model)
         return model, optimizers, lr_schedulers
 
     @override
@@ -51,18 +55,38 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     @contextmanager
     def train_step_context(self) -> Iterator[None]:  # type: ignore[override]
         # teachers and target networks are evaluated before the first update as well
-        with self._silent(), super().train_step_context():
+        with self._silent(), self._loop_weights.in_step(self._trainer, record=True), super().train_step_context():
             yield
 
     @override
     @contextmanager
     def val_step_context(self) -> Iterator[None]:  # type: ignore[override]
-        model = self._attention.models[-1]() if self._attention.models else None
-        is_sanity_check = (
-            isinstance(model, pl.LightningModule) and model._trainer is not None and model._trainer.sanity_checking
-        )
-        with self._silent() if is_sanity_check else nullcontext(), super().val_step_context():
+        trainer = self._trainer
+        silent = self._silent() if trainer is not None and trainer.sanity_checking else nullcontext()
+        with silent, self._loop_weights.in_step(trainer, record=False), super().val_step_context():
             yield
+
+    @override
+    @contextmanager
+    def test_step_context(self) -> Iterator[None]:  # type: ignore[override]
+        with self._loop_weights.in_step(self._trainer, record=False), super().test_step_context():
+            yield
+
+    @override
+    @contextmanager
+    def predict_step_context(self) -> Iterator[None]:  # type: ignore[override]
+        with self._loop_weights.in_step(self._trainer, record=False), super().predict_step_context():
+            yield
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with self._loop_weights.in_backward():
+            super().backward(*args, **kwargs)
+
+    @property
+    def _trainer(self) -> pl.Trainer | None:
+        model = self._attention.models[-1]() if self._attention.models else None
+        return model._trainer if isinstance(model, pl.LightningModule) else None
 
     @contextmanager
     def _silent(self) -> Iterator[None]:
@@ -75,6 +99,7 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     def teardown(self) -> None:
         for state in self._states:
             state.notices.see_end(state)
+        self._loop_weights.end()
         super().teardown()
 
     @override

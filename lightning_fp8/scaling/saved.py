@@ -16,6 +16,7 @@ TENSORS = ("amax", "amax_history", "scale", "nonfinite_steps")
 
 def to_entries(state: ScalingState) -> dict[str, dict[str, Tensor]]:
     """See :meth:`ScalingState.state_dict`."""
+    state.fill_followers(state.amax.data)
     amax, history, scale, nonfinite = (getattr(state, field).detach().to("cpu", copy=True) for field in TENSORS)
     # One entry is pushed at a time from the front, so the filled part is as long as the number of non-zero entries.
     longest = int((history > 0).sum(dim=0).max()) if state.delayed else 0

@@ -52,6 +52,8 @@ class ScalingState(FormerNames):
             last cast.
         nonfinite_steps: ``[R] int64``, updates at which the tensor's amax was inf or NaN and was left out.
         updates: how many times :meth:`update` has run.
+        changes: goes up when scales, histories or recorded amaxes change by anything other than a cast.
+        input_leaders: by the position of a module that records its input in another one's place, that of the other one.
         has_recorded: whether an amax has been recorded since the last update.
         has_scales: whether any history has been filled, as far as the host knows.
         switches: which modules run in FP8.
@@ -77,8 +79,9 @@ class ScalingState(FormerNames):
             self.scale = torch.ones(count, dtype=torch.float32, device=device)
             self.nonfinite_steps = torch.zeros(count, dtype=torch.int64, device=device)
             self.weight_changes = WeightChanges(len(self.module_names), device)
+        self.input_leaders: dict[int, int] = {}
         self.switches = Switches(self.module_names)
-        self.updates = 0
+        self.updates = self.changes = 0
         self.has_recorded = self.has_scales = False
         self._drop_observers()
 
@@ -87,6 +90,7 @@ class ScalingState(FormerNames):
         self.before_update: list[Callable[[Tensor], None]] = []
         self.notices = Notices()
         self._reset_history_check()
+        self._find_leaders()
         self.handle = take_handle(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,7 +129,57 @@ class ScalingState(FormerNames):
             self.weight_changes.to(self.device)
             self.cast_counts.to(self.device)
         self._reset_history_check()
+        self._find_leaders()
         return self
+
+    def share_inputs(self, leaders: Mapping[int, int]) -> None:
+        """Let modules record their input in the place of another one, whose input is the same tensor.
+
+        At each update they are given its amax, so their histories and scales are the same as if each had recorded.
+
+        Args:
+            leaders: by the position of each such module, that of the module in whose place it records. All others
+                record in their own.
+        """
+        if leaders != self.input_leaders:
+            self.fill_followers(self.amax.data)
+            self.input_leaders = dict(leaders)
+            self._find_leaders()
+            self._join_histories()
+            self._see_histories_replaced()
+
+    def fill_followers(self, recorded: Tensor) -> Tensor:
+        """Give what casts recorded, ``[R, ...]``, also to the inputs that record in another one's place: in place."""
+        if self.input_leaders:
+            recorded.index_copy_(0, self._followers, recorded.index_select(0, self._leaders))
+        return recorded
+
+    def _find_leaders(self) -> None:
+        rows = [(self.row_of(one, "input"), self.row_of(other, "input")) for one, other in self.input_leaders.items()]
+        with torch.inference_mode(False):
+            self._followers, self._leaders = torch.tensor(rows, dtype=torch.int64, device=self.device).view(-1, 2).t()
+
+    @torch.no_grad()
+    def _join_histories(self) -> None:
+        """Give inputs that are one tensor the same history: the leader's or, where it has none, another one's.
+
+        In a checkpoint of layers that recorded separately, that of one that has never run in FP8 is empty.
+        """
+        pairs = list(zip(self._followers.tolist(), self._leaders.tolist(), strict=True))
+        filled = (self.amax_history[0] > 0).tolist()
+        for follower, leader in pairs:
+            # may be of micro-batches that wait for their update; inf and NaN stay
+            self.amax.data[leader] = torch.maximum(self.amax[leader], self.amax[follower])
+            if filled[follower] and not filled[leader]:
+                self._copy_row(leader, self, follower)
+                filled[leader] = True
+        for follower, leader in pairs:
+            self._copy_row(follower, self, leader)
+
+    def _copy_row(self, row: int, other: ScalingState, other_row: int) -> None:
+        for field in TENSORS:
+            if field != "amax_history" or row < self.delayed:
+                getattr(self, field).data[..., row] = getattr(other, field)[..., other_row].to(self.device)
 
     def _reset_history_check(self) -> None:
         self._every_tensor_has_history = False
@@ -178,6 +232,7 @@ class ScalingState(FormerNames):
         Under ``torch.distributed`` (and ``reduce_amax``) every rank must call it: one ``all_reduce(MAX)`` of the whole
         vector makes the scales agree bit for bit. Nothing here waits for the device.
         """
+        self.fill_followers(self.amax.data)
         self._reduce_amax()
         for watch in self.before_update:
             watch(self.amax)
@@ -195,6 +250,7 @@ class ScalingState(FormerNames):
             self._history_check.copy_((self.amax_history[0] > 0).all(), non_blocking=True)
         self.weight_changes.see_update(self.amax.data[self.delayed :])
         self.updates += 1
+        self.changes += 1
         self.has_scales |= self.has_recorded
         self.has_recorded = False
         self.notices.see_update(self)
@@ -208,11 +264,18 @@ class ScalingState(FormerNames):
     def discard(self) -> None:
         """Drop what has been recorded since the last update: for a loop that abandons a step, as after an error."""
         self.amax[: self.delayed] = 0
+        self.changes += 1
 
     def weights_loaded(self, module: int) -> None:
-        """The weights of one module have been loaded, so its histories are emptied; see :class:`WeightChanges`."""
+        """The weights of one module have been loaded, so its histories are emptied; see :class:`WeightChanges`.
+
+        A history of its input that is that of other modules too is emptied for all of them.
+        """
         if self.weight_changes.see_weights_loaded(module):
-            self._empty_histories([self.row_of(module, role) for role in DELAYED_ROLES])
+            leader = self.input_leaders.get(module, module)
+            sharing = (leader, *(one for one, other in self.input_leaders.items() if other == leader))
+            inputs = [self.row_of(one, "input") for one in sharing]
+            self._empty_histories([*inputs, self.row_of(module, "grad_output")])
 
     def see_weights(self, amaxes: Mapping[int, float], record: bool) -> None:
         """Compare weights, by module, with those that the histories belong to; see :class:`WeightChanges`."""
@@ -233,6 +296,7 @@ class ScalingState(FormerNames):
         self._see_histories_replaced()
 
     def _see_histories_replaced(self) -> None:
+        self.changes += 1
         self._reset_history_check()
         self.has_scales = bool((self.amax_history[0] > 0).any())
 
@@ -259,16 +323,15 @@ class ScalingState(FormerNames):
                 nothing has been changed.
         """
         from_entries(self, state_dict)
+        self._join_histories()
         self.weight_changes.see_scales_loaded()
         self._see_load()
 
     def copy_module(self, module: int, other: ScalingState, other_module: int) -> None:
         """Take over one module's three tensors from another state with the same recipe."""
+        other.fill_followers(other.amax.data)
         for role in LAYOUT:
-            mine, theirs = self.row_of(module, role), other.row_of(other_module, role)
-            for field in TENSORS:
-                if field != "amax_history" or role in DELAYED_ROLES:
-                    getattr(self, field)[..., mine] = getattr(other, field)[..., theirs].to(self.device)
+            self._copy_row(self.row_of(module, role), other, other.row_of(other_module, role))
         self.weight_changes.copy_module(module, other.weight_changes, other_module)
         self.switches[module].in_fp8 = other.switches[other_module].in_fp8
         self._see_load()

@@ -29,8 +29,6 @@ def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor]
         state: the scaling state; fractions are those of ``state.cast_counts``.
         sum_over_processes: applied to the counts, which are those of one process; amaxes are already reduced.
     """
-    counts = state.cast_counts.values
-    counts = state.amax.new_zeros(len(state.names), 4) if counts is None else counts
     of_weights = state.amax[state.delayed :]
     columns = (
         state.scale,
@@ -38,7 +36,7 @@ def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor]
         torch.cat([state.amax_history.amax(dim=0), torch.full_like(of_weights, float("nan"))]),
         state.nonfinite_steps,
         state.fp8_max,
-        *sum_over_processes(counts).unbind(dim=1),
+        *sum_over_processes(cast_counts(state)).unbind(dim=1),
     )
     copied = torch.stack([column.double() for column in columns]).cpu()
     scale, amax, largest, nonfinite, fp8_max, numbers, saturated, nonzero, underflowed = copied
@@ -57,6 +55,15 @@ def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor]
     # the last values of a layer that fell back say nothing about the run
     in_fp8 = state.switches.rows_in_fp8
     return {quantity: values.where(in_fp8, nothing) for quantity, values in quantities.items()}
+
+
+def cast_counts(state: ScalingState) -> Tensor:
+    """The values of ``state.cast_counts``, ``[R, 4] int64``, zeros if nobody counts; a shared input has the same ones
+    in each of its layers."""
+    counts = state.cast_counts.values
+    if counts is None:
+        return torch.zeros(len(state.names), 4, dtype=torch.int64, device=state.device)
+    return state.fill_followers(counts)
 
 
 def headroom_bits(fp8_max: Tensor, amax: Tensor, scale: Tensor) -> Tensor:

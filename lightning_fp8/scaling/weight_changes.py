@@ -35,6 +35,8 @@ class WeightChanges:
         self._stepped: set[int] = set()
         self._sharded: set[int] = set()
         self._cast_in_this_forward: set[int] = set()
+        # modules whose weight was different when it was last cast
+        self._cast_different: set[int] = set()
         self._emptied_since_update = False
 
     def to(self, device: torch.device | str) -> None:
@@ -96,6 +98,7 @@ class WeightChanges:
         for module, reference in zip(modules, self.reference_amax[modules].tolist()):
             amax = amaxes[module]
             self.different.discard(module)
+            self._cast_different.discard(module)
             if reference == 0:
                 self.reference_amax[module] = amax
             elif amax * _OTHER_WEIGHT < reference or reference * _OTHER_WEIGHT < amax < math.inf:
@@ -104,6 +107,7 @@ class WeightChanges:
                     found = True
                 else:
                     self.different.add(module)
+                    self._cast_different.add(module)
         # a second time would lose what this step has recorded so far
         must_empty = found and not self._emptied_since_update
         self._emptied_since_update |= found
@@ -115,6 +119,13 @@ class WeightChanges:
             self._cast_in_this_forward.clear()
             self.different.clear()
         self._cast_in_this_forward.add(module)
+
+    def see_reuse(self, module: int) -> None:
+        """An evaluation uses the last cast of a weight again: the same as :meth:`see_cast` and :meth:`see_weights`."""
+        if self._cast_different and self._cast_in_this_forward:
+            self.see_cast(module)
+            if module in self._cast_different:
+                self.different.add(module)
 
     def copy_module(self, module: int, other: WeightChanges, other_module: int) -> None:
         """Take over one module's reference."""

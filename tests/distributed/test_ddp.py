@@ -182,3 +182,26 @@ for name in ("eager", "whole", "by layer"):
                 assert torch.equal(found["losses"], expected["losses"])
                 assert torch.equal(found["scale"], expected["scale"])
                 assert all(map(torch.equal, found["weights"], expected["weights"]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_shared_inputs_under_ddp(device: str, tmp_path: Path) -> None:
+    body = """
+from projections import Nested, Separate, Shared, train
+
+weights = Nested(Shared).state_dict()
+for kind in (Shared, Separate):
+    model = Nested(kind)
+    model.load_state_dict(weights)
+    run = DistributedDataParallel(convert(model))
+    result[kind.__name__] = train(model, run, seed=rank)
+    result[f"{kind.__name__} leaders"] = len(scaling_state(model).input_leaders)
+    result[f"{kind.__name__} history"] = scaling_state(model).amax_history
+"""
+    ranks = run_processes(COMMON + body, tmp_path, device=device)
+    for rank in ranks:
+        assert (rank["Shared leaders"], rank["Separate leaders"]) == (4, 0)
+        assert all(map(torch.equal, rank["Shared"], rank["Separate"]))
+        assert torch.equal(rank["Shared history"], ranks[0]["Shared history"])
+    # on other data
+    assert not torch.equal(ranks[0]["Shared"][0], ranks[1]["Shared"][0])

@@ -155,6 +155,31 @@ result["kept"] = [r.weight_cache._entry is not None for m in before.modules() fo
     assert first["kept"] == [False] * 7
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sharded_feed_forward_block_runs_as_one(device: str, tmp_path: Path) -> None:
+    body = """
+from lightning_fp8 import describe
+from lightning_fp8.modules import feed_forward
+calls, as_one = [], feed_forward.fp8_feed_forward
+feed_forward.fp8_feed_forward = lambda *arguments: calls.append(arguments[1]) or as_one(*arguments)
+start = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)).to(device)
+one, two = convert(copy.deepcopy(start)), convert(copy.deepcopy(start))
+# the block gathers the weights of both layers, or each layer its own: a hook of the layer
+fully_shard(one)
+[fully_shard(layer) for layer in two if not isinstance(layer, nn.GELU)]
+fully_shard(two)
+result["notes"] = [sorted({row.reason.split("; ")[-1] for row in describe(model)}) for model in (one, two)]
+x = torch.ones(16, 32, device=device) / 3
+result["equal"] = torch.equal(one(x), two(x))
+result["calls"] = calls
+"""
+    for found in run(body, tmp_path, device=device):
+        assert found["equal"]
+        assert found["calls"] == ["gelu"]
+        of_layers = "feed-forward not fused: a linear layer is not converted, or is sharded by itself"
+        assert found["notes"] == [["feed-forward fused if its weights are gathered"], [of_layers]]
+
+
 # one is what a machine with a single GPU can try
 @pytest.mark.parametrize("processes", [1, 2, 4])
 @pytest.mark.parametrize("micro", [1, 2])
@@ -520,3 +545,33 @@ def test_payloads_of_a_gathered_weight_are_laid_out_for_the_device(
         assert payload.is_contiguous()
         # FP8 GEMMs of a GPU take no other
         assert payload_t.is_contiguous() or not k_major
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["blocks", "layers"])
+@pytest.mark.parametrize("gather", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_shared_inputs_under_fsdp2(gather: bool, leaves: bool, device: str, tmp_path: Path) -> None:
+    body = f"""
+from lightning_fp8.ops import basic
+from projections import Nested, Separate, Shared, train
+
+original, casts = basic.cast, []
+basic.cast = lambda x, slot, *rest: (casts.append(int(slot.index)), original(x, slot, *rest))[1]
+weights = Nested(Shared).state_dict()
+for kind in (Shared, Separate):
+    model = Nested(kind)
+    model.load_state_dict(weights)
+    for block in model.blocks:
+        for part in [*(block.children() if {leaves} else []), block]:
+            fully_shard(part, mp_policy=fsdp2_policy("fp8-delayed"))
+    convert(fully_shard(model, mp_policy=fsdp2_policy("fp8-delayed")))
+    if {gather}:
+        gather_in_fp8(model)
+    casts.clear()
+    result[kind.__name__] = [whole(one) for one in train(model, seed=rank)]
+    result[f"{{kind.__name__}} casts"] = len(casts)
+"""
+    for rank in run(body, tmp_path, device=device):
+        assert all(map(torch.equal, rank["Shared"], rank["Separate"]))
+        # three of four inputs are one tensor; FSDP gives each layer that it shards a tensor object of its own
+        assert (rank["Shared casts"], rank["Separate casts"]) == (6 * 2 * (4 if leaves else 2), 6 * 2 * 4)

@@ -24,7 +24,7 @@ from lightning_fp8.plugins.trainer import PLUGINS
 
 DTYPES = {"fp8-delayed": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
 LINEAR, FP8 = (nn.Linear, Conv1D), (Fp8Linear, Fp8Conv1D)
-HOLDERS = ("linear", "attention", "conv1d")
+HOLDERS = ("linear", "attention", "conv1d", "feed_forward")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -80,14 +80,15 @@ def test_validation_runs_the_fp8_gemms_of_training(tmp_path: Path, name: str, mo
     model, batch = made(name)
     linear = [path for path, layer in model.named_modules() if isinstance(layer, LINEAR)]
     calls: list[tuple[str, bool]] = []
-    original = functional.fp8_linear
+    original = functional.cast_weight
 
-    def counting(rows: Any, x: Tensor, weight: Any, bias: Tensor | None, record: bool) -> Tensor:
+    def counting(rows: Any, parameter: Tensor, record: bool) -> Any:
         calls.append((rows.name, record))
-        return original(rows, x, weight, bias, record)
+        return original(rows, parameter, record)
 
+    # whether a layer runs by itself or in a fused block, its weight is asked for
     for module in HOLDERS:
-        monkeypatch.setattr(f"lightning_fp8.modules.{module}.fp8_linear", counting)
+        monkeypatch.setattr(f"lightning_fp8.modules.{module}.cast_weight", counting)
     make_trainer(tmp_path, num_sanity_val_steps=0).fit(model, loader(batch), loader(batch))
     training = [path for path, recorded in calls if recorded]
     validation = [path for path, recorded in calls if not recorded]

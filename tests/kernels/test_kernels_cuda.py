@@ -35,7 +35,8 @@ POISONS = (0x11, 0xEE)
 
 
 def cast_kernel(*chosen: object) -> HostKernel:
-    return HostKernel(("cast_transpose", variant(*chosen)), casts.CAST_TRANSPOSE_LAYOUT, casts.THREADS, 0)  # type: ignore[arg-type]
+    defines = variant(*chosen)  # type: ignore[arg-type]
+    return HostKernel(("cast_transpose", defines), casts.layout(defines), casts.THREADS, 0)
 
 
 def weights_kernel() -> HostKernel:
@@ -433,6 +434,41 @@ def test_outputs_of_two_halves_alone(outputs: tuple[bool, bool, bool]) -> None:
     every = run(x, "e5m2", delayed(9.0), "swiglu", dy, (True, True, True))
     for chosen, alone, beside in zip(outputs, run(x, "e5m2", delayed(9.0), "swiglu", dy, outputs), every):
         assert torch.equal(alone, beside) if chosen else alone is None
+
+
+@pytest.mark.parametrize("firsts", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("columns", [64, 77])
+def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool]) -> None:
+    """Each gradient by its own scale and at its own place; codes, sums and amaxes as those of halves of one tensor."""
+    rows, fmt = 140, "e5m2"
+    gate, up, dy = (torch.randn(rows, columns) * factor for factor in (2, 30, 1))
+    amax, kernel = torch.zeros(3), cast_kernel(torch.float32, fmt, "swiglu", True)
+    newest, scale = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([5.0, 7.0, 1e-3])
+    results, places = [], (1, 0)
+    for place, first in zip(places, firsts):
+        newest[place] = 0.0 if first else 1.0
+        # where every tensor has a history, nothing is measured
+        row = Row(scale, newest, torch.tensor([place]), amax, torch.zeros(()) if any(firsts) else None)
+        payloads = (torch.full(shape, 0xA5, dtype=torch.uint8) for shape in ((rows, columns), (columns, rows)))
+        sums = torch.full((column_sum_tiles(rows), columns), float("nan"))
+        results.append(casts.Result(row, torch.zeros(()), *payloads, sums))
+    casts.cast_gated(kernel, gate, up, results[0], dy, results[1])
+    for half, (result, place, first) in enumerate(zip(results, places, firsts)):
+        exact = by_torch(torch.cat([gate, up], dim=1), "swiglu", dy).chunk(2, dim=1)[half]
+        torch.testing.assert_close(amax[place], exact.abs().max(), rtol=1e-5, atol=0)
+        used = first_scale(amax[place], fmt).item() if first else scale[place].item()
+        assert result.scale_inv.item() == np.float32(1) / np.float32(used)
+        together = run(torch.cat([gate, up], dim=1), fmt, delayed(used), "swiglu", dy, (True, True, True))
+        codes, sums = together.y.chunk(2, dim=1)[half], together.sums.chunk(2, dim=1)[half]
+        assert torch.equal(result.y, codes)
+        assert torch.equal(result.y_t, codes.t())
+        assert torch.equal(result.column_sums, sums)
+    assert amax[2] == 0
+    inputs = run(torch.cat([gate, up], dim=1), "e4m3", delayed(9.0), "swiglu")
+    payload, scale_inv = torch.empty(rows, columns, dtype=torch.uint8), torch.zeros(())
+    forward = casts.Result(delayed(9.0), scale_inv, payload)
+    casts.cast_gated(cast_kernel(torch.float32, "e4m3", "swiglu", False), gate, up, forward)
+    assert torch.equal(payload, inputs.y)
 
 
 # --- all weights at once ----------------------------------------------------------------------------------------------

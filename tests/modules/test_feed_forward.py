@@ -17,11 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from lightning_fp8 import convert, scaling_state, unconvert
 from lightning_fp8.modules import feed_forward
 from lightning_fp8.modules.feed_forward import (
-    Fp8TransformerEncoderLayer,
-    _fused_activation,
     activation_name,
     fp8_feed_forward,
 )
+from lightning_fp8.modules.fused_blocks import Fp8FeedForward
 
 
 @pytest.fixture
@@ -163,7 +162,8 @@ def test_a_partly_ignored_layer_stays_plain_and_conversion_comes_and_goes(fused:
     convert(model, ignore_modules=("linear2",))
     assert type(model) is nn.TransformerEncoderLayer
     convert(model)
-    assert type(model) is Fp8TransformerEncoderLayer
+    assert isinstance(model, Fp8FeedForward)
+    assert type(model).__name__ == "Fp8TransformerEncoderLayer"
     assert isinstance(model, nn.TransformerEncoderLayer)
     convert(model, ignore_modules=("linear1",))
     assert type(model) is nn.TransformerEncoderLayer
@@ -245,15 +245,15 @@ def test_bad_input_is_named() -> None:
         fp8_feed_forward(model[0], "gelu", model[1], torch.randn(3, 16))
 
 
-def test_weights_of_another_width() -> None:
+def test_weights_of_another_width(fused: list[str]) -> None:
     """As one block with the numbers of its parts; and where the parts do not fit, the error is that of the part."""
     layer = convert(nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True))
     layer.linear1.weight, layer.linear1.bias = nn.Parameter(torch.randn(80, 32) / 4), nn.Parameter(torch.randn(80))
     layer.linear2.weight, layer.linear2.bias = nn.Parameter(torch.randn(24, 80) / 4), nn.Parameter(torch.randn(24))
     x = torch.randn(2, 5, 32)
-    assert _fused_activation(layer) == "relu"
     expected = layer.linear2(layer.linear1(x).relu())
     assert torch.equal(layer._ff_block(x), expected)
+    assert fused == ["relu"]
     layer.linear2.weight = nn.Parameter(torch.randn(32, 40))
     with pytest.raises(ValueError, match=r"'linear2': .* the input must be 40, .* got the shape \(2, 5, 80\)"):
         layer(x)

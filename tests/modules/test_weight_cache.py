@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_fp8 import Fp8Linear, convert, scaling_state
+from lightning_fp8 import Fp8Linear, convert, scaling_state, weights_unchanged
+from lightning_fp8.modules.weight_cache import vouching
 from lightning_fp8.ops import basic
 
 
@@ -239,3 +243,202 @@ def test_conversions_that_swap_parameters(what: str) -> None:
     else:
         assert torch.equal(fp8.weight, loaded)
     assert torch.equal(fp8(x), expected(x))
+
+
+# --- weights that somebody vouches for, and frozen ones ---
+
+
+def assert_fresh(fp8: Fp8Linear, x: torch.Tensor) -> None:
+    """The layer computes with the weight that it has now."""
+    fresh = layer().train(fp8.training)
+    fresh.load_state_dict(fp8.state_dict())
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        assert torch.equal(fp8(x), fresh(x))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_weight_declared_unchanged_is_cast_once(
+    training: bool, mode: Callable[[], Any], weight_casts: list[torch.Size]
+) -> None:
+    fp8, x = layer().train(training), torch.randn(4, 16)
+    for times in (1, 2):
+        with weights_unchanged(fp8):
+            for _ in range(3):
+                with mode():
+                    y = fp8(x)
+        assert len(weight_casts) == times
+        assert all(cache._entry is None for cache in fp8.fp8[""].caches)
+    assert_fresh(fp8, x)
+    assert torch.equal(y, fp8(x))
+
+
+def test_a_copy_made_without_gradients_serves_a_forward_with_them(cuda_half: object) -> None:
+    """The operands of GEMMs need payloads by columns for backward, which the first forward has not made."""
+    fp8, x, plain = layer(), torch.randn(4, 16), layer()
+    plain.load_state_dict(fp8.state_dict())
+    gradients = []
+    for one in (fp8, plain):
+        given = x.clone().requires_grad_()
+        with weights_unchanged(one) if one is fp8 else nullcontext():
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    one(x)
+            one(given).sum().backward()
+        gradients.append((given.grad, one.weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        name
+        for name in CHANGES
+        if name in ("in place", "new .data", "new parameter", "load_state_dict") or name.startswith("optimizer")
+    ],
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_a_change_with_a_trace_is_seen_in_spite_of_the_declaration(change: str, training: bool) -> None:
+    fp8, x = layer().train(training), torch.randn(4, 16)
+    with weights_unchanged(fp8):
+        fp8(x).sum().backward()
+        before = fp8.weight.detach().clone()
+        CHANGES[change](fp8)
+        assert not torch.equal(before, fp8.weight)
+        assert_fresh(fp8, x)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_copies_from_before_the_declaration_and_from_before_its_end_are_compared(change: str) -> None:
+    fp8, x = layer(), torch.randn(4, 16)
+    fp8(x).sum().backward()
+    CHANGES[change](fp8)
+    with weights_unchanged(fp8):
+        assert_fresh(fp8, x)
+    with vouching(fp8.fp8[""].caches):
+        fp8(x)
+    CHANGES[change](fp8)
+    assert_fresh(fp8, x)
+
+
+def test_a_copy_made_in_inference_mode_serves_training() -> None:
+    fp8, x = layer(), torch.randn(4, 16, requires_grad=True)
+    with weights_unchanged(fp8):
+        with torch.inference_mode():
+            fp8(x)
+        assert_fresh(fp8, x)
+        fp8(x).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("training", [False, True])
+def test_no_copy_outlives_the_declaration(change: str, training: bool) -> None:
+    fp8, x = layer().train(training), torch.randn(4, 16)
+    with weights_unchanged(fp8):
+        fp8(x).sum().backward()
+    CHANGES[change](fp8)
+    assert_fresh(fp8, x)
+    with weights_unchanged(fp8):
+        assert_fresh(fp8, x)
+
+
+def test_declarations_nest_and_end_with_the_last(weight_casts: list[torch.Size]) -> None:
+    model, x = nn.Sequential(layer(), nn.ReLU(), nn.Linear(8, 16), layer()).eval(), torch.randn(4, 16)
+    with weights_unchanged(model):
+        model(x)
+        with pytest.raises(ValueError, match="last dimension"), weights_unchanged(model[3]):
+            model(x[:, :4])
+        model(x)
+        assert len(weight_casts) == 2
+    model(x)
+    assert len(weight_casts) == 4
+    assert [cache.vouchers for one in (model[0], model[3]) for cache in one.fp8[""].caches] == [0] * 4
+
+
+def test_a_declaration_in_one_thread_holds_in_all(weight_casts: list[torch.Size]) -> None:
+    fp8, x = layer().eval(), torch.randn(4, 16)
+    expected, inside, ended = fp8(x), threading.Event(), threading.Event()
+
+    def other() -> None:
+        with weights_unchanged(fp8):
+            fp8(x)
+            inside.set()
+            ended.wait(30)
+            # the first one has ended, this one has not
+            fp8(x)
+
+    thread = threading.Thread(target=other)
+    with weights_unchanged(fp8):
+        fp8(x)
+        thread.start()
+        assert inside.wait(30)
+    ended.set()
+    thread.join()
+    assert len(weight_casts) == 1 + 1
+    fp8.weight.data.neg_()
+    assert torch.equal(fp8(x), -expected)
+
+
+def test_a_model_without_converted_layers_may_be_declared() -> None:
+    with weights_unchanged(nn.Linear(4, 4)):
+        pass
+
+
+def test_a_frozen_weight_is_cast_once(weight_casts: list[torch.Size]) -> None:
+    model, x = nn.Sequential(layer(), nn.Linear(8, 4)), torch.randn(4, 16)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+    assert len(weight_casts) == 1
+    model[0].requires_grad_(True)
+    model(x)
+    assert len(weight_casts) == 2
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_frozen_weight_is_cast_again(change: str) -> None:
+    fp8, x = layer(), torch.randn(4, 16)
+    fp8(x).sum().backward()
+    # an optimizer still changes it, as its gradient is there
+    fp8.weight.requires_grad_(False)
+    fp8(x)
+    before = fp8.weight.detach().clone()
+    CHANGES[change](fp8)
+    assert not torch.equal(before, fp8.weight)
+    assert_fresh(fp8, x)
+
+
+@pytest.mark.parametrize("switch", ["evaluation", "load", "optimizer"])
+def test_without_fingerprints_a_copy_of_a_frozen_weight_ends_with_the_mode(switch: str, cuda_half: object) -> None:
+    """On a GPU, where a write through .data leaves no trace."""
+    fp8, x = layer(), torch.randn(4, 16, requires_grad=True)
+    fp8(x).sum().backward()
+    fp8.weight.requires_grad_(False)
+    fp8(x)
+    if switch == "evaluation":
+        fp8.eval()
+        fp8.weight.data.neg_()
+        fp8.train()
+    elif switch == "load":
+        # through .data, as some loaders write
+        fp8.weight.data.neg_()
+        fp8.load_state_dict({}, strict=False)
+    else:
+        DataSGD(fp8.parameters()).step()
+    assert_fresh(fp8, x)
+
+
+def test_the_losses_of_a_frozen_weight_are_counted_in_each_step() -> None:
+    fp8, x = layer(), torch.randn(4, 16, requires_grad=True)
+    fp8.weight.requires_grad_(False)
+    fp8(x)
+    counts, row = scaling_state(fp8).cast_counts, scaling_state(fp8).names.index("weight")
+    for _ in range(2):
+        counts.start(fp8)
+        fp8(x)
+        assert counts.values is not None
+        assert counts.values[row, 0] == 16 * 8
+        counts.stop(fp8)

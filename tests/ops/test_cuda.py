@@ -41,7 +41,7 @@ def _no_waiting() -> Iterator[None]:
 
 def cast_kernel(gpu: torch.device, *variant: object) -> Kernel:
     defines = casts.variant(*variant)  # type: ignore[arg-type]
-    return load("cast_transpose", defines, casts.CAST_TRANSPOSE_LAYOUT, casts.THREADS, gpu.index)
+    return load("cast_transpose", defines, casts.layout(defines), casts.THREADS, gpu.index)
 
 
 def guarded(shape: tuple[int, ...], device: torch.device, poison: int) -> tuple[Tensor, Tensor]:

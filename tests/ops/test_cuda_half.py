@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 from collections import Counter
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from feed_forward_blocks import BLOCKS, HIDDEN, WIDTH, converted, part_by_part
+from feed_forward_step import ACTIVATIONS, training_step
 from slots import slot_of
 from sqnr import sqnr
 from torch import Tensor, nn
@@ -255,8 +258,6 @@ def test_a_feed_forward_block_makes_no_other_pass_over_its_hidden_tensor(
     width = 96 if activation == "swiglu" else 48
     model = convert(nn.Sequential(nn.Linear(32, width), nn.Linear(48, 16)))
     first, second = copy.deepcopy(model), model
-    from feed_forward_step import ACTIVATIONS, training_step
-
     for _ in range(2):
         cuda_half.clear()
         x = torch.randn(20, 32)
@@ -350,6 +351,7 @@ NO_LAUNCH |= {
     "result_type",
     "expand",
     "resolve_conj",
+    "chunk",
 }
 
 
@@ -380,3 +382,39 @@ def is_outermost(event: Any) -> bool:
     while parent is not None and not parent.name.startswith("aten::"):
         parent = parent.cpu_parent
     return parent is None and event.name.startswith("aten::")
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_four_casts_of_a_feed_forward_block_and_no_other_pass(cuda_half: Counter[str], block: str) -> None:
+    """Of x, the hidden tensor, and both gradients; of gate and up one for each, with the product and its gradient."""
+    model, rows = converted(BLOCKS[block], recipe=DelayedScaling(amax_history_len=4)), 112
+    reference = copy.deepcopy(model)
+    call = getattr(model, "_ff_block", model)
+    for step in range(3):
+        x = torch.randn(rows, WIDTH, requires_grad=True)
+        cuda_half.clear()
+        with torch.profiler.profile(record_shapes=True) as profiler, torch.autocast("cpu", torch.bfloat16):
+            (call if step == 2 else model)(x).float().square().sum().backward()
+        if step == 0:
+            scaling_state(model).update()
+    casts_only = Counter({name: count for name, count in cuda_half.items() if "cast_transpose" in name})
+    plain = [name for name in casts_only if "ACTIVATION=Identity" in name]
+    fused = [name for name in casts_only if "ACTIVATION=Identity" not in name]
+    assert sorted(casts_only.values()) == [1] * 4
+    assert sorted("BACKWARD=1" in name for name in fused) == [False, True]
+    assert len(plain) == 2
+    hidden = {rows * HIDDEN, 2 * rows * HIDDEN}
+    assert not [
+        event.name
+        for event in profiler.events()
+        if is_outermost(event) and event.name.removeprefix("aten::") not in {*NO_LAUNCH, "_scaled_mm"}
+        if any(math.prod(shape) in hidden for shape in event.input_shapes if shape)
+    ]
+    # with the numbers of the parts
+    parts = part_by_part(reference)
+    for _ in range(2):
+        x = torch.randn(rows, WIDTH)
+        with torch.autocast("cpu", torch.bfloat16):
+            whole = training_step(reference, getattr(reference, "_ff_block", reference), x)
+            expected = training_step(parts, getattr(parts, "_ff_block", parts), x)
+        assert all(sqnr(actual, wanted) > 30 for actual, wanted in zip(whole, expected, strict=True))

@@ -33,7 +33,8 @@ def cast(x: torch.Tensor, implementation: object = cuda) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("variant", VARIANTS[::4])
 def test_every_kernel_passes_its_self_test(variant: tuple[torch.dtype, str, str, bool]) -> None:
-    kernel = HostKernel(("cast_transpose", casts.variant(*variant)), casts.CAST_TRANSPOSE_LAYOUT, casts.THREADS, 0)
+    defines = casts.variant(*variant)
+    kernel = HostKernel(("cast_transpose", defines), casts.layout(defines), casts.THREADS, 0)
     assert self_test.cast_transpose(CPU, *variant, kernel) is None
 
 
@@ -70,7 +71,7 @@ FOUND_AT_RANDOM = ("rounded to bf16 before", "subnormals flushed")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_self_test_finds_wrong_casts(fault: str) -> None:
     defines = (*casts.variant(torch.float32, "e4m3"), FAULTS[fault])
-    kernel = HostKernel(("cast_transpose", defines), casts.CAST_TRANSPOSE_LAYOUT, casts.THREADS, 0)
+    kernel = HostKernel(("cast_transpose", defines), casts.layout(defines), casts.THREADS, 0)
     found = str(self_test.cast_transpose(CPU, torch.float32, "e4m3", "none", False, kernel))
     # random numbers are enough for some
     assert re.search("other codes" if fault in FOUND_AT_RANDOM else "hard to round gave .*codes", found)
@@ -85,7 +86,7 @@ def test_the_self_test_finds_wrong_casts_of_weights(fault: str) -> None:
 @pytest.mark.parametrize("dtype", casts.INPUTS)
 def test_the_self_test_finds_flushed_inputs(dtype: torch.dtype) -> None:
     family = ("cast_transpose", casts.variant(dtype, "e5m2"))
-    kernel = FlushingInput(family, casts.CAST_TRANSPOSE_LAYOUT, casts.THREADS, 0)
+    kernel = FlushingInput(family, casts.layout(family[1]), casts.THREADS, 0)
     found = self_test.cast_transpose(CPU, dtype, "e5m2", "none", False, kernel)
     # fp16's are normal numbers as soon as they are fp32
     assert (found is None) == (dtype == torch.float16)

@@ -22,7 +22,7 @@ from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm, plain
 from lightning_fp8.ops.library import Operator, flattened, is_watched
-from lightning_fp8.ops.operand import Columns, Fp8Operand, WeightSlot
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, WeightSlot
 
 GRAD, WEIGHT = 1, 2
 SIZES = [(32, 16, 48), (1, 1, 1), (17, 15, 129), (130, 33, 7), (5, 3, 0), (0, 16, 32)]
@@ -159,10 +159,15 @@ def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
     grad = [t.clone().requires_grad_() for t in (x, w, b, w_2, b_2)]
     x_t, w_t, w2_t = (Columns(*operand[1:]) for operand in (x_fp8, w_fp8, w2_fp8))
     a_t, dy_2 = Columns(random_payload(8, 12, "e4m3"), x_t.scale_inv, "e4m3"), torch.randn(12, 16)
-    no_x, no_w, no_a, no_w2 = (kept._replace(payload=None) for kept in (x_t, w_t, a_t, w2_t))
-    mlp = (x_fp8, w_fp8, w2_fp8, recorded, dy_recorded, dy_recorded, "gelu")
-    unrecorded_mlp = (x_fp8, w_fp8, w2_fp8, place, dy_place, dy_place, "gelu")
-    dtypes = (fp32, bf16, fp32)
+    no_x, no_w, no_a = (kept._replace(payload=None) for kept in (x_t, w_t, a_t))
+    mlp = (x_fp8, recorded, dy_recorded, dy_recorded, "gelu")
+    unrecorded_mlp = (x_fp8, place, dy_place, dy_place, "gelu")
+    dtypes = (fp32, bf16)
+    first, second = Layer(grad[1], grad[2], b, w_fp8), Layer(grad[3], grad[4], b_2, w2_fp8)
+    plain_first, plain_second = Layer(w, b, b.bfloat16(), w_fp8), Layer(w_2, b_2, b_2.bfloat16(), w2_fp8)
+    without_bias = [layer._replace(bias=None, bias_value=None) for layer in (plain_first, plain_second)]
+    up = Layer(w.clone().requires_grad_(), None, None, w_fp8)
+    slots = (dy_recorded, dy_recorded, dy_recorded)
     return [
         (ops.cast, (x, recorded, "none", "rows")),
         (ops.cast, (x.bfloat16(), place._replace(format="e5m2"), "gelu", "both")),
@@ -174,12 +179,18 @@ def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
         (ops.linear, (grad[0], w, None, None, x_fp8, w_fp8, dy_recorded, fp32)),
         (ops.scaled_mm_add_, (dy.clone(), *product, "e4m3", "e4m3", False, "rawkernel")),
         (ops.scaled_mm_add_, (dy.bfloat16(), *product, "e4m3", "e4m3", True)),
-        (ops.mlp, (*grad, b, b_2, *mlp, True, True, fp32)),
-        (ops.mlp, (grad[0], w, None, w_2, None, None, None, *mlp, True, True, fp32)),
-        (ops.mlp, (x, w, b, w_2, b_2, b.bfloat16(), b_2.bfloat16(), *unrecorded_mlp, False, False, bf16)),
-        (ops.mlp_backward, (dy_2, dy, "gelu", x_t, w_t, a_t, w2_t, dy_recorded, dy_recorded, *dtypes, True, False)),
-        (ops.mlp_backward, (dy_2, dy, "silu", no_x, no_w, no_a, w2_t, dy_place, dy_place, *dtypes, False, True)),
-        (ops.mlp_backward, (dy_2, dy, "silu", no_x, no_w, a_t, no_w2, dy_recorded, dy_recorded, *dtypes, False, True)),
+        (ops.mlp, (grad[0], first, second, *mlp, True, True, fp32)),
+        (ops.mlp, (grad[0], *without_bias, *mlp, True, True, fp32)),
+        (ops.mlp, (x, plain_first, plain_second, *unrecorded_mlp, False, False, bf16)),
+        (ops.mlp, (x, plain_first, second, *mlp, True, True, fp32)),
+        (ops.mlp_backward, (dy_2, dy, "gelu", x_t, w_t, a_t, w2_t, dy_recorded, dy_recorded, *dtypes, [True, False])),
+        (ops.mlp_backward, (dy_2, dy, "silu", no_x, no_w, no_a, w2_t, dy_place, dy_place, *dtypes, [False, True])),
+        (ops.gated_mlp, (grad[0], first, up, second, x_fp8, recorded, *slots, True, True, fp32)),
+        (ops.gated_mlp, (x, *without_bias[:1], plain_first, plain_second, x_fp8, place, *slots, False, False, bf16)),
+        (ops.gated_mlp, (x, plain_first, plain_first, second, x_fp8, recorded, *slots, True, True, fp32)),
+        (ops.gated_backward, (dy, dy + 1, dy - 1, x_t, w_t, w_t, *slots[:2], *dtypes, [True, False])),
+        (ops.gated_backward, (dy, dy + 1, dy - 1, no_x, w_t, w_t, dy_place, dy_place, *dtypes, [False, False])),
+        (ops.gated_backward, (dy, dy + 1, dy - 1, x_t, no_w, no_w, dy_place, dy_place, *dtypes, [True, True])),
         (ops.linear_backward, (dy, None, "none", x_t, w_t, dy_recorded, fp32, fp32, True)),
         (ops.linear_backward, (dy, dy, "silu", x_t, w_t, dy_recorded, fp32, fp32, True)),
         (ops.linear_backward, (dy, None, "none", no_x, w_t, dy_place, bf16, fp32, False)),
@@ -211,7 +222,8 @@ def test_a_function_called_directly_does_what_its_operator_does(sample: int) -> 
         made = operator.op(*flattened(args)) if kind == "operator" else operator(*args)
         tensors = [made] if isinstance(made, torch.Tensor) else list(made or ())
         if tensors and tensors[0].requires_grad:
-            inputs = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+            flat = flattened(args)
+            inputs = [arg for arg in flat if isinstance(arg, torch.Tensor) and arg.requires_grad]
             tensors += torch.autograd.grad(tensors[0].float().square().sum(), inputs)
         # what is changed in place, too
         results.append([tensor.detach().clone() for tensor in (*tensors, *filter(torch.is_tensor, args))])
@@ -256,7 +268,16 @@ def test_where_functions_cannot_serve() -> None:
 
 def test_every_operator_is_checked() -> None:
     checked = {str(operator.op) for operator, _ in op_samples()}
-    gemms = ("scaled_mm", "scaled_mm_add_", "linear", "linear_backward", "mlp", "mlp_backward")
+    gemms = (
+        "scaled_mm",
+        "scaled_mm_add_",
+        "linear",
+        "linear_backward",
+        "mlp",
+        "mlp_backward",
+        "gated_mlp",
+        "gated_backward",
+    )
     names = ("cast", "cast_weight", *gemms, "update_scales")
     assert checked == {f"lightning_fp8.{name}.default" for name in names}
 
@@ -298,3 +319,27 @@ def test_a_weight_is_scaled_by_what_it_holds(implementation: Any) -> None:
         # what was used, of this weight and no other
         assert state.amax.tolist() == [1e6] * 5 + [amax]
         assert state.scale.tolist() == [1e6] * 5 + [(torch.tensor(448.0) / amax).item()]
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 40])
+def test_kept_values_change_no_bit(rows: int, out_dtype: torch.dtype) -> None:
+    """And few rows, whose GEMM is another one, are exact."""
+    a = torch.randint(0, 0x7F, (rows, 256), dtype=torch.uint8)
+    b = torch.randint(0, 0x7F, (128, 256), dtype=torch.uint8) | 0x80 * torch.randint(0, 2, (128, 1), dtype=torch.uint8)
+    one, half = torch.ones(()), torch.full((), 0.5)
+    arguments = (one, half, None, "e4m3", "e4m3", out_dtype, True)
+    plain = reference.scaled_mm(a, b, *arguments)
+    reference.keep_values(Fp8Operand(b, b.t(), half, "e4m3"))
+    assert torch.equal(reference.scaled_mm(a, b, *arguments), plain)
+    values = (payload.view(torch.float8_e4m3fn).double() for payload in (a, b))
+    exact = next(values) @ next(values).t() * 0.5
+    torch.testing.assert_close(plain.double(), exact.to(out_dtype).double(), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_few_elements_are_dequantized_to_the_same_bits(format: str) -> None:
+    patterns = torch.arange(256, dtype=torch.uint8)
+    few, many = (reference.dequantize(patterns.repeat(times, 1), format) for times in (1, 64))
+    assert torch.equal(few.view(torch.int32)[~few.isnan()], many[:1].view(torch.int32)[~few.isnan()])
+    assert torch.equal(few.isnan(), many[:1].isnan())

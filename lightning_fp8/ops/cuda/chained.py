@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -127,22 +128,21 @@ def gradients(
     a: Columns,
     w2: Columns,
     slot: Slot,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    bias_1: bool,
-    bias_2: bool,
+    dx_dtype: torch.dtype,
+    dw_dtype: torch.dtype,
+    biases: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See the operator ``lightning_fp8::mlp_backward``; the chain's operand is the gradient of h, ``slot`` that of dy,
-    ``dtypes`` those of dx, dw_1 and dw_2.
+    """See the operator ``lightning_fp8::mlp_backward``; the chain's operand is the gradient of h, ``slot`` that of dy.
 
     Each payload is freed before the next ones are made.
     """
-    fmt, gemm, (dx_dtype, dw_1_dtype, dw_2_dtype) = slot.format, slot.gemm, dtypes
-    dx, dw_1 = nothing(dy, dx_dtype), dy.new_empty(h.shape[1], 0, dtype=dw_1_dtype)
-    dw_2 = dy.new_empty(dy.shape[1], 0, dtype=dw_2_dtype)
+    fmt, gemm, (bias_1, bias_2) = slot.format, slot.gemm, biases
+    dx, dw_1 = nothing(dy, dx_dtype), dy.new_empty(h.shape[1], 0, dtype=dw_dtype)
+    dw_2 = dy.new_empty(dy.shape[1], 0, dtype=dw_dtype)
     layout = "rows" if a.payload is None else "both"
     dy_fp8, dy_fp8_t, dy_inv, db_2 = cast_gradient(dy, None, "none", slot, layout, bias_2)
     if a.payload is not None:
-        dw_2 = scaled_mm(dy_fp8_t, a.payload, dy_inv, a.scale_inv, None, fmt, a.format, dw_2_dtype, False, gemm)
+        dw_2 = scaled_mm(dy_fp8_t, a.payload, dy_inv, a.scale_inv, None, fmt, a.format, dw_dtype, False, gemm)
     del dy_fp8_t
     dh_fp8, dh_fp8_t, dh_inv, db_1 = _hidden_gradient(chain, dy_fp8, dy_inv, h, w2, x.payload is not None, bias_1)
     del dy_fp8
@@ -150,7 +150,7 @@ def gradients(
         dx = scaled_mm(dh_fp8, w1.payload, dh_inv, w1.scale_inv, None, fmt, w1.format, dx_dtype, False, gemm)
     del dh_fp8
     if x.payload is not None:
-        dw_1 = scaled_mm(dh_fp8_t, x.payload, dh_inv, x.scale_inv, None, fmt, x.format, dw_1_dtype, False, gemm)
+        dw_1 = scaled_mm(dh_fp8_t, x.payload, dh_inv, x.scale_inv, None, fmt, x.format, dw_dtype, False, gemm)
     return dx, dw_1, db_1, dw_2, db_2
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, empty_strided
 
 from kernels_cuda import casts, scales
 from kernels_cuda.launch import Kernel
-from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.activations import activate, activation_gradient, gated, gated_gradients
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.cuda.gemm import scaled_mm
@@ -46,7 +46,11 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
 
 
 def cast_weights(
-    state: State, weights: Sequence[Tensor], indices: Sequence[int], format: str
+    state: State,
+    weights: Sequence[Tensor],
+    indices: Sequence[int],
+    format: str,
+    out: Sequence[tuple[Tensor, Tensor] | None] = (),
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Both payloads and scale_inv of many weights, each with the scale of what it holds: measured in one launch, cast
     in another. On a device with a kernel for it.
@@ -56,6 +60,7 @@ def cast_weights(
         weights: ``[rows, columns]`` each, none empty, elements of a row side by side, on the state's device.
         indices: which tensor of the state each of them is.
         format: what they are cast to.
+        out: for each of them, ``uint8`` tensors to write the payloads to; new ones where it is None or not given.
 
     Raises:
         RuntimeError: where the device has no kernel for it.
@@ -67,15 +72,12 @@ def cast_weights(
     for dtype in {weight.dtype for weight in weights}:
         # a CUDA graph casts each weight by itself, with a kernel that its capture could not load
         cast_kernel(device, dtype, format, "none", False)
-    jobs = [
-        casts.Weight(
-            weight,
-            index,
-            torch.empty(weight.shape, dtype=torch.uint8, device=device),
-            torch.empty(weight.shape[::-1], dtype=torch.uint8, device=device),
-        )
-        for weight, index in zip(weights, indices, strict=True)
+    payloads = [
+        given
+        or tuple(torch.empty(shape, dtype=torch.uint8, device=device) for shape in (weight.shape, weight.shape[::-1]))
+        for weight, given in zip(weights, out or [None] * len(weights), strict=True)
     ]
+    jobs = [casts.Weight(weight, index, *made) for weight, index, made in zip(weights, indices, payloads, strict=True)]
     table = casts.weight_table(jobs)
     casts.cast_weights(kernel, table, state.scale, state.amax)
     if state.cast_counts.values is not None:
@@ -142,6 +144,60 @@ def cast_gradient(
     return y, y_t, scale_inv, nothing(dy, torch.float32) if sums is None else sums
 
 
+def cast_gated(gate: Tensor, up: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The cast of ``silu(gate) * up``: payload, transposed payload, scale_inv."""
+    kernel = cast_kernel(gate.device, gate.dtype, slot.format, "swiglu", False) if gate.numel() else None
+    if kernel is None:
+        return plain.cast(gated(gate, up), slot, "none", layout)
+    result = _result(gate, _row(slot), layout, sums=False)
+    casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), result)
+    if is_counting(slot):
+        count(gated(gate, up), _used(result.row, result.scale_inv), slot)
+    return _payloads(result, gate)
+
+
+def cast_gated_gradients(
+    gate: Tensor, up: Tensor, dy: Tensor, slots: tuple[Slot, Slot], layout: str, biases: Sequence[bool]
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The casts of the gradients of gate and up, each with its own slot; see :func:`cast_gradient`."""
+    kernel = cast_kernel(dy.device, dy.dtype, slots[0].format, "swiglu", True) if dy.numel() else None
+    if kernel is None or gate.dtype != dy.dtype:
+        gradients = gated_gradients(gate, up, dy)
+        return [
+            plain.cast_gradient(gradient, None, "none", slot, layout, bias)
+            for gradient, slot, bias in zip(gradients, slots, biases, strict=True)
+        ]
+    # the kernel sums both or neither
+    of_gate, of_up = (_result(gate, _row(slot), layout, sums=any(biases)) for slot in slots)
+    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), of_gate, dy, of_up)
+    for slot, result, at in zip(slots, (of_gate, of_up), (0, 1)):
+        if is_counting(slot):
+            count(gated_gradients(gate, up, dy)[at], _used(result.row, result.scale_inv), slot)
+    sums = [None if one.column_sums is None else one.column_sums.sum(dim=0) for one in (of_gate, of_up)]
+    return [
+        (*_payloads(result, dy), nothing(dy, torch.float32) if total is None or not bias else total)
+        for result, total, bias in zip((of_gate, of_up), sums, biases, strict=True)
+    ]
+
+
+def _result(like: Tensor, row: casts.Row, layout: str, sums: bool) -> casts.Result:
+    """Memory for what a gated cast makes of one tensor ``[rows, columns]``."""
+    rows, columns = like.shape
+    return casts.Result(
+        row,
+        like.new_empty((), dtype=torch.float32),
+        like.new_empty(rows, columns, dtype=torch.uint8) if layout != "columns" else None,
+        like.new_empty(columns, rows, dtype=torch.uint8) if layout != "rows" else None,
+        like.new_empty(casts.column_sum_tiles(rows), columns, dtype=torch.float32) if sums else None,
+    )
+
+
+def _payloads(result: casts.Result, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    y, y_t = (nothing(like, torch.uint8) if one is None else one for one in (result.y, result.y_t))
+    return y, y_t, result.scale_inv
+
+
 def update_scales(
     amax: Tensor,
     amax_history: Tensor,
@@ -203,10 +259,10 @@ def _launch(
     y_t = empty_strided((width, rows), (rows, 1), dtype=torch.uint8, device=device) if layout != "rows" else None
     scale_inv = empty_strided((), (), dtype=torch.float32, device=device)
     tiles = casts.column_sum_tiles(rows) if sums else 0
-    partial = empty_strided((tiles * width,), (1,), dtype=torch.float32, device=device) if sums else None
+    partial = empty_strided((tiles, width), (width, 1), dtype=torch.float32, device=device) if sums else None
     casts.cast_transpose(kernel, x, row, scale_inv, y, y_t, partial, dy, gated)
-    if partial is not None and tiles > 1:
-        partial = partial.view(tiles, width).sum(dim=0)
+    if partial is not None:
+        partial = partial.sum(dim=0) if tiles > 1 else partial.view(width)
     payload = nothing(x, torch.uint8) if y is None else y
     payload_t = nothing(x, torch.uint8) if y_t is None else y_t
     return payload, payload_t, scale_inv, partial

@@ -178,7 +178,7 @@ def _cast_variant(input: torch.dtype, format: str, activation: str, backward: bo
         return self_test.cast_transpose(device, input, format, activation, backward, kernel)
 
     defines = casts.variant(input, format, activation, backward)
-    return Variant("cast_transpose", defines, casts.CAST_TRANSPOSE_LAYOUT, casts.THREADS, test)
+    return Variant("cast_transpose", defines, casts.layout(defines), casts.THREADS, test)
 
 
 def _weights_variant() -> Variant:

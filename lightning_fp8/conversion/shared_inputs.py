@@ -1,0 +1,205 @@
+"""Finds converted layers that are given the same tensor, such as the projections of an attention.
+
+Conversion does not run a model, so the source of the forward that calls the layers has to show it: ``self.<layer>(x)``
+several times in one straight line, with one local name ``x``, or :func:`lightning_fp8.feed_forward` with two of them.
+In between nothing assigns ``x``, gives it to any other
+function, or changes any tensor in place.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_fp8.conversion.candidates import fp8_classes
+from lightning_fp8.modules.attention import Fp8MultiheadAttention
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.class_swap import own_class
+from lightning_fp8.modules.feed_forward import feed_forward
+from lightning_fp8.modules.fused_blocks import plain_class
+from lightning_fp8.modules.shared_input import SharedInput
+
+# what runs less often, more often or later than the code around it
+_BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
+_NOT_ALWAYS = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# these may assign names that are no `ast.Name`
+_MAY_CHANGE_ANYTHING = (ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.AugAssign)
+
+
+class _Call(NamedTuple):
+    layer: str
+    argument: str
+
+
+class _Change(NamedTuple):
+    # None: of any tensor, in place
+    name: str | None
+
+
+def share_inputs(modules: Sequence[nn.Module]) -> None:
+    """Let the converted layers of a model that are given the same tensor share its cast, as :func:`find_shared_inputs`
+    finds them, and no others.
+
+    Args:
+        modules: the model and everything inside it; its converted layers have one scaling state.
+    """
+    leaders: dict[int, int] = {}
+    layers = [layer for layer in modules if isinstance(layer, Fp8Module)]
+    state = layers[0].scaling_state
+    for rows in chain.from_iterable(layer.fp8.values() for layer in layers):
+        rows.share_input(None)
+    for group in find_shared_inputs(modules):
+        members = [layer.fp8[""] for layer in group]
+        shared = SharedInput([rows.module for rows in members], state)
+        for rows in members:
+            rows.share_input(shared)
+        leaders |= {rows.module: members[0].module for rows in members[1:]}
+    state.share_inputs(leaders)
+
+
+def find_shared_inputs(modules: Iterable[nn.Module]) -> list[list[Fp8Module]]:
+    """The groups of converted layers that are given the same tensor, each in the order of the calls.
+
+    A layer in several places of the model is in none of them, nor is one that its parent may call elsewhere.
+
+    Args:
+        modules: the model and everything inside it.
+    """
+    parents = list(modules)
+    places = Counter(child for parent in parents for child in parent._modules.values() if child is not None)
+    kinds = {kind for kind in fp8_classes().values() if kind is not Fp8MultiheadAttention}
+    groups: list[list[Fp8Module]] = []
+    for parent in parents:
+        layers = {
+            name: child
+            for name, child in parent._modules.items()
+            if isinstance(child, Fp8Module) and own_class(child) in kinds and places[child] == 1
+        }
+        # a forward that was replaced on the object has another source
+        if len(layers) < 2 or "forward" in vars(parent):
+            continue
+        for names in _calls_of_one_name(plain_class(parent).forward):
+            group = [layers[name] for name in names if name in layers]
+            if len(group) > 1:
+                groups.append(group)
+    return groups
+
+
+@functools.cache
+def _calls_of_one_name(forward: Callable[..., Any]) -> list[list[str]]:
+    """Attributes of ``self`` that a function calls with the same name as their only argument, by group."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    function = next((part for part in tree.body if isinstance(part, ast.FunctionDef)), None)
+    parts = [] if function is None else list(ast.walk(function))
+    if (
+        function is None
+        or not function.args.args
+        or any(isinstance(part, (ast.Global, ast.Nonlocal)) for part in parts)
+    ):
+        return []
+    own = function.args.args[0].arg
+    attributes = [part for part in parts if isinstance(part, ast.Attribute)]
+    uses = Counter(one.attr for one in attributes if _is_name(one.value, own))
+    # reading the weight of a layer, as in `self.q_proj.weight`, does not call it
+    uses -= Counter(
+        one.value.attr for one in attributes if isinstance(one.value, ast.Attribute) and _is_name(one.value.value, own)
+    )
+    groups = _groups(function.body, own)
+    return [names for group in groups if len(names := [name for name in group if uses[name] == 1]) > 1]
+
+
+def _groups(block: Sequence[ast.stmt], own: str) -> Iterator[list[str]]:
+    """The layers called in a block and in those inside it, by argument."""
+    found: dict[str, list[str]] = {}
+    for statement in block:
+        for inner in _inner_blocks(statement):
+            yield from _groups(inner, own)
+        for event in _events(statement, own):
+            if isinstance(event, _Call):
+                found.setdefault(event.argument, []).append(event.layer)
+            elif event.name is not None:
+                yield found.pop(event.name, [])
+            else:
+                yield from found.values()
+                found = {}
+    yield from found.values()
+
+
+def _inner_blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    if isinstance(statement, _BLOCKS):
+        holders = (statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))
+        for holder in holders:
+            for field in ("body", "orelse", "finalbody"):
+                yield getattr(holder, field, [])
+
+
+def _events(node: ast.AST, own: str, always: bool = True) -> Iterator[_Call | _Change]:
+    """What a piece of code does, in the order in which it runs; of code that may not run exactly once, the changes."""
+    always = always and not isinstance(node, (*_BLOCKS, *_NOT_ALWAYS))
+    # a value is computed before its targets are assigned
+    for child in sorted(ast.iter_child_nodes(node), key=lambda child: child is not getattr(node, "value", None)):
+        yield from _events(child, own, always)
+    if isinstance(node, ast.Call):
+        calls = _calls_of_layers(node, own)
+        if not calls:
+            yield from map(_Change, [None] if _is_in_place(node) else _names_among_arguments(node))
+        elif always:
+            yield from calls
+    elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+        yield _Change(node.id)
+    elif isinstance(node, _MAY_CHANGE_ANYTHING) or _is_place(node, own):
+        yield _Change(None)
+
+
+def _calls_of_layers(call: ast.Call, own: str) -> list[_Call]:
+    """Of ``self.<layer>(<name>)``, and of the two layers of ``feed_forward((self.<gate>, self.<up>), ..., <name>)``."""
+    function, arguments = call.func, call.args
+    if call.keywords or not arguments or not isinstance(arguments[-1], ast.Name):
+        return []
+    if isinstance(function, ast.Attribute) and _is_name(function.value, own) and len(arguments) == 1:
+        return [_Call(function.attr, arguments[0].id)]  # type: ignore[attr-defined]
+    called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
+    if called != feed_forward.__name__ or not isinstance(arguments[0], ast.Tuple):
+        return []
+    layers = [one for one in arguments[0].elts if isinstance(one, ast.Attribute) and _is_name(one.value, own)]
+    return [_Call(layer.attr, arguments[-1].id) for layer in layers]
+
+
+def _names_among_arguments(call: ast.Call) -> Iterator[str]:
+    """Names of what any other function is given, which it may change."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    while given:
+        argument = given.pop()
+        if isinstance(argument, ast.Name):
+            yield argument.id
+        elif isinstance(argument, ast.Starred):
+            given.append(argument.value)
+        elif isinstance(argument, (ast.Tuple, ast.List)):
+            given += argument.elts
+
+
+def _is_in_place(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return name.endswith("_") or any(keyword.arg in ("out", "inplace") for keyword in call.keywords)
+
+
+def _is_place(node: ast.AST, own: str) -> bool:
+    """Whether it is assigned to or deleted as an element of a tensor, or as an attribute of anything but ``self``."""
+    if isinstance(node, ast.Attribute) and _is_name(node.value, own):
+        return False
+    return isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load)
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name

@@ -1,0 +1,209 @@
+"""Feed-forward blocks of known classes run as one: conversion changes the class of the object that holds the parts.
+
+A class is known by what its method computes, not by its name: see ``block_forms``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, cast
+
+from torch import Tensor, nn
+
+from lightning_fp8.modules.block_forms import Form, form_of_class
+from lightning_fp8.modules.class_swap import exchange_class, own_class
+from lightning_fp8.modules.feed_forward import (
+    SHARDED,
+    FeedForward,
+    activation_name,
+    reason_against_fusing,
+    run_block,
+)
+from lightning_fp8.modules.linear import LINEAR_CLASSES
+
+Step = FeedForward | Callable[[Tensor], Tensor]
+
+_ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
+
+
+class Fp8FeedForward(nn.Module):
+    """A module whose feed-forward block runs as one where that is possible, else part by part.
+
+    Never constructed: conversion changes the class of a module of a known form whose linear layers it has converted, to
+    a subclass of both this and the module's own class.
+
+    Attributes:
+        plain_class: the class before the conversion.
+        part_classes: of a block of two modules, their classes.
+        form: how the class computes the block.
+    """
+
+    plain_class: ClassVar[type[nn.Module]]
+    part_classes: ClassVar[tuple[type[nn.Module], ...]]
+    form: ClassVar[Form]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
+        return _new, (self.plain_class, self.part_classes), *made[2:]
+
+
+def _new(plain_class: type[nn.Module], part_classes: tuple[type[nn.Module], ...]) -> nn.Module:
+    """An object to unpickle; of the plain class if that computes something else by now."""
+    form = form_of_class(plain_class, part_classes)
+    kind = plain_class if form is None else _fused_class(plain_class, part_classes, form)
+    return kind.__new__(kind)
+
+
+def fuse_feed_forward(modules: Iterable[nn.Module]) -> None:
+    """Give each module of a known form the fused class if the linear layers of a block are converted, else its own."""
+    for module in modules:
+        kind = plain_class(module)
+        form = known_form(module)
+        if form is not None and any(map(_can_be_fused, _blocks(module, form))):
+            exchange_class(module, _fused_class(kind, _part_classes(module), form))
+        elif isinstance(module, Fp8FeedForward):
+            exchange_class(module, kind)
+
+
+def notes(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """For each linear layer of a feed-forward block of a known form, whether it runs fused, and why not."""
+    found: dict[nn.Module, str] = {}
+    for module in modules:
+        for base in plain_class(module).__mro__:
+            form = _form_of(module, base) if issubclass(base, nn.Module) else None
+            if form is not None:
+                found |= _notes_of(module, base, form)
+                break
+    return found
+
+
+def _notes_of(module: nn.Module, base: type[nn.Module], form: Form) -> dict[nn.Module, str]:
+    """The same for one module, which is of this form, or of a class derived from one that is."""
+    found: dict[nn.Module, str] = {}
+    for block in _blocks(module, form):
+        reason = reason_against_fusing(block)
+        if base is not plain_class(module):
+            reason = f"{plain_class(module).__name__} overrides `{form.method}` of {base.__name__}"
+        elif reason is None and not isinstance(module, Fp8FeedForward):
+            reason = "built since the conversion, so call `convert` again"
+        note = "feed-forward fused" if reason is None else f"feed-forward not fused: {reason}"
+        if reason == SHARDED:
+            # between forwards; FSDP gathers them for one
+            note = "feed-forward fused if its weights are gathered"
+        found.update(dict.fromkeys([*block.first, block.second], note))
+    return found
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before its block was fused."""
+    return module.plain_class if isinstance(module, Fp8FeedForward) else own_class(module)
+
+
+def known_form(module: nn.Module) -> Form | None:
+    """The form of a module's class, if its method is known and the module has the attributes that it calls."""
+    return _form_of(module, plain_class(module))
+
+
+def _form_of(module: nn.Module, kind: type[nn.Module]) -> Form | None:
+    form = form_of_class(kind, _part_classes(module))
+    owner = module.intermediate if form is not None and form.kind == "two modules" else module
+    return form if form is not None and all(hasattr(owner, name) for name in form.names) else None
+
+
+def _part_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
+    parts = [getattr(module, name, None) for name in ("intermediate", "output")]
+    return tuple(own_class(part) for part in parts) if all(isinstance(part, nn.Module) for part in parts) else ()
+
+
+def _steps(module: nn.Module, form: Form) -> list[Step]:
+    """What the module's method calls, with each feed-forward block in it as one step."""
+    if form.kind == "sequential":
+        return _joined(list(cast(nn.Sequential, module)))
+    parts = [getattr(module, name) for name in form.names]
+    if form.kind == "chain":
+        return _joined(parts)
+    if form.kind == "gated":
+        gate, up, activation, last = parts
+        return [FeedForward((gate, up), activation, last)]
+    first, activation, last = parts
+    return [FeedForward((first,), activation, last, packed=True)]
+
+
+def _joined(calls: list[Callable[[Tensor], Tensor]]) -> list[Step]:
+    """Calls, one after the other, with each linear - activation - dropouts - linear as one step."""
+    steps: list[Step] = []
+    position = 0
+    while position < len(calls):
+        block, length = _block_at(calls, position)
+        steps.append(calls[position] if block is None else block)
+        position += length
+    return steps
+
+
+def _block_at(calls: list[Callable[[Tensor], Tensor]], position: int) -> tuple[FeedForward | None, int]:
+    """The block that begins at this position, and how many calls it takes."""
+    end = position + 2
+    while end < len(calls) and type(calls[end]) is nn.Dropout:
+        end += 1
+    if end < len(calls) and _is_linear(calls[position]) and _is_linear(calls[end]):
+        activation = calls[position + 1]
+        if not isinstance(activation, nn.Module) or type(activation).__module__ in _ACTIVATION_MODULES:
+            dropouts = tuple(calls[position + 2 : end])
+            first, second = cast(nn.Module, calls[position]), cast(nn.Module, calls[end])
+            return FeedForward((first,), activation, second, dropouts), end + 1 - position  # type: ignore[arg-type]
+    return None, 1
+
+
+def _is_linear(call: object) -> bool:
+    return isinstance(call, nn.Linear) or type(call) in LINEAR_CLASSES
+
+
+def _blocks(module: nn.Module, form: Form) -> list[FeedForward]:
+    if form.kind == "two modules":
+        return [_block_of_two_modules(module, form)]
+    return [step for step in _steps(module, form) if isinstance(step, FeedForward)]
+
+
+def _block_of_two_modules(module: nn.Module, form: Form) -> FeedForward:
+    intermediate, output = cast(nn.Module, module.intermediate), cast(nn.Module, module.output)
+    first, activation = (getattr(intermediate, name) for name in form.names)
+    return FeedForward((first,), activation, cast(nn.Module, output.dense), around=(intermediate, output))
+
+
+def _can_be_fused(block: FeedForward) -> bool:
+    """Whether conversion has made all that it can of the block: the rest may change from call to call."""
+    layers = [*block.first, block.second]
+    return activation_name(block.activation) is not None and all(own_class(one) in LINEAR_CLASSES for one in layers)
+
+
+def _run_steps(self: Fp8FeedForward, *args: Tensor, **named: Tensor) -> Tensor:
+    if named or len(args) != 1:
+        return cast(Tensor, getattr(self.plain_class, self.form.method)(self, *args, **named))
+    (x,) = args
+    for step in _steps(self, self.form):
+        x = run_block(step, x) if isinstance(step, FeedForward) else step(x)
+    return x
+
+
+def _run_two_modules(self: Fp8FeedForward, attention_output: Tensor) -> Tensor:
+    intermediate, output = cast(nn.Module, self.intermediate), cast(nn.Module, self.output)
+    is_known = (type(intermediate), type(output)) == self.part_classes
+    block = _block_of_two_modules(self, self.form) if is_known else None
+    if block is None or reason_against_fusing(block) is not None:
+        return cast(Tensor, getattr(self.plain_class, self.form.method)(self, attention_output))
+    y = run_block(block, attention_output)
+    return cast(Tensor, output.LayerNorm(output.dropout(y) + attention_output))  # type: ignore[operator]
+
+
+_classes: dict[tuple[type[nn.Module], tuple[type[nn.Module], ...], Form], type[Fp8FeedForward]] = {}
+
+
+def _fused_class(kind: type[nn.Module], part_classes: tuple[type[nn.Module], ...], form: Form) -> type[Fp8FeedForward]:
+    """The one fused class for all modules of a class."""
+    key = kind, part_classes, form
+    if key not in _classes:
+        run = _run_two_modules if form.kind == "two modules" else _run_steps
+        attributes = {"plain_class": kind, "part_classes": part_classes, "form": form, form.method: run}
+        attributes |= {"__doc__": kind.__doc__, "__module__": kind.__module__}
+        _classes[key] = type(f"Fp8{kind.__name__}", (Fp8FeedForward, kind), attributes)
+    return _classes[key]

@@ -1,0 +1,157 @@
+"""Weights cast before compiled code runs, which cannot see whether a copy is stale: once, not in each of its forwards.
+
+Compiled code reads the casts of prepared layers as inputs, from tensors that stay the same objects, at the same
+addresses, as long as shapes and device do. A flag of each layer, which the compiler guards, says whether they are those
+of the current weights; where it is not set, compiled code casts the weight itself. An optimizer step, a load and a move
+clear it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8 import ops
+from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.weight_group import is_plain
+from lightning_fp8.ops.operand import Fp8Operand
+from lightning_fp8.runtime.warn_once import warn_once
+
+_LOCK = threading.Lock()
+
+
+def compiled_rows(model: nn.Module) -> list[Fp8Rows]:
+    """Those of layers in modules that ``torch.compile`` or ``nn.Module.compile`` has compiled."""
+    found: dict[int, Fp8Rows] = {}
+    for module in model.modules():
+        # the second one is Lightning's
+        is_compiled = "_orig_mod" in module._modules or getattr(module, "_compiler_ctx", None) is not None
+        if is_compiled or module._compiled_call_impl is not None:
+            layers = (layer for layer in module.modules() if isinstance(layer, Fp8Module))
+            found.update((id(rows), rows) for layer in layers for rows in layer.fp8.values())
+    return list(found.values())
+
+
+@contextmanager
+def prepared(rows: Sequence[Fp8Rows], record: bool, in_backward: bool = False) -> Iterator[None]:
+    """Cast the weights that have changed, and let compiled code in this context, in any thread, use the casts.
+
+    Args:
+        rows: of layers; those that are sharded, fell back or compute their weight are left out, and in training frozen
+            ones, as one may be of a target network that changes within the step.
+        record: whether it is a step of training.
+        in_backward: it is a backward, whose recomputation reads what the forward has read: nothing is cast again, which
+            would overwrite what this backward has kept.
+    """
+    ready = [(one, weight) for one in rows if (weight := _weight_to_prepare(one, record)) is not None]
+    if in_backward:
+        ready = [entry for entry in ready if _is_held(*entry)]
+    with _LOCK:
+        for group in () if in_backward else {id(one.group): one.group for one, _ in ready}.values():
+            _refresh([(one, weight) for one, weight in ready if one.group is group], record)
+        for one, _ in ready:
+            one.is_prepared, one.preparers = True, one.preparers + 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for one, _ in ready:
+                _check(one)
+                one.preparers -= 1
+                one.is_prepared &= one.preparers > 0
+
+
+def _is_held(rows: Fp8Rows, weight: Tensor) -> bool:
+    return rows.prepared is not None and rows.weight_cache.holds(weight, rows.prepared)
+
+
+def _weight_to_prepare(rows: Fp8Rows, record: bool) -> Tensor | None:
+    weight = rows.weight
+    if weight is None or not (rows.keeps_cast and rows.may_prepare and rows.switch.in_fp8):
+        return None
+    if not is_plain(weight, rows.state.device) or weight.dim() != 2 or not weight.numel():
+        return None
+    return weight if weight.requires_grad or not record else None
+
+
+def _refresh(layers: list[tuple[Fp8Rows, Tensor]], record: bool) -> None:
+    """Write the casts of those weights of a model that have changed."""
+    stale = [
+        (one, weight)
+        for one, weight in layers
+        if one.prepared is None or one.weight_cache.get(weight) is not one.prepared
+    ]
+    if not stale:
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        for (one, weight), made in zip(stale, _cast(stale, record), strict=True):
+            one.prepared = made
+            one.weight_cache.put(weight, made)
+
+
+def _cast(stale: list[tuple[Fp8Rows, Tensor]], record: bool) -> list[Fp8Operand]:
+    former = [_fitting(one, weight) for one, weight in stale]
+    if ops.casts_weights_together(stale[0][1]):
+        state = stale[0][0].state
+        made = ops.cast_weights(
+            state,
+            [weight.detach() for _, weight in stale],
+            [state.row_of(one.module, "weight") for one, _ in stale],
+            stale[0][0].formats["weight"],
+            [None if kept is None else _as_stored(one, kept) for (one, _), kept in zip(stale, former, strict=True)],
+        )
+        new = [one.weight_operand(*cast) for (one, _), cast in zip(stale, made, strict=True)]
+    else:
+        new = [
+            ops.cast_weight_operand(_by_rows(one, weight.detach()), one.weight_slot(record), keep=True)
+            for one, weight in stale
+        ]
+    pairs = [(kept, cast) for kept, cast in zip(former, new, strict=True) if kept is not None]
+    targets = [kept.scale_inv for kept, _ in pairs]
+    sources = [cast.scale_inv for _, cast in pairs]
+    for kept, cast in pairs:
+        if cast.rows is kept.rows:
+            # written by a kernel: a backward that waits for the former payload must fail, not use this one
+            torch.autograd.graph.increment_version((kept.rows, kept.columns))
+        else:
+            targets.append(kept.rows)
+            sources.append(cast.rows)
+            if not kept.columns._is_view():
+                targets.append(kept.columns)
+                sources.append(cast.columns)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    return [cast if kept is None else kept for kept, cast in zip(former, new, strict=True)]
+
+
+def _fitting(rows: Fp8Rows, weight: Tensor) -> Fp8Operand | None:
+    """The tensors that an earlier cast was written to, where this one fits."""
+    kept = rows.prepared
+    if kept is None or kept.rows.device != weight.device or kept.rows.shape != _by_rows(rows, weight).shape:
+        return None
+    return kept
+
+
+def _by_rows(rows: Fp8Rows, weight: Tensor) -> Tensor:
+    return weight.t() if rows.k_by_n else weight
+
+
+def _as_stored(rows: Fp8Rows, operand: Fp8Operand) -> tuple[Tensor, Tensor]:
+    return (operand.columns, operand.rows) if rows.k_by_n else (operand.rows, operand.columns)
+
+
+def _check(rows: Fp8Rows) -> None:
+    """Leave a layer out for good whose weight was changed within a context, by other means than those that are seen."""
+    weight = rows.weight
+    if not rows.is_prepared or weight is None or _is_held(rows, weight):
+        return
+    rows.is_prepared = rows.may_prepare = False
+    warn_once(
+        f"The weight of {rows.name!r} was changed within a step, and compiled code that ran after the change used the"
+        " former value. From now on compiled code casts this weight in each forward. Change weights between steps, or"
+        " by an optimizer or `load_state_dict`."
+    )

@@ -1,0 +1,102 @@
+"""The input of several layers, such as the projections of an attention: cast once, by the first of them that runs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_fp8.ops.operand import Fp8Operand
+    from lightning_fp8.scaling.state import ScalingState
+
+
+class _Cast(NamedTuple):
+    x: weakref.ref[Tensor]
+    circumstances: tuple[Any, ...]
+    operand: Fp8Operand
+
+
+class SharedInput:
+    """One tensor that several layers of a model take in, one after the other.
+
+    They record it in the place of the first one. Its cast waits here from the layer that makes it to the last one. A
+    layer takes it only for the very same tensor, unchanged, in the same thread and under the same scales: whatever a
+    hook or a caller gives one of the layers instead is cast for that layer.
+
+    Attributes:
+        modules: positions of the layers in the scaling state, in the order of their calls.
+        index: ``[1] int64``, the row of the first one's input: one tensor for all, so that a compiler finds that their
+            casts are one.
+        in_graph: while a compiler traces the layers: the graph, the tensor and its cast.
+    """
+
+    def __init__(self, modules: Sequence[int], state: ScalingState) -> None:
+        self.modules = tuple(modules)
+        self.index = torch.empty(0)
+        self.in_graph: tuple[str, Tensor, Fp8Operand] | None = None
+        self._made: _Cast | None = None
+        self.place_index(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None, "in_graph": None}
+
+    def place_index(self, state: ScalingState) -> Tensor:
+        """The index, on the device of the state."""
+        if self.index.device != state.device or not len(self.index):
+            row = state.row_of(self.modules[0], "input")
+            with torch.inference_mode(False):
+                self.index = torch.tensor([row], dtype=torch.int64, device=state.device)
+        return self.index
+
+    def take(self, x: Tensor, state: ScalingState, record: bool, keep: bool, is_last: bool) -> Fp8Operand | None:
+        """The cast of ``x`` that a layer before has made, with columns if ``keep``; None if there is none."""
+        # read once: another thread may replace it
+        made = self._made
+        if is_last:
+            self._made = None
+        if made is None or made.x() is not x or made.circumstances != _circumstances(x, state, record):
+            return None
+        if keep and made.operand.columns.dim() != 2:
+            return None
+        return made.operand
+
+    def drop(self) -> None:
+        """Keep no cast."""
+        self._made = self.in_graph = None
+
+    def put(self, x: Tensor, state: ScalingState, record: bool, operand: Fp8Operand, is_first: bool) -> None:
+        """Keep a cast for the layers behind, for as long as ``x`` exists.
+
+        Where a layer behind the first one was given another tensor, that of the others stays.
+        """
+        made = self._made
+        if is_first or made is None or made.x() is x:
+            self._made = _Cast(weakref.ref(x, self._drop_with), _circumstances(x, state, record), operand)
+
+    def _drop_with(self, x: weakref.ref[Tensor]) -> None:
+        made = self._made
+        if made is not None and made.x is x:
+            self._made = None
+
+
+def _circumstances(x: Tensor, state: ScalingState, record: bool) -> tuple[Any, ...]:
+    version = None if x.is_inference() else x._version
+    # the streams of two threads do not wait for each other
+    return version, record, state.changes, bool(state.weight_changes.different), threading.get_ident()
+
+
+@torch.compiler.assume_constant_result
+def graph_being_traced() -> str | None:
+    """The graph that ``torch.compile`` is making; None inside a higher-order operator, such as that of a checkpoint,
+    which must not change anything outside of it."""
+    # imported where a compiler has imported it already
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._guards import CompileContext
+
+    tracer = InstructionTranslator.current_tx().output.current_tracer
+    return None if tracer.parent is not None else str(CompileContext.current_compile_id())

@@ -1,0 +1,60 @@
+"""The declaration that weights do not change, which lets each be cast once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.prepared_weights import compiled_rows, prepared
+from lightning_fp8.modules.weight_cache import WeightCache, vouching
+
+
+@contextmanager
+def weights_unchanged(model: nn.Module) -> Iterator[None]:
+    """Declare that the weights of a model do not change in this context: each is cast to FP8 once, at its first use.
+
+    For generation and evaluation outside of a Trainer, where otherwise each forward casts all weights, as they may have
+    been swapped without a trace. In training too it saves the comparison of each weight with what was cast. At the end
+    the casts are dropped.
+
+    A weight that has changed all the same is cast again if the change leaves a trace: an operation in place, an
+    optimizer step, ``load_state_dict``, another parameter or another ``.data``. In this context, only a change in place
+    through ``.data`` remains unnoticed.
+
+    Contexts may overlap, in any number of threads, and apply to all of them until the last one ends.
+
+    Compiled modules of the model, or the model itself if it is what ``torch.compile`` returned, read casts that are
+    made at the beginning. They see a change only if an optimizer or ``load_state_dict`` makes it; any other that leaves
+    a trace is warned of at the end. For sharded weights, and in compiled functions, nothing is kept.
+
+    Args:
+        model: converted model, or any of its parts. One without converted layers stays as it is.
+    """
+    caches = all_caches(all_rows(model))
+    drop_unvouched(caches)
+    try:
+        with vouching(caches), prepared(compiled_rows(model), record=False):
+            yield
+    finally:
+        drop_unvouched(caches)
+
+
+def all_rows(model: nn.Module) -> Iterator[Fp8Rows]:
+    """Those of all converted layers."""
+    return (rows for layer in model.modules() if isinstance(layer, Fp8Module) for rows in layer.fp8.values())
+
+
+def all_caches(rows: Iterable[Fp8Rows]) -> list[WeightCache[Any]]:
+    """Those of weights and biases."""
+    return [cache for one in rows for cache in one.caches]
+
+
+def drop_unvouched(caches: Iterable[WeightCache[Any]]) -> None:
+    """Drop copies, except those that another context keeps."""
+    for cache in caches:
+        if not cache.vouchers:
+            cache.drop()

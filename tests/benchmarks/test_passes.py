@@ -1,0 +1,65 @@
+"""``benchmarks/passes.py`` counts what happens: against sums by hand, of the package's example block and of Llama's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repository import ROOT
+
+KIB = 1024
+TOKENS, WIDTH, HIDDEN = 96, 64, 256
+# qkv, out, up, down
+INPUTS = (WIDTH, WIDTH, WIDTH, HIDDEN)
+GRADIENTS = (3 * WIDTH, WIDTH, HIDDEN, WIDTH)
+WEIGHTS = 3 * WIDTH * WIDTH + WIDTH * WIDTH + 2 * WIDTH * HIDDEN
+
+
+@pytest.fixture(scope="module")
+def all_rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    file = tmp_path_factory.mktemp("passes") / "rows.jsonl"
+    # it leaves the process with kernels that do nothing
+    command = [sys.executable, "-m", "benchmarks.passes", "--blocks", "example", "Llama", "--out", str(file)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+def of_block(block: str, rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    return {(row["what"], row["micro_batches"]): row for row in rows if row["block"] == block}
+
+
+@pytest.fixture(scope="module")
+def rows(all_rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    return of_block("example", all_rows)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_casts_of_the_example(rows: dict[tuple[str, int], dict[str, Any]], micro_batches: int) -> None:
+    eager, least = rows["eager", micro_batches], rows["least", micro_batches]
+    assert (eager["inputs"], eager["gradients"], eager["weights"]) == (4 * micro_batches, 4 * micro_batches, 4)
+    assert eager["gemms"] == least["gemms"] == 12 * micro_batches
+    # both layouts of each, of the weights once
+    assert eager["written"] == 2 * TOKENS * micro_batches * (sum(INPUTS) + sum(GRADIENTS)) + 2 * WEIGHTS
+    # between the GEMMs of its feed-forward block nothing but these casts
+    assert eager["hidden"] == rows["compiled", micro_batches]["hidden"] == 0
+    # what backward needs: all inputs and weights by columns
+    assert (eager["kept_inputs"], eager["kept_weights"]) == (TOKENS * sum(INPUTS), WEIGHTS)
+
+
+def test_plain_bf16(rows: dict[tuple[str, int], dict[str, Any]]) -> None:
+    plain = rows["bf16-mixed", 1]
+    assert plain["gemms"] == 12
+    assert (plain["kept_inputs"], plain["kept_weights"]) == (2 * TOKENS * sum(INPUTS), 2 * WEIGHTS)
+
+
+@pytest.mark.parametrize("what", ["eager", "compiled"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_llama_casts_and_keeps_each_input_once(what: str, micro_batches: int, all_rows: list[dict[str, Any]]) -> None:
+    row = of_block("Llama", all_rows)[what, micro_batches]
+    # of the attention, its output, the feed-forward, and its last layer
+    assert row["inputs"] == 4 * micro_batches
+    assert row["kept_inputs"] == TOKENS * sum(INPUTS)

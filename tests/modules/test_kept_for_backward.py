@@ -1,0 +1,71 @@
+"""What waits for backward: only what the gradients that are asked for are computed from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from feed_forward_blocks import HIDDEN, WIDTH, converted, llama, vit
+from torch import Tensor, nn
+
+ROWS, FP8, OUTPUT = 24, torch.uint8, torch.float32
+X, FIRST, OF_HIDDEN = (FP8, (WIDTH, ROWS)), (FP8, (WIDTH, HIDDEN)), (FP8, (HIDDEN, ROWS))
+LAST, HIDDEN_OUTPUT = (FP8, (HIDDEN, WIDTH)), (OUTPUT, (ROWS, HIDDEN))
+
+
+def kept(model: nn.Module, x_needs: bool, frozen: list[str]) -> Counter[tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtypes and shapes of all matrices that a forward keeps."""
+    found: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
+
+    def pack(tensor: Tensor) -> Tensor:
+        # an empty one stands for a result that was not asked for
+        if tensor.dim() == 2 and tensor.numel():
+            found[tensor.dtype, tuple(tensor.shape)] += 1
+        return tensor
+
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(name.startswith(prefix) for prefix in frozen))
+    x = torch.randn(ROWS, WIDTH, requires_grad=x_needs)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(x)
+    if y.requires_grad:
+        y.sum().backward()
+    return found
+
+
+def counted(*wanted: tuple[bool, list[tuple[torch.dtype, tuple[int, ...]]]]) -> Counter[object]:
+    return Counter(one for is_needed, tensors in wanted if is_needed for one in tensors)
+
+
+@pytest.mark.parametrize(("x", "weight", "bias"), product([False, True], repeat=3))
+def test_linear(x: bool, weight: bool, bias: bool) -> None:
+    model = converted(lambda: nn.Linear(WIDTH, HIDDEN))
+    frozen = [*["weight"][weight:], *["bias"][bias:]]
+    assert kept(model, x, frozen) == counted((weight, [X]), (x, [FIRST]))
+
+
+@pytest.mark.parametrize(("x", "first", "bias", "second"), product([False, True], repeat=4))
+def test_feed_forward(x: bool, first: bool, bias: bool, second: bool) -> None:
+    model = converted(vit)
+    frozen = ["fc2.bias", *["fc1.weight"][first:], *["fc1.bias"][bias:], *["fc2.weight"][second:]]
+    # from the gradient of the activation's output: what the activation took, and the weight behind it
+    needs_hidden = x or first or bias
+    assert kept(model, x, frozen) == counted(
+        (first, [X]), (x, [FIRST]), (second, [OF_HIDDEN]), (needs_hidden, [LAST, HIDDEN_OUTPUT])
+    )
+
+
+@pytest.mark.parametrize(("x", "gate", "up", "down"), product([False, True], repeat=4))
+def test_gated_feed_forward(x: bool, gate: bool, up: bool, down: bool) -> None:
+    model = converted(llama)
+    frozen = [*["gate_proj"][gate:], *["up_proj"][up:], *["down_proj"][down:]]
+    needs_hidden = x or gate or up
+    assert kept(model, x, frozen) == counted(
+        # once for both
+        (gate or up, [X]),
+        (x, [FIRST] * 2),
+        (down, [OF_HIDDEN]),
+        (needs_hidden, [LAST, HIDDEN_OUTPUT, HIDDEN_OUTPUT]),
+    )

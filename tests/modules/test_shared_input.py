@@ -1,0 +1,603 @@
+"""One cast for the input of several layers: the same numbers as separate casts, and never another tensor's payload."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from projections import MEMBERS, ROWS, WIDTH, Nested, Separate, Shared, train
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.compile_fx import compile_fx
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformer_models import llama
+
+from lightning_fp8 import convert, fall_back, scaling_state
+from lightning_fp8.callbacks.watch import Limits, Watch
+from lightning_fp8.ops import basic
+from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.scaling.statistics import tensor_statistics
+
+
+def pair(make: Callable[[type[Shared]], nn.Module] = Nested) -> tuple[nn.Module, nn.Module]:
+    """A converted model that shares casts, and the same one that does not."""
+    shared, separate = make(Shared), make(Separate)
+    separate.load_state_dict(shared.state_dict())
+    assert scaling_state(convert(shared)).input_leaders
+    assert not scaling_state(convert(separate)).input_leaders
+    return shared, separate
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.fixture
+def input_casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the casts of inputs by the layer in whose place they are recorded."""
+    casts: Counter[str] = Counter()
+    original = basic.cast
+
+    def counting(x: Tensor, slot: Any, *rest: Any) -> Any:
+        if slot.state is not None:
+            casts[slot.state.names[int(slot.index)].removesuffix(".input")] += 1
+        return original(x, slot, *rest)
+
+    monkeypatch.setattr(basic, "cast", counting)
+    return casts
+
+
+# the same numbers, from fewer casts
+
+
+def test_training_gives_the_numbers_of_separate_casts(input_casts: Counter[str]) -> None:
+    shared, separate = pair()
+    of_separate = train(separate)
+    assert sum(input_casts.values()) == 3 * 2 * 8
+    input_casts.clear()
+    assert_same(train(shared), of_separate)
+    assert input_casts == {f"blocks.{block}.{name}": 3 * 2 for block in (0, 1) for name in ("q", "out")}
+    shared_state, separate_state = scaling_state(shared), scaling_state(separate)
+    assert shared_state.every_tensor_has_history
+    assert shared_state.names == separate_state.names
+    for name, entry in separate_state.state_dict().items():
+        assert all(torch.equal(shared_state.state_dict()[name][field], entry[field]) for field in entry)
+
+
+def test_cuda_half(cuda_half: Counter[str]) -> None:
+    shared, separate = pair()
+    of_separate = train(separate)
+    casts = sum(count for kernel, count in cuda_half.items() if kernel.startswith("cast_transpose"))
+    cuda_half.clear()
+    assert_same(train(shared), of_separate)
+    saved = casts - sum(count for kernel, count in cuda_half.items() if kernel.startswith("cast_transpose"))
+    # two of each block in six forwards; in the two of the first step, each is measured before
+    assert saved == 2 * 2 * (6 + 2)
+
+
+def test_llama(input_casts: Counter[str]) -> None:
+    model, batch = llama()
+    convert(model)
+    model(**batch).loss.backward()
+    # attention, its output, the feed-forward and its second layer of each block; the head
+    assert sum(input_casts.values()) == 2 * 4 + 1
+    assert {path.rpartition(".")[2] for path in input_casts} == {
+        "q_proj",
+        "o_proj",
+        "gate_proj",
+        "down_proj",
+        "lm_head",
+    }
+
+
+@pytest.mark.parametrize("kind", [Shared, Separate])
+def test_one_copy_is_kept_for_backward(cuda_half: Counter[str], kind: type[Shared]) -> None:
+    model, storages = convert(kind()), {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: storages.setdefault(tensor.untyped_storage().data_ptr(), tensor), lambda tensor: tensor
+    ):
+        model(torch.randn(ROWS, WIDTH, requires_grad=True))
+    # inputs [K, M], weights [K, N]
+    kept = Counter(tuple(tensor.shape) for tensor in storages.values() if tensor.dtype == torch.uint8)
+    assert kept == {(WIDTH, ROWS): 2 if kind is Shared else 4, (WIDTH, WIDTH): 4}
+
+
+def test_evaluation(input_casts: Counter[str]) -> None:
+    shared, separate = pair()
+    train(shared), train(separate)
+    x = torch.randn(ROWS, WIDTH)
+    shared.eval(), separate.eval()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        input_casts.clear()
+        with mode():
+            y = shared(x)
+            assert sum(input_casts.values()) == 4
+            assert torch.equal(y, separate(x))
+
+
+def test_evaluation_with_one_weight_changed() -> None:
+    shared, separate = pair()
+    train(shared), train(separate)
+    x = torch.randn(ROWS, WIDTH)
+    for model in (shared, separate):
+        model.eval()
+        with torch.no_grad():
+            model.blocks[0].k.weight.mul_(4)
+    for _ in range(2):
+        # histories are not used from the layer on whose weight differs
+        assert torch.equal(shared(x), separate(x))
+
+
+# another tensor's payload is never taken
+
+
+def changed_by_a_hook(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.k.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,))
+
+
+def changed_in_place(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.k.register_forward_pre_hook(lambda _, given: given[0].mul_(0.5) is None or None)
+
+
+def changed_after_the_first(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.q.register_forward_hook(lambda _, given, y: given[0].mul_(0.5) is None or None)
+
+
+def changed_by_another_forward(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.forward = lambda x, of=block: of.out(of.q(x).sigmoid() * of.k(x * 0.5) + of.v(x))
+
+
+CHANGES = [changed_by_a_hook, changed_in_place, changed_after_the_first, changed_by_another_forward]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_one_layer_is_given_instead_is_cast_for_it(
+    change: Callable[[nn.Module], None], mode: Callable[[], Any], input_casts: Counter[str]
+) -> None:
+    shared, separate = pair()
+    change(shared), change(separate)
+    with mode():
+        x = torch.randn(ROWS, WIDTH)
+        # without histories each cast has its own scale, so the numbers are those of separate casts
+        found, casts = shared(x), input_casts["blocks.1.q"]
+        assert torch.equal(found, separate(x))
+    # two layers share a cast; not around one with hooks where nothing counts the changes of a tensor
+    alone = mode is torch.inference_mode and change in (changed_by_a_hook, changed_in_place)
+    assert casts == (3 if alone else 2)
+    if mode is torch.enable_grad:
+        mine, theirs = scaling_state(shared), scaling_state(separate)
+        for block in ("blocks.0", "blocks.1"):
+            amaxes = [theirs.amax[theirs.names.index(f"{block}.{name}.input")] for name in MEMBERS]
+            assert mine.amax[mine.names.index(f"{block}.q.input")] == max(amaxes)
+
+
+def test_recorded_amaxes_dropped_between_two_layers_are_recorded_again() -> None:
+    model = convert(Shared())
+    state = scaling_state(model)
+    x = torch.randn(ROWS, WIDTH)
+    model.between = state.discard
+    model(x)
+    assert state.amax[state.names.index("q.input")] == x.abs().max()
+
+
+def test_nothing_survives_into_the_next_forward(input_casts: Counter[str]) -> None:
+    model, x = convert(Shared()), torch.randn(ROWS, WIDTH)
+    state = scaling_state(model)
+    fall_back(model, "v")
+    for step in range(3):
+        # the last layer, which does not run in FP8, lets go of nothing
+        model(x)
+        state.update()
+        if step:
+            # the first one does not run
+            model.k(x)
+            assert state.amax[state.names.index("q.input")] == x.abs().max()
+            state.update()
+    assert input_casts["q"] == 3 + 2
+
+
+@pytest.mark.usefixtures("cuda_half")
+def test_columns_for_a_layer_behind(input_casts: Counter[str]) -> None:
+    shared, separate = pair()
+    for model in (shared, separate):
+        for block in model.blocks:
+            block.q.weight.requires_grad_(False)
+    expected = train(separate)
+    input_casts.clear()
+    assert_same(train(shared), expected)
+    assert input_casts["blocks.0.q"] == 3 * 2
+
+
+def test_columns_that_are_missing(cuda_half: Counter[str]) -> None:
+    model, x = convert(Shared()).eval(), torch.randn(ROWS, WIDTH)
+    with torch.no_grad():
+        model.q(x)
+    model.k(x).sum().backward()
+    expected = convert(Separate()).eval()
+    expected.load_state_dict(model.state_dict())
+    expected.k(x).sum().backward()
+    assert torch.equal(model.k.weight.grad, expected.k.weight.grad)
+
+
+def test_a_layer_of_another_mode_records_for_itself(input_casts: Counter[str]) -> None:
+    model, x = convert(Shared()), torch.randn(ROWS, WIDTH)
+    model.q.eval()
+    state = scaling_state(model)
+    model(x)
+    assert input_casts["q"] == 2
+    assert state.amax[state.names.index("q.input")] == x.abs().max()
+
+
+@pytest.mark.parametrize(("fallen", "casts"), [("q", 1), ("k", 1), ("v", 1), ("qk", 1), ("qkv", 0)])
+def test_layers_that_fell_back(fallen: str, casts: int, input_casts: Counter[str]) -> None:
+    shared, separate = pair()
+    for name in fallen:
+        for model in (shared, separate):
+            for block in (0, 1):
+                fall_back(model, f"blocks.{block}.{name}")
+    x = torch.randn(ROWS, WIDTH)
+    assert torch.equal(shared(x), separate(x))
+    input_casts.clear()
+    shared(x).sum().backward()
+    assert input_casts["blocks.1.q"] == casts
+
+
+def test_threads() -> None:
+    model = convert(Shared()).eval()
+    inputs = [torch.randn(ROWS, WIDTH) * 10**power for power in range(2)]
+    expected = [model(x).detach() for x in inputs]
+    turns = threading.Barrier(2)
+    model.between = lambda: turns.wait(20)
+    found: dict[int, Tensor] = {}
+
+    def run(at: int, x: Tensor) -> None:
+        found[at] = model(x).detach()
+
+    # two tensors at once, then the same one
+    for given in (inputs, inputs[:1] * 2):
+        threads = [threading.Thread(target=run, args=one) for one in enumerate(given)]
+        [thread.start() for thread in threads], [thread.join() for thread in threads]
+        assert_same([found[0], found[1]], [expected[0], expected[given is inputs]])
+
+
+def test_another_thread_casts_for_itself(input_casts: Counter[str]) -> None:
+    # its stream on a GPU would not wait for that of this one
+    model, x = convert(Shared()), torch.randn(ROWS, WIDTH)
+    thread = threading.Thread(target=model.q, args=(x,))
+    thread.start(), thread.join()
+    model.k(x)
+    assert input_casts["q"] == 2
+
+
+def test_nothing_is_kept_alive() -> None:
+    model = convert(Shared())
+    shared = model.q.fp8[""].shared_input
+    x = torch.randn(ROWS, WIDTH)
+    model(x)
+    assert shared._made is None
+    model.q(x)
+    payload = weakref.ref(shared._made.operand.rows)
+    assert payload() is not None
+    del x
+    assert payload() is None
+    # there is no cycle, which would keep the copies of weights until the next collection
+    rows = weakref.ref(model.q.fp8[""])
+    gc.disable()
+    try:
+        del model, shared
+        assert rows() is None
+    finally:
+        gc.enable()
+
+
+# compiled
+
+
+def counting(casts: list[int]) -> Callable[..., Any]:
+    """Inductor up to the graphs that it would compile, whose numbers of casts are appended."""
+
+    def inner(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        casts.append(sum(node.target is torch.ops.lightning_fp8.cast.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    return partial(compile_fx, inner_compile=inner)
+
+
+@pytest.fixture
+def no_caches() -> Iterator[None]:
+    torch._dynamo.reset()
+    # a graph that is found in a cache is not compiled
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_compiled_graphs_cast_it_once() -> None:
+    model, casts = convert(Shared()), []
+    call = torch.compile(model, backend=counting(casts), fullgraph=True)
+    x = torch.randn(ROWS, WIDTH)
+    call(x).sum().backward()
+    # that of the last layer is another input
+    assert casts == [1 + 1, 0]
+    casts.clear()
+    with torch.no_grad():
+        assert torch.equal(call(x), model(x))
+    assert casts == [1 + 1]
+    assert model.q.fp8[""].shared_input.in_graph is None
+    assert model.q.fp8[""].index["input"] is model.v.fp8[""].index["input"]
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_compiled_training() -> None:
+    shared, separate = pair()
+    compiled = copy.deepcopy(shared)
+    call = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    expected = train(separate)
+    assert_same(train(compiled, call), expected)
+    assert_same(train(shared), expected)
+    x = torch.randn(ROWS, WIDTH)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(call(x), separate(x))
+
+
+@pytest.mark.usefixtures("no_caches")
+@pytest.mark.parametrize("change", CHANGES)
+def test_compiled_with_a_change_between(change: Callable[[nn.Module], None]) -> None:
+    shared, separate = pair()
+    change(shared), change(separate)
+    call = torch.compile(shared, backend="aot_eager")
+    x = torch.randn(ROWS, WIDTH)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            assert torch.equal(call(x), separate(x))
+
+
+@pytest.mark.usefixtures("no_caches")
+@pytest.mark.parametrize("fallen", ["q", "v"])
+def test_compiled_after_a_fallback(fallen: str) -> None:
+    model, casts = convert(Shared()), []
+    fall_back(model, fallen)
+    x = torch.randn(ROWS, WIDTH)
+    with torch.no_grad():
+        y = torch.compile(model, backend=counting(casts), fullgraph=True)(x)
+        assert torch.equal(y, model(x))
+    assert casts == [2]
+    assert model.q.fp8[""].shared_input.in_graph is None
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_compiled_in_parts() -> None:
+    shared, separate = pair()
+    # each layer alone, and a graph that breaks between two layers
+    for name in MEMBERS:
+        getattr(shared.blocks[0], name).compile(backend="aot_eager", fullgraph=True)
+    shared.blocks[1].between = torch._dynamo.graph_break
+    shared.blocks[1].compile(backend="aot_eager")
+    x = torch.randn(ROWS, WIDTH)
+    for mode in (torch.enable_grad, torch.no_grad, torch.no_grad):
+        with mode():
+            assert torch.equal(shared(x), separate(x))
+        assert [block.q.fp8[""].shared_input.in_graph for block in shared.blocks] == [None, None]
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_a_cast_is_not_taken_into_another_graph() -> None:
+    shared, separate = pair(lambda kind: kind())
+    x = torch.randn(ROWS, WIDTH)
+    with torch.no_grad():
+        torch.compile(shared.q, backend="aot_eager", fullgraph=True)(x)
+        x.mul_(2)
+        assert torch.equal(torch.compile(shared.k, backend="aot_eager", fullgraph=True)(x), separate.k(x))
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_all_blocks_share_their_graphs() -> None:
+    frames = []
+    for kind in (Shared, Separate):
+        torch._dynamo.reset()
+        model = convert(nn.Sequential(*[kind() for _ in range(6)]))
+        counter = CompileCounterWithBackend("aot_eager")
+        for block in model:
+            block.compile(fullgraph=True, backend=counter)
+        train(model, steps=2)
+        with torch.no_grad():
+            model(torch.randn(ROWS, WIDTH))
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[1] < 6
+
+
+# recomputed
+
+
+def recomputed(block: nn.Module, x: Tensor, **options: Any) -> Tensor:
+    return checkpoint(block, x, **options)
+
+
+def save_casts(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    is_cast = operator is torch.ops.lightning_fp8.cast.default
+    return CheckpointPolicy.MUST_SAVE if is_cast else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, save_casts),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_activation_checkpointing(kind: str, input_casts: Counter[str]) -> None:
+    shared, separate = pair()
+    expected = train(separate)
+    shared.around = partial(recomputed, **CHECKPOINTS[kind])
+    input_casts.clear()
+    assert_same(train(shared), expected)
+    # each block once more; where casts are saved, they are asked for, but not made again
+    assert input_casts["blocks.0.q"] == 3 * 2 * 2
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_compiled_and_checkpointed() -> None:
+    shared, separate = pair()
+    expected = train(separate)
+    shared.around = partial(recomputed, use_reentrant=False)
+    call = torch.compile(shared, backend="aot_eager", fullgraph=True)
+    assert_same(train(shared, call), expected)
+    x = torch.randn(ROWS, WIDTH)
+    with torch.no_grad():
+        assert torch.equal(call(x), separate(x))
+
+
+# histories
+
+
+def of_inputs(state: ScalingState, field: str = "amax_history") -> dict[str, Tensor]:
+    values = getattr(state, field)
+    return {name: values[..., row] for row, name in enumerate(state.names) if name.endswith(".input")}
+
+
+@pytest.mark.parametrize("loaded", MEMBERS)
+def test_loading_weights_of_one_empties_the_history_of_all(loaded: str) -> None:
+    model = convert(Shared())
+    train(model)
+    state = scaling_state(model)
+    getattr(model, loaded).load_state_dict(getattr(model, loaded).state_dict())
+    emptied = {name for row, name in enumerate(state.names[: state.delayed]) if state.amax_history[0, row] == 0}
+    assert emptied == {"q.input", "k.input", "v.input", f"{loaded}.grad_output"}
+    assert {name: value.item() for name, value in of_inputs(state, "scale").items() if name != "out.input"} == {
+        f"{name}.input": 1 for name in MEMBERS
+    }
+
+
+def test_a_checkpoint_of_separate_casts() -> None:
+    shared, separate = pair(lambda kind: kind())
+    expected = train(separate)
+    saved = scaling_state(separate).state_dict()
+    assert_same(train(shared), expected)
+    found = scaling_state(shared).state_dict()
+    assert found.keys() == saved.keys()
+    fresh = convert(Shared())
+    fresh.load_state_dict(separate.state_dict())
+    scaling_state(fresh).load_state_dict(saved)
+    assert_same(train(fresh), train(separate))
+
+
+def test_a_checkpoint_whose_first_layer_had_fallen_back() -> None:
+    shared, separate = pair(lambda kind: kind())
+    fall_back(separate, "q")
+    train(separate)
+    scaling_state(shared).load_state_dict(scaling_state(separate).state_dict())
+    histories = of_inputs(scaling_state(shared))
+    expected = of_inputs(scaling_state(separate))
+    assert expected["q.input"].count_nonzero() == 0
+    assert all(torch.equal(histories[f"{name}.input"], expected["k.input"]) for name in MEMBERS)
+    shared.load_state_dict(separate.state_dict())
+    scaling_state(shared).load_state_dict(scaling_state(separate).state_dict())
+    x = torch.randn(ROWS, WIDTH)
+    assert torch.equal(shared.eval()(x), separate.eval()(x))
+
+
+def test_amaxes_that_wait_for_their_update_are_those_of_all() -> None:
+    shared, separate = pair(lambda kind: kind())
+    x = torch.randn(ROWS, WIDTH)
+    shared(x), separate(x)
+    saved, expected = (scaling_state(model).state_dict() for model in (shared, separate))
+    assert all(saved[name]["amax"] == expected[name]["amax"] for name in expected)
+
+
+def test_amaxes_that_wait_stay_when_the_first_layer_leaves() -> None:
+    shared, x = convert(Shared()), torch.randn(ROWS, WIDTH)
+    shared(x)
+    convert(shared, ignore_modules=["q"])
+    scaling_state(shared).update()
+    histories = of_inputs(scaling_state(shared))
+    assert histories["k.input"][0] == histories["v.input"][0] == x.abs().max()
+
+
+def test_amaxes_that_wait_stay_when_inputs_are_no_longer_shared_or_again() -> None:
+    model, x = convert(Shared()), torch.randn(ROWS, WIDTH)
+    state = scaling_state(model)
+    model(x)
+    state.share_inputs({})
+    assert state.amax[:3].tolist() == [x.abs().max()] * 3
+    state.amax[0] = 0
+    state.share_inputs({1: 0, 2: 0})
+    assert state.amax[:3].tolist() == [x.abs().max()] * 3
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies(copied: Callable[[nn.Module], nn.Module], input_casts: Counter[str]) -> None:
+    model = convert(Shared())
+    train(model)
+    x = torch.randn(ROWS, WIDTH)
+    # leaves a cast behind
+    model.q(x)
+    other = copied(model)
+    rows = other.k.fp8[""]
+    assert rows.shared_input is other.q.fp8[""].shared_input is not model.k.fp8[""].shared_input
+    assert rows.index["input"] is other.q.fp8[""].index["input"]
+    input_casts.clear()
+    assert_same(train(other), train(model))
+    assert input_casts["q"] == 2 * 3 * 2
+    alone = copy.deepcopy(model.k)
+    assert torch.equal(alone.eval()(x), model.k.eval()(x))
+
+
+def test_moves() -> None:
+    model = convert(Shared())
+    model.to("cpu").to(torch.float64).float()
+    for name in MEMBERS:
+        assert getattr(model, name).fp8[""].index["input"] is model.q.fp8[""].index["input"]
+    assert model.q.fp8[""].index["input"].tolist() == [0]
+
+
+# what is said of a tensor
+
+
+def test_fractions_of_a_shared_input() -> None:
+    shared, separate = pair(lambda kind: kind())
+    found = []
+    for model in (shared, separate):
+        state = scaling_state(model)
+        state.cast_counts.start(model)
+        train(model)
+        found.append(tensor_statistics(state, lambda counts: counts))
+    for quantity, values in found[1].items():
+        assert torch.equal(values.nan_to_num(-1), found[0][quantity].nan_to_num(-1)), quantity
+    assert found[0]["saturated_fraction"].isfinite().all()
+
+
+def test_what_a_watch_finds() -> None:
+    found, x = [], torch.randn(ROWS, WIDTH) * 100
+    for model in pair(lambda kind: kind()):
+        state = scaling_state(model)
+        watch = Watch(state, Limits(2, 1, 0.0, 0.0, 1))
+        state.cast_counts.start(watch)
+        train(model)
+        # what follows waits for an update that never comes
+        checks = [watch.check(3, lambda counts: counts)]
+        model(x)
+        found.append([*checks, watch.check(8, lambda counts: counts)])
+    assert found[0] == found[1]
+    assert set(found[0][1].tensors["stale"]) == {0, 1, 2, 3}
+    assert {0, 1, 2} <= set(found[0][1].tensors["saturated"])

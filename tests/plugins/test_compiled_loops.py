@@ -1,0 +1,360 @@
+"""Compiled steps of a Trainer read casts that were made at the step's beginning, and none of another weight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lit import Regression, loader, make_trainer, same, seeded, warned
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+from transformers.pytorch_utils import Conv1D
+
+from lightning_fp8 import Fp8Linear, convert, fall_back, ops, weights_unchanged
+from lightning_fp8.modules.prepared_weights import prepared
+from lightning_fp8.modules.weights_unchanged import all_rows
+from lightning_fp8.ops import basic
+
+
+class Compiled:
+    """A backend that counts what is called in the forward graphs that AOTAutograd makes, each as it runs."""
+
+    def __init__(self) -> None:
+        self.called: Counter[str] = Counter()
+        self.graphs = 0
+
+    def __call__(self, graph: GraphModule, inputs: Any) -> Callable[..., Any]:
+        return aot_autograd(fw_compiler=self._forward, bw_compiler=lambda graph, _: graph)(graph, inputs)  # type: ignore[no-any-return]
+
+    def _forward(self, graph: GraphModule, _: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        names = Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+
+        def run(*args: Any) -> Any:
+            self.called.update(names)
+            return graph(*args)
+
+        return run
+
+    @property
+    def weight_casts(self) -> int:
+        """In graphs that have run."""
+        return self.called["lightning_fp8.cast_weight.default"]
+
+
+@pytest.fixture
+def backend() -> Iterator[Compiled]:
+    torch._dynamo.reset()
+    yield Compiled()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each weight is cast outside of graphs, by its address."""
+    counted: Counter[int] = Counter()
+    original = basic.cast_weight
+
+    def counting(weight: torch.Tensor, *args: object) -> object:
+        if not torch.compiler.is_compiling():
+            counted[weight.data_ptr()] += 1
+        return original(weight, *args)
+
+    monkeypatch.setattr(basic, "cast_weight", counting)
+    return counted
+
+
+def fp8_layers(model: nn.Module) -> list[Fp8Linear]:
+    return [layer for layer in model.modules() if isinstance(layer, Fp8Linear)]
+
+
+class Follows(pl.Callback):
+    """Where the payloads are, and changes of the weights between two steps."""
+
+    def __init__(self, change: Callable[[Regression], None] | None = None) -> None:
+        self.change = change
+        self.payloads: set[tuple[int, int]] = set()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Regression, *_: Any) -> None:  # type: ignore[override]
+        for layer in fp8_layers(module):
+            made = layer.fp8[""].prepared
+            if made is not None:
+                self.payloads.add((made.rows.data_ptr(), made.scale_inv.data_ptr()))
+        if self.change is not None:
+            self.change(module)
+
+
+def compile_model(model: Regression, backend: Any) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+def compile_part(model: Regression, backend: Any) -> Any:
+    model.net = torch.compile(model.net, backend=backend, fullgraph=True)
+    return model
+
+
+def compile_in_place(model: Regression, backend: Any) -> Any:
+    model.net.compile(backend=backend)
+    return model
+
+
+@pytest.mark.parametrize("compile", [compile_model, compile_part, compile_in_place])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_one_cast_per_optimizer_step(
+    tmp_path: Path, compile: Callable[..., Any], accumulate: int, backend: Compiled, casts: Counter[int]
+) -> None:
+    eager, model, follows = seeded(), seeded(), Follows()
+    make_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=accumulate).fit(eager, loader())
+    casts.clear()
+    trainer = make_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=accumulate, callbacks=[follows])
+    trainer.fit(compile(model, backend), loader())
+    assert backend.graphs
+    assert backend.weight_casts == 0
+    assert sorted(casts.values()) == [8 // accumulate] * 2
+    # two layers, whose payloads have stayed where they were
+    assert len(follows.payloads) == 2
+    assert torch.equal(torch.stack(eager.losses), torch.stack(model.losses))
+    assert same(eager, model)
+
+
+def scale_in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for layer in fp8_layers(model):
+            layer.weight.mul_(0.9)
+
+
+def scale_through_data(model: nn.Module) -> None:
+    for layer in fp8_layers(model):
+        layer.weight.data.mul_(0.9)
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+
+
+def new_data(model: nn.Module) -> None:
+    for layer in fp8_layers(model):
+        layer.weight.data = layer.weight.data * 0.9
+
+
+@pytest.mark.parametrize("change", [scale_in_place, scale_through_data, load, new_data])
+def test_a_change_between_steps_is_seen(tmp_path: Path, change: Callable[[nn.Module], None], backend: Compiled) -> None:
+    """In the middle of an accumulation too, where no optimizer step comes between."""
+    eager, model = seeded(), seeded()
+    for given in (eager, compile_model(model, backend)):
+        follows = Follows(change)
+        make_trainer(tmp_path, accumulate_grad_batches=2, callbacks=[follows]).fit(given, loader())
+    assert backend.weight_casts == 0
+    assert torch.equal(torch.stack(eager.losses), torch.stack(model.losses))
+    assert same(eager, model)
+
+
+def test_averages_in_validation(tmp_path: Path, backend: Compiled, casts: Counter[int]) -> None:
+    found = []
+    for compiles in (False, True):
+        casts.clear()
+        model = seeded()
+        trainer = make_trainer(
+            tmp_path, callbacks=[WeightAveraging(), Losses()], val_check_interval=1, num_sanity_val_steps=0
+        )
+        trainer.fit(compile_part(model, backend) if compiles else model, loader(), loader())
+        # four steps, each followed by a validation
+        assert sorted(casts.values()) == [8, 8]
+        found.append((*model.losses, *trainer.callbacks[-1].losses))
+    assert len(found[0]) == 8
+    assert torch.equal(*map(torch.stack, found))
+    assert backend.weight_casts == 0
+
+
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:  # type: ignore[override]
+        self.losses.append(trainer.callback_metrics["val_loss"].clone())
+
+
+class TwoStepsInOne(Regression):
+    """Forwards after an optimizer step within a training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for _ in range(2):
+            loss = self.step(batch)
+            self.losses.append(loss.detach().clone())
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def test_optimizer_steps_within_a_step(tmp_path: Path, backend: Compiled) -> None:
+    eager, model = seeded(TwoStepsInOne), seeded(TwoStepsInOne)
+    make_trainer(tmp_path).fit(eager, loader())
+    make_trainer(tmp_path).fit(compile_part(model, backend), loader())
+    # two layers in the second forward of each of four steps
+    assert backend.weight_casts == 8
+    assert torch.equal(torch.stack(eager.losses), torch.stack(model.losses))
+    assert same(eager, model)
+
+
+class BackwardAfterAStep(TwoStepsInOne):
+    """The second loss waits for its backward while an optimizer changes the weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        losses = [self.step(batch), self.step((batch[0] * 2, batch[1]))]
+        self.losses += [loss.detach().clone() for loss in losses]
+        for loss in losses:
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def test_a_backward_leaves_the_casts_alone(tmp_path: Path, backend: Compiled) -> None:
+    eager, model = seeded(BackwardAfterAStep), seeded(BackwardAfterAStep)
+    make_trainer(tmp_path).fit(eager, loader())
+    make_trainer(tmp_path).fit(compile_part(model, backend), loader())
+    assert backend.weight_casts == 0
+    assert torch.equal(torch.stack(eager.losses), torch.stack(model.losses))
+    assert same(eager, model)
+
+
+def test_a_change_within_a_step_is_warned_of(tmp_path: Path, backend: Compiled) -> None:
+    class Edits(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            scale_in_place(self)
+            return super().training_step(batch, batch_idx)
+
+    eager, model = seeded(Edits), seeded(Edits)
+    make_trainer(tmp_path).fit(eager, loader())
+    said = warned("The weight of", lambda: make_trainer(tmp_path).fit(compile_part(model, backend), loader()))
+    assert [text.split("'")[1] for text in said] == [layer.fp8[""].name for layer in fp8_layers(model)]
+    # all steps but the first
+    assert backend.weight_casts == 2 * 3
+
+
+def test_a_frozen_weight_is_cast_in_the_graph_of_training(tmp_path: Path, backend: Compiled) -> None:
+    """It may be a target network's, which its owner changes within a step."""
+    eager, model = seeded(), seeded()
+    for one in (eager, model):
+        one.net[0].requires_grad_(False)
+    make_trainer(tmp_path).fit(eager, loader())
+    make_trainer(tmp_path).fit(compile_model(model, backend), loader())
+    assert backend.weight_casts == 4
+    assert same(eager, model)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_reads_the_same_casts(tmp_path: Path, use_reentrant: bool, backend: Compiled) -> None:
+    class Checkpointed(Regression):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(self.net, x.requires_grad_(), use_reentrant=use_reentrant)  # type: ignore[no-any-return]
+
+    eager, model = seeded(Checkpointed), seeded(Checkpointed)
+    make_trainer(tmp_path).fit(eager, loader())
+    make_trainer(tmp_path).fit(compile_part(model, backend), loader())
+    assert backend.weight_casts == 0
+    assert same(eager, model)
+
+
+def test_a_layer_that_fell_back(tmp_path: Path, backend: Compiled) -> None:
+    eager, model = seeded(), seeded()
+    for one in (eager, model):
+        fall_back(convert(one), "net.0")
+    make_trainer(tmp_path).fit(eager, loader())
+    make_trainer(tmp_path).fit(compile_model(model, backend), loader())
+    assert backend.weight_casts == 0
+    assert same(eager, model)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_weights_declared_unchanged(mode: Callable[[], Any], backend: Compiled, casts: Counter[int]) -> None:
+    model, x = convert(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))).eval(), torch.randn(4, 16)
+    compiled = torch.compile(model, backend=backend)
+    with mode():
+        expected = model(x)
+        casts.clear()
+        for _ in range(2):
+            with weights_unchanged(compiled):
+                assert all(torch.equal(compiled(x), expected) for _ in range(3))
+            scale_through_data(model)
+            expected = model(x)
+        assert backend.weight_casts == 0
+        # once in each context, once for what is expected
+        assert sorted(casts.values()) == [4, 4]
+        assert torch.equal(compiled(x), expected)
+        assert backend.weight_casts == 2
+        with weights_unchanged(compiled):
+            compiled(x)
+            load(model)
+            assert torch.equal(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+def test_casts_are_written_in_place(
+    kind: type[nn.Module], together: bool, cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: all weights in one launch where there is a kernel for it, to the same addresses."""
+    if not together:
+        monkeypatch.setattr(ops, "casts_weights_together", lambda _: False)
+    model = convert(nn.Sequential(kind(16, 32), nn.ReLU(), kind(32, 16)))
+    rows = list(all_rows(model))
+    addresses = []
+    for factor in (1.0, 3.0):
+        with torch.no_grad():
+            for one in rows:
+                one.weight.mul_(factor)
+        cuda_half.clear()
+        with prepared(rows, record=True):
+            assert all(one.is_prepared for one in rows)
+        assert not any(one.is_prepared for one in rows)
+        assert sum(count for name, count in cuda_half.items() if "weights" in name) == 2 * together
+        assert sum(cuda_half.values()) == 2 if together else 4
+        for one in rows:
+            weight = one.weight.detach().t() if one.k_by_n else one.weight.detach()
+            expected = basic.cast_weight_operand(weight.contiguous(), one.weight_slot(True), keep=True)
+            assert all(torch.equal(*pair) for pair in zip(one.prepared[:3], expected[:3], strict=True))
+        addresses.append([tensor.data_ptr() for one in rows for tensor in one.prepared[:3]])
+        versions = [tensor._version for one in rows for tensor in one.prepared[:3]]
+    assert addresses[0] == addresses[1]
+    assert min(versions) >= 1
+    cuda_half.clear()
+    with prepared(rows, record=True):
+        pass
+    assert not cuda_half
+
+
+def test_a_backward_after_the_next_cast_fails(backend: Compiled) -> None:
+    """As in a plain layer whose weight has changed in place; it would compute with the next weight."""
+    model, x = convert(nn.Sequential(nn.Linear(16, 32))), torch.randn(4, 16, requires_grad=True)
+    compiled, rows = torch.compile(model, backend=backend), list(all_rows(model))
+    with prepared(rows, record=True):
+        y = compiled(x)
+    scale_in_place(model)
+    with prepared(rows, record=True):
+        pass
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_backward_does_not_write_to_the_casts() -> None:
+    """They are what the forward has multiplied with, whatever has become of the weight."""
+    model = convert(nn.Sequential(nn.Linear(16, 32)))
+    rows = list(all_rows(model))
+    with prepared(rows, record=True):
+        pass
+    kept = [tensor.clone() for tensor in rows[0].prepared[:3]]
+    model[0].weight.data.neg_()
+    with prepared(rows, record=True, in_backward=True):
+        assert rows[0].is_prepared
+        assert all(torch.equal(*pair) for pair in zip(rows[0].prepared[:3], kept, strict=True))

@@ -1,0 +1,216 @@
+"""Weights are cast once per loop of a Trainer, and a loop never uses the casts of another one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lit import Regression, loader, make_trainer, seeded
+
+from lightning_fp8 import convert, scaling_state, weights_unchanged
+from lightning_fp8.ops import basic
+from lightning_fp8.plugins.loops import LoopWeights
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each weight is cast, by its address."""
+    counted: Counter[int] = Counter()
+    original = basic.cast_weight
+
+    def counting(weight: torch.Tensor, *args: object) -> object:
+        counted[weight.data_ptr()] += 1
+        return original(weight, *args)
+
+    monkeypatch.setattr(basic, "cast_weight", counting)
+    return counted
+
+
+def trained(path: Path) -> Regression:
+    model = seeded()
+    make_trainer(path).fit(model, loader())
+    return model  # type: ignore[no-any-return]
+
+
+def predicted(model: Regression) -> list[torch.Tensor]:
+    """What the weights that the model has now give, in a model that has cast nothing so far."""
+    fresh = seeded()
+    fresh.load_state_dict(model.state_dict())
+    convert(fresh)
+    scaling_state(fresh).load_state_dict(scaling_state(model).state_dict())
+    fresh.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        return [fresh(x) for x, _ in loader()]
+
+
+def assert_equal(found: Any, expected: list[torch.Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+class KeepsMode(Regression):
+    """No switch between training and evaluation tells that a loop has begun."""
+
+    def on_validation_model_eval(self) -> None:
+        pass
+
+    def on_predict_model_eval(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("loop", ["validate", "test", "predict"])
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_one_cast_per_loop(tmp_path: Path, loop: str, inference_mode: bool, casts: Counter[int]) -> None:
+    model, options = trained(tmp_path), {} if loop == "predict" else {"verbose": False}
+    trainer = make_trainer(tmp_path, inference_mode=inference_mode)
+    for _ in range(2):
+        casts.clear()
+        found = getattr(trainer, loop)(model, loader(), **options)
+        assert sorted(casts.values()) == [1, 1]
+        if loop == "predict":
+            assert_equal(found, predicted(model))
+    # the copies are gone
+    assert all(cache._entry is None for layer in (model.net[0], model.net[2]) for cache in layer.fp8[""].caches)
+
+
+def load(model: Regression) -> None:
+    model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+
+
+def write_through_data(model: Regression) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)
+
+
+def edit_in_place(model: Regression) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+
+
+def replace(model: Regression) -> None:
+    for layer in (model.net[0], model.net[2]):
+        layer.weight = torch.nn.Parameter(layer.weight.detach() * 0.9)
+
+
+CHANGES: list[Callable[[Regression], None]] = [load, write_through_data, edit_in_place, replace]
+
+
+@pytest.mark.parametrize("keeps_eval_mode", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_loops_is_seen(
+    tmp_path: Path, change: Callable[[Regression], None], keeps_eval_mode: bool
+) -> None:
+    model = seeded(KeepsMode) if keeps_eval_mode else seeded()
+    trainer = make_trainer(tmp_path)
+    trainer.fit(model, loader())
+    model.train(not keeps_eval_mode)
+    before = trainer.predict(model, loader())
+    change(model)
+    expected = predicted(model)
+    found = trainer.predict(model, loader())
+    assert not torch.equal(before[0], found[0])
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("change", [load, edit_in_place, replace])
+def test_a_change_within_a_loop_that_leaves_a_trace_is_seen(
+    tmp_path: Path, change: Callable[[Regression], None]
+) -> None:
+    class Changes(pl.Callback):
+        expected: list[torch.Tensor]
+
+        def on_predict_batch_start(self, trainer: pl.Trainer, module: Regression, batch: Any, index: int) -> None:  # type: ignore[override]
+            if index == 2:
+                with torch.inference_mode(False):
+                    change(module)
+                    self.expected = predicted(module)
+
+    model, changes = trained(tmp_path), Changes()
+    found = make_trainer(tmp_path, callbacks=[changes]).predict(model, loader())
+    assert_equal(found[2:], changes.expected[2:])
+
+
+@pytest.mark.parametrize("kind", [Regression, KeepsMode])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_validations_inside_a_fit(tmp_path: Path, kind: type[Regression], is_frozen: bool) -> None:
+    class Sees(pl.Callback):
+        """The weights through .data, as averages are swapped, around each validation."""
+
+        def __init__(self) -> None:
+            self.losses: list[tuple[float, float]] = []
+
+        def on_validation_epoch_start(self, trainer: pl.Trainer, module: Regression) -> None:  # type: ignore[override]
+            self.kept = [parameter.detach().clone() for parameter in module.parameters()]
+            for parameter in module.parameters():
+                parameter.data.mul_(0.9)
+            expected = [(y - z).square().mean() for (_, z), y in zip(loader(), predicted(module), strict=True)]
+            self.losses.append((0.0, float(torch.stack(expected).mean())))
+
+        def on_validation_epoch_end(self, trainer: pl.Trainer, module: Regression) -> None:  # type: ignore[override]
+            self.losses[-1] = (float(trainer.callback_metrics["val_loss"]), self.losses[-1][1])
+            for parameter, kept in zip(module.parameters(), self.kept, strict=True):
+                parameter.data.copy_(kept)
+
+    alone, model, sees = seeded(kind), seeded(kind), Sees()
+    for one in (alone, model):
+        one.net[0].requires_grad_(not is_frozen)
+    make_trainer(tmp_path).fit(alone, loader())
+    make_trainer(tmp_path, val_check_interval=1, callbacks=[sees], num_sanity_val_steps=0).fit(
+        model, loader(), loader()
+    )
+    assert len(sees.losses) == 4
+    assert all(found == pytest.approx(expected, abs=1e-6) for found, expected in sees.losses)
+    assert torch.equal(torch.stack(alone.losses), torch.stack(model.losses))
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_histories_are_left_alone_as_when_each_forward_casts(
+    tmp_path: Path, layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight that is more than 1.41 times larger: from its layer on, histories are not used."""
+    model, found = trained(tmp_path), []
+    model.net[layer].weight.data.mul_(8)
+    for vouches in (True, False):
+        if not vouches:
+            monkeypatch.setattr(LoopWeights, "in_step", lambda *_, **__: nullcontext())
+        found.append(make_trainer(tmp_path).predict(model, loader()))
+    assert_equal(*found)
+
+
+def test_averages_are_cast_once_per_validation(tmp_path: Path, casts: Counter[int]) -> None:
+    model = seeded()
+    trainer = make_trainer(
+        tmp_path, callbacks=[WeightAveraging()], val_check_interval=1, num_sanity_val_steps=0, max_epochs=2
+    )
+    trainer.fit(model, loader(), loader())
+    # eight steps, each followed by a validation of four batches
+    assert sorted(casts.values()) == [16, 16]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_frozen_weights_are_cast_once_in_a_fit(tmp_path: Path, accumulate: int, casts: Counter[int]) -> None:
+    model = seeded()
+    model.net[0].requires_grad_(False)
+    make_trainer(tmp_path, accumulate_grad_batches=accumulate).fit(model, loader())
+    assert [casts[model.net[layer].weight.data_ptr()] for layer in (0, 2)] == [1, 4 // accumulate]
+
+
+def test_a_declaration_inside_a_step_keeps_the_casts_of_the_loop(tmp_path: Path, casts: Counter[int]) -> None:
+    class Declares(Regression):
+        def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            with weights_unchanged(self):
+                return super().predict_step(batch, batch_idx)
+
+    model, trainer = seeded(Declares), make_trainer(tmp_path)
+    trainer.fit(model, loader())
+    casts.clear()
+    assert_equal(trainer.predict(model, loader()), predicted(model))
+    # once by the Trainer, and in the forwards of the fresh model
+    assert [casts[model.net[layer].weight.data_ptr()] for layer in (0, 2)] == [1, 1]
