@@ -10,10 +10,9 @@ demo: $(INSTALLED)
 	$(BIN)/python -m lightning_fp8 fit --config configs/tiny_gpt_fp8.yaml
 	$(BIN)/python -m lightning_fp8 report runs/tiny_gpt_fp8
 
-# Two processes with one thread each: the tests' tensors are small. Each takes half of the files, so that few fixtures of
-# a module are made twice, and the one that ends first takes over what is left.
+# two processes with one thread each: the tests' tensors are small
 test: $(INSTALLED) browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # the report's page is tested in a real browser
 browser:
