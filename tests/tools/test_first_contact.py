@@ -178,11 +178,11 @@ def test_another_stage_is_refused(tmp_path: Path, programs: Path, stage: str) ->
 
 @pytest.mark.slow
 def test_without_a_gpu_each_step_says_why(tmp_path: Path) -> None:
-    """With the real programs: the commands are ones that there are."""
+    """With the real programs: the commands are ones that there are. Those of the third stage differ from the benchmark
+    here by suite and case only, which the test of cases looks up."""
     (tmp_path / "bin").mkdir()
-    for stage in (1, 3):
-        _, steps = run(tmp_path, stage, limit_s=550, PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
-        log = (tmp_path / "out" / f"stage{stage}.log").read_text()
-        assert "usage:" not in log
-        assert "Traceback" not in log
-        assert "time limit" not in " ".join(step.status for step in steps)
+    _, steps = run(tmp_path, 1, limit_s=550, PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
+    log = (tmp_path / "out" / "stage1.log").read_text()
+    assert "usage:" not in log
+    assert "Traceback" not in log
+    assert "time limit" not in " ".join(step.status for step in steps)
