@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.no_kernels import serve_cpu
-from lightning_fp8 import convert, scaling_state
+from benchmarks.no_kernels import llama_block, serve_cpu, set_steady_state
+from lightning_fp8 import convert
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
@@ -62,20 +62,11 @@ class _Fused(_FeedForward):
 
 class _LlamaBlock(nn.Module):
     def __init__(self) -> None:
-        from transformers import LlamaConfig
-        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-
         super().__init__()
-        config = LlamaConfig(
-            hidden_size=FEATURES, intermediate_size=FEATURES, num_attention_heads=2, num_key_value_heads=2
-        )
-        config._attn_implementation = "sdpa"
-        self.layer = LlamaDecoderLayer(config, 0)
-        with torch.no_grad():
-            self.rotary = LlamaRotaryEmbedding(config)(torch.zeros(1, 16, FEATURES), torch.arange(16)[None])
+        self.layer = llama_block(FEATURES, FEATURES, 2, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x, position_embeddings=self.rotary)
+        y = self.layer(x, position_embeddings=self.layer.rotary)
         return y[0] if isinstance(y, tuple) else y
 
 
@@ -116,10 +107,7 @@ def _stack(make: Callable[[], nn.Module], shape: tuple[int, ...], to_fp8: bool) 
     x = torch.randn(shape, requires_grad=True)
     if to_fp8:
         convert(model)
-        state = scaling_state(model)
-        # the steady state: as after a step, with what a kernel would have written
-        state.amax_history.fill_(1)
-        state._every_tensor_has_history = True
+        set_steady_state(model)
 
     def forward() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fp8.tools.compare import MEASURED_FILE
-from lightning_fp8.tools.report.pictures import COLOURS
+from lightning_fp8.tools.report.pictures import COLOURS, STYLE
 
 # times and memory, which depend on the machine and on what else it does
 _LEFT_OUT = ("_ms", "_per_s", "_bytes", "wall_s")
@@ -33,7 +33,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"text.parse_math": False, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         axes = figure.subplots()
         for position, row in enumerate(rows):

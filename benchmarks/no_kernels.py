@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels_cuda.launch import Kernel
-from lightning_fp8 import ops
+from lightning_fp8 import ops, scaling_state
 from lightning_fp8.ops import library
-from lightning_fp8.ops.cuda import dispatch as cuda
-from lightning_fp8.ops.cuda import gemm, kernels
+from lightning_fp8.ops.cuda import kernels
 
-# each operator of a device, and what serves it on CUDA
-OPERATORS: list[tuple[library.Operator, Callable[..., Any]]] = [
-    (ops.cast, cuda.cast),
-    (ops.cast_weight, cuda.cast_weight),
-    (ops.scaled_mm, gemm.scaled_mm),
-    (ops.scaled_mm_add_, gemm.scaled_mm_add_),
-    (ops.linear_backward, cuda.linear_backward),
-    (ops.update_scales, cuda.update_scales),
-]
+# those that differ between devices
+_OPERATORS = (ops.cast, ops.cast_weight, ops.scaled_mm, ops.scaled_mm_add_, ops.linear_backward, ops.update_scales)
 # by which compiled graphs find it
 _OVERRIDES = torch.library.Library("lightning_fp8", "IMPL")
 
@@ -50,14 +41,41 @@ def no_kernel(variant: kernels.Variant, device: torch.device) -> Kernel:
     return NoKernel(None, variant.layout, variant.block, 0, variant.shared_bytes)
 
 
+def override_cpu(overrides: torch.library.Library) -> None:
+    """Let torch's operators run their CUDA functions on the CPU, as compiled graphs call them."""
+    for operator in _OPERATORS:
+        flat = library.with_flat_arguments(operator.signature, operator._cuda)
+        overrides.impl(operator.signature.name, flat, "CPU", allow_override=True)
+
+
 def serve_cpu(
     obtain: Callable[[kernels.Variant, torch.device], Kernel] = no_kernel,
     scaled_mm: Callable[..., Tensor] = no_scaled_mm,
 ) -> None:
     """Let the CUDA half serve CPU tensors, for the rest of the process, with these kernels and this FP8 GEMM."""
-    for operator, implementation in OPERATORS:
-        flat = library.with_flat_arguments(operator.signature, implementation)
-        _OVERRIDES.impl(operator.signature.name, flat, "CPU", allow_override=True)
+    override_cpu(_OVERRIDES)
     library.cuda_on_cpu = True
     kernels._obtain = obtain  # type: ignore[assignment]
     torch._scaled_mm = scaled_mm  # type: ignore[assignment]
+
+
+def set_steady_state(model: nn.Module) -> None:
+    """What a step of training leaves behind: every tensor has a history, which kernels that do nothing do not write."""
+    state = scaling_state(model)
+    state.amax_history.fill_(1)
+    state._every_tensor_has_history = True
+
+
+def llama_block(width: int, hidden: int, heads: int, time: int) -> nn.Module:
+    """A layer of Hugging Face's Llama, with ``rotary``, its position embeddings for ``time`` positions."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=hidden, num_attention_heads=heads, num_key_value_heads=heads
+    )
+    config._attn_implementation = "sdpa"
+    layer = LlamaDecoderLayer(config, 0)
+    with torch.no_grad():
+        layer.rotary = LlamaRotaryEmbedding(config)(torch.zeros(1, time, width), torch.arange(time)[None])
+    return layer  # type: ignore[no-any-return]

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.no_kernels import NoKernel, no_scaled_mm, serve_cpu
+from benchmarks.no_kernels import NoKernel, llama_block, no_scaled_mm, serve_cpu, set_steady_state
 from kernels_cuda import casts
 from lightning_fp8 import convert, scaling_state
 from lightning_fp8.ops.cuda import kernels
@@ -85,20 +85,6 @@ def _first_of(y: Any) -> Tensor:
     return y[0] if isinstance(y, tuple) else y
 
 
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-
-    config = LlamaConfig(
-        hidden_size=WIDTH, intermediate_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=HEADS
-    )
-    config._attn_implementation = "sdpa"
-    layer = LlamaDecoderLayer(config, 0)
-    with torch.no_grad():
-        layer.rotary = LlamaRotaryEmbedding(config)(torch.zeros(1, TIME, WIDTH), torch.arange(TIME)[None])
-    return layer
-
-
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
@@ -142,7 +128,7 @@ def _example() -> nn.Module:
 
 BLOCKS = {
     "Llama": Block(
-        _llama,
+        lambda: llama_block(WIDTH, HIDDEN, HEADS, TIME),
         lambda block, x: _first_of(block(x, position_embeddings=block.rotary)),
         [*_ATTENTION, (WIDTH, 2), (HIDDEN, 4)],
         [_D_OUT, *_D_Q_K_V, (HIDDEN, 6, 2), (WIDTH, 2, 1)],
@@ -354,9 +340,7 @@ def count_fp8(counted: Counted, block: Block, micro_batches: int, compiled: bool
                     y = _forward(block, called, x)
                 y.float().sum().backward()
         state.update()
-        # what kernels that do nothing have not written
-        state.amax_history.fill_(1)
-        state._every_tensor_has_history = True
+        set_steady_state(model)
         with torch.no_grad():
             optimizer.step()
     return _as_count(counted.now + hidden, kept)

@@ -15,9 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from host_kernels import HostKernel
 
-from benchmarks.no_kernels import OPERATORS
+from benchmarks.no_kernels import override_cpu
 from lightning_fp8.ops.cuda import gemm_choice, kernels
-from lightning_fp8.ops.library import with_flat_arguments
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -61,6 +60,15 @@ def _two_threads() -> None:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The CUDA functions with kernels that run on the CPU from their sources; names of those loaded."""
     loaded: list[str] = []
@@ -95,9 +103,7 @@ def cuda_half(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> Itera
         launch(self, grid, *arguments)
 
     library = torch.library.Library("lightning_fp8", "IMPL")
-    for operator, implementation in OPERATORS:
-        signature = operator.signature
-        library.impl(signature.name, with_flat_arguments(signature, implementation), "CPU", allow_override=True)
+    override_cpu(library)
     monkeypatch.setattr(HostKernel, "__call__", counting)
     monkeypatch.setattr("lightning_fp8.ops.library.cuda_on_cpu", True)
     yield launches

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows
-from lightning_fp8.modules.weight_group import is_plain
+from lightning_fp8.modules.weight_group import cast_together, is_plain
 from lightning_fp8.ops.operand import Fp8Operand
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -96,15 +96,10 @@ def _refresh(layers: list[tuple[Fp8Rows, Tensor]], record: bool) -> None:
 def _cast(stale: list[tuple[Fp8Rows, Tensor]], record: bool) -> list[Fp8Operand]:
     former = [_fitting(one, weight) for one, weight in stale]
     if ops.casts_weights_together(stale[0][1]):
-        state = stale[0][0].state
-        made = ops.cast_weights(
-            state,
-            [weight.detach() for _, weight in stale],
-            [state.row_of(one.module, "weight") for one, _ in stale],
-            stale[0][0].formats["weight"],
-            [None if kept is None else _as_stored(one, kept) for (one, _), kept in zip(stale, former, strict=True)],
-        )
-        new = [one.weight_operand(*cast) for (one, _), cast in zip(stale, made, strict=True)]
+        kept_tensors = [
+            None if kept is None else _as_stored(one, kept) for (one, _), kept in zip(stale, former, strict=True)
+        ]
+        new = cast_together(stale, kept_tensors)
     else:
         new = [
             ops.cast_weight_operand(_by_rows(one, weight.detach()), one.weight_slot(record), keep=True)

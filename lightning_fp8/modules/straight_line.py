@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Callable
 from functools import cache
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # the names that the method's own arguments get
 _ARGUMENTS = ("self", "x", "y")
@@ -40,14 +41,19 @@ def returned_by(method: object) -> Expression | None:
     return _of_code(method.__code__) if inspect.isfunction(method) else None
 
 
+def parsed(function: Callable[..., Any] | CodeType) -> ast.Module | None:
+    """The source of a function or of its code, as it is in the file now; None if there is none that can be parsed."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
 @cache
 def _of_code(code: CodeType) -> Expression | None:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, SyntaxError):
-        return None
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or not _is_source_of(tree, code):
+    tree = parsed(code)
+    function = None if tree is None else tree.body[0]
+    if tree is None or not isinstance(function, ast.FunctionDef) or not _is_source_of(tree, code):
         return None
     arguments = function.args
     names = [argument.arg for argument in arguments.args]

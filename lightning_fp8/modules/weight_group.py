@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -96,12 +96,21 @@ class WeightGroup:
         for rows, _ in due:
             # drop the old copies first, so that the new ones can use their memory
             rows.weight_cache.drop()
-        indices = [state.row_of(rows.module, "weight") for rows, _ in due]
-        made = ops.cast_weights(state, [tensor.detach() for _, tensor in due], indices, first.formats["weight"])
-        operands = [rows.weight_operand(*cast) for (rows, _), cast in zip(due, made, strict=True)]
+        operands = cast_together(due)
         for (rows, tensor), operand in zip(due, operands, strict=True):
             rows.weight_cache.put(tensor, operand, used=rows is first)
         return operands[0]
+
+
+def cast_together(
+    weights: Sequence[tuple[Fp8Rows, Tensor]], out: Sequence[tuple[Tensor, Tensor] | None] = ()
+) -> list[Fp8Operand]:
+    """The casts of weights of one model, as :func:`lightning_fp8.ops.cast_weights` makes them."""
+    (first, _), *_ = weights
+    indices = [first.state.row_of(rows.module, "weight") for rows, _ in weights]
+    tensors = [weight.detach() for _, weight in weights]
+    made = ops.cast_weights(first.state, tensors, indices, first.formats["weight"], out)
+    return [rows.weight_operand(*cast) for (rows, _), cast in zip(weights, made, strict=True)]
 
 
 def _records(rows: Fp8Rows) -> bool:

@@ -145,7 +145,7 @@ def test_said_once_by_name_and_only_where_it_happens(precision: Any) -> None:
 
 @pytest.mark.usefixtures("without_bf16_lstm")
 def test_on_another_device_the_layer_runs_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model is converted on the CPU before it is moved: what counts is where it runs."""
+    """A model is converted on the CPU before it is moved; the device on which it runs decides."""
     seen: list[tuple[str, bool, torch.dtype]] = []
     own = nn.LSTM.forward
 

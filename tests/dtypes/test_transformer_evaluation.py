@@ -23,20 +23,15 @@ from lightning_fp8.plugins.trainer import PLUGINS
 
 WIDTH, HEADS, BATCH, LENGTH, SOURCE = 16, 2, 2, 5, 4
 GRAD_MODES: tuple[Callable[[], Any], ...] = (torch.enable_grad, torch.no_grad, torch.inference_mode)
-pytestmark = pytest.mark.filterwarnings("ignore:.*(mismatched|enable_nested_tensor|nested tensors).*")
+pytestmark = [
+    # thousands of operations on tensors of a few bytes
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*(mismatched|enable_nested_tensor|nested tensors).*"),
+]
 
 
 def squared_relu(x: Tensor) -> Tensor:
     return torch.relu(x) ** 2
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Thousands of operations on tensors of a few bytes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -191,7 +191,7 @@ def test_a_folder_of_roots_serves_everybody(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_a_link_to_a_folder_is_followed(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Caches lie behind links where home folders are small; what counts is where the link leads."""
+    """Caches lie behind links where home folders are small; the target of the link decides."""
     (tmp_path / "link").symlink_to(folder)
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "link"))
     assert compiled("update_scales", "sm_90a").path.parent == tmp_path / "link"

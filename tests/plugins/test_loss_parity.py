@@ -22,7 +22,6 @@ On a CPU without bf16 units torch's bf16 products take ten times as long as fp32
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -40,16 +39,12 @@ STEPS = 200
 # the loss at the end is the mean over so many
 LAST = 40
 BASELINE = "bf16-mixed" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "32-true"
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*enable_nested_tensor.*")]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two add up in another order, which after 200 steps is an image more or less."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# two threads add up in another order, which after 200 steps is an image more or less
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*enable_nested_tensor.*"),
+]
 
 
 class Losses(pl.Callback):

@@ -171,9 +171,10 @@ def cast_gated_gradients(
     of_gate, of_up = (_result(gate, _row(slot), layout, sums=any(biases)) for slot in slots)
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), of_gate, dy, of_up)
-    for slot, result, at in zip(slots, (of_gate, of_up), (0, 1)):
-        if is_counting(slot):
-            count(gated_gradients(gate, up, dy)[at], _used(result.row, result.scale_inv), slot)
+    if any(map(is_counting, slots)):
+        for gradient, result, slot in zip(gated_gradients(gate, up, dy), (of_gate, of_up), slots, strict=True):
+            if is_counting(slot):
+                count(gradient, _used(result.row, result.scale_inv), slot)
     sums = [None if one.column_sums is None else one.column_sums.sum(dim=0) for one in (of_gate, of_up)]
     return [
         (*_payloads(result, dy), nothing(dy, torch.float32) if total is None or not bias else total)

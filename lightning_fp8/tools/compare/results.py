@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning_fp8.tools.report.pictures import COLOURS
+from lightning_fp8.tools.report.pictures import COLOURS, STYLE
 from lightning_fp8.tools.tables import table
 
 _MIB = 2**20
@@ -66,7 +66,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"text.parse_math": False, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 4), layout="constrained")
         losses, times, memory = figure.subplots(1, 3, width_ratios=(1.6, 1, 1))
         for position, row in enumerate(rows):

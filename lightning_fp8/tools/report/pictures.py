@@ -15,6 +15,8 @@ from lightning_fp8.tools.report.tensors import Tensors, role_curves, tensors_of
 
 # Okabe and Ito's colours, which most colour-blind people tell apart; the page has the same
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+# a dollar sign in a name is no formula
+STYLE: dict[Any, Any] = {"text.parse_math": False, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}
 _LABELLED_ROWS = 60
 
 
@@ -41,8 +43,7 @@ def write_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
         if any(quantity in curves for _, curves in with_roles for quantity in quantities):
             drawn.append((name, lambda quantities=quantities: _roles(with_roles, quantities)))  # type: ignore[misc]
     folder.mkdir(parents=True, exist_ok=True)
-    # a dollar sign in a name is no formula
-    with matplotlib.rc_context({"text.parse_math": False, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}):
+    with matplotlib.rc_context(STYLE):
         for name, draw in drawn:
             draw().savefig(folder / name, dpi=150)
     return [folder / name for name, _ in drawn]
