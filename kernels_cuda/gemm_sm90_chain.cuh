@@ -1,20 +1,20 @@
-/* The end of a tile that writes the next GEMM's operand: linear - activation - linear without a cast in between.
+/* An epilogue that writes the FP8 operand of the next GEMM: linear - activation - linear without a separate cast.
 
 maths       FORWARD   h = round(sum * scale + bias), v = round(activation(h))
             BACKWARD  da = round(sum * scale),       v = round(gradient of activation at h, times da)
             code = sat(v * scale[index]) as cast_tile.cuh casts; amax[index] = max(amax[index], max |v|)
-            `round` is to the output's format, as the separate operators round between them
-tensors     h, m x n, contiguous: through the map of out: written by FORWARD, if gemm.out is not null; read by BACKWARD, in
-            steps of their own after those of K
-            y and y_t as in struct Chain; column_sums of BACKWARD: sums of v over 64 rows, always in the same order
-piece       64 x 128 at a time. Codes of one row lie in a thread two by two, of one column 8 rows apart; stmatrix lays
-            them down as 16-bit elements, by rows and transposed, and the threads that read them back in pieces of 16
-            bytes put those in order:
+            `round` is to the output's format, as the separate operators would round their results
+tensors     h, m x n, contiguous, through the tensor map of `out`: written by FORWARD, if gemm.out is not null; read by
+            BACKWARD, in additional pipeline steps after those of K
+            y and y_t as in struct Chain; column_sums of BACKWARD: sums of v over 64 rows, in a fixed order
+piece       64 x 128 at a time. A thread holds two adjacent codes of a row, and codes of a column that are 8 rows apart.
+            stmatrix stores pairs of codes as 16-bit elements, by rows and transposed. The threads that read them back
+            as 16 bytes find them in this order, and permute them:
 
             by rows      [j p0, j+1 p0, j p1, j+1 p1, ...]   p: pair of columns of an 8-column group j
             by columns   [row 0, row 8, row 1, row 9, ...]
 
-bytes       2 (h) + 1 + 1 an element written (BACKWARD: 2 read, 1 + 1 written), where a cast on its own reads 2 (4) more
+bytes       per element, 2 (h) + 1 + 1 written (BACKWARD: 2 read, 1 + 1 written); a separate cast reads 2 (4) more
 reference   lightning_fp8.ops.reference: scaled_mm, then cast of the activation, or of its gradient
 */
 #pragma once
@@ -25,7 +25,7 @@ reference   lightning_fp8.ops.reference: scaled_mm, then cast of the activation,
 
 enum Alignment { ROWS = 1, COLUMNS = 2 };
 
-/* 16 codes as they were laid down, in their order. */
+/* 16 codes as stmatrix stored them -> in the order of the row, or of the column. */
 __device__ __forceinline__ uint4 in_row_order(uint4 w) {
     return {__byte_perm(w.x, w.y, 0x5410), __byte_perm(w.z, w.w, 0x5410), __byte_perm(w.x, w.y, 0x7632),
             __byte_perm(w.z, w.w, 0x7632)};
@@ -35,7 +35,7 @@ __device__ __forceinline__ uint4 in_column_order(uint4 w) {
             __byte_perm(w.z, w.w, 0x7531)};
 }
 
-/* A thread's four chunks of 16 codes, 2048 bytes further each in shared memory, `apart` further each in memory. */
+/* Copies up to four chunks of 16 codes: 2048 bytes apart in shared memory, `apart` bytes apart in global memory. */
 template <class Order>
 __device__ __forceinline__ void put_chunks(u32 source, u8* target, long long apart, int chunks, const Order& in_order) {
 #pragma unroll
@@ -44,7 +44,7 @@ __device__ __forceinline__ void put_chunks(u32 source, u8* target, long long apa
             *reinterpret_cast<uint4*>(target + i * apart) = in_order(load_shared_16_bytes(source + 2048 * i));
 }
 
-/* The same where 16 bytes cannot be written at once: the first `count` codes of each, one by one. */
+/* The same for targets that are not aligned to 16 bytes: the first `count` codes of each chunk, one by one. */
 template <class Order>
 __device__ __forceinline__ void put_codes(u32 source, u8* target, long long apart, int chunks, int count,
                                           const Order& in_order) {
@@ -61,11 +61,11 @@ __device__ __forceinline__ void put_codes(u32 source, u8* target, long long apar
 
 struct Epilogue {
     static constexpr int COLUMNS = 128;
-    // pieces of h that BACKWARD reads for a tile, each in a stage: of all its consumers 64 rows x 128 columns, 16 KB
+    // pieces of h that BACKWARD reads for a tile. Each takes a stage: 64 rows x 128 columns, 16 KB, for each consumer
     static constexpr int INPUTS = CHAIN == BACKWARD ? PIECES * BLOCK_N / COLUMNS : 0;
     static constexpr u32 INPUT_BYTES = 16384;
     static_assert(CHAIN == FORWARD || TILE_CONSUMERS * INPUT_BYTES <= STAGE_BYTES, "a stage has room for h");
-    static_assert(OUTPUT::BYTES == 2, "what is rounded between the operators is in 16 bits");
+    static_assert(OUTPUT::BYTES == 2, "h and da are rounded to 16 bits");
     const Arguments& arguments;
     const Gemm& gemm;
     const Chain& chain;
@@ -85,7 +85,7 @@ struct Epilogue {
         if constexpr (CHAIN == FORWARD) stage_bias(gemm, bias, tile.column);
     }
 
-    /* Starts the loads of what `store` of this part reads. */
+    /* Starts the loads of the values that `store` of this part reads. */
     __device__ static __forceinline__ void load_input(const Arguments& arguments, u32 stage, u32 full, const Tile& tile,
                                                       int input) {
         constexpr int PARTS = BLOCK_N / COLUMNS;
@@ -96,7 +96,7 @@ struct Epilogue {
                      tile.column + input % PARTS * COLUMNS + box % 2 * 64);
     }
 
-    /* h of FORWARD, or da of BACKWARD, rounded: takes the place of the sums. */
+    /* Replaces the sums by h (FORWARD) or da (BACKWARD), rounded. */
     __device__ __forceinline__ void finish_sums(float* sums, int part) const {
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
@@ -111,9 +111,10 @@ struct Epilogue {
         }
     }
 
-    /* Codes of the 8 columns from 8 j on: of row() in the lower half of the word, of row() + 8 in the upper. `pairs`: h
-       there. Outside of the matrix the sums are 0, or NaN for a row or column that holds NaN inside too, and h is 0: what
-       BACKWARD makes of them changes neither amax nor sums, and of FORWARD, where the bias is, rows are told apart. */
+    /* Codes of the 8 columns from 8 j on: of row() in the lower half of the word, of row() + 8 in the upper. `pairs`: h of
+       the same elements. Outside of the matrix the sums are 0, or NaN where the row or column also holds NaN inside of it,
+       and h is 0. So these elements change neither amax nor column sums in BACKWARD; in FORWARD, where the bias is added
+       to them, they are masked by row. */
     __device__ __forceinline__ u32 encode(float* sums, const u32 (&pairs)[2], u32 (&largest)[2]) const {
         u32 codes = 0;
 #pragma unroll
@@ -133,7 +134,7 @@ struct Epilogue {
         return codes;
     }
 
-    /* Where a chunk of 16 rows of a column lies, 64 bytes a column. */
+    /* The offset of a chunk of 16 rows of a column; a column takes 64 bytes. */
     __device__ __forceinline__ u32 column_chunk(int column, int chunk) const {
         return staging + 8192 + column * 64 + ((chunk ^ ((column >> 1) & 3)) << 4);
     }
@@ -160,7 +161,7 @@ struct Epilogue {
                            __byte_perm(codes[0], codes[1], 0x7632), __byte_perm(codes[2], codes[3], 0x5410),
                            __byte_perm(codes[2], codes[3], 0x7632));
             if (chain.y_t == nullptr) continue;
-            // rows 8 apart, adjacent: a 16-bit element of the transposed store
+            // codes 8 rows apart become adjacent: one 16-bit element of the transposed store
 #pragma unroll
             for (int i = 0; i < 4; ++i) codes[i] = __byte_perm(codes[i], 0, 0x3120);
             store_matrices_transposed(column_chunk(8 * j + at.lane, at.warp), codes[0], codes[1], codes[2], codes[3]);
@@ -193,7 +194,7 @@ struct Epilogue {
         }
     }
 
-    /* Halves the columns that a lane sums, and doubles the rows, by what the lane `mask` further holds of them. */
+    /* Exchanges partial sums with the lane at distance `mask`: each keeps half of the columns, for twice the rows. */
     template <int COUNT>
     __device__ __forceinline__ void add_rows(float (&sums)[32], int mask) const {
         const bool upper = at.lane & mask;
@@ -204,7 +205,7 @@ struct Epilogue {
         }
     }
 
-    /* Sums of v over the piece's 64 rows: 2 of a lane, 8 lanes of a warp, 4 warps. */
+    /* Sums of v over the piece's 64 rows: 2 rows in a lane, 8 lanes in a warp, 4 warps. */
     __device__ __forceinline__ void sum_columns(const float* v, int row, int column) const {
         float sums[32];
 #pragma unroll

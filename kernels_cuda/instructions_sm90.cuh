@@ -49,9 +49,9 @@ __device__ __forceinline__ uint4 load_shared_16_bytes(u32 address) {
     return words;
 }
 
-/* Four 8 x 8 matrices of 16-bit elements, one word of two neighbours a thread and matrix: thread l holds row l / 4,
-   columns 2 (l % 4) and the next. Row r of matrix i goes to the 16 bytes at the address that thread 8 i + r brings;
-   transposed, column r does. */
+/* Stores four 8 x 8 matrices of 16-bit elements. Of each, a thread holds one word of two adjacent elements: thread l has
+   row l / 4, columns 2 (l % 4) and the next. Row r of matrix i goes to the 16 bytes at the address that thread 8 i + r
+   passes; transposed, column r does. */
 __device__ __forceinline__ void store_matrices(u32 address, u32 first, u32 second, u32 third, u32 fourth) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(first),
                  "r"(second), "r"(third), "r"(fourth)
@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_matrices_transposed(u32 address, u32 first
                  : "memory");
 }
 
-/* The reverse: four matrices from the addresses, one word of two neighbours a thread and matrix. */
+/* The reverse: loads four matrices, one word of two adjacent elements per thread and matrix. */
 __device__ __forceinline__ void load_matrices(u32 address, u32& first, u32& second, u32& third, u32& fourth) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(first), "=r"(second), "=r"(third), "=r"(fourth)
@@ -78,18 +78,18 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-/* The other blocks of the cluster, and the copy engine, see the barriers initialised. */
+/* Makes the initialised barriers visible to the other blocks of the cluster and to the copy engine. */
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/* One arrival, and a number of bytes more to wait for. */
+/* Arrives once, and adds a number of bytes to those that the phase waits for. */
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-/* One arrival at the barrier of a block of the cluster. Without qualifiers: `.release.cluster` would put a fence of the
-   whole device into the main loop. */
+/* Arrives once at the barrier of a block of the cluster. It has no qualifiers, as `.release.cluster` would put a
+   device-wide fence into the main loop. */
 __device__ __forceinline__ void barrier_arrive(u32 barrier, u32 block) {
     asm volatile(
         "{\n"
@@ -116,7 +116,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-/* All threads of a warpgroup that computes; 0 is __syncthreads. */
+/* Synchronises the threads of one computing warpgroup; 0 is __syncthreads. */
 __device__ __forceinline__ void warpgroup_sync(int consumer) {
     asm volatile("bar.sync %0, 128;" ::"r"(consumer + 1) : "memory");
 }
@@ -127,7 +127,7 @@ __device__ __forceinline__ u32 block_in_cluster() {
     return rank;
 }
 
-/* All threads of all blocks of the cluster. A launch without a cluster takes __syncthreads. RELAXED: orders no memory
+/* Synchronises all threads of the cluster; __syncthreads in a launch without a cluster. RELAXED: orders no memory
    accesses, which is enough after `barrier_init_fence`. */
 template <bool RELAXED>
 __device__ __forceinline__ void cluster_sync() {
@@ -142,19 +142,19 @@ __device__ __forceinline__ void cluster_sync() {
 
 /* ---- the tensor copy engine -------------------------------------------------------------------------------------- */
 
-/* A first use finds the map in the cache. */
+/* Prefetches the map, so that its first use finds it in the cache. */
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-/* The box whose first element is (row, column) to shared memory; its bytes count at the barrier when they are there. */
+/* Copies the box whose first element is (row, column) to shared memory; the barrier counts its bytes as they arrive. */
 __device__ __forceinline__ void load_box(u32 target, const TensorMap& map, u32 barrier, int row, int column) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
         ::"r"(target), "l"(&map), "r"(barrier), "r"(column), "r"(row) : "memory");
 }
 
-/* The same to the same address of several blocks of the cluster, each counting at its own barrier. */
+/* The same, to the same address in several blocks of the cluster; the barrier of each counts its own bytes. */
 __device__ __forceinline__ void load_box_for(u16 blocks, u32 target, const TensorMap& map, u32 barrier, int row,
                                              int column) {
     asm volatile(
@@ -179,7 +179,7 @@ __device__ __forceinline__ void store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Waits until they are in memory. */
+/* Waits until all stores of this thread are in global memory. */
 __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 /* Makes this thread's writes to shared memory visible to the copy engine. */

@@ -1,4 +1,4 @@
-// Lines over steps: the user's metrics of all runs, and what happened to the tensors of a role.
+// Line charts over steps: the user's metrics of all runs, and the statistics of the tensors of each role.
 const LINES = ["solid", "dash", "dot", "dashdot"];
 const QUANTITIES = {
   headroom_bits: { title: "Headroom, bits", extreme: "min" },
@@ -52,7 +52,7 @@ function drawRoles(run) {
   element("roles-note").textContent = found.length
     ? "Each role's median (solid) and worst tensor (dotted)."
     : `Nothing was logged about the tensors of ${run.name}: add lightning_fp8.ScaleFactorLogger to an FP8 run.`;
-  // all places before the first chart: how wide it is depends on how many there are
+  // create all containers before the first chart: its width depends on their number
   place.replaceChildren(
     ...found.map((quantity) => {
       const attributes = { id: `roles-${quantity}`, class: "chart", role: "img", "aria-label": QUANTITIES[quantity].title };

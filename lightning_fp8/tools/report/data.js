@@ -1,4 +1,4 @@
-// The report's data, decoded; and what several parts of the page need.
+// Decodes the report's data; helpers that several parts of the page share.
 const report = JSON.parse(document.getElementById("data").textContent);
 const ROLES = ["input", "weight", "grad_output"];
 
@@ -18,12 +18,12 @@ function half(base64) {
   return new Float32Array(Uint32Array.from(new Uint16Array(bytesOf(base64)), (upper) => upper << 16).buffer);
 }
 
-// a chart leaves a gap where there is null
+// null leaves a gap in a chart
 function finite(values) {
   return Array.from(values, (value) => (Number.isFinite(value) ? value : null));
 }
 
-// An element with text: never markup, for a name may hold anything.
+// An element with text, never with markup: a name may contain any characters.
 function make(tag, text, attributes = {}) {
   const made = document.createElement(tag);
   if (text !== undefined) made.textContent = text;
@@ -31,7 +31,7 @@ function make(tag, text, attributes = {}) {
   return made;
 }
 
-// Plotly reads some markup in its texts.
+// Plotly interprets some markup in its texts.
 function plain(text) {
   return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 }
@@ -46,7 +46,7 @@ function counted(number) {
   return number.toLocaleString("en-US");
 }
 
-// Part of a name, or a pattern with * and ? for the whole of it; case does not matter.
+// Matches a part of a name, or the whole name against a pattern with * and ?, regardless of case.
 function matcher(wanted) {
   const text = wanted.trim().toLowerCase();
   if (!/[*?]/.test(text)) return (name) => name.toLowerCase().includes(text);
@@ -59,7 +59,7 @@ function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-// Okabe and Ito's colours, lighter ones on dark
+// Okabe and Ito's colours, lighter on a dark page
 function series(position) {
   return colour(`run-${position % 6}`);
 }

@@ -1,4 +1,4 @@
-// The heat map: a page of tensors with their names, and all of them at once without.
+// The heat map: one page of tensors with their names, or all tensors without names.
 const PLANES = {
   log2_scale: { of: "scale", title: "log2 of the scale", colours: "Viridis", unit: "", worst: "min" },
   headroom_bits: { of: "headroom_bits", title: "Headroom", colours: "Cividis", unit: " bits", worst: "min" },
@@ -20,7 +20,7 @@ const STRIPS = 200;
 
 const view = { run: null, rows: [], first: 0 };
 
-// Decoded at first use, for a page may hold several large runs.
+// Decoded at first use, as a report may hold several large runs.
 function tensorsOf(run) {
   if (!run.decoded) {
     const { names, columns, planes, worst, sqnr, milliseconds } = run.tensors;
@@ -51,7 +51,7 @@ function choose() {
   const { of, sign } = SORTS[element("sort").value];
   if (of) {
     const key = of(tensors);
-    // what has no number is last; equal ones stay in the order of the model
+    // tensors without a number come last; equal ones keep the order of the model
     const place = (row) => (Number.isNaN(key[row]) ? Infinity : sign * key[row]);
     view.rows.sort((a, b) => (place(a) === place(b) ? a - b : place(a) - place(b)));
   }
@@ -98,7 +98,7 @@ function stepText(column) {
   return first[column] === last[column] ? `step ${first[column]}` : `steps ${first[column]} to ${last[column]}`;
 }
 
-// Rows of numbers -> a trace; the colours are those of all tensors, so that filters do not change them.
+// Rows of numbers -> a trace. The colour scale covers all tensors, so that filters do not change it.
 function heat(z, names, chosen) {
   const columns = [...tensorsOf(view.run).columns[0].keys()];
   const known = chosen.values.filter(Number.isFinite);
@@ -123,7 +123,7 @@ function heat(z, names, chosen) {
   };
 }
 
-// On a narrow screen a block's number is worth more than the whole word for a role.
+// On a narrow screen roles are abbreviated, to leave room for the block's number.
 function labelOf(name) {
   const width = element("heatmap").clientWidth;
   if (width >= 600) return shortened(name, Math.min(46, Math.floor((width * 0.36) / 6.4)));
@@ -138,7 +138,7 @@ function drawHeatmap(shown) {
   draw(element("heatmap"), [heat(z, shown.map((row) => columns[0].map(() => names[row])), chosen)], {
     height: shown.length * ROW_HEIGHT + 98,
     margin: { l: 10, r: 14, t: 20, b: 42 },
-    // the height of a row is not to depend on the titles
+    // so that the height of a row does not depend on the titles
     xaxis: { ...ticks(), showgrid: false, zeroline: false, automargin: false },
     yaxis: {
       range: [shown.length - 0.5, -0.5],
@@ -153,7 +153,7 @@ function drawHeatmap(shown) {
   });
 }
 
-// One line for several tensors: in each column the worst of them, and its name.
+// One row for several tensors: each column shows the worst of them, with its name.
 function drawOverview() {
   const chosen = plane();
   const { names, columns } = tensorsOf(view.run);

@@ -66,7 +66,7 @@ function setUpControls() {
   }
   let waiting = 0;
   element("filter").addEventListener("input", () => {
-    // not at every letter of a word
+    // not at every keystroke
     clearTimeout(waiting);
     waiting = setTimeout(chooseRows, 120);
   });
@@ -103,7 +103,7 @@ function setUp() {
     const row = point.y * view.each;
     turnTo(row - (row % pageSize()));
   });
-  // colours of charts are read from the style sheet, which has others for dark and for paper
+  // charts take their colours from the style sheet, which differs for dark pages and for print
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
   matchMedia("print").addEventListener("change", redrawAll);
   document.body.dataset.ready = "yes";

@@ -1,4 +1,4 @@
-// Tables: sorted by a click on a title, filtered by layer, twenty rows until more are asked for.
+// Tables: a click on a title sorts, a filter selects layers, and twenty rows are shown at first.
 const ROWS_AT_FIRST = 20;
 const tables = [];
 
@@ -27,7 +27,7 @@ class Table {
     this.rows.sort((one, other) => {
       const [a, b] = [one[column], other[column]];
       if (a.sort === null || b.sort === null) {
-        // what has no number is last, whichever way
+        // rows without a number come last in both directions
         if (this.isNumber[column]) return (a.sort === null) - (b.sort === null);
         return sign * a.text.localeCompare(b.text, "en", { numeric: true });
       }
@@ -40,7 +40,7 @@ class Table {
   get shown() {
     if (!this.data.byLayer) return this.rows;
     const matches = matcher(element("filter").value);
-    // a pattern may name a layer, or tensors of it
+    // a pattern may match a layer, or its tensors
     return this.rows.filter(([layer]) => matches(layer.text) || ROLES.some((role) => matches(`${layer.text}.${role}`)));
   }
 
