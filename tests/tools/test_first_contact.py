@@ -18,6 +18,7 @@ from repository import ROOT
 
 from benchmarks.suites import SUITES
 from kernels_cuda import cache
+from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.tools.tune.shapes import parse_layers
 
 SCRIPT = ROOT / "benchmarks" / "first_contact.sh"
@@ -185,4 +186,6 @@ def test_without_a_gpu_each_step_says_why(tmp_path: Path) -> None:
     log = (tmp_path / "out" / "stage1.log").read_text()
     assert "usage:" not in log
     assert "Traceback" not in log
+    for variant in kernels.variants((9, 0), every=False):
+        assert f"\nsm_90a: {variant.name}: compiled" in log
     assert "time limit" not in " ".join(step.status for step in steps)
