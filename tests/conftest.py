@@ -20,6 +20,9 @@ from lightning_fp8.ops.cuda import gemm_choice, kernels
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # files with slow tests come first, so that no process is left with them when the others have ended
+    slow = {item.path for item in items if "slow" in item.keywords}
+    items.sort(key=lambda item: item.path not in slow)
     if torch.cuda.is_available():
         return
     without, needing = [], []

@@ -70,6 +70,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     return written(out), ran.stdout
 
 
+@pytest.mark.slow
 def test_every_case_has_a_row_of_every_variant(suite: tuple[list[dict[str, Any]], str]) -> None:
     found = {(row["case"], row["variant"]) for row in suite[0]}
     assert len(found) == len(suite[0])

@@ -66,6 +66,7 @@ def run(path: Path, suite: str, *arguments: str, rounds: int = 1) -> str:
         ("train", ["GPT tiny, 2 x 4 x 32 tokens, eager", "GPT tiny, 2 x 4 x 32 tokens, compiled"], 256),
     ],
 )
+@pytest.mark.slow
 def test_the_whole_suite_on_the_cpu(
     suite: str, cases: list[str], tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

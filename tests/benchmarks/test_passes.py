@@ -37,6 +37,7 @@ def rows(all_rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]
     return of_block("example", all_rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_casts_of_the_example(rows: dict[tuple[str, int], dict[str, Any]], micro_batches: int) -> None:
     eager, least = rows["eager", micro_batches], rows["least", micro_batches]

@@ -97,6 +97,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "compare.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_numbers_are_those_that_the_runs_logged(compared: tuple[Path, str]) -> None:
     folder, _ = compared
     rows = rows_of(folder)
@@ -198,6 +199,7 @@ class Fails(ByteGPT):
 """
 
 
+@pytest.mark.slow
 def test_a_failing_precision_is_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

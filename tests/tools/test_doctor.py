@@ -465,6 +465,7 @@ serve(child.test)
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_that_hangs_costs_its_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     with_gpus(monkeypatch, (9, 0))

@@ -197,6 +197,7 @@ def test_a_process_that_has_ended_between_jobs_is_said(worker: Worker) -> None:
     assert worker.answer({"at": 2}, LIMIT).failure is None
 
 
+@pytest.mark.slow
 def test_what_is_no_answer_is_said() -> None:
     with Worker([sys.executable, "-c", "print('hello', flush=True); input()"]) as worker:
         assert worker.answer({}, LIMIT) == Answer(None, "gave 'hello' in place of an answer")
