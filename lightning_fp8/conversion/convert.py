@@ -96,6 +96,30 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
     return state
 
 
+def carry_out_for_run(plan: ConversionPlan, selects: bool) -> ScalingState:
+    """Convert a model at the start of a run.
+
+    Converted by the user or by an earlier run, it stays as it is, unless the run ``selects`` layers. Only the GEMM
+    backend is always that of the plan.
+
+    Returns:
+        The scaling state of the model.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: see :func:`convert`.
+    """
+    if selects or not plan.converted:
+        return carry_out(plan)
+    state = plan.state
+    if plan.recipe != state.recipe:
+        raise ValueError(
+            f"The model is already converted with {state.recipe}, but this run has {plan.recipe}."
+            " Call `lightning_fp8.unconvert(model)` first; the scales then start from the beginning."
+        )
+    give_settings((layer for _, layer in plan.converted), plan.settings)
+    return state
+
+
 def give_settings(layers: Iterable[Fp8Module], settings: Settings) -> None:
     """Give all these layers of a model the same settings, from their next forward on."""
     for layer in layers:
