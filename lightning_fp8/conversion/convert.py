@@ -21,11 +21,15 @@ from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows, Settings
 from lightning_fp8.modules.class_swap import exchange_class, own_class
 from lightning_fp8.modules.fused_blocks import fuse_feed_forward
+from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.modules.weight_group import WeightGroup
+from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.state import ScalingState
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+# layers by other libraries, which may have replaced ours
+_OTHER_FP8 = ("torchao.float8", "transformer_engine")
 
 
 def convert(
@@ -170,7 +174,15 @@ def scaling_state(module: nn.Module) -> ScalingState:
     Raises:
         ValueError: if the model is not converted, or consists of parts that were converted separately.
     """
-    return state_of(module, (layer for _, layer in converted(module)))
+    layers = list(named_modules(module))
+    others = [path for path, layer in layers if type(layer).__module__.startswith(_OTHER_FP8)]
+    if others:
+        warn_once(
+            f"{len(others)} layers ({', '.join(others[:3])}{', ...' if others[3:] else ''}) run in the FP8 of another"
+            ' library, the others in that of lightning_fp8. `Accelerator(mixed_precision="fp8")` replaces converted'
+            ' layers so: choose "bf16" for FP8 by lightning_fp8 alone.'
+        )
+    return state_of(module, (layer for _, layer in layers if isinstance(layer, Fp8Module)))
 
 
 def _attach(plan: ConversionPlan) -> ScalingState:

@@ -43,7 +43,7 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
     Raises:
         ImportError: at the import, without transformers.
         ValueError: for an invalid argument; in the Trainer, see :func:`lightning_fp8.convert`, and for DeepSpeed,
-            ``mixed_precision="fp8"``, and a checkpoint with the scales of another model.
+            ``nn.DataParallel``, ``mixed_precision="fp8"``, and a checkpoint with the scales of another model.
         RuntimeError: in training, if anything else updates the scales too, such as a second ``Fp8Callback``.
     """
 
@@ -138,6 +138,11 @@ def _refuse(args: Any) -> None:
         raise ValueError(
             'Fp8Callback: accelerate\'s own `mixed_precision="fp8"` would convert the layers a second time. Choose'
             ' "bf16" (`bf16=True`), or leave out this callback.'
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"Fp8Callback does not run under `nn.DataParallel`, which the Trainer uses for {args.n_gpu} GPUs in one"
+            " process. Start one process for each GPU, with `torchrun` or `accelerate launch`."
         )
     if args.deepspeed_plugin is not None:
         raise ValueError(

@@ -10,12 +10,14 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import AORecipeKwargs
 from lit import dataset, same, seeded, warned
 from processes import run_script
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import convert, scaling_state
+from lightning_fp8.runtime.warn_once import warn_once
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +124,19 @@ def test_a_forgotten_update_is_said_once() -> None:
 
     (message,) = warned("lightning_fp8", train)
     assert "nothing has updated its scales" in message
+
+
+def test_the_fp8_of_accelerate_is_said_once() -> None:
+    """Its `prepare` replaces layers, converted ones too, by those of torchao."""
+    runner = accelerate.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32) for _ in range(4)]
+    model, _ = runner.prepare(convert(nn.Sequential(*layers)), torch.optim.SGD(layers[0].parameters()))
+    warn_once.cache_clear()
+    (message,) = warned(
+        "2 layers (1, 2) run in the FP8 of another library", lambda: [scaling_state(model) for _ in range(2)]
+    )
+    assert 'choose "bf16"' in message
 
 
 SCRIPT = """

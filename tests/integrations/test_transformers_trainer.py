@@ -126,6 +126,39 @@ def test_a_run_equals_a_loop_by_hand(tmp_path: Path, bf16: bool, accumulate: int
     assert (state.amax_history > 0).sum(0).tolist() == [6] * 4
 
 
+def test_a_skipped_step_leaves_no_trace_in_the_scales(tmp_path: Path) -> None:
+    """As with a loss scaler: the gradients of one step are not finite, and the optimizer leaves it out."""
+
+    class Skipping(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            gradients = [p.grad for group in self.param_groups for p in group["params"]]
+            return super().step(closure) if all(grad.isfinite().all() for grad in gradients) else None
+
+    model = regressor()
+    calls: list[Batch] = []
+
+    def collate(rows: list[Batch]) -> Batch:
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        calls.append(batch)
+        if len(calls) == 3:
+            batch["x"][0, 0] = torch.nan
+        return batch
+
+    optimizers = (Skipping(model.parameters(), lr=1e-2), None)
+    run = trainer(tmp_path, model, Fp8Callback(), data=numbers(), data_collator=collate, optimizers=optimizers)
+    (message,) = warned("lightning_fp8", run.train)
+    assert "inf or NaN in 'net.0.input', 'net.2.input'" in message
+    state = scaling_state(model)
+    assert state.updates == 6
+    assert (state.amax_history > 0).sum(0).tolist() == [5] * 4
+    assert state.nonfinite_steps[: state.delayed].tolist() == [1] * 4
+    # the input's history is that of the other steps, newest first
+    recorded = [batch["x"].abs().max().item() for batch in calls[:6]]
+    del recorded[2]
+    assert state.amax_history[:5, 0].tolist() == recorded[::-1]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_each_argument_is_that_of_convert(tmp_path: Path) -> None:
     model = llama()
     callback = Fp8Callback({"amax_history_len": 3}, ignore_modules=["lm_head"], gemm="rawkernel", min_features=32)
@@ -364,6 +397,7 @@ def test_a_forgotten_callback_is_said_once(tmp_path: Path) -> None:
     run = trainer(tmp_path, convert(llama()))
     (message,) = warned("lightning_fp8", run.train)
     assert "has been trained for 3 optimizer steps, and nothing has updated its scales" in message
+    assert "give `transformers.Trainer` a `lightning_fp8.integrations.Fp8Callback()`" in message
 
 
 def test_a_model_converted_by_hand_stays_as_it_is(tmp_path: Path) -> None:
@@ -399,6 +433,7 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     for attribute, value, message in (
         ("mixed_precision", "fp8", 'accelerate\'s own `mixed_precision="fp8"` would convert the layers a second time'),
         ("deepspeed_plugin", object(), "does not run under DeepSpeed"),
+        ("_n_gpu", 2, "nn.DataParallel`, which the Trainer uses for 2 GPUs in one process"),
     ):
         run = trainer(tmp_path, llama())
         setattr(run.args, attribute, value)
