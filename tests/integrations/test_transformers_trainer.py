@@ -105,6 +105,8 @@ def test_a_run_equals_a_loop_by_hand(tmp_path: Path, bf16: bool, accumulate: int
     model, by_hand = regressor(), convert(regressor())
     kwargs: dict[str, Any] = {"bf16": bf16, "gradient_accumulation_steps": accumulate, "max_grad_norm": clip}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    updates: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: updates.append(scaling_state(model).updates))
     run = trainer(
         tmp_path, model, Fp8Callback(), data=numbers(96), data_collator=collate, optimizers=(optimizer, None), **kwargs
     )
@@ -122,6 +124,8 @@ def test_a_run_equals_a_loop_by_hand(tmp_path: Path, bf16: bool, accumulate: int
         optimizer.zero_grad()
     assert same(model, by_hand)
     state = scaling_state(model)
+    # once per step, before the weights change
+    assert updates == [1, 2, 3, 4, 5, 6]
     assert state.updates == 6
     assert (state.amax_history > 0).sum(0).tolist() == [6] * 4
 
