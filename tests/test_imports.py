@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "dtypes": {"modules", "ops", "runtime"},
     "conversion": {"dtypes", "modules", "ops", "runtime", "scaling"},
     "export": {"conversion", "modules", "ops", "scaling"},
+    "integrations": {"conversion", "modules", "ops", "scaling"},
     "plugins": {"conversion", "dtypes", "modules", "ops", "runtime", "scaling"},
     "cli": {"plugins"},
     "callbacks": {"conversion", "dtypes", "metrics", "modules", "ops", "plugins", "runtime", "scaling"},

@@ -21,11 +21,15 @@ from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows, Settings
 from lightning_fp8.modules.class_swap import exchange_class, own_class
 from lightning_fp8.modules.fused_blocks import fuse_feed_forward
+from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.modules.weight_group import WeightGroup
+from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.state import ScalingState
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+# layers by other libraries, which may have replaced ours
+_OTHER_FP8 = ("torchao.float8", "transformer_engine")
 
 
 def convert(
@@ -96,6 +100,30 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
     return state
 
 
+def carry_out_for_run(plan: ConversionPlan, selects: bool) -> ScalingState:
+    """Convert a model at the start of a run.
+
+    Converted by the user or by an earlier run, it stays as it is, unless the run ``selects`` layers. Only the GEMM
+    backend is always that of the plan.
+
+    Returns:
+        The scaling state of the model.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: see :func:`convert`.
+    """
+    if selects or not plan.converted:
+        return carry_out(plan)
+    state = plan.state
+    if plan.recipe != state.recipe:
+        raise ValueError(
+            f"The model is already converted with {state.recipe}, but this run has {plan.recipe}."
+            " Call `lightning_fp8.unconvert(model)` first; the scales then start from the beginning."
+        )
+    give_settings((layer for _, layer in plan.converted), plan.settings)
+    return state
+
+
 def give_settings(layers: Iterable[Fp8Module], settings: Settings) -> None:
     """Give all these layers of a model the same settings, from their next forward on."""
     for layer in layers:
@@ -146,7 +174,15 @@ def scaling_state(module: nn.Module) -> ScalingState:
     Raises:
         ValueError: if the model is not converted, or consists of parts that were converted separately.
     """
-    return state_of(module, (layer for _, layer in converted(module)))
+    layers = list(named_modules(module))
+    others = [path for path, layer in layers if type(layer).__module__.startswith(_OTHER_FP8)]
+    if others:
+        warn_once(
+            f"{len(others)} layers ({', '.join(others[:3])}{', ...' if others[3:] else ''}) run in the FP8 of another"
+            ' library, the others in that of lightning_fp8. `Accelerator(mixed_precision="fp8")` replaces converted'
+            ' layers so: choose "bf16" for FP8 by lightning_fp8 alone.'
+        )
+    return state_of(module, (layer for _, layer in layers if isinstance(layer, Fp8Module)))
 
 
 def _attach(plan: ConversionPlan) -> ScalingState:

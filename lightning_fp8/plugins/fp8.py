@@ -12,7 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import nn
 from typing_extensions import override
 
-from lightning_fp8.conversion.convert import carry_out, give_settings, unconvert
+from lightning_fp8.conversion.convert import carry_out_for_run, unconvert
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.min_features import MinFeatures, as_agreed_number, check_min_features
 from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
@@ -23,9 +23,9 @@ from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
 from lightning_fp8.plugins.arguments import arguments_of
 from lightning_fp8.plugins.core import PrecisionCore
-from lightning_fp8.plugins.settings import GemmString, as_recipe, as_torch_dtype
+from lightning_fp8.plugins.settings import GemmString, as_torch_dtype
 from lightning_fp8.runtime.warn_once import warn_once
-from lightning_fp8.scaling.recipe import DelayedScaling
+from lightning_fp8.scaling.recipe import DelayedScaling, as_recipe
 from lightning_fp8.scaling.state import ScalingState
 
 
@@ -102,21 +102,10 @@ class Fp8Core(PrecisionCore):
     def _convert_layers(self, module: nn.Module) -> ScalingState:
         asked = as_agreed_number(self.min_features) if self.min_features else None
         plan = conversion_plan(module, self.recipe, self._not_converted, self.gemm, asked)
-        if not plan.converted:
-            state = carry_out(plan)
+        was_plain = not plan.converted
+        state = carry_out_for_run(plan, selects=bool(self._not_converted or self.min_features))
+        if was_plain:
             rank_zero_info(f"fp8-delayed: {coverage(plan)}.")
-            return state
-        # Converted by the user or by an earlier run: it stays as it is, unless this plugin has other settings. Only the
-        # GEMM backend is always that of this run.
-        state = plan.state
-        if plan.recipe != state.recipe:
-            raise ValueError(
-                f"The model is already converted with {state.recipe}, but this plugin has {self.recipe}."
-                " Call `lightning_fp8.unconvert(model)` first; the scales then start from the beginning."
-            )
-        if self._not_converted or self.min_features:
-            return carry_out(plan)
-        give_settings((layer for _, layer in plan.converted), plan.settings)
         return state
 
     @property

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
 
 from lightning_fp8.dtypes.attention import DTYPE_MISMATCH
-from lightning_fp8.scaling.recipe import DelayedScaling
 
 PrecisionString = Literal["fp8-delayed", "bf16-mixed", "bf16-true"]
 GemmString = Literal["auto", "rawkernel", "cublaslt"]
 PRECISIONS: tuple[PrecisionString, ...] = get_args(PrecisionString)
 # fp16 is refused everywhere: without loss scaling its gradients underflow
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def as_recipe(recipe: Any) -> DelayedScaling | None:
-    """A recipe, from one or from a mapping of its fields."""
-    if isinstance(recipe, Mapping):
-        return DelayedScaling(**recipe)
-    if recipe is None or isinstance(recipe, DelayedScaling):
-        return recipe
-    raise TypeError(f"`recipe` must be a DelayedScaling or a mapping of its fields, got {recipe!r}.")
 
 
 def as_torch_dtype(argument: str, dtype: torch.dtype | str) -> torch.dtype:

@@ -61,7 +61,8 @@ class Notices:
                 f"A model with FP8 layers ({_some(state.module_names)}) has been trained for {_STEPS_WITHOUT_UPDATE}"
                 " optimizer steps, and nothing has updated its scales: they stay as they are, and larger values are"
                 ' clipped. Under a Trainer or Fabric use `precision="fp8-delayed"` and step the optimizers it gives'
-                " you (not those of `use_pl_optimizer=False`, none inside backward); in a loop of your own call"
+                " you (not those of `use_pl_optimizer=False`, none inside backward); give `transformers.Trainer` a"
+                " `lightning_fp8.integrations.Fp8Callback()`; in a loop of your own call"
                 " `lightning_fp8.scaling_state(model).update()` once per optimizer step, after backward."
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -60,6 +61,15 @@ class DelayedScaling:
     def format_of(self, role: Role) -> Fp8Format:
         """The FP8 format in which a tensor of this role is cast."""
         return E5M2 if role == "grad_output" and self.fp8_format == "HYBRID" else E4M3
+
+
+def as_recipe(recipe: Any) -> DelayedScaling | None:
+    """A recipe, from one or from a mapping of its fields."""
+    if isinstance(recipe, Mapping):
+        return DelayedScaling(**recipe)
+    if recipe is None or isinstance(recipe, DelayedScaling):
+        return recipe
+    raise TypeError(f"`recipe` must be a DelayedScaling or a mapping of its fields, got {recipe!r}.")
 
 
 def _is_int(value: Any) -> bool:
