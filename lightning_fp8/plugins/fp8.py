@@ -52,6 +52,7 @@ class Fp8Core(PrecisionCore):
         fp8_all_gather: bool = False,
         gemm: GemmString = "auto",
         min_features: MinFeatures = 0,
+        adapters: bool = False,
     ) -> None:
         check_gemm(gemm)
         check_min_features(min_features)
@@ -64,6 +65,7 @@ class Fp8Core(PrecisionCore):
         self.fp8_all_gather = fp8_all_gather
         self.gemm = gemm
         self.min_features = min_features
+        self.adapters = adapters
         self._states: list[ScalingState] = []
         # converted models without a forward so far: their layers may have been sharded since
         self._not_run: list[weakref.ref[nn.Module]] = []
@@ -101,7 +103,7 @@ class Fp8Core(PrecisionCore):
 
     def _convert_layers(self, module: nn.Module) -> ScalingState:
         asked = as_agreed_number(self.min_features) if self.min_features else None
-        plan = conversion_plan(module, self.recipe, self._not_converted, self.gemm, asked)
+        plan = conversion_plan(module, self.recipe, self._not_converted, self.gemm, asked, self.adapters or None)
         if not plan.converted:
             state = carry_out(plan)
             rank_zero_info(f"fp8-delayed: {coverage(plan)}.")
@@ -114,7 +116,7 @@ class Fp8Core(PrecisionCore):
                 f"The model is already converted with {state.recipe}, but this plugin has {self.recipe}."
                 " Call `lightning_fp8.unconvert(model)` first; the scales then start from the beginning."
             )
-        if self._not_converted or self.min_features:
+        if self._not_converted or self.min_features or self.adapters:
             return carry_out(plan)
         give_settings((layer for _, layer in plan.converted), plan.settings)
         return state

@@ -39,6 +39,7 @@ FP8 = {
     "fp8_all_gather": True,
     "gemm": "cublaslt",
     "min_features": 64,
+    "adapters": True,
 }
 MIXED = {**SHARED, "param_dtype": torch.float32, "weight_copy": True}
 ARGUMENTS: dict[str, dict[str, Any]] = {"fp8-delayed": FP8, "bf16-mixed": MIXED, "bf16-true": SHARED}
