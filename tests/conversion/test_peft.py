@@ -85,8 +85,9 @@ def test_a_plugin_converts_them_on_request(requested: bool) -> None:
         Fp8Precision(adapters=requested).convert_module(model)
         assert is_fp8(adapter_layers(model)) == {requested}
         # False leaves a model as it is
-        Fp8Precision().convert_module(model)
-        assert is_fp8(adapter_layers(model)) == {requested}
+        for other in (Fp8Precision(), Fp8Precision(min_features=1)):
+            other.convert_module(model)
+            assert is_fp8(adapter_layers(convert(model))) == {requested}
 
 
 def test_scales_of_converted_adapters_fit_only_converted_adapters() -> None:
