@@ -38,6 +38,7 @@ def convert(
     ignore_modules: Sequence[str] = (),
     gemm: str | None = None,
     min_features: MinFeatures | None = None,
+    adapters: bool | None = None,
 ) -> ModuleT:
     """Run a model's linear and attention layers in FP8 from now on: in place, by class, on the same objects.
 
@@ -62,6 +63,8 @@ def convert(
             ``"auto"`` is the size from which FP8 was measured to be faster on the current CUDA device (``python -m
             lightning_fp8 tune --min-features`` measures), an estimate of 1024 if not measured, and 0 without a
             CUDA device. Default 0, or for a converted model its current setting.
+        adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too; the
+            layers that they adapt always do. Default False, or for a converted model its current setting.
 
     Returns:
         The same object.
@@ -76,7 +79,7 @@ def convert(
     >>> [type(layer).__name__ for layer in model]
     ['Fp8Linear', 'ReLU', 'Linear']
     """
-    carry_out(conversion_plan(module, recipe, ignore_modules, gemm, min_features))
+    carry_out(conversion_plan(module, recipe, ignore_modules, gemm, min_features, adapters))
     return module
 
 
@@ -147,7 +150,10 @@ def unconvert(module: ModuleT) -> ModuleT:
 
 
 def describe(
-    module: nn.Module, ignore_modules: Sequence[str] = (), min_features: MinFeatures | None = None
+    module: nn.Module,
+    ignore_modules: Sequence[str] = (),
+    min_features: MinFeatures | None = None,
+    adapters: bool | None = None,
 ) -> list[Candidate]:
     """A row for each layer that could run in FP8: converted, or why not. ``print(*describe(model), sep="\\n")``.
 
@@ -158,9 +164,10 @@ def describe(
     The row of a converted layer in a feed-forward block of a known form says whether the block runs as one in the
     model's present mode, and otherwise why not.
 
-    The arguments are those of :func:`convert`; ``min_features`` defaults to that of the last conversion.
+    The arguments are those of :func:`convert`; ``min_features`` and ``adapters`` default to those of the last
+    conversion.
     """
-    return conversion_plan(module, ignore_modules=ignore_modules, min_features=min_features).rows()
+    return conversion_plan(module, ignore_modules=ignore_modules, min_features=min_features, adapters=adapters).rows()
 
 
 def is_converted(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from lightning_fp8.conversion.candidates import (
     sizes,
 )
 from lightning_fp8.conversion.min_features import MinFeatures, as_number, too_small
+from lightning_fp8.modules.adapters import adapted_layer, adapter_modules
 from lightning_fp8.modules.base import Fp8Module, Settings
 from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.fused_blocks import notes
@@ -35,6 +36,8 @@ from lightning_fp8.scaling.state import ScalingState
 LARGE_SHARE = 0.01
 # lookups, convolutions, and the normalisations whose parameters can have 2 dimensions: none is a matrix product
 _WITHOUT_GEMMS = (nn.Embedding, nn.EmbeddingBag, _ConvNd, nn.LayerNorm, nn.RMSNorm)
+
+_IN_ADAPTER = "belongs to an adapter of PEFT: pass `adapters=True` to convert it"
 
 
 class NothingToConvertError(ValueError):
@@ -76,6 +79,7 @@ class PlannedLayer(NamedTuple):
         becomes: its class after the conversion; None if it will be plain.
         reason: why it stays plain, or becomes plain again; None for a layer to convert.
         is_too_small: whether that reason is ``min_features``.
+        in_adapter: whether it belongs to an adapter of PEFT, converted or not.
     """
 
     path: str
@@ -83,6 +87,7 @@ class PlannedLayer(NamedTuple):
     becomes: type[Fp8Module] | None
     reason: str | None
     is_too_small: bool
+    in_adapter: bool
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,7 @@ def conversion_plan(
     ignore_modules: Sequence[str] = (),
     gemm: str | None = None,
     min_features: MinFeatures | None = None,
+    adapters: bool | None = None,
 ) -> ConversionPlan:
     """Scan a model. The arguments are those of :func:`lightning_fp8.convert`.
 
@@ -199,10 +205,10 @@ def conversion_plan(
     known = next((layer for _, layer in modules if isinstance(layer, Fp8Module)), None)
     settings = Settings() if known is None else known.settings
     least = settings.min_features if min_features is None else as_number(min_features)
-    settings = Settings(gemm or settings.gemm, least)
+    settings = Settings(gemm or settings.gemm, least, settings.adapters if adapters is None else adapters)
     parameters = (parameter for _, layer in modules for parameter in layer.parameters(recurse=False))
     elements = {parameter: 0 if is_lazy(parameter) else parameter.numel() for parameter in parameters}
-    layers = tuple(_planned(modules, ignore_modules, settings.min_features))
+    layers = tuple(_planned(modules, ignore_modules, settings))
     return ConversionPlan(
         modules,
         layers,
@@ -235,26 +241,33 @@ def state_of(module: nn.Module, layers: Iterable[Fp8Module]) -> ScalingState:
 
 
 def _planned(
-    modules: Sequence[tuple[str, nn.Module]], ignore_modules: Sequence[str], min_features: int
+    modules: Sequence[tuple[str, nn.Module]], ignore_modules: Sequence[str], settings: Settings
 ) -> Iterator[PlannedLayer]:
     classes = fp8_classes()
     kinds = tuple(classes)
     ignored = {part for path, layer in modules if matches(path, ignore_modules) for part in layer.modules()}
+    of_adapters = adapter_modules(layer for _, layer in modules)
+    least = settings.min_features
     outputs_of_converted: set[nn.Module] = set()
     for path, layer in modules:
         if not isinstance(layer, (*kinds, nn.Bilinear)):
             continue
-        is_output = layer in outputs_of_converted
-        reason = "matches `ignore_modules`" if layer in ignored else reason_against(layer, kinds, is_output)
-        size_reason = too_small(sizes(layer), min_features) if min_features and not reason else None
+        is_output, in_adapter = layer in outputs_of_converted, layer in of_adapters
+        if layer in ignored:
+            reason: str | None = "matches `ignore_modules`"
+        elif in_adapter and not settings.adapters:
+            reason = _IN_ADAPTER
+        else:
+            reason = reason_against(layer, kinds, is_output)
+        size_reason = too_small(sizes(layer), least) if least and not reason else None
         if reason or size_reason:
-            yield PlannedLayer(path, layer, None, reason or size_reason, size_reason is not None)
+            yield PlannedLayer(path, layer, None, reason or size_reason, size_reason is not None, in_adapter)
             continue
         if isinstance(layer, nn.MultiheadAttention):
-            outputs_of_converted.add(layer.out_proj)
+            outputs_of_converted.add(adapted_layer(layer.out_proj))
         plain_class = layer.plain_class if isinstance(layer, Fp8Module) else own_class(layer)
         # the output projection of an attention is a subclass of nn.Linear that only marks its owner
-        yield PlannedLayer(path, layer, classes.get(plain_class, Fp8Linear), None, False)
+        yield PlannedLayer(path, layer, classes.get(plain_class, Fp8Linear), None, False, in_adapter)
 
 
 def _large_parameters(

@@ -27,10 +27,12 @@ class Settings(NamedTuple):
         gemm: which GEMMs they run, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``; it only changes the order of
             summation.
         min_features: the conversion left layers with fewer input or output features alone.
+        adapters: the conversion included the adapters of PEFT.
     """
 
     gemm: str = "auto"
     min_features: int = 0
+    adapters: bool = False
 
 
 class Fp8Rows:

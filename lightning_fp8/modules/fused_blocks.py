@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
+from lightning_fp8.modules.adapters import adapted_layer
 from lightning_fp8.modules.block_forms import Form, form_of_class
 from lightning_fp8.modules.class_swap import exchange_class, own_class
 from lightning_fp8.modules.feed_forward import (
@@ -90,7 +91,8 @@ def _notes_of(module: nn.Module, base: type[nn.Module], form: Form) -> dict[nn.M
         if reason == SHARDED:
             # between forwards; FSDP gathers them for one
             note = "feed-forward fused if its weights are gathered"
-        found.update(dict.fromkeys([*block.first, block.second], note))
+        layers = [adapted_layer(part) for part in (*block.first, block.second)]
+        found.update(dict.fromkeys(layers, note))
     return found
 
 

@@ -52,6 +52,7 @@ class Fp8Core(PrecisionCore):
         fp8_all_gather: bool = False,
         gemm: GemmString = "auto",
         min_features: MinFeatures = 0,
+        adapters: bool = False,
     ) -> None:
         check_gemm(gemm)
         check_min_features(min_features)
@@ -64,6 +65,7 @@ class Fp8Core(PrecisionCore):
         self.fp8_all_gather = fp8_all_gather
         self.gemm = gemm
         self.min_features = min_features
+        self.adapters = adapters
         self._states: list[ScalingState] = []
         # converted models without a forward so far: their layers may have been sharded since
         self._not_run: list[weakref.ref[nn.Module]] = []
@@ -101,9 +103,9 @@ class Fp8Core(PrecisionCore):
 
     def _convert_layers(self, module: nn.Module) -> ScalingState:
         asked = as_agreed_number(self.min_features) if self.min_features else None
-        plan = conversion_plan(module, self.recipe, self._not_converted, self.gemm, asked)
+        plan = conversion_plan(module, self.recipe, self._not_converted, self.gemm, asked, self.adapters or None)
         was_plain = not plan.converted
-        state = carry_out_for_run(plan, selects=bool(self._not_converted or self.min_features))
+        state = carry_out_for_run(plan, selects=bool(self._not_converted or self.min_features or self.adapters))
         if was_plain:
             rank_zero_info(f"fp8-delayed: {coverage(plan)}.")
         return state

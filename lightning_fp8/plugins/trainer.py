@@ -121,8 +121,8 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
             if state_dict:
                 raise ValueError(
                     f"The checkpoint has FP8 scales ({', '.join(list(state_dict)[:3])}, ...), but here no layer runs in"
-                    " FP8. Convert the same modules as in the run that saved it (`ignore_modules`, `min_features`), or"
-                    " load the weights only."
+                    " FP8. Convert the same modules as in the run that saved it (`ignore_modules`,"
+                    " `min_features`, `adapters`), or load the weights only."
                 )
             return
         self._states[0].load_state_dict(state_dict)
@@ -170,6 +170,8 @@ class Fp8Precision(_Fp8TrainerPrecision):
             process's GPU (``python -m lightning_fp8 tune --min-features`` measures), an estimate of 1024 if it was not
             measured, and 0 without a GPU. The size may differ between GPUs, and a checkpoint fits only the layers that
             were converted: to resume on another GPU, pass the number, which is logged.
+        adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too;
+            False leaves a model that was converted before as it is.
 
     Raises:
         ValueError: for an unsupported value, settings that contradict each other, a recipe field out of range; at
