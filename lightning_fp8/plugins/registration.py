@@ -105,8 +105,10 @@ def _share_bases(package: str, mirror: str) -> None:
     """Make our plugins and callbacks subclasses of Lightning's classes of the other name too: its Trainer and its
     command line check for them. Lightning's of the name that we use come first, so these are never called.
     """
-    plugins = [plugin for end in FRONT_ENDS for plugin in (*end.plugins.values(), *end.fsdp_plugins.values())]
-    for kind in (*plugins, *_our_subclasses(Callback)):
+    kinds = list(_our_subclasses(Callback))
+    for front_end in FRONT_ENDS:
+        kinds += [*front_end.plugins.values(), *front_end.fsdp_plugins.values()]
+    for kind in kinds:
         base = next((base for base in kind.__mro__ if base.__module__.startswith(f"{package}.")), None)
         if base is None:
             continue
@@ -121,7 +123,8 @@ def _share_bases(package: str, mirror: str) -> None:
 
 
 def _our_subclasses(base: type) -> Iterator[type]:
-    for kind in base.__subclasses__():
+    kinds: list[type] = base.__subclasses__()
+    for kind in kinds:
         if kind.__module__.startswith("lightning_fp8."):
             yield kind
         yield from _our_subclasses(kind)

@@ -33,13 +33,13 @@ class _TrainerPrecision(PrecisionCore, Precision):
     def _clip_gradients(
         self,
         model: Any,
-        optimizer: Optimizable,
+        optimizer: Any,
         clip_val: int | float | None = None,
         gradient_clip_algorithm: GradClipAlgorithmType | None = None,
     ) -> None:
         # Lightning's clips only for its own LightningModule, and does nothing for that of `pytorch_lightning`
         if model.automatic_optimization:
-            values = {"gradient_clip_val": clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
+            values: dict[str, Any] = {"gradient_clip_val": clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
             call._call_lightning_module_hook(model.trainer, "configure_gradient_clipping", optimizer, **values)
 
 
