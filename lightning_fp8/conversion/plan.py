@@ -26,7 +26,7 @@ from lightning_fp8.modules.base import Fp8Module, Settings
 from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.fused_blocks import notes
 from lightning_fp8.modules.linear import Fp8Linear
-from lightning_fp8.modules.paths import check_patterns_among, matches, named_modules, numbered
+from lightning_fp8.modules.paths import as_patterns, check_patterns_among, matches, named_modules, numbered
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.recipe import DelayedScaling
@@ -198,9 +198,11 @@ def conversion_plan(
 
     Raises:
         ValueError: for an invalid ``gemm`` or ``min_features``; :meth:`ConversionPlan.check` raises all other errors.
+        TypeError: if ``ignore_modules`` is not a sequence of strings.
     """
     if gemm is not None:
         check_gemm(gemm)
+    ignore_modules = as_patterns(ignore_modules, "ignore_modules")
     modules = tuple(named_modules(module))
     known = next((layer for _, layer in modules if isinstance(layer, Fp8Module)), None)
     settings = Settings() if known is None else known.settings

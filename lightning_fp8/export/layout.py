@@ -211,6 +211,6 @@ def import_safetensors() -> ModuleType:
     except ImportError as error:
         raise ImportError(
             "Exported models are safetensors files, and `safetensors` is not installed."
-            " Install it with: pip install 'lightning-fp8[export]'"
+            " Install it with: pip install safetensors"
         ) from error
     return safetensors

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -27,6 +28,19 @@ class _TrainerPrecision(PrecisionCore, Precision):
     @override
     def convert_input(self, data: Any) -> Any:
         return as_dtype(data, torch.bfloat16) if self.precision == "bf16-true" else data
+
+    @override
+    def _clip_gradients(
+        self,
+        model: Any,
+        optimizer: Any,
+        clip_val: int | float | None = None,
+        gradient_clip_algorithm: GradClipAlgorithmType | None = None,
+    ) -> None:
+        # Lightning's clips only for its own LightningModule, and does nothing for that of `pytorch_lightning`
+        if model.automatic_optimization:
+            values: dict[str, Any] = {"gradient_clip_val": clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
+            call._call_lightning_module_hook(model.trainer, "configure_gradient_clipping", optimizer, **values)
 
 
 class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
@@ -86,7 +100,7 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     @property
     def _trainer(self) -> pl.Trainer | None:
         model = self._attention.models[-1]() if self._attention.models else None
-        return model._trainer if isinstance(model, pl.LightningModule) else None
+        return getattr(model, "_trainer", None)
 
     @contextmanager
     def _silent(self) -> Iterator[None]:
