@@ -74,9 +74,14 @@ _FIELDS: dict[str, Callable[[Iterator[Any]], Any]] = {
 def flattened(arguments: Iterable[Any]) -> list[Any]:
     """The operator's arguments, made from the functions'."""
     flat: list[Any] = []
+    # in another process, where an exported or traced program is loaded, the handle may be that of another model
+    leaves_process = torch.compiler.is_exporting() or _get_tracing_state() is not None
     for argument in arguments:
         if isinstance(argument, (Slot, WeightSlot)):
             handle = 0 if argument.state is None else argument.state.handle
+            if leaves_process:
+                _see_export(handle, argument.record)
+                handle = 0
             flat += argument._replace(state=handle)  # type: ignore[arg-type]
         elif isinstance(argument, (Fp8Operand, Columns)):
             flat += argument
@@ -85,6 +90,25 @@ def flattened(arguments: Iterable[Any]) -> list[Any]:
         else:
             flat.append(argument)
     return flat
+
+
+# run by dynamo rather than traced: it would take `is_in_onnx_export` to be False, and warnings for changes of the model
+@torch.compiler.assume_constant_result
+def _see_export(handle: int, record: bool) -> None:
+    """Refuse what a program that leaves this process, or is translated, cannot do."""
+    if torch.onnx.is_in_onnx_export():
+        raise RuntimeError(
+            "lightning_fp8: torch.onnx.export does not know FP8 layers. `lightning_fp8.export_onnx(model, args, path)`"
+            " writes them in FP8; call `lightning_fp8.unconvert(model)` first to export the model as a plain one."
+        )
+    if record:
+        raise RuntimeError(
+            "lightning_fp8: an exported or traced program cannot record amaxes, so its scales would not follow the"
+            " training. Call `model.eval()` first, or trace under `torch.no_grad()`."
+        )
+    state = state_of(handle)
+    if state is not None:
+        state.see_export()
 
 
 def define(schema: str) -> Signature:

@@ -33,6 +33,9 @@ class State(Protocol):
     def see_weight_cast(self, row: int, amax: float, record: bool) -> None:
         """Called after each cast of a weight on the CPU, where reading the amax does not wait for a device."""
 
+    def see_export(self) -> None:
+        """Called where a program is exported or traced that will not know the state."""
+
 
 def take_handle(state: State) -> int:
     """A number by which :func:`state_of` finds the state for as long as it exists."""
