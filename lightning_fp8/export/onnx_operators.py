@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from lightning_fp8 import ops
-from lightning_fp8.ops.library import with_flat_arguments
+from lightning_fp8.ops.library import Operator, with_flat_arguments
 from lightning_fp8.ops.operand import Fp8Operand, Layer, Slot
 
 # numbers of ONNX's TensorProto.DataType
@@ -39,7 +39,12 @@ def import_opset() -> Any:
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """By operator, what ``torch.onnx.export`` takes as ``custom_translation_table``."""
     op = import_opset()
-    by_operator = {ops.cast: _cast, ops.linear: _linear, ops.mlp: _mlp, ops.gated_mlp: _gated_mlp}
+    by_operator: dict[Operator, Callable[..., Any]] = {
+        ops.cast: _cast,
+        ops.linear: _linear,
+        ops.mlp: _mlp,
+        ops.gated_mlp: _gated_mlp,
+    }
     return {
         operator.op: with_flat_arguments(operator.signature, partial(translation, op))
         for operator, translation in by_operator.items()
@@ -79,9 +84,7 @@ def _gated_mlp(
     op: Any, x: Any, gate: Layer, up: Layer, down: Layer, x_fp8: Fp8Operand, a: Slot, *rest: Any
 ) -> tuple[Any, ...]:
     dtype = rest[-1]
-    h_gate, h_up = (
-        _rounded(op, _product(op, x_fp8, layer.operand, layer.bias_value), dtype) for layer in (gate, up)
-    )
+    h_gate, h_up = (_rounded(op, _product(op, x_fp8, layer.operand, layer.bias_value), dtype) for layer in (gate, up))
     return _second(op, x, _gated(op, h_gate, h_up, dtype), a, down, dtype, results=5)
 
 

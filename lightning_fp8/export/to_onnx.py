@@ -20,7 +20,6 @@ from lightning_fp8.export.onnx_operators import OPSET, import_opset, translation
 from lightning_fp8.export.write import static_scales
 from lightning_fp8.modules.prepared_weights import prepared
 from lightning_fp8.modules.weights_unchanged import all_rows
-from lightning_fp8.ops.formats import E4M3
 
 if TYPE_CHECKING:
     from torch.onnx import ONNXProgram
@@ -56,8 +55,9 @@ def export_onnx(
     Raises:
         ImportError: without ``onnx`` and ``onnxscript``.
         TypeError: for an entry of the ``state_dict`` that is sharded or not a tensor.
-        ValueError: for a model in training, without FP8 layers, with tensors without a history, with parameters that are
-            not finite or not stored as such, or with a recipe whose forward is not E4M3; for an older opset.
+        ValueError: for a model in training, without FP8 layers, with tensors without a history, with parameters that
+            are not finite, weights that are not parameters of their own, or a recipe whose forward is not E4M3; for an
+            older opset.
     """
     import_opset()
     if opset_version < OPSET:
@@ -67,7 +67,7 @@ def export_onnx(
     static_scales(model, {name: tensor for name, (_, tensor) in state_tensors(model).items()})
     with torch.no_grad(), _weights_as_constants(model):
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
-    made = torch.onnx.export(
+    made: Any = torch.onnx.export(
         program,
         dynamo=True,
         optimize=False,
@@ -78,7 +78,7 @@ def export_onnx(
     _as_fp8(made)
     made.optimize()
     made.save(path)
-    return made
+    return made  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def _weights_as_constants(model: nn.Module) -> Iterator[None]:
             one.prepared = None
 
 
-def _as_fp8(program: ONNXProgram) -> None:
+def _as_fp8(program: Any) -> None:
     """Give payloads the type FP8: torch's operators take them as ``uint8``."""
     from onnx_ir import DataType, tensor
     from onnxscript.optimizer import fold_constants

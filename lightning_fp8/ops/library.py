@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, WeightSlot, state_of
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, WeightSlot, see_export, state_of
 
 LIBRARY = torch.library.Library("lightning_fp8", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -80,7 +80,7 @@ def flattened(arguments: Iterable[Any]) -> list[Any]:
         if isinstance(argument, (Slot, WeightSlot)):
             handle = 0 if argument.state is None else argument.state.handle
             if leaves_process:
-                _see_export(handle, argument.record)
+                see_export(handle, argument.record)
                 handle = 0
             flat += argument._replace(state=handle)  # type: ignore[arg-type]
         elif isinstance(argument, (Fp8Operand, Columns)):
@@ -90,25 +90,6 @@ def flattened(arguments: Iterable[Any]) -> list[Any]:
         else:
             flat.append(argument)
     return flat
-
-
-# run by dynamo rather than traced: it would take `is_in_onnx_export` to be False, and warnings for changes of the model
-@torch.compiler.assume_constant_result
-def _see_export(handle: int, record: bool) -> None:
-    """Refuse what a program that leaves this process, or is translated, cannot do."""
-    if torch.onnx.is_in_onnx_export():
-        raise RuntimeError(
-            "lightning_fp8: torch.onnx.export does not know FP8 layers. `lightning_fp8.export_onnx(model, args, path)`"
-            " writes them in FP8; call `lightning_fp8.unconvert(model)` first to export the model as a plain one."
-        )
-    if record:
-        raise RuntimeError(
-            "lightning_fp8: an exported or traced program cannot record amaxes, so its scales would not follow the"
-            " training. Call `model.eval()` first, or trace under `torch.no_grad()`."
-        )
-    state = state_of(handle)
-    if state is not None:
-        state.see_export()
 
 
 def define(schema: str) -> Signature:

@@ -49,6 +49,29 @@ def state_of(handle: int) -> State | None:
     return _states.get(handle)
 
 
+# run by dynamo rather than traced: it would take `is_in_onnx_export` to be False, and warnings for changes of the model
+@torch.compiler.assume_constant_result
+def see_export(handle: int, record: bool) -> None:
+    """Called for each slot where a program is exported or traced. Such a program does not know the state.
+
+    Raises:
+        RuntimeError: if it would record, or in torch's own export to ONNX.
+    """
+    if torch.onnx.is_in_onnx_export():
+        raise RuntimeError(
+            "lightning_fp8: torch.onnx.export does not know FP8 layers. `lightning_fp8.export_onnx(model, args, path)`"
+            " writes them in FP8; call `lightning_fp8.unconvert(model)` first to export the model as a plain one."
+        )
+    if record:
+        raise RuntimeError(
+            "lightning_fp8: an exported or traced program cannot record amaxes, so its scales would not follow the"
+            " training. Call `model.eval()` first, or trace under `torch.no_grad()`."
+        )
+    state = state_of(handle)
+    if state is not None:
+        state.see_export()
+
+
 class Fp8Operand(NamedTuple):
     """A tensor ``[M, K]`` in FP8, an operand of GEMMs.
 

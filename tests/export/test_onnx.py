@@ -119,9 +119,8 @@ def test_weights_are_codes_and_scales_are_those_of_the_state(tmp_path: Path) -> 
     assert all(rows.prepared is None for layer in (model[0], model[2]) for rows in layer.fp8.values())  # type: ignore[index]
 
 
-@pytest.mark.parametrize("name", ["gated", "packed", "mlp"])
-def test_under_autocast_results_are_rounded_as_in_torch(name: str, tmp_path: Path) -> None:
-    model, x = trained(MODELS[name])
+def test_under_autocast_results_are_rounded_as_in_torch(tmp_path: Path) -> None:
+    model, x = trained(MODELS["gated"])
     path = tmp_path / "model.onnx"
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         y = model(x)
@@ -181,8 +180,7 @@ def test_torchs_own_export_names_ours(dynamo: bool, tmp_path: Path) -> None:
 # --- torch.export and torch.jit ---
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", ["mlp", "gated"])
+@pytest.mark.parametrize(("name", "strict"), [("gated", False), ("mlp", True)])
 def test_a_program_is_the_model_and_knows_no_other(name: str, strict: bool, tmp_path: Path) -> None:
     model, x = trained(MODELS[name])
     with torch.no_grad():
@@ -229,5 +227,5 @@ def test_what_would_record_is_refused() -> None:
     for export in (lambda: torch.export.export(model, (x,)), lambda: torch.jit.trace(model, (x,))):
         with pytest.raises(RuntimeError, match="cannot record amaxes"):
             export()
-    with pytest.raises(RuntimeError, match="torch.jit.script cannot compile the FP8 layer '0'"):
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.script cannot compile the FP8 layer '0'"):
         torch.jit.script(model)
