@@ -73,7 +73,7 @@ def export(
     folder = Path(path)
     _check_folder(folder, overwrite)
     tensors_by_name = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
-    gemms = _static_scales(model, tensors_by_name)
+    gemms = static_scales(model, tensors_by_name)
     tensors, in_file_as_fp8 = _tensors(tensors_by_name, gemms, output_embedding(model), dtype)
     _write(folder, tensors, to_metadata(gemms), config_of(model, in_file_as_fp8, dtype))
     return folder
@@ -110,7 +110,7 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
+def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
     """The scales of all converted GEMMs, None for those that fell back."""
     gemms = converted_gemms(model)
     if not any(rows.switch.in_fp8 for rows in gemms.values()):

@@ -251,6 +251,12 @@ class Fp8Module(nn.Module):
                 rows.to(device)
         return module
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise RuntimeError(
+            f"torch.jit.script cannot compile the FP8 layer {next(iter(self.fp8.values())).name!r}. Call"
+            " `lightning_fp8.unconvert(model)` first, or use `torch.export.export`."
+        )
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[no-untyped-call]
         self._drop_copies()

@@ -73,7 +73,7 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
             " its hooks gather the weight."
         )
     weight = parameter.t() if rows.k_by_n else parameter
-    if rows.is_prepared and torch.compiler.is_dynamo_compiling():
+    if rows.is_prepared and (is_dynamo_compiling() or torch.compiler.is_exporting()):
         return Fp8Weight(weight, rows.prepared)
     # Other forwards than recording ones use the cache only where somebody vouches for the weight: in evaluation,
     # weights may be swapped (EMA, averaging) without a trace.

@@ -51,6 +51,14 @@ class Notices:
                 " checkpoint)`. A model that has not been trained gets them in training."
             )
 
+    def see_export_without_scales(self, state: ScalingState) -> None:
+        """``torch.export`` sees a cast, and there are no scales from training."""
+        self._say(
+            f"A model with FP8 layers ({_some(state.module_names)}) is exported without scales from training: the"
+            " program scales each batch by itself, so results depend on which samples are in it. Train the model, or"
+            " call `lightning_fp8.load_scales(model, checkpoint)`, before the export."
+        )
+
     def see_optimizer_step(self, state: ScalingState, optimizer: int) -> None:
         """An optimizer, by its ``id``, has changed weights of the model."""
         if not state.has_recorded:
