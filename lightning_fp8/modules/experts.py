@@ -91,7 +91,7 @@ class Fp8Experts(Fp8Module):
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
         y = y * top_k_weights.flatten()[by_expert, None]
-        return y[by_expert.argsort()].view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+        return y[by_expert.argsort()].view(*top_k_index.shape, y.shape[-1]).sum(1).to(hidden_states.dtype)
 
     def _product(self, name: str, expert: int, x: Tensor, weight: Tensor) -> Tensor:
         rows, record = self.fp8[f"{name}.{expert}"], self.records
@@ -126,7 +126,8 @@ def reason_against_experts(layer: nn.Module) -> str | None:
     """Why these plain experts cannot run in FP8; None if they can."""
     if layer.has_bias or layer.is_transposed:
         forms = {"biases": layer.has_bias, "weights stored as [E, K, N]": layer.is_transposed}
-        return f"experts with {' and '.join(form for form, has_it in forms.items() if has_it)}; only those with weights [E, N, K] and without biases are converted"
+        found = " and ".join(form for form, has_it in forms.items() if has_it)
+        return f"experts with {found}; only those with weights [E, N, K] and without biases are converted"
     if layer._is_expert_parallel:
         return "experts that are distributed over processes"
     # the one forward that is known to compute what the flags say
