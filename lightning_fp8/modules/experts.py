@@ -71,19 +71,11 @@ class Fp8Experts(Fp8Module):
         # one gradient for all experts, not one of the whole parameter for each
         weights = {name: stack.unbind() for name, stack in stacks.items()}
         first, down = weights
-        check_input(self, "input", hidden_states, weights[first][0])
         chosen = top_k_index.flatten()
         by_expert = chosen.argsort(stable=True)
-        counts = chosen.bincount(minlength=len(weights[first])).tolist()
-        if len(counts) > len(weights[first]):
-            raise ValueError(
-                f"{type(self).__name__} {self._name_of_experts()!r}: `top_k_index` names expert {len(counts) - 1}, and"
-                f" there are {len(weights[first])}. Experts that are distributed over processes stay out of FP8:"
-                " distribute them before the conversion."
-            )
         x = hidden_states[by_expert // top_k_index.shape[-1]]
         outputs = []
-        for expert, tokens in enumerate(x.split(counts)):
+        for expert, tokens in enumerate(x.split(self._tokens_by_expert(chosen, len(weights[first])))):
             if len(tokens):
                 h = self._product(first, expert, tokens, weights[first][expert])
                 outputs.append(self._product(down, expert, self._activated(h), weights[down][expert]))
@@ -93,15 +85,26 @@ class Fp8Experts(Fp8Module):
         y = y * top_k_weights.flatten()[by_expert, None]
         return y[by_expert.argsort()].view(*top_k_index.shape, y.shape[-1]).sum(1).to(hidden_states.dtype)
 
+    def _tokens_by_expert(self, chosen: Tensor, experts: int) -> list[int]:
+        if chosen.is_meta:
+            # serves for shapes and FLOPs, which do not depend on the routing
+            return [len(chosen)] + [0] * (experts - 1)
+        counts: list[int] = chosen.bincount(minlength=experts).tolist()
+        if len(counts) > experts:
+            raise ValueError(
+                f"{type(self).__name__} {next(iter(self.fp8.values())).name!r}: `top_k_index` names expert"
+                f" {len(counts) - 1}, and there are {experts}. Experts that are distributed over processes stay out of"
+                " FP8: distribute them before the conversion."
+            )
+        return counts
+
     def _product(self, name: str, expert: int, x: Tensor, weight: Tensor) -> Tensor:
         rows, record = self.fp8[f"{name}.{expert}"], self.records
+        check_input(self, f"input of {name}", x, weight)
         return fp8_linear(rows, x, cast_weight(rows, getattr(self, name), record, weight), None, record)
 
     def _activated(self, h: Tensor) -> Tensor:
         return self._apply_gate(h) if self.has_gate else self.act_fn(h)
-
-    def _name_of_experts(self) -> str:
-        return next(iter(self.fp8.values())).name.rpartition(".")[0]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle finds the plain class by its name, and not the class that `experts_class` makes

@@ -15,6 +15,7 @@ import torch
 from experts import EXPERTS, FORMS, HIDDEN, TOKENS, WIDTH, Separate, experts, mixtral, routing, token_batch
 from sqnr import sqnr
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import convert, scaling_state, unconvert, weights_unchanged
 from lightning_fp8.callbacks.watch import Limits, Watch
@@ -156,6 +157,17 @@ def test_a_norm_behind_the_experts_runs() -> None:
     given = torch.randn(TOKENS, WIDTH), *routing(), False
     fp8 = convert(copy.deepcopy(plain))
     assert all(14 < sqnr(one, other) < 40 for one, other in zip(step(fp8, *given), step(plain, *given), strict=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_flops_are_those_of_the_definition(device: str) -> None:
+    model, given = convert(experts().to(device)), (torch.randn(TOKENS, WIDTH), *routing())
+    with FlopCounterMode(display=False) as counter:
+        y = model(*(tensor.to(device).requires_grad_(tensor.is_floating_point()) for tensor in given))
+        y.sum().backward()
+    assert y.shape == (TOKENS, WIDTH)
+    # each token has two experts, with a product for gate and up and one back; backward does it twice again
+    assert counter.get_total_flops() == 3 * TOKENS * 2 * (2 * WIDTH * 2 * HIDDEN + 2 * HIDDEN * WIDTH)
 
 
 def test_loss_stays_near_bf16() -> None:
@@ -402,12 +414,18 @@ def test_compiled_models_run_the_experts_eagerly_and_say_so_once() -> None:
 def test_errors_name_the_experts_and_the_rule() -> None:
     model, (index, weights) = convert(torch.nn.ModuleDict({"experts": experts()})).experts, routing()
     x = torch.randn(TOKENS, WIDTH)
-    with pytest.raises(ValueError, match=r"Fp8MixtralExperts 'experts.gate_up_proj': `top_k_index` names expert 5"):
+    with pytest.raises(ValueError, match=r"Fp8MixtralExperts 'experts.gate_up_proj.0': `top_k_index` names expert 5"):
         model(x, index.where(index != 1, 5), weights)
-    with pytest.raises(ValueError, match=r"Fp8MixtralExperts 'experts.* must be 32, .* got the shape \(12, 33\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"experts.* of the input of gate_up_proj must be 32, .* the shape \(\d+, 33\)",
+    ):
         model(torch.randn(TOKENS, WIDTH + 1), index, weights)
     with pytest.raises(TypeError, match=r"must be float32, bfloat16 or float16, got torch.float64"):
         model(x.double(), index, weights)
+    model.down_proj = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN + 1))
+    with pytest.raises(ValueError, match=r"the input of down_proj must be 25, .* got the shape \(\d+, 24\)"):
+        model(x, index, weights)
 
 
 def test_all_experts_are_cast_together(cuda_half: Counter[str]) -> None:
