@@ -42,7 +42,8 @@ def convert(
 ) -> ModuleT:
     """Run a model's linear and attention layers in FP8 from now on: in place, by class, on the same objects.
 
-    Converted are ``nn.Linear``, ``nn.MultiheadAttention`` with its ``out_proj``, and the ``Conv1D`` of Hugging Face.
+    Converted are ``nn.Linear``, ``nn.MultiheadAttention`` with its ``out_proj``, and of Hugging Face ``Conv1D`` and the
+    experts of transformers 5, each expert with scales of its own. Routers stay as they are.
     Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied; subclasses are left
     alone (:func:`describe` names them). Converting a converted model again keeps its scales and converts layers that
     have been added since.
@@ -158,7 +159,7 @@ def describe(
     """A row for each layer that could run in FP8: converted, or why not. ``print(*describe(model), sep="\\n")``.
 
     After them comes a row for each large parameter of 2 or more dimensions outside such layers and outside torch's
-    embeddings, convolutions and normalisations, such as the stacked experts of a mixture of experts. A parameter is
+    embeddings, convolutions and normalisations, such as stacked experts of other libraries. A parameter is
     large if it makes up at least 1% of the model, together with those of the same path in other layers of a stack.
 
     The row of a converted layer in a feed-forward block of a known form says whether the block runs as one in the

@@ -24,7 +24,8 @@ from lightning_fp8.conversion.min_features import MinFeatures, as_number, too_sm
 from lightning_fp8.modules.adapters import adapted_layer, adapter_modules
 from lightning_fp8.modules.base import Fp8Module, Settings
 from lightning_fp8.modules.class_swap import own_class
-from lightning_fp8.modules.fused_blocks import notes
+from lightning_fp8.modules.experts import Fp8Experts, find_routers
+from lightning_fp8.modules.fused_blocks import notes, plain_class
 from lightning_fp8.modules.linear import Fp8Linear
 from lightning_fp8.modules.paths import as_patterns, check_patterns_among, matches, named_modules, numbered
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
@@ -245,20 +246,23 @@ def state_of(module: nn.Module, layers: Iterable[Fp8Module]) -> ScalingState:
 def _planned(
     modules: Sequence[tuple[str, nn.Module]], ignore_modules: Sequence[str], settings: Settings
 ) -> Iterator[PlannedLayer]:
-    classes = fp8_classes()
+    classes = fp8_classes(layer for _, layer in modules)
+    routers = set(find_routers(layer for _, layer in modules))
     kinds = tuple(classes)
     ignored = {part for path, layer in modules if matches(path, ignore_modules) for part in layer.modules()}
     of_adapters = adapter_modules(layer for _, layer in modules)
     least = settings.min_features
     outputs_of_converted: set[nn.Module] = set()
     for path, layer in modules:
-        if not isinstance(layer, (*kinds, nn.Bilinear)):
+        if not isinstance(layer, (*kinds, nn.Bilinear)) and layer not in routers:
             continue
         is_output, in_adapter = layer in outputs_of_converted, layer in of_adapters
         if layer in ignored:
             reason: str | None = "matches `ignore_modules`"
         elif in_adapter and not settings.adapters:
             reason = _IN_ADAPTER
+        elif layer in routers:
+            reason = "a router: rounded to FP8, its outputs would choose other experts"
         else:
             reason = reason_against(layer, kinds, is_output)
         size_reason = too_small(sizes(layer), least) if least and not reason else None
@@ -267,9 +271,8 @@ def _planned(
             continue
         if isinstance(layer, nn.MultiheadAttention):
             outputs_of_converted.add(adapted_layer(layer.out_proj))
-        plain_class = layer.plain_class if isinstance(layer, Fp8Module) else own_class(layer)
         # the output projection of an attention is a subclass of nn.Linear that only marks its owner
-        yield PlannedLayer(path, layer, classes.get(plain_class, Fp8Linear), None, False, in_adapter)
+        yield PlannedLayer(path, layer, classes.get(plain_class(layer), Fp8Linear), None, False, in_adapter)
 
 
 def _large_parameters(
@@ -296,6 +299,8 @@ def _large_parameters(
         if of_stacks[numbered(path)] >= least:
             shape, kind = list(parameter.shape), own_class(owner).__name__
             reason = f"{shape} parameter of {kind}: no layer known here multiplies with it"
+            if parameter.dim() == 3:
+                reason += "; as one `nn.Linear` for each of its matrices it could run in FP8"
             yield Candidate(path, "Parameter", False, reason), parameter
 
 
@@ -304,6 +309,9 @@ def _row(one: PlannedLayer, note: str | None) -> Candidate:
     if not isinstance(layer, Fp8Module):
         return Candidate(one.path, type(layer).__name__, False, one.reason or "not converted yet: call `convert`")
     shapes = " and ".join(map(str, sizes(layer)))
+    if isinstance(layer, Fp8Experts):
+        first, *_, second = sizes(layer)
+        shapes = f"{len(layer.fp8) // 2} experts, {first} and {second}"
     fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
     shared = ", ".join(rows.input_leader.name for rows in layer.fp8.values() if rows.input_leader is not None)
     remarks = [

@@ -69,11 +69,14 @@ def joined(*parts: str) -> str:
 
 
 def converted_gemms(model: nn.Module) -> dict[str, Fp8Rows]:
-    """The rows of each converted GEMM by the name of its weight; a shared layer appears under each of its names."""
+    """The rows of each converted GEMM by the name of its weight; a shared layer appears under each of its names.
+
+    Not those of experts: the layout has one scale for each tensor, and their parameters hold many weights.
+    """
     return {
         joined(plain_path(path), f"{gemm}_weight" if gemm else "weight"): rows
         for path, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, Fp8Module)
+        if isinstance(layer, Fp8Module) and not layer.weights_are_stacked
         for gemm, rows in layer.fp8.items()
     }
 

@@ -87,8 +87,18 @@ class Fp8Rows:
         """Set the layer that owns these rows, and the layer's name for them."""
         self._owner = (weakref.ref(layer), gemm)
         self.k_by_n = layer.weight_is_k_by_n
+        self.weight_cache.part = int(gemm.rpartition(".")[2]) if layer.weights_are_stacked else None
         self.note_sharding(layer.gemm_weights(layer)[gemm])
         self.group.join(self)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The weight, where a tensor ``[E, ...]`` holds those of several layers."""
+        return self.weight_cache.matrix(weight)
+
+    @property
+    def weight_dims(self) -> int:
+        """Dimensions of the parameter that is the weight, or holds it."""
+        return 2 if self.weight_cache.part is None else 3
 
     def note_sharding(self, weight: Tensor) -> None:
         """Keep no FP8 copy of a sharded weight, as it would hold the whole weight, and do not compare the weight."""
@@ -109,9 +119,9 @@ class Fp8Rows:
 
     @property
     def weight(self) -> Tensor | None:
-        """The current weight of the layer; None if the layer no longer exists."""
+        """The current weight of the layer, or the parameter that holds it; None if the layer no longer exists."""
         layer = self.layer
-        return None if layer is None or self._owner is None else layer.gemm_weights(layer).get(self._owner[1])
+        return None if layer is None or self._owner is None else layer.gemm_weight(self._owner[1])
 
     @property
     def layer(self) -> Fp8Module | None:
@@ -188,11 +198,14 @@ class Fp8Module(nn.Module):
         fp8: the rows of each of its own GEMM weights, by name; the name is ``""`` where there is just one.
         plain_class: the class before the conversion, which :func:`lightning_fp8.unconvert` restores.
         weight_is_k_by_n: whether the layer stores its weight as ``[K, N]``, not as ``[N, K]``.
+        weights_are_stacked: whether its weights are matrices of parameters ``[E, N, K]``: the names of their GEMMs end
+            with ``.<number>``, and :meth:`gemm_weights` gives the parameters.
     """
 
     fp8: dict[str, Fp8Rows]
     plain_class: type[nn.Module]
     weight_is_k_by_n: ClassVar[bool] = False
+    weights_are_stacked: ClassVar[bool] = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -203,6 +216,10 @@ class Fp8Module(nn.Module):
     def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
         """The GEMM weights that a layer holds itself, converted or plain, by name."""
         return {"": cast(Tensor, layer.weight)}
+
+    def gemm_weight(self, gemm: str) -> Tensor | None:
+        """One of them, as it is now."""
+        return self.gemm_weights(self).get(gemm)
 
     def gemms(self) -> list[tuple[Fp8Rows, Tensor]]:
         """The rows of each of its own GEMMs, with the current weight."""
