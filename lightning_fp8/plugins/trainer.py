@@ -170,6 +170,10 @@ class Fp8Precision(_Fp8TrainerPrecision):
             process's GPU (``python -m lightning_fp8 tune --min-features`` measures), an estimate of 1024 if it was not
             measured, and 0 without a GPU. The size may differ between GPUs, and a checkpoint fits only the layers that
             were converted: to resume on another GPU, pass the number, which is logged.
+        frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights of converted layers, one byte per parameter,
+            and frees their masters: for adapters on a frozen base. Checkpoints hold the rounded values. ``"master"``
+            keeps masters; None, the default, is that too, or for a converted model its current setting. See
+            :func:`lightning_fp8.convert`. Not under FSDP.
 
     Raises:
         ValueError: for an unsupported value, settings that contradict each other, a recipe field out of range; at
