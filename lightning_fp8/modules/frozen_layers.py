@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.modules.frozen_weight import FrozenWeight, frozen
+from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.ops.operand import Fp8Operand
+from lightning_fp8.ops.reference import scale_of_current
 
 if TYPE_CHECKING:
     from lightning_fp8.modules.base import Fp8Module, Fp8Rows
@@ -26,14 +28,18 @@ def frozen_operand(rows: Fp8Rows, weight: FrozenWeight, record: bool) -> tuple[T
 
 
 def _see(rows: Fp8Rows, weight: FrozenWeight, record: bool) -> None:
-    content, state = weight.content, rows.state
-    if rows.frozen_seen is content.scale_inv:
-        if not record:
-            state.weight_changes.see_reuse(rows.module)
-        return
-    rows.frozen_seen = content.scale_inv
-    state.note_weight(rows.index["weight"], content.largest, content.scale_inv.reciprocal())
-    state.see_weight_cast(state.row_of(rows.module, "weight"), float(content.largest), record)
+    state = rows.state
+    if rows.frozen_seen is not weight.scale_inv:
+        rows.frozen_seen = weight.scale_inv
+        _note(rows, weight)
+        state.see_weight_cast(state.row_of(rows.module, "weight"), float(weight.largest), record)
+    elif not record:
+        state.weight_changes.see_reuse(rows.module)
+
+
+def _note(rows: Fp8Rows, weight: FrozenWeight) -> None:
+    # the scale itself: that of `scale_inv` may differ in the last bit
+    rows.state.note_weight(rows.index["weight"], weight.largest, scale_of_current(weight.largest, E4M3))
 
 
 def with_master(rows: Fp8Rows, weight: Tensor) -> Tensor:
@@ -58,6 +64,10 @@ def free_masters(layer: Fp8Module) -> None:
         if made is not None:
             replace_parameter(layer, weight, made)
             rows.note_sharding(made)
+    for rows, weight in layer.gemms():
+        if isinstance(weight, FrozenWeight) and weight.is_fp8:
+            # compiled code does not
+            _note(rows, weight)
 
 
 def save_values(layer: Fp8Module, saved: dict[str, Any], prefix: str) -> None:
