@@ -60,7 +60,8 @@ result["told"] = [str(one.message) for one in told if "FP8 only" in str(one.mess
 def test_ddp(tmp_path: Path) -> None:
     ranks = run_processes(COMMON + DDP, tmp_path)
     for rank in ranks:
-        assert rank["fp8"] == rank["master"] and len(rank["fp8"]) == 3
+        assert rank["fp8"] == rank["master"]
+        assert len(rank["fp8"]) == 3
         for payload, expected in zip(rank["payloads"], rank["of rank 0"], strict=True):
             assert payload.equal(expected)
     assert ranks[0]["fp8"] != ranks[1]["fp8"]

@@ -1,4 +1,4 @@
-"""``Fp8Precision(frozen_weights="fp8")``: runs of a Trainer and of Fabric, their checkpoints, and a configuration file."""
+"""``Fp8Precision(frozen_weights="fp8")``: runs of a Trainer and of Fabric, checkpoints, and a configuration file."""
 
 from __future__ import annotations
 
@@ -58,14 +58,17 @@ def test_a_run_its_checkpoint_and_its_continuation(tmp_path: Path) -> None:
         torch.manual_seed(5)
         trainer(tmp_path / how, how, enable_checkpointing=True).fit(model)
     tuned = runs["fp8"]
-    assert tuned.losses == runs["master"].losses and len(tuned.losses) == 4
-    assert len(payloads(tuned)) == 6 and not payloads(runs["master"])
+    assert tuned.losses == runs["master"].losses
+    assert len(tuned.losses) == 4
+    assert len(payloads(tuned)) == 6
+    assert not payloads(runs["master"])
     (path,) = (tmp_path / "fp8").rglob("*.ckpt")
     saved = torch.load(path, weights_only=True)["state_dict"]
     plain = Tuning()
     # the base in its own dtype: masters are stored in fp32, and there are none
     bf16 = {name for name, tensor in saved.items() if tensor.dtype == torch.bfloat16}
-    assert bf16 == {name for name, p in tuned.named_parameters() if isinstance(p, FrozenWeight)} and len(bf16) == 6
+    assert bf16 == {name for name, p in tuned.named_parameters() if isinstance(p, FrozenWeight)}
+    assert len(bf16) == 6
     plain.load_state_dict(saved)
     # a continuation loads into a base of other values, and goes on with the numbers of the run with masters
     losses = []
@@ -73,7 +76,8 @@ def test_a_run_its_checkpoint_and_its_continuation(tmp_path: Path) -> None:
         (path,), model = (tmp_path / how).rglob("*.ckpt"), Tuning(seed=1)
         trainer(tmp_path / how, how, steps=6, enable_checkpointing=False).fit(model, ckpt_path=path)
         losses.append(model.losses)
-    assert losses[0] == losses[1] and len(losses[0]) == 2
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
     assert all(map(torch.equal, payloads(model), payloads(tuned)))
 
 
