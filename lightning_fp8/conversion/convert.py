@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
@@ -23,7 +22,6 @@ from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows
 from lightning_fp8.modules.class_swap import exchange_class, own_class
 from lightning_fp8.modules.frozen_content import FrozenWeights
-from lightning_fp8.modules.frozen_layers import what_was_rounded
 from lightning_fp8.modules.fused_blocks import fuse_feed_forward
 from lightning_fp8.modules.weight_group import WeightGroup
 from lightning_fp8.scaling.recipe import DelayedScaling
@@ -129,10 +127,7 @@ def unconvert(module: ModuleT) -> ModuleT:
     layers = list(module.modules())
     found = list(converted(module))
     check_unparametrized(found)
-    rounded = what_was_rounded(weight for _, layer in found for _, weight in layer.gemms())
     _restore(found)
-    if rounded is not None:
-        warnings.warn(f"unconvert: {rounded}. The plain layers have the rounded values.", stacklevel=2)
     fuse_feed_forward(layers)
     restore_fast_path(layers)
     return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.frozen_layers import free_masters, replace_parameter
+from lightning_fp8.modules.frozen_layers import free_masters, replace_parameter, what_was_rounded
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -36,7 +37,11 @@ def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
 
 
 def restore_masters(layers: Iterable[Fp8Module]) -> None:
-    """Give a master, with rounded values, to each weight that is kept in FP8 only."""
+    """Give a master, with rounded values, to each weight that is kept in FP8 only. A warning says so."""
+    layers = list(layers)
+    rounded = what_was_rounded(weight for layer in layers for _, weight in layer.gemms())
+    if rounded is not None:
+        warnings.warn(f"{rounded}. They have masters again, which hold the rounded values.", stacklevel=2)
     for layer in layers:
         for rows, weight in layer.gemms():
             rows.fp8_only = False
