@@ -90,8 +90,10 @@ class FrozenWeight(Tensor):
     @data.setter
     def data(self, values: Tensor) -> None:
         if isinstance(values, FrozenWeight):
-            self.content = values.content
-            return
+            if values.content is self.content:
+                # `weight.data += delta` has changed it already
+                return
+            values = values.dequantized()
         if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
             raise RuntimeError(
                 f"The weight of {self.content.name!r} is kept in FP8 only: its `.data` can only be replaced by"

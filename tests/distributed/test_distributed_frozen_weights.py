@@ -46,14 +46,19 @@ result["of rank 0"] = [convert(make(0), frozen_weights="fp8")[at].weight.payload
 
 FULLY_SHARD = """
 from torch.distributed.fsdp import fully_shard
+from lightning_fp8 import describe
 model = convert(make(0), frozen_weights="fp8")
 expected = model(torch.ones(4, 32)).detach()
 for layer in (model[0], model[2], model):
     fully_shard(layer)
+result["described"] = describe(model)[0].reason
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     result["same"] = torch.equal(model(torch.ones(4, 32)).detach(), expected)
-result["told"] = [str(one.message) for one in told if "FP8 only" in str(one.message)]
+    sharded = make(0)
+    fully_shard(sharded)
+    convert(sharded, frozen_weights="fp8")
+result["told"] = [str(one.message) for one in told if "FP8 only" in str(one.message) or "fp8'" in str(one.message)]
 """
 
 
@@ -70,5 +75,7 @@ def test_ddp(tmp_path: Path) -> None:
 def test_fully_shard_makes_masters_and_says_so(tmp_path: Path) -> None:
     for rank in run_processes(COMMON + FULLY_SHARD, tmp_path):
         assert rank["same"]
-        (message,) = rank["told"]
-        assert "The weight of '0' was to be kept in FP8 only and has been replaced, as by `fully_shard`" in message
+        assert rank["described"].endswith("weight keeps its master: it is sharded")
+        replaced, no_effect = rank["told"]
+        assert "The weight of '0' was to be kept in FP8 only and has been replaced, as by `fully_shard`" in replaced
+        assert no_effect.startswith("`frozen_weights='fp8'` has no effect")

@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,9 @@ from frozen_models import ADAPTERS, FROZEN, OnFrozenBase, on_frozen_base
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_fp8 import convert, describe, fall_back, scaling_state, unconvert
+from lightning_fp8 import convert, describe, fall_back, scaling_state, unconvert, weights_unchanged
 from lightning_fp8.modules.frozen_content import dequantized, quantized
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.ops import reference
@@ -78,6 +79,8 @@ def train(model: nn.Module, run: Callable[[Tensor], Tensor], steps: int = 3, aut
         ("eager", torch.float32, False),
         ("recomputed", torch.float32, False),
         ("recomputed reentrantly", torch.bfloat16, False),
+        ("recomputed selectively", torch.bfloat16, False),
+        ("unchanged", torch.float32, True),
         ("compiled", torch.float32, False),
         ("fallen back", torch.float32, False),
     ],
@@ -89,6 +92,9 @@ def test_numbers_are_those_with_masters(mode: str, dtype: torch.dtype, autocast:
         run: Callable[[Tensor], Tensor] = model
         if mode.startswith("recomputed"):
             model.around = partial(checkpoint, use_reentrant="reentrantly" in mode)
+        if mode == "recomputed selectively":
+            keep_fp8 = partial(create_selective_checkpoint_contexts, _keep_fp8)
+            model.around = partial(checkpoint, use_reentrant=False, context_fn=keep_fp8)
         if mode == "compiled":
             run = torch.compile(model, backend="aot_eager", fullgraph=True)
         if mode == "fallen back":
@@ -96,13 +102,18 @@ def test_numbers_are_those_with_masters(mode: str, dtype: torch.dtype, autocast:
                 # a layer that computes in bf16 has the rounded values
                 model.load_state_dict(converted("fp8", dtype).state_dict())
             fall_back(model, "mlp.0")
-        found.append(train(model, run, autocast=autocast))
+        with weights_unchanged(model) if mode == "unchanged" else nullcontext():
+            found.append(train(model, run, autocast=autocast))
         states.append(scaling_state(model))
         assert set(frozen_weights(model)) == (set(BASE) if how == "fp8" else set())
     assert same(*found)
     if mode != "fallen back":
         assert same(*([state.scale, state.amax, state.amax_history] for state in states))
         assert all(float(state.amax[state.names.index("conv.weight")]) > 0 for state in states)
+
+
+def _keep_fp8(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if "lightning_fp8" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_a_weight_is_never_cast_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +133,6 @@ def test_a_weight_is_never_cast_again(monkeypatch: pytest.MonkeyPatch) -> None:
         of_base = [casts[shape] for shape in ((96, 32), (64, 32), (32, 64))]
         # with masters, once for training and once for the evaluation
         assert of_base == ([0, 0, 0] if how == "fp8" else [2, 2, 2])
-        # and the input of the adapted layer's neighbours
         assert casts[10, 32] > 0
 
 
@@ -458,6 +468,11 @@ def test_training_such_a_weight_is_refused_by_name() -> None:
         RuntimeError, match=r"'conv' is kept in FP8 only: its `.data` can only be replaced by \(32, 32\)"
     ):
         model.conv.weight.data = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match="'conv' is kept in FP8 only"):
+        model.conv.weight.data = model.mlp[0].weight.data
+    model.conv.weight.data = model.query.base.weight.data
+    assert model.conv.weight.is_fp8
+    assert same(model.conv.weight.dequantized(), model.query.base.weight.dequantized())
     model.requires_grad_(False)
     # an optimizer that is given such weights leaves them alone
     before = payloads(model)
