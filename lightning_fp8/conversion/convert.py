@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar, cast
 
 from torch import nn
 
 from lightning_fp8.conversion.candidates import check_unparametrized
+from lightning_fp8.conversion.frozen_weights import keep_in_fp8, restore_masters
 from lightning_fp8.conversion.min_features import MinFeatures
 from lightning_fp8.conversion.plan import (
     Candidate,
@@ -18,8 +19,9 @@ from lightning_fp8.conversion.plan import (
 )
 from lightning_fp8.conversion.shared_inputs import share_inputs
 from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
-from lightning_fp8.modules.base import Fp8Module, Fp8Rows, Settings
+from lightning_fp8.modules.base import Fp8Module, Fp8Rows
 from lightning_fp8.modules.class_swap import exchange_class, own_class
+from lightning_fp8.modules.frozen_content import FrozenWeights
 from lightning_fp8.modules.fused_blocks import fuse_feed_forward
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.modules.weight_group import WeightGroup
@@ -39,6 +41,7 @@ def convert(
     gemm: str | None = None,
     min_features: MinFeatures | None = None,
     adapters: bool | None = None,
+    frozen_weights: FrozenWeights | None = None,
 ) -> ModuleT:
     """Run a model's linear and attention layers in FP8 from now on: in place, by class, on the same objects.
 
@@ -66,13 +69,18 @@ def convert(
             CUDA device. Default 0, or for a converted model its current setting.
         adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too; the
             layers that they adapt always do. Default False, or for a converted model its current setting.
+        frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights (``requires_grad=False``) of converted
+            layers, one byte per parameter, and frees their masters; on a GPU a second byte where gradients pass
+            through to the input. Outputs and gradients stay bit-identical. ``"master"`` keeps masters, and gives them
+            back, with rounded values, to weights that have none. Tied and sharded weights always keep theirs;
+            :func:`describe` says so. Default ``"master"``, or for a converted model its current setting.
 
     Returns:
         The same object.
 
     Raises:
         ValueError: if nothing is left to convert, a pattern matches no module, a converted model has another recipe,
-            or ``gemm`` or ``min_features`` has any other value.
+            or ``gemm``, ``min_features`` or ``frozen_weights`` has any other value.
         TypeError: if a layer to convert has parameters that are not fp32, bf16 or fp16.
         RuntimeError: if a converted layer that would become plain again has been parametrized since.
 
@@ -80,7 +88,7 @@ def convert(
     >>> [type(layer).__name__ for layer in model]
     ['Fp8Linear', 'ReLU', 'Linear']
     """
-    carry_out(conversion_plan(module, recipe, ignore_modules, gemm, min_features, adapters))
+    carry_out(conversion_plan(module, recipe, ignore_modules, gemm, min_features, adapters, frozen_weights))
     return module
 
 
@@ -96,7 +104,7 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
     plan.check()
     _restore(plan.restored)
     state = _attach(plan)
-    give_settings((layer for _, layer in plan.converted), plan.settings)
+    give_settings(plan)
     layers = [layer for _, layer in plan.modules]
     share_inputs(layers)
     fuse_feed_forward(layers)
@@ -124,19 +132,26 @@ def carry_out_for_run(plan: ConversionPlan, selects: bool) -> ScalingState:
             f"The model is already converted with {state.recipe}, but this run has {plan.recipe}."
             " Call `lightning_fp8.unconvert(model)` first; the scales then start from the beginning."
         )
-    give_settings((layer for _, layer in plan.converted), plan.settings)
+    give_settings(plan)
     return state
 
 
-def give_settings(layers: Iterable[Fp8Module], settings: Settings) -> None:
-    """Give all these layers of a model the same settings, from their next forward on."""
+def give_settings(plan: ConversionPlan) -> None:
+    """Give all converted layers of the model the settings of the plan, from their next forward on."""
+    layers = [layer for _, layer in plan.converted]
     for layer in layers:
         for rows in layer.fp8.values():
-            rows.settings = settings
+            rows.settings = plan.settings
+    if plan.settings.frozen_weights == "fp8":
+        keep_in_fp8([module for _, module in plan.modules])
+    else:
+        restore_masters(layers)
 
 
 def unconvert(module: ModuleT) -> ModuleT:
     """Make every converted layer a plain one again, in place. The scaling state is dropped.
+
+    Weights that were kept in FP8 only become plain parameters with rounded values, and a warning says so.
 
     Raises:
         RuntimeError: if a layer has been parametrized since it was converted; nothing is changed then.
@@ -224,7 +239,8 @@ def _attach(plan: ConversionPlan) -> ScalingState:
     return state
 
 
-def _restore(layers: Iterable[tuple[str, Fp8Module]]) -> None:
+def _restore(layers: Sequence[tuple[str, Fp8Module]]) -> None:
+    restore_masters(layer for _, layer in layers)
     for _, layer in layers:
         plain_class = layer.plain_class
         del layer.fp8, layer.plain_class

@@ -20,11 +20,13 @@ from lightning_fp8.conversion.candidates import (
     reason_against,
     sizes,
 )
+from lightning_fp8.conversion.frozen_weights import notes_on_weights
 from lightning_fp8.conversion.min_features import MinFeatures, as_number, too_small
 from lightning_fp8.modules.adapters import adapted_layer, adapter_modules
 from lightning_fp8.modules.base import Fp8Module, Settings
 from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.experts import Fp8Experts, find_routers
+from lightning_fp8.modules.frozen_content import FrozenWeights, check_frozen_weights
 from lightning_fp8.modules.fused_blocks import notes, plain_class
 from lightning_fp8.modules.linear import Fp8Linear
 from lightning_fp8.modules.paths import as_patterns, check_patterns_among, matches, named_modules, numbered
@@ -135,8 +137,9 @@ class ConversionPlan:
 
     def rows(self) -> list[Candidate]:
         """See :func:`lightning_fp8.describe`."""
-        fused = notes(module for _, module in self.modules)
-        rows = (_row(one, fused.get(one.layer)) for one in self.layers)
+        modules = [module for _, module in self.modules]
+        fused, held = notes(modules), notes_on_weights(modules)
+        rows = (_row(one, fused.get(one.layer), held.get(one.layer)) for one in self.layers)
         return [*rows, *(row for row, _ in self.large_parameters)]
 
     def check(self) -> None:
@@ -194,13 +197,16 @@ def conversion_plan(
     gemm: str | None = None,
     min_features: MinFeatures | None = None,
     adapters: bool | None = None,
+    frozen_weights: FrozenWeights | None = None,
 ) -> ConversionPlan:
     """Scan a model. The arguments are those of :func:`lightning_fp8.convert`.
 
     Raises:
-        ValueError: for an invalid ``gemm`` or ``min_features``; :meth:`ConversionPlan.check` raises all other errors.
+        ValueError: for an invalid ``gemm``, ``min_features`` or ``frozen_weights``; :meth:`ConversionPlan.check` raises
+            all other errors.
         TypeError: if ``ignore_modules`` is not a sequence of strings.
     """
+    check_frozen_weights(frozen_weights)
     if gemm is not None:
         check_gemm(gemm)
     ignore_modules = as_patterns(ignore_modules, "ignore_modules")
@@ -208,7 +214,12 @@ def conversion_plan(
     known = next((layer for _, layer in modules if isinstance(layer, Fp8Module)), None)
     settings = Settings() if known is None else known.settings
     least = settings.min_features if min_features is None else as_number(min_features)
-    settings = Settings(gemm or settings.gemm, least, settings.adapters if adapters is None else adapters)
+    settings = Settings(
+        gemm or settings.gemm,
+        least,
+        settings.adapters if adapters is None else adapters,
+        frozen_weights or settings.frozen_weights,
+    )
     parameters = (parameter for _, layer in modules for parameter in layer.parameters(recurse=False))
     elements = {parameter: 0 if is_lazy(parameter) else parameter.numel() for parameter in parameters}
     layers = tuple(_planned(modules, ignore_modules, settings))
@@ -304,7 +315,7 @@ def _large_parameters(
             yield Candidate(path, "Parameter", False, reason), parameter
 
 
-def _row(one: PlannedLayer, note: str | None) -> Candidate:
+def _row(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
     layer = one.layer
     if not isinstance(layer, Fp8Module):
         return Candidate(one.path, type(layer).__name__, False, one.reason or "not converted yet: call `convert`")
@@ -317,7 +328,8 @@ def _row(one: PlannedLayer, note: str | None) -> Candidate:
     remarks = [
         f"shares its input with {shared}" if shared else None,
         f"fell back to bf16: {fallen}" if fallen else None,
-        note,
+        fused,
+        held,
     ]
     reason = "; ".join([f"converted, {shapes}", *filter(None, remarks)])
     return Candidate(one.path, layer.plain_class.__name__, layer.in_fp8, reason)

@@ -30,6 +30,7 @@ from lightning_fp8.export.layout import (
 )
 from lightning_fp8.modules.base import Fp8Rows
 from lightning_fp8.modules.experts import Fp8Experts
+from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3, Role, dtype_name
 from lightning_fp8.ops.reference import max_abs, scale_of_current
@@ -217,6 +218,7 @@ def _tensors(
 
 
 def _stored(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    tensor = tensor.dequantized() if isinstance(tensor, FrozenWeight) else tensor
     stored = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
     if isinstance(tensor, nn.Parameter):
         _check_finite(name, stored)

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import Self
 
+from lightning_fp8.modules.frozen_content import FrozenWeights
+from lightning_fp8.modules.frozen_layers import free_masters, frozen_parameters_apart, save_values
+from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.shared_input import SharedInput
 from lightning_fp8.modules.weight_cache import WeightCache
 from lightning_fp8.modules.weight_group import WeightGroup
@@ -28,11 +31,13 @@ class Settings(NamedTuple):
             summation.
         min_features: the conversion left layers with fewer input or output features alone.
         adapters: the conversion included the adapters of PEFT.
+        frozen_weights: whether frozen weights keep a master, ``"master"``, or only their FP8 cast, ``"fp8"``.
     """
 
     gemm: str = "auto"
     min_features: int = 0
     adapters: bool = False
+    frozen_weights: FrozenWeights = "master"
 
 
 class Fp8Rows:
@@ -57,6 +62,8 @@ class Fp8Rows:
         is_prepared: whether it is that of the current weight; see :mod:`lightning_fp8.modules.prepared_weights`.
         may_prepare: False after a change that came too late for compiled code.
         preparers: how many contexts prepare it.
+        fp8_only: whether the weight is to be kept as its FP8 cast only, for as long as it is frozen.
+        frozen_seen: the scale of such a weight when a forward last used it.
     """
 
     def __init__(self, state: ScalingState, module: int, group: WeightGroup) -> None:
@@ -76,12 +83,14 @@ class Fp8Rows:
         self.is_prepared = False
         self.may_prepare = True
         self.preparers = 0
+        self.fp8_only = False
+        self.frozen_seen: Tensor | None = None
         self.share_input(None)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy belongs to the copied layer, whose `__setstate__` sets the owner
         emptied = {"_owner": None, "_trace": None, "prepared": None, "is_prepared": False, "preparers": 0}
-        return {**self.__dict__, **emptied}
+        return {**self.__dict__, **emptied, "frozen_seen": None}
 
     def belong_to(self, layer: Fp8Module, gemm: str) -> None:
         """Set the layer that owns these rows, and the layer's name for them."""
@@ -102,8 +111,8 @@ class Fp8Rows:
 
     def note_sharding(self, weight: Tensor) -> None:
         """Keep no FP8 copy of a sharded weight, as it would hold the whole weight, and do not compare the weight."""
-        self.keeps_cast = not isinstance(weight, DTensor)
-        self.state.weight_changes.note_sharding(self.module, not self.keeps_cast)
+        self.keeps_cast = not isinstance(weight, (DTensor, FrozenWeight))
+        self.state.weight_changes.note_sharding(self.module, isinstance(weight, DTensor))
         if not self.keeps_cast:
             self.weight_cache.drop()
 
@@ -260,7 +269,9 @@ class Fp8Module(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # `.to()`, `.cuda()`, `.to_empty()` and friends: scales follow the weight to its device and keep their dtype.
-        module = super()._apply(fn, recurse)
+        with frozen_parameters_apart(self) as held:
+            module = super()._apply(fn, recurse)
+        self._parameters.update({name: weight.applied(fn) for name, weight in held.items()})
         self._drop_copies()
         device = next(iter(self.gemm_weights(self).values())).device
         if device.type != "meta":
@@ -282,6 +293,12 @@ class Fp8Module(nn.Module):
             # a computed weight, as that of a pruned layer, changes with any parameter
             if not ({names[id(weight)]} if id(weight) in names else {*names.values()}).isdisjoint(state_dict):
                 rows.state.weights_loaded(rows.module)
+        free_masters(self)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        if not keep_vars:
+            save_values(self, destination, prefix)
 
     def extra_repr(self) -> str:
         """That of the plain class, and the recipe."""

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.frozen_layers import frozen_operand, with_master
+from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.gathered_weight import GatheredWeight
 from lightning_fp8.modules.shared_input import SharedInput, graph_being_traced
 from lightning_fp8.modules.weight_cache import can_keep_copies
@@ -60,16 +62,21 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
     Raises:
         NotImplementedError: for a ``DTensor``.
     """
-    weight = parameter if part is None else part
     if not rows.switch.in_fp8:
         if not torch.compiler.is_compiling():
             rows.weight_cache.drop()
+        weight = parameter if part is None else part
         return Fp8Weight(weight.t() if rows.k_by_n else weight, None)
+    if isinstance(parameter, FrozenWeight) and parameter.is_fp8:
+        return Fp8Weight(*frozen_operand(rows, parameter, record))
+    if rows.fp8_only:
+        parameter = with_master(rows, parameter)
     if isinstance(parameter, GatheredWeight):
         place, payloads = parameter.place_in_graph(), parameter.payloads(rows.k_by_n)
         operand = Fp8Operand(*payloads, parameter.scale_inv, rows.formats["weight"])
         return Fp8Weight(place.t() if rows.k_by_n else place, operand)
     check_whole(rows, parameter)
+    weight = parameter if part is None else part
     weight = weight.t() if rows.k_by_n else weight
     if rows.is_prepared and (is_dynamo_compiling() or torch.compiler.is_exporting()):
         return Fp8Weight(weight, rows.prepared)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
+from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.optimizer_steps import note_layer
 from lightning_fp8.ops.formats import CASTABLE_DTYPES
 from lightning_fp8.ops.library import is_k_major
@@ -24,6 +25,8 @@ class WeightGroup:
 
     def __init__(self) -> None:
         self._members: weakref.WeakValueDictionary[int, Fp8Rows] = weakref.WeakValueDictionary()
+        # warnings about weights that are kept in FP8 only, each given once
+        self.told_rounding = self.told_master = False
 
     def __reduce__(self) -> tuple[type[WeightGroup], tuple[()]]:
         # the rows of copied layers join the copy
@@ -55,6 +58,8 @@ class WeightGroup:
             if id(weight) in weights:
                 # compiled code casts it from now on, until somebody prepares it again
                 rows.is_prepared = False
+            if isinstance(weight, FrozenWeight):
+                continue
             if type(weight) is not nn.Parameter or weight.dim() != rows.weight_dims:
                 # FSDP's shards have one dimension or are of a class of their own; others are computed
                 rows.state.weight_changes.note_sharding(rows.module, True)

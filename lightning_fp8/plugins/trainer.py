@@ -186,6 +186,10 @@ class Fp8Precision(_Fp8TrainerPrecision):
             were converted: to resume on another GPU, pass the number, which is logged.
         adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too;
             False leaves a model that was converted before as it is.
+        frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights of converted layers, one byte per parameter,
+            and frees their masters: for adapters on a frozen base. Checkpoints hold the rounded values. ``"master"``
+            keeps masters; None, the default, is that too, or for a converted model its current setting. See
+            :func:`lightning_fp8.convert`. Not under FSDP.
 
     Raises:
         ValueError: for an unsupported value, settings that contradict each other, a recipe field out of range; at

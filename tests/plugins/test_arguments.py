@@ -40,6 +40,8 @@ FP8 = {
     "gemm": "cublaslt",
     "min_features": 64,
     "adapters": True,
+    # "fp8" is refused under FSDP
+    "frozen_weights": "master",
 }
 MIXED = {**SHARED, "param_dtype": torch.float32, "weight_copy": True}
 ARGUMENTS: dict[str, dict[str, Any]] = {"fp8-delayed": FP8, "bf16-mixed": MIXED, "bf16-true": SHARED}
