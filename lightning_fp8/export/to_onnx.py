@@ -18,6 +18,7 @@ from torch import nn
 from lightning_fp8.export.layout import state_tensors
 from lightning_fp8.export.onnx_operators import OPSET, import_opset, translations
 from lightning_fp8.export.write import static_scales
+from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.prepared_weights import prepared
 from lightning_fp8.modules.weights_unchanged import all_rows
 
@@ -56,7 +57,7 @@ def export_onnx(
         ImportError: without ``onnx`` and ``onnxscript``.
         TypeError: for an entry of the ``state_dict`` that is sharded or not a tensor.
         ValueError: for a model in training, without FP8 layers, with tensors without a history, with parameters that
-            are not finite, weights that are not parameters of their own, or a recipe whose forward is not E4M3; for an
+            are not finite, weights that are computed or kept in FP8 only, or a recipe whose forward is not E4M3; for an
             older opset.
     """
     import_opset()
@@ -64,6 +65,11 @@ def export_onnx(
         raise ValueError(f"export_onnx: `opset_version` must be at least {OPSET}, got {opset_version}.")
     if model.training:
         raise ValueError("export_onnx: the model is in training. Call `model.eval()` first.")
+    if any(isinstance(one.weight, FrozenWeight) for one in all_rows(model)):
+        raise ValueError(
+            'export_onnx: the model keeps weights in FP8 only. Call `convert(model, frozen_weights="master")` first:'
+            " the file will have the same codes."
+        )
     static_scales(model, {name: tensor for name, (_, tensor) in state_tensors(model).items()})
     with torch.no_grad(), _weights_as_constants(model):
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)

@@ -37,6 +37,7 @@ class Fp8Experts(Fp8Module):
     Raises:
         TypeError: for hidden_states that are not fp32, bf16 or fp16.
         ValueError: for hidden_states of another width, or an index of an expert that there is not.
+        NotImplementedError: for a part of a distributed parameter, and in ``torch.export``.
     """
 
     has_gate: bool
@@ -58,6 +59,11 @@ class Fp8Experts(Fp8Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states ``[T, H]`` -> ``[T, H]``; see the class."""
+        if torch.compiler.is_exporting():
+            raise NotImplementedError(
+                "Experts in FP8 cannot be exported: the shapes of their products depend on the routing. Leave them out"
+                " with `convert(model, ignore_modules=['*.experts'])`, or call `unconvert(model)`, before the export."
+            )
         if is_dynamo_compiling():
             _say_not_compiled()
         return self._routed(hidden_states, top_k_index, top_k_weights)

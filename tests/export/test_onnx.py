@@ -151,6 +151,11 @@ def computed_weight() -> nn.Module:
     return model
 
 
+def frozen() -> nn.Module:
+    model = trained(MODELS["plain"])[0].requires_grad_(False)
+    return convert(model, frozen_weights="fp8")
+
+
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
@@ -159,6 +164,7 @@ def computed_weight() -> nn.Module:
         (lambda: trained(MODELS["plain"])[0], {"opset_version": 18}, "`opset_version` must be at least 20, got 18"),
         (lambda: MODELS["plain"]().eval(), {}, "has no layers that run in FP8"),
         (computed_weight, {}, "the weights of 0 are not stored as parameters of their own"),
+        (frozen, {}, r'convert\(model, frozen_weights="master"\)'),
     ],
 )
 def test_what_cannot_be_right_is_refused(

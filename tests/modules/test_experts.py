@@ -411,6 +411,13 @@ def test_compiled_models_run_the_experts_eagerly_and_say_so_once() -> None:
         torch.compile(convert(mixtral().model.layers[0].mlp), backend="eager", fullgraph=True)(x)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_program_of_experts_is_refused(strict: bool) -> None:
+    layer = convert(mixtral().model.layers[0].mlp).eval()
+    with torch.no_grad(), pytest.raises(Exception, match=r"Leave them out with `convert\(model, ignore_modules="):
+        torch.export.export(layer, (torch.randn(2, 6, WIDTH),), strict=strict)
+
+
 def test_errors_name_the_experts_and_the_rule() -> None:
     model, (index, weights) = convert(torch.nn.ModuleDict({"experts": experts()})).experts, routing()
     x = torch.randn(TOKENS, WIDTH)
