@@ -14,6 +14,7 @@ from lightning_fp8.conversion.convert import carry_out_for_run
 from lightning_fp8.conversion.min_features import MinFeatures, as_agreed_number, check_min_features
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.modules.all_gather import note_sharded_weights
+from lightning_fp8.modules.frozen_content import FrozenWeights, check_frozen_weights
 from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
 from lightning_fp8.scaling.recipe import DelayedScaling, as_recipe
@@ -37,8 +38,9 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
     arguments ask for: ``bf16=True`` is usual.
 
     Args:
-        recipe, ignore_modules, gemm, min_features: those of :func:`lightning_fp8.convert`; ``recipe`` may be a mapping
-            of its fields. A model that is converted already stays as it is, unless layers are chosen here.
+        recipe, ignore_modules, gemm, min_features, adapters, frozen_weights: those of :func:`lightning_fp8.convert`;
+            ``recipe`` may be a mapping of its fields. A model that is converted already keeps its layers, unless some
+            are chosen here.
 
     Raises:
         ImportError: at the import, without transformers.
@@ -53,7 +55,10 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         ignore_modules: Sequence[str] = (),
         gemm: str | None = None,
         min_features: MinFeatures | None = None,
+        adapters: bool | None = None,
+        frozen_weights: FrozenWeights | None = None,
     ) -> None:
+        check_frozen_weights(frozen_weights)
         if gemm is not None:
             check_gemm(gemm)
         if min_features is not None:
@@ -62,6 +67,8 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.ignore_modules = as_patterns(ignore_modules, "ignore_modules")
         self.gemm = gemm
         self.min_features = min_features
+        self.adapters = adapters
+        self.frozen_weights = frozen_weights
         self._scaling: ScalingState | None = None
         # so many updates of the scales were made before this optimizer step
         self._updates = 0
@@ -73,6 +80,8 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
             "ignore_modules": list(self.ignore_modules),
             "gemm": self.gemm,
             "min_features": self.min_features,
+            "adapters": self.adapters,
+            "frozen_weights": self.frozen_weights,
         }
         scaling = self._scaling
         return {"args": args, "attributes": {SCALES: as_text(scaling)} if scaling is not None else {}}
@@ -113,8 +122,10 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def _convert(self, model: nn.Module) -> ScalingState:
         least = None if self.min_features is None else as_agreed_number(self.min_features)
-        plan = conversion_plan(model, self.recipe, self.ignore_modules, self.gemm, least)
-        selects = bool(self.ignore_modules) or self.min_features is not None
+        plan = conversion_plan(
+            model, self.recipe, self.ignore_modules, self.gemm, least, self.adapters, self.frozen_weights
+        )
+        selects = bool(self.ignore_modules) or self.min_features is not None or self.adapters is not None
         self._scaling = carry_out_for_run(plan, selects)
         return self._scaling
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -22,6 +23,7 @@ from transformers import Trainer, TrainingArguments
 
 from lightning_fp8 import DelayedScaling, convert, load_scales, scaling_state
 from lightning_fp8.integrations import Fp8Callback
+from lightning_fp8.modules.frozen_weight import FrozenWeight
 
 Batch = dict[str, Tensor]
 
@@ -165,14 +167,16 @@ def test_a_skipped_step_leaves_no_trace_in_the_scales(tmp_path: Path) -> None:
 
 def test_each_argument_is_that_of_convert(tmp_path: Path) -> None:
     model = llama()
-    callback = Fp8Callback({"amax_history_len": 3}, ignore_modules=["lm_head"], gemm="rawkernel", min_features=32)
+    callback = Fp8Callback(
+        {"amax_history_len": 3}, ignore_modules=["lm_head"], gemm="rawkernel", min_features=32, adapters=True
+    )
     assert trainer(tmp_path, model, callback).model is model
     state = scaling_state(model)
     assert state.recipe == DelayedScaling(amax_history_len=3)
     gates = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     # `k_proj` and `v_proj` have 16 features out
     assert state.module_names == tuple(f"model.layers.{layer}.{name}" for layer in (0, 1) for name in gates)
-    assert model.model.layers[0].mlp.gate_proj.settings.gemm == "rawkernel"
+    assert model.model.layers[0].mlp.gate_proj.settings == ("rawkernel", 32, True, "master")
 
 
 def test_evaluation_uses_the_scales_and_moves_none(tmp_path: Path) -> None:
@@ -245,6 +249,28 @@ def test_a_resumed_run_is_exact(tmp_path: Path, options: dict[str, Any]) -> None
     assert losses(resumed) == losses(uninterrupted)
     assert same(whole, second)
     assert scaling_state(second).updates == 3
+
+
+def adapted(seed_of_adapters: int) -> Any:
+    base = llama()
+    torch.manual_seed(seed_of_adapters)
+    return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+
+
+def test_a_resumed_run_of_adapters_on_a_base_in_fp8_is_exact(tmp_path: Path) -> None:
+    models = adapted(1), adapted(2)
+    runs = [
+        trainer(tmp_path, m, Fp8Callback(frozen_weights="fp8"), save_strategy="steps", save_steps=3) for m in models
+    ]
+    kept = [
+        isinstance(p, FrozenWeight) for name, p in models[0].named_parameters() if "proj" in name and "lora" not in name
+    ]
+    assert kept == [True] * 14
+    runs[0].train()
+    runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses(runs[1]) == losses(runs[0])
+    assert same(*models)
+    assert not list((tmp_path / "checkpoint-3").glob("model*"))
 
 
 def without_scales(folder: Path) -> None:
