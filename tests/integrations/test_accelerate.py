@@ -11,8 +11,10 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import AORecipeKwargs
+from accelerate_runs import Run
 from lit import dataset, same, seeded, warned
 from processes import run_script
+from repository import ROOT
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -28,31 +30,6 @@ def _own_state() -> Iterator[None]:
     yield
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-
-
-class Run:
-    """A model and everything that a checkpoint of Accelerate holds."""
-
-    def __init__(self, precision: str = "bf16", accumulate: int = 1, scale: float = 1.0) -> None:
-        self.runner = accelerate.Accelerator(
-            cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulate
-        )
-        self.plain = seeded().net
-        with torch.no_grad():
-            self.plain[0].weight.mul_(scale)
-        optimizer = torch.optim.AdamW(convert(self.plain).parameters(), lr=1e-2)
-        data = DataLoader(dataset(), batch_size=8)
-        self.model, self.optimizer, self.data = self.runner.prepare(self.plain, optimizer, data)
-        self.runner.register_for_checkpointing(scaling_state(self.model))
-
-    def train(self) -> None:
-        for x, y in self.data:
-            with self.runner.accumulate(self.model):
-                self.runner.backward(nn.functional.mse_loss(self.model(x), y))
-                if self.runner.sync_gradients:
-                    scaling_state(self.model).update()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
 
 
 def by_hand(bf16: bool, accumulate: int) -> nn.Module:
@@ -143,7 +120,8 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
 import os, torch
-from test_accelerate import Run, scaling_state
+from accelerate_runs import Run
+from lightning_fp8 import scaling_state
 
 run = Run(accumulate=2)
 run.train()
@@ -157,7 +135,7 @@ torch.save(found, {path!r} + f"/rank{{os.environ['RANK']}}.pt")
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    run_script(SCRIPT.format(tests=str(Path(__file__).parent), path=str(tmp_path)), tmp_path)
+    run_script(SCRIPT.format(tests=str(ROOT / "tests" / "support"), path=str(tmp_path)), tmp_path)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
     assert first[0] == "DistributedDataParallel"
     for mine, theirs in zip(map(flat, first[1:]), map(flat, second[1:]), strict=True):

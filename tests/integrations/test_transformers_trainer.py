@@ -16,16 +16,16 @@ import torch
 import transformers
 from lit import same, warned
 from processes import run_script
+from repository import ROOT
 from safetensors.torch import load_file
 from small_models import small_mlp
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from trainer_runs import Batch, llama, texts, trainer
+from transformers import Trainer
 
 from lightning_fp8 import DelayedScaling, convert, load_scales, scaling_state
 from lightning_fp8.integrations import Fp8Callback
 from lightning_fp8.modules.frozen_weight import FrozenWeight
-
-Batch = dict[str, Tensor]
 
 
 class Regressor(nn.Module):
@@ -44,47 +44,10 @@ def regressor() -> Regressor:
     return Regressor()
 
 
-def llama(seed: int = 7) -> Any:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
-
-
 def numbers(rows: int = 64) -> list[Batch]:
     source = torch.Generator().manual_seed(1)
     x = torch.randn(rows, 32, generator=source)
     return [{"x": one, "labels": torch.sin(one[:4] * 2)} for one in x]
-
-
-def texts(rows: int = 24) -> list[Batch]:
-    tokens = torch.randint(64, (rows, 8), generator=torch.Generator().manual_seed(1))
-    return [{"input_ids": one, "labels": one} for one in tokens]
-
-
-def trainer(path: Path, model: Any, *callbacks: Any, data: list[Batch] | None = None, **kwargs: Any) -> Trainer:
-    its_own = {name: kwargs.pop(name) for name in ("model_init", "data_collator", "optimizers") if name in kwargs}
-    arguments: dict[str, Any] = {
-        "output_dir": str(path),
-        "use_cpu": True,
-        "bf16": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "max_steps": 6,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 8,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "dataloader_pin_memory": False,
-    }
-    given = data if data is not None else texts()
-    made = TrainingArguments(**{**arguments, **kwargs})
-    return Trainer(model, made, train_dataset=given, eval_dataset=given[:16], callbacks=list(callbacks), **its_own)  # type: ignore[arg-type]
 
 
 def losses(run: Trainer) -> dict[int, float]:
@@ -383,7 +346,9 @@ import os, sys
 sys.path.insert(0, {tests!r})
 import torch
 from pathlib import Path
-from test_transformers_trainer import Fp8Callback, llama, scaling_state, texts, trainer
+from lightning_fp8 import scaling_state
+from lightning_fp8.integrations import Fp8Callback
+from trainer_runs import llama, trainer
 from torch.distributed.fsdp import fully_shard
 
 path, rank = Path({path!r}), int(os.environ["RANK"])
@@ -412,7 +377,7 @@ torch.save(found, path / f"rank{{rank}}.pt")
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    run_script(SCRIPT.format(tests=str(Path(__file__).parent), path=str(tmp_path)), tmp_path)
+    run_script(SCRIPT.format(tests=str(ROOT / "tests" / "support"), path=str(tmp_path)), tmp_path)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
     assert first["wrapped"] == second["wrapped"] == "DistributedDataParallel"
     assert first["never compared"] == len(scaling_state(convert(llama())).module_names)

@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import lightning.pytorch as pl
 import pytest
+import schedulefree
 import torch
+import torchao.optim
 from lit import Regression, make_trainer, same, seeded
 from torch import Tensor, nn
+from transformers.optimization import Adafactor
 
 from lightning_fp8 import ScalingState, convert, scaling_state
 from lightning_fp8.modules.base import Fp8Module
@@ -46,25 +50,24 @@ def with_optimizer(make: Callable[[Parameters], torch.optim.Optimizer]) -> type[
 
 def torchao_optimizer(name: str, **options: Any) -> Callable[[Parameters], torch.optim.Optimizer]:
     def make(parameters: Parameters) -> torch.optim.Optimizer:
-        return getattr(pytest.importorskip("torchao.optim"), name)(parameters, lr=1e-2, **options)
+        return getattr(torchao.optim, name)(parameters, lr=1e-2, **options)
 
     return make
 
 
 def adam_8bit(parameters: Parameters) -> torch.optim.Optimizer:
-    return pytest.importorskip("bitsandbytes").optim.AdamW8bit(parameters, lr=1e-2, min_8bit_size=1024)
+    return bitsandbytes.optim.AdamW8bit(parameters, lr=1e-2, min_8bit_size=1024)
 
 
 def adafactor(parameters: Parameters) -> torch.optim.Optimizer:
-    kind = pytest.importorskip("transformers.optimization").Adafactor
-    return kind(parameters, lr=1e-2, scale_parameter=False, relative_step=False)
+    return Adafactor(parameters, lr=1e-2, scale_parameter=False, relative_step=False)
 
 
 class ScheduleFree(Fit):
     """Its optimizer holds other weights in training than in evaluation, and exchanges them in place."""
 
     def make_optimizers(self) -> Any:
-        return pytest.importorskip("schedulefree").AdamWScheduleFree(self.parameters(), lr=1e-2)
+        return schedulefree.AdamWScheduleFree(self.parameters(), lr=1e-2)
 
     def on_train_epoch_start(self) -> None:
         self.optimizers().optimizer.train()
