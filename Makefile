@@ -39,9 +39,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# the documentation as a site, build/site/; a broken link, or a public name without a description, is an error
+# the documentation as a site, build/site/; a broken link, or a public name without a description, is an error (with
+# `--quiet` mkdocs would not count warnings)
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # a training step of the demo's model compared with plain bf16 and torchao's emulated float8; then all precisions compared
 bench: $(INSTALLED)
