@@ -131,4 +131,4 @@ def _check_files(out: Path | None, plot: Path | None) -> None:
     if plot is not None and plot.suffix != ".png":
         sys.exit(f"--plot: the picture is a PNG, so its name must end in .png, got {plot.name}.")
     if plot is not None and find_spec("matplotlib") is None:
-        sys.exit("--plot needs matplotlib: pip install 'lightning-fp8[report]'")
+        sys.exit("--plot needs matplotlib: pip install matplotlib")

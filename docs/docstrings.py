@@ -13,7 +13,7 @@ _ROLE = re.compile(r":(?:class|func|meth|attr|mod):`~?([\w.]+)`")
 _DOCTEST = re.compile(r"(?:^ *>>> .*\n(?:^ *\S.*\n?)*)+", re.MULTILINE)
 PACKAGE = "lightning_fp8"
 # modules whose `__all__` is the API
-PUBLIC = (PACKAGE, f"{PACKAGE}.metrics")
+PUBLIC = (PACKAGE, f"{PACKAGE}.metrics", f"{PACKAGE}.integrations")
 
 
 @cache

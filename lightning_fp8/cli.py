@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from functools import partial
 from typing import Any, NoReturn
 
-from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fp8.plugins.arguments import PLUGIN_OF
+from lightning_fp8.plugins.settings import suggestion
+from lightning_fp8.runtime.program import program
 
 
 class Fp8CLI(LightningCLI):
     """A ``LightningCLI`` for any model and data, which reports the last metrics and the log folders after a run."""
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """A parser that says what replaces ``precision`` in the configuration of a plugin."""
-        parser = super().init_parser(**kwargs)
+        """A parser with the program's name, which says more about what it refuses."""
+        parser = super().init_parser(**{"prog": program(), **kwargs})
         parser.error = partial(_error, parser.error)  # type: ignore[method-assign]
         return parser
 
@@ -35,17 +38,19 @@ def _error(original: Any, message: str, *args: Any, **kwargs: Any) -> NoReturn:
         asked = [precision for precision in PLUGIN_OF if repr(precision) in message] or PLUGIN_OF
         instead = ", ".join(f"for {precision!r} use `lightning_fp8.{PLUGIN_OF[precision]}`" for precision in asked)
         message += f"\nThe argument `precision` of the plugins is gone: {instead}, without `precision`."
+    asked_for = re.search(r'"trainer\.precision".*Given value: ([^\n]*)', message, re.DOTALL)
+    if asked_for:
+        message += f"\n{suggestion(asked_for[1]).strip()}".rstrip()
+    if "to a subclass of Lightning" in message and "pytorch_lightning" in sys.modules:
+        message += (
+            "\nThe models and data of this command line derive from the classes of `lightning.pytorch`: import it"
+            " in place of `pytorch_lightning`."
+        )
     original(message, *args, **kwargs)
     raise AssertionError("ArgumentParser.error returned")
 
 
 def main(args: list[str] | None = None) -> Any:
     """Run a subcommand (``fit``, ``validate``, ``test``, ``predict``) on ``args``, by default those of the process."""
-    return Fp8CLI(
-        LightningModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        seed_everything_default=0,
-        args=args,
-    )
+    # any model, and any data or the model's own
+    return Fp8CLI(seed_everything_default=0, args=args)

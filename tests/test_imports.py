@@ -25,15 +25,16 @@ MAY_IMPORT = {
     "dtypes": {"modules", "ops", "runtime"},
     "conversion": {"dtypes", "modules", "ops", "runtime", "scaling"},
     "export": {"conversion", "modules", "ops", "scaling"},
+    "integrations": {"conversion", "modules", "ops", "scaling"},
     "plugins": {"conversion", "dtypes", "modules", "ops", "runtime", "scaling"},
-    "cli": {"plugins"},
+    "cli": {"plugins", "runtime"},
     "callbacks": {"conversion", "dtypes", "metrics", "modules", "ops", "plugins", "runtime", "scaling"},
     "lightning_fp8": {"callbacks", "conversion", "dtypes", "export", "modules", "plugins", "runtime", "scaling"},
     "tools.report": {"ops", "runtime"},
     "tools.tune": {"conversion", "kernels_cuda", "metrics", "ops", "runtime", "tools"},
     "tools.doctor": {"kernels_cuda", "ops", "plugins", "runtime", "tools"},
     "tools.compare": {"callbacks", "cli", "runtime", "tools", "tools.report"},
-    "__main__": {"cli", "tools.compare", "tools.doctor", "tools.report", "tools.tune"},
+    "__main__": {"cli", "runtime", "tools.compare", "tools.doctor", "tools.report", "tools.tune"},
 }
 COMMANDS = {"compare", "doctor", "report", "tune"}
 IMPORTS_LIGHTNING = {"plugins", "callbacks", "cli", "tools.compare", "examples"}

@@ -28,7 +28,7 @@ class Fp8RichProgressBar(RichProgressBar):
 
     It is read at most every ``every_n_steps`` optimizer steps, by copying one scalar to the host. The column is empty
     until the second step, under another precision, and in the bars of validation, test and prediction. Logs nothing to
-    loggers. Needs ``rich``: ``pip install "lightning-fp8[cli]"``.
+    loggers. Needs ``rich``: ``pip install rich``.
 
     Args:
         every_n_steps: optimizer steps between two readings.
@@ -59,7 +59,7 @@ class Fp8RichProgressBar(RichProgressBar):
             super().__init__(refresh_rate, leave, theme, console_kwargs)
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                'Fp8RichProgressBar: needs `rich`, which is not installed. Run `pip install "lightning-fp8[cli]"`.'
+                "Fp8RichProgressBar: needs `rich`, which is not installed. Run `pip install rich`."
             ) from error
         self.every_n_steps = every_n_steps
         self.headroom_bits: float | None = None

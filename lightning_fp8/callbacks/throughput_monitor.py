@@ -35,6 +35,7 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
@@ -85,6 +86,7 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
 
     Raises:
         ValueError: if ``peak_flops`` is not a positive finite number, or ``window_size`` is below 2.
+        TypeError: at set-up, under a precision of ``pytorch_lightning`` that is not this package's.
     """
 
     def __init__(
@@ -108,6 +110,12 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         plugin = trainer.precision_plugin
+        if not isinstance(plugin, Precision):
+            raise TypeError(
+                f"Fp8ThroughputMonitor: {type(plugin).__name__} is a precision of `pytorch_lightning`, of which this"
+                " callback knows none. Import `lightning.pytorch` in place of `pytorch_lightning`, or use a precision"
+                " of lightning_fp8."
+            )
         if self.peak_flops is None and not isinstance(plugin, PrecisionCore):
             super().setup(trainer, pl_module, stage)
             return

@@ -106,11 +106,16 @@ class Watch:
         """Note which layers have a gradient; before the optimizer step."""
         layers = (layer for layer in model.modules() if isinstance(layer, Fp8Module))
         gemms = (gemm for layer in layers for gemm in layer.gemms())
-        held = {rows.module: weight for rows, weight in gemms if rows.state is self.state}
+        # of experts in one parameter, those without a token have a gradient of zeros
+        held = {
+            rows.module: None if weight.grad is None else rows.matrix(weight.grad)
+            for rows, weight in gemms
+            if rows.state is self.state
+        }
         nothing = torch.zeros((), dtype=torch.bool, device=self.state.device)
         # a gradient set to zero instead of None belongs to a layer that did not run
         modules = range(len(self.state.module_names))
-        found = [_any(held[module].grad, nothing) if module in held else nothing for module in modules]
+        found = [_any(held.get(module), nothing) for module in modules]
         self._with_gradient |= torch.stack(found)
 
     @torch.no_grad()

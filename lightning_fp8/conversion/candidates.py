@@ -14,12 +14,14 @@ from lightning_fp8.conversion.min_features import Sizes
 from lightning_fp8.modules.attention import Fp8MultiheadAttention
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.class_swap import own_class
+from lightning_fp8.modules.experts import Fp8Experts, experts_class, is_experts, reason_against_experts
+from lightning_fp8.modules.fused_blocks import plain_class
 from lightning_fp8.modules.linear import Fp8Linear
 from lightning_fp8.ops.formats import CASTABLE_DTYPES
 
 
-def fp8_classes() -> dict[type[nn.Module], type[Fp8Module]]:
-    """What each kind of layer becomes."""
+def fp8_classes(layers: Iterable[nn.Module] = ()) -> dict[type[nn.Module], type[Fp8Module]]:
+    """What each kind of layer becomes, those of the experts among ``layers`` included."""
     classes: dict[type[nn.Module], type[Fp8Module]] = {
         nn.Linear: Fp8Linear,
         nn.MultiheadAttention: Fp8MultiheadAttention,
@@ -30,7 +32,8 @@ def fp8_classes() -> dict[type[nn.Module], type[Fp8Module]]:
         from lightning_fp8.modules.conv1d import Conv1D, Fp8Conv1D
 
         classes[Conv1D] = Fp8Conv1D
-    return classes
+    experts = {plain_class(layer) for layer in layers if is_experts(layer)}
+    return {**classes, **{kind: experts_class(kind) for kind in experts}}
 
 
 def reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_output: bool) -> str | None:
@@ -51,6 +54,8 @@ def reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_outp
         return f"a {type(layer).__name__}; only {names} are converted, not their subclasses"
     if "forward" in vars(layer):
         return "its `forward` was replaced on the object, and a conversion by class would have no effect"
+    if is_experts(layer) and (reason := reason_against_experts(layer)):
+        return reason
     if any(weight.numel() == 0 for weight in gemm_weights(layer).values()):
         return "has no elements"
     return None
@@ -58,6 +63,8 @@ def reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_outp
 
 def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
     """The weights that a layer, converted or plain, holds itself, by the names of their GEMMs."""
+    if is_experts(layer):
+        return Fp8Experts.gemm_weights(layer)
     kind = Fp8MultiheadAttention if isinstance(layer, nn.MultiheadAttention) else Fp8Module
     return kind.gemm_weights(layer)
 
@@ -66,7 +73,7 @@ def sizes(layer: nn.Module) -> list[Sizes]:
     """The sizes of these weights, whether the layer stores them as ``[N, K]`` or ``[K, N]``."""
     kind = type(layer) if isinstance(layer, Fp8Module) else fp8_classes().get(own_class(layer), Fp8Module)
     return [
-        Sizes(*(weight.shape if kind.weight_is_k_by_n else reversed(weight.shape)))
+        Sizes(*(weight.shape if kind.weight_is_k_by_n else reversed(weight.shape[-2:])))
         for weight in gemm_weights(layer).values()
     ]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import glob
+import io
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +18,14 @@ from lightning_fp8.conversion.convert import convert, scaling_state, unconvert
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.saved import TENSORS
+from lightning_fp8.scaling.state import ScalingState
 
 # Lightning's sharded checkpoints are folders; this file holds what is not sharded
 _META_FILE = "meta.pt"
+# those of transformers.Trainer too; in this file callbacks save what they declare, as plain values
+_CALLBACKS_FILE = "trainer_state.json"
+# the attribute of the callback that holds the scales, as text
+SCALES = "fp8_scales"
 
 
 def load_scales(
@@ -31,8 +39,9 @@ def load_scales(
 
     Args:
         model: a model with the module paths of the one that was saved.
-        checkpoint: a file or folder of the Trainer, of Fabric or of ``torch.save``, or what was loaded from one. The
-            scales are what the precision plugin wrote, or ``scaling_state(model)`` under any key.
+        checkpoint: a file or folder of the Trainer, of Fabric, of ``transformers.Trainer`` or of ``torch.save``, or
+            what was loaded from one. The scales are what the precision plugin or ``Fp8Callback`` wrote, or
+            ``scaling_state(model)`` under any key.
         recipe: for a model that is not converted yet; see :func:`lightning_fp8.convert`.
 
     Returns:
@@ -63,11 +72,35 @@ def _loaded(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Any:
     if isinstance(checkpoint, Mapping):
         return checkpoint
     path = Path(checkpoint)
+    if (path / _CALLBACKS_FILE).is_file():
+        return scales_of_callbacks(path)
     if path.is_dir():
         path = path / _META_FILE
     if not path.is_file():
         raise FileNotFoundError(f"load_scales: there is no checkpoint {path}.")
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def as_text(state: ScalingState) -> str:
+    """A scaling state as one string, for JSON; exact, and shorter than its numbers in decimal."""
+    buffer = io.BytesIO()
+    torch.save(state.state_dict(), buffer)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def scales_of_callback(saved: Any) -> Any:
+    """What :func:`as_text` wrote, in what a callback of ``transformers.Trainer`` has saved; None if it is not there."""
+    attributes = saved.get("attributes", {}) if isinstance(saved, Mapping) else {}
+    if SCALES not in attributes:
+        return None
+    return torch.load(io.BytesIO(base64.b64decode(attributes[SCALES])), map_location="cpu", weights_only=True)
+
+
+def scales_of_callbacks(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The same from the checkpoint folder of a ``transformers.Trainer``, by the name of the callback's class."""
+    text = (Path(folder) / _CALLBACKS_FILE).read_text(encoding="utf-8")
+    found = {name: scales_of_callback(saved) for name, saved in json.loads(text)["stateful_callbacks"].items()}
+    return {name: scales for name, scales in found.items() if scales is not None}
 
 
 def _entries(loaded: Any, checkpoint: Any) -> Mapping[str, Any]:
@@ -80,7 +113,8 @@ def _entries(loaded: Any, checkpoint: Any) -> Mapping[str, Any]:
         held = f" Its keys are {', '.join(map(repr, list(loaded)[:8]))}." if isinstance(loaded, Mapping) else ""
         raise ValueError(
             f'load_scales: {where} has {what}. Scales are in checkpoints of a Trainer with `precision="fp8-delayed"`,'
-            f' and in those of Fabric or a plain loop that saved `{{"scaling": scaling_state(model)}}`.{held}'
+            " of `transformers.Trainer` with `Fp8Callback`, and of Fabric or a plain loop that saved"
+            f' `{{"scaling": scaling_state(model)}}`.{held}'
         )
     return found[0]
 

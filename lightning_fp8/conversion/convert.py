@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar, cast
 
 from torch import nn
 
 from lightning_fp8.conversion.candidates import check_unparametrized
+from lightning_fp8.conversion.frozen_weights import keep_in_fp8, restore_masters
 from lightning_fp8.conversion.min_features import MinFeatures
 from lightning_fp8.conversion.plan import (
     Candidate,
@@ -18,14 +19,19 @@ from lightning_fp8.conversion.plan import (
 )
 from lightning_fp8.conversion.shared_inputs import share_inputs
 from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
-from lightning_fp8.modules.base import Fp8Module, Fp8Rows, Settings
+from lightning_fp8.modules.base import Fp8Module, Fp8Rows
 from lightning_fp8.modules.class_swap import exchange_class, own_class
+from lightning_fp8.modules.frozen_content import FrozenWeights
 from lightning_fp8.modules.fused_blocks import fuse_feed_forward
+from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.modules.weight_group import WeightGroup
+from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.state import ScalingState
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+# layers by other libraries, which may have replaced ours
+_OTHER_FP8 = ("torchao.float8", "transformer_engine")
 
 
 def convert(
@@ -34,10 +40,13 @@ def convert(
     ignore_modules: Sequence[str] = (),
     gemm: str | None = None,
     min_features: MinFeatures | None = None,
+    adapters: bool | None = None,
+    frozen_weights: FrozenWeights | None = None,
 ) -> ModuleT:
     """Run a model's linear and attention layers in FP8 from now on: in place, by class, on the same objects.
 
-    Converted are ``nn.Linear``, ``nn.MultiheadAttention`` with its ``out_proj``, and the ``Conv1D`` of Hugging Face.
+    Converted are ``nn.Linear``, ``nn.MultiheadAttention`` with its ``out_proj``, and of Hugging Face ``Conv1D`` and the
+    experts of transformers 5, each expert with scales of its own. Routers stay as they are.
     Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied; subclasses are left
     alone (:func:`describe` names them). Converting a converted model again keeps its scales and converts layers that
     have been added since.
@@ -58,13 +67,20 @@ def convert(
             ``"auto"`` is the size from which FP8 was measured to be faster on the current CUDA device (``python -m
             lightning_fp8 tune --min-features`` measures), an estimate of 1024 if not measured, and 0 without a
             CUDA device. Default 0, or for a converted model its current setting.
+        adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too; the
+            layers that they adapt always do. Default False, or for a converted model its current setting.
+        frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights (``requires_grad=False``) of converted
+            layers, one byte per parameter, and frees their masters; on a GPU a second byte where gradients pass
+            through to the input. Outputs and gradients stay bit-identical. ``"master"`` keeps masters, and gives them
+            back, with rounded values, to weights that have none. Tied and sharded weights always keep theirs;
+            :func:`describe` says so. Default ``"master"``, or for a converted model its current setting.
 
     Returns:
         The same object.
 
     Raises:
         ValueError: if nothing is left to convert, a pattern matches no module, a converted model has another recipe,
-            or ``gemm`` or ``min_features`` has any other value.
+            or ``gemm``, ``min_features`` or ``frozen_weights`` has any other value.
         TypeError: if a layer to convert has parameters that are not fp32, bf16 or fp16.
         RuntimeError: if a converted layer that would become plain again has been parametrized since.
 
@@ -72,7 +88,7 @@ def convert(
     >>> [type(layer).__name__ for layer in model]
     ['Fp8Linear', 'ReLU', 'Linear']
     """
-    carry_out(conversion_plan(module, recipe, ignore_modules, gemm, min_features))
+    carry_out(conversion_plan(module, recipe, ignore_modules, gemm, min_features, adapters, frozen_weights))
     return module
 
 
@@ -88,7 +104,7 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
     plan.check()
     _restore(plan.restored)
     state = _attach(plan)
-    give_settings((layer for _, layer in plan.converted), plan.settings)
+    give_settings(plan)
     layers = [layer for _, layer in plan.modules]
     share_inputs(layers)
     fuse_feed_forward(layers)
@@ -96,15 +112,46 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
     return state
 
 
-def give_settings(layers: Iterable[Fp8Module], settings: Settings) -> None:
-    """Give all these layers of a model the same settings, from their next forward on."""
+def carry_out_for_run(plan: ConversionPlan, selects: bool) -> ScalingState:
+    """Convert a model at the start of a run.
+
+    Converted by the user or by an earlier run, it stays as it is, unless the run ``selects`` layers. Only the GEMM
+    backend is always that of the plan.
+
+    Returns:
+        The scaling state of the model.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: see :func:`convert`.
+    """
+    if selects or not plan.converted:
+        return carry_out(plan)
+    state = plan.state
+    if plan.recipe != state.recipe:
+        raise ValueError(
+            f"The model is already converted with {state.recipe}, but this run has {plan.recipe}."
+            " Call `lightning_fp8.unconvert(model)` first; the scales then start from the beginning."
+        )
+    give_settings(plan)
+    return state
+
+
+def give_settings(plan: ConversionPlan) -> None:
+    """Give all converted layers of the model the settings of the plan, from their next forward on."""
+    layers = [layer for _, layer in plan.converted]
     for layer in layers:
         for rows in layer.fp8.values():
-            rows.settings = settings
+            rows.settings = plan.settings
+    if plan.settings.frozen_weights == "fp8":
+        keep_in_fp8([module for _, module in plan.modules])
+    else:
+        restore_masters(layers)
 
 
 def unconvert(module: ModuleT) -> ModuleT:
     """Make every converted layer a plain one again, in place. The scaling state is dropped.
+
+    Weights that were kept in FP8 only become plain parameters with rounded values, and a warning says so.
 
     Raises:
         RuntimeError: if a layer has been parametrized since it was converted; nothing is changed then.
@@ -119,20 +166,24 @@ def unconvert(module: ModuleT) -> ModuleT:
 
 
 def describe(
-    module: nn.Module, ignore_modules: Sequence[str] = (), min_features: MinFeatures | None = None
+    module: nn.Module,
+    ignore_modules: Sequence[str] = (),
+    min_features: MinFeatures | None = None,
+    adapters: bool | None = None,
 ) -> list[Candidate]:
     """A row for each layer that could run in FP8: converted, or why not. ``print(*describe(model), sep="\\n")``.
 
     After them comes a row for each large parameter of 2 or more dimensions outside such layers and outside torch's
-    embeddings, convolutions and normalisations, such as the stacked experts of a mixture of experts. A parameter is
+    embeddings, convolutions and normalisations, such as stacked experts of other libraries. A parameter is
     large if it makes up at least 1% of the model, together with those of the same path in other layers of a stack.
 
     The row of a converted layer in a feed-forward block of a known form says whether the block runs as one in the
     model's present mode, and otherwise why not.
 
-    The arguments are those of :func:`convert`; ``min_features`` defaults to that of the last conversion.
+    The arguments are those of :func:`convert`; ``min_features`` and ``adapters`` default to those of the last
+    conversion.
     """
-    return conversion_plan(module, ignore_modules=ignore_modules, min_features=min_features).rows()
+    return conversion_plan(module, ignore_modules=ignore_modules, min_features=min_features, adapters=adapters).rows()
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -146,7 +197,15 @@ def scaling_state(module: nn.Module) -> ScalingState:
     Raises:
         ValueError: if the model is not converted, or consists of parts that were converted separately.
     """
-    return state_of(module, (layer for _, layer in converted(module)))
+    layers = list(named_modules(module))
+    others = [path for path, layer in layers if type(layer).__module__.startswith(_OTHER_FP8)]
+    if others:
+        warn_once(
+            f"{len(others)} layers ({', '.join(others[:3])}{', ...' if others[3:] else ''}) run in the FP8 of another"
+            ' library, the others in that of lightning_fp8. `Accelerator(mixed_precision="fp8")` replaces converted'
+            ' layers so: choose "bf16" for FP8 by lightning_fp8 alone.'
+        )
+    return state_of(module, (layer for _, layer in layers if isinstance(layer, Fp8Module)))
 
 
 def _attach(plan: ConversionPlan) -> ScalingState:
@@ -180,7 +239,8 @@ def _attach(plan: ConversionPlan) -> ScalingState:
     return state
 
 
-def _restore(layers: Iterable[tuple[str, Fp8Module]]) -> None:
+def _restore(layers: Sequence[tuple[str, Fp8Module]]) -> None:
+    restore_masters(layer for _, layer in layers)
     for _, layer in layers:
         plain_class = layer.plain_class
         del layer.fp8, layer.plain_class

@@ -20,7 +20,8 @@ def coverage(plan: ConversionPlan) -> str:
 
     Each parameter counts once, tied ones too. The others are what :func:`lightning_fp8.describe` lists as not
     converted, if at least 1% of the model's parameters; paths that differ only in numbers are combined, with ``*`` for
-    a number. Embeddings are not among them: they are looked up, not multiplied.
+    a number. Embeddings are not among them: they are looked up, not multiplied. Adapters of PEFT that stay out of
+    FP8 are counted by themselves.
 
     Raises:
         ValueError: if the model is not converted.
@@ -34,7 +35,8 @@ def coverage(plan: ConversionPlan) -> str:
     if not plan.converted:
         raise ValueError("The model has no FP8 layers: call `lightning_fp8.convert` on it first.")
     limit = plan.settings.min_features
-    layers = [(one.path, one.layer) for one in plan.layers]
+    adapters = [one.layer for one in plan.layers if one.in_adapter and not isinstance(one.layer, Fp8Module)]
+    layers = [(one.path, one.layer) for one in plan.layers if one.layer not in adapters]
     in_fp8 = [layer for _, layer in layers if isinstance(layer, Fp8Module) and layer.in_fp8]
     total = max(1, plan.size)
     counted: set[nn.Parameter] = set()
@@ -60,5 +62,6 @@ def coverage(plan: ConversionPlan) -> str:
         f"{len(in_fp8)} of {len(layers)} linear layers run in FP8"
         + (f" (min_features={limit})" if limit else "")
         + f", with {converted / total:.0%} of the parameters"
+        + (f"; {len(adapters)} layers of adapters do not (`adapters=True` converts them)" if adapters else "")
         + (f"; the largest others: {', '.join(named)}" if named else "")
     )

@@ -20,12 +20,16 @@ from lightning_fp8.conversion.candidates import (
     reason_against,
     sizes,
 )
+from lightning_fp8.conversion.frozen_weights import notes_on_weights
 from lightning_fp8.conversion.min_features import MinFeatures, as_number, too_small
+from lightning_fp8.modules.adapters import adapted_layer, adapter_modules
 from lightning_fp8.modules.base import Fp8Module, Settings
 from lightning_fp8.modules.class_swap import own_class
-from lightning_fp8.modules.fused_blocks import notes
+from lightning_fp8.modules.experts import Fp8Experts, find_routers
+from lightning_fp8.modules.frozen_content import FrozenWeights, check_frozen_weights
+from lightning_fp8.modules.fused_blocks import notes, plain_class
 from lightning_fp8.modules.linear import Fp8Linear
-from lightning_fp8.modules.paths import check_patterns_among, matches, named_modules, numbered
+from lightning_fp8.modules.paths import as_patterns, check_patterns_among, matches, named_modules, numbered
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.recipe import DelayedScaling
@@ -35,6 +39,8 @@ from lightning_fp8.scaling.state import ScalingState
 LARGE_SHARE = 0.01
 # lookups, convolutions, and the normalisations whose parameters can have 2 dimensions: none is a matrix product
 _WITHOUT_GEMMS = (nn.Embedding, nn.EmbeddingBag, _ConvNd, nn.LayerNorm, nn.RMSNorm)
+
+_IN_ADAPTER = "belongs to an adapter of PEFT: pass `adapters=True` to convert it"
 
 
 class NothingToConvertError(ValueError):
@@ -76,6 +82,7 @@ class PlannedLayer(NamedTuple):
         becomes: its class after the conversion; None if it will be plain.
         reason: why it stays plain, or becomes plain again; None for a layer to convert.
         is_too_small: whether that reason is ``min_features``.
+        in_adapter: whether it belongs to an adapter of PEFT, converted or not.
     """
 
     path: str
@@ -83,6 +90,7 @@ class PlannedLayer(NamedTuple):
     becomes: type[Fp8Module] | None
     reason: str | None
     is_too_small: bool
+    in_adapter: bool
 
 
 @dataclass(frozen=True)
@@ -129,8 +137,9 @@ class ConversionPlan:
 
     def rows(self) -> list[Candidate]:
         """See :func:`lightning_fp8.describe`."""
-        fused = notes(module for _, module in self.modules)
-        rows = (_row(one, fused.get(one.layer)) for one in self.layers)
+        modules = [module for _, module in self.modules]
+        fused, held = notes(modules), notes_on_weights(modules)
+        rows = (_row(one, fused.get(one.layer), held.get(one.layer)) for one in self.layers)
         return [*rows, *(row for row, _ in self.large_parameters)]
 
     def check(self) -> None:
@@ -187,22 +196,33 @@ def conversion_plan(
     ignore_modules: Sequence[str] = (),
     gemm: str | None = None,
     min_features: MinFeatures | None = None,
+    adapters: bool | None = None,
+    frozen_weights: FrozenWeights | None = None,
 ) -> ConversionPlan:
     """Scan a model. The arguments are those of :func:`lightning_fp8.convert`.
 
     Raises:
-        ValueError: for an invalid ``gemm`` or ``min_features``; :meth:`ConversionPlan.check` raises all other errors.
+        ValueError: for an invalid ``gemm``, ``min_features`` or ``frozen_weights``; :meth:`ConversionPlan.check` raises
+            all other errors.
+        TypeError: if ``ignore_modules`` is not a sequence of strings.
     """
+    check_frozen_weights(frozen_weights)
     if gemm is not None:
         check_gemm(gemm)
+    ignore_modules = as_patterns(ignore_modules, "ignore_modules")
     modules = tuple(named_modules(module))
     known = next((layer for _, layer in modules if isinstance(layer, Fp8Module)), None)
     settings = Settings() if known is None else known.settings
     least = settings.min_features if min_features is None else as_number(min_features)
-    settings = Settings(gemm or settings.gemm, least)
+    settings = Settings(
+        gemm or settings.gemm,
+        least,
+        settings.adapters if adapters is None else adapters,
+        frozen_weights or settings.frozen_weights,
+    )
     parameters = (parameter for _, layer in modules for parameter in layer.parameters(recurse=False))
     elements = {parameter: 0 if is_lazy(parameter) else parameter.numel() for parameter in parameters}
-    layers = tuple(_planned(modules, ignore_modules, settings.min_features))
+    layers = tuple(_planned(modules, ignore_modules, settings))
     return ConversionPlan(
         modules,
         layers,
@@ -235,26 +255,35 @@ def state_of(module: nn.Module, layers: Iterable[Fp8Module]) -> ScalingState:
 
 
 def _planned(
-    modules: Sequence[tuple[str, nn.Module]], ignore_modules: Sequence[str], min_features: int
+    modules: Sequence[tuple[str, nn.Module]], ignore_modules: Sequence[str], settings: Settings
 ) -> Iterator[PlannedLayer]:
-    classes = fp8_classes()
+    classes = fp8_classes(layer for _, layer in modules)
+    routers = set(find_routers(layer for _, layer in modules))
     kinds = tuple(classes)
     ignored = {part for path, layer in modules if matches(path, ignore_modules) for part in layer.modules()}
+    of_adapters = adapter_modules(layer for _, layer in modules)
+    least = settings.min_features
     outputs_of_converted: set[nn.Module] = set()
     for path, layer in modules:
-        if not isinstance(layer, (*kinds, nn.Bilinear)):
+        if not isinstance(layer, (*kinds, nn.Bilinear)) and layer not in routers:
             continue
-        is_output = layer in outputs_of_converted
-        reason = "matches `ignore_modules`" if layer in ignored else reason_against(layer, kinds, is_output)
-        size_reason = too_small(sizes(layer), min_features) if min_features and not reason else None
+        is_output, in_adapter = layer in outputs_of_converted, layer in of_adapters
+        if layer in ignored:
+            reason: str | None = "matches `ignore_modules`"
+        elif in_adapter and not settings.adapters:
+            reason = _IN_ADAPTER
+        elif layer in routers:
+            reason = "a router: rounded to FP8, its outputs would choose other experts"
+        else:
+            reason = reason_against(layer, kinds, is_output)
+        size_reason = too_small(sizes(layer), least) if least and not reason else None
         if reason or size_reason:
-            yield PlannedLayer(path, layer, None, reason or size_reason, size_reason is not None)
+            yield PlannedLayer(path, layer, None, reason or size_reason, size_reason is not None, in_adapter)
             continue
         if isinstance(layer, nn.MultiheadAttention):
-            outputs_of_converted.add(layer.out_proj)
-        plain_class = layer.plain_class if isinstance(layer, Fp8Module) else own_class(layer)
+            outputs_of_converted.add(adapted_layer(layer.out_proj))
         # the output projection of an attention is a subclass of nn.Linear that only marks its owner
-        yield PlannedLayer(path, layer, classes.get(plain_class, Fp8Linear), None, False)
+        yield PlannedLayer(path, layer, classes.get(plain_class(layer), Fp8Linear), None, False, in_adapter)
 
 
 def _large_parameters(
@@ -281,20 +310,26 @@ def _large_parameters(
         if of_stacks[numbered(path)] >= least:
             shape, kind = list(parameter.shape), own_class(owner).__name__
             reason = f"{shape} parameter of {kind}: no layer known here multiplies with it"
+            if parameter.dim() == 3:
+                reason += "; as one `nn.Linear` for each of its matrices it could run in FP8"
             yield Candidate(path, "Parameter", False, reason), parameter
 
 
-def _row(one: PlannedLayer, note: str | None) -> Candidate:
+def _row(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
     layer = one.layer
     if not isinstance(layer, Fp8Module):
         return Candidate(one.path, type(layer).__name__, False, one.reason or "not converted yet: call `convert`")
     shapes = " and ".join(map(str, sizes(layer)))
+    if isinstance(layer, Fp8Experts):
+        first, *_, second = sizes(layer)
+        shapes = f"{len(layer.fp8) // 2} experts, {first} and {second}"
     fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
     shared = ", ".join(rows.input_leader.name for rows in layer.fp8.values() if rows.input_leader is not None)
     remarks = [
         f"shares its input with {shared}" if shared else None,
         f"fell back to bf16: {fallen}" if fallen else None,
-        note,
+        fused,
+        held,
     ]
     reason = "; ".join([f"converted, {shapes}", *filter(None, remarks)])
     return Candidate(one.path, layer.plain_class.__name__, layer.in_fp8, reason)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_fp8.conversion.candidates import fp8_classes
+from lightning_fp8.modules.adapters import adapted_layer
 from lightning_fp8.modules.attention import Fp8MultiheadAttention
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.class_swap import own_class
@@ -68,7 +69,8 @@ def share_inputs(modules: Sequence[nn.Module]) -> None:
 def find_shared_inputs(modules: Iterable[nn.Module]) -> list[list[Fp8Module]]:
     """The groups of converted layers that are given the same tensor, each in the order of the calls.
 
-    A layer in several places of the model is in none of them, nor is one that its parent may call elsewhere.
+    A layer in several places of the model is in none of them, nor is one that its parent may call elsewhere. A layer
+    with LoRA adapters is called through its wrapper.
 
     Args:
         modules: the model and everything inside it.
@@ -79,9 +81,12 @@ def find_shared_inputs(modules: Iterable[nn.Module]) -> list[list[Fp8Module]]:
     groups: list[list[Fp8Module]] = []
     for parent in parents:
         layers = {
-            name: child
+            name: layer
             for name, child in parent._modules.items()
-            if isinstance(child, Fp8Module) and own_class(child) in kinds and places[child] == 1
+            if child is not None
+            and isinstance(layer := adapted_layer(child), Fp8Module)
+            and own_class(layer) in kinds
+            and places[child] == places[layer] == 1
         }
         # a forward that was replaced on the object has another source
         if len(layers) < 2 or "forward" in vars(parent):

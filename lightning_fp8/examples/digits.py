@@ -52,7 +52,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits as load
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("The digits come with scikit-learn: pip install 'lightning-fp8[examples]'") from error
+        raise ModuleNotFoundError("The digits come with scikit-learn: pip install scikit-learn") from error
     found = load()
     images = torch.from_numpy(found.images).float() * (2 / BRIGHTEST) - 1
     return images, torch.from_numpy(found.target).long()

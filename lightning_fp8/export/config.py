@@ -87,7 +87,9 @@ def _plain_layers(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
     """Paths of the linear layers whose weights are not FP8 in the file; of an attention ``<path>.<projection>``."""
     plain: list[str] = []
     for path, layer, *_ in conversion_plan(model).layers:
-        gemms: Iterable[str] = layer.fp8 if isinstance(layer, Fp8Module) else ("",)
+        gemms: Iterable[str] = ("",)
+        if isinstance(layer, Fp8Module) and not layer.weights_are_stacked:
+            gemms = layer.fp8
         for gemm in gemms:
             if joined(path, f"{gemm}_weight" if gemm else "weight") not in in_fp8:
                 plain.append(joined(path, gemm))

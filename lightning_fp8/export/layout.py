@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.ops.operand import with_scale
@@ -69,11 +70,14 @@ def joined(*parts: str) -> str:
 
 
 def converted_gemms(model: nn.Module) -> dict[str, Fp8Rows]:
-    """The rows of each converted GEMM by the name of its weight; a shared layer appears under each of its names."""
+    """The rows of each converted GEMM by the name of its weight; a shared layer appears under each of its names.
+
+    Not those of experts: the layout has one scale for each tensor, and their parameters hold many weights.
+    """
     return {
         joined(plain_path(path), f"{gemm}_weight" if gemm else "weight"): rows
         for path, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, Fp8Module)
+        if isinstance(layer, Fp8Module) and not layer.weights_are_stacked
         for gemm, rows in layer.fp8.items()
     }
 
@@ -110,12 +114,23 @@ def memory_of(tensor: Tensor) -> Hashable:
     """A key that is equal for tensors in the same memory, such as tied weights."""
     if tensor.numel() == 0:
         return id(tensor)
+    if isinstance(tensor, FrozenWeight):
+        # never tied
+        return id(tensor)
     start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
     return tensor.device, *start, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
-    """``sat(weight * scale)`` as ``float8_e4m3fn`` on the CPU, in the weight's own shape; scale ``[] float32``."""
+    """``sat(weight * scale)`` as ``float8_e4m3fn`` on the CPU, in the weight's own shape; scale ``[] float32``.
+
+    The codes of a weight that is kept in FP8 only are written as they are.
+    """
+    if isinstance(weight, FrozenWeight):
+        if weight.is_fp8 and torch.equal(weight.scale_inv, scale.to(weight.device).reciprocal()):
+            codes = weight.payload.t() if weight.content.k_by_n else weight.payload
+            return codes.contiguous().cpu().view(E4M3.dtype)
+        weight = weight.dequantized()
     slot = with_scale(scale.to(weight.device), E4M3.name)
     payload, _, _ = ops.cast(weight.detach().contiguous(), slot, "none", "rows")
     return payload.cpu().view(E4M3.dtype)
@@ -211,6 +226,6 @@ def import_safetensors() -> ModuleType:
     except ImportError as error:
         raise ImportError(
             "Exported models are safetensors files, and `safetensors` is not installed."
-            " Install it with: pip install 'lightning-fp8[export]'"
+            " Install it with: pip install safetensors"
         ) from error
     return safetensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from lightning_fp8.export.layout import (
     to_metadata,
 )
 from lightning_fp8.modules.base import Fp8Rows
+from lightning_fp8.modules.experts import Fp8Experts
+from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3, Role, dtype_name
 from lightning_fp8.ops.reference import max_abs, scale_of_current
 
@@ -43,8 +47,9 @@ def export(
     Some weights are not written in FP8 even if they run in FP8 here: weights that something else reads too (such as an
     embedding tied to the head), and the output embedding of a Hugging Face model, which vLLM does not quantize
     (vllm-project/vllm#40999). The metadata hold their scales, so :func:`~lightning_fp8.load_exported` runs them in FP8
-    again. Layers that fell back are exported as plain ones. vLLM fuses q, k and v (also gate and up), with the largest
-    of their scales, and accepts them only if all or none are in FP8.
+    again. Layers that fell back are exported as plain ones, and so are experts in 3-D parameters, with a warning. vLLM
+    fuses q, k and v (also gate and up), with the largest of their scales, and accepts them only if all or none are in
+    FP8.
 
     Names are relative to ``model``: if a LightningModule wraps a Hugging Face model, export the latter. Tied weights
     are written once. In a distributed run call this on one process.
@@ -73,7 +78,8 @@ def export(
     folder = Path(path)
     _check_folder(folder, overwrite)
     tensors_by_name = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
-    gemms = _static_scales(model, tensors_by_name)
+    gemms = static_scales(model, tensors_by_name)
+    _note_experts(model)
     tensors, in_file_as_fp8 = _tensors(tensors_by_name, gemms, output_embedding(model), dtype)
     _write(folder, tensors, to_metadata(gemms), config_of(model, in_file_as_fp8, dtype))
     return folder
@@ -110,7 +116,7 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
+def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
     """The scales of all converted GEMMs, None for those that fell back."""
     gemms = converted_gemms(model)
     if not any(rows.switch.in_fp8 for rows in gemms.values()):
@@ -144,6 +150,17 @@ def _static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
             " that is always zero leaves no history), or leave the layers out with `ignore_modules`."
         )
     return found
+
+
+def _note_experts(model: nn.Module) -> None:
+    experts = [path for path, layer in named_modules(model) if isinstance(layer, Fp8Experts)]
+    if experts:
+        warnings.warn(
+            f"export: the weights of {len(experts)} layers of experts ({experts[0]}, ...) are written as they are: the"
+            " layout has one scale for each tensor, and theirs hold many weights. They ran in FP8 until now, so outputs"
+            " differ.",
+            stacklevel=3,
+        )
 
 
 def _check_format(rows: Fp8Rows, role: Role) -> None:
@@ -201,6 +218,7 @@ def _tensors(
 
 
 def _stored(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    tensor = tensor.dequantized() if isinstance(tensor, FrozenWeight) else tensor
     stored = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
     if isinstance(tensor, nn.Parameter):
         _check_finite(name, stored)

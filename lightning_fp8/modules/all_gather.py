@@ -137,8 +137,8 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
     After ``convert`` and ``fully_shard`` (in any order), and before the first forward.
 
     Returns:
-        Names of these layers. Weights that several modules share, those of layers that fell back, and weights that
-        ``fully_shard`` has not sharded along their first dimension are gathered as before.
+        Names of these layers. Weights that several modules share, those of experts and of layers that fell
+        back, and weights that ``fully_shard`` has not sharded along their first dimension are gathered as before.
 
     Raises:
         ValueError: if no layer is left, or processes do not share their scales (``reduce_amax=False``).
@@ -148,7 +148,8 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
     scales: dict[Hashable, _Scales] = {}
     for layer in model.modules():
         for rows, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
-            if not rows.switch.in_fp8 or slots[id(weight)] > 1 or not _is_sharded_by_rows(weight):
+            is_own = slots[id(weight)] == 1 and rows.weight_cache.part is None
+            if not rows.switch.in_fp8 or not is_own or not _is_sharded_by_rows(weight):
                 continue
             if not rows.state.recipe.reduce_amax:
                 raise ValueError("Weights are gathered in FP8 with one scale on all processes: set `reduce_amax=True`.")

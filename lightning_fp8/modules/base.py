@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import Self
 
+from lightning_fp8.modules.frozen_content import FrozenWeights
+from lightning_fp8.modules.frozen_layers import free_masters, frozen_parameters_apart, save_values
+from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.shared_input import SharedInput
 from lightning_fp8.modules.weight_cache import WeightCache
 from lightning_fp8.modules.weight_group import WeightGroup
@@ -27,10 +30,14 @@ class Settings(NamedTuple):
         gemm: which GEMMs they run, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``; it only changes the order of
             summation.
         min_features: the conversion left layers with fewer input or output features alone.
+        adapters: the conversion included the adapters of PEFT.
+        frozen_weights: whether frozen weights keep a master, ``"master"``, or only their FP8 cast, ``"fp8"``.
     """
 
     gemm: str = "auto"
     min_features: int = 0
+    adapters: bool = False
+    frozen_weights: FrozenWeights = "master"
 
 
 class Fp8Rows:
@@ -55,6 +62,8 @@ class Fp8Rows:
         is_prepared: whether it is that of the current weight; see :mod:`lightning_fp8.modules.prepared_weights`.
         may_prepare: False after a change that came too late for compiled code.
         preparers: how many contexts prepare it.
+        fp8_only: whether the weight is to be kept as its FP8 cast only, for as long as it is frozen.
+        frozen_seen: the scale of such a weight when a forward last used it.
     """
 
     def __init__(self, state: ScalingState, module: int, group: WeightGroup) -> None:
@@ -74,24 +83,36 @@ class Fp8Rows:
         self.is_prepared = False
         self.may_prepare = True
         self.preparers = 0
+        self.fp8_only = False
+        self.frozen_seen: Tensor | None = None
         self.share_input(None)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy belongs to the copied layer, whose `__setstate__` sets the owner
         emptied = {"_owner": None, "_trace": None, "prepared": None, "is_prepared": False, "preparers": 0}
-        return {**self.__dict__, **emptied}
+        return {**self.__dict__, **emptied, "frozen_seen": None}
 
     def belong_to(self, layer: Fp8Module, gemm: str) -> None:
         """Set the layer that owns these rows, and the layer's name for them."""
         self._owner = (weakref.ref(layer), gemm)
         self.k_by_n = layer.weight_is_k_by_n
+        self.weight_cache.part = int(gemm.rpartition(".")[2]) if layer.weights_are_stacked else None
         self.note_sharding(layer.gemm_weights(layer)[gemm])
         self.group.join(self)
 
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The weight, where a tensor ``[E, ...]`` holds those of several layers."""
+        return self.weight_cache.matrix(weight)
+
+    @property
+    def weight_dims(self) -> int:
+        """Dimensions of the parameter that is the weight, or holds it."""
+        return 2 if self.weight_cache.part is None else 3
+
     def note_sharding(self, weight: Tensor) -> None:
         """Keep no FP8 copy of a sharded weight, as it would hold the whole weight, and do not compare the weight."""
-        self.keeps_cast = not isinstance(weight, DTensor)
-        self.state.weight_changes.note_sharding(self.module, not self.keeps_cast)
+        self.keeps_cast = not isinstance(weight, (DTensor, FrozenWeight))
+        self.state.weight_changes.note_sharding(self.module, isinstance(weight, DTensor))
         if not self.keeps_cast:
             self.weight_cache.drop()
 
@@ -107,9 +128,9 @@ class Fp8Rows:
 
     @property
     def weight(self) -> Tensor | None:
-        """The current weight of the layer; None if the layer no longer exists."""
+        """The current weight of the layer, or the parameter that holds it; None if the layer no longer exists."""
         layer = self.layer
-        return None if layer is None or self._owner is None else layer.gemm_weights(layer).get(self._owner[1])
+        return None if layer is None or self._owner is None else layer.gemm_weight(self._owner[1])
 
     @property
     def layer(self) -> Fp8Module | None:
@@ -186,11 +207,14 @@ class Fp8Module(nn.Module):
         fp8: the rows of each of its own GEMM weights, by name; the name is ``""`` where there is just one.
         plain_class: the class before the conversion, which :func:`lightning_fp8.unconvert` restores.
         weight_is_k_by_n: whether the layer stores its weight as ``[K, N]``, not as ``[N, K]``.
+        weights_are_stacked: whether its weights are matrices of parameters ``[E, N, K]``: the names of their GEMMs end
+            with ``.<number>``, and :meth:`gemm_weights` gives the parameters.
     """
 
     fp8: dict[str, Fp8Rows]
     plain_class: type[nn.Module]
     weight_is_k_by_n: ClassVar[bool] = False
+    weights_are_stacked: ClassVar[bool] = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -201,6 +225,10 @@ class Fp8Module(nn.Module):
     def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
         """The GEMM weights that a layer holds itself, converted or plain, by name."""
         return {"": cast(Tensor, layer.weight)}
+
+    def gemm_weight(self, gemm: str) -> Tensor | None:
+        """One of them, as it is now."""
+        return self.gemm_weights(self).get(gemm)
 
     def gemms(self) -> list[tuple[Fp8Rows, Tensor]]:
         """The rows of each of its own GEMMs, with the current weight."""
@@ -241,13 +269,21 @@ class Fp8Module(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # `.to()`, `.cuda()`, `.to_empty()` and friends: scales follow the weight to its device and keep their dtype.
-        module = super()._apply(fn, recurse)
+        with frozen_parameters_apart(self) as held:
+            module = super()._apply(fn, recurse)
+        self._parameters.update({name: weight.applied(fn) for name, weight in held.items()})
         self._drop_copies()
         device = next(iter(self.gemm_weights(self).values())).device
         if device.type != "meta":
             for rows in self.fp8.values():
                 rows.to(device)
         return module
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise RuntimeError(
+            f"torch.jit.script cannot compile the FP8 layer {next(iter(self.fp8.values())).name!r}. Call"
+            " `lightning_fp8.unconvert(model)` first, or use `torch.export.export`."
+        )
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -257,6 +293,12 @@ class Fp8Module(nn.Module):
             # a computed weight, as that of a pruned layer, changes with any parameter
             if not ({names[id(weight)]} if id(weight) in names else {*names.values()}).isdisjoint(state_dict):
                 rows.state.weights_loaded(rows.module)
+        free_masters(self)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        if not keep_vars:
+            save_values(self, destination, prefix)
 
     def extra_repr(self) -> str:
         """That of the plain class, and the recipe."""

@@ -202,7 +202,7 @@ def reason_against_fusing(block: FeedForward) -> str | None:
     """Why the block has to run part by part, as it is now; None if it runs as one."""
     layers = [*block.first, block.second]
     if any(type(layer) not in LINEAR_CLASSES for layer in layers):
-        return "a linear layer is not converted, or is sharded by itself"
+        return "a linear layer is not converted, has an adapter, or is sharded by itself"
     rows = [cast(Fp8Module, layer).fp8[""] for layer in layers]
     if not all(row.switch.in_fp8 for row in rows):
         return "a layer fell back"

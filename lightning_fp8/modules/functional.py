@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.frozen_layers import frozen_operand, with_master
+from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.gathered_weight import GatheredWeight
 from lightning_fp8.modules.shared_input import SharedInput, graph_being_traced
 from lightning_fp8.modules.weight_cache import can_keep_copies
@@ -52,8 +54,10 @@ def take_rows(tensor: Tensor, rows: slice) -> Tensor:
     return tensor if rows.start == 0 and rows.stop == len(tensor) else tensor[rows]
 
 
-def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
+def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | None = None) -> Fp8Weight:
     """The FP8 cast of a weight ``[N, K]``, or ``[K, N]`` if the layer stores it transposed.
+
+    Where the weight is a matrix of a parameter ``[E, N, K]``, ``part`` is that matrix, for autograd.
 
     Raises:
         NotImplementedError: for a ``DTensor``.
@@ -61,19 +65,20 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
     if not rows.switch.in_fp8:
         if not torch.compiler.is_compiling():
             rows.weight_cache.drop()
-        return Fp8Weight(parameter.t() if rows.k_by_n else parameter, None)
+        weight = parameter if part is None else part
+        return Fp8Weight(weight.t() if rows.k_by_n else weight, None)
+    if isinstance(parameter, FrozenWeight) and parameter.is_fp8:
+        return Fp8Weight(*frozen_operand(rows, parameter, record))
+    if rows.fp8_only:
+        parameter = with_master(rows, parameter)
     if isinstance(parameter, GatheredWeight):
         place, payloads = parameter.place_in_graph(), parameter.payloads(rows.k_by_n)
         operand = Fp8Operand(*payloads, parameter.scale_inv, rows.formats["weight"])
         return Fp8Weight(place.t() if rows.k_by_n else place, operand)
-    if isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"{rows.name!r}: the weight is distributed over processes, and only `nn.Linear` computes with a part of"
-            " it. Leave the layer out with `ignore_modules`; or, under `fully_shard`, call it as a module, so that"
-            " its hooks gather the weight."
-        )
-    weight = parameter.t() if rows.k_by_n else parameter
-    if rows.is_prepared and torch.compiler.is_dynamo_compiling():
+    check_whole(rows, parameter)
+    weight = parameter if part is None else part
+    weight = weight.t() if rows.k_by_n else weight
+    if rows.is_prepared and (is_dynamo_compiling() or torch.compiler.is_exporting()):
         return Fp8Weight(weight, rows.prepared)
     # Other forwards than recording ones use the cache only where somebody vouches for the weight: in evaluation,
     # weights may be swapped (EMA, averaging) without a trace.
@@ -102,6 +107,16 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool) -> Fp8Weight:
     if can_keep and is_k_major(parameter) and rows.note_trace(parameter):
         rows.group.see_changes(rows, parameter, record)
     return Fp8Weight(weight, made, is_kept)
+
+
+def check_whole(rows: Fp8Rows, parameter: Tensor) -> None:
+    """NotImplementedError for a ``DTensor``."""
+    if isinstance(parameter, DTensor):
+        raise NotImplementedError(
+            f"{rows.name!r}: the weight is distributed over processes, and only `nn.Linear` computes with a part of"
+            " it. Leave the layer out with `ignore_modules`; or, under `fully_shard`, call it as a module, so that"
+            " its hooks gather the weight."
+        )
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
+from lightning_fp8.modules.adapters import adapted_layer
+from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.block_forms import Form, form_of_class
 from lightning_fp8.modules.class_swap import exchange_class, own_class
 from lightning_fp8.modules.feed_forward import (
@@ -90,13 +92,14 @@ def _notes_of(module: nn.Module, base: type[nn.Module], form: Form) -> dict[nn.M
         if reason == SHARDED:
             # between forwards; FSDP gathers them for one
             note = "feed-forward fused if its weights are gathered"
-        found.update(dict.fromkeys([*block.first, block.second], note))
+        layers = [adapted_layer(part) for part in (*block.first, block.second)]
+        found.update(dict.fromkeys(layers, note))
     return found
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before its block was fused."""
-    return module.plain_class if isinstance(module, Fp8FeedForward) else own_class(module)
+    """The class of a module before it was converted, or its block fused."""
+    return module.plain_class if isinstance(module, (Fp8Module, Fp8FeedForward)) else own_class(module)
 
 
 def known_form(module: nn.Module) -> Form | None:

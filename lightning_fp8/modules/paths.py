@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 # Wrappers add these to a module's path; without them names stay the same with and without the wrapper.
 _WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+# of what is not a pattern, such as a class
+_INSTEAD = (
+    "A pattern is a module's path as in `model.named_modules()`, where `*` stands for anything: 'head', '*.norm'."
+    " For all modules of a class, pass `[path for path, module in model.named_modules() if isinstance(module, Class)]`."
+)
 
 
 def plain_path(path: str) -> str:
@@ -57,10 +64,13 @@ def as_patterns(patterns: Sequence[str], argument: str) -> tuple[str, ...]:
     """The patterns as a tuple.
 
     Raises:
-        TypeError: for a single string, whose characters would each be a pattern.
+        TypeError: for a single string, whose characters would each be a pattern, and for anything but strings.
     """
     if isinstance(patterns, str):
         raise TypeError(f"`{argument}` must be a sequence of patterns, got the string {patterns!r}.")
+    for pattern in patterns if isinstance(patterns, Iterable) else [patterns]:
+        if not isinstance(pattern, str):
+            raise TypeError(f"`{argument}` must be a sequence of patterns, got {pattern!r}. {_INSTEAD}")
     return tuple(patterns)
 
 

@@ -25,12 +25,12 @@ _LOCK = threading.Lock()
 
 
 def compiled_rows(model: nn.Module) -> list[Fp8Rows]:
-    """Those of layers in modules that ``torch.compile`` or ``nn.Module.compile`` has compiled."""
+    """Those of layers in modules that ``torch.compile``, ``nn.Module.compile`` or ``generate`` has compiled."""
     found: dict[int, Fp8Rows] = {}
     for module in model.modules():
-        # the second one is Lightning's
-        is_compiled = "_orig_mod" in module._modules or getattr(module, "_compiler_ctx", None) is not None
-        if is_compiled or module._compiled_call_impl is not None:
+        # `_compiler_ctx` is Lightning's; `generate` of transformers keeps what it has compiled in `_compiled_call`
+        kept = (getattr(module, name, None) for name in ("_compiled_call_impl", "_compiler_ctx", "_compiled_call"))
+        if "_orig_mod" in module._modules or any(one is not None for one in kept):
             layers = (layer for layer in module.modules() if isinstance(layer, Fp8Module))
             found.update((id(rows), rows) for layer in layers for rows in layer.fp8.values())
     return list(found.values())

@@ -44,12 +44,18 @@ class WeightCache(Generic[T]):
 
     Attributes:
         vouchers: how many contexts vouch for the weight.
+        part: which matrix of a parameter ``[E, N, K]`` the copy is made from; None if it is made from all of it.
     """
 
     def __init__(self) -> None:
         self._entry: _Entry | None = None
         self._last_used = 0
         self.vouchers = 0
+        self.part: int | None = None
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The part of ``weight`` that the copy is made from."""
+        return weight if self.part is None else weight[self.part]
 
     def get(self, weight: Tensor) -> T | None:
         """The copy of ``weight``; None if there is none, or it may be stale."""
@@ -58,7 +64,7 @@ class WeightCache(Generic[T]):
             return None
         is_compared = not (self.vouchers or is_k_major(weight))
         # a copy kept while somebody vouched has no fingerprint
-        if is_compared and (entry.fingerprint is None or not torch.equal(entry.fingerprint, _fingerprint(weight))):
+        if is_compared and (entry.fingerprint is None or not torch.equal(entry.fingerprint, self._fingerprint(weight))):
             return None
         self._last_used = id(weight)
         return entry.copy  # type: ignore[no-any-return]
@@ -81,12 +87,15 @@ class WeightCache(Generic[T]):
         # Only a parameter is known to be the same tensor at the next call; a parametrized weight is made each time.
         if isinstance(weight, nn.Parameter) and not weight.is_inference():
             # on a GPU, comparing would wait for the device
-            fingerprint = None if self.vouchers or is_k_major(weight) else _fingerprint(weight)
+            fingerprint = None if self.vouchers or is_k_major(weight) else self._fingerprint(weight)
             self._entry = _Entry(weight, weight.detach(), _key(weight), fingerprint, copy)
             self._last_used = id(weight) if used else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_entry": None, "_last_used": 0, "vouchers": 0}
+        return {"_entry": None, "_last_used": 0, "vouchers": 0, "part": self.part}
+
+    def _fingerprint(self, weight: Tensor) -> Tensor:
+        return _fingerprint(self.matrix(weight.detach()))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
+from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.optimizer_steps import note_layer
 from lightning_fp8.ops.formats import CASTABLE_DTYPES
 from lightning_fp8.ops.library import is_k_major
@@ -24,6 +25,8 @@ class WeightGroup:
 
     def __init__(self) -> None:
         self._members: weakref.WeakValueDictionary[int, Fp8Rows] = weakref.WeakValueDictionary()
+        # warnings about weights that are kept in FP8 only, each given once
+        self.told_rounding = self.told_master = False
 
     def __reduce__(self) -> tuple[type[WeightGroup], tuple[()]]:
         # the rows of copied layers join the copy
@@ -55,25 +58,27 @@ class WeightGroup:
             if id(weight) in weights:
                 # compiled code casts it from now on, until somebody prepares it again
                 rows.is_prepared = False
-            if type(weight) is not nn.Parameter or weight.dim() != 2:
+            if isinstance(weight, FrozenWeight):
+                continue
+            if type(weight) is not nn.Parameter or weight.dim() != rows.weight_dims:
                 # FSDP's shards have one dimension or are of a class of their own; others are computed
                 rows.state.weight_changes.note_sharding(rows.module, True)
             elif id(weight) in weights:
                 rows.note_trace(weight)
                 # on a GPU, weights are compared only after another change that leaves a trace
                 if not is_k_major(weight):
-                    seen[rows.module] = weight.detach()
+                    seen[rows.module] = rows.matrix(weight.detach())
         if seen:
             self.states()[0].weight_changes.see_optimizer_step([*seen], ops.measure_weights([*seen.values()]))
 
     def see_changes(self, first: Fp8Rows, weight: Tensor, record: bool) -> None:
         """Compare this weight, and all others with a trace of a change, with what they were. Waits for the device."""
-        changed = {first.module: weight}
+        changed = {first.module: first.matrix(weight.detach())}
         for rows in self.members:
             other = rows.weight
             if rows is not first and rows.keeps_cast and other is not None and rows.note_trace(other):
-                changed[rows.module] = other
-        amaxes = ops.measure_weights([tensor.detach() for tensor in changed.values()]).tolist()
+                changed[rows.module] = rows.matrix(other.detach())
+        amaxes = ops.measure_weights([*changed.values()]).tolist()
         first.state.see_weights(dict(zip(changed, amaxes, strict=True)), record)
 
     def cast_stale(self, first: Fp8Rows, weight: Tensor) -> Fp8Operand | None:
@@ -89,7 +94,10 @@ class WeightGroup:
         due = [(first, weight)]
         for rows in self.members:
             other = rows.weight if rows is not first and _records(rows) else None
-            if other is None or not rows.weight_cache.was_used(other) or not is_plain(other, state.device):
+            if other is None or not is_plain(other, state.device):
+                continue
+            # experts take turns: the first one to run casts all that are in its parameter
+            if not (rows.weight_cache.was_used(other) or (other is weight and rows.weight_cache.part is not None)):
                 continue
             if rows.weight_cache.get(other) is None:
                 due.append((rows, other))
@@ -108,7 +116,7 @@ def cast_together(
     """The casts of weights of one model, as :func:`lightning_fp8.ops.cast_weights` makes them."""
     (first, _), *_ = weights
     indices = [first.state.row_of(rows.module, "weight") for rows, _ in weights]
-    tensors = [weight.detach() for _, weight in weights]
+    tensors = [rows.matrix(weight.detach()) for rows, weight in weights]
     made = ops.cast_weights(first.state, tensors, indices, first.formats["weight"], out)
     return [rows.weight_operand(*cast) for (rows, _), cast in zip(weights, made, strict=True)]
 

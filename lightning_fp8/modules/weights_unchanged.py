@@ -29,7 +29,8 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
 
     Compiled modules of the model, or the model itself if it is what ``torch.compile`` returned, read casts that are
     made at the beginning. They see a change only if an optimizer or ``load_state_dict`` makes it; any other that leaves
-    a trace is warned of at the end. For sharded weights, and in compiled functions, nothing is kept.
+    a trace is warned of at the end. For sharded weights, and in compiled functions, nothing is kept. What ``generate``
+    of transformers compiles itself counts as a module from the next context on.
 
     Args:
         model: converted model, or any of its parts. One without converted layers stays as it is.

@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, WeightSlot, state_of
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, WeightSlot, see_export, state_of
 
 LIBRARY = torch.library.Library("lightning_fp8", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -74,9 +74,14 @@ _FIELDS: dict[str, Callable[[Iterator[Any]], Any]] = {
 def flattened(arguments: Iterable[Any]) -> list[Any]:
     """The operator's arguments, made from the functions'."""
     flat: list[Any] = []
+    # in another process, where an exported or traced program is loaded, the handle may be that of another model
+    leaves_process = torch.compiler.is_exporting() or _get_tracing_state() is not None
     for argument in arguments:
         if isinstance(argument, (Slot, WeightSlot)):
             handle = 0 if argument.state is None else argument.state.handle
+            if leaves_process:
+                see_export(handle, argument.record)
+                handle = 0
             flat += argument._replace(state=handle)  # type: ignore[arg-type]
         elif isinstance(argument, (Fp8Operand, Columns)):
             flat += argument

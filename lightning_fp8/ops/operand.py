@@ -33,6 +33,9 @@ class State(Protocol):
     def see_weight_cast(self, row: int, amax: float, record: bool) -> None:
         """Called after each cast of a weight on the CPU, where reading the amax does not wait for a device."""
 
+    def see_export(self) -> None:
+        """Called where a program is exported or traced that will not know the state."""
+
 
 def take_handle(state: State) -> int:
     """A number by which :func:`state_of` finds the state for as long as it exists."""
@@ -44,6 +47,29 @@ def take_handle(state: State) -> int:
 def state_of(handle: int) -> State | None:
     """The state with this handle; None if it no longer exists, or the handle is 0."""
     return _states.get(handle)
+
+
+# run by dynamo rather than traced: it would take `is_in_onnx_export` to be False, and warnings for changes of the model
+@torch.compiler.assume_constant_result
+def see_export(handle: int, record: bool) -> None:
+    """Called for each slot where a program is exported or traced. Such a program does not know the state.
+
+    Raises:
+        RuntimeError: if it would record, or in torch's own export to ONNX.
+    """
+    if torch.onnx.is_in_onnx_export():
+        raise RuntimeError(
+            "lightning_fp8: torch.onnx.export does not know FP8 layers. `lightning_fp8.export_onnx(model, args, path)`"
+            " writes them in FP8; call `lightning_fp8.unconvert(model)` first to export the model as a plain one."
+        )
+    if record:
+        raise RuntimeError(
+            "lightning_fp8: an exported or traced program cannot record amaxes, so its scales would not follow the"
+            " training. Call `model.eval()` first, or trace under `torch.no_grad()`."
+        )
+    state = state_of(handle)
+    if state is not None:
+        state.see_export()
 
 
 class Fp8Operand(NamedTuple):

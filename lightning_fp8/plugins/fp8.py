@@ -12,20 +12,21 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import nn
 from typing_extensions import override
 
-from lightning_fp8.conversion.convert import carry_out, give_settings, unconvert
+from lightning_fp8.conversion.convert import carry_out_for_run, unconvert
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.min_features import MinFeatures, as_agreed_number, check_min_features
 from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
 from lightning_fp8.dtypes.attention import DtypeMismatch
 from lightning_fp8.dtypes.storage import float64_parameter, store_parameters
 from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
+from lightning_fp8.modules.frozen_content import FrozenWeights, check_frozen_weights
 from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
 from lightning_fp8.plugins.arguments import arguments_of
-from lightning_fp8.plugins.core import PrecisionCore
-from lightning_fp8.plugins.settings import GemmString, as_recipe, as_torch_dtype
+from lightning_fp8.plugins.core import FSDPCore, PrecisionCore
+from lightning_fp8.plugins.settings import GemmString, as_torch_dtype
 from lightning_fp8.runtime.warn_once import warn_once
-from lightning_fp8.scaling.recipe import DelayedScaling
+from lightning_fp8.scaling.recipe import DelayedScaling, as_recipe
 from lightning_fp8.scaling.state import ScalingState
 
 
@@ -52,9 +53,17 @@ class Fp8Core(PrecisionCore):
         fp8_all_gather: bool = False,
         gemm: GemmString = "auto",
         min_features: MinFeatures = 0,
+        adapters: bool = False,
+        frozen_weights: FrozenWeights | None = None,
     ) -> None:
         check_gemm(gemm)
         check_min_features(min_features)
+        check_frozen_weights(frozen_weights)
+        if frozen_weights == "fp8" and isinstance(self, FSDPCore):
+            raise ValueError(
+                "`frozen_weights='fp8'` does not work under FSDP, which shards masters. Use DDP, or leave the argument"
+                " out."
+            )
         self.recipe = as_recipe(recipe)
         self.ignore_modules = as_patterns(ignore_modules, "ignore_modules")
         self.param_dtype = torch.float32 if param_dtype is None else as_torch_dtype("param_dtype", param_dtype)
@@ -64,6 +73,8 @@ class Fp8Core(PrecisionCore):
         self.fp8_all_gather = fp8_all_gather
         self.gemm = gemm
         self.min_features = min_features
+        self.adapters = adapters
+        self.frozen_weights = frozen_weights
         self._states: list[ScalingState] = []
         # converted models without a forward so far: their layers may have been sharded since
         self._not_run: list[weakref.ref[nn.Module]] = []
@@ -72,8 +83,9 @@ class Fp8Core(PrecisionCore):
     @override
     def _prepare(self, module: nn.Module) -> None:
         self._refuse_float64(module)
-        store_parameters(module, self.param_dtype, self.keep_fp32)
+        # before parameters get their storage dtype, which may be wider: masters that are freed do not take it
         state = self._convert(module)
+        store_parameters(module, self.param_dtype, self.keep_fp32)
         if state is not None:
             self._add_state(state)
             self._not_run.append(weakref.ref(module))
@@ -101,22 +113,19 @@ class Fp8Core(PrecisionCore):
 
     def _convert_layers(self, module: nn.Module) -> ScalingState:
         asked = as_agreed_number(self.min_features) if self.min_features else None
-        plan = conversion_plan(module, self.recipe, self._not_converted, self.gemm, asked)
-        if not plan.converted:
-            state = carry_out(plan)
+        plan = conversion_plan(
+            module,
+            self.recipe,
+            self._not_converted,
+            self.gemm,
+            asked,
+            self.adapters or None,
+            self.frozen_weights,
+        )
+        was_plain = not plan.converted
+        state = carry_out_for_run(plan, selects=bool(self._not_converted or self.min_features or self.adapters))
+        if was_plain:
             rank_zero_info(f"fp8-delayed: {coverage(plan)}.")
-            return state
-        # Converted by the user or by an earlier run: it stays as it is, unless this plugin has other settings. Only the
-        # GEMM backend is always that of this run.
-        state = plan.state
-        if plan.recipe != state.recipe:
-            raise ValueError(
-                f"The model is already converted with {state.recipe}, but this plugin has {self.recipe}."
-                " Call `lightning_fp8.unconvert(model)` first; the scales then start from the beginning."
-            )
-        if self._not_converted or self.min_features:
-            return carry_out(plan)
-        give_settings((layer for _, layer in plan.converted), plan.settings)
         return state
 
     @property

@@ -10,6 +10,7 @@ from lightning.fabric.plugins.precision.precision import Precision
 from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_fp8.conversion.plan import converted
 from lightning_fp8.modules.base import Fp8Module
@@ -64,7 +65,9 @@ def warn_of_unsaved_scales(saved: Any) -> None:
 
 
 def warn_of_unloaded_scales(asked: Any, rest: Mapping[str, Any]) -> None:
-    """Warn, once, about scales in a checkpoint that ``fabric.load`` was not asked for.
+    """Warn, once, about scales that ``fabric.load`` does not load: not asked for, or not in the checkpoint.
+
+    A load without an optimizer needs none: it may be the beginning of a training.
 
     Args:
         asked: what ``fabric.load`` is given: a dictionary of models, optimizers and values.
@@ -72,7 +75,14 @@ def warn_of_unloaded_scales(asked: Any, rest: Mapping[str, Any]) -> None:
     """
     for key, states in _converted_models(asked):
         missing = [state for state in states if not _holds(asked, state)]
-        for name in [name for name, entry in rest.items() if any(_holds(entry, state) for state in missing)]:
+        found = [name for name, entry in rest.items() if any(_holds(entry, state) for state in missing)]
+        if missing and not found and any(isinstance(value, Optimizer) for value in asked.values()):
+            _warn_once(
+                f"fabric.load: the model under {key!r} has layers in FP8, but the checkpoint has no scales. They start"
+                " anew, so the first steps differ from those of an uninterrupted run. Save them with the model:"
+                f" `fabric.save(path, {{{key!r}: model, 'scaling': lightning_fp8.scaling_state(model), ...}})`."
+            )
+        for name in found:
             _warn_once(
                 f"fabric.load: the model under {key!r} has layers in FP8, and the checkpoint holds their scales under"
                 f" {name!r}, which were not asked for and are not loaded. Load them too:"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
 
 from lightning_fp8.dtypes.attention import DTYPE_MISMATCH
-from lightning_fp8.scaling.recipe import DelayedScaling
+from lightning_fp8.runtime.did_you_mean import closest
 
 PrecisionString = Literal["fp8-delayed", "bf16-mixed", "bf16-true"]
 GemmString = Literal["auto", "rawkernel", "cublaslt"]
@@ -17,13 +16,15 @@ PRECISIONS: tuple[PrecisionString, ...] = get_args(PrecisionString)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def as_recipe(recipe: Any) -> DelayedScaling | None:
-    """A recipe, from one or from a mapping of its fields."""
-    if isinstance(recipe, Mapping):
-        return DelayedScaling(**recipe)
-    if recipe is None or isinstance(recipe, DelayedScaling):
-        return recipe
-    raise TypeError(f"`recipe` must be a DelayedScaling or a mapping of its fields, got {recipe!r}.")
+def suggestion(precision: Any) -> str:
+    """The one of our precision strings that was probably meant, as a sentence after a space; else empty."""
+    if not isinstance(precision, str):
+        return ""
+    if precision.lower().startswith(("fp8", "float8")):
+        return " Did you mean 'fp8-delayed'?"
+    # with Lightning's own: what is closer to one of them is left to its message
+    found = closest(precision, (*PRECISIONS, "16-mixed", "16-true", "32-true", "64-true"))
+    return f" Did you mean {found!r}?" if found in PRECISIONS else ""
 
 
 def as_torch_dtype(argument: str, dtype: torch.dtype | str) -> torch.dtype:

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -27,6 +28,19 @@ class _TrainerPrecision(PrecisionCore, Precision):
     @override
     def convert_input(self, data: Any) -> Any:
         return as_dtype(data, torch.bfloat16) if self.precision == "bf16-true" else data
+
+    @override
+    def _clip_gradients(
+        self,
+        model: Any,
+        optimizer: Any,
+        clip_val: int | float | None = None,
+        gradient_clip_algorithm: GradClipAlgorithmType | None = None,
+    ) -> None:
+        # Lightning's clips only for its own LightningModule, and does nothing for that of `pytorch_lightning`
+        if model.automatic_optimization:
+            values: dict[str, Any] = {"gradient_clip_val": clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
+            call._call_lightning_module_hook(model.trainer, "configure_gradient_clipping", optimizer, **values)
 
 
 class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
@@ -86,7 +100,7 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     @property
     def _trainer(self) -> pl.Trainer | None:
         model = self._attention.models[-1]() if self._attention.models else None
-        return model._trainer if isinstance(model, pl.LightningModule) else None
+        return getattr(model, "_trainer", None)
 
     @contextmanager
     def _silent(self) -> Iterator[None]:
@@ -121,8 +135,8 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
             if state_dict:
                 raise ValueError(
                     f"The checkpoint has FP8 scales ({', '.join(list(state_dict)[:3])}, ...), but here no layer runs in"
-                    " FP8. Convert the same modules as in the run that saved it (`ignore_modules`, `min_features`), or"
-                    " load the weights only."
+                    " FP8. Convert the same modules as in the run that saved it (`ignore_modules`,"
+                    " `min_features`, `adapters`), or load the weights only."
                 )
             return
         self._states[0].load_state_dict(state_dict)
@@ -170,6 +184,12 @@ class Fp8Precision(_Fp8TrainerPrecision):
             process's GPU (``python -m lightning_fp8 tune --min-features`` measures), an estimate of 1024 if it was not
             measured, and 0 without a GPU. The size may differ between GPUs, and a checkpoint fits only the layers that
             were converted: to resume on another GPU, pass the number, which is logged.
+        adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too;
+            False leaves a model that was converted before as it is.
+        frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights of converted layers, one byte per parameter,
+            and frees their masters: for adapters on a frozen base. Checkpoints hold the rounded values. ``"master"``
+            keeps masters; None, the default, is that too, or for a converted model its current setting. See
+            :func:`lightning_fp8.convert`. Not under FSDP.
 
     Raises:
         ValueError: for an unsupported value, settings that contradict each other, a recipe field out of range; at

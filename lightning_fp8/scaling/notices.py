@@ -51,6 +51,14 @@ class Notices:
                 " checkpoint)`. A model that has not been trained gets them in training."
             )
 
+    def see_export_without_scales(self, state: ScalingState) -> None:
+        """``torch.export`` sees a cast, and there are no scales from training."""
+        self._say(
+            f"A model with FP8 layers ({_some(state.module_names)}) is exported without scales from training: the"
+            " program scales each batch by itself, so results depend on which samples are in it. Train the model, or"
+            " call `lightning_fp8.load_scales(model, checkpoint)`, before the export."
+        )
+
     def see_optimizer_step(self, state: ScalingState, optimizer: int) -> None:
         """An optimizer, by its ``id``, has changed weights of the model."""
         if not state.has_recorded:
@@ -61,7 +69,8 @@ class Notices:
                 f"A model with FP8 layers ({_some(state.module_names)}) has been trained for {_STEPS_WITHOUT_UPDATE}"
                 " optimizer steps, and nothing has updated its scales: they stay as they are, and larger values are"
                 ' clipped. Under a Trainer or Fabric use `precision="fp8-delayed"` and step the optimizers it gives'
-                " you (not those of `use_pl_optimizer=False`, none inside backward); in a loop of your own call"
+                " you (not those of `use_pl_optimizer=False`, none inside backward); give `transformers.Trainer` a"
+                " `lightning_fp8.integrations.Fp8Callback()`; in a loop of your own call"
                 " `lightning_fp8.scaling_state(model).update()` once per optimizer step, after backward."
             )
 

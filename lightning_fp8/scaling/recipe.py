@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any, Literal, TypeVar, get_args
 
 from lightning_fp8.ops.formats import E4M3, E5M2, Fp8Format, Role
+from lightning_fp8.runtime.did_you_mean import did_you_mean
 
 FormatChoice = Literal["HYBRID", "E4M3"]
 AmaxAlgorithm = Literal["max", "most_recent"]
+_T = TypeVar("_T")
 
 
+def _knows_its_fields(kind: type[_T]) -> type[_T]:
+    """Decorate a dataclass: a misspelt field gives an error that lists the right ones."""
+    init = kind.__init__
+
+    @wraps(init)
+    def checked(self: _T, *args: Any, **kwargs: Any) -> None:
+        known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(
+                    f"{kind.__name__} has no field {name!r}.{did_you_mean(str(name), known)} Its fields are"
+                    f" {', '.join(known)}."
+                )
+        init(self, *args, **kwargs)
+
+    setattr(kind, "__init__", checked)  # noqa: B010 mypy allows no other way
+    return kind
+
+
+@_knows_its_fields
 @dataclass(frozen=True)
 class DelayedScaling:
     """How scales follow the tensors: ``scale = FP8_MAX / (amax * 2**margin)``, with ``amax`` from past steps.
@@ -26,6 +50,7 @@ class DelayedScaling:
 
     Raises:
         ValueError: for an invalid field; the message has the field, the rule and the value.
+        TypeError: for a field of another name; the message has the right ones.
 
     >>> DelayedScaling(amax_history_len=16).amax_compute_algo
     'max'
@@ -60,6 +85,15 @@ class DelayedScaling:
     def format_of(self, role: Role) -> Fp8Format:
         """The FP8 format in which a tensor of this role is cast."""
         return E5M2 if role == "grad_output" and self.fp8_format == "HYBRID" else E4M3
+
+
+def as_recipe(recipe: Any) -> DelayedScaling | None:
+    """A recipe, from one or from a mapping of its fields."""
+    if isinstance(recipe, Mapping):
+        return DelayedScaling(**recipe)
+    if recipe is None or isinstance(recipe, DelayedScaling):
+        return recipe
+    raise TypeError(f"`recipe` must be a DelayedScaling or a mapping of its fields, got {recipe!r}.")
 
 
 def _is_int(value: Any) -> bool:

@@ -64,7 +64,7 @@ def _check_names(names: Sequence[str], entries: Mapping[str, Any], of_weights: S
             + _listing("In the model but not in the checkpoint", missing)
             + _listing("In the checkpoint but not in the model", unexpected)
             + " Convert the same modules as in the run that saved it (`ignore_modules`,"
-            " `min_features`), or load the weights only."
+            " `min_features`, `adapters`), or load the weights only."
         )
 
 

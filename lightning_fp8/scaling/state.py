@@ -214,6 +214,11 @@ class ScalingState(FormerNames):
         has_history = may_use_histories and (self._every_tensor_has_history or self.every_tensor_has_history)
         return self.amax if record else None, may_use_histories, has_history
 
+    def see_export(self) -> None:
+        """Called where a program is exported or traced, which has the scales as constants."""
+        if not self.has_scales:
+            self.notices.see_export_without_scales(self)
+
     def note_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
         """Store what the weight at ``index``, ``[1] int64``, was cast with; amax and scale ``[] float32``."""
         # through `.data`, as in `update`

@@ -232,4 +232,4 @@ def test_without_rich(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-3000:]
     lightnings, ours = run.stdout.strip().splitlines()
     assert "`RichProgressBar` requires `rich`" in lightnings
-    assert ours == 'Fp8RichProgressBar: needs `rich`, which is not installed. Run `pip install "lightning-fp8[cli]"`.'
+    assert ours == "Fp8RichProgressBar: needs `rich`, which is not installed. Run `pip install rich`."

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from small_models import small_mlp
 from torch import nn
 
-from lightning_fp8 import DelayedScaling, Fp8Linear, convert, describe, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8Precision, convert, describe, scaling_state, unconvert
 from lightning_fp8.runtime import device as fp8_device
 
 
@@ -188,3 +190,16 @@ def test_ignoring_a_module_ignores_all_that_is_inside() -> None:
     assert scaling_state(convert(model, ignore_modules=("encoder",))).module_names == ("head",)
     # a leading `*.` also matches at the top level
     assert scaling_state(convert(model, ignore_modules=("*.head",))).module_names == ("encoder.0.0", "encoder.0.2")
+
+
+@pytest.mark.parametrize("ignored", [[nn.LayerNorm], nn.LayerNorm, [nn.LayerNorm(4)]])
+@pytest.mark.parametrize("convert_with", [convert, lambda model, **kwargs: Fp8Precision(**kwargs)])
+def test_modules_are_ignored_by_path_and_the_error_says_how(ignored: Any, convert_with: Callable[..., Any]) -> None:
+    model = nn.ModuleDict({"body": small_mlp(), "head": nn.Linear(4, 2)})
+    with pytest.raises(TypeError, match=r"`ignore_modules` must be a sequence of patterns, got .*LayerNorm") as error:
+        convert_with(model, ignore_modules=ignored)
+    # what the message says to pass
+    expression = str(error.value).split("`")[-2]
+    paths = eval(expression, {"model": model, "Class": nn.Linear})
+    assert paths == ["body.0", "body.2", "head"]
+    assert scaling_state(convert(model, ignore_modules=paths[:2])).module_names == ("head",)

@@ -176,7 +176,7 @@ result["calls"] = calls
     for found in run(body, tmp_path, device=device):
         assert found["equal"]
         assert found["calls"] == ["gelu"]
-        of_layers = "feed-forward not fused: a linear layer is not converted, or is sharded by itself"
+        of_layers = "feed-forward not fused: a linear layer is not converted, has an adapter, or is sharded by itself"
         assert found["notes"] == [["feed-forward fused if its weights are gathered"], [of_layers]]
 
 

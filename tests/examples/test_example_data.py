@@ -49,7 +49,7 @@ def test_digits() -> None:
 
 def test_digits_need_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-fp8\[examples\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install scikit-learn"):
         Digits().setup("fit")
 
 

@@ -542,7 +542,7 @@ def test_describe_says_what_is_fused(block: str) -> None:
         ("a fallback of up", "a layer fell back"),
         ("another mode", "its layers differ in training mode"),
         ("dropout", "dropout between its layers"),
-        ("an adapter of gate", "a linear layer is not converted, or is sharded by itself"),
+        ("an adapter of gate", "a linear layer is not converted, has an adapter, or is sharded by itself"),
     ],
 )
 def test_describe_says_why_a_block_is_not_fused(case: str, reason: str) -> None:
@@ -559,7 +559,7 @@ def test_describe_follows_the_model() -> None:
     assert set(described(model.eval()).values()) == {"feed-forward fused"}
     partly = convert(vit(), ignore_modules=("fc2",))
     assert described(partly) == {
-        "fc1": "feed-forward not fused: a linear layer is not converted, or is sharded by itself"
+        "fc1": "feed-forward not fused: a linear layer is not converted, has an adapter, or is sharded by itself"
     }
     of_a_subclass = convert(SequentialOfAnotherKind(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
     assert set(described(of_a_subclass).values()) == {

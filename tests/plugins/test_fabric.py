@@ -196,6 +196,27 @@ def test_loads_that_leave_nothing_behind_say_nothing(tmp_path: Path) -> None:
     assert warned("fabric.load", loads) == []
 
 
+@pytest.mark.usefixtures("said_nothing_yet")
+def test_a_resumption_without_scales_says_so_once(tmp_path: Path) -> None:
+    runner = fabric(precision="fp8-delayed")
+    _, model, optimizer = trained(runner)
+    runner.save(tmp_path / "c.ckpt", {"net": model, "optimizer": optimizer})
+    fresh = seeded()
+    other, other_optimizer = runner.setup(fresh, fresh.configure_optimizers())
+
+    def load() -> None:
+        runner.load(tmp_path / "c.ckpt", {"net": other, "optimizer": other_optimizer})
+
+    (message,) = warned("fabric.load", load)
+    assert "the model under 'net' has layers in FP8, but the checkpoint has no scales" in message
+    assert "`fabric.save(path, {'net': model, 'scaling': lightning_fp8.scaling_state(model), ...})`" in message
+    assert warned("fabric.load", load) == []
+    # and is another run than that of a plain model
+    plain = unconvert(seeded())
+    asked = {"net": plain, "optimizer": torch.optim.AdamW(plain.parameters())}
+    assert warned("fabric.load", partial(runner.load, tmp_path / "c.ckpt", asked)) == []
+
+
 def test_all_of_a_scaling_state_is_restored(tmp_path: Path) -> None:
     """In the middle of an accumulation, with a layer that fell back and another that met inf."""
     runner = fabric(precision="fp8-delayed")
@@ -232,28 +253,38 @@ def sharded(model, mesh):
     return fully_shard(model, mesh=mesh["data_parallel"], mp_policy=fsdp2_policy())
 
 
-def set_up(seed_scales):
+def set_up():
     net = seeded()
     model = runner.setup(net)
-    optimizer = runner.setup_optimizers(torch.optim.AdamW(model.parameters()))
-    if seed_scales:
-        runner.backward(model(torch.ones(4, 32)).sum())
-        optimizer.step()
-    return net, model, optimizer
+    return net, model, runner.setup_optimizers(torch.optim.AdamW(model.parameters()))
+
+
+def train(model, optimizer, factor):
+    runner.backward(model(factor * torch.ones(4, 32)).square().sum())
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 strategy = ModelParallelStrategy(sharded, save_distributed_checkpoint={distributed})
 runner = lf.Fabric(accelerator="cpu", devices=2, strategy=strategy, precision="fp8-delayed")
 runner.launch()
-net, model, optimizer = set_up(True)
+net, model, optimizer = set_up()
+train(model, optimizer, 1)
 path = {path!r} + "/checkpoint"
 runner.save(path, {{"model": model, "optimizer": optimizer, "scaling": scaling_state(net)}})
-fresh, other, other_optimizer = set_up(False)
+fresh, other, other_optimizer = set_up()
 asked = {{"model": other, "optimizer": other_optimizer, "scaling": scaling_state(fresh)}}
 runner.load(path, asked)
 assert asked["scaling"] is scaling_state(fresh)
-torch.save([scaling_state(net).state_dict(), scaling_state(fresh).state_dict()],
-           {path!r} + f"/rank{{os.environ['RANK']}}.pt")
+found = [scaling_state(net).state_dict(), scaling_state(fresh).state_dict()]
+# and on from there
+for one in ((model, optimizer), (other, other_optimizer)):
+    train(*one, 2)
+    train(*one, 3)
+for one in (net, fresh):
+    found.append([parameter.to_local() for parameter in one.parameters()])
+    found.append(scaling_state(one).state_dict()["net.2.grad_output"])
+torch.save(found, {path!r} + f"/rank{{os.environ['RANK']}}.pt")
 """
 
 
@@ -263,11 +294,15 @@ def test_scales_in_a_checkpoint_of_shards(tmp_path: Path, distributed: bool) -> 
     run_script(SHARDED.format(path=str(tmp_path), distributed=distributed), tmp_path)
     assert (tmp_path / "checkpoint").is_dir() == distributed
     for rank in (0, 1):
-        saved, loaded = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
+        saved, loaded, *later = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
         assert saved["net.0.input"]["amax_history"].tolist() == [1.0]
         assert set(saved) == set(loaded)
         for name, entry in saved.items():
             assert all(torch.equal(value, loaded[name][field]) for field, value in entry.items())
+        whole, its_last, resumed, the_same = later
+        assert all(map(torch.equal, whole, resumed))
+        assert len(its_last["amax_history"]) == 3
+        assert torch.equal(its_last["amax_history"], the_same["amax_history"])
 
 
 class Mine(Precision):

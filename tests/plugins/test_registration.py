@@ -156,6 +156,28 @@ def test_unknown_string_fails_and_the_message_lists_ours(make: Any) -> None:
     assert "'bf16-mixed'" in str(error.value)
 
 
+@pytest.mark.parametrize("make", [trainer, lf.Fabric])
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [("fp8", "fp8-delayed"), ("fp8_delayed", "fp8-delayed"), ("FP8-delayed", "fp8-delayed"), ("bf16-mix", "bf16-mixed"),
+     ("bf16_true", "bf16-true"), ("float8", "fp8-delayed"), ("16-mix", None), ("int8", None), ("transformer", None),
+     (8, None)],
+)  # fmt: skip
+def test_a_misspelt_string_gets_the_right_one(make: Any, asked: Any, meant: str | None) -> None:
+    with pytest.raises(ValueError, match="is invalid") as error:
+        make(precision=asked)
+    lightnings, _, said = str(error.value).partition(" Did you mean ")
+    assert said == (f"{meant!r}?" if meant else "")
+    assert lightnings.startswith(f"Precision {asked!r} is invalid. Allowed precision values: (")
+    assert lightnings.endswith(")")
+
+
+def test_an_error_about_another_argument_stays_as_it_is() -> None:
+    with pytest.raises(ValueError, match="invalid strategy name") as error:
+        trainer(precision="fp8", strategy="nonsense")
+    assert "Did you mean" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("precision", "cls"),
     [("32-true", stock.Precision), ("16-true", stock.HalfPrecision), ("64-true", stock.DoublePrecision)],

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+import inspect
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
 
 import pytest
 
-from lightning_fp8 import DelayedScaling
+from lightning_fp8 import DelayedScaling, Fp8Precision
 from lightning_fp8.ops.formats import E4M3, E5M2
 
 
@@ -40,6 +42,32 @@ def test_bad_field_names_field_rule_and_value(field: str, value: object, rule: s
     assert f"`{field}`" in str(error.value)
     assert rule in str(error.value)
     assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [("margn", "margin"), ("amax_history", "amax_history_len"), ("scale", None), ("FP8_Format", "fp8_format")],
+)
+def test_another_field_names_the_right_ones(field: str, meant: str | None) -> None:
+    wanted = "margin, fp8_format, amax_history_len, amax_compute_algo, reduce_amax"
+
+    def by_name(given: dict[str, Any]) -> object:
+        return DelayedScaling(**given)
+
+    def by_mapping(given: dict[str, Any]) -> object:
+        return Fp8Precision(recipe=given)
+
+    for make in (by_name, by_mapping):
+        with pytest.raises(TypeError) as error:
+            make({field: 1, "margin": 2})
+        said = f" Did you mean {meant!r}?" if meant else ""
+        assert str(error.value) == f"DelayedScaling has no field {field!r}.{said} Its fields are {wanted}."
+
+
+def test_the_signature_stays_that_of_the_fields() -> None:
+    assert list(inspect.signature(DelayedScaling).parameters) == [field.name for field in fields(DelayedScaling)]
+    with pytest.raises(TypeError, match="takes from 1 to 6 positional arguments"):
+        DelayedScaling(0, "HYBRID", 1, "max", True, 7)  # type: ignore[call-arg]
 
 
 def test_formats_by_role() -> None:

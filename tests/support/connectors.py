@@ -16,9 +16,9 @@ def trainer(**kwargs: Any) -> pl.Trainer:
     return pl.Trainer(**{"devices": 1, **QUIET, **kwargs})
 
 
-def with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_cuda(monkeypatch: pytest.MonkeyPatch, packages: tuple[Any, ...] = (pl, lf)) -> None:
     """Enough of a GPU for connectors that refuse to build FSDP without one."""
-    for module in (pl.accelerators.CUDAAccelerator, lf.accelerators.CUDAAccelerator):
+    for module in (package.accelerators.CUDAAccelerator for package in packages):
         monkeypatch.setattr(module, "is_available", staticmethod(lambda: True))
         monkeypatch.setattr(module, "auto_device_count", staticmethod(lambda: 1))
         monkeypatch.setattr(module, "parse_devices", staticmethod(lambda devices: [0]))

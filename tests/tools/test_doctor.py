@@ -550,7 +550,7 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch, driver: int, extra: str) 
     without_cupy(monkeypatch)
     found = examine()
     assert (found.status, found.kernels) == (1, [])
-    assert [problem.do for problem in found.problems] == [f"pip install 'lightning-fp8[{extra}]'"]
+    assert [problem.do for problem in found.problems] == [f"pip install cupy-{extra}x"]
     assert "CuPy, which is not installed" in found.problems[0].what
     assert "pip install" not in found.problems[0].what
     row = fp8(found, "cuda:0")
@@ -576,9 +576,7 @@ def test_two_cupys(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     found = examine(compile=False)
     assert found.status == 1
-    assert found.problems[0].do == (
-        "pip uninstall -y cupy-cuda13x cupy-cuda12x, then pip install 'lightning-fp8[cuda13]'"
-    )
+    assert found.problems[0].do == ("pip uninstall -y cupy-cuda13x cupy-cuda12x, then pip install cupy-cuda13x")
 
 
 # --- versions and settings ---
@@ -631,7 +629,7 @@ def test_optional_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "package_version", lambda name: None if name == "plotly" else version(name))
     found = examine(compile=False)
     assert found.status == 0
-    assert value(found, "Versions", "plotly") == "not installed (optional: pip install 'lightning-fp8[report]')"
+    assert value(found, "Versions", "plotly") == "not installed (optional: pip install plotly)"
 
 
 @pytest.mark.parametrize(
@@ -725,9 +723,7 @@ def test_warnings_are_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_page() -> Diagnosis:
     section = diagnosis.Section("A title", ("what", "found"), (("a[b]", "word " * 40), ("/" + "x" * 200, "")))
-    problem = diagnosis.Problem(
-        1, "Something " * 20, "pip install 'lightning-fp8[cuda13]' and a line of quite some length"
-    )
+    problem = diagnosis.Problem(1, "Something " * 20, "pip install cupy-cuda13x and a line of quite some length")
     return Diagnosis(1, "It runs.", (problem,), (section,), ())
 
 
@@ -736,7 +732,7 @@ def test_width(width: int) -> None:
     lines = page.page(a_page(), width).splitlines()
     assert all(len(line) <= width for line in lines if "->" not in line)
     # whole, to be copied
-    assert "   -> pip install 'lightning-fp8[cuda13]' and a line of quite some length" in lines
+    assert "   -> pip install cupy-cuda13x and a line of quite some length" in lines
     assert any("a[b]" in line for line in lines)
     assert any("Status 1: It runs." in line for line in lines)
 

@@ -481,7 +481,7 @@ def test_without_plotly_it_says_what_to_install(tmp_path: Path) -> None:
     )
     ran = run_warm("-c", program)
     assert ran.returncode == 1
-    assert ran.stderr.strip().splitlines()[-1] == "A report needs plotly: pip install 'lightning-fp8[report]'"
+    assert ran.stderr.strip().splitlines()[-1] == "A report needs plotly: pip install plotly"
 
 
 def test_page_data_is_plain_json_with_numbers_that_are_not(tmp_path: Path) -> None:

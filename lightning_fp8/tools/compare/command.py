@@ -20,6 +20,7 @@ import torch
 import yaml
 
 from lightning_fp8.runtime.environment import environment
+from lightning_fp8.runtime.program import program
 from lightning_fp8.tools.arguments import positive
 from lightning_fp8.tools.compare import results
 from lightning_fp8.tools.compare.advice import advise
@@ -42,7 +43,16 @@ def main(arguments: Sequence[str]) -> None:
     if options.warmup >= steps:
         parser.error(f"--warmup must be smaller than the number of steps, {steps}, got {options.warmup}")
     folder = options.out or Path("runs", "compare", options.config[-1].stem)
-    fit = ["fit", *(part for path in options.config for part in ("--config", str(path))), *further]
+    unnamed = _without_class(options.config)
+    classes = {part: [f"--{part}", value] for part in ("model", "data") if (value := getattr(options, part))}
+    fit = [
+        "fit",
+        # a configuration without a class gives arguments to the class before it
+        *(word for part in unnamed for word in classes.get(part, [])),
+        *(word for path in options.config for word in ("--config", str(path))),
+        *(word for part, words in classes.items() if part not in unnamed for word in words),
+        *further,
+    ]
     about = {
         "suite": "compare",
         "case": ", ".join(map(str, options.config)),
@@ -51,7 +61,8 @@ def main(arguments: Sequence[str]) -> None:
     try:
         rows = _run_all(list(dict.fromkeys(options.precisions)), folder, steps, options.warmup, fit)
     except UsageError as error:
-        parser.exit(2, f"The configuration is refused:\n{error}\n")
+        advice = _how_to_adapt([part for part in unnamed if part not in classes])
+        parser.exit(2, f"The configuration is refused:\n{error}\n{advice}")
     except KeyboardInterrupt:
         parser.exit(130, f"\nStopped. What has run is in {folder}.\n")
     rows = [{**row, **about} for row in rows]
@@ -94,22 +105,45 @@ def _show(rows: list[dict[str, Any]], folder: Path) -> None:
         print(f"Callbacks left out: {', '.join(ran[0]['left_out'])}.")
     print(f"Written: {', '.join(map(str, written))}")
     if not find_spec("matplotlib"):
-        print("The plot needs matplotlib: pip install 'lightning-fp8[report]'")
+        print("The plot needs matplotlib: pip install matplotlib")
     if ran:
         folders = shlex.join(str(folder / row["variant"]) for row in ran)
         print(f"Everything the runs logged: python -m lightning_fp8 report {folders}")
+
+
+def _without_class(configs: Sequence[Path]) -> list[str]:
+    """The parts of a configuration that name no class, as for a ``LightningCLI`` with a model or data of its own."""
+    found = {part: [value for path in configs if (value := _read(path).get(part))] for part in ("model", "data")}
+    return [
+        part
+        for part, values in found.items()
+        if values and all(isinstance(value, dict) and "class_path" not in value for value in values)
+    ]
+
+
+def _how_to_adapt(unnamed: Sequence[str]) -> str:
+    return "".join(
+        f"`{part}` in the configuration names no class, as for a `LightningCLI` with one of its own. Name it:"
+        f" --{part} my_module.MyClass, from a module in the current folder or an installed one.\n"
+        for part in unnamed
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A configuration, as far as it can be read without the command line that checks it; `fit` says what is wrong."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _on_gpu(configs: Sequence[Path], further: Sequence[str]) -> bool:
     """Whether a GPU will be used, as far as it can be told without the command line that reads the configuration."""
     accelerator = "auto"
     for path in configs:
-        try:
-            trainer = yaml.safe_load(path.read_text(encoding="utf-8")).get("trainer") or {}
-            accelerator = trainer.get("accelerator", accelerator)
-        # `fit` says what is wrong with it
-        except (OSError, ValueError, AttributeError, yaml.YAMLError):
-            continue
+        trainer = _read(path).get("trainer")
+        accelerator = trainer.get("accelerator", accelerator) if isinstance(trainer, dict) else accelerator
     for position, part in enumerate(further):
         name, _, value = part.partition("=")
         if name == "--trainer.accelerator":
@@ -118,9 +152,12 @@ def _on_gpu(configs: Sequence[Path], further: Sequence[str]) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lightning_fp8 compare", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=f"{program()} compare", description=__doc__, allow_abbrev=False)
     files = "as for `fit`; may be given more than once: later files override earlier ones"
     parser.add_argument("-c", "--config", action="append", required=True, type=Path, metavar="FILE", help=files)
+    name = "class of the {}, where the configuration has only its arguments: my_module.MyClass"
+    parser.add_argument("--model", metavar="CLASS", help=name.format("model"))
+    parser.add_argument("--data", metavar="CLASS", help=name.format("data"))
     steps = f"optimizer steps, by default {STEPS_ON_GPU} on a GPU and {STEPS_ON_CPU} on the CPU"
     parser.add_argument("--steps", type=positive, metavar="N", help=steps)
     warmup = "how many of the first steps are not timed (%(default)s)"

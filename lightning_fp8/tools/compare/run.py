@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 from lightning.fabric.plugins.precision import Precision
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.loggers import CSVLogger
 
@@ -49,15 +49,7 @@ class CompareCLI(Fp8CLI):
         self.variant, self.folder, self.steps = variant, folder, steps
         self.measure = Measure(warmup)
         self.left_out: list[str] = []
-        super().__init__(
-            LightningModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            seed_everything_default=0,
-            save_config_callback=None,
-            args=args,
-        )
+        super().__init__(seed_everything_default=0, save_config_callback=None, args=args)
 
     def before_instantiate_classes(self) -> None:
         """Change the configuration to what is compared."""

@@ -15,14 +15,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _FOR_ALL = ("keep_fp32", "dtype_mismatch", "reduce_dtype")
 # dtypes too: the bf16 precisions are to be what their names say
-_FOR_FP8 = ("recipe", "ignore_modules", "param_dtype", "compute_dtype", "fp8_all_gather", "gemm", "min_features")
+_FOR_FP8 = (
+    "recipe",
+    "ignore_modules",
+    "param_dtype",
+    "compute_dtype",
+    "fp8_all_gather",
+    "gemm",
+    "min_features",
+    "adapters",
+)
 
 
 def plugin_settings(variant: str, own: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a variant's plugin, with those of the user's ``own`` that hold for it.
 
     ``keep_fp32``, ``dtype_mismatch`` and ``reduce_dtype`` hold for all; ``recipe``, ``ignore_modules``,
-    ``param_dtype``, ``compute_dtype``, ``fp8_all_gather``, ``gemm`` and ``min_features`` for ``fp8-delayed`` only.
+    ``param_dtype``, ``compute_dtype``, ``fp8_all_gather``, ``gemm``, ``min_features`` and ``adapters`` for
+    ``fp8-delayed`` only.
 
     >>> plugin_settings("bf16-true", {"keep_fp32": ["norm"], "ignore_modules": ["head"]})
     {'keep_fp32': ['norm']}

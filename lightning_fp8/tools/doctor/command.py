@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
+from lightning_fp8.runtime.program import program
 from lightning_fp8.tools.arguments import positive
 from lightning_fp8.tools.doctor.examination import LIMIT_S, examine
 from lightning_fp8.tools.doctor.kernel_checks import ARCHITECTURES
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m lightning_fp8 doctor",
+        prog=f"{program()} doctor",
         description=__doc__,
         epilog=_STATUSES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

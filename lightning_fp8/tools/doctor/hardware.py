@@ -33,7 +33,7 @@ def describe(findings: Diagnosis, devices: list[torch.device]) -> bool:
         findings.problem(
             SLOWER,
             f"CuPy is installed more than once ({', '.join(installed)}), and one overwrites the other's files.",
-            f"pip uninstall -y {' '.join(one.split()[0] for one in installed)}, then pip install {_extra(driver)}",
+            f"pip uninstall -y {' '.join(one.split()[0] for one in installed)}, then pip install {_cupy(driver)}",
         )
     ready, nvrtc = _toolchain(findings, bool(devices), bool(installed), driver)
     rows += [("NVRTC", nvrtc), ("compiled kernels", asked(partial(_compiled, nvrtc)))]
@@ -58,10 +58,10 @@ def _description(gpu: torch.device) -> str:
     return f"{torch.cuda.get_device_name(gpu)}, compute capability {major}.{minor}, {memory}"
 
 
-def _extra(driver: int) -> str:
-    """This package's extra with the CuPy for this driver, or without one for torch's CUDA."""
+def _cupy(driver: int) -> str:
+    """The CuPy for this driver, or without one for torch's CUDA."""
     built_for = int((torch.version.cuda or "13").split(".")[0])
-    return f"'lightning-fp8[cuda{'12' if (driver // 1000 or built_for) < 13 else '13'}]'"
+    return f"cupy-cuda{'12' if (driver // 1000 or built_for) < 13 else '13'}x"
 
 
 def _toolchain(findings: Diagnosis, has_gpu: bool, has_cupy: bool, driver: int) -> tuple[bool, str]:
@@ -73,7 +73,7 @@ def _toolchain(findings: Diagnosis, has_gpu: bool, has_cupy: bool, driver: int) 
         if not has_cupy and not has_gpu:
             return False, "not looked for: it is compiled through CuPy, which only a GPU needs"
         what, do = _parted(str(error))
-        findings.problem(SLOWER, what, do if has_cupy else f"pip install {_extra(driver)}")
+        findings.problem(SLOWER, what, do if has_cupy else f"pip install {_cupy(driver)}")
         return False, f"does not serve: {str(error).split('. ')[0]}"
     except Exception as error:
         findings.problem(SLOWER, f"CuPy or NVRTC is broken: {type(error).__name__}: {error}", _reinstall(driver))
@@ -82,7 +82,7 @@ def _toolchain(findings: Diagnosis, has_gpu: bool, has_cupy: bool, driver: int) 
 
 
 def _reinstall(driver: int) -> str:
-    return f"pip install --force-reinstall {_extra(driver)}"
+    return f"pip install --force-reinstall {_cupy(driver)}"
 
 
 def _parted(message: str) -> tuple[str, str]:

@@ -22,10 +22,10 @@ from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Diagnosis, Sect
 
 # how much it matters that one is too old
 _REQUIRED = {"torch": CANNOT, "lightning": SLOWER, "torchmetrics": SLOWER}
-_EXTRAS = {
-    **dict.fromkeys(("jsonargparse", "rich"), "cli"),
-    **dict.fromkeys(("plotly", "matplotlib"), "report"),
-    **{"safetensors": "export", "torchao": "bench"},
+# and how pip is asked for it
+_OPTIONAL = {
+    "jsonargparse": "'jsonargparse[signatures]'",
+    **{name: name for name in ("rich", "plotly", "matplotlib", "safetensors", "torchao")},
 }
 
 
@@ -49,9 +49,9 @@ def versions(findings: Diagnosis) -> None:
     for package in ("lightning", "torchmetrics"):
         rows.append((package, asked(partial(package_version, package))))
     rows.append(("precision strings", _registration(findings)))
-    for package, extra in _EXTRAS.items():
+    for package, wanted in _OPTIONAL.items():
         version = package_version(package)
-        rows.append((package, version or f"not installed (optional: pip install 'lightning-fp8[{extra}]')"))
+        rows.append((package, version or f"not installed (optional: pip install {wanted})"))
     findings.sections.append(Section("Versions", ("what", "found"), tuple(rows)))
     _check_requirements(findings)
 

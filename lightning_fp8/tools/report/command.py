@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from lightning_fp8.runtime.program import program
+
 _NEEDED = ("matplotlib", "plotly")
 
 
@@ -16,7 +18,7 @@ def main(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
-        sys.exit(f"A report needs {' and '.join(missing)}: pip install 'lightning-fp8[report]'")
+        sys.exit(f"A report needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     from lightning_fp8.tools.report.page import write_page
     from lightning_fp8.tools.report.pictures import write_pictures
     from lightning_fp8.tools.report.runs import ReadError, read_runs
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lightning_fp8 report", description=__doc__)
+    parser = argparse.ArgumentParser(prog=f"{program()} report", description=__doc__)
     parser.add_argument(
         "runs",
         nargs="+",

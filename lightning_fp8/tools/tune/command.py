@@ -27,6 +27,7 @@ from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.runtime.device import MIN_CAPABILITY, check_device
 from lightning_fp8.runtime.environment import environment, gpu_environment
+from lightning_fp8.runtime.program import program
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.arguments import positive
 from lightning_fp8.tools.tables import aligned
@@ -177,7 +178,7 @@ def _check_folder(path: Path, is_asked_for: bool) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_fp8 tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"{program()} tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group()
     sizes = (

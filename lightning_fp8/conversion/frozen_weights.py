@@ -1,0 +1,91 @@
+"""Which frozen weights of a model are kept in FP8 only, and why others keep their masters."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.frozen_layers import free_masters, replace_parameter, what_was_rounded
+from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.runtime.warn_once import warn_once
+
+
+def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
+    """Keep only the FP8 cast of all frozen weights of converted layers for which nothing speaks against it.
+
+    Args:
+        modules: all modules of the model.
+    """
+    uses = _uses(modules)
+    layers = list(_layers(modules))
+    for layer in layers:
+        for rows, weight in layer.gemms():
+            rows.fp8_only = _reason_against(weight, uses) is None
+            if isinstance(weight, FrozenWeight) and not weight.is_fp8:
+                weight.content.take(weight.dequantized(), rounds=True)
+        free_masters(layer)
+    if not any(rows.fp8_only for layer in layers for rows in layer.fp8.values()):
+        warn_once(
+            "`frozen_weights='fp8'` has no effect: no converted layer has a frozen weight of its own. Freeze the base"
+            " (`requires_grad_(False)`) before it is converted; `describe(model)` has the reason for each layer."
+        )
+
+
+def restore_masters(layers: Iterable[Fp8Module]) -> None:
+    """Give a master, with rounded values, to each weight that is kept in FP8 only. A warning says so."""
+    layers = list(layers)
+    rounded = what_was_rounded(weight for layer in layers for _, weight in layer.gemms())
+    if rounded is not None:
+        warnings.warn(f"{rounded}. They have masters again, which hold the rounded values.", stacklevel=2)
+    for layer in layers:
+        for rows, weight in layer.gemms():
+            rows.fp8_only = False
+            if isinstance(weight, FrozenWeight):
+                plain = nn.Parameter(weight.dequantized().contiguous(), requires_grad=False)
+                replace_parameter(layer, weight, plain)
+                rows.note_sharding(plain)
+
+
+def notes_on_weights(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    """For each converted layer of a model with ``frozen_weights="fp8"``, what became of its weights."""
+    uses = _uses(modules)
+    return {
+        layer: ", ".join(dict.fromkeys(_note(weight, uses) for _, weight in layer.gemms()))
+        for layer in _layers(modules)
+        if layer.settings.frozen_weights == "fp8"
+    }
+
+
+def _note(weight: Tensor, uses: Counter[int]) -> str:
+    if isinstance(weight, FrozenWeight):
+        return "weight in FP8 only" if weight.is_fp8 else "weight changed in place, in FP8 only after `convert`"
+    reason = _reason_against(weight, uses)
+    if reason is None and weight.is_meta:
+        return "weight in FP8 only once it is loaded"
+    return f"weight keeps its master: it {reason or 'is new or not finite, so call `convert` again'}"
+
+
+def _reason_against(weight: Tensor, uses: Counter[int]) -> str | None:
+    if isinstance(weight, DTensor):
+        return "is sharded"
+    if not isinstance(weight, nn.Parameter):
+        return "is computed"
+    if weight.dim() > 2:
+        return "holds the weights of several experts"
+    if weight.requires_grad:
+        return "is trained"
+    return "is tied" if uses[id(weight)] > 1 else None
+
+
+def _uses(modules: Sequence[nn.Module]) -> Counter[int]:
+    """How many modules hold each parameter, by its ``id``."""
+    return Counter(id(one) for module in dict.fromkeys(modules) for one in module._parameters.values())
+
+
+def _layers(modules: Sequence[nn.Module]) -> Iterator[Fp8Module]:
+    return (module for module in dict.fromkeys(modules) if isinstance(module, Fp8Module))

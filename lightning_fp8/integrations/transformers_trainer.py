@@ -1,0 +1,166 @@
+"""A callback that trains in FP8 with ``transformers.Trainer``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from lightning_fp8.conversion.checkpoint_scales import SCALES, as_text, scales_of_callback, scales_of_callbacks
+from lightning_fp8.conversion.convert import carry_out_for_run
+from lightning_fp8.conversion.min_features import MinFeatures, as_agreed_number, check_min_features
+from lightning_fp8.conversion.plan import conversion_plan
+from lightning_fp8.modules.all_gather import note_sharded_weights
+from lightning_fp8.modules.frozen_content import FrozenWeights, check_frozen_weights
+from lightning_fp8.modules.paths import as_patterns
+from lightning_fp8.ops.cuda.gemm_choice import check_gemm
+from lightning_fp8.scaling.recipe import DelayedScaling, as_recipe
+from lightning_fp8.scaling.state import ScalingState
+
+try:
+    from transformers.trainer_callback import ExportableState, TrainerCallback
+except ImportError as error:
+    raise ImportError("Fp8Callback is for `transformers.Trainer`: `pip install 'transformers[torch]'`.") from error
+if not hasattr(TrainerCallback, "on_pre_optimizer_step"):
+    # without this event nothing would update the scales
+    raise ImportError("Fp8Callback needs a newer transformers: `pip install --upgrade 'transformers[torch]'`.")
+
+
+class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Trains in FP8 with ``transformers.Trainer``: ``Trainer(model, args, callbacks=[Fp8Callback()])``.
+
+    It converts the model when the Trainer is made, before it is wrapped or compiled, and updates the scales once per
+    optimizer step, after backward. Each checkpoint holds the scales, in its ``trainer_state.json``; a resumed run and
+    ``load_best_model_at_end`` load them with the weights. What does not run in FP8 has the dtypes that the Trainer's
+    arguments ask for: ``bf16=True`` is usual.
+
+    Args:
+        recipe: as of :func:`lightning_fp8.convert`, or a mapping of its fields.
+        ignore_modules: as of ``convert``. A model that is converted already keeps its layers, unless this argument,
+            ``min_features`` or ``adapters`` chooses some.
+        gemm: as of ``convert``.
+        min_features: as of ``convert``.
+        adapters: as of ``convert``.
+        frozen_weights: as of ``convert``.
+
+    Raises:
+        ImportError: at the import, without transformers.
+        ValueError: for an invalid argument; in the Trainer, see :func:`lightning_fp8.convert`, and for DeepSpeed,
+            ``nn.DataParallel``, ``mixed_precision="fp8"``, and a checkpoint with the scales of another model.
+        RuntimeError: in training, if anything else updates the scales too, such as a second ``Fp8Callback``.
+    """
+
+    def __init__(
+        self,
+        recipe: DelayedScaling | Mapping[str, Any] | None = None,
+        ignore_modules: Sequence[str] = (),
+        gemm: str | None = None,
+        min_features: MinFeatures | None = None,
+        adapters: bool | None = None,
+        frozen_weights: FrozenWeights | None = None,
+    ) -> None:
+        check_frozen_weights(frozen_weights)
+        if gemm is not None:
+            check_gemm(gemm)
+        if min_features is not None:
+            check_min_features(min_features)
+        self.recipe = as_recipe(recipe)
+        self.ignore_modules = as_patterns(ignore_modules, "ignore_modules")
+        self.gemm = gemm
+        self.min_features = min_features
+        self.adapters = adapters
+        self.frozen_weights = frozen_weights
+        self._scaling: ScalingState | None = None
+        # so many updates of the scales were made before this optimizer step
+        self._updates = 0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds: the arguments of this callback, and the scales, if there are any."""
+        args = {
+            "recipe": None if self.recipe is None else asdict(self.recipe),
+            "ignore_modules": list(self.ignore_modules),
+            "gemm": self.gemm,
+            "min_features": self.min_features,
+            "adapters": self.adapters,
+            "frozen_weights": self.frozen_weights,
+        }
+        scaling = self._scaling
+        return {"args": args, "attributes": {SCALES: as_text(scaling)} if scaling is not None else {}}
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Convert the model."""
+        _refuse(args)
+        self._convert(kwargs["model"])
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Convert a model that the Trainer has made since, and load the scales of the checkpoint that it resumes."""
+        scaling = self._convert(kwargs["model"])
+        note_sharded_weights(kwargs["model"])
+        # of a step that an earlier call of `train` abandoned: its gradients are dropped too
+        scaling.discard()
+        self._updates = scaling.updates
+        # the Trainer requires an entry, which a checkpoint of a run without this callback lacks
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, {})
+        if state.global_step > 0:
+            _load(scaling, scales_of_callback(saved), f"The checkpoint of step {state.global_step}")
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Update the scales."""
+        scaling = self._scaling
+        if scaling is None or scaling.updates != self._updates:
+            raise RuntimeError(
+                "Fp8Callback: the scales of this model have been updated by something else too, but each optimizer step"
+                " has one update. Remove the second `Fp8Callback`, or the call of `scaling_state(model).update()`."
+            )
+        scaling.update()
+        self._updates = scaling.updates
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Load the scales of the best checkpoint, whose weights the Trainer has just loaded."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None and self._scaling is not None:
+            scales = scales_of_callbacks(state.best_model_checkpoint).get(type(self).__name__)
+            _load(self._scaling, scales, state.best_model_checkpoint)
+
+    def _convert(self, model: nn.Module) -> ScalingState:
+        least = None if self.min_features is None else as_agreed_number(self.min_features)
+        plan = conversion_plan(
+            model, self.recipe, self.ignore_modules, self.gemm, least, self.adapters, self.frozen_weights
+        )
+        selects = bool(self.ignore_modules) or self.min_features is not None or self.adapters is not None
+        self._scaling = carry_out_for_run(plan, selects)
+        return self._scaling
+
+
+def _load(scaling: ScalingState, scales: Any, checkpoint: str) -> None:
+    """Load the scales of a checkpoint whose weights the Trainer has loaded."""
+    if scales is not None:
+        scaling.load_state_dict(scales)
+        return
+    warnings.warn(
+        f"Fp8Callback: {checkpoint} has weights but no FP8 scales. They start anew, so the first steps differ from"
+        " those of an uninterrupted run, and an evaluation before them scales each batch by itself. Checkpoints have"
+        " them if `Fp8Callback` was among the callbacks of the run that saved them.",
+        stacklevel=2,
+    )
+
+
+def _refuse(args: Any) -> None:
+    """ValueError for what cannot run with this callback."""
+    if args.mixed_precision == "fp8":
+        raise ValueError(
+            'Fp8Callback: accelerate\'s own `mixed_precision="fp8"` would convert the layers a second time. Choose'
+            ' "bf16" (`bf16=True`), or leave out this callback.'
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"Fp8Callback does not run under `nn.DataParallel`, which the Trainer uses for {args.n_gpu} GPUs in one"
+            " process. Start one process for each GPU, with `torchrun` or `accelerate launch`."
+        )
+    if args.deepspeed_plugin is not None:
+        raise ValueError(
+            "Fp8Callback does not run under DeepSpeed, which has its own optimizer and precision. Use DDP, or leave out"
+            " this callback."
+        )

@@ -1,0 +1,126 @@
+"""Layers whose frozen weights are kept as FP8 casts only: their use in a forward, and how they are saved."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.modules.frozen_weight import FrozenWeight, frozen
+from lightning_fp8.ops.formats import E4M3
+from lightning_fp8.ops.operand import Fp8Operand
+from lightning_fp8.ops.reference import scale_of_current
+
+if TYPE_CHECKING:
+    from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+
+
+def frozen_operand(rows: Fp8Rows, weight: FrozenWeight, record: bool) -> tuple[Tensor, Fp8Operand]:
+    """``[N, K]`` for autograd, and the operand of the GEMMs. Does in the state what a cast does, after each change."""
+    if not torch.compiler.is_compiling():
+        _see(rows, weight, record)
+    operand = Fp8Operand(*weight.operand_payloads(), weight.scale_inv, rows.formats["weight"])
+    return weight.place_in_graph(), operand
+
+
+def _see(rows: Fp8Rows, weight: FrozenWeight, record: bool) -> None:
+    state = rows.state
+    if rows.frozen_seen is not weight.scale_inv:
+        rows.frozen_seen = weight.scale_inv
+        _note(rows, weight)
+        state.see_weight_cast(state.row_of(rows.module, "weight"), float(weight.largest), record)
+    elif not record:
+        state.weight_changes.see_reuse(rows.module)
+
+
+def _note(rows: Fp8Rows, weight: FrozenWeight) -> None:
+    # the scale itself: that of `scale_inv` may differ in the last bit
+    rows.state.note_weight(rows.index["weight"], weight.largest, scale_of_current(weight.largest, E4M3))
+
+
+def with_master(rows: Fp8Rows, weight: Tensor) -> Tensor:
+    """A weight that was to be kept in FP8 only and is not, as a plain tensor. Warns once for each model."""
+    if not (torch.compiler.is_compiling() or rows.group.told_master or weight.requires_grad):
+        rows.group.told_master = True
+        is_changed = isinstance(weight, FrozenWeight)
+        what = "changed in place, as by merging an adapter" if is_changed else "replaced, as by `fully_shard`"
+        warnings.warn(
+            f"The weight of {rows.name!r} was to be kept in FP8 only and has been {what}, or is not finite. It, and any"
+            f" other to which this happens, has {weight.dtype} values again, with their memory. To round whole weights"
+            " to FP8 again, call `lightning_fp8.convert(model, frozen_weights='fp8')`.",
+            stacklevel=2,
+        )
+    return weight.dequantized() if isinstance(weight, FrozenWeight) else weight
+
+
+def free_masters(layer: Fp8Module) -> None:
+    """Keep only the FP8 cast of each frozen weight that is to be kept so, and has a master."""
+    for rows, weight in layer.gemms():
+        made = frozen(weight, rows.name, rows.k_by_n) if rows.fp8_only else None
+        if made is not None:
+            replace_parameter(layer, weight, made)
+            rows.note_sharding(made)
+    for rows, weight in layer.gemms():
+        if isinstance(weight, FrozenWeight) and weight.is_fp8:
+            # compiled code does not
+            _note(rows, weight)
+
+
+def save_values(layer: Fp8Module, saved: dict[str, Any], prefix: str) -> None:
+    """Replace the layer's FP8 parameters in a ``state_dict`` by their values. Warns once for each model."""
+    held = frozen_parameters(layer)
+    for name, weight in held.items():
+        saved[f"{prefix}{name}"] = weight.dequantized()
+    group = next(iter(layer.fp8.values())).group
+    rounded = what_was_rounded(rows.weight for rows in group.members) if held and not group.told_rounding else None
+    if rounded is not None:
+        group.told_rounding = True
+        warnings.warn(
+            f"state_dict: {rounded}. It holds the rounded values, in the dtypes of the masters. Where that is not what"
+            " you want, save the adapters only, or convert with `frozen_weights='master'`.",
+            stacklevel=2,
+        )
+
+
+def frozen_parameters(layer: nn.Module) -> dict[str, FrozenWeight]:
+    """The FP8 parameters that a layer holds itself, by name."""
+    own: dict[str, Any] = layer._parameters
+    return {name: weight for name, weight in own.items() if isinstance(weight, FrozenWeight)}
+
+
+@contextmanager
+def frozen_parameters_apart(layer: nn.Module) -> Iterator[dict[str, FrozenWeight]]:
+    """Without them in the layer: ``nn.Module._apply`` would replace their ``.data``, or swap them."""
+    held = frozen_parameters(layer)
+    layer._parameters.update(dict.fromkeys(held))
+    try:
+        yield held
+    finally:
+        layer._parameters.update(cast(dict[str, nn.Parameter], held))
+
+
+def replace_parameter(layer: nn.Module, former: Tensor, new: nn.Parameter) -> None:
+    """Put another parameter in the place of one of the layer's own."""
+    for name, parameter in layer._parameters.items():
+        if parameter is former:
+            layer._parameters[name] = new
+
+
+def what_was_rounded(weights: Iterable[Tensor | None]) -> str | None:
+    """How many of these weights are rounded to FP8 and by how much; None if none is."""
+    errors = {
+        weight.content.name: weight.content.error
+        for weight in weights
+        if isinstance(weight, FrozenWeight) and weight.is_fp8 and weight.content.error > 0
+    }
+    if not errors:
+        return None
+    worst = max(errors, key=errors.__getitem__)
+    return (
+        f"{len(errors)} frozen weights are rounded to FP8 (`frozen_weights='fp8'`): relative RMS error"
+        f" {errors[worst]:.2%} at most, in {worst!r}"
+    )

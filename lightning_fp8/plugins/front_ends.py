@@ -1,0 +1,226 @@
+"""The front ends of Lightning that take a precision: the Trainer and Fabric, each under both of its names.
+
+Lightning is published twice, from one source: as ``lightning``, and as ``pytorch_lightning`` with ``lightning_fabric``.
+The classes of the two are different ones. What :mod:`lightning_fp8.plugins.registration` replaces is listed here, once
+for both names.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, Literal, NamedTuple, get_args
+
+from torch import nn
+
+from lightning_fp8.plugins.core import PrecisionCore
+from lightning_fp8.plugins.fabric import FABRIC_FSDP_PLUGINS, FABRIC_PLUGINS
+from lightning_fp8.plugins.notices import (
+    warn_of_fabric,
+    warn_of_trainer,
+    warn_of_unloaded_scales,
+    warn_of_unsaved_scales,
+)
+from lightning_fp8.plugins.settings import suggestion
+from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
+from lightning_fp8.scaling.state import ScalingState
+
+# a module of the package, the path of a value in it, and what makes the new value of the old one
+_Place = tuple[str, str, Callable[[Any], Any]]
+
+# the precision strings for which our plugins are made; `register` sets them
+ours: set[str] = set()
+
+
+class FrontEnd(NamedTuple):
+    """The names that differ between the Trainer and Fabric, and our plugins for each.
+
+    Attributes:
+        name: of the class.
+        package: that has the class.
+        connector: the module and the class that make the plugin.
+        string_attribute: of the connector: the precision string that the user passed.
+        plugin_attribute: of the connector: the plugin that the user passed.
+        foreign_strategies: classes of strategies that have their own precision.
+        plugins: ours, by precision string.
+        fsdp_plugins: ours under ``FSDPStrategy``.
+        further_places: what is replaced besides the connector's methods.
+    """
+
+    name: str
+    package: str
+    connector: tuple[str, str]
+    string_attribute: str
+    plugin_attribute: str
+    foreign_strategies: tuple[str, ...]
+    plugins: Mapping[str, type[Any]]
+    fsdp_plugins: Mapping[str, type[Any]]
+    further_places: tuple[_Place, ...]
+
+    def missing(self) -> list[str]:
+        """The places that this version of the package lacks."""
+        return [f"`{self.package}.{path}`" for path, found, *_ in self._found() if not found]
+
+    def replacements(self) -> list[tuple[Any, str, Any, Any]]:
+        """Owner, name, old value and new value of each place; none may be missing."""
+        return [(owner, name, old, make(old)) for _, old, owner, name, make in self._found()]
+
+    def _found(self) -> Iterator[tuple[str, Any, Any, str, Callable[[Any], Any]]]:
+        module, connector = self.connector
+        places: tuple[_Place, ...] = (
+            (module, f"{connector}._check_and_init_precision", functools.partial(_plugin_maker, self)),
+            (module, f"{connector}._check_config_and_set_final_flags", _suggesting),
+            *self.further_places,
+        )
+        for module, path, make in places:
+            *owners, name = path.split(".")
+            owner: Any = _module(f"{self.package}.{module}".removesuffix("."))
+            for part in owners:
+                # what is annotated is the function inside of its decorators
+                owner = getattr(inspect.unwrap(owner), part, None)
+            old = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
+            yield f"{module}.{path}".removeprefix("."), old, owner, name, make
+
+
+def _module(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        return None
+
+
+def _suggesting(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def _check_config_and_set_final_flags(connector: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(connector, *args, **kwargs)
+        except ValueError as error:
+            precision = inspect.signature(original).bind(connector, *args, **kwargs).arguments["precision"]
+            # not where the error is about another argument
+            if not str(error).startswith(f"Precision {precision!r}"):
+                raise
+            raise ValueError(f"{error}{suggestion(precision)}") from None
+
+    return _check_config_and_set_final_flags
+
+
+def _with_fp8(strings: Any) -> Any:
+    return Literal[(*get_args(strings), "fp8-delayed")]
+
+
+def _or_fp8(annotation: Any) -> Any:
+    return annotation | Literal["fp8-delayed"]
+
+
+def _saying_at_setup(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(original)
+    def setup_precision_plugin(strategy: Any) -> None:
+        # by now the plugin has converted the model
+        original(strategy)
+        if strategy.lightning_module is not None:
+            warn_of_trainer(strategy.lightning_module, strategy.precision_plugin)
+
+    return setup_precision_plugin
+
+
+def _saying_at_fabric_setup(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def setup(fabric: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        made = original(fabric, module, *args, **kwargs)
+        warn_of_fabric(module, fabric.strategy.precision)
+        return made
+
+    return setup
+
+
+def _saying_at_save(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def save(fabric: Any, path: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+        warn_of_unsaved_scales(state)
+        original(fabric, path, state, *args, **kwargs)
+
+    return save
+
+
+def _saying_at_load(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(original)
+    def load(fabric: Any, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        asked = dict(state) if isinstance(state, Mapping) else {}
+        rest = original(fabric, path, state, *args, **kwargs)
+        for key, value in asked.items():
+            # Strategies that load sharded checkpoints replace an object that is not a model with what was saved.
+            if isinstance(value, ScalingState) and state[key] is not value:
+                value.load_state_dict(state[key])
+                state[key] = value
+        warn_of_unloaded_scales(state, rest)
+        return rest
+
+    return load
+
+
+def _plugin_maker(front_end: FrontEnd, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    strategies = import_module(f"{front_end.package}.strategies")
+    # a Lightning version without one of them cannot use it
+    foreign = tuple(getattr(strategies, name) for name in front_end.foreign_strategies if hasattr(strategies, name))
+
+    def _check_and_init_precision(connector: Any) -> Any:
+        strategy = connector.strategy
+        plugin, string = getattr(connector, front_end.plugin_attribute), getattr(connector, front_end.string_attribute)
+        if isinstance(plugin, PrecisionCore):
+            string = plugin.precision
+        elif plugin is not None or string not in ours:
+            return original(connector)
+        if isinstance(strategy, foreign):
+            if string == "fp8-delayed" or plugin is not None:
+                raise ValueError(
+                    f"`precision={string!r}` by lightning_fp8 does not run under {type(strategy).__name__}, which"
+                    " has its own precision. Use a single-device, DDP, FSDP or ModelParallel strategy, or, with this"
+                    f' one, `{front_end.name}(precision="bf16-mixed")`.'
+                )
+            return original(connector)
+        is_fsdp = isinstance(strategy, strategies.FSDPStrategy)
+        wanted = (front_end.fsdp_plugins if is_fsdp else front_end.plugins)[string]
+        if plugin is None:
+            return wanted()
+        # A plugin made for the other front end, or for another strategy: only its settings are used.
+        return plugin if isinstance(plugin, wanted) else wanted(**plugin.settings)
+
+    return _check_and_init_precision
+
+
+_TRAINER = FrontEnd(
+    "Trainer",
+    "lightning.pytorch",
+    ("trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
+    "_precision_flag",
+    "_precision_plugin_flag",
+    ("SingleDeviceXLAStrategy", "XLAStrategy", "DeepSpeedStrategy"),
+    PLUGINS,
+    FSDP_PLUGINS,
+    (
+        ("", "Trainer.__init__.__annotations__.precision", _or_fp8),
+        ("strategies", "Strategy.setup_precision_plugin", _saying_at_setup),
+    ),
+)
+_FABRIC = FrontEnd(
+    "Fabric",
+    "lightning.fabric",
+    ("connector", "_Connector"),
+    "_precision_input",
+    "_precision_instance",
+    ("SingleDeviceXLAStrategy", "XLAStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"),
+    FABRIC_PLUGINS,
+    FABRIC_FSDP_PLUGINS,
+    (
+        ("connector", "_PRECISION_INPUT_STR", _with_fp8),
+        ("", "Fabric.setup", _saying_at_fabric_setup),
+        ("", "Fabric.setup_module", _saying_at_fabric_setup),
+        ("", "Fabric.save", _saying_at_save),
+        ("", "Fabric.load", _saying_at_load),
+    ),
+)
+FRONT_ENDS = (_FABRIC, _TRAINER)
+# the same under the other name
+MIRRORS = (_FABRIC._replace(package="lightning_fabric"), _TRAINER._replace(package="pytorch_lightning"))

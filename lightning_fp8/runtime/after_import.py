@@ -1,0 +1,62 @@
+"""Calls a function after a module has been imported, without importing the module itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def after_import(name: str, action: Callable[[], None]) -> Callable[[], None]:
+    """Call ``action`` now if the module ``name`` has been imported, else as soon as it has; returns what cancels this.
+
+    Python has no other place to learn of an import: the module may be imported at any time, and importing it here
+    would cost every user its time and memory.
+    """
+    if name in sys.modules:
+        action()
+        return lambda: None
+    finder = _Finder(name, action)
+    sys.meta_path.insert(0, finder)
+    return finder.remove
+
+
+class _Finder(MetaPathFinder):
+    """Lets the other finders find the module, and makes its loader call the action, once."""
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name, self._action = name, action
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        # a namespace package has no loader that runs anything
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            self._call_after(spec.loader)
+        return spec
+
+    def _call_after(self, loader: Any) -> None:
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            # the loader stays with the module, and may run it again
+            loader.exec_module = run
+            run(module)
+            # no longer there if it was cancelled; a loader of many modules may have been asked for a spec only
+            if module.__name__ == self._name and self in sys.meta_path:
+                self.remove()
+                self._action()
+
+        loader.exec_module = exec_module

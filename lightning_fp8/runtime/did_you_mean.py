@@ -1,0 +1,27 @@
+"""What a misspelt word was probably meant to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def closest(word: str, words: Iterable[str]) -> str | None:
+    """The word that differs from this one by case, ``_`` for ``-`` or a few letters; None if there is none.
+
+    >>> closest("FP8_delyed", ["bf16-mixed", "fp8-delayed"])
+    'fp8-delayed'
+    """
+    plain = {_plain(known): known for known in words}
+    found = get_close_matches(_plain(word), plain, n=1, cutoff=0.75)
+    return plain[found[0]] if found else None
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """The same as a sentence after a space; empty if there is none."""
+    found = closest(word, words)
+    return f" Did you mean {found!r}?" if found else ""
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("_", "-")

@@ -1,0 +1,216 @@
+"""Which experts run in FP8, and which do not and why; routers stay out; training and export of a whole model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from experts import FORMS, WIDTH, experts, mixtral, token_batch
+from lit import make_trainer
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader
+from transformer_models import HuggingFace
+from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+from lightning_fp8 import Fp8Linear, convert, describe, export, load_exported, scaling_state
+from lightning_fp8.conversion.coverage import coverage
+from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
+
+ROUTER = "a router: rounded to FP8, its outputs would choose other experts"
+
+
+class Holder(nn.Module):
+    """A model with experts and other layers."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+
+def reasons(model: nn.Module, **settings: Any) -> dict[str, str]:
+    """By path, with ``fp8`` for what is converted."""
+    return {row.path: ("fp8 " if row.converted else "") + row.reason for row in describe(model, **settings)}
+
+
+def test_describe_names_experts_and_routers() -> None:
+    model = mixtral()
+    found = reasons(model)
+    assert found["model.layers.1.mlp.experts"] == "not converted yet: call `convert`"
+    assert found["model.layers.1.mlp.gate"] == ROUTER
+    found = reasons(convert(model))
+    assert found["model.layers.1.mlp.experts"] == "fp8 converted, 4 experts, 32 -> 128 and 64 -> 32"
+    assert found["model.layers.1.mlp.gate"] == ROUTER
+    assert len(found) == 13
+    # 64 -> 32 is the smaller of the two
+    assert "32 -> 128" in reasons(model, min_features=33)["model.layers.1.mlp.experts"]
+    ignored = ("*.layers.0.mlp.experts",)
+    found = reasons(convert(model, ignore_modules=ignored), ignore_modules=ignored)
+    assert found["model.layers.0.mlp.experts"] == "matches `ignore_modules`"
+    assert found["model.layers.1.mlp.experts"].startswith("fp8")
+    names = scaling_state(model).names
+    assert "model.layers.1.mlp.experts.gate_up_proj.3.input" in names
+    assert not any("layers.0.mlp.experts" in name or ".gate." in name for name in names)
+
+
+def left_out(kind: str) -> nn.Module:
+    """Experts that cannot run in FP8."""
+    config = SimpleNamespace(
+        intermediate_size=24, num_local_experts=4, moe_num_experts=4, hidden_size=WIDTH, swiglu_alpha=1.7,
+        swiglu_limit=7.0, hidden_act="silu", _experts_implementation="eager",
+    )  # fmt: skip
+    if kind in ("gpt-oss", "aria"):
+        return (GptOssExperts if kind == "gpt-oss" else AriaExperts)(config)
+    layer = experts()
+    if kind == "of another class":
+
+        class Experts(FORMS["gate"]):  # type: ignore[misc]
+            def forward(self, *given: Tensor) -> Tensor:
+                return super().forward(*given) * 2
+
+        layer.__class__ = Experts
+    elif kind == "distributed":
+        layer._is_expert_parallel = True
+    elif kind == "replaced":
+        layer.forward = layer.forward
+    elif kind == "parametrized":
+        parametrize.register_parametrization(layer, "down_proj", nn.Tanh())
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (
+            "gpt-oss",
+            "experts with biases and weights stored as [E, K, N]; only those with weights [E, N, K] and without biases"
+            " are converted",
+        ),
+        (
+            "aria",
+            "experts with weights stored as [E, K, N]; only those with weights [E, N, K] and without biases are"
+            " converted",
+        ),
+        ("of another class", "the class Experts has a `forward` of its own"),
+        ("distributed", "experts that are distributed over processes"),
+        ("replaced", "its `forward` was replaced on the object, and a conversion by class would have no effect"),
+        ("parametrized", "is parametrized: its weight is computed at each forward"),
+    ],
+)
+def test_left_out_with_the_reason_and_their_share(kind: str, reason: str) -> None:
+    model = Holder(head=nn.Linear(WIDTH, WIDTH, bias=False), experts=left_out(kind))
+    before = type(model.experts)
+    assert reasons(convert(model)) == {"head": "fp8 converted, 32 -> 32", "experts": reason}
+    assert type(model.experts) is before
+    of_experts = sum(parameter.numel() for parameter in model.experts.parameters())
+    share = f"{of_experts / (of_experts + WIDTH**2):.0%}"
+    assert coverage(conversion_plan(model)) == (
+        "1 of 2 linear layers run in FP8, with"
+        f" {WIDTH**2 / (of_experts + WIDTH**2):.0%} of the parameters; the largest others: experts ({share})"
+    )
+    with pytest.raises(NothingToConvertError, match=r"\(root\) .*Experts\): "):
+        convert(left_out(kind))
+
+
+def test_a_subclass_with_the_forward_of_transformers_is_converted() -> None:
+    class Experts(FORMS["gate"]):  # type: ignore[misc]
+        pass
+
+    layer = experts()
+    layer.__class__ = Experts
+    assert type(convert(layer)).__name__ == "Fp8Experts"
+    assert isinstance(layer, Experts)
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"experts.gate_up_proj is torch.float64"):
+        convert(Holder(experts=experts().double()))
+
+
+def test_stacks_of_other_modules_are_named_with_what_to_do() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 8, 16))
+
+    found = reasons(Holder(stack=Stack(), head=nn.Linear(16, 16)))
+    assert found["stack.weight"] == (
+        "[4, 8, 16] parameter of Stack: no layer known here multiplies with it; as one `nn.Linear` for each of its"
+        " matrices it could run in FP8"
+    )
+
+
+def test_linear_layers_that_route_stay_out() -> None:
+    def mlp() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    model = nn.ModuleDict(
+        {
+            "of linear layers": Holder(gate=nn.Linear(16, 4), experts=nn.ModuleList(mlp() for _ in range(4))),
+            "of transformers": Holder(router=Holder(proj=nn.Linear(WIDTH, 4), out=nn.Linear(16, 8)), experts=experts()),
+            "another size": Holder(gate=nn.Linear(16, 32), experts=nn.ModuleList(mlp() for _ in range(4))),
+            "no experts": Holder(gate=nn.Linear(16, 4), up=nn.Linear(16, 4)),
+            "another name": Holder(gate=nn.Linear(16, 4), experts=nn.Linear(16, 4)),
+        }
+    )
+    left = {path for path, reason in reasons(convert(model)).items() if reason == ROUTER}
+    assert left == {"of linear layers.gate", "of transformers.router.proj"}
+    linear = {path for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    assert {path for path in linear if not isinstance(model.get_submodule(path), Fp8Linear)} == left
+    # converted by an earlier version, or before the experts were added
+    early = Holder(gate=nn.Linear(16, 4), other=nn.Linear(16, 4))
+    convert(early).experts = nn.ModuleList(mlp() for _ in range(4))
+    assert type(convert(early).gate) is nn.Linear
+
+
+def test_experts_added_later_leave_the_scales_of_others() -> None:
+    model = convert(mixtral(), ignore_modules=("*.experts",))
+    model(**token_batch()).loss.backward()
+    scaling_state(model).update()
+    before = scaling_state(model).state_dict()
+    convert(model)
+    after = scaling_state(model).state_dict()
+    assert len(after) == len(before) + 2 * 2 * 2 * 4
+    assert all(torch.equal(after[name]["amax_history"], before[name]["amax_history"]) for name in before)
+
+
+def fitted(path: Path, model: nn.Module, steps: int, ckpt_path: str | None = None) -> tuple[Any, Any]:
+    module = HuggingFace(model)
+    trainer = make_trainer(path, max_steps=steps, max_epochs=-1, limit_val_batches=0)
+    trainer.fit(module, DataLoader([token_batch()], batch_size=None), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def test_the_trainer_trains_and_resumes(tmp_path: Path) -> None:
+    whole, _ = fitted(tmp_path, mixtral(), 4)
+    _, trainer = fitted(tmp_path, mixtral(), 2)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    resumed, _ = fitted(tmp_path, mixtral(), 4, str(tmp_path / "two.ckpt"))
+    assert not whole.bad_gradients
+    assert resumed.losses == whole.losses[2:]
+    states = [scaling_state(module) for module in (whole, resumed)]
+    assert torch.equal(states[0].scale, states[1].scale)
+    assert any("experts" in name for name in states[0].names)
+
+
+def test_exports_write_experts_as_they_are_and_say_so(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    model = convert(mixtral())
+    for seed in range(2):
+        model(**token_batch(seed)).loss.backward()
+        scaling_state(model).update()
+    with pytest.warns(UserWarning, match=r"2 layers of experts \(model.layers.0.mlp.experts, ...\) are written as"):
+        export(model, tmp_path)
+    other = load_exported(mixtral(), tmp_path)
+    assert type(other.model.layers[0].mlp.experts) is FORMS["gate"]
+    assert type(other.model.layers[0].self_attn.q_proj) is Fp8Linear
+    assert torch.equal(other.model.layers[1].mlp.experts.down_proj, model.model.layers[1].mlp.experts.down_proj)
+    plain = convert(copy.deepcopy(model), ignore_modules=("*.experts",)).eval()
+    with torch.no_grad():
+        assert torch.equal(other(**token_batch()).logits, plain(**token_batch()).logits)

@@ -1,0 +1,404 @@
+"""Adapters of the real ``peft``: the layers that they adapt run in FP8, and everything else is as on a plain model."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from adapted_models import ORDERS, adapted, adapter_layers, base, base_layers, step
+from lit import make_trainer, same
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_fp8 import Fp8Precision, convert, describe, load_scales, scaling_state, unconvert
+from lightning_fp8.conversion.coverage import coverage
+from lightning_fp8.conversion.plan import conversion_plan
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.ops import basic
+
+CONVERTED = ORDERS[:2]
+KINDS = {"lora": {}, "dora": {"use_dora": True}}
+every_model = pytest.mark.parametrize("name", ["llama", "gpt2"])
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_order = pytest.mark.parametrize("order", CONVERTED)
+
+
+def is_fp8(layers: list[nn.Module]) -> set[bool]:
+    return {isinstance(layer, Fp8Module) for layer in layers}
+
+
+# --- which layers ---
+
+
+@every_model
+@every_order
+def test_adapters_stay_out_unless_requested(name: str, order: str) -> None:
+    model, _ = adapted(name, order)
+    assert (is_fp8(base_layers(model)), is_fp8(adapter_layers(model))) == ({True}, {False})
+    rows = {row.path: row for row in describe(model)}
+    small = {path for path, layer in model.named_modules() if layer in adapter_layers(model)}
+    assert {path for path, row in rows.items() if not row.converted} == small
+    assert {rows[path].reason for path in small} == {
+        "belongs to an adapter of PEFT: pass `adapters=True` to convert it"
+    }
+    total = sum(p.numel() for p in model.parameters())
+    share = sum(p.numel() for layer in model.modules() if isinstance(layer, Fp8Module) for p in layer.parameters())
+    layers = len(rows) - len(small)
+    assert coverage(conversion_plan(model)) == (
+        f"{layers} of {layers} linear layers run in FP8, with {share / total:.0%} of the parameters;"
+        f" {len(small)} layers of adapters do not (`adapters=True` converts them)"
+    )
+    convert(model, adapters=True)
+    assert is_fp8(adapter_layers(model)) == {True}
+    assert "of adapters" not in coverage(conversion_plan(model))
+    # the setting of the model, until another one is requested
+    convert(model, min_features=1)
+    assert is_fp8(adapter_layers(model)) == {True}
+    convert(model, adapters=False)
+    assert (is_fp8(base_layers(model)), is_fp8(adapter_layers(model))) == ({True}, {False})
+    unconvert(model)
+    assert is_fp8(list(model.modules())) == {False}
+
+
+def test_a_module_is_no_adapter_by_its_name() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer, self.lora_A = nn.Linear(32, 32), nn.ModuleDict({"default": nn.Linear(32, 4)})
+
+    assert is_fp8([*convert(Layer()).lora_A.values()]) == {True}
+
+
+@pytest.mark.parametrize("requested", [False, True])
+def test_a_plugin_converts_them_on_request(requested: bool) -> None:
+    for order in ("converted first", "plain"):
+        model, _ = adapted("llama", order)
+        Fp8Precision(adapters=requested).convert_module(model)
+        assert is_fp8(adapter_layers(model)) == {requested}
+        # False leaves a model as it is
+        for other in (Fp8Precision(), Fp8Precision(min_features=1)):
+            other.convert_module(model)
+            assert is_fp8(adapter_layers(convert(model))) == {requested}
+
+
+def test_scales_of_converted_adapters_fit_only_converted_adapters() -> None:
+    model, batch = adapted("llama", "plain")
+    step(convert(model, adapters=True), batch)
+    saved = {"scaling": scaling_state(model).state_dict()}
+    fresh, _ = adapted("llama", "plain")
+    with pytest.raises(ValueError, match=r"lora_A.*`ignore_modules`, `min_features`, `adapters`"):
+        load_scales(fresh, saved)
+    assert is_fp8(list(fresh.modules())) == {False}
+    load_scales(convert(fresh, adapters=True), saved)
+    assert torch.equal(scaling_state(fresh).amax_history, scaling_state(model).amax_history)
+
+
+# --- the numbers ---
+
+
+@every_model
+@every_kind
+def test_both_orders_train_alike(name: str, kind: str) -> None:
+    models = [adapted(name, order, **KINDS[kind]) for order in CONVERTED]
+    runs = [[step(model, batch) for _ in range(2)] for model, batch in models]
+    for one, other in zip(*runs, strict=True):
+        assert all(map(torch.equal, one, other))
+    (one, _), (other, _) = models
+    # the path at the time of the conversion
+    assert scaling_state(one).module_names != scaling_state(other).module_names
+    assert torch.equal(scaling_state(one).scale, scaling_state(other).scale)
+    assert torch.equal(scaling_state(one).amax_history, scaling_state(other).amax_history)
+    scales = scaling_state(one).scale.clone()
+    assert scaling_state(convert(one)).module_names == scaling_state(other).module_names
+    assert torch.equal(scaling_state(one).scale, scales)
+
+
+@every_order
+def test_an_adapter_computes_what_it_does_on_a_plain_layer(order: str) -> None:
+    model, _ = adapted("llama", order, r=3, lora_alpha=5)
+    layer: Any = model.base_model.model.model.layers[0].self_attn.q_proj
+    x, dy = torch.randn(6, 32, requires_grad=True), torch.randn(6, 32)
+    alone = copy.deepcopy(layer.base_layer)
+    y = layer(x)
+    y.backward(dy)
+    a, b = (part.default.weight.detach().requires_grad_() for part in (layer.lora_A, layer.lora_B))
+    x_alone = x.detach().clone().requires_grad_()
+    expected = alone(x_alone) + F.linear(F.linear(x_alone, a), b) * (5 / 3)
+    expected.backward(dy)
+    assert torch.equal(y, expected)
+    assert torch.equal(layer.lora_A.default.weight.grad, a.grad)
+    assert torch.equal(layer.lora_B.default.weight.grad, b.grad)
+    assert torch.equal(x.grad, x_alone.grad)
+    plain = F.linear(x, alone.weight) + F.linear(F.linear(x, a), b) * (5 / 3)
+    assert 0 < (y - plain).norm() < 0.1 * plain.norm()
+
+
+@every_order
+def test_the_input_of_adapted_layers_is_cast_once(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    casts: Counter[str] = Counter()
+    original = basic.cast
+
+    def counting(x: Tensor, slot: Any, *rest: Any) -> Any:
+        if slot.state is not None:
+            casts[slot.state.names[int(slot.index)].rpartition(".layers.")[2]] += 1
+        return original(x, slot, *rest)
+
+    monkeypatch.setattr(basic, "cast", counting)
+    model, batch = adapted("llama", order)
+    step(model, batch)
+    parts = [name.replace(".base_layer", "") for name in casts if name.startswith("0.") and name.endswith(".input")]
+    # of seven layers: k and v take that of q, and up that of gate
+    assert parts == [
+        f"0.{part}.input" for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+    ]
+    assert set(casts.values()) == {1}
+    reasons = {row.path.rpartition(".layers.")[2]: row.reason for row in describe(model)}
+    assert "shares its input with" in reasons["0.self_attn.v_proj.base_layer"]
+    assert (
+        "feed-forward not fused: a linear layer is not converted, has an adapter"
+        in reasons["0.mlp.gate_proj.base_layer"]
+    )
+
+
+def test_an_adapter_that_changes_the_input_shares_none() -> None:
+    model, _ = base("llama")
+    kinds = {"target_modules": ["q_proj", "v_proj"], "feedforward_modules": ["q_proj", "v_proj"]}
+    convert(get_peft_model(model, IA3Config(**kinds)))
+    assert {row.path.rpartition(".")[2] for row in describe(model) if "shares its input" in row.reason} == {"up_proj"}
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_nothing_is_kept_or_computed_for_a_frozen_weight(frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(32, 64))
+    made = get_peft_model(model, LoraConfig(r=4, target_modules=["0"], init_lora_weights=False))  # type: ignore[arg-type]
+    layer = convert(made).base_model.model[0].base_layer
+    if not frozen:
+        layer.weight.requires_grad_()
+    found: list[tuple[torch.dtype, tuple[int, ...]]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 2 and tensor.numel():
+            found.append((tensor.dtype, tuple(tensor.shape)))
+        return tensor
+
+    x = torch.randn(24, 32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(x)
+    # the weight by columns, for dgrad, and for wgrad the input by columns
+    assert sorted(shape for dtype, shape in found if dtype == torch.uint8) == [(32, 24), (32, 64)][frozen:]
+    with FlopCounterMode(display=False) as flops:
+        y.sum().backward()
+    assert flops.get_total_flops() == 2 * 24 * 64 * 32 * (2 - frozen)
+    assert (layer.weight.grad is None) == frozen
+    assert x.grad is not None
+
+
+# --- what PEFT does with a model ---
+
+
+@every_model
+@every_kind
+@every_order
+@pytest.mark.parametrize("safe_merge", [False, True])
+def test_merged_weights_are_those_of_a_plain_model(name: str, kind: str, order: str, safe_merge: bool) -> None:
+    model, batch = adapted(name, order, **KINDS[kind])
+    plain, _ = adapted(name, "plain", **KINDS[kind])
+    step(model, batch)
+    merged, expected = (one.merge_and_unload(safe_merge=safe_merge) for one in (model, plain))
+    found, wanted = merged.state_dict(), expected.state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    before = base(name)[0].state_dict()
+    assert any(not torch.equal(found[key], before[key]) for key in wanted)
+    # the whole model in FP8 again, by its own names, and with the scales that it had
+    scales = scaling_state(merged).scale.clone()
+    convert(merged)
+    assert scaling_state(merged).module_names == scaling_state(convert(expected)).module_names
+    assert torch.equal(scaling_state(merged).scale, scales)
+    assert [row.reason for row in describe(merged)] == [row.reason for row in describe(expected)]
+    with torch.no_grad():
+        assert merged(**batch).loss.isfinite()
+
+
+@every_model
+@every_kind
+@every_order
+def test_training_after_a_merge_sees_the_merged_weights(name: str, kind: str, order: str) -> None:
+    model, batch = adapted(name, order, **KINDS[kind])
+    plain, _ = adapted(name, "plain", **KINDS[kind])
+    step(model, batch)
+    for change in ("merge_adapter", "unmerge_adapter"):
+        # in training mode, where the casts of frozen weights are kept
+        for one in (model, plain):
+            getattr(one, change)()
+        loss = model(**batch).loss
+        state = scaling_state(model)
+        layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Fp8Module)}
+        for path, layer in layers.items():
+            row = state.row_of(layer.fp8[""].module, "weight")
+            assert state.scale[row] == torch.tensor(448.0) / plain.get_submodule(path).weight.abs().max()
+        # a copy begins with casts of its own
+        assert torch.equal(loss, copy.deepcopy(model)(**batch).loss)
+        assert abs(loss - plain(**batch).loss) < 0.05 * loss
+
+
+@every_model
+@every_kind
+@every_order
+def test_disabled_adapters_leave_the_converted_model(name: str, kind: str, order: str) -> None:
+    alone, batch = base(name)
+    convert(alone).eval()
+    model, _ = adapted(name, order, **KINDS[kind])
+    model.eval()
+    with torch.no_grad():
+        expected = alone(**batch).logits
+        assert not torch.equal(model(**batch).logits, expected)
+        with model.disable_adapter():
+            assert torch.equal(model(**batch).logits, expected)
+        model.merge_adapter()
+        # which PEFT takes out of the weights again, with a rounding of its own
+        with model.disable_adapter():
+            torch.testing.assert_close(model(**batch).logits, expected, rtol=0.05, atol=0.02)
+
+
+@every_model
+@every_kind
+@every_order
+def test_saved_adapters_are_those_of_a_plain_model(name: str, kind: str, order: str, tmp_path: Path) -> None:
+    made = {order: adapted(name, order, **KINDS[kind])[0] for order in (order, "plain")}
+    for order_of_one, model in made.items():
+        model.save_pretrained(tmp_path / order_of_one)
+    files = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / order).iterdir())
+    found, wanted = (load_file(tmp_path / one / "adapter_model.safetensors") for one in (order, "plain"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert len({(tmp_path / one / "adapter_config.json").read_text() for one in made}) == 1
+    # into a converted model
+    model, batch = base(name)
+    loaded = PeftModel.from_pretrained(convert(model), tmp_path / "plain").eval()
+    assert is_fp8(adapter_layers(loaded)) == {False}
+    with torch.no_grad():
+        assert torch.equal(loaded(**batch).logits, made[order].eval()(**batch).logits)
+
+
+def test_copies_of_whole_layers_are_joined_by_another_conversion() -> None:
+    model, batch = adapted("llama", "converted first", modules_to_save=["lm_head"])
+    with pytest.raises(ValueError, match=r"parts with 2 scaling states. Call `lightning_fp8.convert` on the whole"):
+        scaling_state(model)
+    step(convert(model), batch)
+    heads = [row for row in describe(model) if "lm_head" in row.path]
+    assert [row.converted for row in heads] == [True, True]
+
+
+@pytest.mark.parametrize("requested", [False, True])
+def test_attention_of_torch(requested: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    results = []
+    x = torch.randn(2, 5, 32)
+    for order in ORDERS:
+        torch.manual_seed(3)
+        model: Any = Block()
+        if order == "converted first":
+            convert(model, adapters=requested)
+        torch.manual_seed(4)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["attention"], init_lora_weights=False))  # type: ignore[arg-type]
+        if order == "adapted first":
+            convert(model, adapters=requested)
+            assert {row.path for row in describe(model) if row.converted} >= {
+                "base_model.model.attention.base_layer",
+                "base_model.model.attention.base_layer.out_proj.base_layer",
+            }
+        y = model(x)
+        y.sum().backward()
+        results.append([y, *(p.grad for p in model.parameters() if p.grad is not None)])
+    first, second, plain = results
+    assert all(map(torch.equal, first, second))
+    assert all((one - other).norm() < 0.15 * other.norm() for one, other in zip(first, plain, strict=True))
+
+
+# --- in a Trainer ---
+
+
+class Tuned(pl.LightningModule):
+    def __init__(self, order: str, requested: bool = False) -> None:
+        super().__init__()
+        self.net, self.batch = adapted("llama", order, lora_dropout=0.1)
+        if requested:
+            convert(self.net, adapters=True)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(**{name: tensor[batch] for name, tensor in self.batch.items()}).loss
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def batches() -> DataLoader[int]:
+    return DataLoader(range(4), batch_size=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_resumed_run_equals_the_whole_one(order: str, tmp_path: Path) -> None:
+    def run(model: Tuned, epochs: int, **resume: Any) -> pl.Trainer:
+        torch.manual_seed(5 + epochs)
+        trainer = make_trainer(tmp_path, max_epochs=epochs)
+        trainer.fit(model, batches(), **resume)
+        return trainer
+
+    whole, stopped, resumed = (Tuned(order) for _ in range(3))
+    for part in (whole, stopped, resumed):
+        for module in part.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    run(whole, 3)
+    run(stopped, 2).save_checkpoint(tmp_path / "half.ckpt")
+    run(resumed, 3, ckpt_path=tmp_path / "half.ckpt")
+    assert torch.equal(torch.stack(whole.losses[4:]), torch.stack(resumed.losses))
+    assert same(whole, resumed)
+    assert is_fp8(adapter_layers(resumed)) == {False}
+    plain, _ = adapted("llama", "plain")
+    frozen = {name: p for name, p in plain.named_parameters() if not p.requires_grad}
+    trained = dict(resumed.net.named_parameters())
+    assert frozen
+    assert all(torch.equal(trained[name], p) for name, p in frozen.items())
+    assert all(not torch.equal(trained[name], p) for name, p in plain.named_parameters() if p.requires_grad)
+
+
+def test_compiled() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    settings = {"r": 4, "target_modules": ["0", "2"], "init_lora_weights": False}
+    eager = convert(get_peft_model(model, LoraConfig(**settings)))  # type: ignore[arg-type]
+    compiled = copy.deepcopy(eager)
+    call: Any = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        x = torch.randn(24, 32)
+        results = [run(x) for run in (eager, call)]
+        assert torch.equal(*results)
+        for y, one in zip(results, (eager, compiled), strict=True):
+            one.zero_grad()
+            y.square().sum().backward()
+            scaling_state(one).update()
+    assert torch.equal(scaling_state(eager).scale, scaling_state(compiled).scale)
+    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad) if p.grad is not None else q.grad is None

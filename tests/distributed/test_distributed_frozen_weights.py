@@ -1,0 +1,81 @@
+"""Frozen weights that are kept in FP8 only, in real processes: DDP broadcasts them, and shards have masters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import run_processes
+
+pytestmark = pytest.mark.slow
+
+COMMON = """
+import warnings
+from torch.nn.parallel import DistributedDataParallel
+
+
+def make(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8))
+    model[:3].requires_grad_(False)
+    return model
+
+
+"""
+
+DDP = """
+def train(how):
+    # the base of rank 0 is broadcast
+    model = convert(make(rank), frozen_weights=how)
+    run, optimizer, losses = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        loss = run(torch.randn(8, 32)).square().mean()
+        loss.backward()
+        scaling_state(model).update()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
+(_, result["master"]), (model, result["fp8"]) = train("master"), train("fp8")
+result["payloads"] = [model[at].weight.payload for at in (0, 2)]
+result["of rank 0"] = [convert(make(0), frozen_weights="fp8")[at].weight.payload for at in (0, 2)]
+"""
+
+FULLY_SHARD = """
+from torch.distributed.fsdp import fully_shard
+from lightning_fp8 import describe
+model = convert(make(0), frozen_weights="fp8")
+expected = model(torch.ones(4, 32)).detach()
+for layer in (model[0], model[2], model):
+    fully_shard(layer)
+result["described"] = describe(model)[0].reason
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    result["same"] = torch.equal(model(torch.ones(4, 32)).detach(), expected)
+    sharded = make(0)
+    fully_shard(sharded)
+    convert(sharded, frozen_weights="fp8")
+result["told"] = [str(one.message) for one in told if "FP8 only" in str(one.message) or "fp8'" in str(one.message)]
+"""
+
+
+def test_ddp(tmp_path: Path) -> None:
+    ranks = run_processes(COMMON + DDP, tmp_path)
+    for rank in ranks:
+        assert rank["fp8"] == rank["master"]
+        assert len(rank["fp8"]) == 3
+        for payload, expected in zip(rank["payloads"], rank["of rank 0"], strict=True):
+            assert payload.equal(expected)
+    assert ranks[0]["fp8"] != ranks[1]["fp8"]
+
+
+def test_fully_shard_makes_masters_and_says_so(tmp_path: Path) -> None:
+    for rank in run_processes(COMMON + FULLY_SHARD, tmp_path):
+        assert rank["same"]
+        assert rank["described"].endswith("weight keeps its master: it is sharded")
+        replaced, no_effect = rank["told"]
+        assert "The weight of '0' was to be kept in FP8 only and has been replaced, as by `fully_shard`" in replaced
+        assert no_effect.startswith("`frozen_weights='fp8'` has no effect")

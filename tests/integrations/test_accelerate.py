@@ -1,0 +1,176 @@
+"""A loop of one's own with the real Accelerate: the three lines that FP8 needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import AORecipeKwargs
+from lit import dataset, same, seeded, warned
+from processes import run_script
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_fp8 import convert, scaling_state
+from lightning_fp8.runtime.warn_once import warn_once
+
+
+@pytest.fixture(autouse=True)
+def _own_state() -> Iterator[None]:
+    """Accelerate keeps one precision per process."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+class Run:
+    """A model and everything that a checkpoint of Accelerate holds."""
+
+    def __init__(self, precision: str = "bf16", accumulate: int = 1, scale: float = 1.0) -> None:
+        self.runner = accelerate.Accelerator(
+            cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulate
+        )
+        self.plain = seeded().net
+        with torch.no_grad():
+            self.plain[0].weight.mul_(scale)
+        optimizer = torch.optim.AdamW(convert(self.plain).parameters(), lr=1e-2)
+        data = DataLoader(dataset(), batch_size=8)
+        self.model, self.optimizer, self.data = self.runner.prepare(self.plain, optimizer, data)
+        self.runner.register_for_checkpointing(scaling_state(self.model))
+
+    def train(self) -> None:
+        for x, y in self.data:
+            with self.runner.accumulate(self.model):
+                self.runner.backward(nn.functional.mse_loss(self.model(x), y))
+                if self.runner.sync_gradients:
+                    scaling_state(self.model).update()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+
+def by_hand(bf16: bool, accumulate: int) -> nn.Module:
+    model = convert(seeded().net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for index, (x, y) in enumerate(DataLoader(dataset(), batch_size=8)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+            found = model(x)
+        (nn.functional.mse_loss(found.float(), y) / accumulate).backward()
+        if (index + 1) % accumulate == 0:
+            scaling_state(model).update()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize(("precision", "accumulate"), [("bf16", 1), ("bf16", 2), ("no", 4)])
+def test_the_loop_equals_one_by_hand(precision: str, accumulate: int) -> None:
+    run = Run(precision, accumulate)
+    run.train()
+    assert same(run.plain, by_hand(precision == "bf16", accumulate))
+    state = scaling_state(run.plain)
+    assert (state.amax_history > 0).sum(0).tolist() == [8 // accumulate] * 4
+    # `prepare` has wrapped the forward of the same object
+    assert run.model is run.plain
+    unwrapped = run.runner.unwrap_model(run.model, keep_fp32_wrapper=False)
+    assert unwrapped is run.plain
+    assert scaling_state(unwrapped) is state
+    assert unwrapped.forward.__func__ is type(unwrapped).forward
+
+
+def test_a_resumed_run_is_exact(tmp_path: Path) -> None:
+    whole = Run(accumulate=2)
+    whole.train()
+    whole.runner.save_state(str(tmp_path / "half"))
+    whole.train()
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    resumed = Run(accumulate=2, scale=3.0)
+    assert not torch.equal(resumed.plain[0].weight, whole.plain[0].weight)
+    resumed.runner.load_state(str(tmp_path / "half"))
+    resumed.train()
+    assert same(resumed.plain, whole.plain)
+    assert scaling_state(resumed.plain).updates == 4
+    # the scales are plain values
+    saved = torch.load(tmp_path / "half" / "custom_checkpoint_0.pkl", weights_only=True)
+    assert set(saved) == {"0.input", "0.grad_output", "2.input", "2.grad_output"}
+
+
+def test_scales_of_another_conversion_are_refused(tmp_path: Path) -> None:
+    run = Run()
+    run.train()
+    run.runner.save_state(str(tmp_path / "state"))
+    other = accelerate.Accelerator(cpu=True)
+    model = other.prepare(convert(seeded().net, ignore_modules=["2"]))
+    other.register_for_checkpointing(scaling_state(model))
+    with pytest.raises(ValueError, match=r"does not fit this model.*but not in the model: 2.input, 2.grad_output"):
+        other.load_state(str(tmp_path / "state"))
+
+
+def test_a_forgotten_update_is_said_once() -> None:
+    run = Run()
+
+    def train() -> None:
+        for x, y in run.data:
+            run.runner.backward(nn.functional.mse_loss(run.model(x), y))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    (message,) = warned("lightning_fp8", train)
+    assert "nothing has updated its scales" in message
+
+
+def test_the_fp8_of_accelerate_is_said_once() -> None:
+    """Its `prepare` replaces layers, converted ones too, by those of torchao."""
+    runner = accelerate.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32) for _ in range(4)]
+    model, _ = runner.prepare(convert(nn.Sequential(*layers)), torch.optim.SGD(layers[0].parameters()))
+    warn_once.cache_clear()
+    (message,) = warned(
+        "2 layers (1, 2) run in the FP8 of another library", lambda: [scaling_state(model) for _ in range(2)]
+    )
+    assert 'choose "bf16"' in message
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import os, torch
+from test_accelerate import Run, scaling_state
+
+run = Run(accumulate=2)
+run.train()
+run.runner.save_state({path!r} + "/state")
+run.runner.wait_for_everyone()
+run.runner.load_state({path!r} + "/state")
+found = [type(run.model).__name__, scaling_state(run.model).state_dict(), run.plain.state_dict()]
+torch.save(found, {path!r} + f"/rank{{os.environ['RANK']}}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path) -> None:
+    run_script(SCRIPT.format(tests=str(Path(__file__).parent), path=str(tmp_path)), tmp_path)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert first[0] == "DistributedDataParallel"
+    for mine, theirs in zip(map(flat, first[1:]), map(flat, second[1:]), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    # 4 batches each, accumulated by 2
+    recorded = first[1]
+    assert all(len(entry["amax_history"]) == 2 for entry in recorded.values())
+    # the oldest amax of the first input is the largest of the first two batches of both processes
+    largest = torch.cat([x for x, _ in DataLoader(dataset(), batch_size=8)][:4]).abs().max()
+    assert recorded["0.input"]["amax_history"][-1] == largest
+
+
+def flat(values: dict[str, Any]) -> dict[str, Tensor]:
+    parts = {name: value if isinstance(value, dict) else {"": value} for name, value in values.items()}
+    return {f"{name}.{field}": tensor for name, part in parts.items() for field, tensor in part.items()}

@@ -1,0 +1,493 @@
+"""``Fp8Callback`` under the real ``transformers.Trainer``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from lit import same, warned
+from processes import run_script
+from safetensors.torch import load_file
+from small_models import small_mlp
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from lightning_fp8 import DelayedScaling, convert, load_scales, scaling_state
+from lightning_fp8.integrations import Fp8Callback
+from lightning_fp8.modules.frozen_weight import FrozenWeight
+
+Batch = dict[str, Tensor]
+
+
+class Regressor(nn.Module):
+    """A model that is not of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small_mlp(32)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.mse_loss(self.net(x).float(), labels)}
+
+
+def regressor() -> Regressor:
+    torch.manual_seed(7)
+    return Regressor()
+
+
+def llama(seed: int = 7) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=16,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def numbers(rows: int = 64) -> list[Batch]:
+    source = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, 32, generator=source)
+    return [{"x": one, "labels": torch.sin(one[:4] * 2)} for one in x]
+
+
+def texts(rows: int = 24) -> list[Batch]:
+    tokens = torch.randint(64, (rows, 8), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": one, "labels": one} for one in tokens]
+
+
+def trainer(path: Path, model: Any, *callbacks: Any, data: list[Batch] | None = None, **kwargs: Any) -> Trainer:
+    its_own = {name: kwargs.pop(name) for name in ("model_init", "data_collator", "optimizers") if name in kwargs}
+    arguments: dict[str, Any] = {
+        "output_dir": str(path),
+        "use_cpu": True,
+        "bf16": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 8,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "dataloader_pin_memory": False,
+    }
+    given = data if data is not None else texts()
+    made = TrainingArguments(**{**arguments, **kwargs})
+    return Trainer(model, made, train_dataset=given, eval_dataset=given[:16], callbacks=list(callbacks), **its_own)  # type: ignore[arg-type]
+
+
+def losses(run: Trainer) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in run.state.log_history if "loss" in row}
+
+
+# --- training ---
+
+
+@pytest.mark.parametrize(
+    ("bf16", "accumulate", "clip"), [(True, 1, 0.0), (False, 1, 0.0), (True, 2, 0.05), (False, 4, 0.05)]
+)
+def test_a_run_equals_a_loop_by_hand(tmp_path: Path, bf16: bool, accumulate: int, clip: float) -> None:
+    seen: list[Batch] = []
+
+    def collate(rows: list[Batch]) -> Batch:
+        seen.append({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+        return dict(seen[-1])
+
+    model, by_hand = regressor(), convert(regressor())
+    kwargs: dict[str, Any] = {"bf16": bf16, "gradient_accumulation_steps": accumulate, "max_grad_norm": clip}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    updates: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: updates.append(scaling_state(model).updates))
+    run = trainer(
+        tmp_path, model, Fp8Callback(), data=numbers(96), data_collator=collate, optimizers=(optimizer, None), **kwargs
+    )
+    run.train()
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2)
+    for step in range(6):
+        for batch in seen[step * accumulate : (step + 1) * accumulate]:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+                loss = by_hand(**batch)["loss"]
+            (loss / accumulate).backward()
+        scaling_state(by_hand).update()
+        if clip:
+            nn.utils.clip_grad_norm_(by_hand.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same(model, by_hand)
+    state = scaling_state(model)
+    # once per step, before the weights change
+    assert updates == [1, 2, 3, 4, 5, 6]
+    assert state.updates == 6
+    assert (state.amax_history > 0).sum(0).tolist() == [6] * 4
+
+
+def test_a_skipped_step_leaves_no_trace_in_the_scales(tmp_path: Path) -> None:
+    """As with a loss scaler: the gradients of one step are not finite, and the optimizer leaves it out."""
+
+    class Skipping(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            gradients = [p.grad for group in self.param_groups for p in group["params"]]
+            return super().step(closure) if all(grad.isfinite().all() for grad in gradients) else None
+
+    model = regressor()
+    calls: list[Batch] = []
+
+    def collate(rows: list[Batch]) -> Batch:
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        calls.append(batch)
+        if len(calls) == 3:
+            batch["x"][0, 0] = torch.nan
+        return batch
+
+    optimizers = (Skipping(model.parameters(), lr=1e-2), None)
+    run = trainer(tmp_path, model, Fp8Callback(), data=numbers(), data_collator=collate, optimizers=optimizers)
+    (message,) = warned("lightning_fp8", run.train)
+    assert "inf or NaN in 'net.0.input', 'net.2.input'" in message
+    state = scaling_state(model)
+    assert state.updates == 6
+    assert (state.amax_history > 0).sum(0).tolist() == [5] * 4
+    assert state.nonfinite_steps[: state.delayed].tolist() == [1] * 4
+    # the input's history is that of the other steps, newest first
+    recorded = [batch["x"].abs().max().item() for batch in calls[:6]]
+    del recorded[2]
+    assert state.amax_history[:5, 0].tolist() == recorded[::-1]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_each_argument_is_that_of_convert(tmp_path: Path) -> None:
+    model = llama()
+    callback = Fp8Callback(
+        {"amax_history_len": 3}, ignore_modules=["lm_head"], gemm="rawkernel", min_features=32, adapters=True
+    )
+    assert trainer(tmp_path, model, callback).model is model
+    state = scaling_state(model)
+    assert state.recipe == DelayedScaling(amax_history_len=3)
+    gates = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    # `k_proj` and `v_proj` have 16 features out
+    assert state.module_names == tuple(f"model.layers.{layer}.{name}" for layer in (0, 1) for name in gates)
+    assert model.model.layers[0].mlp.gate_proj.settings == ("rawkernel", 32, True, "master")
+
+
+def test_evaluation_uses_the_scales_and_moves_none(tmp_path: Path) -> None:
+    models = llama(), llama()
+    plain = trainer(tmp_path, models[0], Fp8Callback())
+    evaluating = trainer(tmp_path, models[1], Fp8Callback(), eval_strategy="steps", eval_steps=2)
+    plain.train()
+    evaluating.train()
+    assert losses(plain) == losses(evaluating)
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
+    # of inputs and gradients: the last evaluation has cast the weights once more
+    one, other = (scaling_state(model).state_dict() for model in models)
+    assert all(torch.equal(entry[field], other[name][field]) for name, entry in one.items() for field in entry)
+    logits = torch.from_numpy(evaluating.predict(texts()[:8]).predictions)
+    model = models[0].eval()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        tokens = torch.stack([row["input_ids"] for row in texts()[:8]])
+        assert torch.equal(model(tokens).logits.float(), logits)
+        # without the scales of training each batch is scaled by itself
+        scaling_state(model).load_state_dict(scaling_state(convert(llama())).state_dict())
+        assert not torch.equal(model(tokens).logits.float(), logits)
+
+
+def test_the_compiled_model_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # transformers sets it for the whole process
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters["frames"]
+    counted.clear()
+    model, other = regressor(), regressor()
+    trainer(tmp_path, other, Fp8Callback(), data=numbers()).train()
+    assert counted["ok"] == 0
+    compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
+    trainer(tmp_path, model, Fp8Callback(), data=numbers(), **compiled).train()
+    assert counted["ok"] > 0
+    assert same(model, other)
+
+
+def test_what_an_abandoned_step_recorded_is_dropped(tmp_path: Path) -> None:
+    models = llama(), llama()
+    runs = [trainer(tmp_path, model, Fp8Callback(), max_steps=2) for model in models]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        models[0](input_ids=texts()[0]["input_ids"][None] * 0, labels=texts()[0]["labels"][None]).loss.mul(
+            99
+        ).backward()
+    for run in runs:
+        run.train()
+    assert same(*models)
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bf16": True, "gradient_accumulation_steps": 2},
+        {"bf16": False, "gradient_checkpointing": True, "max_grad_norm": 0.5},
+        {"bf16": True, "activation_checkpointing": True, "eval_strategy": "steps", "eval_steps": 2},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+def test_a_resumed_run_is_exact(tmp_path: Path, options: dict[str, Any]) -> None:
+    whole, second = llama(), llama(seed=8)
+    recipe = DelayedScaling(amax_history_len=4)
+    uninterrupted = trainer(tmp_path, whole, Fp8Callback(recipe), save_strategy="steps", save_steps=3, **options)
+    uninterrupted.train()
+    resumed = trainer(tmp_path, second, Fp8Callback(recipe), save_strategy="steps", save_steps=3, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses(resumed) == losses(uninterrupted)
+    assert same(whole, second)
+    assert scaling_state(second).updates == 3
+
+
+def adapted(seed_of_adapters: int) -> Any:
+    base = llama()
+    torch.manual_seed(seed_of_adapters)
+    return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+
+
+def test_a_resumed_run_of_adapters_on_a_base_in_fp8_is_exact(tmp_path: Path) -> None:
+    models = adapted(1), adapted(2)
+    runs = [
+        trainer(tmp_path, m, Fp8Callback(frozen_weights="fp8"), save_strategy="steps", save_steps=3) for m in models
+    ]
+    kept = [
+        isinstance(p, FrozenWeight) for name, p in models[0].named_parameters() if "proj" in name and "lora" not in name
+    ]
+    assert kept == [True] * 14
+    runs[0].train()
+    runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses(runs[1]) == losses(runs[0])
+    assert same(*models)
+    assert not list((tmp_path / "checkpoint-3").glob("model*"))
+
+
+def without_scales(folder: Path) -> None:
+    file = folder / "trainer_state.json"
+    saved = json.loads(file.read_text())
+    del saved["stateful_callbacks"]["Fp8Callback"]
+    file.write_text(json.dumps(saved))
+
+
+def stopped_at_3(path: Path, *callbacks: Any, **kwargs: Any) -> Any:
+    model = llama()
+    trainer(path, model, *callbacks, save_strategy="steps", save_steps=3, **kwargs).train()
+    return model
+
+
+def test_a_checkpoint_without_scales_is_said_once(tmp_path: Path) -> None:
+    whole, second = stopped_at_3(tmp_path, Fp8Callback()), llama(seed=8)
+    without_scales(tmp_path / "checkpoint-3")
+    resumed = trainer(tmp_path, second, Fp8Callback(), save_strategy="steps", save_steps=3)
+    (message,) = warned("Fp8Callback", lambda: resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3")))
+    assert message.startswith("Fp8Callback: The checkpoint of step 3 has weights but no FP8 scales.")
+    # it is another run
+    assert not same(whole, second)
+    # whose own checkpoints have scales
+    assert load_scales(llama(), tmp_path / "checkpoint-6") is not None
+
+
+def test_the_scales_of_another_model_are_refused(tmp_path: Path) -> None:
+    stopped_at_3(tmp_path, Fp8Callback(ignore_modules=["lm_head"]))
+    resumed = trainer(tmp_path, llama(), Fp8Callback())
+    with pytest.raises(
+        ValueError, match=r"does not fit this model.*not in the checkpoint: lm_head.input, lm_head.grad"
+    ):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_the_best_model_has_its_own_scales(tmp_path: Path) -> None:
+    model = llama()
+    # the loss falls, so that the first checkpoint is the "best"
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    steps: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
+    run = trainer(tmp_path, model, Fp8Callback(), **best, **steps)
+    run.train()
+    assert run.state.best_global_step == 3
+    assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [3] * scaling_state(model).delayed
+    evaluated = {row["step"]: row["eval_loss"] for row in run.state.log_history if "eval_loss" in row}
+    assert evaluated[3] != evaluated[6]
+    assert run.evaluate()["eval_loss"] == evaluated[3]
+    # and in another process, without the callback
+    other = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-3")
+    load_scales(other, tmp_path / "checkpoint-3")
+    assert trainer(tmp_path, other).evaluate()["eval_loss"] == evaluated[3]
+
+
+def test_a_best_model_without_scales_is_said(tmp_path: Path) -> None:
+    model = llama()
+
+    class Removed(transformers.TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                without_scales(tmp_path / "checkpoint-3")
+
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    steps: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
+    (message,) = warned("Fp8Callback", trainer(tmp_path, model, Fp8Callback(), Removed(), **best, **steps).train)
+    assert "checkpoint-3 has weights but no FP8 scales" in message
+    assert not scaling_state(model).has_scales
+
+
+def test_a_model_made_by_the_trainer_and_a_callback_that_it_restores(tmp_path: Path) -> None:
+    """Then the callback is made anew from what the checkpoint says of its arguments."""
+    recipe = DelayedScaling(amax_history_len=4, margin=1)
+    kwargs: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "model_init": lambda: llama()}
+    kwargs["restore_callback_states_from_checkpoint"] = True
+
+    def make() -> Trainer:
+        return trainer(tmp_path, None, Fp8Callback(recipe, ["lm_head"]), **kwargs)
+
+    uninterrupted, resumed = make(), make()
+    uninterrupted.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses(resumed) == losses(uninterrupted)
+    for run in (uninterrupted, resumed):
+        assert scaling_state(run.model).recipe == recipe
+        assert "lm_head" not in scaling_state(run.model).module_names
+    assert same(uninterrupted.model, resumed.model)
+
+
+def test_saved_models_are_plain(tmp_path: Path) -> None:
+    model = llama()
+    run = trainer(tmp_path, model, Fp8Callback(), max_steps=2)
+    run.train()
+    run.save_model(str(tmp_path / "model"))
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert set(saved) == set(llama().state_dict())
+    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
+def test_load_scales_names_a_folder_without_scales(tmp_path: Path) -> None:
+    stopped_at_3(tmp_path, max_steps=3)
+    with pytest.raises(ValueError, match=r"checkpoint-3 has no scales.*`transformers.Trainer` with `Fp8Callback`"):
+        load_scales(llama(), tmp_path / "checkpoint-3")
+
+
+# --- two processes ---
+
+SCRIPT = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import torch
+from pathlib import Path
+from test_transformers_trainer import Fp8Callback, llama, scaling_state, texts, trainer
+from torch.distributed.fsdp import fully_shard
+
+path, rank = Path({path!r}), int(os.environ["RANK"])
+model = llama()
+run = trainer(path, model, Fp8Callback(), max_steps=3, save_strategy="steps", save_steps=2)
+run.train()
+wrapped = type(run.model_wrapped).__name__
+second = llama(8)
+resumed = trainer(path, second, Fp8Callback(), max_steps=3)
+resumed.train(resume_from_checkpoint=str(path / "checkpoint-2"))
+third, callback = llama(), Fp8Callback()
+callback.on_init_end(run.args, run.state, run.control, model=third)
+fully_shard(third)
+run.state.global_step = 0
+callback.on_train_begin(run.args, run.state, run.control, model=third)
+found = {{
+    "wrapped": wrapped,
+    "scales": scaling_state(model).state_dict(),
+    "weights": model.state_dict(),
+    "resumed": [scaling_state(second).state_dict(), second.state_dict()],
+    "never compared": len(scaling_state(third).weight_changes._sharded),
+}}
+torch.save(found, path / f"rank{{rank}}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path) -> None:
+    run_script(SCRIPT.format(tests=str(Path(__file__).parent), path=str(tmp_path)), tmp_path)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert first["wrapped"] == second["wrapped"] == "DistributedDataParallel"
+    assert first["never compared"] == len(scaling_state(convert(llama())).module_names)
+    for name, entry in first["scales"].items():
+        assert len(entry["amax_history"]) == 3
+        for values in (second["scales"][name], *(one["resumed"][0][name] for one in (first, second))):
+            assert all(torch.equal(entry[field], values[field]) for field in entry), name
+    for weights in (second["weights"], first["resumed"][1], second["resumed"][1]):
+        assert all(torch.equal(weight, weights[name]) for name, weight in first["weights"].items())
+
+
+# --- errors ---
+
+
+def test_a_forgotten_callback_is_said_once(tmp_path: Path) -> None:
+    run = trainer(tmp_path, convert(llama()))
+    (message,) = warned("lightning_fp8", run.train)
+    assert "has been trained for 3 optimizer steps, and nothing has updated its scales" in message
+    assert "give `transformers.Trainer` a `lightning_fp8.integrations.Fp8Callback()`" in message
+
+
+def test_a_model_converted_by_hand_stays_as_it_is(tmp_path: Path) -> None:
+    model = convert(llama(), DelayedScaling(margin=2), ignore_modules=["lm_head"])
+    state = scaling_state(model)
+    assert warned("", trainer(tmp_path, model, Fp8Callback()).train) == []
+    assert scaling_state(model) is state
+    assert "lm_head" not in state.module_names
+    assert state.updates == 6
+    with pytest.raises(ValueError, match=r"already converted with DelayedScaling\(margin=2.*but this run has"):
+        trainer(tmp_path, model, Fp8Callback(DelayedScaling(margin=1)))
+
+
+@pytest.mark.parametrize("twice", [lambda: [Fp8Callback(), Fp8Callback()], lambda: [Fp8Callback(), ByHand()]])
+def test_two_updates_per_step_are_refused(tmp_path: Path, twice: Callable[[], list[Any]]) -> None:
+    run = trainer(tmp_path, llama(), *twice())
+    with pytest.raises(RuntimeError, match=r"updated by something else too.*Remove the second `Fp8Callback`"):
+        run.train()
+
+
+class ByHand(transformers.TrainerCallback):
+    """Updates the scales as well."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        scaling_state(model).update()
+
+
+def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to convert in Embedding"):
+        trainer(tmp_path, nn.Embedding(4, 4), Fp8Callback())
+    with pytest.raises(ValueError, match="pattern 'head' matches no module"):
+        trainer(tmp_path, llama(), Fp8Callback(ignore_modules=["head"]))
+    for attribute, value, message in (
+        ("mixed_precision", "fp8", 'accelerate\'s own `mixed_precision="fp8"` would convert the layers a second time'),
+        ("deepspeed_plugin", object(), "does not run under DeepSpeed"),
+        ("_n_gpu", 2, "nn.DataParallel`, which the Trainer uses for 2 GPUs in one process"),
+    ):
+        run = trainer(tmp_path, llama())
+        setattr(run.args, attribute, value)
+        with pytest.raises(ValueError, match=message):
+            Fp8Callback().on_init_end(run.args, run.state, run.control, model=run.model)
+    for wrong in ({"gemm": "fast"}, {"min_features": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Fp8Callback(**wrong)
+    for wrong in ({"recipe": "max"}, {"ignore_modules": "lm_head"}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            Fp8Callback(**wrong)
+
+
+def test_without_transformers_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["lightning_fp8.integrations.transformers_trainer"]
+    with monkeypatch.context() as changed, warnings.catch_warnings():
+        changed.setitem(sys.modules, "transformers.trainer_callback", None)
+        with pytest.raises(ImportError, match=r"pip install 'transformers\[torch\]'"):
+            importlib.reload(module)
+        changed.undo()
+        changed.delattr(transformers.TrainerCallback, "on_pre_optimizer_step")
+        with pytest.raises(ImportError, match="pip install --upgrade"):
+            importlib.reload(module)

@@ -1,0 +1,462 @@
+"""Experts in 3-D parameters: each one is an FP8 linear layer of its own, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from experts import EXPERTS, FORMS, HIDDEN, TOKENS, WIDTH, Separate, experts, mixtral, routing, token_batch
+from sqnr import sqnr
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_fp8 import convert, scaling_state, unconvert, weights_unchanged
+from lightning_fp8.callbacks.watch import Limits, Watch
+from lightning_fp8.modules.experts import Fp8Experts
+from lightning_fp8.ops import basic
+from lightning_fp8.runtime.warn_once import warn_once
+
+STACKS = ("gate_up_proj", "down_proj")
+
+
+@pytest.fixture
+def weight_casts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    shapes: list[torch.Size] = []
+    original = basic.cast_weight
+
+    def counting(weight: Tensor, *args: object) -> object:
+        shapes.append(weight.shape)
+        return original(weight, *args)
+
+    monkeypatch.setattr(basic, "cast_weight", counting)
+    return shapes
+
+
+def autocast(enabled: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
+def step(model: Any, x: Tensor, index: Tensor, weights: Tensor, in_bf16: bool) -> list[Tensor]:
+    """A forward and a backward: the output, and the gradients of input and routing weights."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    with autocast(in_bf16):
+        y = model(x, index, weights)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
+    return [y.detach(), x.grad, weights.grad]
+
+
+def assert_same_state(one: Any, other: Any) -> None:
+    states = [scaling_state(model) for model in (one, other)]
+    assert sorted(states[0].names) == sorted(states[1].names)
+    order = [states[1].names.index(name) for name in states[0].names]
+    for field in ("scale", "amax"):
+        assert torch.equal(getattr(states[0], field), getattr(states[1], field)[order])
+    delayed = [states[1].names.index(name) for name in states[0].names[: states[0].delayed]]
+    assert torch.equal(states[0].amax_history, states[1].amax_history[:, delayed])
+
+
+def train_both(in_bf16: bool) -> Iterator[tuple[Any, Any]]:
+    """Experts and their separate layers, after each of four steps that have been compared bit for bit."""
+    stacked = experts()
+    separate = convert(Separate(stacked))
+    convert(stacked)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (stacked, separate)]
+    # in the second step expert 1 has no token, in the third both micro-batches have none for expert 2
+    for number, without in enumerate([(), (1,), (2,), ()]):
+        for micro_batch in range(2):
+            x = torch.randn(TOKENS, WIDTH) * 2.0**number
+            given = (x, *routing(*without, seed=2 * number + micro_batch), in_bf16)
+            for one, other in zip(step(stacked, *given), step(separate, *given), strict=True):
+                assert torch.equal(one, other)
+        for name in STACKS:
+            assert torch.equal(getattr(stacked, name).grad, separate.gradient(name))
+        assert_same_state(stacked, separate)
+        for model, optimizer in zip((stacked, separate), optimizers, strict=True):
+            scaling_state(model).update()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_state(stacked, separate)
+        yield stacked, separate
+
+
+@pytest.mark.parametrize("in_bf16", [False, True])
+@pytest.mark.parametrize("half", ["reference", "cuda"])
+def test_equal_separate_linear_layers_bit_for_bit(half: str, in_bf16: bool, request: pytest.FixtureRequest) -> None:
+    if half == "cuda":
+        request.getfixturevalue("cuda_half")
+    for stacked, separate in train_both(in_bf16):
+        for name in STACKS:
+            for weight, layer in zip(getattr(stacked, name), getattr(separate, name), strict=True):
+                assert torch.equal(weight, layer.weight)
+    state = scaling_state(stacked)
+    # every expert has a scale of its own, in each of the three roles
+    assert len({*state.scale.tolist()}) > 0.9 * len(state.names) == 0.9 * 3 * 2 * EXPERTS
+    assert "gate_up_proj.3.input" in state.names
+
+
+def test_an_expert_without_a_token_keeps_its_history() -> None:
+    model = convert(experts())
+    state = scaling_state(model)
+    of_expert = [row for row, name in enumerate(state.names[: state.delayed]) if ".1." in name]
+    others = [row for row in range(state.delayed) if row not in of_expert]
+    step(model, torch.randn(TOKENS, WIDTH), *routing(), True)
+    state.update()
+    before = state.amax_history.clone(), state.scale.clone()
+    assert (before[0][0] > 0).all()
+    model.zero_grad()
+    step(model, 3 * torch.randn(TOKENS, WIDTH), *routing(1), True)
+    assert not state.amax[of_expert].any()
+    assert (state.amax[others] > 0).all()
+    assert not model.gate_up_proj.grad[1].any()
+    assert all(model.gate_up_proj.grad[expert].any() for expert in (0, 2, 3))
+    state.update()
+    assert torch.equal(state.amax_history[:, of_expert], before[0][:, of_expert])
+    assert torch.equal(state.scale[of_expert], before[1][of_expert])
+    assert not torch.equal(state.scale[others], before[1][others])
+
+
+def test_no_token_at_all() -> None:
+    model = convert(experts())
+    index, weights = routing()
+    y = model(torch.empty(0, WIDTH, requires_grad=True), index[:0], weights[:0])
+    assert y.shape == (0, WIDTH)
+    y.sum().backward()
+    assert not scaling_state(model).amax.any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_near_the_plain_experts_in_all_their_forms(form: str) -> None:
+    plain, given = experts(form), (torch.randn(TOKENS, WIDTH), *routing(), False)
+    fp8 = convert(copy.deepcopy(plain))
+    for one, other in zip(step(fp8, *given), step(plain, *given), strict=True):
+        assert 14 < sqnr(one, other) < 40
+    for one, other in zip(fp8.parameters(), plain.parameters(), strict=True):
+        assert 14 < sqnr(one.grad, other.grad) < 40
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_near_each_implementation_of_transformers(implementation: str) -> None:
+    plain, given = experts(implementation=implementation), (torch.randn(TOKENS, WIDTH), *routing(), False)
+    fp8 = convert(copy.deepcopy(plain))
+    outputs = step(fp8, *given), step(plain, *given)
+    assert all(14 < sqnr(one, other) < 40 for one, other in zip(*outputs, strict=True))
+
+
+def test_a_norm_behind_the_experts_runs() -> None:
+    plain = experts()
+    plain.has_post_expert_norm, plain.post_expert_norm = True, torch.nn.RMSNorm(WIDTH)
+    plain.post_expert_norm.weight.data.uniform_(0.5, 2.0)
+    plain.config._experts_implementation = "batched_mm"
+    given = torch.randn(TOKENS, WIDTH), *routing(), False
+    fp8 = convert(copy.deepcopy(plain))
+    assert all(14 < sqnr(one, other) < 40 for one, other in zip(step(fp8, *given), step(plain, *given), strict=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_flops_are_those_of_the_definition(device: str) -> None:
+    model, given = convert(experts().to(device)), (torch.randn(TOKENS, WIDTH), *routing())
+    with FlopCounterMode(display=False) as counter:
+        y = model(*(tensor.to(device).requires_grad_(tensor.is_floating_point()) for tensor in given))
+        y.sum().backward()
+    assert y.shape == (TOKENS, WIDTH)
+    # each token has two experts, with a product for gate and up and one back; backward does it twice again
+    assert counter.get_total_flops() == 3 * TOKENS * 2 * (2 * WIDTH * 2 * HIDDEN + 2 * HIDDEN * WIDTH)
+
+
+def test_loss_stays_near_bf16() -> None:
+    losses: dict[bool, list[float]] = {}
+    for in_fp8 in (False, True):
+        model = mixtral()
+        if in_fp8:
+            convert(model)
+            assert sum(isinstance(layer, Fp8Experts) for layer in model.modules()) == 2
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=3e-3), losses.setdefault(in_fp8, [])
+        for _ in range(10):
+            with autocast():
+                loss = model(**token_batch()).loss
+            loss.backward()
+            if in_fp8:
+                scaling_state(model).update()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    assert losses[True] == pytest.approx(losses[False], rel=0.01)
+    assert losses[True] != losses[False]
+    assert losses[True][-1] < 0.9 * losses[True][0]
+
+
+def test_evaluation_uses_the_scales_of_training() -> None:
+    model = convert(experts())
+    state, (index, weights) = scaling_state(model), routing()
+    for _ in range(2):
+        step(model, torch.randn(TOKENS, WIDTH), index, weights, False)
+        state.update()
+    before, x = state.state_dict(), torch.randn(TOKENS, WIDTH)
+    model.eval()
+    with torch.no_grad():
+        together = model(x, index, weights)
+        alone = [model(x[[row]], index[[row]], weights[[row]]) for row in range(TOKENS)]
+    # with scales of its own, each batch would round differently; the order of fp32 sums may differ
+    assert sqnr(together, torch.cat(alone)) > 100
+    after = state.state_dict()
+    assert all(torch.equal(after[name][key], before[name][key]) for name in before for key in before[name])
+
+
+def test_one_cast_of_each_weight_in_an_optimizer_step(weight_casts: list[torch.Size]) -> None:
+    model = convert(experts())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number in range(1, 4):
+        for micro_batch in range(3):
+            step(model, torch.randn(TOKENS, WIDTH), *routing(seed=micro_batch), False)
+        scaling_state(model).update()
+        optimizer.step()
+        assert Counter(weight_casts) == {(2 * HIDDEN, WIDTH): number * EXPERTS, (WIDTH, HIDDEN): number * EXPERTS}
+
+
+def _through_data(model: Any) -> None:
+    model.gate_up_proj.data[2].mul_(-1)
+
+
+def _in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.down_proj[3, 0] += 1
+
+
+def _new_data(model: Any) -> None:
+    model.down_proj.data = torch.randn_like(model.down_proj)
+
+
+def _new_parameter(model: Any) -> None:
+    model.gate_up_proj = torch.nn.Parameter(torch.randn_like(model.gate_up_proj))
+
+
+def _load(model: Any) -> None:
+    model.load_state_dict({name: torch.randn_like(value) for name, value in model.state_dict().items()})
+
+
+def _optimizer(model: Any) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def _experts_exchanged(model: Any) -> None:
+    model.down_proj.data.copy_(model.down_proj.data.flip(0))
+
+
+@pytest.mark.parametrize(
+    "change", [_through_data, _in_place, _new_data, _new_parameter, _load, _optimizer, _experts_exchanged]
+)
+def test_a_changed_weight_is_cast_again(change: Callable[[Any], None]) -> None:
+    model, given = convert(experts()), (torch.randn(TOKENS, WIDTH), *routing())
+    model(*given).sum().backward()
+    before = copy.deepcopy(model.state_dict())
+    change(model)
+    assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    fresh = experts()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(model(*given), convert(fresh)(*given))
+
+
+def test_one_experts_new_weight_empties_the_histories() -> None:
+    model, given = convert(experts()), (torch.randn(TOKENS, WIDTH), *routing(), False)
+    state, optimizer = scaling_state(model), torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def train() -> None:
+        step(model, *given)
+        state.update()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        train()
+    assert (state.amax_history[:3] > 0).all()
+    # an optimizer may do so, whatever the factor
+    model.down_proj.grad = -10 * model.down_proj.detach() / 1e-3
+    optimizer.step()
+    optimizer.zero_grad()
+    train()
+    assert (state.amax_history[:4] > 0).all()
+    with torch.no_grad():
+        model.down_proj[2] *= 2
+    train()
+    assert not state.amax_history[1:].any()
+
+
+def test_weights_that_are_declared_unchanged_are_cast_once(weight_casts: list[torch.Size]) -> None:
+    model, given = convert(experts()).eval(), (torch.randn(TOKENS, WIDTH), *routing())
+    with torch.no_grad(), weights_unchanged(model):
+        first = model(*given)
+        assert all(torch.equal(model(*given), first) for _ in range(2))
+    assert len(weight_casts) == 2 * EXPERTS
+
+
+def test_frozen_experts_pass_gradients_on() -> None:
+    stacked = experts().requires_grad_(False)
+    separate = convert(Separate(stacked).requires_grad_(False))
+    convert(stacked)
+    given = torch.randn(TOKENS, WIDTH), *routing(), False
+    for one, other in zip(step(stacked, *given), step(separate, *given), strict=True):
+        assert torch.equal(one, other)
+    assert stacked.down_proj.grad is None
+
+
+def test_an_expert_that_falls_back_computes_like_the_plain_one() -> None:
+    plain, given = experts(), (torch.randn(TOKENS, WIDTH), *routing())
+    fp8 = convert(copy.deepcopy(plain))
+    for name in STACKS:
+        for expert in range(EXPERTS):
+            scaling_state(fp8).switches.fall_back(f"{name}.{expert}")
+    torch.testing.assert_close(fp8(*given), plain(*given), rtol=1e-5, atol=1e-4)
+    fp8(*given).sum().backward()
+    assert fp8.down_proj.grad.any()
+    assert not scaling_state(fp8).amax.any()
+
+
+def train_mixtral(model: Any, steps: range) -> list[Tensor]:
+    """Losses, gradients, amaxes and scales."""
+    seen, state = [], scaling_state(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in steps:
+        with autocast():
+            loss = model(**token_batch(number)).loss
+        loss.backward()
+        seen += [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters()), state.amax.clone()]
+        state.update()
+        seen.append(state.scale.clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_changes_no_bit(reentrant: bool) -> None:
+    models = [convert(mixtral().train()) for _ in range(2)]
+    models[1].gradient_checkpointing_enable({"use_reentrant": reentrant})
+    calls: list[bool] = []
+    models[1].model.layers[0].mlp.experts.register_forward_pre_hook(lambda *_: calls.append(True))
+    assert_equal(*(train_mixtral(model, range(2)) for model in models))
+    assert len(calls) == 4
+
+
+def test_resumes_exactly(tmp_path: Path) -> None:
+    model, other = convert(mixtral()), mixtral()
+    train_mixtral(model, range(2))
+    torch.save({"model": model.state_dict(), "scaling": scaling_state(model).state_dict()}, tmp_path / "saved.pt")
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    # the keys are those of the plain model
+    assert list(saved["model"]) == list(other.state_dict())
+    other.load_state_dict(saved["model"])
+    scaling_state(convert(other)).load_state_dict(saved["scaling"])
+    assert_equal(*(train_mixtral(one, range(2, 4)) for one in (model, other)))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_go_on_like_the_original(how: Callable[[Any], Any]) -> None:
+    model, given = convert(experts()), (torch.randn(TOKENS, WIDTH), *routing(), False)
+    step(model, *given)
+    scaling_state(model).update()
+    other = how(model)
+    assert type(other) is type(model)
+    model.zero_grad()
+    other.zero_grad()
+    assert_equal(step(model, *given), step(other, *given))
+    assert torch.equal(model.down_proj.grad, other.down_proj.grad)
+    assert scaling_state(other) is not scaling_state(model)
+    assert type(unconvert(other)) is FORMS["gate"]
+
+
+def test_unconvert_gives_the_plain_experts_back() -> None:
+    model, given = experts(), (torch.randn(TOKENS, WIDTH), *routing())
+    plain = copy.deepcopy(model)
+    parameters = dict(model.named_parameters())
+    convert(model)
+    assert isinstance(model, FORMS["gate"])
+    assert not torch.equal(model(*given), plain(*given))
+    unconvert(model)
+    assert type(model) is FORMS["gate"]
+    assert vars(model).keys() == vars(plain).keys()
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert torch.equal(model(*given), plain(*given))
+
+
+def test_compiled_models_run_the_experts_eagerly_and_say_so_once() -> None:
+    warn_once.cache_clear()
+    torch._dynamo.reset()
+    models = [convert(mixtral().model.layers[0].mlp) for _ in range(2)]
+    models[1].compile(backend="eager")
+    x = torch.randn(2, 6, WIDTH)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for model in models:
+                model(x).square().sum().backward()
+                scaling_state(model).update()
+            for one, other in zip(*(model.parameters() for model in models), strict=True):
+                assert torch.equal(one.grad, other.grad)
+            assert torch.equal(*(scaling_state(model).scale for model in models))
+    assert len([one for one in said if "Experts in FP8 are not compiled" in str(one.message)]) == 1
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(convert(mixtral().model.layers[0].mlp), backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_program_of_experts_is_refused(strict: bool) -> None:
+    layer = convert(mixtral().model.layers[0].mlp).eval()
+    with torch.no_grad(), pytest.raises(Exception, match=r"Leave them out with `convert\(model, ignore_modules="):
+        torch.export.export(layer, (torch.randn(2, 6, WIDTH),), strict=strict)
+
+
+def test_errors_name_the_experts_and_the_rule() -> None:
+    model, (index, weights) = convert(torch.nn.ModuleDict({"experts": experts()})).experts, routing()
+    x = torch.randn(TOKENS, WIDTH)
+    with pytest.raises(ValueError, match=r"Fp8MixtralExperts 'experts.gate_up_proj.0': `top_k_index` names expert 5"):
+        model(x, index.where(index != 1, 5), weights)
+    with pytest.raises(
+        ValueError,
+        match=r"experts.* of the input of gate_up_proj must be 32, .* the shape \(\d+, 33\)",
+    ):
+        model(torch.randn(TOKENS, WIDTH + 1), index, weights)
+    with pytest.raises(TypeError, match=r"must be float32, bfloat16 or float16, got torch.float64"):
+        model(x.double(), index, weights)
+    model.down_proj = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN + 1))
+    with pytest.raises(ValueError, match=r"the input of down_proj must be 25, .* got the shape \(\d+, 24\)"):
+        model(x, index, weights)
+
+
+def test_all_experts_are_cast_together(cuda_half: Counter[str]) -> None:
+    """The CUDA half, on its kernels for the host."""
+    model = convert(experts())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for launches in (4, 2, 2):
+        # one measures and one casts: first for each of the two parameters, later for all weights of the model
+        before = cuda_half["cast_weights"]
+        for micro_batch in range(2):
+            step(model, torch.randn(TOKENS, WIDTH), *routing(0, seed=micro_batch), False)
+        scaling_state(model).update()
+        optimizer.step()
+        assert cuda_half["cast_weights"] - before == launches
+
+
+def test_the_watch_knows_which_experts_run() -> None:
+    model = convert(experts())
+    state = scaling_state(model)
+    watch = Watch(state, Limits(1, None, None, None, 1))
+    state.amax.zero_()
+    step(model, torch.randn(TOKENS, WIDTH), *routing(1), False)
+    watch.see_gradients(model)
+    state.update()
+    findings = watch.check(1, lambda tensor: tensor)
+    assert findings.active == 2 * (EXPERTS - 1)
+    assert not any(findings.tensors.values())

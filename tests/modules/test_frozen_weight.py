@@ -1,0 +1,525 @@
+"""Frozen weights that are kept as their FP8 cast only: the same numbers as with masters, and what becomes of them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fp8_numpy import code_values, saturating_cast
+from frozen_models import ADAPTERS, FROZEN, OnFrozenBase, on_frozen_base
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lightning_fp8 import convert, describe, fall_back, scaling_state, unconvert, weights_unchanged
+from lightning_fp8.modules.frozen_content import dequantized, quantized
+from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.ops import reference
+
+BASE = ("attention.in_proj_weight", "attention.out_proj.weight", "mlp.0.weight", "mlp.2.weight", "conv.weight")
+BASE = (*BASE, "query.base.weight")
+
+
+def converted(how: str, dtype: torch.dtype = torch.float32) -> OnFrozenBase:
+    return convert(on_frozen_base(dtype), ignore_modules=ADAPTERS, frozen_weights=how)
+
+
+def frozen_weights(model: nn.Module) -> dict[str, FrozenWeight]:
+    return {name: p for name, p in model.named_parameters() if isinstance(p, FrozenWeight)}
+
+
+def payloads(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: (w.payload.clone(), w.scale_inv.clone()) for name, w in frozen_weights(model).items()}
+
+
+def same(one: Any, other: Any) -> bool:
+    leaves, others = tree_leaves(one), tree_leaves(other)
+    return len(leaves) == len(others) > 0 and all(map(torch.equal, leaves, others))
+
+
+def train(model: nn.Module, run: Callable[[Tensor], Tensor], steps: int = 3, autocast: bool = True) -> list[Tensor]:
+    """Outputs and gradients of the input of some steps, the parameters after them, and an evaluation."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer, found = torch.optim.AdamW(parameters, lr=1e-2), []
+    for step in range(steps):
+        torch.manual_seed(step)
+        x = (torch.randn(2, 5, 32) * (1 + step)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = run(x)
+        y.float().square().mean().backward()
+        scaling_state(model).update()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [y.detach(), x.grad]
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        evaluated = run(torch.ones(2, 5, 32))
+    model.train()
+    return [*found, *(p.detach().clone() for p in parameters), evaluated]
+
+
+# --- the same numbers ---
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "autocast"),
+    [
+        ("eager", torch.float32, True),
+        ("eager", torch.bfloat16, True),
+        ("eager", torch.float32, False),
+        ("recomputed", torch.float32, False),
+        ("recomputed reentrantly", torch.bfloat16, False),
+        ("recomputed selectively", torch.bfloat16, False),
+        ("unchanged", torch.float32, True),
+        ("compiled", torch.float32, False),
+        ("fallen back", torch.float32, False),
+    ],
+)
+def test_numbers_are_those_with_masters(mode: str, dtype: torch.dtype, autocast: bool) -> None:
+    found, states = [], []
+    for how in ("master", "fp8"):
+        model = converted(how, dtype)
+        run: Callable[[Tensor], Tensor] = model
+        if mode.startswith("recomputed"):
+            model.around = partial(checkpoint, use_reentrant="reentrantly" in mode)
+        if mode == "recomputed selectively":
+            keep_fp8 = partial(create_selective_checkpoint_contexts, _keep_fp8)
+            model.around = partial(checkpoint, use_reentrant=False, context_fn=keep_fp8)
+        if mode == "compiled":
+            run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        if mode == "fallen back":
+            if how == "master":
+                # a layer that computes in bf16 has the rounded values
+                model.load_state_dict(converted("fp8", dtype).state_dict())
+            fall_back(model, "mlp.0")
+        with weights_unchanged(model) if mode == "unchanged" else nullcontext():
+            found.append(train(model, run, autocast=autocast))
+        states.append(scaling_state(model))
+        assert set(frozen_weights(model)) == (set(BASE) if how == "fp8" else set())
+    assert same(*found)
+    if mode != "fallen back":
+        assert same(*([state.scale, state.amax, state.amax_history] for state in states))
+        assert all(float(state.amax[state.names.index("conv.weight")]) > 0 for state in states)
+
+
+def _keep_fp8(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if "lightning_fp8" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_a_weight_is_never_cast_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    casts: Counter[tuple[int, ...]] = Counter()
+    models = {how: converted(how) for how in ("master", "fp8")}
+    original = reference.saturating_cast
+
+    def counting(x: Tensor, *arguments: Any) -> Tensor:
+        casts[tuple(x.shape)] += 1
+        return original(x, *arguments)
+
+    monkeypatch.setattr(reference, "saturating_cast", counting)
+    for how, model in models.items():
+        casts.clear()
+        train(model, model, steps=2, autocast=False)
+        # of the attention and of the feed-forward block: no input has these shapes
+        of_base = [casts[shape] for shape in ((96, 32), (64, 32), (32, 64))]
+        # with masters, once for training and once for the evaluation
+        assert of_base == ([0, 0, 0] if how == "fp8" else [2, 2, 2])
+        assert casts[10, 32] > 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_histories_belong_to_the_weights_they_were_recorded_with(training: bool) -> None:
+    found = []
+    for how in ("master", "fp8"):
+        model = converted(how)
+        train(model, model, steps=2, autocast=False)
+        state = scaling_state(model)
+        assert state.has_scales
+        with torch.no_grad():
+            model.mlp[0].weight.copy_(4 * model.mlp[0].weight.detach())
+        model.train(training)
+        x, outputs = torch.linspace(-3, 3, 5 * 32).view(1, 5, 32), []
+        for _ in range(2):
+            with torch.set_grad_enabled(training):
+                outputs.append(model(x).detach())
+        assert bool(state.amax_history.any()) == (not training)
+        found.append((outputs, state.scale, state.amax))
+    assert same(*found)
+
+
+def test_a_compiled_model_sees_changes() -> None:
+    model = converted("fp8")
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.randn(2, 5, 32)
+    before = compiled(x)
+    with torch.no_grad():
+        model.conv.weight.copy_(torch.randn(32, 32))
+    assert same(compiled(x), model(x))
+    assert not same(compiled(x), before)
+    with torch.no_grad():
+        model.conv.weight.data += torch.randn(32, 32)
+    y = compiled(x)
+    with pytest.warns(UserWarning, match="has been changed in place"):
+        assert same(y, model(x))
+
+
+def test_columns_are_kept_where_a_gpu_needs_them(cuda_half: Counter[str]) -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    found = []
+    for model, how in zip(models, ("master", "fp8"), strict=True):
+        model.requires_grad_(False)
+        convert(model, frozen_weights=how)
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(4, 32))
+        if how == "fp8":
+            assert all(weight.payload_t is None for weight in frozen_weights(model).values())
+        model.train()
+        x = torch.linspace(-1, 1, 4 * 32).view(4, 32).requires_grad_()
+        y = model(x)
+        y.square().sum().backward()
+        found.append([y.detach(), x.grad])
+    assert same(*found)
+    for weight in frozen_weights(models[1]).values():
+        assert torch.equal(weight.payload_t, weight.payload.t())
+        assert weight.payload_t.is_contiguous()
+        kept = weight.payload_t
+        models[1](x)
+        assert weight.payload_t is kept
+
+
+# --- memory ---
+
+
+def bytes_of(model: nn.Module, names: tuple[str, ...] = BASE) -> int:
+    """All storages behind these parameters."""
+    tensors = []
+    for name, parameter in model.named_parameters():
+        if name in names:
+            held = isinstance(parameter, FrozenWeight)
+            tensors += (
+                [one for one in vars(parameter.content).values() if isinstance(one, Tensor)] if held else [parameter]
+            )
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_bytes_per_parameter(dtype: torch.dtype, size: int) -> None:
+    model = on_frozen_base(dtype)
+    masters = [StorageWeakRef(p.untyped_storage()) for name, p in model.named_parameters() if name in BASE]
+    assert len(masters) == len(BASE)
+    assert bytes_of(model) == size * FROZEN
+    convert(model, ignore_modules=ADAPTERS, frozen_weights="fp8")
+    # two numbers of fp32 for each weight
+    assert bytes_of(model) == FROZEN + 8 * len(BASE)
+    assert all(master.expired() for master in masters)
+    train(model, model, steps=1, autocast=False)
+    assert bytes_of(model) == FROZEN + 8 * len(BASE)
+    assert all(rows.weight_cache._entry is None for rows in scaling_state_rows(model) if rows.fp8_only)
+
+
+def scaling_state_rows(model: nn.Module) -> list[Any]:
+    return [rows for layer in model.modules() for rows in getattr(layer, "fp8", {}).values()]
+
+
+# --- rounding ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("magnitude", [1e-4, 0.02, 1.0, 300.0])
+def test_the_cast_of_dequantized_values_is_the_same(dtype: torch.dtype, magnitude: float) -> None:
+    weight = (torch.randn(96, 48) * magnitude * torch.logspace(-4, 0, 96)[:, None]).to(dtype)
+    payload, scale_inv, amax = quantized(weight)
+    scale = np.float32(448) / np.float32(weight.float().abs().max())
+    assert np.array_equal(payload.numpy(), saturating_cast(weight.float().numpy(), scale, "e4m3"))
+    assert scale_inv == np.float32(1) / scale
+    values = dequantized(payload, scale_inv, amax, dtype)
+    expected = code_values("e4m3")[payload.numpy()].astype(np.float32) / scale
+    # the dtype's rounding, or its smallest subnormal
+    assert np.allclose(values.float().numpy(), expected, rtol=torch.finfo(dtype).eps, atol=3e-8)
+    assert same(quantized(values), (payload, scale_inv, amax))
+
+
+def test_zeros_and_single_values() -> None:
+    for weight in (torch.zeros(3, 5), torch.full((1, 1), -0.3), torch.tensor([[0.0, 1e-30]])):
+        payload, scale_inv, amax = quantized(weight)
+        values = dequantized(payload, scale_inv, amax, weight.dtype)
+        assert torch.equal(values, weight)
+        assert same(quantized(values), (payload, scale_inv, amax))
+
+
+def test_a_weight_that_is_not_finite_keeps_its_master() -> None:
+    model = on_frozen_base()
+    with torch.no_grad():
+        model.conv.weight[3, 4] = float("inf")
+        model.mlp[0].weight[3, 4] = float("nan")
+    convert(model, ignore_modules=ADAPTERS, frozen_weights="fp8")
+    assert set(frozen_weights(model)) == set(BASE) - {"conv.weight", "mlp.0.weight"}
+    (row,) = [row for row in describe(model) if row.path == "conv"]
+    assert "weight keeps its master: it is new or not finite" in row.reason
+
+
+# --- saving ---
+
+
+def rms(model: nn.Module, plain: nn.Module) -> dict[str, float]:
+    with torch.no_grad():
+        pairs = {name: (w, plain.get_parameter(name).float()) for name, w in frozen_weights(model).items()}
+        return {name: float((w.float() - p).norm() / p.norm()) for name, (w, p) in pairs.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_is_plain_and_loads_back(dtype: torch.dtype, assign: bool) -> None:
+    plain, model = on_frozen_base(dtype), converted("fp8", dtype)
+    before, errors = payloads(model), rms(model, plain)
+    worst = max(errors, key=errors.__getitem__).removesuffix("_weight").removesuffix(".weight")
+    assert 0.01 < max(errors.values()) < 0.05
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        saved = model.state_dict()
+        model.state_dict()
+    (message,) = {str(warning.message) for warning in told}
+    assert len(told) == 1
+    assert (
+        f"6 frozen weights are rounded to FP8 (`frozen_weights='fp8'`): relative RMS error {max(errors.values()):.2%}"
+        in message
+    )
+    assert repr(worst) in message
+    assert list(saved) == list(plain.state_dict())
+    assert {type(tensor) for tensor in saved.values()} == {Tensor}
+    assert {saved[name].dtype for name in BASE} == {dtype}
+    plain.load_state_dict(saved)
+    other = convert(on_frozen_base(dtype, seed=1), ignore_modules=ADAPTERS, frozen_weights="fp8")
+    assert not same(payloads(other), before)
+    other.load_state_dict(saved, assign=assign)
+    assert same(payloads(other), before)
+    # nothing is rounded any more
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same(other.state_dict(), saved)
+    x = torch.randn(2, 5, 32)
+    for one in (model, plain, other):
+        one.eval()
+    assert same(other(x), model(x))
+    assert same(convert(plain, ignore_modules=ADAPTERS)(x), model(x))
+
+
+def test_weights_loaded_later_are_rounded_with_a_scale_of_their_own() -> None:
+    model = converted("fp8")
+    train(model, model, steps=1, autocast=False)
+    state = scaling_state(model)
+    assert state.has_scales
+    other = on_frozen_base(seed=1)
+    with torch.no_grad():
+        other.conv.weight.mul_(100)
+    model.load_state_dict(other.state_dict())
+    assert set(frozen_weights(model)) == set(BASE)
+    assert same(model.conv.weight.scale_inv, other.conv.weight.abs().max() / 448)
+    assert not state.has_scales
+    reference = convert(other, ignore_modules=ADAPTERS)
+    x = torch.randn(2, 5, 32)
+    assert same(model.eval()(x), reference.eval()(x))
+    assert same(model.train()(x), reference.train()(x))
+    assert same(*(s.amax[s.delayed :] for s in (state, scaling_state(reference))))
+
+
+def test_a_model_on_the_meta_device() -> None:
+    saved = on_frozen_base().state_dict()
+    for assign in (False, True):
+        with torch.device("meta"):
+            model = OnFrozenBase()
+        convert(model, ignore_modules=ADAPTERS, frozen_weights="fp8")
+        assert [row.reason for row in describe(model)][2].endswith("weight in FP8 only once it is loaded")
+        if not assign:
+            model.to_empty(device="cpu")
+        model.load_state_dict(saved, assign=assign)
+        assert same(payloads(model), payloads(converted("fp8")))
+
+
+def test_unconvert_and_masters_back() -> None:
+    model, reference = converted("fp8"), converted("fp8")
+    values = {name: weight.dequantized() for name, weight in frozen_weights(model).items()}
+    with pytest.warns(UserWarning, match="6 frozen weights are rounded .*masters again, which hold the rounded"):
+        unconvert(model)
+    assert same({name: model.get_parameter(name).detach() for name in values}, values)
+    assert {type(model.get_parameter(name)) for name in BASE} == {nn.Parameter}
+    x = torch.randn(2, 5, 32)
+    with pytest.warns(UserWarning, match="1 frozen weights are rounded .*masters again"):
+        convert(copy.deepcopy(reference), ignore_modules=(*ADAPTERS, "conv"))
+    back = convert(copy.deepcopy(reference), ignore_modules=ADAPTERS, frozen_weights="master")
+    assert not frozen_weights(back)
+    assert same(back(x), reference(x))
+    back.conv.weight.requires_grad_()
+    back(x).sum().backward()
+    assert back.conv.weight.grad is not None
+
+
+# --- changes in place: merges ---
+
+
+@pytest.mark.parametrize("how", ["+=", "data +=", "data =", "add_", "setitem", "swap of parts"])
+def test_a_change_in_place_is_not_rounded(how: str) -> None:
+    model = converted("fp8")
+    weight, delta = model.query.base.weight, torch.randn(32, 32) * 1e-3
+    expected = weight.dequantized() + delta
+    with torch.no_grad():
+        if how == "+=":
+            model.query.base.weight += delta
+        elif how == "data +=":
+            model.query.base.weight.data += delta
+        elif how == "data =":
+            merged = model.query.base.weight.data.clone()
+            merged += delta
+            model.query.base.weight.data = merged
+        elif how == "add_":
+            weight.data.add_(delta)
+        elif how == "setitem":
+            weight.data[:] = expected
+        else:
+            torch._foreach_add_([weight, torch.zeros(3)], [delta, torch.ones(3)])
+    assert model.query.base.weight is weight
+    assert not weight.is_fp8
+    assert same(weight.dequantized(), expected)
+    reference = converted("master")
+    reference.load_state_dict(model.state_dict())
+    assert same(model.state_dict()["query.base.weight"], expected)
+    x = torch.randn(2, 5, 32)
+    with pytest.warns(UserWarning, match=r"'query.base' was to be kept in FP8 only and has been changed in place"):
+        assert same(model(x), reference(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)
+    assert "weight changed in place" in next(row.reason for row in describe(model) if row.path == "query.base")
+    moved = copy.deepcopy(model).to(torch.float64).to(torch.float32)
+    assert same(moved.query.base.weight.dequantized(), expected)
+    convert(model)
+    assert weight.is_fp8
+    assert same(weight.payload, quantized(expected)[0])
+
+
+def test_a_change_that_fp8_holds_exactly_stays_in_fp8() -> None:
+    # averaging and broadcasts write the same values again
+    model = converted("fp8")
+    before = payloads(model)
+    with torch.no_grad():
+        for weight in frozen_weights(model).values():
+            weight.lerp_(weight.clone(), 0.5)
+            weight.data.mul_(1.0)
+    assert same(payloads(model), before)
+    assert all(weight.is_fp8 for weight in frozen_weights(model).values())
+
+
+def test_averaging() -> None:
+    model = converted("fp8")
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    for _ in range(2):
+        train(model, model, steps=1, autocast=False)
+        averaged.update_parameters(model)
+    assert same(payloads(averaged.module), payloads(model))
+
+
+# --- moves, copies, and what is refused ---
+
+
+def test_copies_and_dtypes() -> None:
+    model, x = converted("fp8"), torch.randn(2, 5, 32)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert same(payloads(other), payloads(model))
+        assert same(other(x), model(x))
+        with torch.no_grad():
+            other.conv.weight.zero_()
+        assert model.conv.weight.dequantized().any()
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow, plain = copy.deepcopy(model).to(dtype), on_frozen_base()
+        plain.load_state_dict(model.state_dict())
+        plain = convert(plain.to(dtype), ignore_modules=ADAPTERS)
+        assert {weight.dtype for weight in frozen_weights(narrow).values()} == {dtype}
+        assert set(frozen_weights(narrow)) == set(BASE)
+        values = {name: quantized(plain.get_parameter(name)) for name in BASE}
+        assert same(payloads(narrow)["mlp.0.weight"], values["mlp.0.weight"][:2])
+        assert same(narrow(x.to(dtype)), plain(x.to(dtype)))
+    assert same(payloads(copy.deepcopy(model).to("cpu").bfloat16().float()), payloads(copy.deepcopy(model).bfloat16()))
+    assert model.to("meta").conv.weight.payload.is_meta
+
+
+def test_training_such_a_weight_is_refused_by_name() -> None:
+    model = converted("fp8")
+    message = r"'attention.in_proj' is kept in FP8 only and cannot be trained. Call `lightning_fp8.convert\(model"
+    with pytest.raises(RuntimeError, match=message):
+        model.attention.in_proj_weight.requires_grad_()
+    with pytest.raises(RuntimeError, match=message):
+        model.attention.in_proj_weight.requires_grad = True
+    with pytest.raises(RuntimeError, match=message):
+        model.attention.requires_grad_(True)
+    with pytest.raises(
+        RuntimeError, match=r"'conv' is kept in FP8 only: its `.data` can only be replaced by \(32, 32\)"
+    ):
+        model.conv.weight.data = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match="'conv' is kept in FP8 only"):
+        model.conv.weight.data = model.mlp[0].weight.data
+    model.conv.weight.data = model.query.base.weight.data
+    assert model.conv.weight.is_fp8
+    assert same(model.conv.weight.dequantized(), model.query.base.weight.dequantized())
+    model.requires_grad_(False)
+    # an optimizer that is given such weights leaves them alone
+    before = payloads(model)
+    model.head.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    model(torch.randn(2, 5, 32)).sum().backward()
+    optimizer.step()
+    assert same(payloads(model), before)
+
+
+def test_describe_says_what_keeps_its_master() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.body, self.trained = nn.Embedding(48, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+            self.computed, self.head = nn.Linear(32, 32), nn.Linear(32, 48, bias=False)
+            self.head.weight = self.embedding.weight
+
+    model = Tied().requires_grad_(False)
+    model.trained.requires_grad_(True)
+    torch.nn.utils.parametrizations.weight_norm(model.computed)
+    convert(model, frozen_weights="fp8")
+    reasons = {row.path: row.reason for row in describe(model) if row.is_layer}
+    assert reasons["body"] == "converted, 32 -> 32; weight in FP8 only"
+    assert reasons["head"] == "converted, 32 -> 48; weight keeps its master: it is tied"
+    assert reasons["trained"] == "converted, 32 -> 32; weight keeps its master: it is trained"
+    assert "is parametrized" in reasons["computed"]
+    assert model.head.weight is model.embedding.weight
+    assert "weight" not in {row.path: row.reason for row in describe(convert(Tied()))}["body"]
+
+
+def test_wrong_values_and_no_effect() -> None:
+    with pytest.raises(ValueError, match="`frozen_weights` must be one of 'master', 'fp8', got 'float8'"):
+        convert(nn.Linear(4, 4), frozen_weights="float8")  # type: ignore[arg-type]
+    with pytest.warns(
+        UserWarning, match="`frozen_weights='fp8'` has no effect: no converted layer has a frozen weight"
+    ):
+        convert(nn.Linear(4, 4), frozen_weights="fp8")
+    model = converted("fp8")
+    convert(model)
+    assert set(frozen_weights(model)) == set(BASE)
+
+
+def test_a_replaced_parameter_is_told_once() -> None:
+    model = converted("fp8")
+    model.conv.weight = nn.Parameter(torch.randn(32, 32), requires_grad=False)
+    with pytest.warns(
+        UserWarning, match="'conv' was to be kept in FP8 only and has been replaced, as by `fully_shard`"
+    ):
+        model(torch.randn(2, 5, 32))

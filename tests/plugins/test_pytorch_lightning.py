@@ -1,0 +1,277 @@
+"""Lightning under its other name, ``pytorch_lightning``: the same strings, plugins, callbacks and numbers."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import lightning_fabric
+import pytest
+import pytorch_lightning as mirror
+import torch
+import yaml
+from connectors import QUIET, with_cuda
+from lightning.pytorch.loggers import CSVLogger
+from lit import Regression, by_hand, loader, make_trainer, same, seeded
+from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.loggers import CSVLogger as MirrorCSVLogger
+from pytorch_lightning.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
+from pytorch_lightning.strategies import DeepSpeedStrategy
+from pytorch_lightning.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from small_models import small_mlp
+from warm import run_warm
+
+import lightning_fp8
+from lightning_fp8 import DelayedScaling, callbacks
+from lightning_fp8.plugins.fabric import FABRIC_PLUGINS
+from lightning_fp8.plugins.front_ends import MIRRORS
+from lightning_fp8.plugins.settings import PRECISIONS
+from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
+
+THEIRS = {"fp8-delayed": Precision, "bf16-mixed": MixedPrecision, "bf16-true": HalfPrecision}
+
+
+class Mirrored(mirror.LightningModule):
+    """``Regression`` with the other base class."""
+
+    def __init__(self, lr: float = 1e-2) -> None:
+        super().__init__()
+        self.net = small_mlp()
+        self.lr = lr
+        self.losses: list[torch.Tensor] = []
+
+    forward, step = Regression.forward, Regression.step
+    training_step, configure_optimizers = Regression.training_step, Regression.configure_optimizers
+
+
+def trainer(**kwargs: Any) -> mirror.Trainer:
+    return mirror.Trainer(**{"devices": 1, "enable_model_summary": False, **QUIET, **kwargs})
+
+
+ORDERS = {
+    "before": "import lightning_fp8\nassert not {'pytorch_lightning', 'lightning_fabric'} & {*sys.modules}"
+    "\nimport pytorch_lightning as pl",
+    "after": "import pytorch_lightning as pl\nimport lightning_fp8",
+    "cli first": "import lightning_fp8\nimport pytorch_lightning.cli\nimport pytorch_lightning as pl",
+}
+IN_EITHER_ORDER = """
+import lightning_fabric
+from lightning_fp8.plugins.trainer import PLUGINS
+
+def made(**kwargs):
+    return pl.Trainer(accelerator="cpu", logger=False, **kwargs).precision_plugin
+
+for name, plugin in PLUGINS.items():
+    assert type(made(precision=name)) is plugin
+    given = plugin(keep_fp32=["head"])
+    assert made(plugins=given) is given
+    assert type(lightning_fabric.Fabric(accelerator="cpu", precision=name)._precision).precision == name
+finders = len(sys.meta_path)
+lightning_fp8.unregister()
+assert len(sys.meta_path) == finders
+assert type(made(precision="bf16-mixed")).__module__.startswith("pytorch_lightning.")
+for kwargs in ({"precision": "fp8-delayed"}, {"plugins": lightning_fp8.Fp8Precision()}):
+    try:
+        made(**kwargs)
+    except Exception as error:
+        assert "is invalid" in str(error) or "Expected one of: Precision" in str(error)
+    else:
+        raise AssertionError(kwargs)
+lightning_fp8.register()
+assert type(made(precision="fp8-delayed")) is lightning_fp8.Fp8Precision
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_whichever_is_imported_first(order: str) -> None:
+    ran = run_warm("-c", f"import sys\n{ORDERS[order]}\n{IN_EITHER_ORDER}")
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def test_unregister_leaves_no_finder_behind() -> None:
+    program = (
+        "import sys\nbefore = list(sys.meta_path)\nimport lightning_fp8\nassert len(sys.meta_path) == len(before) + 2\n"
+        "lightning_fp8.unregister()\nassert sys.meta_path == before\nimport pytorch_lightning\n"
+        "assert not isinstance(lightning_fp8.Fp8Precision(), pytorch_lightning.plugins.Precision)"
+    )
+    ran = run_warm("-c", program)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_plugins_are_of_both_names(precision: str) -> None:
+    plugin = trainer(precision=precision).precision_plugin
+    assert type(plugin) is PLUGINS[precision]
+    assert isinstance(plugin, THEIRS[precision])
+    assert type(pickle.loads(pickle.dumps(plugin))) is PLUGINS[precision]
+    # the same object in either Trainer
+    assert pl.Trainer(plugins=plugin, **QUIET).precision_plugin is plugin
+    fabric = lightning_fabric.Fabric(accelerator="cpu", plugins=PLUGINS[precision](keep_fp32=["head"]))
+    assert type(fabric._precision) is FABRIC_PLUGINS[precision]
+    assert fabric._precision.keep_fp32 == ("head",)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_fsdp(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    with_cuda(monkeypatch, (mirror, lightning_fabric))
+    for choice in ({"precision": precision}, {"plugins": PLUGINS[precision](keep_fp32=["head"])}):
+        plugin = trainer(accelerator="cuda", strategy="fsdp", **choice).precision_plugin
+        assert type(plugin) is FSDP_PLUGINS[precision]
+        assert isinstance(plugin, FSDPPrecision)
+        assert plugin.keep_fp32 == (("head",) if "plugins" in choice else ())
+
+
+def test_deepspeed_is_refused_by_name() -> None:
+    connector = object.__new__(_AcceleratorConnector)
+    connector.strategy = object.__new__(DeepSpeedStrategy)
+    connector._precision_flag, connector._precision_plugin_flag = "fp8-delayed", None  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"'fp8-delayed'.* does not run under DeepSpeedStrategy"):
+        connector._check_and_init_precision()
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3])
+def test_training_is_that_of_a_plain_loop(clip: float | None) -> None:
+    """Gradients are clipped: Lightning's own plugins do it only for a LightningModule of their own name."""
+    torch.manual_seed(7)
+    model = Mirrored()
+    trainer(precision="fp8-delayed", gradient_clip_val=clip, max_steps=3, max_epochs=1).fit(model, loader())
+    assert same(model, by_hand(3, clip=clip))
+    assert same(model, by_hand(3)) is (clip is None)
+
+
+def fitted(kind: Any, path: Path, epochs: int, **kwargs: Any) -> Any:
+    """A model trained under the name of its class, and saved."""
+    run = (
+        trainer(precision="fp8-delayed", max_epochs=epochs)
+        if kind is Mirrored
+        else make_trainer(path, max_epochs=epochs)
+    )
+    model = seeded(kind)
+    run.fit(model, loader(), **kwargs)
+    run.save_checkpoint(path / f"{epochs}.ckpt")
+    return model
+
+
+@pytest.mark.parametrize("kinds", [(Regression, Mirrored), (Mirrored, Regression)])
+def test_a_run_is_resumed_under_the_other_name(kinds: tuple[Any, Any], tmp_path: Path) -> None:
+    whole = fitted(kinds[0], tmp_path, 2)
+    fitted(kinds[0], tmp_path, 1)
+    resumed = fitted(kinds[1], tmp_path, 2, ckpt_path=tmp_path / "1.ckpt", weights_only=False)
+    assert torch.equal(torch.stack(whole.losses[4:]), torch.stack(resumed.losses))
+    assert same(resumed, whole)
+
+
+def every_callback() -> list[Any]:
+    often = ("LayerTimer", "QuantizationProbe", "ScaleFactorLogger", "ScaleWatchdog")
+    every: dict[str, dict[str, Any]] = {name: {"every_n_steps": 1} for name in often}
+    given = {**every, "Fp8ThroughputMonitor": {"batch_size_fn": len, "window_size": 2}}
+    return [getattr(callbacks, name)(**given.get(name, {})) for name in callbacks.__all__]
+
+
+def logged(kind: Any, folder: Path) -> dict[str, list[str]]:
+    """The metrics of a run with every callback, by name."""
+    maker, csv_logger = (mirror.Trainer, MirrorCSVLogger) if kind is Mirrored else (pl.Trainer, CSVLogger)
+    logger = csv_logger(folder, "", "")
+    kwargs: Any = {**QUIET, "enable_progress_bar": True, "logger": logger, "callbacks": every_callback()}
+    run = maker(precision="fp8-delayed", max_steps=4, max_epochs=1, log_every_n_steps=1, **kwargs)
+    run.fit(seeded(kind), loader())
+    assert [type(callback).__name__ for callback in run.callbacks if callback in kwargs["callbacks"]]
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {name: [row[name] for row in rows if row[name]] for name in rows[0]}
+
+
+def test_every_callback_logs_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, ours = logged(Mirrored, tmp_path / "mirror"), logged(Regression, tmp_path / "lightning")
+    assert theirs.keys() == ours.keys()
+    for start in ("fp8/watchdog/", "fp8/input/", "fp8/net.", "timing/net.", "train/samples"):
+        assert any(name.startswith(start) for name in theirs), start
+    numbers = [name for name in theirs if name.startswith(("fp8/", "train/samples"))]
+    assert {name: theirs[name] for name in numbers} == {name: ours[name] for name in numbers}
+    for name in ("fp8_dtypes.json", "fp8_run.json"):
+        records = [json.loads((tmp_path / folder / name).read_text()) for folder in ("mirror", "lightning")]
+        assert records[0] == records[1]
+    assert capsys.readouterr().out.count("headroom") >= 2
+
+
+def test_throughput_under_a_precision_of_the_other_name_is_refused() -> None:
+    monitor = callbacks.Fp8ThroughputMonitor(batch_size_fn=len)
+    with pytest.raises(TypeError, match=r"Import `lightning\.pytorch` in place of `pytorch_lightning`, or use"):
+        trainer(precision="32-true", callbacks=monitor, logger=MirrorCSVLogger("unused")).fit(Mirrored(), loader())
+
+
+def test_its_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = {"class_path": "lightning_fp8.Fp8Precision", "init_args": {"recipe": {"margin": 2}}}
+    for choice in ({"plugins": plugin}, {"precision": "fp8-delayed"}):
+        config = {"trainer": {**QUIET, **choice, "callbacks": [{"class_path": "lightning_fp8.ScaleWatchdog"}]}}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+        monkeypatch.setattr(sys, "argv", ["main.py"])
+        cli = LightningCLI(Mirrored, run=False, args=["--config", str(tmp_path / "config.yaml")])
+        made = cli.trainer.precision_plugin
+        assert type(made) is lightning_fp8.Fp8Precision
+        assert made.recipe == (DelayedScaling(margin=2) if "plugins" in choice else None)
+        assert any(isinstance(callback, callbacks.ScaleWatchdog) for callback in cli.trainer.callbacks)
+
+
+def test_names_that_are_mixed_get_lightnings_own_error() -> None:
+    with pytest.raises(TypeError, match="must be a `LightningModule`"):
+        trainer(precision="fp8-delayed").fit(Regression(), loader())  # type: ignore[arg-type]
+
+
+def test_unregister_restores_the_other_name_exactly() -> None:
+    def seam() -> list[Any]:
+        places = [
+            getattr(owner, name)
+            for end in MIRRORS[1:]
+            for owner, name, *_ in end.replacements()
+            if not isinstance(owner, dict)
+        ]
+        places += [inspect.unwrap(mirror.Trainer.__init__).__annotations__["precision"], mirror.Trainer.fit]
+        kinds = [*PLUGINS.values(), *FSDP_PLUGINS.values(), *(getattr(callbacks, name) for name in callbacks.__all__)]
+        return places + [kind.__mro__ for kind in kinds]
+
+    registered = seam()
+    lightning_fp8.unregister()
+    try:
+        original = seam()
+        assert not any("lightning_fp8" in getattr(place, "__globals__", {}).get("__name__", "") for place in original)
+        mros = [place for place in original if isinstance(place, tuple)]
+        assert not any(kind.__module__.startswith(("pytorch_", "lightning_fabric")) for mro in mros for kind in mro)
+        with pytest.raises(ValueError, match="is invalid"):
+            trainer(precision="fp8-delayed")
+    finally:
+        lightning_fp8.register()
+    again = seam()
+    assert [place for place in again if isinstance(place, tuple)] == [
+        place for place in registered if isinstance(place, tuple)
+    ]
+    lightning_fp8.unregister()
+    try:
+        assert all(a is b or a == b for a, b in zip(seam(), original, strict=True))
+    finally:
+        lightning_fp8.register()
+
+
+def test_a_version_without_the_seam_is_told_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning_fp8.unregister()
+    monkeypatch.delattr(_AcceleratorConnector, "_check_and_init_precision")
+    name = (
+        "`pytorch_lightning.trainer.connectors.accelerator_connector._AcceleratorConnector._check_and_init_precision`"
+    )
+    with pytest.warns(UserWarning, match="lightning_fp8 does not work with pytorch_lightning") as warned:
+        lightning_fp8.register()
+    (message,) = (str(warning.message) for warning in warned)
+    assert f"it has no {name}. Import `lightning.pytorch` in place of `pytorch_lightning`." in message
+    # nothing half done, and the name that is used works
+    assert not issubclass(lightning_fp8.Fp8Precision, Precision)
+    assert type(pl.Trainer(precision="fp8-delayed", **QUIET).precision_plugin) is lightning_fp8.Fp8Precision
+    lightning_fp8.unregister()
+    monkeypatch.undo()
+    lightning_fp8.register()
+    assert issubclass(lightning_fp8.Fp8Precision, Precision)

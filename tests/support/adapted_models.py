@@ -1,0 +1,62 @@
+"""Small models of ``transformers`` with adapters of ``peft``, converted before or after they got them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformer_models
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from lightning_fp8 import convert, scaling_state
+
+TARGETS = {
+    "llama": ["q_proj", "k_proj", "v_proj", "gate_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_fc", "c_proj"],
+}
+ORDERS = ["converted first", "adapted first", "plain"]
+
+
+def base(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Always with the same weights and batch."""
+    torch.manual_seed(3)
+    made: tuple[nn.Module, dict[str, Tensor]] = getattr(transformer_models, name)()
+    return made
+
+
+def with_adapters(model: nn.Module, name: str, **config: Any) -> PeftModel:
+    """Adapters that are not zero, always the same."""
+    torch.manual_seed(4)
+    settings = {"r": 4, "target_modules": TARGETS[name], "init_lora_weights": False, "fan_in_fan_out": name == "gpt2"}
+    return get_peft_model(model, LoraConfig(**{**settings, **config}))  # type: ignore[arg-type]
+
+
+def adapted(name: str, order: str, **config: Any) -> tuple[PeftModel, dict[str, Tensor]]:
+    """With adapters; converted before or after, or not at all."""
+    model, batch = base(name)
+    if order == "converted first":
+        convert(model)
+    made = with_adapters(model, name, **config)
+    if order == "adapted first":
+        convert(made)
+    return made.train(), batch
+
+
+def step(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
+    """The loss and the gradients of one forward and backward, after which the scales are updated."""
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    scaling_state(model).update()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def base_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that have adapters."""
+    return [module for path, module in model.named_modules() if path.endswith(".base_layer")]
+
+
+def adapter_layers(model: nn.Module) -> list[nn.Module]:
+    """The small matrices, which PEFT's own names tell."""
+    return [module for path, module in model.named_modules() if ".lora_" in path and isinstance(module, nn.Linear)]

@@ -1,0 +1,58 @@
+"""A model with adapters, written by hand, on a frozen base of all kinds of converted layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+ADAPTERS = ("*lora_*",)
+# in layers whose weight is frozen: attention 32 x 96 and 32 x 32, up and down 32 x 64, conv 32 x 32, query 32 x 32
+FROZEN = 32 * 96 + 32 * 32 + 2 * 32 * 64 + 2 * 32 * 32
+
+
+class Lora(nn.Module):
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base
+        self.lora_a = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.lora_b(self.lora_a(x))
+
+
+class OnFrozenBase(nn.Module):
+    """x ``[B, L, 32]`` -> ``[B, L, 8]``. Gradients of ``first`` and of x pass through all frozen layers."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        self.conv = Conv1D(32, 32)
+        self.query = Lora(nn.Linear(32, 32))
+        self.head = nn.Linear(32, 8)
+        for frozen in (self.attention, self.mlp, self.conv, self.query.base):
+            frozen.to(dtype).requires_grad_(False)
+        self.around: Callable[..., Any] = _call
+
+    def block(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + self.mlp(x)
+        return x + torch.tanh(self.conv(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.query(self.around(self.block, self.first(x))))
+
+
+def _call(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x)
+
+
+def on_frozen_base(dtype: torch.dtype = torch.float32, seed: int = 0) -> OnFrozenBase:
+    torch.manual_seed(seed)
+    return OnFrozenBase(dtype)

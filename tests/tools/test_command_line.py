@@ -1,0 +1,181 @@
+"""The program itself: its commands, its name, and what it says where something is missing or misspelt."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as mirror
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from repository import ROOT
+from warm import run_warm
+
+from lightning_fp8 import __main__ as entry
+from lightning_fp8.cli import Fp8CLI, main
+from lightning_fp8.examples import ByteGPT
+from lightning_fp8.tools.compare import command as compare
+from lightning_fp8.tools.compare.processes import UsageError
+
+TOOLS = sorted(path.parent.name for path in (ROOT / "lightning_fp8" / "tools").glob("*/command.py"))
+EXTRAS = (
+    "jsonargparse",
+    "docstring_parser",
+    "typeshed_client",
+    "rich",
+    "matplotlib",
+    "plotly",
+    "sklearn",
+    "safetensors",
+)
+WITHOUT_EXTRAS = f"""
+import sys
+sys.modules.update(dict.fromkeys({EXTRAS!r}))
+from lightning_fp8.__main__ import run
+for arguments in {[["--help"], [], *([tool, "--help"] for tool in TOOLS), ["fit", "--help"], ["compare", "-c", "x"]]!r}:
+    sys.argv = ["/somewhere/lightning-fp8", *arguments]
+    print("# " + " ".join(arguments))
+    try:
+        run()
+    except SystemExit as ended:
+        print(ended)
+"""
+
+
+def test_help_without_any_extra() -> None:
+    ran = run_warm("-c", WITHOUT_EXTRAS)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    said = dict(part.split("\n", 1) for part in ran.stdout.removeprefix("# ").split("\n# "))
+    for text in (said["--help"], said[""]):
+        listed = dict(re.findall(r"^  (\w+) +(\S.*)$", text, re.MULTILINE))
+        assert sorted(listed) == sorted([*LightningCLI.subcommands(), *TOOLS])
+        assert text.startswith("usage: lightning-fp8 COMMAND")
+    for tool in TOOLS:
+        assert f"usage: lightning-fp8 {tool} " in said[f"{tool} --help"]
+    # in the words of this package's own requirement, which installs from an index
+    (wanted,) = re.findall(r'"(jsonargparse[^"]*)"', (ROOT / "pyproject.toml").read_text())
+    for needing in ("fit --help", "compare -c x"):
+        assert "needs jsonargparse and docstring_parser and typeshed_client" in said[needing]
+        assert f"pip install '{wanted}'" in said[needing]
+
+
+@pytest.mark.parametrize(("word", "meant"), [("comprae", " Did you mean 'compare'?"), ("nonsense", "")])
+def test_an_unknown_command(
+    word: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/site/lightning_fp8/__main__.py", word])
+    with pytest.raises(SystemExit) as ended:
+        entry.run()
+    assert ended.value.code == 2
+    assert f"python -m lightning_fp8: error: there is no command '{word}'.{meant}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("called", ["lightning-fp8", "lightning-fp8.exe", "__main__.py"])
+def test_lightnings_commands_say_how_the_program_was_called(
+    called: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"/somewhere/{called}"])
+    name = "python -m lightning_fp8" if called == "__main__.py" else "lightning-fp8"
+    for arguments in (["--help"], ["fit", "--nonsense"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        said = "".join(capsys.readouterr())
+        assert f"usage: {name} " in said
+        assert "__main__" not in said
+
+
+MODEL = """
+import lightning.pytorch as pl, torch
+class Own(pl.LightningModule):
+    def __init__(self, width: int = 4):
+        super().__init__()
+        self.layer = torch.nn.Linear(width, 1)
+    def training_step(self, batch, index):
+        return self.layer(batch).sum()
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(2, self.layer.in_features))
+    def configure_optimizers(self):
+        print("width", self.layer.in_features)
+        return torch.optim.SGD(self.parameters(), 0.1)
+"""
+QUIET = {"accelerator": "cpu", "logger": False, "max_steps": 1, "enable_progress_bar": False}
+
+
+def test_the_program_finds_the_users_modules_and_needs_no_data(tmp_path: Path) -> None:
+    """A script's folder is on Python's path in place of the current one, unlike with ``python -m``."""
+    (tmp_path / "my_module.py").write_text(MODEL)
+    config = {"trainer": QUIET, "model": {"class_path": "my_module.Own", "init_args": {"width": 6}}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
+    program = (
+        f"import sys\nsys.path[:] = [{str(ROOT)!r}, *filter(None, sys.path[1:])]\n"
+        "sys.argv = ['/bin/lightning-fp8', 'fit', '-c', 'mine.yaml']\n"
+        "from lightning_fp8.__main__ import run\nrun()"
+    )
+    ran = run_warm("-c", program, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "width 6" in ran.stdout
+
+
+class OfTheOtherName(mirror.LightningModule):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "last"),
+    [
+        (["--trainer.precision=fp8"], "Did you mean 'fp8-delayed'?"),
+        (["--trainer.precision=FP8_Delayed"], "Did you mean 'fp8-delayed'?"),
+        (["--trainer.precision=bf16-mix"], "Did you mean 'bf16-mixed'?"),
+        (["--trainer.precision=16-mix"], "Given value: 16-mix"),
+        ([f"--model={__name__}.OfTheOtherName"], "import it in place of `pytorch_lightning`."),
+    ],
+)
+def test_what_a_refused_value_should_be(
+    arguments: list[str], last: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-fp8"])
+    with pytest.raises(SystemExit):
+        main(["fit", "--model=lightning_fp8.examples.ByteGPT", *arguments])
+    assert capsys.readouterr().err.rstrip().endswith(last)
+
+
+# --- configurations for a command line of the user's, whose model class is fixed ---
+
+
+def given_to_fit(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> list[str]:
+    """What ``compare`` would give to ``fit``."""
+    given: list[list[str]] = []
+
+    def run(variant: str, folder: Path, steps: int, warmup: int, fit: list[str]) -> dict[str, Any]:
+        given.append(fit)
+        raise UsageError("Lightning's own words")
+
+    monkeypatch.setattr(compare, "run", run)
+    with pytest.raises(SystemExit):
+        compare.main(arguments)
+    return given[0]
+
+
+@pytest.mark.parametrize("has_class", [False, True])
+def test_compare_names_the_class_that_a_configuration_leaves_out(
+    has_class: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = {"layers": 1, "width": 32, "heads": 4, "context": 16}
+    digits = {"class_path": "lightning_fp8.examples.EncoderClassifier"}
+    Path("fixed.yaml").write_text(yaml.safe_dump({"trainer": QUIET, "model": digits if has_class else arguments}))
+    config = ["--config", "fixed.yaml", "--trainer.max_steps=7"]
+    given_to_fit(monkeypatch, config)
+    words = "`model` in the configuration names no class, as for a `LightningCLI` with one of its own. Name it: --model"
+    assert (words in capsys.readouterr().err) is not has_class
+    fit = given_to_fit(monkeypatch, [*config, "--model", "lightning_fp8.examples.ByteGPT"])
+    assert words not in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["lightning-fp8"])
+    cli = Fp8CLI(args=fit[1:], run=False)
+    assert type(cli.model) is ByteGPT
+    assert cli.trainer.max_steps == 7
+    if not has_class:
+        assert {name: cli.model.hparams[name] for name in arguments} == arguments
