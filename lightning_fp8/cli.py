@@ -7,16 +7,20 @@ import sys
 from functools import partial
 from typing import Any, NoReturn
 
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_fp8.callbacks.progress_lines import ProgressLines
+from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.plugins.arguments import PLUGIN_OF
 from lightning_fp8.plugins.settings import suggestion
 from lightning_fp8.runtime.program import program
+from lightning_fp8.scaling.statistics import scales_in_words
 
 
 class Fp8CLI(LightningCLI):
-    """A ``LightningCLI`` for any model and data, which reports the last metrics and the log folders after a run."""
+    """A ``LightningCLI`` for any model and data, which reports progress, and after a run metrics, scales and logs."""
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """A parser with the program's name, which says more about what it refuses."""
@@ -24,11 +28,18 @@ class Fp8CLI(LightningCLI):
         parser.error = partial(_error, parser.error)  # type: ignore[method-assign]
         return parser
 
+    def _instantiate_trainer(self, config: Any, callbacks: list[Callback]) -> Trainer:
+        # the bar of rich draws nothing until the end where there is no terminal
+        if not sys.stdout.isatty() and config.get("enable_progress_bar") is not False:
+            callbacks = [*callbacks, ProgressLines(write=partial(print, flush=True))]
+        return super()._instantiate_trainer(config, callbacks)
+
     def after_fit(self) -> None:
-        """Print the last metrics and where each logger wrote."""
+        """Print the last metrics, some scales and where each logger wrote."""
         trainer = self.trainer
         lines = [f"precision: {trainer.precision}, optimizer steps: {trainer.global_step}"]
         lines += [f"{name}: {value.item():.4f}" for name, value in sorted(trainer.callback_metrics.items())]
+        lines += scales_in_words(scaling_state(self.model)) if is_converted(self.model) else []
         lines += [f"logs: {logger.log_dir}" for logger in trainer.loggers if getattr(logger, "log_dir", None)]
         rank_zero_info("\n".join(["", *lines]))
 
