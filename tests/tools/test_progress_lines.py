@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fp8.callbacks.progress_lines import ProgressLines
+from lightning_fp8.cli import ProgressLines
 
 
 class Model(pl.LightningModule):
