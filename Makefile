@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test browser test-cuda lint bench clean
+.PHONY: demo test browser test-cuda lint docs bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m lightning_fp8 fit --config configs/tiny_gpt_fp8.yaml
@@ -38,6 +38,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# the documentation as a site, build/site/; a broken link, or a public name without a description, is an error (with
+# `--quiet` mkdocs would not count warnings)
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # a training step of the demo's model compared with plain bf16 and torchao's emulated float8; then all precisions compared
 bench: $(INSTALLED)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import re
 import sys
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
 
+from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.plugins.arguments import PLUGIN_OF
 from lightning_fp8.plugins.settings import suggestion
 from lightning_fp8.runtime.program import program
+from lightning_fp8.scaling.statistics import scales_in_words
 
 
 class Fp8CLI(LightningCLI):
-    """A ``LightningCLI`` for any model and data, which reports the last metrics and the log folders after a run."""
+    """A ``LightningCLI`` for any model and data, which reports progress, and after a run metrics, scales and logs."""
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """A parser with the program's name, which says more about what it refuses."""
@@ -24,13 +30,62 @@ class Fp8CLI(LightningCLI):
         parser.error = partial(_error, parser.error)  # type: ignore[method-assign]
         return parser
 
+    def _instantiate_trainer(self, config: Any, callbacks: list[Callback]) -> Trainer:
+        # the bar of rich draws nothing until the end where there is no terminal
+        if not sys.stdout.isatty() and config.get("enable_progress_bar") is not False:
+            callbacks = [*callbacks, ProgressLines(write=partial(print, flush=True))]
+        return super()._instantiate_trainer(config, callbacks)
+
     def after_fit(self) -> None:
-        """Print the last metrics and where each logger wrote."""
+        """Print the last metrics, some scales and where each logger wrote."""
         trainer = self.trainer
         lines = [f"precision: {trainer.precision}, optimizer steps: {trainer.global_step}"]
         lines += [f"{name}: {value.item():.4f}" for name, value in sorted(trainer.callback_metrics.items())]
+        lines += scales_in_words(scaling_state(self.model)) if is_converted(self.model) else []
         lines += [f"logs: {logger.log_dir}" for logger in trainer.loggers if getattr(logger, "log_dir", None)]
         rank_zero_info("\n".join(["", *lines]))
+
+
+class ProgressLines(Callback):
+    """A line every few optimizer steps with the loss and the speed, and one after each validation.
+
+    Args:
+        every_n_steps: optimizer steps between two lines.
+        write: takes each line, in the first process.
+    """
+
+    def __init__(self, every_n_steps: int = 10, write: Callable[[str], None] = print) -> None:
+        self._every_n_steps = every_n_steps
+        self._write = write
+        self._last_line = (0, 0.0)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_line = (trainer.global_step, time.monotonic())
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        steps, began = self._last_line
+        # a batch with manual optimization may make several steps
+        if trainer.global_step // self._every_n_steps > steps // self._every_n_steps and trainer.is_global_zero:
+            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            self._last_line = (trainer.global_step, time.monotonic())
+            speed = (self._last_line[0] - steps) / max(self._last_line[1] - began, 1e-9)
+            of_all = f"/{trainer.max_steps}" if trainer.max_steps > 0 else ""
+            # Lightning divides the loss of a micro-batch by their number
+            parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            said = "" if loss is None else f" loss {float(loss) * parts:.4f},"
+            self._write(f"step {trainer.global_step}{of_all}:{said} {speed:.2g} steps/s")
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and not trainer.sanity_checking:
+            metrics = [f"{name} {float(value):.4f}" for name, value in sorted(trainer.callback_metrics.items())]
+            self._write(f"validation after step {trainer.global_step}: {', '.join(metrics)}")
+        # its time is not that of steps
+        self._last_line = (trainer.global_step, time.monotonic())
 
 
 def _error(original: Any, message: str, *args: Any, **kwargs: Any) -> NoReturn:

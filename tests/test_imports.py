@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "export": {"conversion", "modules", "ops", "scaling"},
     "integrations": {"conversion", "modules", "ops", "scaling"},
     "plugins": {"conversion", "dtypes", "modules", "ops", "runtime", "scaling"},
-    "cli": {"plugins", "runtime"},
+    "cli": {"conversion", "plugins", "runtime", "scaling"},
     "callbacks": {"conversion", "dtypes", "metrics", "modules", "ops", "plugins", "runtime", "scaling"},
     "lightning_fp8": {"callbacks", "conversion", "dtypes", "export", "modules", "plugins", "runtime", "scaling"},
     "tools.report": {"ops", "runtime"},

@@ -68,7 +68,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         TypeError: if a layer that ran in FP8 has parameters that are not fp32, bf16 or fp16, or the model's
             ``state_dict`` holds sharded tensors or entries that are not tensors.
 
-        After an error the model is as it was.
+    After an error the model is as it was.
     """
     folder = Path(path)
     check_config(folder)

@@ -38,9 +38,13 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
     arguments ask for: ``bf16=True`` is usual.
 
     Args:
-        recipe, ignore_modules, gemm, min_features, adapters, frozen_weights: those of :func:`lightning_fp8.convert`;
-            ``recipe`` may be a mapping of its fields. A model that is converted already keeps its layers, unless some
-            are chosen here.
+        recipe: as of :func:`lightning_fp8.convert`, or a mapping of its fields.
+        ignore_modules: as of ``convert``. A model that is converted already keeps its layers, unless this argument,
+            ``min_features`` or ``adapters`` chooses some.
+        gemm: as of ``convert``.
+        min_features: as of ``convert``.
+        adapters: as of ``convert``.
+        frozen_weights: as of ``convert``.
 
     Raises:
         ImportError: at the import, without transformers.

@@ -74,3 +74,19 @@ def headroom_bits(fp8_max: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
 def by_role(values: Tensor) -> dict[str, Tensor]:
     """Values of all tensors ``[R]`` -> those of each role ``[R / 3]``, in the order of the modules."""
     return dict(zip(LAYOUT, values.chunk(len(LAYOUT)), strict=True))
+
+
+def scales_in_words(state: ScalingState) -> list[str]:
+    """The scales of the first module's three tensors, each as a line; a tensor that was not cast has none."""
+    lines = []
+    for role in LAYOUT:
+        row = state.row_of(0, role)
+        amax, scale, fp8_max = (float(x[row]) for x in (state.amax, state.scale, state.fp8_max))
+        largest = float(state.amax_history[:, row].max()) if row < state.delayed else amax
+        if largest > 0:
+            when = "in the window" if row < state.delayed else "now"
+            lines.append(
+                f"{state.names[row]}: the largest value {when}, {largest:.3g}, times the scale, {scale:.3g}, is"
+                f" {largest * scale:.0f}, and {state.recipe.format_of(role).name.upper()} holds up to {fp8_max:.0f}"
+            )
+    return lines

@@ -1,0 +1,61 @@
+"""A griffe extension: the package's docstrings, which use roles of reStructuredText, as Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import griffe
+
+_ROLE = re.compile(r":(?:class|func|meth|attr|mod):`~?([\w.]+)`")
+_DOCTEST = re.compile(r"(?:^ *>>> .*\n(?:^ *\S.*\n?)*)+", re.MULTILINE)
+PACKAGE = "lightning_fp8"
+# modules whose `__all__` is the API
+PUBLIC = (PACKAGE, f"{PACKAGE}.metrics", f"{PACKAGE}.integrations")
+
+
+@cache
+def _package() -> Any:
+    return griffe.load(PACKAGE, resolve_aliases=True)
+
+
+def _named(path: str) -> Any:
+    inside = path.removeprefix(PACKAGE).removeprefix(".")
+    return _package()[inside] if inside else _package()
+
+
+def _exports(module: str) -> set[str]:
+    return {str(name) for name in _named(module).exports}
+
+
+def wrong_in_api(markdown: str) -> list[str]:
+    """Of the API page: public names that it lacks or has twice, and names that are not public or have no docstring."""
+    paths = re.findall(r"^::: (\S+)$", markdown, re.MULTILINE)
+    shown = Counter(path.rpartition(".")[2] for path in paths)
+    public = Counter(name for module in PUBLIC for name in _exports(module))
+    return sorted({*(shown - public), *(public - shown), *(path for path in paths if not _named(path).docstring)})
+
+
+def _link(role: re.Match[str]) -> str:
+    name = role[1].rpartition(".")[2]
+    public = f"{PACKAGE}.{name}"
+    # the function `export` is documented under its full path, as a package has the same name
+    is_public = role[1] in (name, public) and name in _exports(PACKAGE) - {"export"}
+    return f"[`{name}`][{public}]" if is_public else f"`{name}`"
+
+
+def as_markdown(text: str) -> str:
+    """Roles become links to the API where it has the name, else code; doctests and double quotes become code."""
+    text = _ROLE.sub(_link, text.replace("``", "`"))
+    return _DOCTEST.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", text)
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites each docstring before it is parsed."""
+
+    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Called with every module, class, function and attribute."""
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)

@@ -1,0 +1,57 @@
+"""Hooks of the documentation site: the pages that lie outside of `docs/`, with the links to them.
+
+On disk every link is relative to its file, so that it works in a checkout and on a code host.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from docstrings import wrong_in_api
+
+ROOT = Path(__file__).parent.parent
+# files of the repository that are pages of the site too, and where: `README.md` would be its home page
+OUTSIDE = {
+    "README.md": "about.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "configs/README.md": "configs.md",
+    "kernels_cuda/README.md": "kernels.md",
+}
+_ON_DISK = {on_site: path for path, on_site in OUTSIDE.items()}
+_LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages from outside."""
+    for path, on_site in OUTSIDE.items():
+        files.append(File.generated(config, on_site, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Rewrite links for the site; other files of the repository that a page links to become downloads."""
+    name = page.file.src_uri
+    if name == "api.md" and (wrong := wrong_in_api(markdown)):
+        raise PluginError(f"api.md: missing, twice, not public or without a docstring: {', '.join(wrong)}")
+    folder = posixpath.dirname(_ON_DISK.get(name, f"docs/{name}"))
+
+    def rewritten(link: re.Match[str]) -> str:
+        if "://" in link[2]:
+            return link[0]
+        target = posixpath.normpath(posixpath.join(folder, link[2]))
+        on_site = OUTSIDE.get(target, target.removeprefix("docs/"))
+        if files.get_file_from_path(on_site) is None and (ROOT / target).is_file():
+            files.append(File.generated(config, on_site, abs_src_path=str(ROOT / target)))
+        return f"{link[1]}{posixpath.relpath(on_site, posixpath.dirname(name) or '.')}{link[3]}"
+
+    return _LINK.sub(rewritten, markdown)
