@@ -10,9 +10,9 @@ demo: $(INSTALLED)
 	$(BIN)/python -m lightning_fp8 fit --config configs/tiny_gpt_fp8.yaml
 	$(BIN)/python -m lightning_fp8 report runs/tiny_gpt_fp8
 
-# one thread each, as the tensors of the tests are small; four processes for two cores, as many tests wait
+# one thread each, as the tensors of the tests are small; three processes for two cores, as some tests wait
 test: $(INSTALLED) browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
 
 # the report's page is tested in a real browser
 browser:
