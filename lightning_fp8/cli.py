@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.plugins.arguments import PLUGIN_OF
 from lightning_fp8.plugins.settings import suggestion
+from lightning_fp8.runtime.every_n_steps import EveryNSteps
 from lightning_fp8.runtime.program import program
 from lightning_fp8.scaling.statistics import scales_in_words
 
@@ -52,24 +53,27 @@ class ProgressLines(Callback):
     Args:
         every_n_steps: optimizer steps between two lines.
         write: takes each line, in the first process.
+
+    Raises:
+        ValueError: if ``every_n_steps`` is below 1.
     """
 
     def __init__(self, every_n_steps: int = 10, write: Callable[[str], None] = print) -> None:
-        self._every_n_steps = every_n_steps
+        self._due = EveryNSteps("ProgressLines", every_n_steps)
         self._write = write
         self._last_line = (0, 0.0)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._due.start(trainer.global_step)
         self._last_line = (trainer.global_step, time.monotonic())
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        steps, began = self._last_line
-        # a batch with manual optimization may make several steps
-        if trainer.global_step // self._every_n_steps > steps // self._every_n_steps and trainer.is_global_zero:
+        if self._due.ends(trainer.global_step) and trainer.is_global_zero:
+            steps, began = self._last_line
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
             self._last_line = (trainer.global_step, time.monotonic())
             speed = (self._last_line[0] - steps) / max(self._last_line[1] - began, 1e-9)

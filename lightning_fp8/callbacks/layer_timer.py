@@ -10,10 +10,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
-from lightning_fp8.callbacks.every_n_steps import EveryNSteps
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.callbacks.stopwatch import NOTHING_RAN, Stopwatch, clock_for
 from lightning_fp8.conversion.plan import conversion_plan
+from lightning_fp8.runtime.every_n_steps import EveryNSteps
 
 
 class LayerTimer(RunWatcher):

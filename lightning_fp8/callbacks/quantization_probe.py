@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_fp8.callbacks.every_n_steps import EveryNSteps
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.metrics.sqnr import signal_and_noise
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import named_modules
+from lightning_fp8.runtime.every_n_steps import EveryNSteps
 
 
 class QuantizationProbe(RunWatcher):

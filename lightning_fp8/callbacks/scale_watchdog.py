@@ -11,11 +11,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fp8.callbacks.every_n_steps import EveryNSteps
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.callbacks.watch import CONDITIONS, Findings, Limits, Watch
 from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.modules.paths import as_patterns, matching_tensors
+from lightning_fp8.runtime.every_n_steps import EveryNSteps
 from lightning_fp8.scaling.state import ScalingState
 
 Action = Literal["warn", "raise", "fallback"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
@@ -198,7 +199,9 @@ def scaling_state(module: nn.Module) -> ScalingState:
         ValueError: if the model is not converted, or consists of parts that were converted separately.
     """
     layers = list(named_modules(module))
-    others = [path for path, layer in layers if type(layer).__module__.startswith(_OTHER_FP8)]
+    # called at each step of a loop of one's own: most programs have imported neither
+    are_loaded = any(name in sys.modules for name in _OTHER_FP8)
+    others = [path for path, layer in layers if are_loaded and type(layer).__module__.startswith(_OTHER_FP8)]
     if others:
         warn_once(
             f"{len(others)} layers ({', '.join(others[:3])}{', ...' if others[3:] else ''}) run in the FP8 of another"

@@ -319,10 +319,10 @@ def _row(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
     layer = one.layer
     if not isinstance(layer, Fp8Module):
         return Candidate(one.path, type(layer).__name__, False, one.reason or "not converted yet: call `convert`")
-    shapes = " and ".join(map(str, sizes(layer)))
+    gemms = sizes(layer)
+    shapes = " and ".join(map(str, gemms))
     if isinstance(layer, Fp8Experts):
-        first, *_, second = sizes(layer)
-        shapes = f"{len(layer.fp8) // 2} experts, {first} and {second}"
+        shapes = f"{len(gemms) // 2} experts, {gemms[0]} and {gemms[-1]}"
     fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
     shared = ", ".join(rows.input_leader.name for rows in layer.fp8.values() if rows.input_leader is not None)
     remarks = [

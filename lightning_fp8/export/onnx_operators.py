@@ -31,7 +31,7 @@ def import_opset() -> Any:
     except ImportError as error:
         raise ImportError(
             "ONNX files are written by `onnx` and `onnxscript`, which are not installed."
-            " Install them with: pip install 'lightning-fp8[onnx]'"
+            " Install them with: pip install onnx onnxscript"
         ) from error
     return opset20
 
@@ -62,20 +62,8 @@ def _linear(
     return _like_x(op, op.Cast(_product(op, x_fp8, w_fp8, bias_value), to=dtype), x, weight)
 
 
-def _mlp(
-    op: Any,
-    x: Any,
-    first: Layer,
-    second: Layer,
-    x_fp8: Fp8Operand,
-    a: Slot,
-    dh: Slot,
-    dy: Slot,
-    activation: str,
-    keep_a: bool,
-    keep_h: bool,
-    dtype: int,
-) -> tuple[Any, ...]:
+def _mlp(op: Any, x: Any, first: Layer, second: Layer, x_fp8: Fp8Operand, a: Slot, *rest: Any) -> tuple[Any, ...]:
+    _, _, activation, *_, dtype = rest
     h = _rounded(op, _product(op, x_fp8, first.operand, first.bias_value), dtype)
     return _second(op, x, _activated(op, h, activation, dtype), a, second, dtype, results=4)
 
@@ -83,7 +71,7 @@ def _mlp(
 def _gated_mlp(
     op: Any, x: Any, gate: Layer, up: Layer, down: Layer, x_fp8: Fp8Operand, a: Slot, *rest: Any
 ) -> tuple[Any, ...]:
-    dtype = rest[-1]
+    *_, dtype = rest
     h_gate, h_up = (_rounded(op, _product(op, x_fp8, layer.operand, layer.bias_value), dtype) for layer in (gate, up))
     return _second(op, x, _gated(op, h_gate, h_up, dtype), a, down, dtype, results=5)
 

@@ -83,8 +83,8 @@ class Fp8Experts(Fp8Module):
         outputs = []
         for expert, tokens in enumerate(x.split(self._tokens_by_expert(chosen, len(weights[first])))):
             if len(tokens):
-                h = self._product(first, expert, tokens, weights[first][expert])
-                outputs.append(self._product(down, expert, self._activated(h), weights[down][expert]))
+                h = self._product(first, expert, tokens, stacks[first], weights[first][expert])
+                outputs.append(self._product(down, expert, self._activated(h), stacks[down], weights[down][expert]))
         y = torch.cat(outputs) if outputs else x
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
@@ -104,10 +104,10 @@ class Fp8Experts(Fp8Module):
             )
         return counts
 
-    def _product(self, name: str, expert: int, x: Tensor, weight: Tensor) -> Tensor:
+    def _product(self, name: str, expert: int, x: Tensor, stack: Tensor, weight: Tensor) -> Tensor:
         rows, record = self.fp8[f"{name}.{expert}"], self.records
         check_input(self, f"input of {name}", x, weight)
-        return fp8_linear(rows, x, cast_weight(rows, getattr(self, name), record, weight), None, record)
+        return fp8_linear(rows, x, cast_weight(rows, stack, record, weight), None, record)
 
     def _activated(self, h: Tensor) -> Tensor:
         return self._apply_gate(h) if self.has_gate else self.act_fn(h)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_fp8.plugins.arguments import ARGUMENTS
+
 REFERENCE = "bf16-mixed"
 # class and arguments of the plugin
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -13,29 +15,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16-true": ("Bf16TruePrecision", {}),
     "fp8-delayed": ("Fp8Precision", {}),
 }
-_FOR_ALL = ("keep_fp32", "dtype_mismatch", "reduce_dtype")
-# dtypes too: the bf16 precisions are to be what their names say
-_FOR_FP8 = (
-    "recipe",
-    "ignore_modules",
-    "param_dtype",
-    "compute_dtype",
-    "fp8_all_gather",
-    "gemm",
-    "min_features",
-    "adapters",
-)
 
 
 def plugin_settings(variant: str, own: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a variant's plugin, with those of the user's ``own`` that hold for it.
 
-    ``keep_fp32``, ``dtype_mismatch`` and ``reduce_dtype`` hold for all; ``recipe``, ``ignore_modules``,
-    ``param_dtype``, ``compute_dtype``, ``fp8_all_gather``, ``gemm``, ``min_features`` and ``adapters`` for
-    ``fp8-delayed`` only.
+    Those that all plugins have hold for all, and all that its plugin has for ``fp8-delayed``. Dtypes hold for that one
+    only: the bf16 precisions are to be what their names say.
 
     >>> plugin_settings("bf16-true", {"keep_fp32": ["norm"], "ignore_modules": ["head"]})
     {'keep_fp32': ['norm']}
     """
-    names = _FOR_ALL + (_FOR_FP8 if variant == "fp8-delayed" else ())
+    of_fp8 = ARGUMENTS["fp8-delayed"]
+    in_all = [name for name in of_fp8 if all(name in taken for taken in ARGUMENTS.values())]
+    names = of_fp8 if variant == "fp8-delayed" else in_all
     return {**{name: own[name] for name in names if name in own}, **VARIANTS[variant][1]}

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from lightning_fp8.callbacks.every_n_steps import EveryNSteps
+from lightning_fp8.runtime.every_n_steps import EveryNSteps
 
 
 @pytest.mark.parametrize("start", [0, 5])
