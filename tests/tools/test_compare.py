@@ -380,8 +380,8 @@ def test_each_variant_runs_under_this_packages_plugin(
 
 
 def test_plugin_settings() -> None:
-    own = {"recipe": {"margin": 1}, "ignore_modules": ["a"], "keep_fp32": ["b"],
-           "param_dtype": "bfloat16", "dtype_mismatch": "warn", "weight_copy": False, "frozen_weights": "fp8"}  # fmt: skip
+    own = {"recipe": {"margin": 1}, "ignore_modules": ["a"], "keep_fp32": ["b"], "param_dtype": "bfloat16",
+           "dtype_mismatch": "warn", "weight_copy": False, "frozen_weights": "fp8"}  # fmt: skip
     for_all = {"keep_fp32": ["b"], "dtype_mismatch": "warn"}
     assert plugin_settings("bf16-mixed", own) == for_all
     assert plugin_settings("bf16-mixed+weight_copy", own) == {**for_all, "weight_copy": True}
