@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 
 # one thread each, as the tensors of the tests are small; three processes for two cores, as some tests wait
 test: $(INSTALLED) browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup
 
 # the report's page is tested in a real browser
 browser:

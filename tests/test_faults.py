@@ -725,7 +725,7 @@ class Memory:
         return {name: getattr(self, name) - getattr(before, name) for name in ("blocks", "tensors", "bytes")}
 
 
-EARLY, LATE = 1_000, 10_000
+EARLY, LATE = 1_000, 5_000
 
 
 def measured(path: Path, target: Callable[..., None], *arguments: Any) -> dict[str, int]:
@@ -736,7 +736,7 @@ def measured(path: Path, target: Callable[..., None], *arguments: Any) -> dict[s
 
 
 def check_no_growth(growth: dict[str, int]) -> None:
-    # one of anything a step would be 9,000; a small tensor has some 500 bytes
+    # one of anything a step would be 4,000; a small tensor has some 500 bytes
     assert growth["tensors"] < 50
     assert growth["blocks"] < 2_000
     assert growth["bytes"] < 2**21
@@ -760,7 +760,7 @@ def many_steps_of_a_plain_loop(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps_of_a_plain_loop(tmp_path: Path) -> None:
+def test_thousands_of_steps_of_a_plain_loop(tmp_path: Path) -> None:
     check_no_growth(measured(tmp_path, many_steps_of_a_plain_loop))
 
 
@@ -794,5 +794,5 @@ def many_steps_of_a_trainer(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps_of_a_trainer(tmp_path: Path) -> None:
+def test_thousands_of_steps_of_a_trainer(tmp_path: Path) -> None:
     check_no_growth(measured(tmp_path, many_steps_of_a_trainer))

@@ -59,9 +59,16 @@ OPTIONS = (
     "-Wno-unused-function",
     # a product and a sum are rounded each, as torch's operators round them
     "-ffp-contract=off",
-    "-fsanitize=alignment,bounds",
+    "-fsanitize=bounds",
     "-fsanitize-undefined-trap-on-error",
 )
+ALIGNMENT = "-fsanitize=alignment"
+
+
+def checks_alignment(family: str, defines: tuple[str, ...]) -> bool:
+    """Not in Hopper's GEMM: its tensors go by boxes, whose stand-in checks addresses, and compiling would take twice
+    as long. The casts that can follow it write through pointers."""
+    return family != "gemm_sm90" or any(define.startswith("CHAIN") for define in defines)
 
 
 def compile_on_host(what: str, out: Path, *arguments: str) -> None:
@@ -89,7 +96,7 @@ def build_folder() -> Path:
     # the shim has instructions of its own in files of the same names
     files = {file.name: file.read_bytes() for file in (*SOURCES.glob("*.cu*"), *SHIM.iterdir())}
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
-    key = hashlib.sha256(repr((version, OPTIONS, LAUNCH, sorted(files.items()))).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((version, OPTIONS, ALIGNMENT, LAUNCH, sorted(files.items()))).encode()).hexdigest()[:16]
     folder = ROOT / ".pytest_cache" / "host_kernels" / key
     folder.parent.mkdir(parents=True, exist_ok=True)
     for other in folder.parent.iterdir():
@@ -116,8 +123,8 @@ def library(family: str, defines: tuple[str, ...] = ()) -> ctypes.CDLL:
     source = compiled.with_name(f"{name}.{os.getpid()}.cpp")
     if not compiled.exists():
         source.write_text(program)
-        macros = (f"-D{define}" for define in defines)
-        compile_on_host(f"{family} {defines}", compiled, "-Werror", "-Winvalid-pch", "-shared", *macros, str(source))
+        options = [f"-D{define}" for define in defines] + [ALIGNMENT] * checks_alignment(family, defines)
+        compile_on_host(f"{family} {defines}", compiled, "-Werror", "-Winvalid-pch", "-shared", *options, str(source))
         source.unlink()
     return ctypes.CDLL(str(compiled))
 
