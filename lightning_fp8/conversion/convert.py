@@ -11,13 +11,8 @@ from torch import nn
 from lightning_fp8.conversion.candidates import check_unparametrized
 from lightning_fp8.conversion.frozen_weights import keep_in_fp8, restore_masters
 from lightning_fp8.conversion.min_features import MinFeatures
-from lightning_fp8.conversion.plan import (
-    Candidate,
-    ConversionPlan,
-    conversion_plan,
-    converted,
-    state_of,
-)
+from lightning_fp8.conversion.plan import ConversionPlan, conversion_plan, converted, state_of
+from lightning_fp8.conversion.rows import Candidate
 from lightning_fp8.conversion.shared_inputs import share_inputs
 from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows

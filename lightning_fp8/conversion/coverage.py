@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_fp8.conversion.plan import LARGE_SHARE, ConversionPlan
+from lightning_fp8.conversion.plan import ConversionPlan
+from lightning_fp8.conversion.rows import LARGE_SHARE
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import numbered
 

@@ -1,0 +1,99 @@
+"""The rows of :func:`lightning_fp8.describe`: of layers, and of large parameters that belong to none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+
+from lightning_fp8.conversion.candidates import sizes
+from lightning_fp8.conversion.planned import PlannedLayer
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.class_swap import own_class
+from lightning_fp8.modules.experts import Fp8Experts
+from lightning_fp8.modules.paths import numbered
+
+# the smallest share of the model's parameters that is worth naming where it is not in FP8
+LARGE_SHARE = 0.01
+# lookups, convolutions, and the normalisations whose parameters can have 2 dimensions: none is a matrix product
+_WITHOUT_GEMMS = (nn.Embedding, nn.EmbeddingBag, _ConvNd, nn.LayerNorm, nn.RMSNorm)
+
+
+class Candidate(NamedTuple):
+    """A row of :func:`lightning_fp8.describe`: a layer that does matrix multiplications, and whether they run in FP8.
+
+    Or a large parameter of another module, which FP8 does not reach.
+
+    Attributes:
+        path: module path, as ``ignore_modules`` patterns see it; for a parameter, its name in the model.
+        kind: class name; ``"Parameter"`` for a parameter.
+        converted: whether it runs in FP8.
+        reason: why, or why not.
+    """
+
+    path: str
+    kind: str
+    converted: bool
+    reason: str
+
+    @property
+    def is_layer(self) -> bool:
+        """True for a layer, False for a parameter."""
+        return self.kind != "Parameter"
+
+    def __str__(self) -> str:
+        return f"{'fp8' if self.converted else '-':4}{self.path or '(root)'} ({self.kind}): {self.reason}"
+
+
+def row_of(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
+    """A layer's row, with what is to be said of its fused block and of its weights."""
+    layer = one.layer
+    if not isinstance(layer, Fp8Module):
+        return Candidate(one.path, type(layer).__name__, False, one.reason or "not converted yet: call `convert`")
+    gemms = sizes(layer)
+    shapes = " and ".join(map(str, gemms))
+    if isinstance(layer, Fp8Experts):
+        shapes = f"{len(gemms) // 2} experts, {gemms[0]} and {gemms[-1]}"
+    fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
+    shared = ", ".join(rows.input_leader.name for rows in layer.fp8.values() if rows.input_leader is not None)
+    remarks = [
+        f"shares its input with {shared}" if shared else None,
+        f"fell back to bf16: {fallen}" if fallen else None,
+        fused,
+        held,
+    ]
+    reason = "; ".join([f"converted, {shapes}", *filter(None, remarks)])
+    return Candidate(one.path, layer.plain_class.__name__, layer.in_fp8, reason)
+
+
+def large_parameters(
+    modules: Sequence[tuple[str, nn.Module]], layers: Sequence[PlannedLayer], elements: Mapping[nn.Parameter, int]
+) -> Iterator[tuple[Candidate, nn.Parameter]]:
+    """Parameters of 2 or more dimensions outside of ``layers`` and of torch's embeddings, convolutions, normalisations.
+
+    Parameters whose paths differ only in numbers are counted together, as in a stack of layers: they are large if they
+    make up at least ``LARGE_SHARE`` of the model's parameters.
+    """
+    in_layers = {parameter for one in layers for parameter in one.layer.parameters()}
+    passed_over = {part for _, layer in modules if isinstance(layer, _WITHOUT_GEMMS) for part in layer.modules()}
+    found: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    for path, owner in modules:
+        for name, parameter in owner.named_parameters(recurse=False):
+            is_known = owner in passed_over or parameter in in_layers
+            if not is_known and not is_lazy(parameter) and parameter.dim() >= 2:
+                found.setdefault(parameter, (".".join(filter(None, (path, name))), owner))
+    of_stacks: Counter[str] = Counter()
+    for parameter, (path, _) in found.items():
+        of_stacks[numbered(path)] += elements[parameter]
+    least = max(1, LARGE_SHARE * sum(elements.values()))
+    for parameter, (path, owner) in found.items():
+        if of_stacks[numbered(path)] >= least:
+            shape, kind = list(parameter.shape), own_class(owner).__name__
+            reason = f"{shape} parameter of {kind}: no layer known here multiplies with it"
+            if parameter.dim() == 3:
+                reason += "; as one `nn.Linear` for each of its matrices it could run in FP8"
+            yield Candidate(path, "Parameter", False, reason), parameter
