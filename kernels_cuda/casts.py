@@ -52,6 +52,7 @@ class Row(NamedTuple):
         amax: ``[R] float32`` to record in, or None.
         current_amax: ``[] float32``, zero before; scales a weight, or a tensor without a history. None where there is
             no such tensor.
+        margin_factor: what ``current_amax`` is multiplied with after the measurement.
     """
 
     scale: Tensor
@@ -59,6 +60,7 @@ class Row(NamedTuple):
     index: Tensor  # type: ignore[assignment]
     amax: Tensor | None = None
     current_amax: Tensor | None = None
+    margin_factor: float = 1.0
 
 
 def column_sum_tiles(rows: int) -> int:
@@ -101,7 +103,7 @@ def cast_transpose(
     if dy is not None:
         dy_at, dy_stride = dy.data_ptr(), dy.stride(0)
         loads &= _loads(dy_at, dy_stride * size)
-    scale, newest, index, amax, current_amax = row
+    scale, newest, index, amax, current_amax, margin_factor = row
     scale_at, newest_at, index_at = scale.data_ptr(), 0 if newest is None else newest.data_ptr(), index.data_ptr()
     current_at = 0
     if current_amax is not None:
@@ -126,6 +128,7 @@ def cast_transpose(
             0,
             1,
         )
+        _add_margin(current_amax, margin_factor)
     # not `address`: each call counts in the host time of a layer
     y_at = 0 if y is None else y.data_ptr()
     y_t_at = 0 if y_t is None else y_t.data_ptr()
@@ -199,10 +202,21 @@ def cast_gated(
     if any(one.row.current_amax is not None for one in (result, second)):
         measuring, of_up_measuring = _measuring(result.row), _measuring(second.row)
         kernel(grid, x_at, dy_at, 0, 0, 0, *shape, loads, *measuring, 1, up_at, 0, 0, 0, width, *of_up_measuring)
+        for row in {id(one): one.row for one in (result, second)}.values():
+            if row.current_amax is not None:
+                _add_margin(row.current_amax, row.margin_factor)
     outputs, up_outputs = ([address(one.y), address(one.y_t), address(one.column_sums)] for one in (result, second))
     aligned = loads | _stores(outputs[0] | up_outputs[0], outputs[1] | up_outputs[1], rows, width)
     casting, of_up_casting = _casting(result), _casting(second)
     kernel(grid, x_at, dy_at, *outputs, *shape, aligned, *casting, 0, up_at, *up_outputs, width, *of_up_casting)
+
+
+def _add_margin(current_amax: Tensor, margin_factor: float) -> None:
+    """A launch more, for recipes with a margin only. A finite amax stays finite."""
+    if margin_factor != 1:
+        largest = torch.finfo(torch.float32).max
+        grown = (current_amax * margin_factor).clamp(max=largest)
+        current_amax.copy_(torch.where(current_amax.isfinite(), grown, current_amax))
 
 
 def _measuring(row: Row) -> tuple[int, ...]:
@@ -211,7 +225,7 @@ def _measuring(row: Row) -> tuple[int, ...]:
 
 
 def _casting(result: Result) -> tuple[int, ...]:
-    scale, newest, index, amax, current = result.row
+    scale, newest, index, amax, current, _ = result.row
     at = scale.data_ptr(), address(newest), index.data_ptr(), address(current), address(amax)
     return *at, result.scale_inv.data_ptr()
 

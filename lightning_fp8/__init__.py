@@ -41,17 +41,20 @@ from lightning_fp8.plugins import (
 )
 from lightning_fp8.runtime.version import __version__ as __version__
 from lightning_fp8.scaling import recipe
-from lightning_fp8.scaling.recipe import DelayedScaling
+from lightning_fp8.scaling.recipe import CurrentScaling, DelayedScaling
 from lightning_fp8.scaling.state import ScalingState
 
 # A recipe among hyperparameters holds only plain values, so checkpoints with one load with `weights_only=True` too.
 # Versions up to 0.5.0 had it in `lightning_fp8.recipe`, and checkpoints refer to it by that name.
 sys.modules["lightning_fp8.recipe"] = recipe
-torch.serialization.add_safe_globals([DelayedScaling, (DelayedScaling, "lightning_fp8.recipe.DelayedScaling")])
+torch.serialization.add_safe_globals(
+    [*recipe.RECIPES.values(), (DelayedScaling, "lightning_fp8.recipe.DelayedScaling")]
+)
 
 __all__ = [
     "Bf16MixedPrecision",
     "Bf16TruePrecision",
+    "CurrentScaling",
     "DelayedScaling",
     "DtypeAudit",
     "Fp8FSDPPrecision",

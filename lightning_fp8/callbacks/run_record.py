@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -52,7 +51,7 @@ def _record(trainer: Trainer, model: LightningModule) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "parameters": plan.size,
         "environment": _environment(trainer),
-        "recipe": asdict(state.recipe) if state else None,
+        "recipe": state.recipe.as_dict() if state else None,
         "modules": list(state.module_names) if state else None,
         "layers": [row._asdict() for row in plan.rows()] if state else None,
     }

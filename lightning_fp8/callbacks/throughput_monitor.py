@@ -41,6 +41,7 @@ from typing_extensions import override
 
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.runtime.peaks import dense_fp8_flops
+from lightning_fp8.scaling.recipe import RECIPES
 
 
 class Fp8ThroughputMonitor(ThroughputMonitor):
@@ -129,7 +130,7 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
             throughput.available_flops = peak
 
     def _peak(self, device: torch.device, plugin: Any) -> float | None:
-        if plugin.precision != "fp8-delayed":
+        if plugin.precision not in RECIPES:
             return get_available_flops(device, plugin.compute_dtype)
         if device.type != "cuda":
             # the CPU runs the reference implementation, which has no meaningful peak

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_fp8.conversion.convert import convert, scaling_state, unconvert
 from lightning_fp8.conversion.plan import conversion_plan
-from lightning_fp8.scaling.recipe import DelayedScaling
+from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.saved import TENSORS
 from lightning_fp8.scaling.state import ScalingState
 
@@ -29,7 +29,7 @@ SCALES = "fp8_scales"
 
 
 def load_scales(
-    model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str, Any], recipe: DelayedScaling | None = None
+    model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str, Any], recipe: Recipe | None = None
 ) -> nn.Module:
     """Load the scales of inputs and gradients, and which layers fell back, from a checkpoint of the same model.
 

@@ -22,7 +22,7 @@ from lightning_fp8.modules.fused_blocks import fuse_feed_forward
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.modules.weight_group import WeightGroup
 from lightning_fp8.runtime.warn_once import warn_once
-from lightning_fp8.scaling.recipe import DelayedScaling
+from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.state import ScalingState
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -32,7 +32,7 @@ _OTHER_FP8 = ("torchao.float8", "transformer_engine")
 
 def convert(
     module: ModuleT,
-    recipe: DelayedScaling | None = None,
+    recipe: Recipe | None = None,
     ignore_modules: Sequence[str] = (),
     gemm: str | None = None,
     min_features: MinFeatures | None = None,

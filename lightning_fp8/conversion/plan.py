@@ -25,7 +25,7 @@ from lightning_fp8.modules.fused_blocks import notes
 from lightning_fp8.modules.paths import as_patterns, check_patterns_among, named_modules
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
 from lightning_fp8.runtime.device import check_device
-from lightning_fp8.scaling.recipe import DelayedScaling
+from lightning_fp8.scaling.recipe import KINDS, DelayedScaling, Recipe
 from lightning_fp8.scaling.state import ScalingState
 
 
@@ -52,7 +52,7 @@ class ConversionPlan:
     large_parameters: tuple[tuple[Candidate, nn.Parameter], ...]
     size: int
     ignore_modules: Sequence[str]
-    recipe: DelayedScaling
+    recipe: Recipe
     settings: Settings
 
     @property
@@ -108,8 +108,8 @@ class ConversionPlan:
 
     def _check_recipe(self) -> None:
         recipe = self.recipe
-        if not isinstance(recipe, DelayedScaling):
-            raise TypeError(f"`recipe` must be a DelayedScaling, got {type(recipe).__name__}: {recipe!r}.")
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"`recipe` must be {KINDS}, got {type(recipe).__name__}: {recipe!r}.")
         for path, layer in self.converted:
             existing = layer.scaling_state.recipe
             if recipe != existing:
@@ -132,7 +132,7 @@ class ConversionPlan:
 
 def conversion_plan(
     module: nn.Module,
-    recipe: DelayedScaling | None = None,
+    recipe: Recipe | None = None,
     ignore_modules: Sequence[str] = (),
     gemm: str | None = None,
     min_features: MinFeatures | None = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from torch import nn
@@ -17,7 +16,7 @@ from lightning_fp8.modules.all_gather import note_sharded_weights
 from lightning_fp8.modules.frozen_content import FrozenWeights, check_frozen_weights
 from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
-from lightning_fp8.scaling.recipe import DelayedScaling, as_recipe
+from lightning_fp8.scaling.recipe import Recipe, as_recipe
 from lightning_fp8.scaling.state import ScalingState
 
 try:
@@ -55,7 +54,7 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def __init__(
         self,
-        recipe: DelayedScaling | Mapping[str, Any] | None = None,
+        recipe: Recipe | Mapping[str, Any] | None = None,
         ignore_modules: Sequence[str] = (),
         gemm: str | None = None,
         min_features: MinFeatures | None = None,
@@ -80,7 +79,7 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds: the arguments of this callback, and the scales, if there are any."""
         args = {
-            "recipe": None if self.recipe is None else asdict(self.recipe),
+            "recipe": None if self.recipe is None else self.recipe.as_dict(),
             "ignore_modules": list(self.ignore_modules),
             "gemm": self.gemm,
             "min_features": self.min_features,

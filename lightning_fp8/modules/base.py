@@ -144,8 +144,10 @@ class Fp8Rows:
 
     def slot(self, role: Role, record: bool) -> Slot:
         """The slot of the input or of the gradient of the output."""
-        state, gemm = self.state, self.settings.gemm
-        return Slot(state.scale, state.amax_history, self.index[role], self.formats[role], state, record, gemm)
+        state, gemm, index, fmt = self.state, self.settings.gemm, self.index[role], self.formats[role]
+        return Slot(
+            state.scale, state.history_of_casts, index, fmt, state, record, gemm, state.recipe.own_margin_factor
+        )
 
     def weight_slot(self, record: bool) -> WeightSlot:
         """The slot of the weight."""

@@ -139,12 +139,13 @@ class Slot(NamedTuple):
 
     Attributes:
         scale: ``[R] float32``, of the state.
-        amax_history: ``[H, D] float32``, of the state, newest first.
+        amax_history: ``[H, D] float32``, of the state, newest first; zeros for casts that use no history.
         index: ``[1] int64``, the row of the tensor in the state.
         format: the FP8 format of the cast.
         state: its ``amax`` records the casts; None if it no longer exists, and nothing is recorded.
         record: whether casts are recorded.
         gemm: which GEMMs the model runs, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``.
+        margin_factor: what the amax is multiplied with where the tensor is scaled by its own values.
     """
 
     scale: Tensor
@@ -154,6 +155,7 @@ class Slot(NamedTuple):
     state: State | None
     record: bool
     gemm: str = "auto"
+    margin_factor: float = 1.0
 
     def open(self) -> tuple[Tensor | None, bool, bool]:
         """See :meth:`lightning_fp8.ScalingState.open_cast`."""

@@ -48,7 +48,7 @@ def _scale_to_use(x: Tensor, slot: Slot) -> tuple[Tensor, Tensor | None]:
         torch.maximum(amax[row], current, out=amax[row])
     if has_history or current is None:
         return slot.scale[row].clone(), current
-    return scale_of_current(current, FORMATS[slot.format]), current
+    return scale_of_current(current, FORMATS[slot.format], slot.margin_factor), current
 
 
 def max_abs(x: Tensor) -> Tensor:
@@ -59,10 +59,18 @@ def max_abs(x: Tensor) -> Tensor:
     return torch.maximum(low.abs(), high.abs()).float()
 
 
-def scale_of_current(amax: Tensor, fmt: Fp8Format) -> Tensor:
-    """``FP8_MAX / amax``; 1 where ``amax`` is not finite: finite elements survive."""
+def scale_of_current(amax: Tensor, fmt: Fp8Format, margin_factor: float = 1.0) -> Tensor:
+    """``FP8_MAX / (amax * margin_factor)``; 1 where ``amax`` is not finite: finite elements survive."""
     # tensor by tensor: a Python number divided by a tensor is its reciprocal times the number, rounded twice
-    return torch.where(amax.isfinite(), (torch.full_like(amax, fmt.max) / amax).clamp(max=FP32_MAX), 1.0)
+    scale = (torch.full_like(amax, fmt.max) / with_margin(amax, margin_factor)).clamp(max=FP32_MAX)
+    return torch.where(amax.isfinite(), scale, 1.0)
+
+
+def with_margin(amax: Tensor, margin_factor: float) -> Tensor:
+    """``amax * margin_factor``, finite where ``amax`` is: a scale of 0 would turn the whole tensor into NaN."""
+    if margin_factor == 1:
+        return amax
+    return torch.where(amax.isfinite(), (amax * margin_factor).clamp(max=FP32_MAX), amax)
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -10,14 +10,19 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 _P = ParamSpec("_P")
 _Self = TypeVar("_Self")
 
-PLUGIN_OF = {"fp8-delayed": "Fp8Precision", "bf16-mixed": "Bf16MixedPrecision", "bf16-true": "Bf16TruePrecision"}
+PLUGIN_OF = {
+    "fp8-delayed": "Fp8Precision",
+    "fp8-current": "Fp8Precision",
+    "bf16-mixed": "Bf16MixedPrecision",
+    "bf16-true": "Bf16TruePrecision",
+}
 # names of the arguments by precision, filled in by `arguments_of`
 ARGUMENTS: dict[str, tuple[str, ...]] = {}
 
 _Init = Callable[Concatenate[_Self, _P], None]
 
 
-def arguments_of(precision: str) -> Callable[[_Init[_Self, _P]], _Init[_Self, _P]]:
+def arguments_of(*precisions: str) -> Callable[[_Init[_Self, _P]], _Init[_Self, _P]]:
     """Decorate the ``__init__`` of a precision: ``precision``, and arguments of other plugins, give helpful errors.
 
     Raises:
@@ -25,11 +30,11 @@ def arguments_of(precision: str) -> Callable[[_Init[_Self, _P]], _Init[_Self, _P
     """
 
     def decorate(init: _Init[_Self, _P]) -> _Init[_Self, _P]:
-        ARGUMENTS[precision] = tuple(signature(init).parameters)[1:]
+        ARGUMENTS.update(dict.fromkeys(precisions, tuple(signature(init).parameters)[1:]))
 
         @wraps(init)
         def checked(self: _Self, *args: _P.args, **kwargs: _P.kwargs) -> None:
-            _check(type(self).__name__, precision, args, kwargs)
+            _check(type(self).__name__, precisions, args, kwargs)
             init(self, *args, **kwargs)
 
         return cast("_Init[_Self, _P]", checked)
@@ -37,20 +42,20 @@ def arguments_of(precision: str) -> Callable[[_Init[_Self, _P]], _Init[_Self, _P
     return decorate
 
 
-def _check(name: str, precision: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check(name: str, precisions: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     # the first positional argument was `precision` up to version 0.5
     asked = kwargs.get("precision", args[0] if args else None)
     if isinstance(asked, str):
-        wanted = name if asked == precision else PLUGIN_OF.get(asked)
+        wanted = name if asked in precisions else PLUGIN_OF.get(asked)
         given = {key: value for key, value in kwargs.items() if key != "precision"}
         raise TypeError(
-            f"The argument `precision` is gone: `{name}` is for {precision!r} only, got {asked!r}."
+            f"The argument `precision` is gone: `{name}` is for {_quoted(precisions)} only, got {asked!r}."
             f" {_instead(wanted, ARGUMENTS.get(asked, ()), given)}"
         )
     for key in kwargs:
-        if key not in ARGUMENTS[precision] and _takers(key):
+        if key not in ARGUMENTS[precisions[0]] and _takers(key):
             raise TypeError(
-                f"`{name}`, for {precision!r}, has no argument `{key}`: it belongs to {_words(_takers(key))}."
+                f"`{name}`, for {_quoted(precisions)}, has no argument `{key}`: it belongs to {_words(_takers(key))}."
             )
 
 
@@ -67,5 +72,9 @@ def _takers(key: str) -> list[str]:
     return [PLUGIN_OF[precision] for precision, names in ARGUMENTS.items() if key in names]
 
 
+def _quoted(precisions: Iterable[str]) -> str:
+    return " and ".join(map(repr, precisions))
+
+
 def _words(plugins: Iterable[str]) -> str:
-    return " and ".join(f"`{plugin}`" for plugin in plugins)
+    return " and ".join(f"`{plugin}`" for plugin in dict.fromkeys(plugins))

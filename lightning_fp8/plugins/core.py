@@ -13,7 +13,7 @@ from lightning.fabric.plugins.precision.precision import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_fp8.dtypes.attention import AttentionDtypes, DtypeMismatch
 from lightning_fp8.dtypes.encoder import layers_own_forwards
@@ -35,6 +35,8 @@ class PrecisionCore(Precision):
     """
 
     precision: Any
+    # all strings that make a plugin of this class
+    precisions: tuple[str, ...] = ()
     param_dtype: torch.dtype
     compute_dtype = torch.bfloat16
     # arguments that are patterns on module paths
@@ -57,6 +59,13 @@ class PrecisionCore(Precision):
     def settings(self) -> dict[str, Any]:
         """The constructor arguments, to make a plugin of the same mode for another front end or strategy."""
         return {name: getattr(self, name) for name in ARGUMENTS[self.precision]}
+
+    @classmethod
+    def of_string(cls, precision: str) -> Self:
+        """A plugin with the defaults of a precision string."""
+        plugin = cls()  # type: ignore[call-arg]
+        plugin.precision = precision
+        return plugin
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -146,3 +155,8 @@ class FSDPCore(PrecisionCore):
 def as_dtype(data: Any, dtype: torch.dtype) -> Any:
     """Cast the floating point tensors of a batch to ``dtype``, and leave everything else as it is."""
     return apply_to_collection(data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def by_string(*plugins: type[PrecisionCore]) -> dict[str, type[Any]]:
+    """Classes of plugins by each of their precision strings."""
+    return {precision: plugin for plugin in plugins for precision in plugin.precisions}

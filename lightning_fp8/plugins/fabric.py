@@ -12,7 +12,7 @@ from lightning.fabric.utilities.types import Optimizable
 from typing_extensions import override
 
 from lightning_fp8.plugins.bf16 import Bf16MixedCore, Bf16TrueCore
-from lightning_fp8.plugins.core import FSDPCore, PrecisionCore, as_dtype
+from lightning_fp8.plugins.core import FSDPCore, PrecisionCore, as_dtype, by_string
 from lightning_fp8.plugins.fp8 import Fp8Core
 
 
@@ -75,10 +75,5 @@ class Bf16TrueFabricFSDPPrecision(_FSDP, Bf16TrueCore):
     """:class:`Bf16TrueFabricPrecision` for Fabric's ``FSDPStrategy``."""
 
 
-FABRIC_PLUGINS: dict[str, type[Any]] = {
-    plugin.precision: plugin for plugin in (Fp8FabricPrecision, Bf16MixedFabricPrecision, Bf16TrueFabricPrecision)
-}
-FABRIC_FSDP_PLUGINS: dict[str, type[Any]] = {
-    plugin.precision: plugin
-    for plugin in (Fp8FabricFSDPPrecision, Bf16MixedFabricFSDPPrecision, Bf16TrueFabricFSDPPrecision)
-}
+FABRIC_PLUGINS = by_string(Fp8FabricPrecision, Bf16MixedFabricPrecision, Bf16TrueFabricPrecision)
+FABRIC_FSDP_PLUGINS = by_string(Fp8FabricFSDPPrecision, Bf16MixedFabricFSDPPrecision, Bf16TrueFabricFSDPPrecision)

@@ -1,4 +1,4 @@
-"""``"fp8-delayed"``: layers in FP8 with delayed scaling, the rest in bf16 by autocast, over fp32 masters."""
+"""``"fp8-delayed"`` and ``"fp8-current"``: layers in FP8, the rest in bf16 by autocast, over fp32 masters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_fp8.conversion.convert import carry_out_for_run, unconvert
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.min_features import MinFeatures, as_agreed_number, check_min_features
-from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
+from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan, converted
 from lightning_fp8.dtypes.attention import DtypeMismatch
 from lightning_fp8.dtypes.storage import float64_parameter, store_parameters
 from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
@@ -24,9 +24,9 @@ from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
 from lightning_fp8.plugins.arguments import arguments_of
 from lightning_fp8.plugins.core import FSDPCore, PrecisionCore
-from lightning_fp8.plugins.settings import GemmString, as_torch_dtype
+from lightning_fp8.plugins.settings import FP8_PRECISIONS, GemmString, as_torch_dtype
 from lightning_fp8.runtime.warn_once import warn_once
-from lightning_fp8.scaling.recipe import DelayedScaling, as_recipe
+from lightning_fp8.scaling.recipe import RECIPES, Recipe, as_recipe
 from lightning_fp8.scaling.state import ScalingState
 
 
@@ -37,13 +37,14 @@ class Fp8Core(PrecisionCore):
     """
 
     precision = "fp8-delayed"
+    precisions = FP8_PRECISIONS
     _patterns = ("ignore_modules", "keep_fp32")
 
-    @arguments_of("fp8-delayed")
+    @arguments_of(*FP8_PRECISIONS)
     def __init__(
         self,
         *,
-        recipe: DelayedScaling | dict[str, Any] | None = None,
+        recipe: Recipe | dict[str, Any] | None = None,
         ignore_modules: Sequence[str] = (),
         param_dtype: torch.dtype | str | None = None,
         compute_dtype: torch.dtype | str = torch.bfloat16,
@@ -65,6 +66,8 @@ class Fp8Core(PrecisionCore):
                 " out."
             )
         self.recipe = as_recipe(recipe)
+        if self.recipe is not None:
+            self.precision = self.recipe.precision
         self.ignore_modules = as_patterns(ignore_modules, "ignore_modules")
         self.param_dtype = torch.float32 if param_dtype is None else as_torch_dtype("param_dtype", param_dtype)
         self.compute_dtype = as_torch_dtype("compute_dtype", compute_dtype)
@@ -94,7 +97,7 @@ class Fp8Core(PrecisionCore):
         name = float64_parameter(module)
         if name is not None:
             raise TypeError(
-                f"The parameter {name!r} is float64, which `fp8-delayed` would round."
+                f"The parameter {name!r} is float64, which `{self.precision}` would round."
                 " Call `model.float()` first if that is what you want."
             )
 
@@ -106,8 +109,8 @@ class Fp8Core(PrecisionCore):
             unconvert(module)
             without_fp8 = "bf16-mixed" if self.compute_dtype == torch.bfloat16 else "32-true"
             rank_zero_only(warn_once)(
-                f"fp8-delayed: no layer runs in FP8, and the model computes in {self.compute_dtype}. If you want that,"
-                f' `precision="{without_fp8}"` does the same without this warning. The reason: {reason}'
+                f"{self.precision}: no layer runs in FP8, and the model computes in {self.compute_dtype}. If you want"
+                f' that, `precision="{without_fp8}"` does the same without this warning. The reason: {reason}'
             )
             return None
 
@@ -115,7 +118,7 @@ class Fp8Core(PrecisionCore):
         asked = as_agreed_number(self.min_features) if self.min_features else None
         plan = conversion_plan(
             module,
-            self.recipe,
+            self._recipe_for(module),
             self._not_converted,
             self.gemm,
             asked,
@@ -125,8 +128,20 @@ class Fp8Core(PrecisionCore):
         was_plain = not plan.converted
         state = carry_out_for_run(plan, selects=bool(self._not_converted or self.min_features or self.adapters))
         if was_plain:
-            rank_zero_info(f"fp8-delayed: {coverage(plan)}.")
+            rank_zero_info(f"{self.precision}: {coverage(plan)}.")
         return state
+
+    def _recipe_for(self, module: nn.Module) -> Recipe:
+        """The plugin's; without one, that of a converted model, which must be of the same precision, or the default."""
+        known = next((layer.scaling_state.recipe for _, layer in converted(module)), None)
+        if self.recipe is not None or known is None:
+            return self.recipe or RECIPES[self.precision]()
+        if known.precision != self.precision:
+            raise ValueError(
+                f"The model is already converted with {known}, but this run has precision={self.precision!r}. Pass"
+                f" `precision={known.precision!r}`, or call `lightning_fp8.unconvert(model)` first."
+            )
+        return known
 
     @property
     def _not_converted(self) -> tuple[str, ...]:
@@ -170,5 +185,5 @@ class Fp8Core(PrecisionCore):
             note_sharded_weights(module)
             if self.fp8_all_gather:
                 names = gather_in_fp8(module)
-                rank_zero_info(f"fp8-delayed: the weights of {len(names)} layers are gathered in FP8.")
+                rank_zero_info(f"{self.precision}: the weights of {len(names)} layers are gathered in FP8.")
         self._not_run.clear()

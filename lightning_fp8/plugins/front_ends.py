@@ -23,7 +23,7 @@ from lightning_fp8.plugins.notices import (
     warn_of_unloaded_scales,
     warn_of_unsaved_scales,
 )
-from lightning_fp8.plugins.settings import suggestion
+from lightning_fp8.plugins.settings import FP8_PRECISIONS, suggestion
 from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
 from lightning_fp8.scaling.state import ScalingState
 
@@ -107,11 +107,11 @@ def _suggesting(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_fp8(strings: Any) -> Any:
-    return Literal[(*get_args(strings), "fp8-delayed")]
+    return Literal[(*get_args(strings), *FP8_PRECISIONS)]
 
 
 def _or_fp8(annotation: Any) -> Any:
-    return annotation | Literal["fp8-delayed"]
+    return annotation | Literal[FP8_PRECISIONS]
 
 
 def _saying_at_setup(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -173,7 +173,7 @@ def _plugin_maker(front_end: FrontEnd, original: Callable[[Any], Any]) -> Callab
         elif plugin is not None or string not in ours:
             return original(connector)
         if isinstance(strategy, foreign):
-            if string == "fp8-delayed" or plugin is not None:
+            if string in FP8_PRECISIONS or plugin is not None:
                 raise ValueError(
                     f"`precision={string!r}` by lightning_fp8 does not run under {type(strategy).__name__}, which"
                     " has its own precision. Use a single-device, DDP, FSDP or ModelParallel strategy, or, with this"
@@ -183,7 +183,7 @@ def _plugin_maker(front_end: FrontEnd, original: Callable[[Any], Any]) -> Callab
         is_fsdp = isinstance(strategy, strategies.FSDPStrategy)
         wanted = (front_end.fsdp_plugins if is_fsdp else front_end.plugins)[string]
         if plugin is None:
-            return wanted()
+            return wanted.of_string(string)
         # A plugin made for the other front end, or for another strategy: only its settings are used.
         return plugin if isinstance(plugin, wanted) else wanted(**plugin.settings)
 

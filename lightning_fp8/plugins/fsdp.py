@@ -16,7 +16,7 @@ def fsdp2_policy(precision: PrecisionString | PrecisionCore = "fp8-delayed") -> 
     (fp32); shards and optimizer state keep the dtype in which parameters are stored.
 
     Args:
-        precision: one of the three strings, or a plugin with its own settings.
+        precision: one of the strings, or a plugin with its own settings.
 
     Raises:
         ValueError: for another string.
@@ -27,7 +27,7 @@ def fsdp2_policy(precision: PrecisionString | PrecisionCore = "fp8-delayed") -> 
     if isinstance(precision, PrecisionCore):
         plugin = precision
     elif precision in PLUGINS:
-        plugin = PLUGINS[precision]()
+        plugin = PLUGINS[precision].of_string(precision)
     else:
         known = ", ".join(map(repr, PLUGINS))
         raise ValueError(f"`precision` must be a plugin or one of {known}, got {precision!r}.")

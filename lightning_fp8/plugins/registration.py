@@ -28,7 +28,7 @@ import lightning
 from lightning.pytorch.callbacks import Callback, ProgressBar
 
 from lightning_fp8.plugins.front_ends import FRONT_ENDS, MIRRORS, FrontEnd, ours
-from lightning_fp8.plugins.settings import PRECISIONS
+from lightning_fp8.plugins.settings import FP8_PRECISIONS, PRECISIONS
 from lightning_fp8.runtime.after_import import after_import
 
 # the calls that restore Lightning, newest last; empty when nothing is registered
@@ -36,7 +36,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def register(bf16: bool | None = None) -> None:
-    """Register ``"fp8-delayed"`` with Lightning, and make ``"bf16-mixed"`` and ``"bf16-true"`` ours. Idempotent.
+    """Register ``"fp8-delayed"`` and ``"fp8-current"`` with Lightning, and make its bf16 strings ours. Idempotent.
 
     Importing the package calls it.
 
@@ -53,7 +53,7 @@ def register(bf16: bool | None = None) -> None:
     if not _undo:
         _patch()
     ours.clear()
-    ours.update(PRECISIONS if replaces else ["fp8-delayed"])
+    ours.update(PRECISIONS if replaces else FP8_PRECISIONS)
 
 
 def _replaces_bf16() -> bool:

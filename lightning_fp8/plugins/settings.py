@@ -8,10 +8,12 @@ import torch
 
 from lightning_fp8.dtypes.attention import DTYPE_MISMATCH
 from lightning_fp8.runtime.did_you_mean import closest
+from lightning_fp8.scaling.recipe import RECIPES
 
-PrecisionString = Literal["fp8-delayed", "bf16-mixed", "bf16-true"]
+PrecisionString = Literal["fp8-delayed", "fp8-current", "bf16-mixed", "bf16-true"]
 GemmString = Literal["auto", "rawkernel", "cublaslt"]
 PRECISIONS: tuple[PrecisionString, ...] = get_args(PrecisionString)
+FP8_PRECISIONS = tuple(RECIPES)
 # fp16 is refused everywhere: without loss scaling its gradients underflow
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -21,7 +23,7 @@ def suggestion(precision: Any) -> str:
     if not isinstance(precision, str):
         return ""
     if precision.lower().startswith(("fp8", "float8")):
-        return " Did you mean 'fp8-delayed'?"
+        return f" Did you mean {closest(precision, FP8_PRECISIONS) or FP8_PRECISIONS[0]!r}?"
     # with Lightning's own: what is closer to one of them is left to its message
     found = closest(precision, (*PRECISIONS, "16-mixed", "16-true", "32-true", "64-true"))
     return f" Did you mean {found!r}?" if found in PRECISIONS else ""

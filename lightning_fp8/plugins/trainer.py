@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.plugins.bf16 import Bf16MixedCore, Bf16TrueCore
-from lightning_fp8.plugins.core import FSDPCore, PrecisionCore, as_dtype
+from lightning_fp8.plugins.core import FSDPCore, PrecisionCore, as_dtype, by_string
 from lightning_fp8.plugins.fp8 import Fp8Core
 from lightning_fp8.plugins.loops import LoopWeights
 
@@ -143,16 +143,16 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
         fallen = self._states[0].switches.fallbacks
         if fallen:
             rank_zero_info(
-                f"fp8-delayed: {len(fallen)} layers fell back to bf16 in the run that saved this checkpoint, and stay"
-                f" there: {', '.join(fallen)}."
+                f"{self.precision}: {len(fallen)} layers fell back to bf16 in the run that saved this checkpoint, and"
+                f" stay there: {', '.join(fallen)}."
             )
 
 
 class Fp8Precision(_Fp8TrainerPrecision):
-    """Precision plugin for FP8 training with delayed scaling: ``"fp8-delayed"``.
+    """Precision plugin for FP8 training: ``"fp8-delayed"``, or by its recipe ``"fp8-current"``.
 
-    ``Trainer(precision="fp8-delayed")`` makes one with the defaults; pass one as ``plugins=`` for anything else, to a
-    Trainer or to Fabric.
+    ``Trainer(precision="fp8-delayed")`` makes one with the defaults, and ``"fp8-current"`` one with
+    ``CurrentScaling()``; pass one as ``plugins=`` for anything else, to a Trainer or to Fabric.
 
     Linear and attention layers compute in FP8 (:func:`lightning_fp8.convert`), all other operations in bf16 by
     autocast, and parameters are fp32 masters. Scales are updated once per optimizer step, after backward, never in
@@ -164,7 +164,9 @@ class Fp8Precision(_Fp8TrainerPrecision):
     :class:`Bf16TruePrecision`.
 
     Args:
-        recipe: how scales follow the tensors, as :class:`~lightning_fp8.DelayedScaling` or a mapping of its fields.
+        recipe: how scales follow the tensors: a :class:`~lightning_fp8.DelayedScaling` (the default), a
+            :class:`~lightning_fp8.CurrentScaling`, or a mapping of the fields of the first; with ``precision`` among
+            them, such as ``{"precision": "fp8-current", "margin": 1}``, of that one's recipe.
         ignore_modules: ``fnmatch`` patterns on module paths; what they match, and everything inside it, is not
             converted.
         param_dtype: dtype in which parameters are stored, ``torch.float32`` (the default) or ``torch.bfloat16``.
@@ -275,9 +277,5 @@ class Bf16TrueFSDPPrecision(_FSDP, Bf16TrueCore):
     """:class:`Bf16TruePrecision` for ``FSDPStrategy``."""
 
 
-PLUGINS: dict[str, type[Any]] = {
-    plugin.precision: plugin for plugin in (Fp8Precision, Bf16MixedPrecision, Bf16TruePrecision)
-}
-FSDP_PLUGINS: dict[str, type[Any]] = {
-    plugin.precision: plugin for plugin in (Fp8FSDPPrecision, Bf16MixedFSDPPrecision, Bf16TrueFSDPPrecision)
-}
+PLUGINS = by_string(Fp8Precision, Bf16MixedPrecision, Bf16TruePrecision)
+FSDP_PLUGINS = by_string(Fp8FSDPPrecision, Bf16MixedFSDPPrecision, Bf16TrueFSDPPrecision)

@@ -1,11 +1,11 @@
-"""The recipe of delayed scaling: a plain, validated value."""
+"""The recipes: plain, validated values that say how scales follow the tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import wraps
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from lightning_fp8.ops.formats import E4M3, E5M2, Fp8Format, Role
 from lightning_fp8.runtime.did_you_mean import did_you_mean
@@ -34,10 +34,72 @@ def _knows_its_fields(kind: type[_T]) -> type[_T]:
     return kind
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How scales follow the tensors: what a cast needs, what an update does, what a checkpoint holds.
+
+    A weight is cast with ``FP8_MAX / max|weight|`` under every recipe.
+
+    Attributes:
+        precision: the string by which Lightning makes a plugin with this recipe and its defaults.
+        from_history: inputs and gradients are cast with the scale of their past values, which a checkpoint holds; else
+            with that of their own values, and checkpoints hold no scales.
+        margin: powers of two kept free above the largest value of an input or gradient.
+        fp8_format: ``"HYBRID"``: E4M3 forward, E5M2 for the gradient of the output. ``"E4M3"``: E4M3 everywhere.
+    """
+
+    precision: ClassVar[str]
+    from_history: ClassVar[bool]
+
+    margin: int = 0
+    fp8_format: FormatChoice = "HYBRID"
+
+    @property
+    def window(self) -> int:
+        """How many updates' amaxes are kept, the newest first."""
+        return 1
+
+    @property
+    def newest_only(self) -> bool:
+        """Whether an update computes the scale from the newest amax, rather than from the largest in the window."""
+        return True
+
+    @property
+    def reduce_amax(self) -> bool:
+        """Whether the amaxes of an update are the largest of all processes."""
+        return True
+
+    def __post_init__(self) -> None:
+        # 2**127 is the largest power of two that fp32 holds
+        self._require("margin", "an integer from 0 to 127", _is_int(self.margin) and 0 <= self.margin <= 127)
+        self._require_choice("fp8_format", get_args(FormatChoice))
+
+    def _require_choice(self, field: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, field)
+        self._require(field, "one of " + ", ".join(map(repr, choices)), isinstance(value, str) and value in choices)
+
+    def _require(self, field: str, rule: str, holds: bool) -> None:
+        if not holds:
+            raise ValueError(f"{type(self).__name__}: `{field}` must be {rule}, got {getattr(self, field)!r}.")
+
+    def format_of(self, role: Role) -> Fp8Format:
+        """The FP8 format in which a tensor of this role is cast."""
+        return E5M2 if role == "grad_output" and self.fp8_format == "HYBRID" else E4M3
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values from which :func:`as_recipe` makes the recipe again."""
+        return {"precision": self.precision, **asdict(self)}
+
+    @property
+    def own_margin_factor(self) -> float:
+        """What the amax is multiplied with where an input or gradient is scaled by its own values."""
+        return 1.0 if self.from_history else 2.0**self.margin
+
+
 @_knows_its_fields
 @dataclass(frozen=True)
-class DelayedScaling:
-    """How scales follow the tensors: ``scale = FP8_MAX / (amax * 2**margin)``, with ``amax`` from past steps.
+class DelayedScaling(Recipe):
+    """Scales from past steps: ``scale = FP8_MAX / (amax * 2**margin)``, with ``amax`` from a window of them.
 
     The field names and defaults are those of the field's reference implementation, so a recipe can be copied unchanged.
 
@@ -56,16 +118,15 @@ class DelayedScaling:
     'max'
     """
 
-    margin: int = 0
-    fp8_format: FormatChoice = "HYBRID"
+    precision: ClassVar[str] = "fp8-delayed"
+    from_history: ClassVar[bool] = True
+
     amax_history_len: int = 1024
     amax_compute_algo: AmaxAlgorithm = "max"
     reduce_amax: bool = True
 
     def __post_init__(self) -> None:
-        # 2**127 is the largest power of two that fp32 holds
-        self._require("margin", "an integer from 0 to 127", _is_int(self.margin) and 0 <= self.margin <= 127)
-        self._require_choice("fp8_format", get_args(FormatChoice))
+        super().__post_init__()
         self._require(
             "amax_history_len",
             "an integer of at least 1",
@@ -74,26 +135,61 @@ class DelayedScaling:
         self._require_choice("amax_compute_algo", get_args(AmaxAlgorithm))
         self._require("reduce_amax", "True or False", isinstance(self.reduce_amax, bool))
 
-    def _require_choice(self, field: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, field)
-        self._require(field, "one of " + ", ".join(map(repr, choices)), isinstance(value, str) and value in choices)
+    @property
+    def window(self) -> int:
+        """See :class:`Recipe`."""
+        return self.amax_history_len
 
-    def _require(self, field: str, rule: str, holds: bool) -> None:
-        if not holds:
-            raise ValueError(f"DelayedScaling: `{field}` must be {rule}, got {getattr(self, field)!r}.")
-
-    def format_of(self, role: Role) -> Fp8Format:
-        """The FP8 format in which a tensor of this role is cast."""
-        return E5M2 if role == "grad_output" and self.fp8_format == "HYBRID" else E4M3
+    @property
+    def newest_only(self) -> bool:
+        """See :class:`Recipe`."""
+        return self.amax_compute_algo == "most_recent"
 
 
-def as_recipe(recipe: Any) -> DelayedScaling | None:
-    """A recipe, from one or from a mapping of its fields."""
+@_knows_its_fields
+@dataclass(frozen=True)
+class CurrentScaling(Recipe):
+    """Each tensor with the scale of its own values: ``scale = FP8_MAX / (amax * 2**margin)``.
+
+    A cast first measures the tensor, which is one more read of it. Nothing depends on earlier steps: no value is
+    clipped, a spike affects no later step, and an evaluation needs no scales of a training. What is logged as
+    ``scale`` and ``amax`` belongs to the largest values of the last step.
+
+    Args:
+        margin: powers of two kept free above the largest value of an input or gradient, an integer from 0 to 127.
+        fp8_format: ``"HYBRID"``: E4M3 forward, E5M2 for the gradient of the output. ``"E4M3"``: E4M3 everywhere.
+
+    Raises:
+        ValueError: for an invalid field; the message has the field, the rule and the value.
+        TypeError: for a field of another name; the message has the right ones.
+
+    >>> CurrentScaling().format_of("grad_output").name
+    'e5m2'
+    """
+
+    precision: ClassVar[str] = "fp8-current"
+    from_history: ClassVar[bool] = False
+
+
+# by the precision string of each
+RECIPES: dict[str, type[Recipe]] = {kind.precision: kind for kind in (DelayedScaling, CurrentScaling)}
+
+KINDS = " or ".join(f"a {kind.__name__}" for kind in RECIPES.values())
+
+
+def as_recipe(recipe: Any) -> Recipe | None:
+    """A recipe, from one or from a mapping of its fields; ``precision`` among them says of which, else delayed."""
     if isinstance(recipe, Mapping):
-        return DelayedScaling(**recipe)
-    if recipe is None or isinstance(recipe, DelayedScaling):
+        values = dict(recipe)
+        precision = values.pop("precision", DelayedScaling.precision)
+        if precision not in RECIPES:
+            raise ValueError(
+                f"`recipe`: `precision` must be one of {', '.join(map(repr, RECIPES))}, got {precision!r}."
+            )
+        return RECIPES[precision](**values)
+    if recipe is None or isinstance(recipe, Recipe):
         return recipe
-    raise TypeError(f"`recipe` must be a DelayedScaling or a mapping of its fields, got {recipe!r}.")
+    raise TypeError(f"`recipe` must be {KINDS} or a mapping of its fields, got {recipe!r}.")
 
 
 def _is_int(value: Any) -> bool:

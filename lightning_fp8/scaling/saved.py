@@ -11,6 +11,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lightning_fp8.scaling.state import ScalingState
 
+# of a tensor that has not been recorded
+_NO_SCALES = {"amax": torch.zeros(()), "amax_history": torch.zeros(0), "scale": torch.ones(())}
 TENSORS = ("amax", "amax_history", "scale", "nonfinite_steps")
 
 
@@ -21,11 +23,10 @@ def to_entries(state: ScalingState) -> dict[str, dict[str, Tensor]]:
     # One entry is pushed at a time from the front, so the filled part is as long as the number of non-zero entries.
     longest = int((history > 0).sum(dim=0).max()) if state.delayed else 0
     columns = history[:longest].t().contiguous()
+    has_scales = state.recipe.from_history
     return {
         name: {
-            "amax": amax[row],
-            "amax_history": columns[row],
-            "scale": scale[row],
+            **({"amax": amax[row], "amax_history": columns[row], "scale": scale[row]} if has_scales else {}),
             "nonfinite_steps": nonfinite[row],
             "in_fp8": torch.tensor(state.switches[state.module_of(row)].in_fp8),
         }
@@ -40,6 +41,7 @@ def from_entries(state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]
     _check_names(names, entries, of_weights=state.names[state.delayed :])
     for name in names:
         _check_entry(name, entries[name])
+    entries = {name: {**_NO_SCALES, **entries[name]} for name in names}
     history = torch.zeros(state.amax_history.shape)
     for row, name in enumerate(names):
         newest = entries[name]["amax_history"][: len(history)]
@@ -70,6 +72,8 @@ def _check_names(names: Sequence[str], entries: Mapping[str, Any], of_weights: S
 
 def _check_entry(name: str, entry: Any) -> None:
     values = entry if isinstance(entry, Mapping) else {}
+    # a recipe without histories saves no scales
+    values = values if not values.keys().isdisjoint(_NO_SCALES) else {**_NO_SCALES, **values}
     fields = (*TENSORS, "in_fp8") if "in_fp8" in values else TENSORS
     wrong = [field for field in fields if not isinstance(values.get(field), Tensor)]
     if wrong:

@@ -15,7 +15,7 @@ from lightning_fp8.ops.formats import DELAYED_ROLES, Role
 from lightning_fp8.ops.operand import take_handle
 from lightning_fp8.scaling.former_names import FormerNames
 from lightning_fp8.scaling.notices import Notices
-from lightning_fp8.scaling.recipe import DelayedScaling
+from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.saved import TENSORS, from_entries, to_entries
 from lightning_fp8.scaling.switches import Switches
 from lightning_fp8.scaling.weight_changes import WeightChanges
@@ -47,7 +47,7 @@ class ScalingState(FormerNames):
         fp8_max: ``[R] float32``, the largest value of each tensor's format.
         amax: ``[R] float32``, largest absolute value recorded since the last update; for a weight, that of its last
             cast.
-        amax_history: ``[amax_history_len, D] float32``, newest first; 0 where nothing has been pushed yet.
+        amax_history: ``[recipe.window, D] float32``, newest first; 0 where nothing has been pushed yet.
         scale: ``[R] float32``, multiplier before the cast; 1 until a tensor has a history. For a weight, that of its
             last cast.
         nonfinite_steps: ``[R] int64``, updates at which the tensor's amax was inf or NaN and was left out.
@@ -64,7 +64,7 @@ class ScalingState(FormerNames):
         handle: the number by which operators find the state, see :func:`lightning_fp8.ops.operand.state_of`.
     """
 
-    def __init__(self, module_names: Sequence[str], recipe: DelayedScaling, device: torch.device | str = "cpu") -> None:
+    def __init__(self, module_names: Sequence[str], recipe: Recipe, device: torch.device | str = "cpu") -> None:
         self.recipe = recipe
         self.module_names = tuple(module_names)
         self.names = tuple(tensor_name(path, role) for role in LAYOUT for path in module_names)
@@ -75,7 +75,8 @@ class ScalingState(FormerNames):
             fp8_max = [recipe.format_of(role).max for role in LAYOUT for _ in module_names]
             self.fp8_max = torch.tensor(fp8_max, dtype=torch.float32, device=device)
             self.amax = torch.zeros(count, dtype=torch.float32, device=device)
-            self.amax_history = torch.zeros(recipe.amax_history_len, self.delayed, dtype=torch.float32, device=device)
+            self.amax_history = torch.zeros(recipe.window, self.delayed, dtype=torch.float32, device=device)
+            self._no_history = torch.zeros(1, self.delayed, dtype=torch.float32, device=device)
             self.scale = torch.ones(count, dtype=torch.float32, device=device)
             self.nonfinite_steps = torch.zeros(count, dtype=torch.int64, device=device)
             self.weight_changes = WeightChanges(len(self.module_names), device)
@@ -112,6 +113,11 @@ class ScalingState(FormerNames):
         """Where the tensors live."""
         return self.amax.device
 
+    @property
+    def history_of_casts(self) -> Tensor:
+        """The history that casts read: ``amax_history``, or zeros ``[1, D]`` if each tensor is scaled by itself."""
+        return self.amax_history if self.recipe.from_history else self._no_history
+
     def row_of(self, module: int, role: Role) -> int:
         """Which of the R tensors has this role in the module at this position."""
         return LAYOUT.index(role) * len(self.module_names) + module
@@ -124,7 +130,7 @@ class ScalingState(FormerNames):
     def to(self, device: torch.device | str) -> ScalingState:
         """Move all tensors to ``device`` and return the state. Dtypes never change."""
         with torch.inference_mode(False):
-            for field in (*TENSORS, "fp8_max"):
+            for field in (*TENSORS, "fp8_max", "_no_history"):
                 setattr(self, field, getattr(self, field).to(device))
             self.weight_changes.to(self.device)
             self.cast_counts.to(self.device)
@@ -208,15 +214,20 @@ class ScalingState(FormerNames):
             changes.loaded.clear()
         if record:
             self.has_recorded = True
-        elif not self.has_scales:
+        elif self.recipe.from_history and not self.has_scales:
             self.notices.see_cast_without_scales(self)
         may_use_histories = record or not changes.different
-        has_history = may_use_histories and (self._every_tensor_has_history or self.every_tensor_has_history)
+        # where histories are for logs only, casts get zeros in their place
+        has_history = (
+            self.recipe.from_history
+            and may_use_histories
+            and (self._every_tensor_has_history or self.every_tensor_has_history)
+        )
         return self.amax if record else None, may_use_histories, has_history
 
     def see_export(self) -> None:
         """Called where a program is exported or traced, which has the scales as constants."""
-        if not self.has_scales:
+        if self.recipe.from_history and not self.has_scales:
             self.notices.see_export_without_scales(self)
 
     def note_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
@@ -248,10 +259,10 @@ class ScalingState(FormerNames):
             self.scale.data,
             self.fp8_max,
             self.nonfinite_steps.data,
-            self.recipe.amax_compute_algo == "most_recent",
+            self.recipe.newest_only,
             2.0**self.recipe.margin,
         )
-        if not self._every_tensor_has_history:
+        if self.recipe.from_history and not self._every_tensor_has_history:
             self._history_check.copy_((self.amax_history[0] > 0).all(), non_blocking=True)
         self.weight_changes.see_update(self.amax.data[self.delayed :])
         self.updates += 1
@@ -313,7 +324,8 @@ class ScalingState(FormerNames):
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """A copy on the CPU, keyed by tensor name, of inputs and gradients: ``amax``, ``scale``, ``nonfinite_steps``,
-        the filled part of ``amax_history``, newest first, and ``in_fp8``.
+        the filled part of ``amax_history``, newest first, and ``in_fp8``. Of a recipe without histories only the last
+        and ``nonfinite_steps``: its casts need nothing else.
 
         Plain dicts and tensors, so ``torch.load(weights_only=True)`` reads it.
         """

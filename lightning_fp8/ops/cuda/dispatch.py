@@ -223,7 +223,7 @@ def _row(slot: Slot) -> casts.Row:
         return casts.Row(scale, amax_history, index, amax)
     current = torch.zeros((), dtype=torch.float32, device=scale.device)
     newest = amax_history if goes_with_weights else torch.zeros_like(amax_history[:1])
-    return casts.Row(scale, newest, index, amax, current)
+    return casts.Row(scale, newest, index, amax, current, slot.margin_factor)
 
 
 def _used(row: casts.Row, scale_inv: Tensor) -> Tensor:
