@@ -7,6 +7,8 @@ from functools import wraps
 from inspect import signature
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+from lightning_fp8.scaling.recipe import RECIPES, DelayedScaling
+
 _P = ParamSpec("_P")
 _Self = TypeVar("_Self")
 
@@ -50,13 +52,19 @@ def _check(name: str, precisions: Sequence[str], args: tuple[Any, ...], kwargs: 
         given = {key: value for key, value in kwargs.items() if key != "precision"}
         raise TypeError(
             f"The argument `precision` is gone: `{name}` is for {_quoted(precisions)} only, got {asked!r}."
-            f" {_instead(wanted, ARGUMENTS.get(asked, ()), given)}"
+            f" {_instead(wanted, ARGUMENTS.get(asked, ()), _with_recipe(asked, given))}"
         )
     for key in kwargs:
         if key not in ARGUMENTS[precisions[0]] and _takers(key):
             raise TypeError(
                 f"`{name}`, for {_quoted(precisions)}, has no argument `{key}`: it belongs to {_words(_takers(key))}."
             )
+
+
+def _with_recipe(asked: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, and the recipe that another precision string than the class's default stands for."""
+    kind = RECIPES.get(asked, DelayedScaling)
+    return dict(given) if kind is DelayedScaling else {"recipe": kind(), **given}
 
 
 def _instead(wanted: str | None, takes: Collection[str], given: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ import lightning_fp8
 from lightning_fp8 import (
     Bf16MixedPrecision,
     Bf16TruePrecision,
+    CurrentScaling,
     DelayedScaling,
     Fp8FabricPrecision,
     Fp8FSDPPrecision,
@@ -44,7 +45,14 @@ FP8 = {
     "frozen_weights": "master",
 }
 MIXED = {**SHARED, "param_dtype": torch.float32, "weight_copy": True}
-ARGUMENTS: dict[str, dict[str, Any]] = {"fp8-delayed": FP8, "bf16-mixed": MIXED, "bf16-true": SHARED}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "fp8-delayed": FP8,
+    "fp8-current": {**FP8, "recipe": CurrentScaling(margin=1)},
+    "bf16-mixed": MIXED,
+    "bf16-true": SHARED,
+}
+# what makes a plugin of the precision; without it, that of the class's default
+NEEDED: dict[str, dict[str, Any]] = {"fp8-current": {"recipe": CurrentScaling()}}
 FAMILIES = [PLUGINS, FSDP_PLUGINS, FABRIC_PLUGINS, FABRIC_FSDP_PLUGINS]
 
 
@@ -76,7 +84,10 @@ def test_no_class_makes_another() -> None:
 @pytest.mark.parametrize("precision", ARGUMENTS)
 def test_class_and_string_train_alike(tmp_path: Path, precision: str) -> None:
     losses = []
-    for choice in ({"precision": precision}, {"precision": None, "plugins": PLUGINS[precision]()}):
+    for choice in (
+        {"precision": precision},
+        {"precision": None, "plugins": PLUGINS[precision](**NEEDED.get(precision, {}))},
+    ):
         model = seeded()
         make_trainer(tmp_path, **choice).fit(model, loader())
         losses.append(torch.stack(model.losses))
@@ -96,6 +107,8 @@ def test_by_yaml(tmp_path: Path, precision: str) -> None:
     given = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in SHARED.items()}
     if precision == "fp8-delayed":
         given |= {"recipe": {"margin": 1, "amax_history_len": 3}, "min_features": 64}
+    if precision == "fp8-current":
+        given |= {"recipe": {"precision": "fp8-current", "margin": 1}}
     name = f"lightning_fp8.{PLUGINS[precision].__name__}"
     made = from_yaml(tmp_path, plugins={"class_path": name, "init_args": given})
     assert made.precision == precision
@@ -104,6 +117,8 @@ def test_by_yaml(tmp_path: Path, precision: str) -> None:
     expected = {**PLUGINS[precision]().settings, **SHARED}
     if precision == "fp8-delayed":
         expected |= {"recipe": DelayedScaling(margin=1, amax_history_len=3), "min_features": 64}
+    if precision == "fp8-current":
+        expected |= {"recipe": CurrentScaling(margin=1)}
     assert plugin.settings == expected
 
 
@@ -140,6 +155,12 @@ def test_yaml_refuses_an_argument_of_another_class_by_name(tmp_path: Path, capsy
             "got 'fp8-delayed'. Write `Fp8Precision(min_features=32)`.",
         ),
         (Fp8Precision, ("fp8-delayed",), {}, "got 'fp8-delayed'. Write `Fp8Precision()`."),
+        (
+            Fp8Precision,
+            ("fp8-current",),
+            {"min_features": 32},
+            "Write `Fp8Precision(recipe=CurrentScaling(margin=0, fp8_format='HYBRID'), min_features=32)`.",
+        ),
         (Bf16MixedPrecision, ("bf16-mixed",), {}, "got 'bf16-mixed'. Write `Bf16MixedPrecision()`."),
         (Bf16TruePrecision, (), {"precision": "fp8-delayed", "gemm": "auto"}, "Write `Fp8Precision(gemm='auto')`."),
         (Fp8FabricPrecision, ("fp8-delayed",), {}, "Write `Fp8FabricPrecision()`."),
@@ -148,8 +169,8 @@ def test_yaml_refuses_an_argument_of_another_class_by_name(tmp_path: Path, capsy
             Fp8Precision,
             (),
             {"precision": "fp8"},
-            "got 'fp8'. The plugins are `Fp8Precision` ('fp8-delayed'), `Bf16MixedPrecision` ('bf16-mixed'),"
-            " `Bf16TruePrecision` ('bf16-true').",
+            "got 'fp8'. The plugins are `Fp8Precision` ('fp8-delayed'), `Fp8Precision` ('fp8-current'),"
+            " `Bf16MixedPrecision` ('bf16-mixed'), `Bf16TruePrecision` ('bf16-true').",
         ),
     ],
 )
@@ -166,14 +187,16 @@ def test_the_argument_precision_is_gone_and_the_error_says_what_to_write(
 @pytest.mark.parametrize("precision", ARGUMENTS)
 def test_an_argument_of_another_plugin_is_refused_by_its_name(precision: str) -> None:
     others = {name for given in ARGUMENTS.values() for name in given} - set(ARGUMENTS[precision])
-    assert len(others) == {"fp8-delayed": 1, "bf16-mixed": 8, "bf16-true": 10}[precision]
+    assert len(others) == {"fp8-delayed": 1, "fp8-current": 1, "bf16-mixed": 8, "bf16-true": 10}[precision]
     for family in FAMILIES:
         for name in others:
             # whatever its value, the default of the other plugin included
             with pytest.raises(TypeError) as error:
                 family[precision](**{name: None})
             message = str(error.value)
-            assert message.startswith(f"`{family[precision].__name__}`, for {precision!r}, has no argument `{name}`")
+            assert message.startswith(f"`{family[precision].__name__}`, for ")
+            assert repr(precision) in message.partition(", has no")[0]
+            assert f", has no argument `{name}`" in message
             takers = {PLUGINS[other].__name__ for other, given in ARGUMENTS.items() if name in given}
             named = message.partition("it belongs to ")[2]
             assert {kind.__name__ for kind in PLUGINS.values() if f"`{kind.__name__}`" in named} == takers

@@ -30,6 +30,8 @@ from lightning_fp8.plugins.fabric import FABRIC_FSDP_PLUGINS, FABRIC_PLUGINS
 from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
 
+# what makes a plugin of the precision; without it, that of the class's default
+NEEDED: dict[str, dict[str, Any]] = {"fp8-current": {"recipe": lightning_fp8.CurrentScaling()}}
 STOCK = {"bf16-mixed": stock.MixedPrecision, "bf16-true": stock.HalfPrecision}
 FABRIC_STOCK = {"bf16-mixed": fabric_stock.MixedPrecision, "bf16-true": fabric_stock.HalfPrecision}
 
@@ -61,8 +63,10 @@ def test_trainer_strategy_object(precision: str, strategy: Any) -> None:
     )
     assert type(made.precision_plugin) is PLUGINS[precision]
     assert made.strategy.precision_plugin is made.precision_plugin
-    by_plugin = trainer(plugins=PLUGINS[precision](), strategy=made.strategy.__class__() if strategy
-                        is not strategies.SingleDeviceStrategy else "auto")  # fmt: skip
+    plugin = PLUGINS[precision](**NEEDED.get(precision, {}))
+    by_plugin = trainer(
+        plugins=plugin, strategy="auto" if strategy is strategies.SingleDeviceStrategy else made.strategy.__class__()
+    )
     assert by_plugin.precision == precision
     assert type(by_plugin.precision_plugin) is PLUGINS[precision]
 
@@ -71,7 +75,7 @@ def test_trainer_strategy_object(precision: str, strategy: Any) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", strategies.FSDPStrategy])
 def test_trainer_fsdp(monkeypatch: pytest.MonkeyPatch, precision: str, strategy: Any) -> None:
     with_cuda(monkeypatch)
-    asked = PLUGINS[precision](keep_fp32=["head"], reduce_dtype="bfloat16")
+    asked = PLUGINS[precision](**NEEDED.get(precision, {}), keep_fp32=["head"], reduce_dtype="bfloat16")
     for choice in ({"precision": precision}, {"plugins": asked}):
         chosen = strategy if isinstance(strategy, str) else strategy()
         made = trainer(accelerator="cuda", strategy=chosen, **choice)
@@ -396,7 +400,7 @@ def test_plugins_copy_and_pickle(precision: Any) -> None:
     [
         ({"param_dtype": torch.float16}, ValueError, "torch.float32 or torch.bfloat16, got torch.float16"),
         ({"recipe": {"margin": -1}}, ValueError, "`margin`"),
-        ({"recipe": "default"}, TypeError, "DelayedScaling or a mapping"),
+        ({"recipe": "default"}, TypeError, "a DelayedScaling or a CurrentScaling or a mapping"),
         ({"ignore_modules": "head"}, TypeError, "sequence of patterns"),
     ],
 )
