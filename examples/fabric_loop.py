@@ -18,7 +18,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import scaling_state
+from lightning_fp8 import scaling_state, weights_unchanged
 
 
 class LanguageModel(nn.Module):
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         fabric.load(arguments.resume, saved)
 
     for epoch in range(saved["epoch"], arguments.epochs):
-        torch.manual_seed(epoch)  # shuffles a resumed run as an uninterrupted one
+        torch.manual_seed(epoch)  # on one device, a resumed run is exact
         for batch in training:
             loss = loss_of(model, batch)
             fabric.backward(loss)
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             optimizer.step()  # updates the scales
             optimizer.zero_grad()
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), weights_unchanged(model):
             losses = torch.stack([loss_of(model, batch) for batch in validation])
         model.train()
         fabric.print(f"{arguments.precision}: validation loss {fabric.all_reduce(losses.mean()):.3f}")

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--out", default="runs/finetuned", help="where the model, or the adapters, are saved")
+    parser.add_argument("--out", help="a folder for the model or the adapters; by default in runs/")
     arguments = parser.parse_args(argv)
 
     pl.seed_everything(0)
@@ -104,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         DataLoader(windows[held_out:], arguments.batch_size, shuffle=True),
         DataLoader(windows[:held_out], arguments.batch_size),
     )
-    model.save_pretrained(arguments.out)
+    out = arguments.out or ("runs/adapters" if arguments.lora else "runs/finetuned")
+    model.save_pretrained(out)
+    print(f"saved: {out}")
     print(f"{arguments.precision}: validation loss {trainer.callback_metrics['val_loss']:.3f}")
 
 

@@ -2,7 +2,6 @@
 
 python examples/fsdp2.py
 python examples/fsdp2.py --devices 8 --fp8-all-gather --text corpus.txt --layers 24 --width 1024 --context 1024
-torchrun --nnodes 2 --nproc-per-node 8 ... examples/fsdp2.py --devices 8 --nodes 2
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--precision", default="fp8-delayed", help="or bf16-mixed, to compare")
     parser.add_argument("--fp8-all-gather", action="store_true", help="gather weights in FP8: half the bytes of bf16")
     parser.add_argument("--accelerator", default="auto")
-    parser.add_argument("--devices", type=int, default=2, help="of each machine; on a CPU, processes")
-    parser.add_argument("--nodes", type=int, default=1, help="machines")
+    parser.add_argument("--devices", type=int, default=2, help="on a CPU, processes")
     parser.add_argument("--text", default=argparse.__file__, help="a file; by default the source of argparse")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64, help="a multiple of 32, the width of an attention head")
@@ -102,10 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         precision = {"precision": arguments.precision}
     trainer = pl.Trainer(
         **precision,
-        strategy=ModelParallelStrategy(data_parallel_size=arguments.devices * arguments.nodes, tensor_parallel_size=1),
+        strategy=ModelParallelStrategy(data_parallel_size=arguments.devices, tensor_parallel_size=1),
         accelerator=arguments.accelerator,
         devices=arguments.devices,
-        num_nodes=arguments.nodes,
         max_epochs=arguments.epochs,
         log_every_n_steps=10,
         default_root_dir="runs/fsdp2",
