@@ -255,6 +255,8 @@ def test_images_from_a_file(run: Runner) -> None:
     images = np.random.default_rng(0).integers(0, 100, (128, 8, 12, 3), np.uint8)
     images[np.arange(128), :, :, labels] += 150
     np.savez("images.npz", images=images, labels=labels)
+    read = runpy.run_path(str(EXAMPLES / "train_vit.py"))["read"]
+    np.testing.assert_allclose(read("images.npz")[0], np.moveaxis(images, -1, 1) / 127.5 - 1, atol=1e-6)
     found = run("train_vit", "--data", "images.npz", "--patch", "4", "--epochs", "4", "--layers", "1")
     assert found.fp8_layers == 6
     assert float(found.printed.split()[-1]) == 1
