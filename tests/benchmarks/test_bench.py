@@ -50,6 +50,7 @@ FIELDS = {
         "gpu",
         "driver",
         "cpu",
+        "emulates_bf16",
         "threads",
         "torch",
         "cupy",

@@ -412,7 +412,7 @@ def test_plugin_settings() -> None:
 
 
 LEFT_OUT = "The baseline is 32-true, and bf16-mixed, bf16-mixed+weight_copy, bf16-true run only if `--precisions` names"
-SLOW = "{}: expect steps that take many times as long as in 32-true."
+SLOW = "Steps of {} take many times as long as in fp32; `--precisions 32-true fp8-delayed` avoids them."
 # whether bf16 products are emulated, what is named -> what runs, the baseline, and what is said
 MACHINES = {
     "with bf16 products": (False, [], FOUR, "bf16-mixed", None),

@@ -101,7 +101,8 @@ def _about_emulation(variants: Sequence[str]) -> str:
     """What is said once on a CPU that emulates bf16 products."""
     slow = ", ".join(name for name in BF16 if name in variants)
     rest = (
-        f"{slow}: expect steps that take many times as long as in {EMULATED_BASELINE}."
+        f"Steps of {slow} take many times as long as in fp32; `--precisions {' '.join(by_default(emulated=True))}`"
+        " avoids them."
         if slow
         else f"The baseline is {EMULATED_BASELINE}, and {', '.join(BF16)} run only if `--precisions` names them."
     )
