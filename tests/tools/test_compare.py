@@ -31,7 +31,7 @@ from lightning_fp8.tools.compare import run as compare_run
 from lightning_fp8.tools.compare.advice import advise, overlap, worse_loss
 from lightning_fp8.tools.compare.command import main
 from lightning_fp8.tools.compare.measure import Measure, _digest, tokens_of
-from lightning_fp8.tools.compare.results import as_table
+from lightning_fp8.tools.compare.results import as_table, draw
 from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
 from lightning_fp8.tools.report.runs import read_runs
 
@@ -189,6 +189,16 @@ def test_picture_is_not_blank(compared: tuple[Path, str]) -> None:
     for colour in COLOURS[: len(FOUR)]:
         is_bar = (image - torch.tensor(to_rgb(colour))).abs().amax(-1) < 0.02
         assert is_bar.sum() > 2000, colour
+
+
+def test_the_picture_names_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    draw([row(name, 1.0, losses=[1.0], baseline="32-true") for name in ("32-true", "fp8-delayed")], tmp_path)
+    labels = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
+    assert labels == ["32-true, the baseline", "fp8-delayed"]
 
 
 FAILING = """
