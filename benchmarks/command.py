@@ -18,6 +18,7 @@ from benchmarks.plot import draw
 from benchmarks.progress import progress
 from benchmarks.run import Run
 from benchmarks.suites import SUITES
+from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.runtime.device import MIN_CAPABILITY
 from lightning_fp8.runtime.environment import environment, gpu_environment, package_version
 from lightning_fp8.tools import timing
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str]) -> None:
     _check_files(options.out, options.plot)
     if package_version("torchao") is None:
         print("torchao is not installed; its variants are left out")
+    if device.type == "cpu" and emulates_bf16():
+        print("This CPU emulates bf16 products: nothing follows from times of the variants in bf16")
     command = f"python -m benchmarks {shlex.join(arguments)}"
     about = {**gpu_environment(device), **environment("torchao", command=command)}
     runs = {name: Run(name, suites[name], device, options.rounds, about) for name in chosen}

@@ -11,11 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import append
+from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.runtime.environment import environment
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.tables import table
 
-__all__ = ["append", "environment", "parser", "percentiles", "table", "take_turns"]
+__all__ = ["append", "baseline", "environment", "parser", "percentiles", "table", "take_turns"]
+
+
+def baseline(device: str) -> str:
+    """The precision that others are compared with: bf16-mixed, or 32-true on a CPU that emulates bf16 products.
+
+    Such a CPU is named on standard error. There a step in bf16 takes many times as long as in fp32.
+    """
+    if device == "cuda" or not emulates_bf16():
+        return "bf16-mixed"
+    print(
+        "This CPU emulates bf16 products: bf16 precisions are left out, and 32-true takes their place as the baseline.",
+        file=sys.stderr,
+    )
+    return "32-true"
 
 
 def parser(description: str | None, variants: Iterable[str], steps: int) -> argparse.ArgumentParser:

@@ -25,6 +25,7 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "configs/README.md": "configs.md",
+    "examples/README.md": "examples.md",
     "kernels_cuda/README.md": "kernels.md",
 }
 _ON_DISK = {on_site: path for path, on_site in OUTSIDE.items()}

@@ -21,7 +21,7 @@ from warm import run_warm
 import lightning_fp8.callbacks as callbacks
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = ("*.md", "docs/**/*.md", "configs/*.md", "kernels_cuda/**/*.md")
+FOLDERS = ("*.md", "docs/**/*.md", "configs/*.md", "examples/*.md", "kernels_cuda/**/*.md")
 MARKDOWN = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 # without the changelog, which also has commands and tests of earlier versions
 CURRENT = [page for page in MARKDOWN if page.name != "CHANGELOG.md"]
@@ -92,7 +92,7 @@ def wrong_in(words: Sequence[str]) -> str | None:
     for word in words:
         if re.match(r"(configs|tests|benchmarks|docs)/[^<>]*$", word) and not (ROOT / word).parent.exists():
             return word
-        if re.match(r"(configs|tests)/[^<>]*$", word) and not (ROOT / word).exists():
+        if re.match(r"(configs|examples|tests)/[^<>]*$", word) and not (ROOT / word).exists():
             return word
     match words:
         case ["make", target, *_]:
@@ -105,6 +105,8 @@ def wrong_in(words: Sequence[str]) -> str | None:
             if command not in OWN_COMMANDS:
                 return command
             offered = sources(ROOT / "lightning_fp8" / "tools" / command) if command in OWN_COMMANDS[2:] else None
+        case ["python", script, *options] if script.startswith("examples/"):
+            offered = sources(ROOT / script)
         case ["python", "-m", module, *options] if module.startswith("benchmarks"):
             if find_spec(module) is None:
                 return module
@@ -130,6 +132,8 @@ def test_a_wrong_command_is_found() -> None:
         "python -m benchmarks.losses": "benchmarks.losses",
         "python -m benchmarks --suit cast": "--suit",
         "python -m pytest -m cuda tests/test_gpu.py": "tests/test_gpu.py",
+        "python examples/pretrain.py": "examples/pretrain.py",
+        "python examples/pretrain_gpt.py --lora": "--lora",
     }
     assert {command: wrong_in(shlex.split(command)) for command in wrong} == wrong
 

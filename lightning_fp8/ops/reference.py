@@ -19,12 +19,13 @@ from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, WeightSlot, in_layout
+from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.runtime.switch import Switch
 
 FP32_MAX = torch.finfo(torch.float32).max
 _BLOCK_ELEMENTS = 1 << 20
 _FEW_ELEMENTS, _FEW_ROWS = 1 << 11, 2
-_HAS_BF16_GEMM: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+_HAS_BF16_GEMM = not emulates_bf16()
 # Dequantized values are kept divided by these powers of two: exact, and cheaper than shifting exponents back.
 _DEQUANTIZED_SHIFT = {"e4m3": 256.0, "e5m2": 1.0}
 
@@ -265,7 +266,7 @@ def _gemm_scale_inv(a_scale_inv: Tensor, b_scale_inv: Tensor, a_format: str, b_f
 
 
 def _operand_dtype(out_dtype: torch.dtype) -> torch.dtype:
-    """bf16 holds every FP8 value exactly, so it serves where CPU and library have a bf16 GEMM; else fp32 does."""
+    """bf16 holds every FP8 value exactly, so it serves where the CPU multiplies bf16; else fp32 does."""
     return torch.bfloat16 if out_dtype == torch.bfloat16 and _HAS_BF16_GEMM else torch.float32
 
 

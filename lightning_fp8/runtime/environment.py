@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -12,14 +11,20 @@ from typing import Any
 
 import torch
 
+from lightning_fp8.runtime.cpu import cpu_name, emulates_bf16
+
 _PACKAGE = Path(__file__).parent.parent
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
 
 def environment(*packages: str, command: str | None = None) -> dict[str, Any]:
-    """CPU, threads, versions of torch and of further packages, commit and command (this program's own if left out)."""
+    """CPU, whether it emulates bf16 products, threads, versions of torch and of further packages, commit and command.
+
+    The command is this program's own if left out.
+    """
     return {
         "cpu": cpu_name(),
+        "emulates_bf16": emulates_bf16(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         **{package: package_version(package) for package in packages},
@@ -36,16 +41,6 @@ def gpu_environment(device: torch.device) -> dict[str, Any]:
         "driver": _driver() if on_gpu else None,
         "cupy": next(filter(None, map(package_version, CUPY)), None),
     }
-
-
-def cpu_name() -> str:
-    """The CPU, with the matrix extension that bf16 speed depends on."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.processor()
-    text = info.read_text()
-    name = next((line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")), "")
-    return name + (" with amx_bf16" if "amx_bf16" in text else " with avx512_bf16" if "avx512_bf16" in text else "")
 
 
 def package_version(package: str) -> str | None:

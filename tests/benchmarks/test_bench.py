@@ -29,6 +29,7 @@ from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import kernels, plain
 from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.runtime import environment
+from lightning_fp8.runtime.cpu import cpu_name
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.timing import Variant
 
@@ -49,6 +50,7 @@ FIELDS = {
         "gpu",
         "driver",
         "cpu",
+        "emulates_bf16",
         "threads",
         "torch",
         "cupy",
@@ -92,7 +94,7 @@ def test_rows_are_whole_and_consistent(suite: tuple[list[dict[str, Any]], str]) 
         assert {row[key] for key in ("host_us", "events_us", "flops", "tflops", "ceiling_tflops")} == {None}
         assert {row[key] for key in ("tokens_per_s", "peak_memory_bytes", "saved_bytes")} == {None}
         assert (row["suite"], row["checked"], row["gpu"], row["driver"]) == ("cast", True, None, None)
-        assert (row["torch"], row["cpu"]) == (torch.__version__, environment.cpu_name())
+        assert (row["torch"], row["cpu"]) == (torch.__version__, cpu_name())
         assert row["command"].startswith("python -m benchmarks --suite cast --device cpu --rounds 4 --out ")
         assert re.fullmatch(r"([0-9a-f]{7,}(-dirty)?)?", row["commit"])
 
@@ -602,7 +604,7 @@ def test_the_scripts_share_the_rows(script: str) -> None:
         times = [{"times": [5.0, 1.0, 3.0]}, {"times": [2.0, 4.0, 6.0]}]
         assert module.percentiles(times) == {"p20_ms": 2.0, "p50_ms": 3.5, "p80_ms": 5.0}
     found = module.environment("torchao")
-    assert list(found) == ["cpu", "threads", "torch", "torchao", "commit", "command"]
+    assert list(found) == ["cpu", "emulates_bf16", "threads", "torch", "torchao", "commit", "command"]
 
 
 @pytest.mark.cuda

@@ -85,6 +85,15 @@ def test_all_suites_in_one_file(
     assert "in all: a:ours a:theirs\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("emulated", [True, False])
+def test_a_cpu_that_emulates_bf16_is_named(
+    emulated: bool, suites: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "emulates_bf16", lambda: emulated)
+    run("--suite", "small", "--case", "a")
+    assert capsys.readouterr().out.count("This CPU emulates bf16 products: nothing follows from times") == emulated
+
+
 def test_all_is_every_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(SUITES) == ["cast", "gemm", "launch", "linear", "layer", "train"]
     measured: list[str] = []

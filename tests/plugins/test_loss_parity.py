@@ -33,12 +33,13 @@ from torch import Tensor
 
 from lightning_fp8 import scaling_state
 from lightning_fp8.examples import ByteGPT, Digits, EncoderClassifier, StdlibText
+from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.scaling.state import ScalingState
 
 STEPS = 200
 # the loss at the end is the mean over so many
 LAST = 40
-BASELINE = "bf16-mixed" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "32-true"
+BASELINE = "32-true" if emulates_bf16() else "bf16-mixed"
 # two threads add up in another order, which after 200 steps is an image more or less
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -20,21 +20,24 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from lightning.pytorch.plugins import Precision
 from lit import Regression, loader, make_trainer, seeded
 from repository import ROOT
 
 import lightning_fp8
-from lightning_fp8.tools.compare import processes
+from lightning_fp8.examples import ByteGPT, StdlibText
+from lightning_fp8.tools.compare import command, processes
 from lightning_fp8.tools.compare import run as compare_run
 from lightning_fp8.tools.compare.advice import advise, overlap, worse_loss
 from lightning_fp8.tools.compare.command import main
 from lightning_fp8.tools.compare.measure import Measure, _digest, tokens_of
-from lightning_fp8.tools.compare.results import as_table
+from lightning_fp8.tools.compare.results import as_table, draw
 from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
 from lightning_fp8.tools.report.runs import read_runs
 
 STEPS, WARMUP = 12, 4
 BATCH, CONTEXT = 4, 16
+FOUR = ["bf16-mixed", "bf16-mixed+weight_copy", "bf16-true", "fp8-delayed"]
 CONFIG: dict[str, Any] = {
     "seed_everything": True,
     "trainer": {
@@ -75,12 +78,12 @@ def write_config(folder: Path, **trainer: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """All four, with a plugin of the user's; the folder and what was printed."""
+    """The four that run by default on a CPU with bf16 products, with a plugin of the user's; folder and output."""
     folder = tmp_path_factory.mktemp("compare")
     config = CONFIG | {"trainer": {key: value for key, value in CONFIG["trainer"].items() if key != "precision"}}
     config["trainer"]["plugins"] = PLUGIN
     (folder / "tiny.yaml").write_text(yaml.safe_dump(config))
-    arguments = ["--config", "tiny.yaml", "--steps", str(STEPS), "--warmup", str(WARMUP)]
+    arguments = ["--config", "tiny.yaml", "--steps", str(STEPS), "--warmup", str(WARMUP), "--precisions", *FOUR]
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.chdir(folder)
@@ -101,8 +104,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def test_numbers_are_those_that_the_runs_logged(compared: tuple[Path, str]) -> None:
     folder, _ = compared
     rows = rows_of(folder)
-    assert [row["variant"] for row in rows] == list(VARIANTS)
-    for row, run in zip(rows, read_runs([folder / name for name in VARIANTS]), strict=True):
+    assert [row["variant"] for row in rows] == FOUR
+    for row, run in zip(rows, read_runs([folder / name for name in FOUR]), strict=True):
         logged = run.scalars["train_loss"]
         assert logged.steps.tolist() == list(range(STEPS))
         assert row["steps"] == STEPS
@@ -147,7 +150,7 @@ def test_settings_of_the_users_plugin(compared: tuple[Path, str]) -> None:
     # three norms, weight and bias
     norms = 3 * 2 * 32
     state = {row["variant"]: row["parameter_bytes"] for row in rows_of(folder)}
-    assert state == dict.fromkeys(VARIANTS, 4 * elements) | {"bf16-true": 2 * elements + 2 * norms}
+    assert state == dict.fromkeys(FOUR, 4 * elements) | {"bf16-true": 2 * elements + 2 * norms}
     for row in rows_of(folder):
         assert row["gradient_bytes"] == row["parameter_bytes"]
         # two moments and a step count of 4 bytes for each of the 17 parameters
@@ -183,9 +186,19 @@ def test_picture_is_not_blank(compared: tuple[Path, str]) -> None:
     from lightning_fp8.tools.report.pictures import COLOURS
 
     image = torch.from_numpy(imread(compared[0] / "compare.png"))[..., :3]
-    for colour in COLOURS[: len(VARIANTS)]:
+    for colour in COLOURS[: len(FOUR)]:
         is_bar = (image - torch.tensor(to_rgb(colour))).abs().amax(-1) < 0.02
         assert is_bar.sum() > 2000, colour
+
+
+def test_the_picture_names_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    draw([row(name, 1.0, losses=[1.0], baseline="32-true") for name in ("32-true", "fp8-delayed")], tmp_path)
+    labels = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
+    assert labels == ["32-true, the baseline", "fp8-delayed"]
 
 
 FAILING = """
@@ -364,10 +377,8 @@ def test_digest_of_batches() -> None:
     assert first != _digest((tokens, numbers, torch.tensor(1), "text"), first)
 
 
-@pytest.mark.parametrize(("variant", "plugin"), [(name, plugin) for name, (plugin, _) in VARIANTS.items()])
-def test_each_variant_runs_under_this_packages_plugin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, plugin: str
-) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_variant_runs_under_its_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["fit", "--config", str(write_config(tmp_path))]
     lightning_fp8.register(bf16=False)
@@ -375,8 +386,25 @@ def test_each_variant_runs_under_this_packages_plugin(
         cli = compare_run.CompareCLI(variant, tmp_path / "out" / variant, 2, 1, arguments)
     finally:
         lightning_fp8.register(bf16=True)
-    assert isinstance(cli.trainer.precision_plugin, getattr(lightning_fp8, plugin))
-    assert json.loads((tmp_path / "out" / variant / "fp8_run.json").read_text())["precision"] == cli.trainer.precision
+    kinds = {"bf16-mixed": lightning_fp8.Bf16MixedPrecision, "bf16-true": lightning_fp8.Bf16TruePrecision,
+             "fp8-delayed": lightning_fp8.Fp8Precision, "32-true": Precision}  # fmt: skip
+    precision = variant.partition("+")[0]
+    assert type(cli.trainer.precision_plugin) is kinds[precision]
+    assert cli.trainer.precision == precision
+    assert json.loads((tmp_path / "out" / variant / "fp8_run.json").read_text())["precision"] == precision
+
+
+def test_32_true_is_lightnings_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["fit", "--config", str(write_config(tmp_path, plugins=PLUGIN, precision=None))]
+    cli = compare_run.CompareCLI("32-true", tmp_path / "out" / "32-true", 2, 1, arguments)
+    losses = Measure(warmup=1)
+    pl.seed_everything(0, workers=True)
+    model = ByteGPT(**CONFIG["model"]["init_args"])
+    pl.seed_everything(0, workers=True)
+    trainer = make_trainer(tmp_path / "own", precision="32-true", max_steps=2, callbacks=[losses])
+    trainer.fit(model, StdlibText(**CONFIG["data"]["init_args"]))
+    assert torch.equal(torch.stack(cli.measure.losses), torch.stack(losses.losses))
 
 
 def test_plugin_settings() -> None:
@@ -386,7 +414,67 @@ def test_plugin_settings() -> None:
     assert plugin_settings("bf16-mixed", own) == for_all
     assert plugin_settings("bf16-mixed+weight_copy", own) == {**for_all, "weight_copy": True}
     assert plugin_settings("bf16-true", own) == for_all
+    assert plugin_settings("32-true", own) == {}
     assert plugin_settings("fp8-delayed", own) == {key: value for key, value in own.items() if key != "weight_copy"}
+
+
+# a CPU that emulates bf16 products
+
+
+LEFT_OUT = "The baseline is 32-true, and bf16-mixed, bf16-mixed+weight_copy, bf16-true run only if `--precisions` names"
+SLOW = "Steps of {} take many times as long as in fp32; `--precisions 32-true fp8-delayed` avoids them."
+# whether bf16 products are emulated, what is named -> what runs, the baseline, and what is said
+MACHINES = {
+    "with bf16 products": (False, [], FOUR, "bf16-mixed", None),
+    "without": (True, [], ["32-true", "fp8-delayed"], "32-true", LEFT_OUT),
+    "asked for bf16": (True, ["fp8-delayed", "bf16-true", "32-true"], None, "32-true", SLOW.format("bf16-true")),
+    "asked for no fp32": (True, ["bf16-mixed", "fp8-delayed"], None, "bf16-mixed", SLOW.format("bf16-mixed")),
+    "fp32 with bf16 products": (False, ["32-true", "bf16-mixed"], None, "bf16-mixed", None),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_runs_where_bf16_products_are_emulated(
+    machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    emulated, named, expected, baseline, said = MACHINES[machine]
+    ran = []
+
+    def run(variant: str, folder: Path, steps: int, warmup: int, fit: Any) -> dict[str, Any]:
+        ran.append(variant)
+        # 2% worse than the others
+        loss = 2.04 if variant == "fp8-delayed" else 2.0
+        found = row(variant, 1.0, gpu=None, loss=loss, losses=[3.0, loss], device="cpu", seed=0, left_out=[])
+        return {**found, "warmup": warmup}
+
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command, "emulates_bf16", lambda: emulated)
+    precisions = ["--precisions", *named] if named else []
+    main(["--config", str(write_config(tmp_path)), "--out", str(tmp_path), *precisions])
+    assert ran == (expected or named)
+    written = rows_of(tmp_path)
+    assert [row["baseline"] for row in written] == [baseline] * len(ran)
+    printed = capsys.readouterr().out
+    assert printed.count("emulates bf16 products. ") == emulated
+    assert (said or "") in printed
+    if "fp8-delayed" in ran:
+        assert f"Not fp8-delayed: its training loss 2.0400 is worse by 2.0% than {baseline}'s 2.0000" in printed
+    # for the GPU that the user will train on
+    assert "Recommended until measured on a GPU: bf16-mixed." in printed
+    assert ("compared with those of 32-true: this CPU emulates" in printed) == (baseline == "32-true")
+
+
+def test_a_gpu_is_not_asked_about_its_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+    monkeypatch.setattr(command, "_on_gpu", lambda *_: True)
+    monkeypatch.setattr(command, "emulates_bf16", lambda: True)
+    monkeypatch.setattr(command, "run", lambda variant, *_: {"error": "none"} if ran.append(variant) is None else {})
+    with pytest.raises(SystemExit):
+        main(["--config", str(write_config(tmp_path)), "--out", str(tmp_path)])
+    assert ran == FOUR
+    assert "emulates" not in capsys.readouterr().out
 
 
 # advice

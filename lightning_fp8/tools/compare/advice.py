@@ -1,8 +1,9 @@
 """Which precision to choose, and why: rules for the rows of a comparison.
 
-1. Losses are compared with bf16-mixed's, the mean of the last steps and the validation loss where both have one. A
+1. Losses are compared with the baseline's, the mean of the last steps and the validation loss where both have one. A
    precision with either of them worse by more than 1%, or not finite, is never recommended. Near zero 0.1% of the
-   first step's loss counts in place of 1% of what is left of it.
+   first step's loss counts in place of 1% of what is left of it. The baseline is bf16-mixed, or 32-true on a CPU that
+   emulates bf16 products.
 2. On a CUDA GPU: of the precisions whose losses pass, the fastest by median step time, if that is at least 5% less
    than bf16-mixed's and the times of the two do not overlap between their 20th and 80th percentiles. Of those within
    2% of the fastest, the one with the least peak memory. Otherwise bf16-mixed.
@@ -16,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_fp8.tools.compare.variants import REFERENCE
+from lightning_fp8.tools.compare.variants import BASELINE
 
 WORSE_LOSS = 0.01
 WORSE_OF_FIRST_LOSS = 0.001
@@ -28,20 +29,20 @@ _MIB = 2**20
 Row = Mapping[str, Any]
 
 
-def advise(rows: Sequence[Row]) -> list[str]:
+def advise(rows: Sequence[Row], baseline: str = BASELINE) -> list[str]:
     """Sentences, the most important first; a row with an ``error`` otherwise has only a ``variant``."""
     ran = [row for row in rows if not row.get("error")]
     on_cuda = any(row.get("gpu") for row in ran)
     lines = []
     if ran and not on_cuda:
         lines.append("These are times of a CPU. They say nothing about speed on a GPU, so they are ignored here.")
-    reference = next((row for row in ran if row["variant"] == REFERENCE), None)
+    reference = next((row for row in ran if row["variant"] == baseline), None)
     if reference is None:
-        return [*lines, f"No recommendation: there is no run of {REFERENCE}, with which the others are compared."]
+        return [*lines, f"No recommendation: there is no run of {baseline}, with which the others are compared."]
     others = [row for row in ran if row is not reference]
     lines += _doubts(reference, others)
     if not all(map(math.isfinite, _losses(reference).values())):
-        return [*lines, f"No recommendation: the loss of {REFERENCE} is not finite. Look into the training first."]
+        return [*lines, f"No recommendation: the loss of {baseline} is not finite. Look into the training first."]
     refused = {row["variant"]: why for row in others if (why := worse_loss(row, reference))}
     accepted = [row for row in others if row["variant"] not in refused]
     lines += _on_gpu(reference, accepted) if on_cuda else _on_cpu(reference, accepted)
@@ -73,7 +74,8 @@ def worse_loss(row: Row, reference: Row) -> str:
         if mine[key] - theirs > max(WORSE_LOSS * abs(theirs), nearly_nothing):
             by = f"worse by {(mine[key] - theirs) / abs(theirs):.1%}" if theirs else "worse"
             return (
-                f"its {_LOSSES[key]} {mine[key]:.4f} is {by} than {REFERENCE}'s {theirs:.4f}; {WORSE_LOSS:.0%} passes"
+                f"its {_LOSSES[key]} {mine[key]:.4f} is {by} than {reference['variant']}'s {theirs:.4f};"
+                f" {WORSE_LOSS:.0%} passes"
             )
     return ""
 
@@ -97,14 +99,14 @@ def _doubts(reference: Row, others: Sequence[Row]) -> list[str]:
     strange = [row["variant"] for row in others if row["batches"] != reference["batches"]]
     if strange:
         lines.append(
-            f"{', '.join(strange)} did not get the batches that {REFERENCE} got, so the losses differ by more than the"
-            " precision: the data does not follow `seed_everything`."
+            f"{', '.join(strange)} did not get the batches that {reference['variant']} got, so the losses differ by"
+            " more than the precision: the data does not follow `seed_everything`."
         )
     return lines
 
 
 def _on_gpu(reference: Row, accepted: Sequence[Row]) -> list[str]:
-    time = reference["p50_ms"]
+    baseline, time = reference["variant"], reference["p50_ms"]
     faster = [row for row in accepted if row["p50_ms"] <= (1 - FASTER) * time and not overlap(row, reference)]
     noisy = [row["variant"] for row in accepted if overlap(row, reference)]
     lines = []
@@ -115,25 +117,27 @@ def _on_gpu(reference: Row, accepted: Sequence[Row]) -> list[str]:
         tied = f", with the least memory of the {len(near)} that are about as fast" if len(near) > 1 else ""
         lines.append(
             f"Recommended: {best['variant']}. Its step takes {1 - best['p50_ms'] / time:.0%} less time than"
-            f" {REFERENCE}'s, {best['p50_ms']:.2f} ms against {time:.2f} ms{tied}. Its loss passes, and its peak memory"
+            f" {baseline}'s, {best['p50_ms']:.2f} ms against {time:.2f} ms{tied}. Its loss passes, and its peak memory"
             f" is {best['peak_bytes'] / _MIB:,.0f} MiB against {reference['peak_bytes'] / _MIB:,.0f} MiB."
         )
     else:
         best = reference
         lines.append(
-            f"Recommended: {REFERENCE}. No other precision whose loss passes takes at least {FASTER:.0%} less time per"
+            f"Recommended: {baseline}. No other precision whose loss passes takes at least {FASTER:.0%} less time per"
             " step, beyond the noise."
         )
     if noisy:
         lines.append(
-            f"Within the noise: the step times of {', '.join(noisy)} and of {REFERENCE} overlap between their 20th and"
+            f"Within the noise: the step times of {', '.join(noisy)} and of {baseline} overlap between their 20th and"
             " 80th percentiles."
         )
     return lines + _memory(best, [reference, *accepted], "peak_bytes", "peak memory")
 
 
 def _on_cpu(reference: Row, accepted: Sequence[Row]) -> list[str]:
-    lines = [f"Recommended until measured on a GPU: {REFERENCE}. Its fp32 master weights lose no update."]
+    lines = [f"Recommended until measured on a GPU: {BASELINE}. Its fp32 master weights lose no update."]
+    if reference["variant"] != BASELINE:
+        lines.append(f"Losses are compared with those of {reference['variant']}: this CPU emulates bf16 products.")
     what = "sum of parameters, gradients and optimizer state, the same on a GPU,"
     return lines + _memory(reference, accepted, "state_bytes", what)
 

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 import yaml
 
+from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.runtime.environment import environment
 from lightning_fp8.runtime.program import program
 from lightning_fp8.tools.arguments import positive
 from lightning_fp8.tools.compare import results
 from lightning_fp8.tools.compare.advice import advise
 from lightning_fp8.tools.compare.processes import UsageError, run
-from lightning_fp8.tools.compare.variants import VARIANTS
+from lightning_fp8.tools.compare.variants import BF16, EMULATED_BASELINE, VARIANTS, baseline_of, by_default
 
 STEPS_ON_GPU = 200
 STEPS_ON_CPU = 30
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str]) -> None:
     for path in options.config:
         if not path.is_file():
             parser.error(f"--config: there is no file {path}")
-    steps = options.steps or (STEPS_ON_GPU if _on_gpu(options.config, further) else STEPS_ON_CPU)
+    on_gpu = _on_gpu(options.config, further)
+    steps = options.steps or (STEPS_ON_GPU if on_gpu else STEPS_ON_CPU)
     if options.warmup >= steps:
         parser.error(f"--warmup must be smaller than the number of steps, {steps}, got {options.warmup}")
     folder = options.out or Path("runs", "compare", options.config[-1].stem)
@@ -53,20 +55,26 @@ def main(arguments: Sequence[str]) -> None:
         *(word for part, words in classes.items() if part not in unnamed for word in words),
         *further,
     ]
+    emulated = not on_gpu and emulates_bf16()
+    variants = list(dict.fromkeys(options.precisions or by_default(emulated)))
+    baseline = baseline_of(variants, emulated)
+    if emulated:
+        print(_about_emulation(variants), flush=True)
     about = {
         "suite": "compare",
+        "baseline": baseline,
         "case": ", ".join(map(str, options.config)),
         **environment("lightning-fp8", "lightning", command=f"python -m lightning_fp8 compare {shlex.join(arguments)}"),
     }
     try:
-        rows = _run_all(list(dict.fromkeys(options.precisions)), folder, steps, options.warmup, fit)
+        rows = _run_all(variants, folder, steps, options.warmup, fit)
     except UsageError as error:
         advice = _how_to_adapt([part for part in unnamed if part not in classes])
         parser.exit(2, f"The configuration is refused:\n{error}\n{advice}")
     except KeyboardInterrupt:
         parser.exit(130, f"\nStopped. What has run is in {folder}.\n")
     rows = [{**row, **about} for row in rows]
-    _show(rows, folder)
+    _show(rows, baseline, folder)
     if results.failures(rows):
         sys.exit(1)
 
@@ -89,9 +97,21 @@ def _run_all(variants: list[str], folder: Path, steps: int, warmup: int, fit: li
     return rows
 
 
-def _show(rows: list[dict[str, Any]], folder: Path) -> None:
+def _about_emulation(variants: Sequence[str]) -> str:
+    """What is said once on a CPU that emulates bf16 products."""
+    slow = ", ".join(name for name in BF16 if name in variants)
+    rest = (
+        f"Steps of {slow} take many times as long as in fp32; `--precisions {' '.join(by_default(emulated=True))}`"
+        " avoids them."
+        if slow
+        else f"The baseline is {EMULATED_BASELINE}, and {', '.join(BF16)} run only if `--precisions` names them."
+    )
+    return f"This CPU emulates bf16 products. {rest}"
+
+
+def _show(rows: list[dict[str, Any]], baseline: str, folder: Path) -> None:
     ran = [row for row in rows if not row.get("error")]
-    advice = advise(rows)
+    advice = advise(rows, baseline)
     written = results.write(rows, advice, folder)
     print()
     print(results.as_table(rows))
@@ -162,7 +182,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=positive, metavar="N", help=steps)
     warmup = "how many of the first steps are not timed (%(default)s)"
     parser.add_argument("--warmup", type=positive, default=WARMUP, metavar="N", help=warmup)
-    parser.add_argument("--precisions", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="all four by default")
+    precisions = (
+        f"by default {', '.join(by_default(emulated=False))}; on a CPU that emulates bf16 products"
+        f" {', '.join(by_default(emulated=True))}"
+    )
+    parser.add_argument("--precisions", nargs="+", choices=VARIANTS, help=precisions)
     out = "for results and logs, by default runs/compare/<config name>"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=out)
     return parser

@@ -74,7 +74,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 continue
             name, colour = row["variant"], COLOURS[position % len(COLOURS)]
             steps = range(1, len(row["losses"]) + 1)
-            losses.plot(steps, row["losses"], color=colour, label=name, alpha=0.8, linewidth=1.3)
+            label = f"{name}, the baseline" if name == row.get("baseline") else name
+            losses.plot(steps, row["losses"], color=colour, label=label, alpha=0.8, linewidth=1.3)
             spread = [[row["p50_ms"] - row["p20_ms"]], [row["p80_ms"] - row["p50_ms"]]]
             times.barh(name, row["p50_ms"], color=colour, xerr=spread, capsize=3)
             memory.barh(name, row["peak_bytes"] / _MIB, color=colour)

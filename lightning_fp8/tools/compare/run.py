@@ -96,8 +96,7 @@ class CompareCLI(Fp8CLI):
                 own = dict(vars(plugin.init_args)) if "init_args" in plugin else {}
         # not the string: it may make Lightning's own plugin
         trainer.precision = None
-        plugin = f"lightning_fp8.{VARIANTS[self.variant][0]}"
-        trainer.plugins = [*others, _part(plugin, plugin_settings(self.variant, own))]
+        trainer.plugins = [*others, _part(VARIANTS[self.variant][0], plugin_settings(self.variant, own))]
 
     def _stays(self, callback: Any) -> bool:
         kind = _class_of(callback)

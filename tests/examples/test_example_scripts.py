@@ -1,0 +1,227 @@
+"""The scripts of ``examples/`` on little data, as a user runs them: they train in FP8, to the loss of bf16.
+
+A model that knows nothing has a loss of ``ln(256)`` on the bytes of a text, and of ``ln(10)`` on the ten digits.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from example_scripts import EXAMPLES, Runner, fp8_layers_in
+from processes import run_script
+from safetensors import safe_open
+
+from lightning_fp8 import describe
+
+SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+# a CPU without bf16 units takes ten times as long for bf16 products as for fp32 ones
+BASELINE = "bf16-mixed" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "32-true"
+NO_CONTEXT, NO_DIGIT = math.log(256), math.log(10)
+
+# linear layers, counted by hand: in a block of the GPTs and of the ViT, and in one of Llama; and a head
+BLOCKS_AND_HEAD = 2 * 4 + 1
+LLAMA = 2 * 7 + 1
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> Runner:
+    monkeypatch.chdir(tmp_path)
+    return Runner(tmp_path, capsys, caplog)
+
+
+def test_fabric(run: Runner) -> None:
+    found = run("fabric_loop", "--epochs", "1")
+    assert found.loss < NO_CONTEXT - 1.5
+    assert found.fp8_layers == BLOCKS_AND_HEAD
+
+
+def test_vit(run: Runner) -> None:
+    found = run("train_vit", "--epochs", "1")
+    assert found.loss < NO_DIGIT - 0.4
+    assert float(found.printed.split()[-1]) > 0.25  # the share of each digit is a tenth
+    assert found.fp8_layers == 1 + BLOCKS_AND_HEAD
+
+
+def test_plain_torch(run: Runner) -> None:
+    found = run("torch_loop", "--steps", "60")
+    assert found.loss < NO_CONTEXT - 2.5
+    assert found.fp8_layers == 3
+    baseline = run("torch_loop", "--steps", "60", "--precision", BASELINE)
+    assert found.loss == pytest.approx(baseline.loss, rel=0.04)
+    assert baseline.fp8_layers == 0
+
+
+def test_pretraining(run: Runner) -> None:
+    found = run("pretrain_gpt", "--epochs", "2")
+    assert found.loss < NO_CONTEXT - 2
+    assert found.fp8_layers == BLOCKS_AND_HEAD
+    logged = Path("runs/pretrain_gpt/version_0/metrics.csv").read_text()
+    assert "fp8/blocks.0.qkv.input/scale" in logged
+    baseline = run("pretrain_gpt", "--epochs", "2", "--precision", BASELINE)
+    assert found.loss == pytest.approx(baseline.loss, rel=0.03)
+    assert baseline.fp8_layers == 0
+
+
+def test_fine_tuning(run: Runner) -> None:
+    found = run("finetune_transformers", "--epochs", "1")
+    assert found.loss < NO_CONTEXT - 1.5
+    assert found.fp8_layers == LLAMA
+    baseline = run("finetune_transformers", "--epochs", "1", "--precision", BASELINE)
+    assert found.loss == pytest.approx(baseline.loss, rel=0.03)
+
+
+def test_lora_on_a_base_in_fp8(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted: list[Any] = []
+    fit = pl.Trainer.fit
+
+    def keep(trainer: pl.Trainer, model: Any, *loaders: Any) -> None:
+        fitted.append(model)
+        fit(trainer, model, *loaders)
+
+    monkeypatch.setattr(pl.Trainer, "fit", keep)
+    found = run("finetune_transformers", "--lora")
+    assert found.loss < NO_CONTEXT - 0.5
+    assert found.fp8_layers == LLAMA
+    assert sum("weight in FP8 only" in str(row) for row in describe(fitted[0])) == LLAMA
+    with safe_open("runs/adapters/adapter_model.safetensors", "pt") as file:
+        # two matrices for each layer but the head
+        assert sum("lora_" in key for key in file.keys()) == len(file.keys()) == 2 * (LLAMA - 1)  # noqa: SIM118
+
+
+def test_a_pretrained_model_with_its_tokenizer(run: Runner) -> None:
+    """From a folder, as from the hub."""
+    import tokenizers
+    import transformers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train([str(run.text)], trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained("pretrained")
+    config = transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
+    transformers.GPT2LMHeadModel(config).save_pretrained("pretrained")
+    found = run("finetune_transformers", "--model", "pretrained", "--epochs", "1", "--out", "out")
+    assert found.loss < math.log(300) - 0.2
+    assert found.fp8_layers == 5
+    transformers.AutoModelForCausalLM.from_pretrained("out")
+
+
+@pytest.mark.parametrize(
+    ("script", "option", "steps", "checkpoint"),
+    [
+        ("pretrain_gpt", "--epochs", (1, 2), "runs/pretrain_gpt/version_{}/checkpoints/last.ckpt"),
+        ("fabric_loop", "--epochs", (1, 2), "runs/fabric_loop.ckpt"),
+        ("torch_loop", "--steps", (4, 8), "runs/torch_loop.pt"),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    script: str, option: str, steps: tuple[int, int], checkpoint: str, run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[object] = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args, **kw: (taken.append(0), step(*args, **kw))[1])
+    run.cut_text(8_000)
+    half, whole = map(str, steps)
+    run(script, option, whole)
+    expected = torch.load(checkpoint.format(0), weights_only=True)
+    in_a_row = len(taken)
+    run(script, option, half)
+    taken.clear()
+    run(script, option, whole, "--resume", checkpoint.format(1))
+    assert len(taken) == in_a_row // 2
+    found = torch.load(checkpoint.format(2), weights_only=True)
+    compared = set(expected) & {"model", "state_dict", "optimizer", "optimizer_states", "scaling", "Fp8Precision"}
+    assert len(compared) == 3, expected.keys()
+    for key in compared:
+        torch.testing.assert_close(found[key], expected[key], rtol=0, atol=0)
+
+
+# in each process, as torchrun starts it
+SHARDED = """
+import contextlib, logging, os, pathlib, runpy, sys
+folder, script, *arguments = sys.argv[1:]
+os.chdir(folder)
+logging.getLogger("lightning.pytorch").addHandler(logging.FileHandler(f"log{os.environ['RANK']}"))
+with open(f"out{os.environ['RANK']}", "w") as out, contextlib.redirect_stdout(out):
+    main = runpy.run_path(script)["main"]
+    main(arguments)
+    main([*arguments, "--fp8-all-gather"])
+"""
+
+
+@pytest.mark.slow
+def test_fsdp2_in_two_processes(run: Runner, tmp_path: Path) -> None:
+    arguments = ("--accelerator", "cpu", "--text", str(run.text), "--epochs", "1")
+    run_script(SHARDED, tmp_path, str(tmp_path), str(EXAMPLES / "fsdp2.py"), *arguments)
+    printed = (tmp_path / "out0").read_text()
+    losses = re.findall(r"validation loss ([\d.]+)", printed)
+    assert float(losses[0]) < NO_CONTEXT - 1.5
+    # gathered in FP8 the weights are the same
+    assert losses == [losses[0]] * 2
+    assert "validation loss" not in (tmp_path / "out1").read_text()
+    log = (tmp_path / "log0").read_text()
+    assert fp8_layers_in(log) == BLOCKS_AND_HEAD
+    assert log.count("9 layers are gathered in FP8") == 1
+    # each process wrote its shards
+    assert {file.name for file in tmp_path.rglob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+
+
+@pytest.mark.parametrize("script", sorted({*SCRIPTS} - {"train_vit"}))
+def test_a_text_that_is_too_short(script: str, run: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+    run.cut_text(300)
+    with pytest.raises((ValueError, SystemExit)) as error:
+        run(script)
+    assert re.search(r"text.txt has 300 .*--context", f"{error.value}{capsys.readouterr().err}")
+
+
+def test_wrong_images_and_arguments(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="--patch 3 does not divide images of 8 x 8"):
+        run("train_vit", "--patch", "3")
+    np.savez("grey.npz", images=np.zeros((4, 8, 8), np.uint8), labels=np.zeros(4))
+    with pytest.raises(ValueError, match=r"grey.npz: .* got \[4, 8, 8\] torch.uint8"):
+        run("train_vit", "--data", "grey.npz")
+    with pytest.raises(SystemExit):
+        run("fsdp2", "--fp8-all-gather", "--precision", "bf16-mixed")
+    assert "--fp8-all-gather needs --precision fp8-delayed" in capsys.readouterr().err
+
+
+def test_images_from_a_file(run: Runner) -> None:
+    """Whose class is the colour, and whose height is not their width."""
+    labels = np.arange(128) % 3
+    images = np.random.default_rng(0).integers(0, 100, (128, 8, 12, 3), np.uint8)
+    images[np.arange(128), :, :, labels] += 150
+    np.savez("images.npz", images=images, labels=labels)
+    read = runpy.run_path(str(EXAMPLES / "train_vit.py"))["read"]
+    np.testing.assert_allclose(read("images.npz")[0], np.moveaxis(images, -1, 1) / 127.5 - 1, atol=1e-6)
+    found = run("train_vit", "--data", "images.npz", "--patch", "4", "--epochs", "4", "--layers", "1")
+    assert found.fp8_layers == 6
+    assert float(found.printed.split()[-1]) == 1
+
+
+# --- what is said about them ---
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_commands_of_a_script_have_its_options(script: str) -> None:
+    source = (EXAMPLES / f"{script}.py").read_text(encoding="utf-8")
+    docstring = source.split('"""')[1]
+    commands = re.findall(r"^python examples/(\w+).py(.*)$", docstring, re.MULTILINE)
+    assert {name for name, _ in commands} == {script}
+    for option in re.findall(r"--[\w-]+", " ".join(options for _, options in commands)):
+        assert f'add_argument("{option}"' in source
+    assert f"[{script}.py]({script}.py)" in README
