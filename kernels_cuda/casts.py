@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,7 +52,7 @@ class Row(NamedTuple):
         amax: ``[R] float32`` to record in, or None.
         current_amax: ``[] float32``, zero before; scales a weight, or a tensor without a history. None where there is
             no such tensor.
-        margin_factor: what ``current_amax`` is multiplied with after the measurement.
+        after_measuring: changes ``current_amax`` in place between the launch that measures it and the one that uses it.
     """
 
     scale: Tensor
@@ -60,7 +60,7 @@ class Row(NamedTuple):
     index: Tensor  # type: ignore[assignment]
     amax: Tensor | None = None
     current_amax: Tensor | None = None
-    margin_factor: float = 1.0
+    after_measuring: Callable[[Tensor], object] | None = None
 
 
 def column_sum_tiles(rows: int) -> int:
@@ -103,7 +103,7 @@ def cast_transpose(
     if dy is not None:
         dy_at, dy_stride = dy.data_ptr(), dy.stride(0)
         loads &= _loads(dy_at, dy_stride * size)
-    scale, newest, index, amax, current_amax, margin_factor = row
+    scale, newest, index, amax, current_amax, after_measuring = row
     scale_at, newest_at, index_at = scale.data_ptr(), 0 if newest is None else newest.data_ptr(), index.data_ptr()
     current_at = 0
     if current_amax is not None:
@@ -128,7 +128,8 @@ def cast_transpose(
             0,
             1,
         )
-        _add_margin(current_amax, margin_factor)
+        if after_measuring is not None:
+            after_measuring(current_amax)
     # not `address`: each call counts in the host time of a layer
     y_at = 0 if y is None else y.data_ptr()
     y_t_at = 0 if y_t is None else y_t.data_ptr()
@@ -203,20 +204,12 @@ def cast_gated(
         measuring, of_up_measuring = _measuring(result.row), _measuring(second.row)
         kernel(grid, x_at, dy_at, 0, 0, 0, *shape, loads, *measuring, 1, up_at, 0, 0, 0, width, *of_up_measuring)
         for row in {id(one): one.row for one in (result, second)}.values():
-            if row.current_amax is not None:
-                _add_margin(row.current_amax, row.margin_factor)
+            if row.current_amax is not None and row.after_measuring is not None:
+                row.after_measuring(row.current_amax)
     outputs, up_outputs = ([address(one.y), address(one.y_t), address(one.column_sums)] for one in (result, second))
     aligned = loads | _stores(outputs[0] | up_outputs[0], outputs[1] | up_outputs[1], rows, width)
     casting, of_up_casting = _casting(result), _casting(second)
     kernel(grid, x_at, dy_at, *outputs, *shape, aligned, *casting, 0, up_at, *up_outputs, width, *of_up_casting)
-
-
-def _add_margin(current_amax: Tensor, margin_factor: float) -> None:
-    """A launch more, for recipes with a margin only. A finite amax stays finite."""
-    if margin_factor != 1:
-        largest = torch.finfo(torch.float32).max
-        grown = (current_amax * margin_factor).clamp(max=largest)
-        current_amax.copy_(torch.where(current_amax.isfinite(), grown, current_amax))
 
 
 def _measuring(row: Row) -> tuple[int, ...]:

@@ -77,6 +77,12 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     state = state_tensors(model)
     own = {name: tensor for name, (_, tensor) in state.items()}
     check_names(file, own, tensors, gemms)
+    recipe = conversion_plan(model).recipe
+    if not recipe.from_history:
+        raise ValueError(
+            f"load_exported: the model is converted with {recipe}, which scales each input by its own values, and"
+            f" {file} has static scales. Call `lightning_fp8.unconvert(model)` first."
+        )
     plain = _plain_layers(model, gemms)
     check_convertible(file, model, gemms, plain)
     check_values(file, own, tensors, gemms)

@@ -124,6 +124,12 @@ def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
             f"export: {type(model).__name__} has no layers that run in FP8. Convert it (`lightning_fp8.convert`, or"
             " Trainer(precision='fp8-delayed')) and train it, or save it as any other model."
         )
+    recipe = next(iter(gemms.values())).state.recipe
+    if not recipe.from_history:
+        raise ValueError(
+            f"export: {recipe} scales each input by its own values, so there are no static scales to write. Convert the"
+            " model with a DelayedScaling instead (`unconvert`, then `convert`) and train it for some steps."
+        )
     changed = [name for name in gemms if name not in tensors]
     if changed:
         raise ValueError(

@@ -64,6 +64,7 @@ class Fp8Rows:
         preparers: how many contexts prepare it.
         fp8_only: whether the weight is to be kept as its FP8 cast only, for as long as it is frozen.
         frozen_seen: the scale of such a weight when a forward last used it.
+        split_over: by role, the name of the process group that the tensor is split over.
     """
 
     def __init__(self, state: ScalingState, module: int, group: WeightGroup) -> None:
@@ -85,6 +86,7 @@ class Fp8Rows:
         self.preparers = 0
         self.fp8_only = False
         self.frozen_seen: Tensor | None = None
+        self.split_over: dict[Role, str] = {}
         self.share_input(None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,9 +147,8 @@ class Fp8Rows:
     def slot(self, role: Role, record: bool) -> Slot:
         """The slot of the input or of the gradient of the output."""
         state, gemm, index, fmt = self.state, self.settings.gemm, self.index[role], self.formats[role]
-        return Slot(
-            state.scale, state.history_of_casts, index, fmt, state, record, gemm, state.recipe.own_margin_factor
-        )
+        history, own = state.how_cast(self.split_over.get(role, ""))
+        return Slot(state.scale, history, index, fmt, state, record, gemm, own)
 
     def weight_slot(self, record: bool) -> WeightSlot:
         """The slot of the weight."""

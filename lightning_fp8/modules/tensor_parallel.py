@@ -15,8 +15,9 @@ def parallel_linear(rows: Fp8Rows, x: Tensor, weight: DTensor, bias: Tensor | No
     - ``ColwiseParallel``: weight split by rows, x whole on each process; y is split along its last dimension.
     - ``RowwiseParallel``: weight split by columns, x along its last dimension; y is a partial sum.
 
-    Amaxes are those of the parts. For inputs and gradients, the update takes the maximum over all processes, which is
-    that of the whole tensor. Each process scales its part of the weight with the amax of that part.
+    Inputs and gradients have the scale of the whole tensor: the update of histories takes the maximum over all
+    processes, and a cast by own values that of the group. Each process scales its part of the weight with the amax of
+    that part.
 
     Raises:
         TypeError: if x is not a distributed tensor: the layer was not called through the hooks of its plan.
@@ -31,9 +32,11 @@ def parallel_linear(rows: Fp8Rows, x: Tensor, weight: DTensor, bias: Tensor | No
     by_columns = (Replicate(),), (Shard(0),)
     by_rows = (Shard(x.dim() - 1),), (Shard(1),)
     if (tuple(x.placements), tuple(weight.placements)) == by_columns:
+        rows.split_over = {"grad_output": mesh.get_group().group_name}
         part = _local_linear(rows, x.to_local(grad_placements=[Partial()]), weight, _local(bias, None), record)
         return DTensor.from_local(part, mesh, [Shard(part.dim() - 1)], run_check=False)
     if (tuple(x.placements), tuple(weight.placements)) == by_rows:
+        rows.split_over = {"input": mesh.get_group().group_name}
         part = _local_linear(rows, x.to_local(), weight, None, record)
         whole_bias = _local(bias, Partial())
         if whole_bias is not None:

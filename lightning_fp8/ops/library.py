@@ -33,7 +33,7 @@ _PARTS: dict[type[tuple[Any, ...]], str] = {
     "Tensor {0}_scale_inv, str {0}_format",
     Columns: "Tensor? {0}, Tensor {0}_scale_inv, str {0}_format",
     Slot: "Tensor {0}_scale, Tensor {0}_amax_history, Tensor {0}_index, str {0}_format, int {0}_state, bool {0}_record,"
-    " str {0}_gemm, float {0}_margin_factor",
+    " str {0}_gemm, str {0}_own",
     WeightSlot: "Tensor {0}_index, str {0}_format, int {0}_state, bool {0}_record",
 }
 _BY_NAME = {kind.__name__: kind for kind in _PARTS}

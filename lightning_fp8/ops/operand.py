@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -118,6 +119,29 @@ class Columns(NamedTuple):
     format: str
 
 
+class OwnScaling(NamedTuple):
+    """How an input or gradient is scaled by its own values.
+
+    Attributes:
+        margin: powers of two kept free above the largest one.
+        group: the name of the process group that the tensor is split over: the largest of all parts counts. Empty if it
+            is whole.
+    """
+
+    margin: int = 0
+    group: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.margin} {self.group}" if any(self) else ""
+
+
+@functools.cache
+def own_scaling(text: str) -> OwnScaling:
+    """What ``str`` has written."""
+    margin, _, group = text.partition(" ")
+    return OwnScaling(int(margin or 0), group)
+
+
 class WeightSlot(NamedTuple):
     """The slot of one weight, which has current scaling.
 
@@ -145,7 +169,8 @@ class Slot(NamedTuple):
         state: its ``amax`` records the casts; None if it no longer exists, and nothing is recorded.
         record: whether casts are recorded.
         gemm: which GEMMs the model runs, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``.
-        margin_factor: what the amax is multiplied with where the tensor is scaled by its own values.
+        own: how the tensor is scaled by its own values, one string as operators have few arguments; see
+            :class:`OwnScaling`.
     """
 
     scale: Tensor
@@ -155,7 +180,7 @@ class Slot(NamedTuple):
     state: State | None
     record: bool
     gemm: str = "auto"
-    margin_factor: float = 1.0
+    own: str = ""
 
     def open(self) -> tuple[Tensor | None, bool, bool]:
         """See :meth:`lightning_fp8.ScalingState.open_cast`."""

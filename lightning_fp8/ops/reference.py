@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, WeightSlot, in_layout
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, WeightSlot, in_layout, own_scaling
 from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.runtime.switch import Switch
 
@@ -49,7 +51,7 @@ def _scale_to_use(x: Tensor, slot: Slot) -> tuple[Tensor, Tensor | None]:
         torch.maximum(amax[row], current, out=amax[row])
     if has_history or current is None:
         return slot.scale[row].clone(), current
-    return scale_of_current(current, FORMATS[slot.format], slot.margin_factor), current
+    return scale_of_current(as_asked(current, slot.own), FORMATS[slot.format]), current
 
 
 def max_abs(x: Tensor) -> Tensor:
@@ -60,18 +62,24 @@ def max_abs(x: Tensor) -> Tensor:
     return torch.maximum(low.abs(), high.abs()).float()
 
 
-def scale_of_current(amax: Tensor, fmt: Fp8Format, margin_factor: float = 1.0) -> Tensor:
-    """``FP8_MAX / (amax * margin_factor)``; 1 where ``amax`` is not finite: finite elements survive."""
+def scale_of_current(amax: Tensor, fmt: Fp8Format) -> Tensor:
+    """``FP8_MAX / amax``; 1 where ``amax`` is not finite: finite elements survive."""
     # tensor by tensor: a Python number divided by a tensor is its reciprocal times the number, rounded twice
-    scale = (torch.full_like(amax, fmt.max) / with_margin(amax, margin_factor)).clamp(max=FP32_MAX)
-    return torch.where(amax.isfinite(), scale, 1.0)
+    return torch.where(amax.isfinite(), (torch.full_like(amax, fmt.max) / amax).clamp(max=FP32_MAX), 1.0)
 
 
-def with_margin(amax: Tensor, margin_factor: float) -> Tensor:
-    """``amax * margin_factor``, finite where ``amax`` is: a scale of 0 would turn the whole tensor into NaN."""
-    if margin_factor == 1:
+def as_asked(amax: Tensor, own: str) -> Tensor:
+    """The amax ``[] float32`` from which a tensor is scaled by its own values; see :class:`OwnScaling`."""
+    if not own:
         return amax
-    return torch.where(amax.isfinite(), (amax * margin_factor).clamp(max=FP32_MAX), amax)
+    margin, group = own_scaling(own)
+    if group:
+        amax = amax.reshape(1).clone()
+        # as integers, the bits of non-negative floats order as finite < inf < NaN
+        dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=_resolve_process_group(group))  # type: ignore[arg-type]
+        amax = amax[0]
+    # a finite one stays finite: a scale of 0 would turn the whole tensor into NaN
+    return torch.where(amax.isfinite(), (amax * 2.0**margin).clamp(max=FP32_MAX), amax)
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:

@@ -90,11 +90,6 @@ class Recipe:
         """Plain values from which :func:`as_recipe` makes the recipe again."""
         return {"precision": self.precision, **asdict(self)}
 
-    @property
-    def own_margin_factor(self) -> float:
-        """What the amax is multiplied with where an input or gradient is scaled by its own values."""
-        return 1.0 if self.from_history else 2.0**self.margin
-
 
 @_knows_its_fields
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_fp8.ops.basic import update_scales
 from lightning_fp8.ops.counting import CastCounts
 from lightning_fp8.ops.formats import DELAYED_ROLES, Role
-from lightning_fp8.ops.operand import take_handle
+from lightning_fp8.ops.operand import OwnScaling, take_handle
 from lightning_fp8.scaling.former_names import FormerNames
 from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.recipe import Recipe
@@ -113,10 +113,16 @@ class ScalingState(FormerNames):
         """Where the tensors live."""
         return self.amax.device
 
-    @property
-    def history_of_casts(self) -> Tensor:
-        """The history that casts read: ``amax_history``, or zeros ``[1, D]`` if each tensor is scaled by itself."""
-        return self.amax_history if self.recipe.from_history else self._no_history
+    def how_cast(self, group: str) -> tuple[Tensor, str]:
+        """How inputs and gradients are cast that are split over a process group, by its name; empty for whole ones.
+
+        Returns:
+            The history that their slots have, zeros ``[1, D]`` if each is scaled by its own values, and
+            :class:`OwnScaling` as text. Histories are those of all processes anyway.
+        """
+        if self.recipe.from_history:
+            return self.amax_history, ""
+        return self._no_history, str(OwnScaling(self.recipe.margin, group))
 
     def row_of(self, module: int, role: Role) -> int:
         """Which of the R tensors has this role in the module at this position."""

@@ -26,7 +26,18 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformer_models import made
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import DelayedScaling, convert, describe, export, fall_back, fallbacks, load_exported, scaling_state
+from lightning_fp8 import (
+    CurrentScaling,
+    DelayedScaling,
+    convert,
+    describe,
+    export,
+    export_onnx,
+    fall_back,
+    fallbacks,
+    load_exported,
+    scaling_state,
+)
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.export.layout import amax_of_scale, codes_of, scale_names
 from lightning_fp8.modules.base import Fp8Module
@@ -493,6 +504,19 @@ def test_every_scale_of_a_weight_has_an_amax_that_gives_it(dtype: torch.dtype) -
         assert torch.tensor(448.0) / found == scale
         # so that a model in this dtype holds it
         assert found.to(dtype) == found
+
+
+def test_a_recipe_without_static_scales_is_refused(tmp_path: Path) -> None:
+    model = convert(small_mlp(), CurrentScaling())
+    model(torch.randn(4, 32)).sum().backward()
+    scaling_state(model).update()
+    for write in (lambda: export(model, tmp_path / "out"), lambda: export_onnx(model, (torch.randn(4, 32),), tmp_path)):
+        with pytest.raises(ValueError, match=r"CurrentScaling\(.*no static scales to write"):
+            write()
+    assert not (tmp_path / "out").exists()
+    export(trained(), tmp_path / "static")
+    with pytest.raises(ValueError, match=r"converted with CurrentScaling.*unconvert"):
+        load_exported(model, tmp_path / "static")
 
 
 class ForwardInE5m2(DelayedScaling):

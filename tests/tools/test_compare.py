@@ -477,6 +477,16 @@ def test_a_gpu_is_not_asked_about_its_cpu(
     assert "emulates" not in capsys.readouterr().out
 
 
+def test_recipes_of_the_fp8_precisions() -> None:
+    delayed = {"recipe": {"margin": 1}, "gemm": "cublaslt"}
+    current = {"recipe": {"precision": "fp8-current", "margin": 2}, "gemm": "cublaslt"}
+    assert plugin_settings("fp8-delayed", delayed) == delayed
+    assert plugin_settings("fp8-current", current) == current
+    assert plugin_settings("fp8-delayed", current) == {"gemm": "cublaslt"}
+    assert plugin_settings("fp8-current", delayed) == {"gemm": "cublaslt", "recipe": {"precision": "fp8-current"}}
+    assert plugin_settings("bf16-mixed", current) == {}
+
+
 # advice
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, empty_strided
@@ -16,7 +16,7 @@ from lightning_fp8.ops.cuda.gemm import scaled_mm
 from lightning_fp8.ops.cuda.kernels import cast_kernel, update_kernel, weights_kernel
 from lightning_fp8.ops.library import is_k_major
 from lightning_fp8.ops.operand import Columns, Slot, State, WeightSlot, nothing
-from lightning_fp8.ops.reference import max_abs
+from lightning_fp8.ops.reference import as_asked, max_abs
 
 
 def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,7 +223,11 @@ def _row(slot: Slot) -> casts.Row:
         return casts.Row(scale, amax_history, index, amax)
     current = torch.zeros((), dtype=torch.float32, device=scale.device)
     newest = amax_history if goes_with_weights else torch.zeros_like(amax_history[:1])
-    return casts.Row(scale, newest, index, amax, current, slot.margin_factor)
+    return casts.Row(scale, newest, index, amax, current, _after_measuring(slot))
+
+
+def _after_measuring(slot: Slot) -> Callable[[Tensor], object] | None:
+    return (lambda amax: amax.copy_(as_asked(amax, slot.own))) if slot.own else None
 
 
 def _used(row: casts.Row, scale_inv: Tensor) -> Tensor:

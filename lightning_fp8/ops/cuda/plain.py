@@ -29,7 +29,7 @@ def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, T
         amax.view(torch.int32).scatter_reduce_(0, slot.index, current.view(torch.int32)[None], "amax")
     delayed = slot.scale.index_select(0, slot.index)[0]
     has_history = (slot.amax_history[0].index_select(0, slot.index)[0] > 0) & may_use_history
-    used = torch.where(has_history, delayed, scale_of_current(current, fmt, slot.margin_factor))
+    used = torch.where(has_history, delayed, scale_of_current(reference.as_asked(current, slot.own), fmt))
     if is_counting(slot):
         count(x, used, slot)
     return (*in_layout(saturating_cast(x, used, fmt), layout), used.reciprocal())

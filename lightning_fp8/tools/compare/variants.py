@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_fp8.plugins.arguments import ARGUMENTS
+from lightning_fp8.scaling.recipe import RECIPES, as_recipe
 
 BASELINE = "bf16-mixed"
 # in its place on a CPU that emulates bf16 products
@@ -16,6 +17,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16-mixed+weight_copy": ("lightning_fp8.Bf16MixedPrecision", {"weight_copy": True}),
     "bf16-true": ("lightning_fp8.Bf16TruePrecision", {}),
     "fp8-delayed": ("lightning_fp8.Fp8Precision", {}),
+    "fp8-current": ("lightning_fp8.Fp8Precision", {"recipe": {"precision": "fp8-current"}}),
     "32-true": ("lightning.pytorch.plugins.Precision", {}),
 }
 BF16 = tuple(name for name in VARIANTS if name.startswith("bf16-"))
@@ -38,8 +40,9 @@ def baseline_of(variants: Sequence[str], emulated: bool) -> str:
 def plugin_settings(variant: str, own: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a variant's plugin, with those of the user's ``own`` that hold for it.
 
-    Those that all plugins have hold for all, and all that its plugin has for ``fp8-delayed``. Dtypes hold for that one
-    only: the bf16 precisions are to be what their names say. ``32-true`` is Lightning's own, without arguments.
+    Those that all plugins have hold for all, and all that its plugin has for the FP8 precisions, except a recipe of
+    the other one. Dtypes hold for FP8 only: the bf16 precisions are to be what their names say. ``32-true`` is
+    Lightning's own, without arguments.
 
     >>> plugin_settings("bf16-true", {"keep_fp32": ["norm"], "ignore_modules": ["head"]})
     {'keep_fp32': ['norm']}
@@ -48,5 +51,8 @@ def plugin_settings(variant: str, own: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     of_fp8 = ARGUMENTS["fp8-delayed"]
     in_all = [name for name in of_fp8 if all(name in taken for taken in ARGUMENTS.values())]
-    names = of_fp8 if variant == "fp8-delayed" else in_all
-    return {**{name: own[name] for name in names if name in own}, **VARIANTS[variant][1]}
+    held = {name: own[name] for name in (of_fp8 if variant in RECIPES else in_all) if name in own}
+    recipe = as_recipe(held.get("recipe"))
+    if recipe is not None and recipe.precision == variant:
+        return held
+    return {**{name: value for name, value in held.items() if name != "recipe"}, **VARIANTS[variant][1]}
