@@ -59,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = losses_of(options.folder)
     drawn = [row for row in rows if options.draw is None or row["variant"] in options.draw]
     if options.draw is not None and len(drawn) != len(set(options.draw)):
-        parser.error(f"--draw: the folder has {', '.join(row['variant'] for row in rows)}, got {', '.join(options.draw)}")
+        parser.error(
+            f"--draw: the folder has {', '.join(row['variant'] for row in rows)}, got {', '.join(options.draw)}"
+        )
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     options.out.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
     draw(drawn, options.out.with_suffix(".png"))

@@ -29,7 +29,9 @@ OUTSIDE = {
 }
 _ON_DISK = {on_site: path for path, on_site in OUTSIDE.items()}
 _BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)
-_FROM_ELSEWHERE = re.compile(r"""<(?:img|script|iframe|link rel="stylesheet")[^>]*\s(?:src|href)=["']?(?:https?:)?//[^\s>]*""")
+_FROM_ELSEWHERE = re.compile(
+    r"""<(?:img|script|iframe|link rel="stylesheet")[^>]*\s(?:src|href)=["']?(?:https?:)?//[^\s>]*"""
+)
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 
 

@@ -1,7 +1,7 @@
 """The pictures of the report in `callbacks.md`, taken by Chromium from the page of a real run.
 
-    OMP_NUM_THREADS=1 make demo
-    python docs/screenshots.py
+OMP_NUM_THREADS=1 make demo
+python docs/screenshots.py
 """
 
 from __future__ import annotations

@@ -74,4 +74,6 @@ def test_the_demo_is_the_fp8_run_of_the_comparison() -> None:
     assert f"--config {FP8['case']} --steps {config['trainer']['max_steps']}" in FP8["command"]
     assert (config["trainer"]["precision"], config["seed_everything"]) == (FP8["variant"], FP8["seed"])
     # which loss a reader finds at its end
-    assert f"ends with {FP8['val_loss']:.4f}" in " ".join(text_of("docs/results/README.md").split())
+    assert f"ends with {FP8['val_loss']:.4f} as its validation loss" in " ".join(
+        text_of("docs/results/README.md").split()
+    )

@@ -17,7 +17,9 @@ def table_of(page: str, *columns: str) -> list[dict[str, str]]:
     """The rows of the only table with these columns, as cells by column, without the marks of code and bold."""
     found = []
     for table in re.findall(r"^(?:\|.*\|\n)+", text_of(page), re.MULTILINE):
-        lines = [[re.sub(r"`|\*\*", "", cell).strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+        lines = [
+            [re.sub(r"`|\*\*", "", cell).strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
+        ]
         if set(columns) <= set(lines[0]):
             found.append([dict(zip(lines[0], line, strict=True)) for line in lines[2:]])
     assert len(found) == 1, f"{page} has {len(found)} tables with the columns {columns}"
@@ -35,5 +37,3 @@ def commands_of(page: str) -> list[str]:
     """The lines of all console blocks."""
     blocks = re.findall(r"^```console\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
     return [line for block in blocks for line in block.splitlines()]
-
-
