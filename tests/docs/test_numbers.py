@@ -77,3 +77,24 @@ def test_the_demo_is_the_fp8_run_of_the_comparison() -> None:
     assert f"ends with {FP8['val_loss']:.4f} as its validation loss" in " ".join(
         text_of("docs/results/README.md").split()
     )
+
+
+def test_times_of_a_step_on_the_cpu() -> None:
+    rows = measured("cpu-step.jsonl")
+    said = table_of("docs/results/README.md", "variant", "p50", "relative to fp8-delayed")
+    names = {"torchao emulated": "torchao 0.18, emulated float8"}
+    assert [line["variant"] for line in said] == [names.get(name, name) for name in rows]
+    for line, row in zip(said, rows.values(), strict=True):
+        assert line["p50"] == f"{row['p50_ms']:.0f} ms"
+        relative = line["relative to fp8-delayed"].removesuffix(" x")
+        assert float(relative) == pytest.approx(row["times_fp8_delayed"], rel=0.02)
+        assert row["threads"] == 2
+
+
+def test_the_cost_of_watching_attention() -> None:
+    rows = measured("attention-dtypes-cpu.jsonl")
+    said = " ".join(text_of("docs/results/README.md").split())
+    for name, row in rows.items():
+        assert f"{row['p50_ms']:.1f} and {row['p50_without_ms']:.1f} ms in `{name}`" in said
+    shares = " and ".join(f"{row['added_share']:.3%}" for row in rows.values())
+    assert f"or {shares}." in said
