@@ -54,11 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_curves", description=__doc__)
     parser.add_argument("folder", type=Path, help="of the comparison, such as runs/compare/tiny_gpt_fp8")
     parser.add_argument("--out", type=Path, required=True, help="path of the files, without .jsonl and .png")
+    parser.add_argument("--draw", nargs="+", metavar="VARIANT", help="in the picture; all by default")
     options = parser.parse_args(arguments)
     rows = losses_of(options.folder)
+    drawn = [row for row in rows if options.draw is None or row["variant"] in options.draw]
+    if options.draw is not None and len(drawn) != len(set(options.draw)):
+        parser.error(
+            f"--draw: the folder has {', '.join(row['variant'] for row in rows)}, got {', '.join(options.draw)}"
+        )
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     options.out.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
-    draw(rows, options.out.with_suffix(".png"))
+    draw(drawn, options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: the pages that lie outside of `docs/`, with the links to them.
+"""Hooks of the documentation site: the pages that lie outside of `docs/`, the links to them, nothing of other hosts.
 
 On disk every link is relative to its file, so that it works in a checkout and on a code host.
 """
@@ -29,6 +29,10 @@ OUTSIDE = {
     "kernels_cuda/README.md": "kernels.md",
 }
 _ON_DISK = {on_site: path for path, on_site in OUTSIDE.items()}
+_BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)
+_FROM_ELSEWHERE = re.compile(
+    r"""<(?:img|script|iframe|link rel="stylesheet")[^>]*\s(?:src|href)=["']?(?:https?:)?//[^\s>]*"""
+)
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 
 
@@ -40,10 +44,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Rewrite links for the site; other files of the repository that a page links to become downloads."""
+    """Without badges, and with links for the site; other files of the repository that a page links to are downloads."""
     name = page.file.src_uri
     if name == "api.md" and (wrong := wrong_in_api(markdown)):
         raise PluginError(f"api.md: missing, twice, not public or without a docstring: {', '.join(wrong)}")
+    markdown = _BADGE.sub("", markdown)
     folder = posixpath.dirname(_ON_DISK.get(name, f"docs/{name}"))
 
     def rewritten(link: re.Match[str]) -> str:
@@ -56,3 +61,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"{link[1]}{posixpath.relpath(on_site, posixpath.dirname(name) or '.')}{link[3]}"
 
     return _LINK.sub(rewritten, markdown)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Refuse a page that loads anything from another host."""
+    if found := _FROM_ELSEWHERE.search(output):
+        raise PluginError(f"{page.file.src_uri} loads from another host: {found[0]}")
+    return output

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -36,6 +36,12 @@ class Fp8CLI(LightningCLI):
         if not sys.stdout.isatty() and config.get("enable_progress_bar") is not False:
             callbacks = [*callbacks, ProgressLines(write=partial(print, flush=True))]
         return super()._instantiate_trainer(config, callbacks)
+
+    def before_fit(self) -> None:
+        """Seed again, as ``compare`` does: the order of the data follows the seed alone, not how the model was made."""
+        seed = self.config.fit.seed_everything
+        if seed is not False:
+            seed_everything(seed, workers=True, verbose=False)
 
     def after_fit(self) -> None:
         """Print the last metrics, some scales and where each logger wrote."""

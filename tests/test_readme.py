@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import json
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import dropwhile
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,20 @@ from warm import run_warm
 import lightning_fp8.callbacks as callbacks
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = ("*.md", "docs/**/*.md", "configs/*.md", "examples/*.md", "kernels_cuda/**/*.md")
+FOLDERS = (
+    "*.md",
+    "docs/**/*.md",
+    "configs/*.md",
+    "examples/*.md",
+    "kernels_cuda/**/*.md",
+    "benchmarks/**/*.md",
+    "tests/**/*.md",
+)
 MARKDOWN = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 # without the changelog, which also has commands and tests of earlier versions
 CURRENT = [page for page in MARKDOWN if page.name != "CHANGELOG.md"]
+# "" is for formulas, trees and messages; commands are read, the rest is run
+LANGUAGES = {"", "console", "python", "yaml"}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -46,8 +55,13 @@ def python_of(page: Path) -> str:
     return "\n".join(code)
 
 
-WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
-YAML = [(page, position) for page in PAGES for position in range(len(blocks(page, "yaml")))]
+def fences(text: str) -> list[str]:
+    """The opening lines of blocks of code, wherever they stand in a line."""
+    return re.findall(r"^[ >*-]*(?:```|~~~).*$", text, re.MULTILINE)[::2]
+
+
+WITH_PYTHON = [page for page in CURRENT if blocks(page, "python")]
+YAML = [(page, position) for page in CURRENT for position in range(len(blocks(page, "yaml")))]
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
@@ -78,8 +92,11 @@ def commands(page: Path) -> Iterator[list[str]]:
     """The words of each command of a page, in blocks and in the text, without comments."""
     text = page.read_text(encoding="utf-8")
     for code in blocks(page, "console"):
-        yield from (shlex.split(line, comments=True) for line in code.splitlines())
-    for code in re.findall(r"`((?:python|pip|make) [^`]+)`", BLOCK.sub("", text)):
+        for line in code.splitlines():
+            words = shlex.split(line, comments=True)
+            # after variables of the environment
+            yield list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words))
+    for code in re.findall(r"`(?:[A-Z_]+=\S+ )*((?:python|pip|make) [^`]+)`", BLOCK.sub("", text)):
         yield shlex.split(code)
 
 
@@ -194,8 +211,23 @@ def test_size_of_the_readme() -> None:
     assert size <= 9000
 
 
+def left_out(text: str) -> list[str]:
+    """Blocks that no test reads: indented, quoted or in another language."""
+    return [fence for fence in fences(text) if not fence.startswith("```") or fence[3:] not in LANGUAGES]
+
+
+def test_no_code_is_left_out() -> None:
+    found = {name_of(page): left_out(page.read_text(encoding="utf-8")) for page in MARKDOWN}
+    assert {page: fences for page, fences in found.items() if fences} == {}
+
+
+def test_code_that_no_test_reads_is_found() -> None:
+    text = "```python\n1\n```\n```py\n1\n```\n- a\n  ```python\n  1\n  ```\n```\nx = y\n```\n~~~python\n1\n~~~\n"
+    assert left_out(text) == ["```py", "  ```python", "~~~python"]
+
+
 def test_there_is_code_to_run() -> None:
-    assert {"README.md", "docs/quickstart.md", "docs/export.md"} <= {name_of(page) for page in WITH_PYTHON}
+    assert {"README.md", "docs/quickstart.md", "docs/which-bf16.md"} <= {name_of(page) for page in WITH_PYTHON}
     assert {name_of(page) for page, _ in YAML} == {"docs/quickstart.md", "docs/callbacks.md"}
     assert sum(1 for page in PAGES for _ in commands(page)) > 40
 
@@ -203,53 +235,6 @@ def test_there_is_code_to_run() -> None:
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     assert [page.name for page in PAGES[1:] if f"]({page.name})" not in index] == ["index.md"]
-
-
-def test_losses_are_those_measured() -> None:
-    lines = (ROOT / "docs" / "results" / "compare-tiny-gpt-cpu.jsonl").read_text().splitlines()
-    bf16, fp8 = (json.loads(line) for line in lines)
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    for key, said in {"loss": "{} in FP8 and {} in bf16 ({})", "val_loss": "{} and {} ({})"}.items():
-        difference = f"{fp8[key] / bf16[key] - 1:+.1%}"
-        assert said.format(f"{fp8[key]:.3f}", f"{bf16[key]:.3f}", difference) in readme
-        row = f"| {bf16[key]:.4f} | {fp8[key]:.4f} | {difference} |"
-        assert row in (ROOT / "docs" / "results" / "README.md").read_text()
-    row = " | ".join(f"{one['loss']:.4f}, {one['val_loss']:.4f}" for one in (bf16, fp8))
-    assert f"| tiny_gpt_fp8 | 150 | loss, val_loss | {row} |" in (ROOT / "configs" / "README.md").read_text()
-    for one in (bf16, fp8):
-        # the mean of the last tenth
-        assert sum(one["losses"][-15:]) / 15 == pytest.approx(one["loss"], abs=1e-4)
-        assert len(one["losses"]) == one["steps"] == 150
-    commands_of_the_readme = blocks(ROOT / "README.md", "console")[0].splitlines()
-    assert bf16["command"] == fp8["command"] == commands_of_the_readme[0]
-
-
-def messages() -> Iterator[str]:
-    """All texts of the package, with ``...`` for what is put into them."""
-    for file in (*(ROOT / "lightning_fp8").rglob("*.py"), *(ROOT / "kernels_cuda").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
-
-
-def test_messages_on_the_page_are_those_of_the_package() -> None:
-    said = [message.replace("`", "") for message in messages()]
-    rows = re.findall(r"^\| `(.*?)` \|", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(rows) > 40
-    assert [row for row in rows if not any(occurs(row, message) for message in said)] == []
-
-
-def occurs(row: str, message: str) -> bool:
-    """Whether the parts of a row, between the ``...``, are in a message in this order."""
-    at = 0
-    for part in (part.strip() for part in row.split("...")):
-        at = message.find(part, at)
-        if at < 0:
-            return False
-        at += len(part)
-    return True
 
 
 def test_every_callback_and_every_argument_is_on_the_page_with_its_default() -> None:

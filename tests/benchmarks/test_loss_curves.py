@@ -3,10 +3,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import loss_curves
 
 
-def test_losses_are_kept_and_times_are_not(tmp_path: Path) -> None:
+def test_losses_are_kept_and_times_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     losses = {"bf16-mixed": [3.0, 2.00004, 1.5], "fp8-delayed": [3.0, 2.25, 1.75]}
     rows = []
     for variant, of_steps in losses.items():
@@ -21,3 +25,13 @@ def test_losses_are_kept_and_times_are_not(tmp_path: Path) -> None:
     assert [row.pop("losses") for row in written] == [[3.0, 2.0, 1.5], [3.0, 2.25, 1.75]]
     assert written == [kept for kept, _ in rows]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    drawn: list[str] = []
+    monkeypatch.setattr(loss_curves, "draw", lambda rows, path: drawn.extend(row["variant"] for row in rows))
+    arguments = [str(tmp_path), "--out", str(tmp_path / "curves"), "--draw"]
+    loss_curves.main([*arguments, "fp8-delayed"])
+    assert drawn == ["fp8-delayed"]
+    assert len((tmp_path / "curves.jsonl").read_text().splitlines()) == 2
+    with pytest.raises(SystemExit):
+        loss_curves.main([*arguments, "bf16-true"])
+    assert "the folder has bf16-mixed, fp8-delayed, got bf16-true" in capsys.readouterr().err

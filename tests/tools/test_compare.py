@@ -23,6 +23,7 @@ import yaml
 from lightning.pytorch.plugins import Precision
 from lit import Regression, loader, make_trainer, seeded
 from repository import ROOT
+from warm import run_warm
 
 import lightning_fp8
 from lightning_fp8.examples import ByteGPT, StdlibText
@@ -117,6 +118,20 @@ def test_numbers_are_those_that_the_runs_logged(compared: tuple[Path, str]) -> N
         assert row["val_loss"] == pytest.approx(run.scalars["val_loss"].values[0], rel=1e-6)
         assert len(run.scalars["lr-AdamW"].steps) == STEPS
         assert run.precision == row["variant"].partition("+")[0]
+
+
+@pytest.mark.slow
+def test_fit_gives_the_losses_of_the_comparison(compared: tuple[Path, str], tmp_path: Path) -> None:
+    config = str(compared[0].parents[2] / "tiny.yaml")
+    settings = {"max_steps": STEPS, "max_epochs": -1, "val_check_interval": STEPS // 2, "log_every_n_steps": 1}
+    options = [f"--trainer.{name}={value}" for name, value in {**settings, "gradient_clip_val": 0.5}.items()]
+    options.append("--seed_everything=0")
+    run = run_warm("-m", "lightning_fp8", "fit", "--config", config, *options, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr[-3000:]
+    (row,) = (row for row in rows_of(compared[0]) if row["variant"] == "fp8-delayed")
+    (fitted,) = read_runs([tmp_path / "users_own" / "lightning_logs"])
+    for key, logged in {"loss": "train_loss", "val_loss": "val_loss"}.items():
+        assert fitted.scalars[logged].values[-1] == pytest.approx(row[key], rel=1e-5)
 
 
 def test_times_rates_and_memory(compared: tuple[Path, str]) -> None:

@@ -1,0 +1,38 @@
+"""The page of errors and warnings: its messages are those of the package."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from documented import text_of
+from repository import ROOT
+
+
+def messages() -> Iterator[str]:
+    """All texts of the package, with ``...`` for what is put into them."""
+    for file in (*(ROOT / "lightning_fp8").rglob("*.py"), *(ROOT / "kernels_cuda").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_messages_on_the_page_are_those_of_the_package() -> None:
+    said = [message.replace("`", "") for message in messages()]
+    rows = re.findall(r"^\| `(.*?)` \|", text_of("docs/errors.md"), re.MULTILINE)
+    assert len(rows) > 40
+    assert [row for row in rows if not any(occurs(row, message) for message in said)] == []
+
+
+def occurs(row: str, message: str) -> bool:
+    """Whether the parts of a row, between the ``...``, are in a message in this order."""
+    at = 0
+    for part in (part.strip() for part in row.split("...")):
+        at = message.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    return True

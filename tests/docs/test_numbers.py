@@ -1,0 +1,100 @@
+"""Losses in the documentation are those of the rows in ``docs/results``, with the commands that measured them."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from documented import commands_of, measured, table_of, text_of
+from repository import ROOT
+
+DEMO = measured("compare-tiny-gpt-cpu.jsonl")
+CONFIGURATIONS = {
+    "tiny_gpt_fp8": DEMO,
+    "digits_encoder_fp8": measured("compare-digits-encoder-cpu.jsonl"),
+    "vit_fp8": measured("compare-vit-cpu.jsonl"),
+}
+FP8, BF16 = DEMO["fp8-delayed"], DEMO["bf16-mixed"]
+
+
+def worse(key: str) -> str:
+    return f"{FP8[key] / BF16[key] - 1:+.1%}"
+
+
+def test_losses_of_the_readme() -> None:
+    readme = " ".join(text_of("README.md").split())
+    losses = (f"{row['loss']:.3f} in {name}" for row, name in ((FP8, "FP8"), (BF16, "bf16")))
+    assert f"training loss ends at {' and '.join(losses)} ({worse('loss')})" in readme
+    assert f"validation loss at {FP8['val_loss']:.3f} and {BF16['val_loss']:.3f} ({worse('val_loss')})" in readme
+
+
+def test_losses_of_the_results() -> None:
+    lines = {line[""]: line for line in table_of("docs/results/README.md", "bf16-mixed", "fp8-delayed", "difference")}
+    for name, key in {"training loss": "loss", "validation loss": "val_loss"}.items():
+        line = lines[name]
+        expected = (f"{BF16[key]:.4f}", f"{FP8[key]:.4f}", worse(key))
+        assert (line["bf16-mixed"], line["fp8-delayed"], line["difference"]) == expected
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_losses_of_the_configurations(name: str) -> None:
+    (line,) = (line for line in table_of("configs/README.md", "steps") if line["configuration"] == name)
+    config = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
+    for variant in ("bf16-mixed", "fp8-delayed"):
+        row = CONFIGURATIONS[name][variant]
+        assert line[variant] == f"{row['loss']:.4f}, {row['val_loss']:.4f}"
+        assert row["steps"] == int(line["steps"]) == config["trainer"]["max_steps"]
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_command_and_the_thread_of_each_row(name: str) -> None:
+    for row in CONFIGURATIONS[name].values():
+        steps = row["steps"]
+        # the mean of the last tenth
+        assert sum(row["losses"][-(steps // 10) :]) / (steps // 10) == pytest.approx(row["loss"], abs=1e-4)
+        assert len(row["losses"]) == steps
+        expected = f"python -m lightning_fp8 compare --config configs/{name}.yaml --steps {steps}"
+        assert row["command"].startswith(expected)
+        assert row["threads"] == 1
+        assert row["cpu"].endswith("with amx_bf16")
+        assert "dirty" not in row["commit"]
+
+
+def test_the_commands_that_reproduce() -> None:
+    command = f"OMP_NUM_THREADS=1 {FP8['command']}"
+    for page in ("README.md", "docs/results/README.md"):
+        first, second = commands_of(page)[:2]
+        assert first == command
+        assert second.startswith("python -m benchmarks.loss_curves runs/compare/tiny_gpt_fp8 --out docs/results/")
+
+
+def test_the_demo_is_the_fp8_run_of_the_comparison() -> None:
+    makefile = text_of("Makefile").split("\ndemo:")[1].partition("\n\n")[0]
+    config = yaml.safe_load(text_of("configs/tiny_gpt_fp8.yaml"))
+    assert "fit --config configs/tiny_gpt_fp8.yaml\n" in makefile
+    assert f"--config {FP8['case']} --steps {config['trainer']['max_steps']}" in FP8["command"]
+    assert (config["trainer"]["precision"], config["seed_everything"]) == (FP8["variant"], FP8["seed"])
+    # which loss a reader finds at its end
+    assert f"ends with {FP8['val_loss']:.4f} as its validation loss" in " ".join(
+        text_of("docs/results/README.md").split()
+    )
+
+
+def test_times_of_a_step_on_the_cpu() -> None:
+    rows = measured("cpu-step.jsonl")
+    said = table_of("docs/results/README.md", "variant", "p50", "relative to fp8-delayed")
+    names = {"torchao emulated": "torchao 0.18, emulated float8"}
+    assert [line["variant"] for line in said] == [names.get(name, name) for name in rows]
+    for line, row in zip(said, rows.values(), strict=True):
+        assert line["p50"] == f"{row['p50_ms']:.0f} ms"
+        relative = line["relative to fp8-delayed"].removesuffix(" x")
+        assert float(relative) == pytest.approx(row["times_fp8_delayed"], rel=0.02)
+        assert row["threads"] == 2
+
+
+def test_the_cost_of_watching_attention() -> None:
+    rows = measured("attention-dtypes-cpu.jsonl")
+    said = " ".join(text_of("docs/results/README.md").split())
+    for name, row in rows.items():
+        assert f"{row['p50_ms']:.1f} and {row['p50_without_ms']:.1f} ms in `{name}`" in said
+    shares = " and ".join(f"{row['added_share']:.3%}" for row in rows.values())
+    assert f"or {shares}." in said

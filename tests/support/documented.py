@@ -1,0 +1,39 @@
+"""What pages say, read as Markdown: tables and commands."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from repository import ROOT
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def table_of(page: str, *columns: str) -> list[dict[str, str]]:
+    """The rows of the only table with these columns, as cells by column, without the marks of code and bold."""
+    found = []
+    for table in re.findall(r"^(?:\|.*\|\n)+", text_of(page), re.MULTILINE):
+        lines = [
+            [re.sub(r"`|\*\*", "", cell).strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
+        ]
+        if set(columns) <= set(lines[0]):
+            found.append([dict(zip(lines[0], line, strict=True)) for line in lines[2:]])
+    assert len(found) == 1, f"{page} has {len(found)} tables with the columns {columns}"
+    return found[0]
+
+
+def measured(name: str) -> dict[str, dict[str, Any]]:
+    """The rows of a file in ``docs/results``, by variant."""
+    lines = (ROOT / "docs" / "results" / name).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return {row["variant"]: row for row in rows}
+
+
+def commands_of(page: str) -> list[str]:
+    """The lines of all console blocks."""
+    blocks = re.findall(r"^```console\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.splitlines()]
