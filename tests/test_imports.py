@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "tools.report": {"ops", "runtime"},
     "tools.tune": {"conversion", "kernels_cuda", "metrics", "ops", "runtime", "tools"},
     "tools.doctor": {"kernels_cuda", "ops", "plugins", "runtime", "tools"},
-    "tools.compare": {"callbacks", "cli", "plugins", "runtime", "tools", "tools.report"},
+    "tools.compare": {"callbacks", "cli", "plugins", "runtime", "scaling", "tools", "tools.report"},
     "__main__": {"cli", "runtime", "tools.compare", "tools.doctor", "tools.report", "tools.tune"},
 }
 COMMANDS = {"compare", "doctor", "report", "tune"}

@@ -510,11 +510,12 @@ def test_a_recipe_without_static_scales_is_refused(tmp_path: Path) -> None:
     model = convert(small_mlp(), CurrentScaling())
     model(torch.randn(4, 32)).sum().backward()
     scaling_state(model).update()
+    model.eval()
     for write in (lambda: export(model, tmp_path / "out"), lambda: export_onnx(model, (torch.randn(4, 32),), tmp_path)):
         with pytest.raises(ValueError, match=r"CurrentScaling\(.*no static scales to write"):
             write()
     assert not (tmp_path / "out").exists()
-    export(trained(), tmp_path / "static")
+    export(trained(small_mlp(), lambda model: model(torch.randn(4, 32))), tmp_path / "static")
     with pytest.raises(ValueError, match=r"converted with CurrentScaling.*unconvert"):
         load_exported(model, tmp_path / "static")
 

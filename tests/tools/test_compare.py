@@ -402,7 +402,8 @@ def test_each_variant_runs_under_its_plugin(tmp_path: Path, monkeypatch: pytest.
     finally:
         lightning_fp8.register(bf16=True)
     kinds = {"bf16-mixed": lightning_fp8.Bf16MixedPrecision, "bf16-true": lightning_fp8.Bf16TruePrecision,
-             "fp8-delayed": lightning_fp8.Fp8Precision, "32-true": Precision}  # fmt: skip
+             "fp8-delayed": lightning_fp8.Fp8Precision, "fp8-current": lightning_fp8.Fp8Precision,
+             "32-true": Precision}  # fmt: skip
     precision = variant.partition("+")[0]
     assert type(cli.trainer.precision_plugin) is kinds[precision]
     assert cli.trainer.precision == precision
