@@ -26,7 +26,7 @@ from lightning_fp8.plugins.arguments import arguments_of
 from lightning_fp8.plugins.core import FSDPCore, PrecisionCore
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, GemmString, as_torch_dtype
 from lightning_fp8.runtime.warn_once import warn_once
-from lightning_fp8.scaling.recipe import RECIPES, Recipe, as_recipe
+from lightning_fp8.scaling.recipe import RECIPES, CurrentScaling, DelayedScaling, Recipe, as_recipe
 from lightning_fp8.scaling.state import ScalingState
 
 
@@ -44,7 +44,8 @@ class Fp8Core(PrecisionCore):
     def __init__(
         self,
         *,
-        recipe: Recipe | dict[str, Any] | None = None,
+        # the classes by name: for their base, jsonargparse would make one of that
+        recipe: DelayedScaling | CurrentScaling | dict[str, Any] | None = None,
         ignore_modules: Sequence[str] = (),
         param_dtype: torch.dtype | str | None = None,
         compute_dtype: torch.dtype | str = torch.bfloat16,

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 from lightning_fp8 import Bf16TruePrecision, Fp8Linear, Fp8Precision, convert, describe, scaling_state, unconvert
 from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import PLUGINS
+from lightning_fp8.scaling.recipe import RECIPES
 
 
 class Doubled(nn.Module):
@@ -91,18 +92,18 @@ class LoraLinear(nn.Module):
 def test_lora(precision: Any, ignored: tuple[str, ...]) -> None:
     model = nn.Sequential(LoraLinear(nn.Linear(32, 32)), nn.GELU(), LoraLinear(nn.Linear(32, 32)))
     plain, x = copy.deepcopy(model), torch.randn(8, 32)
-    plugin = PLUGINS[precision](**({"ignore_modules": ignored} if precision == "fp8-delayed" else {}))
+    plugin = PLUGINS[precision](**({"ignore_modules": ignored} if precision in RECIPES else {}))
     plugin.convert_module(model)
-    if precision == "fp8-delayed":
+    if precision in RECIPES:
         converted = {row.path.rpartition(".")[2] for row in describe(model) if row.converted}
         assert converted == ({"base_layer"} if ignored else {"base_layer", "lora_a", "lora_b"})
     with plugin.forward_context():
         y = trains(model, x)
-    assert sqnr(y, plain(x)) > (22 if precision == "fp8-delayed" else 40)
+    assert sqnr(y, plain(x)) > (22 if precision in RECIPES else 40)
     assert model[0].base_layer.weight.grad is None
     # lora_b starts at zero, so only it has a gradient at first, but the one behind a base layer reaches the front
     assert model[0].lora_b.weight.grad.abs().max() > 0
-    if precision == "fp8-delayed":
+    if precision in RECIPES:
         scaling_state(model).update()
         with plugin.forward_context():
             trains(model, x)

@@ -34,7 +34,7 @@ from lightning_fp8.plugins.front_ends import MIRRORS
 from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
 
-THEIRS = {"fp8-delayed": Precision, "bf16-mixed": MixedPrecision, "bf16-true": HalfPrecision}
+THEIRS = {"fp8-delayed": Precision, "fp8-current": Precision, "bf16-mixed": MixedPrecision, "bf16-true": HalfPrecision}
 
 
 class Mirrored(mirror.LightningModule):
@@ -71,7 +71,7 @@ for name, plugin in PLUGINS.items():
     assert type(made(precision=name)) is plugin
     given = plugin(keep_fp32=["head"])
     assert made(plugins=given) is given
-    assert type(lightning_fabric.Fabric(accelerator="cpu", precision=name)._precision).precision == name
+    assert lightning_fabric.Fabric(accelerator="cpu", precision=name)._precision.precision == name
 finders = len(sys.meta_path)
 lightning_fp8.unregister()
 assert len(sys.meta_path) == finders

@@ -94,6 +94,8 @@ class CompareCLI(Fp8CLI):
             elif _class_of(plugin).__module__.startswith("lightning_fp8."):
                 # not `items()`, which are the leaves: a recipe's fields by dotted names
                 own = dict(vars(plugin.init_args)) if "init_args" in plugin else {}
+        if isinstance(own.get("recipe"), Namespace):
+            own["recipe"] = vars(own["recipe"])
         # not the string: it may make Lightning's own plugin
         trainer.precision = None
         trainer.plugins = [*others, _part(VARIANTS[self.variant][0], plugin_settings(self.variant, own))]
