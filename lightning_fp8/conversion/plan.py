@@ -138,8 +138,9 @@ def conversion_plan(
     min_features: MinFeatures | None = None,
     adapters: bool | None = None,
     frozen_weights: FrozenWeights | None = None,
+    default: type[Recipe] = DelayedScaling,
 ) -> ConversionPlan:
-    """Scan a model. The arguments are those of :func:`lightning_fp8.convert`.
+    """Scan a model. The arguments are those of :func:`lightning_fp8.convert`, and which recipe a plain model gets.
 
     Raises:
         ValueError: for an invalid ``gemm``, ``min_features`` or ``frozen_weights``; :meth:`ConversionPlan.check` raises
@@ -169,7 +170,7 @@ def conversion_plan(
         tuple(large_parameters(modules, layers, elements)),
         sum(elements.values()),
         ignore_modules,
-        recipe if recipe is not None else DelayedScaling() if known is None else known.scaling_state.recipe,
+        recipe if recipe is not None else default() if known is None else known.scaling_state.recipe,
         settings,
     )
 

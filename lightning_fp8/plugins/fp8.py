@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_fp8.conversion.convert import carry_out_for_run, unconvert
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.min_features import MinFeatures, as_agreed_number, check_min_features
-from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan, converted
+from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
 from lightning_fp8.dtypes.attention import DtypeMismatch
 from lightning_fp8.dtypes.storage import float64_parameter, store_parameters
 from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
@@ -26,7 +26,7 @@ from lightning_fp8.plugins.arguments import arguments_of
 from lightning_fp8.plugins.core import FSDPCore, PrecisionCore
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, GemmString, as_torch_dtype
 from lightning_fp8.runtime.warn_once import warn_once
-from lightning_fp8.scaling.recipe import RECIPES, CurrentScaling, DelayedScaling, Recipe, as_recipe
+from lightning_fp8.scaling.recipe import RECIPES, CurrentScaling, DelayedScaling, as_recipe
 from lightning_fp8.scaling.state import ScalingState
 
 
@@ -119,30 +119,24 @@ class Fp8Core(PrecisionCore):
         asked = as_agreed_number(self.min_features) if self.min_features else None
         plan = conversion_plan(
             module,
-            self._recipe_for(module),
+            self.recipe,
             self._not_converted,
             self.gemm,
             asked,
             self.adapters or None,
             self.frozen_weights,
+            RECIPES[self.precision],
         )
+        if plan.recipe.precision != self.precision:
+            raise ValueError(
+                f"The model is already converted with {plan.recipe}, but this run has precision={self.precision!r}. Pass"
+                f" `precision={plan.recipe.precision!r}`, or call `lightning_fp8.unconvert(model)` first."
+            )
         was_plain = not plan.converted
         state = carry_out_for_run(plan, selects=bool(self._not_converted or self.min_features or self.adapters))
         if was_plain:
             rank_zero_info(f"{self.precision}: {coverage(plan)}.")
         return state
-
-    def _recipe_for(self, module: nn.Module) -> Recipe:
-        """The plugin's; without one, that of a converted model, which must be of the same precision, or the default."""
-        known = next((layer.scaling_state.recipe for _, layer in converted(module)), None)
-        if self.recipe is not None or known is None:
-            return self.recipe or RECIPES[self.precision]()
-        if known.precision != self.precision:
-            raise ValueError(
-                f"The model is already converted with {known}, but this run has precision={self.precision!r}. Pass"
-                f" `precision={known.precision!r}`, or call `lightning_fp8.unconvert(model)` first."
-            )
-        return known
 
     @property
     def _not_converted(self) -> tuple[str, ...]:
