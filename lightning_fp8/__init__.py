@@ -9,6 +9,7 @@ import warnings
 
 import torch
 
+import lightning_fp8.runtime.torch_version  # noqa: F401, first, as the others fail with an older torch
 from lightning_fp8.callbacks import (
     DtypeAudit,
     Fp8RichProgressBar,

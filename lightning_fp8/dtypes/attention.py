@@ -11,6 +11,7 @@ have no context variables; from the thread that called backward they inherit the
 
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
 import threading
@@ -152,6 +153,10 @@ def _stashed() -> _Entry | None:
     return torch._C._get_obj_in_tls(_STASH) if torch._C._is_key_in_tls(_STASH) else None
 
 
+# torch 2.11 releases a reference to what it stashed, and does not take one
+_STASH_TAKES_OVER = torch.__version__ < "2.12"
+
+
 def _dispatch() -> _Dispatch:
     included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
     return _Dispatch(included, torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY), _stashed())
@@ -164,6 +169,8 @@ def _set_dispatch(dispatch: _Dispatch) -> None:
     if dispatch.entry is None and remove is not None:
         remove(_STASH)
     else:
+        if _STASH_TAKES_OVER:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(dispatch.entry))
         torch._C._stash_obj_in_tls(_STASH, dispatch.entry)
 
 

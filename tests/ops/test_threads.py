@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import Bf16TruePrecision, Fp8Precision, scaling_state
+from lightning_fp8.dtypes import attention
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import chained
 from lightning_fp8.plugins.core import PrecisionCore
@@ -572,6 +574,17 @@ def test_four_threads_evaluate_four_models(threads: list[Thread]) -> None:
         assert all(torch.equal(y, expected[number]) for y, expected in zip(found, alone))
         assert state() == before
     assert all(thread.run(state) == before for thread in threads)
+
+
+def test_what_is_stashed_is_held() -> None:
+    """torch keeps it for other threads, whatever becomes of the names that it had."""
+    entry, outside = attention._Entry(Fp8Precision()._attention, None), attention._dispatch()
+    held = sys.getrefcount(entry)
+    for times in range(3):
+        attention._set_dispatch(outside._replace(entry=entry))
+        assert sys.getrefcount(entry) == held + 1, times
+    attention._set_dispatch(outside)
+    assert sys.getrefcount(entry) == held
 
 
 def evaluate_together(
