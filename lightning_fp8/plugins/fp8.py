@@ -129,8 +129,8 @@ class Fp8Core(PrecisionCore):
         )
         if plan.recipe.precision != self.precision:
             raise ValueError(
-                f"The model is already converted with {plan.recipe}, but this run has precision={self.precision!r}. Pass"
-                f" `precision={plan.recipe.precision!r}`, or call `lightning_fp8.unconvert(model)` first."
+                f"The model is already converted with {plan.recipe}, but this run has precision={self.precision!r}."
+                f" Pass `precision={plan.recipe.precision!r}`, or call `lightning_fp8.unconvert(model)` first."
             )
         was_plain = not plan.converted
         state = carry_out_for_run(plan, selects=bool(self._not_converted or self.min_features or self.adapters))

@@ -31,6 +31,7 @@ ASKED: list[tuple[str, dict[str, Any], torch.dtype]] = [
 ]
 IN_BF16: dict[str, dict[str, Any]] = {
     "fp8-delayed": {"param_dtype": torch.bfloat16},
+    "fp8-current": {"param_dtype": torch.bfloat16},
     "bf16-mixed": {"param_dtype": torch.bfloat16},
     "bf16-true": {},
 }
