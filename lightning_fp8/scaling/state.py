@@ -223,12 +223,7 @@ class ScalingState(FormerNames):
         elif self.recipe.from_history and not self.has_scales:
             self.notices.see_cast_without_scales(self)
         may_use_histories = record or not changes.different
-        # where histories are for logs only, casts get zeros in their place
-        has_history = (
-            self.recipe.from_history
-            and may_use_histories
-            and (self._every_tensor_has_history or self.every_tensor_has_history)
-        )
+        has_history = may_use_histories and (self._every_tensor_has_history or self.every_tensor_has_history)
         return self.amax if record else None, may_use_histories, has_history
 
     def see_export(self) -> None:
@@ -268,6 +263,7 @@ class ScalingState(FormerNames):
             self.recipe.newest_only,
             2.0**self.recipe.margin,
         )
+        # never for casts that do not use it
         if self.recipe.from_history and not self._every_tensor_has_history:
             self._history_check.copy_((self.amax_history[0] > 0).all(), non_blocking=True)
         self.weight_changes.see_update(self.amax.data[self.delayed :])
