@@ -73,7 +73,8 @@ def _check_names(names: Sequence[str], entries: Mapping[str, Any], of_weights: S
 def _check_entry(name: str, entry: Any) -> None:
     values = entry if isinstance(entry, Mapping) else {}
     # a recipe without histories saves no scales
-    values = values if not values.keys().isdisjoint(_NO_SCALES) else {**_NO_SCALES, **values}
+    if "nonfinite_steps" in values and values.keys().isdisjoint(_NO_SCALES):
+        values = {**_NO_SCALES, **values}
     fields = (*TENSORS, "in_fp8") if "in_fp8" in values else TENSORS
     wrong = [field for field in fields if not isinstance(values.get(field), Tensor)]
     if wrong:

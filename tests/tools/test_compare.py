@@ -89,6 +89,8 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(ROOT))
+        # Lightning leaves the seed of an earlier test there
+        patch.delenv("PL_GLOBAL_SEED", raising=False)
         main([*arguments, "--trainer.gradient_clip_val=0.5"])
     return folder / "runs" / "compare" / "tiny", printed.getvalue()
 
