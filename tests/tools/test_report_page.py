@@ -30,8 +30,7 @@ EVIL = "</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"
 # Chromium's own services stay quiet, so that a request is the page's
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
              "--disable-component-update", "--disable-sync"]  # fmt: skip
-# one process opens the browser and writes the pages
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("page")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
