@@ -193,7 +193,8 @@ def cast_gated(
         of_up: with ``dy`` the result of the gradient of up, with rows as far apart as those of ``result``.
     """
     (rows, columns), stride, size = gate.shape, gate.stride(0), gate.element_size()
-    second = result if of_up is None else of_up
+    results = (result,) if of_up is None else (result, of_up)
+    second = results[-1]
     grid = -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
     x_at, up_at, dy_at, dy_stride = gate.data_ptr(), up.data_ptr(), address(dy), 0 if dy is None else dy.stride(0)
     loads = _loads(x_at | up_at | dy_at, (stride | dy_stride) * size)
@@ -203,7 +204,7 @@ def cast_gated(
     if any(one.row.current_amax is not None for one in (result, second)):
         measuring, of_up_measuring = _measuring(result.row), _measuring(second.row)
         kernel(grid, x_at, dy_at, 0, 0, 0, *shape, loads, *measuring, 1, up_at, 0, 0, 0, width, *of_up_measuring)
-        for row in {id(one): one.row for one in (result, second)}.values():
+        for row in (one.row for one in results):
             if row.current_amax is not None and row.after_measuring is not None:
                 row.after_measuring(row.current_amax)
     outputs, up_outputs = ([address(one.y), address(one.y_t), address(one.column_sums)] for one in (result, second))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.conversion.convert import convert, scaling_state
 from lightning_fp8.conversion.plan import conversion_plan
+from lightning_fp8.conversion.planned import PlannedLayer
 from lightning_fp8.export.checks import (
     check_convertible,
     check_dtypes,
@@ -77,13 +79,13 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     state = state_tensors(model)
     own = {name: tensor for name, (_, tensor) in state.items()}
     check_names(file, own, tensors, gemms)
-    recipe = conversion_plan(model).recipe
-    if not recipe.from_history:
+    plan = conversion_plan(model)
+    if not plan.recipe.from_history:
         raise ValueError(
-            f"load_exported: the model is converted with {recipe}, which scales each input by its own values, and"
+            f"load_exported: the model is converted with {plan.recipe}, which scales each input by its own values, and"
             f" {file} has static scales. Call `lightning_fp8.unconvert(model)` first."
         )
-    plain = _plain_layers(model, gemms)
+    plain = _plain_layers(model, plan.layers, gemms)
     check_convertible(file, model, gemms, plain)
     check_values(file, own, tensors, gemms)
     again = rounded_again(own, tensors, gemms)
@@ -128,7 +130,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], Gemms]:
     return tensors, gemms
 
 
-def _plain_layers(model: nn.Module, gemms: Gemms) -> list[str]:
+def _plain_layers(model: nn.Module, layers: Sequence[PlannedLayer], gemms: Gemms) -> list[str]:
     """Patterns of the layers that hold none of these weights, and stay plain."""
     chosen = {
         layer
@@ -136,7 +138,7 @@ def _plain_layers(model: nn.Module, gemms: Gemms) -> list[str]:
         for name, _ in layer.named_parameters(recurse=False)
         if joined(plain_path(path), name) in gemms
     }
-    return [glob.escape(one.path) for one in conversion_plan(model).layers if chosen.isdisjoint(one.layer.modules())]
+    return [glob.escape(one.path) for one in layers if chosen.isdisjoint(one.layer.modules())]
 
 
 def _set_scales(model: nn.Module, gemms: Gemms) -> None:

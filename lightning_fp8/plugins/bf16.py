@@ -29,7 +29,6 @@ class Bf16MixedCore(PrecisionCore):
     """
 
     precision = "bf16-mixed"
-    precisions = ("bf16-mixed",)
 
     @arguments_of("bf16-mixed")
     def __init__(
@@ -77,7 +76,6 @@ class Bf16TrueCore(PrecisionCore):
     """
 
     precision = "bf16-true"
-    precisions = ("bf16-true",)
     param_dtype = torch.bfloat16
     _autocasts = False
 

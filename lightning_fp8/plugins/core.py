@@ -35,7 +35,7 @@ class PrecisionCore(Precision):
     """
 
     precision: Any
-    # all strings that make a plugin of this class
+    # all strings that make a plugin of this class, where there are others than `precision`
     precisions: tuple[str, ...] = ()
     param_dtype: torch.dtype
     compute_dtype = torch.bfloat16
@@ -159,4 +159,4 @@ def as_dtype(data: Any, dtype: torch.dtype) -> Any:
 
 def by_string(*plugins: type[PrecisionCore]) -> dict[str, type[Any]]:
     """Classes of plugins by each of their precision strings."""
-    return {precision: plugin for plugin in plugins for precision in plugin.precisions}
+    return {precision: plugin for plugin in plugins for precision in plugin.precisions or (plugin.precision,)}
