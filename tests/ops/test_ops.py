@@ -122,7 +122,7 @@ def test_blocks_cover_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     args = (dy, None, "none", *kept, slot_of(state, GRAD, "e5m2"))
     whole = reference.linear_backward(*args, torch.float32, torch.float32, True)
     y = reference.scaled_mm(x_fp8, w_fp8, one, one, None, "e4m3", "e4m3", torch.float32, True)
-    monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", 100)
     for blocked, expected in zip(
         reference.linear_backward(*args, torch.float32, torch.float32, True), whole, strict=True
     ):
