@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import (
     BlockScaling,
@@ -103,6 +104,13 @@ def test_compiled() -> None:
         found.append([*outputs, state.scale, state.amax_history, *(parameter.grad for parameter in model.parameters())])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_counter_finds_the_three_products() -> None:
+    model, x = convert(nn.Linear(200, 48), BlockScaling()), torch.randn(8, 200, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 8 * 200 * 48
 
 
 def test_an_exported_program_scales_each_batch_by_itself() -> None:
