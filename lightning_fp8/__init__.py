@@ -42,7 +42,7 @@ from lightning_fp8.plugins import (
 )
 from lightning_fp8.runtime.version import __version__ as __version__
 from lightning_fp8.scaling import recipe
-from lightning_fp8.scaling.recipe import CurrentScaling, DelayedScaling
+from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from lightning_fp8.scaling.state import ScalingState
 
 # A recipe among hyperparameters holds only plain values, so checkpoints with one load with `weights_only=True` too.
@@ -55,6 +55,7 @@ torch.serialization.add_safe_globals(
 __all__ = [
     "Bf16MixedPrecision",
     "Bf16TruePrecision",
+    "BlockScaling",
     "CurrentScaling",
     "DelayedScaling",
     "DtypeAudit",

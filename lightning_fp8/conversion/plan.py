@@ -110,6 +110,11 @@ class ConversionPlan:
         recipe = self.recipe
         if not isinstance(recipe, Recipe):
             raise TypeError(f"`recipe` must be {KINDS}, got {type(recipe).__name__}: {recipe!r}.")
+        if recipe.own.blocks and self.settings.frozen_weights == "fp8":
+            raise ValueError(
+                f"`frozen_weights='fp8'` keeps one scale for each weight, and {recipe} gives each block of it a scale"
+                " of its own. Leave the argument out, or use another recipe."
+            )
         for path, layer in self.converted:
             existing = layer.scaling_state.recipe
             if recipe != existing:

@@ -143,7 +143,7 @@ def _plain_layers(model: nn.Module, layers: Sequence[PlannedLayer], gemms: Gemms
 
 def _set_scales(model: nn.Module, gemms: Gemms) -> None:
     state = scaling_state(model)
-    margin = 2.0**state.recipe.margin
+    margin = 2.0**state.recipe.own.margin
     entries = {name: _entry(None, margin) for name in state.names[: state.delayed]}
     for weight, rows in converted_gemms(model).items():
         # an attention is converted as a whole: its projections that are not FP8 fall back

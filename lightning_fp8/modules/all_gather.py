@@ -141,7 +141,8 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
         back, and weights that ``fully_shard`` has not sharded along their first dimension are gathered as before.
 
     Raises:
-        ValueError: if no layer is left, or processes do not share their scales (``reduce_amax=False``).
+        ValueError: if no layer is left, processes do not share their scales (``reduce_amax=False``), or weights are
+            scaled in blocks.
     """
     slots = Counter(id(parameter) for layer in model.modules() for parameter in layer.parameters(recurse=False))
     names: list[str] = []
@@ -151,6 +152,11 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
             is_own = slots[id(weight)] == 1 and rows.weight_cache.part is None
             if not rows.switch.in_fp8 or not is_own or not _is_sharded_by_rows(weight):
                 continue
+            if rows.weight_scaling.blocks:
+                raise ValueError(
+                    f"`fp8_all_gather` gathers each weight with one scale, and {rows.state.recipe} gives each block of"
+                    " it a scale of its own. Leave the argument out: the weights are gathered in bf16, and cast then."
+                )
             if not rows.state.recipe.reduce_amax:
                 raise ValueError("Weights are gathered in FP8 with one scale on all processes: set `reduce_amax=True`.")
             shard, mesh = cast(DTensor, weight)._local_tensor, cast(DTensor, weight).device_mesh

@@ -190,7 +190,8 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
         return cast_weight(self.fp8[gemm], getattr(self, f"{gemm}_weight"), self.records)
 
     def _project(self, gemm: str, x: Tensor, operand: Fp8Weight, rows: slice, bias: Tensor | None) -> Tensor:
-        return fp8_linear(self.fp8[gemm], x, operand.rows(rows), bias, self.records)
+        of = self.fp8[gemm]
+        return fp8_linear(of, x, operand.rows(rows, of), bias, self.records)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
         super()._check(query, key, value, attn_mask, is_causal)

@@ -18,7 +18,7 @@ from lightning_fp8.modules.shared_input import SharedInput
 from lightning_fp8.modules.weight_cache import WeightCache
 from lightning_fp8.modules.weight_group import WeightGroup
 from lightning_fp8.ops.formats import ROLES, Role
-from lightning_fp8.ops.operand import Fp8Operand, Slot, WeightSlot
+from lightning_fp8.ops.operand import Fp8Operand, OwnScaling, Slot, WeightSlot
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.state import ScalingState
 
@@ -49,6 +49,7 @@ class Fp8Rows:
         index: by role, the row of the tensor in the state, ``[1] int64`` on the device of the state. A tensor, not an
             int, so that ``torch.compile`` makes one graph for all layers of a kind.
         formats: by role, the name of the FP8 format.
+        weight_scaling: how the weight is scaled by its values.
         switch: whether these GEMMs run in FP8.
         weight_cache: the FP8 copy of the weight.
         bias_cache: the bias in the 16-bit dtype that torch's GEMM takes.
@@ -71,6 +72,7 @@ class Fp8Rows:
         self.state = state
         self.module = module
         self.formats: dict[Role, str] = {role: state.recipe.format_of(role).name for role in ROLES}
+        self.weight_scaling = OwnScaling(blocks=state.recipe.own.blocks)
         self.switch = state.switches[module]
         self.weight_cache: WeightCache[Fp8Operand] = WeightCache()
         self.bias_cache: WeightCache[Tensor] = WeightCache()
@@ -152,7 +154,7 @@ class Fp8Rows:
 
     def weight_slot(self, record: bool) -> WeightSlot:
         """The slot of the weight."""
-        return WeightSlot(self.index["weight"], self.formats["weight"], self.state, record)
+        return WeightSlot(self.index["weight"], self.formats["weight"], self.state, record, self.weight_scaling)
 
     def _place_index(self) -> None:
         with torch.inference_mode(False):

@@ -215,6 +215,8 @@ def reason_against_fusing(block: FeedForward) -> str | None:
     parts = [*layers, block.activation, *block.dropouts, *block.around]
     if any(isinstance(part, nn.Module) and _is_watched(part) for part in parts) or torch_module._has_any_global_hook():
         return "a part has hooks, or a `forward` of its own"
+    if rows[0].weight_scaling.blocks:
+        return "its tensors are scaled in blocks"
     if any(row.state is not rows[0].state for row in rows):
         return "its layers were not converted together"
     if any(layer.training != layers[0].training for layer in layers):

@@ -22,6 +22,7 @@ from lightning_fp8.modules.weight_cache import can_keep_copies
 from lightning_fp8.ops.formats import CASTABLE_DTYPES
 from lightning_fp8.ops.library import is_k_major
 from lightning_fp8.ops.operand import Fp8Operand
+from lightning_fp8.ops.reference import BLOCK
 
 
 class Fp8Weight(NamedTuple):
@@ -37,16 +38,22 @@ class Fp8Weight(NamedTuple):
     operand: Fp8Operand | None
     is_kept: bool = False
 
-    def rows(self, rows: slice) -> Fp8Weight:
-        """A slice of the N rows, with the scale of the whole weight."""
+    def rows(self, rows: slice, of: Fp8Rows) -> Fp8Weight:
+        """A slice of the N rows, with the scales of the whole weight; cast by itself if it ends within blocks."""
         weight, operand = take_rows(self.weight, rows), self.operand
-        if operand is None:
-            return Fp8Weight(weight, None)
+        if operand is None or weight is self.weight:
+            return self
+        if of.weight_scaling.blocks and (rows.start % BLOCK or rows.stop % BLOCK):
+            # without the state, which shows what the cast of the whole weight has used
+            slot = of.weight_slot(False)._replace(state=None)
+            return Fp8Weight(weight, ops.cast_weight_operand(weight.detach(), slot, torch.is_grad_enabled()))
+        if of.weight_scaling.blocks:
+            blocks = slice(rows.start // BLOCK, rows.stop // BLOCK)
+            by_columns = operand.columns_scale_inv[:, blocks]
+            operand = operand._replace(scale_inv=operand.scale_inv[blocks], columns_scale_inv=by_columns)
         # without gradients the payload by columns may be empty
         columns = operand.columns[:, rows] if operand.columns.dim() == 2 else operand.columns
-        return self._replace(
-            weight=weight, operand=operand._replace(rows=take_rows(operand.rows, rows), columns=columns)
-        )
+        return self._replace(weight=weight, operand=operand._replace(rows=operand.rows[rows], columns=columns))
 
 
 def take_rows(tensor: Tensor, rows: slice) -> Tensor:

@@ -95,7 +95,8 @@ def _refresh(layers: list[tuple[Fp8Rows, Tensor]], record: bool) -> None:
 
 def _cast(stale: list[tuple[Fp8Rows, Tensor]], record: bool) -> list[Fp8Operand]:
     former = [_fitting(one, weight) for one, weight in stale]
-    if ops.casts_weights_together(stale[0][1]):
+    (first, weight), *_ = stale
+    if ops.casts_weights_together(weight, first.weight_scaling):
         kept_tensors = [
             None if kept is None else _as_stored(one, kept) for (one, _), kept in zip(stale, former, strict=True)
         ]

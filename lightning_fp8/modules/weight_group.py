@@ -89,7 +89,7 @@ class WeightGroup:
         arrived yet, or may belong to others.
         """
         state = first.state
-        if not is_plain(weight, state.device) or not ops.casts_weights_together(weight):
+        if not is_plain(weight, state.device) or not ops.casts_weights_together(weight, first.weight_scaling):
             return None
         due = [(first, weight)]
         for rows in self.members:

@@ -14,8 +14,10 @@ kernels for float8 inputs.
 from lightning_fp8.ops import flops  # noqa: F401 - registers the FLOP formulas
 from lightning_fp8.ops.basic import (
     cast,
+    cast_blocks,
     cast_operand,
     cast_weight,
+    cast_weight_blocks,
     cast_weight_operand,
     cast_weights,
     casts_weights_together,
@@ -31,8 +33,10 @@ from lightning_fp8.ops.reference import keep_values
 
 __all__ = [
     "cast",
+    "cast_blocks",
     "cast_operand",
     "cast_weight",
+    "cast_weight_blocks",
     "cast_weight_operand",
     "cast_weights",
     "casts_weights_together",

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops import reference
-from lightning_fp8.ops.activations import activated_width
+from lightning_fp8.ops import blocks, reference
+from lightning_fp8.ops.activations import activate, activated_width
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.library import define, implement, is_k_major
-from lightning_fp8.ops.operand import Fp8Operand, Slot, WeightSlot
+from lightning_fp8.ops.operand import Fp8Operand, OwnScaling, Slot, WeightSlot
+from lightning_fp8.ops.reference import BLOCK
 
 # cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M] uint8, scale_inv [] float32)
 #   v = activation(x) in the dtype of x; payload = sat(v * scale[index]) in fp32, rounded to nearest even; where
@@ -23,10 +24,21 @@ _CAST = define("cast(Tensor x, Slot slot, str activation, str layout) -> (Tensor
 # cast_weight: weight [N, K] -> the results of `cast`, with current scaling, FP8_MAX / max|weight|. Amax and scale are
 #   stored in the state.
 _CAST_WEIGHT = define("cast_weight(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor)")
+# cast_blocks: x [M, K] -> (payload [M, K] uint8, payload_t [K, M] uint8, scale_inv [M, ceil(K/128)] float32 of the
+#   payload, that of payload_t [K, ceil(M/128)]): each 128 elements along a row of a payload, fewer at its end, with the
+#   scale of their own values, FP8_MAX / amax, or the power of two below it; 1 where amax is not finite. `layout` and
+#   what is recorded are as of `cast`.
+_CAST_BLOCKS = define("cast_blocks(Tensor x, Slot slot, str layout) -> (Tensor, Tensor, Tensor, Tensor)")
+# cast_weight_blocks: weight [N, K] -> (payload, payload_t, scale_inv [ceil(N/128), ceil(K/128)] float32), each square
+#   of 128 x 128 likewise; payload_t has the transposed scales. The largest amax and its scale are stored in the state.
+_CAST_WEIGHT_BLOCKS = define(
+    "cast_weight_blocks(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor)"
+)
 # scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype. The bias is rounded to out_dtype,
 #   as autocast rounds it, then added in fp32 to the scaled sum, which is rounded once. Without `fast_accumulation`
 #   partial sums are added up in fp32 at least every 128 along K. `gemm` selects what may run it, see
-#   ops/cuda/gemm_choice.py.
+#   ops/cuda/gemm_choice.py. The shape of a scale_inv says what it is for: [] the whole operand, [M, ceil(K/128)] blocks
+#   of 128 along a row of it, [ceil(M/128), ceil(K/128)] squares; both operands are whole, or both are in blocks.
 _SCALED_MM = define(
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, str a_format, str b_format, "
     'ScalarType out_dtype, bool fast_accumulation, str gemm="auto") -> Tensor'
@@ -52,6 +64,18 @@ def _cast_fake(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Ten
 
 def _cast_weight_fake(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     return _payloads_fake(weight, weight.shape[1], layout)
+
+
+def _cast_blocks_fake(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (rows, columns), (by_rows, by_columns, _) = x.shape, _payloads_fake(x, x.shape[1], layout)
+    scale_inv = x.new_empty((rows, -(-columns // BLOCK)) if layout != "columns" else 0, dtype=torch.float32)
+    columns_scale_inv = x.new_empty((columns, -(-rows // BLOCK)) if layout != "rows" else 0, dtype=torch.float32)
+    return by_rows, by_columns, scale_inv, columns_scale_inv
+
+
+def _cast_weight_blocks_fake(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    (rows, columns), (by_rows, by_columns, _) = weight.shape, _payloads_fake(weight, weight.shape[1], layout)
+    return by_rows, by_columns, weight.new_empty(-(-rows // BLOCK), -(-columns // BLOCK), dtype=torch.float32)
 
 
 def _payloads_fake(x: Tensor, columns: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,6 +106,10 @@ def _in_place_fake(*_: Any, **__: Any) -> None:
 
 cast = implement(_CAST, reference.cast, cuda.cast, _cast_fake)
 cast_weight = implement(_CAST_WEIGHT, reference.cast_weight, cuda.cast_weight, _cast_weight_fake)
+cast_blocks = implement(_CAST_BLOCKS, blocks.cast, cuda.cast_blocks, _cast_blocks_fake)
+cast_weight_blocks = implement(
+    _CAST_WEIGHT_BLOCKS, blocks.cast_weight, cuda.cast_weight_blocks, _cast_weight_blocks_fake
+)
 scaled_mm = implement(_SCALED_MM, reference.scaled_mm, gemm.scaled_mm, _scaled_mm_fake)
 scaled_mm_add_ = implement(_SCALED_MM_ADD, reference.scaled_mm_add_, gemm.scaled_mm_add_, _in_place_fake)
 update_scales = implement(_UPDATE_SCALES, reference.update_scales, cuda.update_scales, _in_place_fake)
@@ -91,6 +119,10 @@ measure_weights = cuda.measure_weights
 
 def cast_operand(x: Tensor, slot: Slot, activation: str, keep: bool) -> Fp8Operand:
     """:func:`cast` for the GEMMs of the device of ``x``; by columns too if backward needs them (``keep``)."""
+    if slot.own.blocks:
+        layout = "both" if keep else "rows"
+        rows, columns, scale_inv, columns_scale_inv = cast_blocks(activate(x, activation), slot, layout)
+        return Fp8Operand(rows, columns, scale_inv, columns_scale_inv, slot.format)
     if is_k_major(x):
         rows, columns, scale_inv = cast(x, slot, activation, "both" if keep else "rows")
         return Fp8Operand(rows, columns, scale_inv, scale_inv, slot.format)
@@ -101,8 +133,9 @@ def cast_operand(x: Tensor, slot: Slot, activation: str, keep: bool) -> Fp8Opera
 def cast_weight_operand(weight: Tensor, slot: WeightSlot, keep: bool) -> Fp8Operand:
     """:func:`cast_weight` likewise."""
     layout = "both" if keep and is_k_major(weight) else "rows"
-    rows, columns, scale_inv = cast_weight(weight, slot, layout)
-    return Fp8Operand(rows, columns if is_k_major(weight) else rows.t(), scale_inv, scale_inv, slot.format)
+    rows, columns, scale_inv = (cast_weight_blocks if slot.own.blocks else cast_weight)(weight, slot, layout)
+    columns = columns if is_k_major(weight) else rows.t()
+    return Fp8Operand(rows, columns, scale_inv, scale_inv.t() if slot.own.blocks else scale_inv, slot.format)
 
 
 def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dtype, gemm: str) -> Tensor:
@@ -112,6 +145,6 @@ def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dt
     )
 
 
-def casts_weights_together(weight: Tensor) -> bool:
-    """Whether :func:`cast_weights` supports the device of this weight."""
-    return is_k_major(weight) and cuda.weights_kernel(weight.device) is not None
+def casts_weights_together(weight: Tensor, own: OwnScaling) -> bool:
+    """Whether :func:`cast_weights` supports the device and the scaling of this weight."""
+    return is_k_major(weight) and not own.blocks and cuda.weights_kernel(weight.device) is not None

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import Slot, WeightSlot
 
-_BLOCK_ELEMENTS = 1 << 18
+_CHUNK_ELEMENTS = 1 << 18
 
 
 class CastCounts:
@@ -56,7 +56,8 @@ class CastCounts:
 
 def saturated(scaled: Tensor, fmt: Fp8Format) -> Tensor:
     """Where ``x * scale`` is beyond the largest value, as bool; inf is, NaN is not."""
-    return scaled.abs() > fmt.max
+    # with a scale of its own, the largest number arrives at the largest value up to rounding
+    return scaled.abs() > fmt.max * (1 + 2**-20)
 
 
 def becomes_zero(scaled: Tensor, fmt: Fp8Format) -> Tensor:
@@ -69,16 +70,16 @@ def count(x: Tensor, scale: Tensor, slot: Slot | WeightSlot) -> None:
 
     Args:
         x: what is cast, after an activation.
-        scale: ``[] float32``, what it is cast with.
+        scale: what it is cast with, ``[] float32``, or in the shape of x.
         slot: its place.
     """
     counts = None if slot.state is None else slot.state.cast_counts.values
     if counts is None:
         return
-    # in blocks on the CPU, where temporaries as large as the tensor would cost more than the arithmetic
-    blocks = x.split(max(1, _BLOCK_ELEMENTS // max(1, x.shape[1]))) if x.device.type == "cpu" else (x,)
-    for block in blocks:
-        counts.index_add_(0, slot.index, _counted(block, scale, FORMATS[slot.format])[None])
+    # in parts on the CPU, where temporaries as large as the tensor would cost more than the arithmetic
+    rows = max(1, _CHUNK_ELEMENTS // max(1, x.shape[1])) if x.device.type == "cpu" else max(1, len(x))
+    for part, scale_of_part in zip(x.split(rows), scale.expand(x.shape).split(rows), strict=True):
+        counts.index_add_(0, slot.index, _counted(part, scale_of_part, FORMATS[slot.format])[None])
 
 
 def is_counting(slot: Slot | WeightSlot) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.basic import fprop
+from lightning_fp8.ops.basic import cast_blocks, fprop, scaled_mm
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.library import define, differentiable, implement
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, nothing
@@ -108,22 +108,34 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None
     x_format, w_format = ctx.formats
     x_dtype, weight_dtype, bias_dtype = ctx.dtypes
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    dx, dw, db = linear_backward(
-        in_rows(dy),
-        None,
-        "none",
-        Columns(x_t, x_scale_inv, x_format),
-        Columns(w_t, w_scale_inv, w_format),
-        ctx.slot,
-        x_dtype,
-        weight_dtype,
-        needs_bias,
-    )
+    dy, x, w = in_rows(dy), Columns(x_t, x_scale_inv, x_format), Columns(w_t, w_scale_inv, w_format)
+    if ctx.slot.own.blocks:
+        dx, dw, db = _gradients_in_blocks(dy, x, w, ctx.slot, x_dtype, weight_dtype, needs_bias)
+    else:
+        dx, dw, db = linear_backward(dy, None, "none", x, w, ctx.slot, x_dtype, weight_dtype, needs_bias)
     return (
         (dx if len(ctx.shape) == 2 else dx.view(ctx.shape)) if needs_x else None,
         dw if needs_weight else None,
         (db if db.dtype == bias_dtype else db.to(bias_dtype)) if needs_bias else None,
     )
+
+
+def _gradients_in_blocks(
+    dy: Tensor, x: Columns, w: Columns, slot: Slot, dx_dtype: torch.dtype, dw_dtype: torch.dtype, bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As of ``linear_backward``; what is not asked for is empty. The two products take different casts of dy."""
+    db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+    dx, dw = nothing(dy, dx_dtype), nothing(dy, dw_dtype)
+    if x.payload is None and w.payload is None:
+        return dx, dw, db
+    layout = "rows" if x.payload is None else "columns" if w.payload is None else "both"
+    rows, columns, scale_inv, columns_scale_inv = cast_blocks(dy, slot, layout)
+    fmt, gemm = slot.format, slot.gemm
+    if w.payload is not None:
+        dx = scaled_mm(rows, w.payload, scale_inv, w.scale_inv, None, fmt, w.format, dx_dtype, False, gemm)
+    if x.payload is not None:
+        dw = scaled_mm(columns, x.payload, columns_scale_inv, x.scale_inv, None, fmt, x.format, dw_dtype, False, gemm)
+    return dx, dw, db
 
 
 def in_rows(x: Tensor) -> Tensor:

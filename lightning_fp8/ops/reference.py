@@ -3,7 +3,7 @@
 Casts are bit-exact to the specification. GEMMs multiply FP8 values exactly and accumulate in fp32; only the order of
 accumulation is up to the library.
 
-Everything runs over blocks of rows, with temporaries of a few megabytes: the operating system would map and clear
+Everything runs over parts of the rows, with temporaries of a few megabytes: the operating system would map and clear
 temporaries as large as the tensors again and again, which can take longer than the arithmetic.
 """
 
@@ -25,7 +25,9 @@ from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.runtime.switch import Switch
 
 FP32_MAX = torch.finfo(torch.float32).max
-_BLOCK_ELEMENTS = 1 << 20
+# the side of a block with a scale of its own, where a tensor has several
+BLOCK = 128
+_CHUNK_ELEMENTS = 1 << 20
 _FEW_ELEMENTS, _FEW_ROWS = 1 << 11, 2
 _HAS_BF16_GEMM = not emulates_bf16()
 # Dequantized values are kept divided by these powers of two: exact, and cheaper than shifting exponents back.
@@ -68,6 +70,12 @@ def scale_of_current(amax: Tensor, fmt: Fp8Format) -> Tensor:
     return torch.where(amax.isfinite(), (torch.full_like(amax, fmt.max) / amax).clamp(max=FP32_MAX), 1.0)
 
 
+def power_of_2(scale: Tensor) -> Tensor:
+    """The largest power of two that is not above each scale, which is a normal number above 0."""
+    # without its mantissa
+    return (scale.view(torch.int32) & -0x800000).view(torch.float32)
+
+
 def as_asked(amax: Tensor, own: OwnScaling) -> Tensor:
     """The amax ``[] float32`` from which a tensor is scaled by its own values."""
     if not any(own):
@@ -88,7 +96,7 @@ def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | Non
     """
     payload = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     saturate = _may_saturate(scale, fmt, amax)
-    for rows in _row_blocks(*x.shape):
+    for rows in row_chunks(*x.shape):
         payload[rows] = _scaled(x[rows], scale, fmt, saturate)
     return payload.view(torch.uint8)
 
@@ -173,6 +181,8 @@ def scaled_mm(
     gemm: str = "auto",
 ) -> Tensor:
     """``(a @ b^T) * a_scale_inv * b_scale_inv + bias``; see the operator ``lightning_fp8::scaled_mm``."""
+    if a_scale_inv.dim():
+        return _scaled_mm_in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype)
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     # oneDNN's bf16 GEMM takes several times as long as fp32 for one row, as in generation
     operand_dtype = torch.float32 if a.shape[0] <= _FEW_ROWS else _operand_dtype(out_dtype)
@@ -181,10 +191,44 @@ def scaled_mm(
     scale_inv = _gemm_scale_inv(a_scale_inv, b_scale_inv, a_format, b_format)
     addend = None if bias is None else bias.to(out_dtype).to(operand_dtype)
     a_has_nan = a_format == "e4m3" and a.numel() > _FEW_ELEMENTS and has_nan(a, a_format)
-    for rows in _row_blocks(a.shape[0], max(a.shape[1], b.shape[0])):
+    for rows in row_chunks(a.shape[0], max(a.shape[1], b.shape[0])):
         a_values = dequantize(a[rows], a_format, a_has_nan).to(operand_dtype)
         _mm_into(out[rows], a_values, b_values, scale_inv, addend)
     return out
+
+
+def _scaled_mm_in_blocks(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    a_format: str,
+    b_format: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The same with a scale for each block: partial sums of 128 along K times their scales are added up in fp32."""
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    kept: Tensor | None = getattr(b, "kept_values", None)
+    b_values = (dequantize(b, b_format) if kept is None else kept).t()
+    a_scales = per_row(a_scale_inv, len(a)) * _DEQUANTIZED_SHIFT[a_format]
+    b_scales = per_row(b_scale_inv, len(b)).t() * _DEQUANTIZED_SHIFT[b_format]
+    for rows in row_chunks(a.shape[0], max(a.shape[1], b.shape[0])):
+        a_values = dequantize(a[rows], a_format)
+        sums = torch.zeros(len(a_values), len(b), dtype=torch.float32)
+        partial = torch.empty_like(sums)
+        for number in range(a_scales.shape[1]):
+            along_k = slice(number * BLOCK, (number + 1) * BLOCK)
+            with _bf16_multiply(torch.float32):
+                torch.mm(a_values[:, along_k], b_values[along_k], out=partial)
+            sums += partial.mul_(a_scales[rows, number, None] * b_scales[number])
+        out[rows] = sums if bias is None else sums.add_(bias.to(out_dtype))
+    return out
+
+
+def per_row(scale: Tensor, rows: int) -> Tensor:
+    """The scales of blocks, each row's: those of squares are ``[ceil(rows/128), *]``."""
+    return scale if len(scale) == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
 
 
 def scaled_mm_add_(
@@ -230,7 +274,7 @@ def linear_backward(
     dw_scale_inv = _gemm_scale_inv(dy_scale_inv, x.scale_inv, slot.format, x.format)
     dy_has_nan = slot.format == "e4m3" and (current is None or bool(current.isnan()))
     x_has_nan = x_fp8 is not None and has_nan(x_fp8, x.format)
-    for rows in _row_blocks(m, max(n, k, dx.shape[-1])):
+    for rows in row_chunks(m, max(n, k, dx.shape[-1])):
         values = dy[rows].float()
         if bias:
             db += values.sum(dim=0)
@@ -290,10 +334,10 @@ def _mm_into(out: Tensor, a: Tensor, b: Tensor, scale_inv: float, bias: Tensor |
         out.copy_(target)
 
 
-def _row_blocks(rows: int, columns: int) -> Iterator[slice]:
-    """Equal blocks of rows, together all of them."""
-    blocks = max(1, rows * columns // _BLOCK_ELEMENTS)
-    step = max(1, -(-rows // blocks))
+def row_chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Equal parts of the rows, together all of them."""
+    chunks = max(1, rows * columns // _CHUNK_ELEMENTS)
+    step = max(1, -(-rows // chunks))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 

@@ -15,6 +15,7 @@ _Self = TypeVar("_Self")
 PLUGIN_OF = {
     "fp8-delayed": "Fp8Precision",
     "fp8-current": "Fp8Precision",
+    "fp8-block": "Fp8Precision",
     "bf16-mixed": "Bf16MixedPrecision",
     "bf16-true": "Bf16TruePrecision",
 }

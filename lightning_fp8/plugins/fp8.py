@@ -1,4 +1,4 @@
-"""``"fp8-delayed"`` and ``"fp8-current"``: layers in FP8, the rest in bf16 by autocast, over fp32 masters."""
+"""The ``"fp8-"`` precisions: layers in FP8, the rest in bf16 by autocast, over fp32 masters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_fp8.plugins.arguments import arguments_of
 from lightning_fp8.plugins.core import FSDPCore, PrecisionCore
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, GemmString, as_torch_dtype
 from lightning_fp8.runtime.warn_once import warn_once
-from lightning_fp8.scaling.recipe import RECIPES, CurrentScaling, DelayedScaling, as_recipe
+from lightning_fp8.scaling.recipe import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, as_recipe
 from lightning_fp8.scaling.state import ScalingState
 
 
@@ -45,7 +45,7 @@ class Fp8Core(PrecisionCore):
         self,
         *,
         # the classes by name: for their base, jsonargparse would make one of that
-        recipe: DelayedScaling | CurrentScaling | dict[str, Any] | None = None,
+        recipe: DelayedScaling | CurrentScaling | BlockScaling | dict[str, Any] | None = None,
         ignore_modules: Sequence[str] = (),
         param_dtype: torch.dtype | str | None = None,
         compute_dtype: torch.dtype | str = torch.bfloat16,

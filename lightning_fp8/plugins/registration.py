@@ -36,7 +36,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def register(bf16: bool | None = None) -> None:
-    """Register ``"fp8-delayed"`` and ``"fp8-current"`` with Lightning, and make its bf16 strings ours. Idempotent.
+    """Register the ``"fp8-"`` precisions with Lightning, and make its bf16 strings ours. Idempotent.
 
     Importing the package calls it.
 

@@ -10,7 +10,7 @@ from lightning_fp8.dtypes.attention import DTYPE_MISMATCH
 from lightning_fp8.runtime.did_you_mean import closest
 from lightning_fp8.scaling.recipe import RECIPES
 
-PrecisionString = Literal["fp8-delayed", "fp8-current", "bf16-mixed", "bf16-true"]
+PrecisionString = Literal["fp8-delayed", "fp8-current", "fp8-block", "bf16-mixed", "bf16-true"]
 GemmString = Literal["auto", "rawkernel", "cublaslt"]
 PRECISIONS: tuple[PrecisionString, ...] = get_args(PrecisionString)
 FP8_PRECISIONS = tuple(RECIPES)

@@ -149,10 +149,11 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
 
 
 class Fp8Precision(_Fp8TrainerPrecision):
-    """Precision plugin for FP8 training: ``"fp8-delayed"``, or by its recipe ``"fp8-current"``.
+    """Precision plugin for FP8 training: ``"fp8-delayed"``, or by its recipe ``"fp8-current"`` or ``"fp8-block"``.
 
-    ``Trainer(precision="fp8-delayed")`` makes one with the defaults, and ``"fp8-current"`` one with
-    ``CurrentScaling()``; pass one as ``plugins=`` for anything else, to a Trainer or to Fabric.
+    ``Trainer(precision="fp8-delayed")`` makes one with the defaults, ``"fp8-current"`` one with ``CurrentScaling()``,
+    and ``"fp8-block"`` one with ``BlockScaling()``; pass one as ``plugins=`` for anything else, to a Trainer or to
+    Fabric.
 
     Linear and attention layers compute in FP8 (:func:`lightning_fp8.convert`), all other operations in bf16 by
     autocast, and parameters are fp32 masters. Scales are updated once per optimizer step, after backward, never in
@@ -165,8 +166,9 @@ class Fp8Precision(_Fp8TrainerPrecision):
 
     Args:
         recipe: how scales follow the tensors: a :class:`~lightning_fp8.DelayedScaling` (the default), a
-            :class:`~lightning_fp8.CurrentScaling`, or a mapping of the fields of the first; with ``precision`` among
-            them, such as ``{"precision": "fp8-current", "margin": 1}``, of that one's recipe.
+            :class:`~lightning_fp8.CurrentScaling`, a :class:`~lightning_fp8.BlockScaling`, or a mapping of the fields
+            of the first; with ``precision`` among them, such as ``{"precision": "fp8-current", "margin": 1}``, of that
+            one's recipe.
         ignore_modules: ``fnmatch`` patterns on module paths; what they match, and everything inside it, is not
             converted.
         param_dtype: dtype in which parameters are stored, ``torch.float32`` (the default) or ``torch.bfloat16``.

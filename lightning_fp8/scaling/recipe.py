@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from lightning_fp8.ops.formats import E4M3, E5M2, Fp8Format, Role
+from lightning_fp8.ops.operand import OwnScaling
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 
 FormatChoice = Literal["HYBRID", "E4M3"]
@@ -38,21 +39,21 @@ def _knows_its_fields(kind: type[_T]) -> type[_T]:
 class Recipe:
     """How scales follow the tensors: what a cast needs, what an update does, what a checkpoint holds.
 
-    A weight is cast with ``FP8_MAX / max|weight|`` under every recipe.
+    A weight is scaled by what it holds under every recipe.
 
     Attributes:
         precision: the string by which Lightning makes a plugin with this recipe and its defaults.
         from_history: inputs and gradients are cast with the scale of their past values, which a checkpoint holds; else
             with that of their own values, and checkpoints hold no scales.
-        margin: powers of two kept free above the largest value of an input or gradient.
-        fp8_format: ``"HYBRID"``: E4M3 forward, E5M2 for the gradient of the output. ``"E4M3"``: E4M3 everywhere.
     """
 
     precision: ClassVar[str]
-    from_history: ClassVar[bool]
+    from_history: ClassVar[bool] = False
 
-    margin: int = 0
-    fp8_format: FormatChoice = "HYBRID"
+    @property
+    def own(self) -> OwnScaling:
+        """How an input or gradient is scaled by its own values; its ``blocks`` are those of weights too."""
+        return OwnScaling()
 
     @property
     def window(self) -> int:
@@ -69,11 +70,6 @@ class Recipe:
         """Whether the amaxes of an update are the largest of all processes."""
         return True
 
-    def __post_init__(self) -> None:
-        # 2**127 is the largest power of two that fp32 holds
-        self._require("margin", "an integer from 0 to 127", _is_int(self.margin) and 0 <= self.margin <= 127)
-        self._require_choice("fp8_format", get_args(FormatChoice))
-
     def _require_choice(self, field: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, field)
         self._require(field, "one of " + ", ".join(map(repr, choices)), isinstance(value, str) and value in choices)
@@ -84,16 +80,38 @@ class Recipe:
 
     def format_of(self, role: Role) -> Fp8Format:
         """The FP8 format in which a tensor of this role is cast."""
-        return E5M2 if role == "grad_output" and self.fp8_format == "HYBRID" else E4M3
+        return E4M3
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values from which :func:`as_recipe` makes the recipe again."""
         return {"precision": self.precision, **asdict(self)}
 
 
+@dataclass(frozen=True)
+class _TensorScaling(Recipe):
+    """One scale for each tensor: ``FP8_MAX / (amax * 2**margin)``. The fields are those of the recipes below."""
+
+    margin: int = 0
+    fp8_format: FormatChoice = "HYBRID"
+
+    def __post_init__(self) -> None:
+        # 2**127 is the largest power of two that fp32 holds
+        self._require("margin", "an integer from 0 to 127", _is_int(self.margin) and 0 <= self.margin <= 127)
+        self._require_choice("fp8_format", get_args(FormatChoice))
+
+    @property
+    def own(self) -> OwnScaling:
+        """See :class:`Recipe`."""
+        return OwnScaling(self.margin)
+
+    def format_of(self, role: Role) -> Fp8Format:
+        """See :class:`Recipe`."""
+        return E5M2 if role == "grad_output" and self.fp8_format == "HYBRID" else E4M3
+
+
 @_knows_its_fields
 @dataclass(frozen=True)
-class DelayedScaling(Recipe):
+class DelayedScaling(_TensorScaling):
     """Scales from past steps: ``scale = FP8_MAX / (amax * 2**margin)``, with ``amax`` from a window of them.
 
     The field names and defaults are those of the field's reference implementation, so a recipe can be copied unchanged.
@@ -143,7 +161,7 @@ class DelayedScaling(Recipe):
 
 @_knows_its_fields
 @dataclass(frozen=True)
-class CurrentScaling(Recipe):
+class CurrentScaling(_TensorScaling):
     """Each tensor with the scale of its own values: ``scale = FP8_MAX / (amax * 2**margin)``.
 
     A cast first measures the tensor, which is one more read of it. Nothing depends on earlier steps: no value is
@@ -163,11 +181,46 @@ class CurrentScaling(Recipe):
     """
 
     precision: ClassVar[str] = "fp8-current"
-    from_history: ClassVar[bool] = False
+
+
+@_knows_its_fields
+@dataclass(frozen=True)
+class BlockScaling(Recipe):
+    """Each block with the scale of its own values, ``448 / amax``: activations and gradients in blocks of 1 x 128,
+    weights in blocks of 128 x 128, all in E4M3, as DeepSeek-V3 was trained.
+
+    An outlier takes precision from its block only. As with :class:`CurrentScaling` no value is clipped, and nothing
+    depends on earlier steps. What is logged as ``amax`` and ``scale`` is the largest value of a tensor, and the scale
+    of the block that holds it.
+
+    Args:
+        power_of_2_scales: round each scale down to a power of two.
+
+    Raises:
+        ValueError: for an invalid field; the message has the field, the rule and the value.
+        TypeError: for a field of another name; the message has the right ones.
+
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3.2.
+
+    >>> BlockScaling().format_of("grad_output").name
+    'e4m3'
+    """
+
+    precision: ClassVar[str] = "fp8-block"
+
+    power_of_2_scales: bool = False
+
+    def __post_init__(self) -> None:
+        self._require("power_of_2_scales", "True or False", isinstance(self.power_of_2_scales, bool))
+
+    @property
+    def own(self) -> OwnScaling:
+        """See :class:`Recipe`."""
+        return OwnScaling(blocks="power of 2" if self.power_of_2_scales else "float32")
 
 
 # by the precision string of each
-RECIPES: dict[str, type[Recipe]] = {kind.precision: kind for kind in (DelayedScaling, CurrentScaling)}
+RECIPES: dict[str, type[Recipe]] = {kind.precision: kind for kind in (DelayedScaling, CurrentScaling, BlockScaling)}
 
 KINDS = " or ".join(f"a {kind.__name__}" for kind in RECIPES.values())
 

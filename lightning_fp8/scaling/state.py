@@ -13,6 +13,7 @@ from lightning_fp8.ops.basic import update_scales
 from lightning_fp8.ops.counting import CastCounts
 from lightning_fp8.ops.formats import DELAYED_ROLES, Role
 from lightning_fp8.ops.operand import OwnScaling, take_handle
+from lightning_fp8.ops.reference import power_of_2
 from lightning_fp8.scaling.former_names import FormerNames
 from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.recipe import Recipe
@@ -123,7 +124,9 @@ class ScalingState(FormerNames):
         """
         if self.recipe.from_history:
             return self.amax_history, _WITH_HISTORY
-        return self._no_history, OwnScaling(self.recipe.margin, group=group)
+        own = self.recipe.own
+        # blocks are those of the part
+        return self._no_history, own if own.blocks else own._replace(group=group)
 
     def row_of(self, module: int, role: Role) -> int:
         """Which of the R tensors has this role in the module at this position."""
@@ -254,6 +257,7 @@ class ScalingState(FormerNames):
         self._reduce_amax()
         for watch in self.before_update:
             watch(self.amax)
+        own = self.recipe.own
         # Through `.data`: a compiled graph may hold these for its backward, which reads them as they are then.
         update_scales(
             self.amax.data,
@@ -262,8 +266,10 @@ class ScalingState(FormerNames):
             self.fp8_max,
             self.nonfinite_steps.data,
             self.recipe.newest_only,
-            2.0**self.recipe.margin,
+            2.0**own.margin,
         )
+        if own.blocks == "power of 2":
+            self.scale.data.copy_(power_of_2(self.scale))
         # never for casts that do not use it
         if self.recipe.from_history and not self._every_tensor_has_history:
             self._history_check.copy_((self.amax_history[0] > 0).all(), non_blocking=True)

@@ -121,7 +121,7 @@ def test_fp64_parameters_raise_and_are_named() -> None:
 
 
 def test_bad_recipe_type() -> None:
-    with pytest.raises(TypeError, match="must be a DelayedScaling or a CurrentScaling, got dict"):
+    with pytest.raises(TypeError, match="must be a DelayedScaling or a CurrentScaling or a BlockScaling, got dict"):
         convert(small_mlp(), {"margin": 1})  # type: ignore[arg-type]
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 COMMON = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from lightning_fp8 import fall_back, fsdp2_policy
+from lightning_fp8 import BlockScaling, fall_back, fsdp2_policy
 from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
 from lightning_fp8.modules.gathered_weight import GatheredWeight
 
@@ -427,6 +427,7 @@ def message(function):
 
 result["plain"] = message(lambda: gather_in_fp8(convert(Net())))
 result["reduce"] = message(lambda: gather_in_fp8(convert(sharded(Net()), DelayedScaling(reduce_amax=False))))
+result["blocks"] = message(lambda: gather_in_fp8(convert(sharded(Net()), BlockScaling())))
 tied = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
 tied[1].weight = tied[0].weight
 result["tied"] = message(lambda: gather_in_fp8(convert(fully_shard(tied))))
@@ -439,6 +440,7 @@ train(model, steps=1)
     for rank in run(body, tmp_path, device=device):
         assert "Net has no FP8 layer whose weight FSDP2 shards" in rank["plain"]
         assert "`reduce_amax=True`" in rank["reduce"]
+        assert "BlockScaling(power_of_2_scales=False) gives each block of it a scale of its own" in rank["blocks"]
         assert "there is nothing to gather" in rank["tied"]
         assert "last" not in rank["names"]
         assert "'first' cannot fall back: its weight is gathered in FP8" in rank["fall back"]

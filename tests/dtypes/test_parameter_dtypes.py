@@ -16,7 +16,7 @@ from lit import Regression, loader, make_trainer, seeded
 from torch import Tensor, nn
 
 from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Linear, Fp8Precision
-from lightning_fp8.plugins.settings import PRECISIONS
+from lightning_fp8.plugins.settings import FP8_PRECISIONS, PRECISIONS
 from lightning_fp8.plugins.trainer import PLUGINS
 
 # precision, arguments of its plugin, dtype expected
@@ -30,9 +30,7 @@ ASKED: list[tuple[str, dict[str, Any], torch.dtype]] = [
     ("bf16-true", {}, torch.bfloat16),
 ]
 IN_BF16: dict[str, dict[str, Any]] = {
-    "fp8-delayed": {"param_dtype": torch.bfloat16},
-    "fp8-current": {"param_dtype": torch.bfloat16},
-    "bf16-mixed": {"param_dtype": torch.bfloat16},
+    **{precision: {"param_dtype": torch.bfloat16} for precision in (*FP8_PRECISIONS, "bf16-mixed")},
     "bf16-true": {},
 }
 

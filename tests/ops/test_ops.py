@@ -22,7 +22,7 @@ from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm, plain
 from lightning_fp8.ops.library import Operator, flattened, is_watched
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, WeightSlot
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, OwnScaling, WeightSlot
 
 GRAD, WEIGHT = 1, 2
 SIZES = [(32, 16, 48), (1, 1, 1), (17, 15, 129), (130, 33, 7), (5, 3, 0), (0, 16, 32)]
@@ -122,7 +122,7 @@ def test_blocks_cover_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     args = (dy, None, "none", *kept, slot_of(state, GRAD, "e5m2"))
     whole = reference.linear_backward(*args, torch.float32, torch.float32, True)
     y = reference.scaled_mm(x_fp8, w_fp8, one, one, None, "e4m3", "e4m3", torch.float32, True)
-    monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", 100)
     for blocked, expected in zip(
         reference.linear_backward(*args, torch.float32, torch.float32, True), whole, strict=True
     ):
@@ -172,7 +172,21 @@ def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
     without_bias = [layer._replace(bias=None, bias_value=None) for layer in (plain_first, plain_second)]
     up = Layer(w.clone().requires_grad_(), None, None, w_fp8)
     slots = (dy_recorded, dy_recorded, dy_recorded)
+    blocks = OwnScaling(blocks="power of 2")
+    in_blocks, weight_in_blocks = recorded._replace(own=blocks), weight_place._replace(own=blocks)
+    dy_in_blocks = dy_recorded._replace(format="e4m3", own=blocks)
+    x_blocks, w_blocks = (
+        ops.cast_operand(x, in_blocks, "none", True),
+        ops.cast_weight_operand(w, weight_in_blocks, True),
+    )
+    product_of_blocks = (x_blocks.rows, w_blocks.rows, x_blocks.scale_inv, w_blocks.scale_inv)
     return [
+        (ops.cast_blocks, (x, in_blocks, "both")),
+        (ops.cast_blocks, (x.t().bfloat16(), in_blocks._replace(state=None), "columns")),
+        (ops.cast_weight_blocks, (w, weight_in_blocks, "rows")),
+        (ops.cast_weight_blocks, (w.t(), weight_in_blocks._replace(state=state, record=True), "both")),
+        (ops.scaled_mm, (*product_of_blocks, b, "e4m3", "e4m3", bf16, True)),
+        (ops.linear, (*grad[:3], b, x_blocks, w_blocks, dy_in_blocks, fp32)),
         (ops.cast, (x, recorded, "none", "rows")),
         (ops.cast, (x.bfloat16(), place._replace(format="e5m2"), "gelu", "both")),
         (ops.cast, (x.bfloat16(), place, "swiglu", "columns")),

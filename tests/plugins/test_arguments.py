@@ -20,6 +20,7 @@ import lightning_fp8
 from lightning_fp8 import (
     Bf16MixedPrecision,
     Bf16TruePrecision,
+    BlockScaling,
     CurrentScaling,
     DelayedScaling,
     Fp8FabricPrecision,
@@ -48,11 +49,15 @@ MIXED = {**SHARED, "param_dtype": torch.float32, "weight_copy": True}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "fp8-delayed": FP8,
     "fp8-current": {**FP8, "recipe": CurrentScaling(margin=1)},
+    "fp8-block": {**FP8, "recipe": BlockScaling(power_of_2_scales=True)},
     "bf16-mixed": MIXED,
     "bf16-true": SHARED,
 }
 # what makes a plugin of the precision; without it, that of the class's default
-NEEDED: dict[str, dict[str, Any]] = {"fp8-current": {"recipe": CurrentScaling()}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "fp8-current": {"recipe": CurrentScaling()},
+    "fp8-block": {"recipe": BlockScaling()},
+}
 FAMILIES = [PLUGINS, FSDP_PLUGINS, FABRIC_PLUGINS, FABRIC_FSDP_PLUGINS]
 
 
@@ -109,6 +114,8 @@ def test_by_yaml(tmp_path: Path, precision: str) -> None:
         given |= {"recipe": {"margin": 1, "amax_history_len": 3}, "min_features": 64}
     if precision == "fp8-current":
         given |= {"recipe": {"precision": "fp8-current", "margin": 1}}
+    if precision == "fp8-block":
+        given |= {"recipe": {"precision": "fp8-block", "power_of_2_scales": True}}
     name = f"lightning_fp8.{PLUGINS[precision].__name__}"
     made = from_yaml(tmp_path, plugins={"class_path": name, "init_args": given})
     assert made.precision == precision
@@ -119,6 +126,8 @@ def test_by_yaml(tmp_path: Path, precision: str) -> None:
         expected |= {"recipe": DelayedScaling(margin=1, amax_history_len=3), "min_features": 64}
     if precision == "fp8-current":
         expected |= {"recipe": CurrentScaling(margin=1)}
+    if precision == "fp8-block":
+        expected |= {"recipe": BlockScaling(power_of_2_scales=True)}
     assert plugin.settings == expected
 
 
@@ -170,7 +179,7 @@ def test_yaml_refuses_an_argument_of_another_class_by_name(tmp_path: Path, capsy
             (),
             {"precision": "fp8"},
             "got 'fp8'. The plugins are `Fp8Precision` ('fp8-delayed'), `Fp8Precision` ('fp8-current'),"
-            " `Bf16MixedPrecision` ('bf16-mixed'), `Bf16TruePrecision` ('bf16-true').",
+            " `Fp8Precision` ('fp8-block'), `Bf16MixedPrecision` ('bf16-mixed'), `Bf16TruePrecision` ('bf16-true').",
         ),
     ],
 )
@@ -187,7 +196,7 @@ def test_the_argument_precision_is_gone_and_the_error_says_what_to_write(
 @pytest.mark.parametrize("precision", ARGUMENTS)
 def test_an_argument_of_another_plugin_is_refused_by_its_name(precision: str) -> None:
     others = {name for given in ARGUMENTS.values() for name in given} - set(ARGUMENTS[precision])
-    assert len(others) == {"fp8-delayed": 1, "fp8-current": 1, "bf16-mixed": 8, "bf16-true": 10}[precision]
+    assert len(others) == {"bf16-mixed": 8, "bf16-true": 10}.get(precision, 1)
     for family in FAMILIES:
         for name in others:
             # whatever its value, the default of the other plugin included

@@ -300,7 +300,7 @@ def test_casts_are_written_in_place(
 ) -> None:
     """As on a GPU: all weights in one launch where there is a kernel for it, to the same addresses."""
     if not together:
-        monkeypatch.setattr(ops, "casts_weights_together", lambda _: False)
+        monkeypatch.setattr(ops, "casts_weights_together", lambda *_: False)
     model = convert(nn.Sequential(kind(16, 32), nn.ReLU(), kind(32, 16)))
     rows = list(all_rows(model))
     addresses = []

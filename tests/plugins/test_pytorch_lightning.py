@@ -31,10 +31,10 @@ import lightning_fp8
 from lightning_fp8 import DelayedScaling, callbacks
 from lightning_fp8.plugins.fabric import FABRIC_PLUGINS
 from lightning_fp8.plugins.front_ends import MIRRORS
-from lightning_fp8.plugins.settings import PRECISIONS
+from lightning_fp8.plugins.settings import FP8_PRECISIONS, PRECISIONS
 from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
 
-THEIRS = {"fp8-delayed": Precision, "fp8-current": Precision, "bf16-mixed": MixedPrecision, "bf16-true": HalfPrecision}
+THEIRS = {**dict.fromkeys(FP8_PRECISIONS, Precision), "bf16-mixed": MixedPrecision, "bf16-true": HalfPrecision}
 
 
 class Mirrored(mirror.LightningModule):

@@ -31,7 +31,10 @@ from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
 
 # what makes a plugin of the precision; without it, that of the class's default
-NEEDED: dict[str, dict[str, Any]] = {"fp8-current": {"recipe": lightning_fp8.CurrentScaling()}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "fp8-current": {"recipe": lightning_fp8.CurrentScaling()},
+    "fp8-block": {"recipe": lightning_fp8.BlockScaling()},
+}
 STOCK = {"bf16-mixed": stock.MixedPrecision, "bf16-true": stock.HalfPrecision}
 FABRIC_STOCK = {"bf16-mixed": fabric_stock.MixedPrecision, "bf16-true": fabric_stock.HalfPrecision}
 
@@ -400,7 +403,7 @@ def test_plugins_copy_and_pickle(precision: Any) -> None:
     [
         ({"param_dtype": torch.float16}, ValueError, "torch.float32 or torch.bfloat16, got torch.float16"),
         ({"recipe": {"margin": -1}}, ValueError, "`margin`"),
-        ({"recipe": "default"}, TypeError, "a DelayedScaling or a CurrentScaling or a mapping"),
+        ({"recipe": "default"}, TypeError, "a CurrentScaling or a BlockScaling or a mapping"),
         ({"ignore_modules": "head"}, TypeError, "sequence of patterns"),
     ],
 )

@@ -27,6 +27,7 @@ from warm import run_warm
 
 import lightning_fp8
 from lightning_fp8.examples import ByteGPT, StdlibText
+from lightning_fp8.scaling.recipe import RECIPES
 from lightning_fp8.tools.compare import command, processes
 from lightning_fp8.tools.compare import run as compare_run
 from lightning_fp8.tools.compare.advice import advise, overlap, worse_loss
@@ -405,8 +406,7 @@ def test_each_variant_runs_under_its_plugin(tmp_path: Path, monkeypatch: pytest.
     finally:
         lightning_fp8.register(bf16=True)
     kinds = {"bf16-mixed": lightning_fp8.Bf16MixedPrecision, "bf16-true": lightning_fp8.Bf16TruePrecision,
-             "fp8-delayed": lightning_fp8.Fp8Precision, "fp8-current": lightning_fp8.Fp8Precision,
-             "32-true": Precision}  # fmt: skip
+             **dict.fromkeys(RECIPES, lightning_fp8.Fp8Precision), "32-true": Precision}  # fmt: skip
     precision = variant.partition("+")[0]
     assert type(cli.trainer.precision_plugin) is kinds[precision]
     assert cli.trainer.precision == precision

@@ -147,7 +147,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert value(found, "Versions", "lightning-fp8") == lightning_fp8.__version__
     assert value(found, "Versions", "torch").startswith(torch.__version__)
     assert value(found, "Versions", "precision strings") == (
-        "registered with Lightning: bf16-mixed, bf16-true, fp8-current, fp8-delayed"
+        "registered with Lightning: bf16-mixed, bf16-true, fp8-block, fp8-current, fp8-delayed"
     )
     assert value(found, "GPU and toolchain", "GPU") == "none"
     assert value(found, "GPU and toolchain", "driver") == "none"
@@ -619,7 +619,10 @@ def test_bf16_plugins_that_are_left_to_lightning(monkeypatch: pytest.MonkeyPatch
             plugin = Fabric(accelerator="cpu", precision="bf16-mixed").strategy.precision
         finally:
             lightning_fp8.register(bf16=True)
-    assert said == "registered with Lightning: fp8-current, fp8-delayed; bf16-mixed and bf16-true: Lightning's own"
+    assert (
+        said
+        == "registered with Lightning: fp8-block, fp8-current, fp8-delayed; bf16-mixed and bf16-true: Lightning's own"
+    )
     assert type(plugin).__module__.startswith("lightning.fabric.")
 
 

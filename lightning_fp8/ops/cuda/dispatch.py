@@ -9,6 +9,7 @@ from torch import Tensor, empty_strided
 
 from kernels_cuda import casts, scales
 from kernels_cuda.launch import Kernel
+from lightning_fp8.ops import blocks
 from lightning_fp8.ops.activations import activate, activation_gradient, gated, gated_gradients
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.cuda import plain
@@ -43,6 +44,16 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
     if is_counting(slot):
         count(weight, state.scale.index_select(0, slot.index)[0], slot)
     return y, y_t, scale_inv
+
+
+def cast_blocks(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::cast_blocks``."""
+    return blocks.cast(x, slot, layout)
+
+
+def cast_weight_blocks(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::cast_weight_blocks``."""
+    return blocks.cast_weight(weight, slot, layout)
 
 
 def cast_weights(

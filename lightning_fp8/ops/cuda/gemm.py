@@ -31,6 +31,10 @@ def scaled_mm(
     gemm: str = "auto",
 ) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``."""
+    if a_scale_inv.dim():
+        return plain.scaled_mm_in_blocks(
+            a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation
+        )
     promote = not fast_accumulation
     (m, k), n = a.shape, b.shape[0]
     choice = gemm_choice.choose(a.device, gemm, m, n, k, promote, out_dtype)

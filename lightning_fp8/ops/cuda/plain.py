@@ -94,6 +94,59 @@ def scaled_mm(
     return out if bias is None or fused is not None else out.add_(bias)
 
 
+def scaled_mm_in_blocks(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    a_format: str,
+    b_format: str,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """See the operator ``lightning_fp8::scaled_mm``, for operands in blocks.
+
+    Raises:
+        RuntimeError: on a GPU for which cuBLASLt has no such product.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    if not (a.is_cuda and m and n and k):
+        operands = (a, b, a_scale_inv, b_scale_inv)
+        return reference.scaled_mm(*operands, bias, a_format, b_format, out_dtype, fast_accumulation)
+    check_blocks(torch.cuda.get_device_capability(a.device), torch.version.cuda)
+    missing = -n % _ALIGNMENT
+    if missing and len(b_scale_inv) == n:
+        b_scale_inv = F.pad(b_scale_inv, (0, 0, 0, missing))
+    out = F.scaled_mm(
+        _padded(a, 0).contiguous().view(FORMATS[a_format].dtype),
+        _padded(b, missing).contiguous().view(FORMATS[b_format].dtype).mT,
+        *as_torch_takes(a_scale_inv, m),
+        *as_torch_takes(b_scale_inv, n + missing),
+        output_dtype=out_dtype if bias is None else torch.float32,
+        use_fast_accum=fast_accumulation,
+    )[:, :n]
+    return out.contiguous() if bias is None else (out + bias.to(out_dtype)).to(out_dtype)
+
+
+def check_blocks(capability: tuple[int, int], cuda: str | None) -> None:
+    """RuntimeError unless cuBLASLt has products of operands in blocks, given the GPU and the CUDA version of torch."""
+    version = tuple(map(int, (cuda or "0.0").split(".")[:2]))
+    if capability[0] != 9 or version < (12, 9):
+        raise RuntimeError(
+            "fp8-block needs a GPU of compute capability 9.0 (H100, H200), and torch built for CUDA 12.9 or newer; got"
+            f" {capability[0]}.{capability[1]} and CUDA {cuda}. Use precision='fp8-current' here."
+        )
+
+
+def as_torch_takes(scale_inv: Tensor, rows: int) -> tuple[Tensor, F.ScalingType]:
+    """The scales of an operand with this many rows as ``torch.nn.functional.scaled_mm`` takes them, and their kind:
+    column-major; those of squares transposed, with a multiple of four along K."""
+    if len(scale_inv) == rows:
+        return scale_inv.t().contiguous().t(), F.ScalingType.BlockWise1x128
+    return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
+
+
 def _padded(payload: Tensor, rows: int) -> Tensor:
     """The payload with additional rows of zeros, and its columns padded to cuBLASLt's alignment."""
     return F.pad(payload, (0, -payload.shape[1] % _ALIGNMENT, 0, rows))

@@ -18,6 +18,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16-true": ("lightning_fp8.Bf16TruePrecision", {}),
     "fp8-delayed": ("lightning_fp8.Fp8Precision", {}),
     "fp8-current": ("lightning_fp8.Fp8Precision", {"recipe": {"precision": "fp8-current"}}),
+    "fp8-block": ("lightning_fp8.Fp8Precision", {"recipe": {"precision": "fp8-block"}}),
     "32-true": ("lightning.pytorch.plugins.Precision", {}),
 }
 BF16 = tuple(name for name in VARIANTS if name.startswith("bf16-"))
@@ -41,7 +42,7 @@ def plugin_settings(variant: str, own: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a variant's plugin, with those of the user's ``own`` that hold for it.
 
     Those that all plugins have hold for all, and all that its plugin has for the FP8 precisions, except a recipe of
-    the other one. Dtypes hold for FP8 only: the bf16 precisions are to be what their names say. ``32-true`` is
+    another one. Dtypes hold for FP8 only: the bf16 precisions are to be what their names say. ``32-true`` is
     Lightning's own, without arguments.
 
     >>> plugin_settings("bf16-true", {"keep_fp32": ["norm"], "ignore_modules": ["head"]})

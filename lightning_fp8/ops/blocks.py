@@ -1,0 +1,107 @@
+"""Casts in blocks, each with the scale of its own values, in torch's own operations on any device.
+
+A block is 128 elements along a row of the payload that it belongs to, or a square of 128 x 128 of a weight; at the
+edges it is smaller. So the payload by columns of an input or gradient is another cast than that by rows, with other
+scales, while a weight has one cast, whose scales by columns are the transpose of those by rows. Nothing here waits for
+a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fp8.ops.counting import count, is_counting
+from lightning_fp8.ops.formats import FORMATS, Fp8Format
+from lightning_fp8.ops.library import is_k_major
+from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot, nothing
+from lightning_fp8.ops.reference import BLOCK, per_row, power_of_2, row_chunks, scale_of_current
+
+
+def cast(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::cast_blocks``."""
+    fmt = FORMATS[slot.format]
+    (rows, scale_inv, largest) = _cast(x, fmt, slot.own) if layout != "columns" else _no_cast(x)
+    (columns, columns_scale_inv, of_columns) = _cast(x.t(), fmt, slot.own) if layout != "rows" else _no_cast(x)
+    amax, _, _ = slot.open()
+    if amax is not None:
+        # as integers, the bits of non-negative floats order as finite < inf < NaN
+        found = (largest if layout != "columns" else of_columns).view(torch.int32)[None]
+        amax.view(torch.int32).scatter_reduce_(0, slot.index, found, "amax")
+    if is_counting(slot):
+        inverse, x = (scale_inv, x) if layout != "columns" else (columns_scale_inv, x.t())
+        count(x, _by_element(inverse.reciprocal(), x), slot)
+    return rows, columns, scale_inv, columns_scale_inv
+
+
+def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::cast_weight_blocks``."""
+    fmt, amax = FORMATS[slot.format], _block_amax(weight)
+    amax = F.pad(amax, (0, 0, 0, -len(amax) % BLOCK)).unflatten(0, (-1, BLOCK)).amax(1)
+    scale = block_scale(amax, fmt, slot.own)
+    if slot.state is not None:
+        largest = _largest(amax)
+        slot.state.note_weight(slot.index, largest, block_scale(largest, fmt, slot.own))
+        # on the CPU, reading the amax does not wait
+        if not is_k_major(weight):
+            row = int(slot.index)
+            slot.state.see_weight_cast(row, float(slot.state.amax[row]), slot.record)
+    if is_counting(slot):
+        count(weight, _by_element(scale, weight), slot)
+    payload = _payload(weight, per_row(scale, len(weight)), fmt)
+    return (
+        payload if layout != "columns" else nothing(weight, torch.uint8),
+        payload.t().contiguous() if layout != "rows" else nothing(weight, torch.uint8),
+        scale.reciprocal(),
+    )
+
+
+def block_scale(amax: Tensor, fmt: Fp8Format, own: OwnScaling) -> Tensor:
+    """``FP8_MAX / amax`` of each block, 1 where ``amax`` is not finite; or the power of two below it."""
+    scale = scale_of_current(amax, fmt)
+    return scale if own.blocks == "float32" else power_of_2(scale)
+
+
+def _cast(x: Tensor, fmt: Fp8Format, own: OwnScaling) -> tuple[Tensor, Tensor, Tensor]:
+    """The payload by rows, its scale_inv ``[rows, ceil(columns/128)]``, and ``max|x|``."""
+    amax = _block_amax(x)
+    scale = block_scale(amax, fmt, own)
+    return _payload(x, scale, fmt), scale.reciprocal(), _largest(amax)
+
+
+def _no_cast(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return nothing(x, torch.uint8), nothing(x, torch.float32), nothing(x, torch.float32)
+
+
+def _largest(amax: Tensor) -> Tensor:
+    return amax.amax() if amax.numel() else amax.new_zeros(())
+
+
+def _block_amax(x: Tensor) -> Tensor:
+    """``max|x|`` of each 128 elements of a row, ``[rows, ceil(columns/128)] float32``; NaN if any of them is NaN."""
+    return torch.cat([_blocks(x[rows]).abs().amax(-1) for rows in _chunks(x)]).float()
+
+
+def _payload(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
+    """``x * scale`` of its block in fp32, saturated and rounded to nearest even, ``uint8``."""
+    payload = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    for rows in _chunks(x):
+        values = (_blocks(x[rows]).float() * scale[rows, :, None]).clamp_(-fmt.max, fmt.max)
+        payload[rows] = values.flatten(1)[:, : x.shape[1]]
+    return payload.view(torch.uint8)
+
+
+def _chunks(x: Tensor) -> list[slice]:
+    """Parts of the rows, with small temporaries, on the CPU; else, and without any row, all at once."""
+    return [slice(len(x))] if x.is_cuda or not len(x) else list(row_chunks(*x.shape))
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """``[rows, columns]`` -> ``[rows, ceil(columns/128), 128]``, the last one with zeros behind the row."""
+    blocks = -(-x.shape[1] // BLOCK)
+    return F.pad(x, (0, blocks * BLOCK - x.shape[1])).unflatten(1, (blocks, BLOCK))
+
+
+def _by_element(scale: Tensor, x: Tensor) -> Tensor:
+    return per_row(scale, len(x)).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]

@@ -1,0 +1,122 @@
+"""Casts and products in blocks: bit for bit, against FP8 from its definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fp8_numpy import cast_in_blocks, code_values
+from torch import Tensor
+
+from lightning_fp8 import BlockScaling, ScalingState, ops
+from lightning_fp8.ops import reference
+from lightning_fp8.ops.cuda.plain import as_torch_takes, check_blocks
+from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot
+
+# rows, columns: empty, less than a block, a block, several, with ends within one
+SHAPES = [(0, 40), (1, 1), (3, 128), (129, 40), (300, 257)]
+KINDS = ["float32", "power of 2"]
+
+
+def numbers(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of all magnitudes, with blocks of zeros, of inf and of NaN, and of the smallest numbers."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    exponents = torch.randint(-30, 30, (rows, columns), generator=generator)
+    x = (torch.randn(rows, columns, generator=generator) * 2.0**exponents).to(dtype)
+    x[5:6], x[7:8, 3:4], x[9:10, :2], x[11:12] = 0, float("inf"), float("nan"), torch.finfo(dtype).smallest_normal / 8
+    return x
+
+
+def slots(kind: str) -> tuple[ScalingState, Slot, WeightSlot]:
+    state = ScalingState([""], BlockScaling(power_of_2_scales=kind != "float32"))
+    own, history = OwnScaling(blocks=kind), torch.zeros(1, 2)
+    slot = Slot(state.scale, history, torch.tensor([0]), "e4m3", state, True, "auto", own)
+    return state, slot, WeightSlot(torch.tensor([2]), "e4m3", state, True, own)
+
+
+def check(payload: Tensor, scale_inv: Tensor, x: Tensor, rows: int, kind: str) -> None:
+    codes, scales = cast_in_blocks(x.float().numpy(), "e4m3", rows, power_of_2=kind != "float32")
+    assert payload.dtype == torch.uint8
+    assert np.array_equal(scale_inv.numpy(), scales)
+    # the sign of a NaN is nobody's
+    assert np.array_equal(np.where(payload.numpy() & 0x7F == 0x7F, 0x7F, payload.numpy()), codes)
+
+
+def largest(x: Tensor) -> float:
+    return float(np.abs(x.float().numpy()).max()) if x.numel() else 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_layouts_have_their_own_blocks(
+    kind: str, shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", 1000)
+    x, (state, slot, _) = numbers(*shape, dtype), slots(kind)
+    rows, columns, scale_inv, columns_scale_inv = ops.cast_blocks(x, slot, "both")
+    check(rows, scale_inv, x, 1, kind)
+    check(columns, columns_scale_inv, x.t(), 1, kind)
+    assert np.array_equal(float(state.amax[0]), largest(x), equal_nan=True)
+    for layout, kept in (("rows", (rows, scale_inv)), ("columns", (columns, columns_scale_inv))):
+        made = ops.cast_blocks(x, slot, layout)
+        assert [torch.equal(one, other) for one, other in zip(made[layout == "columns" :: 2], kept)] == [True, True]
+        assert [one.numel() for one in made[layout == "rows" :: 2]] == [0, 0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_squares_of_a_weight(kind: str, shape: tuple[int, int]) -> None:
+    x, (state, _, slot) = numbers(*shape), slots(kind)
+    payload, payload_t, scale_inv = ops.cast_weight_blocks(x, slot, "both")
+    check(payload, scale_inv, x, 128, kind)
+    assert torch.equal(payload_t, payload.t())
+    check(payload_t, scale_inv.t(), x.t(), 128, kind)
+    assert np.array_equal(float(state.amax[2]), largest(x), equal_nan=True)
+
+
+@pytest.mark.parametrize("squares", [True, False])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 5, 100), (130, 257, 300), (16, 128, 256)])
+def test_products_are_those_of_the_values(m: int, n: int, k: int, squares: bool) -> None:
+    generator = torch.Generator().manual_seed(m)
+    _, slot, weight_slot = slots("float32")
+    a, b = (torch.randn(rows, k, generator=generator) * 10.0 ** torch.randn(rows, k) for rows in (m, n))
+    a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot, "rows")
+    b_fp8, _, b_inv, *_ = ops.cast_weight_blocks(b, weight_slot, "rows") if squares else _by_rows(b, slot)
+    values = []
+    for codes, scale_inv, rows in ((a_fp8, a_inv, 1), (b_fp8, b_inv, 128 if squares else 1)):
+        scales = scale_inv.double().repeat_interleave(rows, 0).repeat_interleave(128, 1)[: len(codes), :k]
+        values.append(torch.from_numpy(code_values("e4m3")[codes.numpy()]) * scales)
+    bias = torch.randn(n)
+    exact = values[0] @ values[1].T + bias
+    arguments = (a_fp8, b_fp8, a_inv, b_inv, bias, "e4m3", "e4m3")
+    size = values[0].abs() @ values[1].abs().T
+    for found in (ops.scaled_mm(*arguments, torch.float32, True), ops.scaled_mm(*arguments, torch.float32, False)):
+        assert bool(((found.double() - exact).abs() <= 1e-6 * size + 1e-6).all())
+    rounded = ops.scaled_mm(*arguments, torch.bfloat16, True)
+    exact = values[0] @ values[1].T + bias.bfloat16()
+    assert bool(((rounded.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-6 * size).all())
+
+
+def _by_rows(b: Tensor, slot: Slot) -> Any:
+    payload, _, scale_inv, _ = ops.cast_blocks(b, slot, "rows")
+    return payload, None, scale_inv
+
+
+def test_scales_as_torch_takes_them() -> None:
+    """The shapes and strides that ``torch.nn.functional.scaled_mm`` checks."""
+    scales, kind = as_torch_takes(torch.rand(200, 3), 200)
+    assert (kind.name, tuple(scales.shape), scales.stride()) == ("BlockWise1x128", (200, 3), (1, 200))
+    scale_inv = torch.rand(2, 3)
+    scales, kind = as_torch_takes(scale_inv, 200)
+    assert (kind.name, tuple(scales.shape), scales.stride()) == ("BlockWise128x128", (4, 2), (1, 4))
+    assert torch.equal(scales[:3].t(), scale_inv)
+
+
+def test_other_gpus_are_refused_by_name() -> None:
+    check_blocks((9, 0), "12.9")
+    for capability, version in (((8, 9), "12.9"), ((10, 0), "13.0"), ((9, 0), "12.8"), ((9, 0), None)):
+        with pytest.raises(RuntimeError, match=r"compute capability 9.0 \(H100, H200\), and torch built for CUDA 12.9"):
+            check_blocks(capability, version)
