@@ -40,7 +40,7 @@ def gemm(
         moved = a.to(device), b.to(device)
         if b_scale_rows:
             scales = _block_scales(m, n, k, b_scale_rows)
-            on_device = [one.to(device) for one in scales]
+            on_device = scales[0].to(device), scales[1].to(device)
             kernels.gemm(kernel, configuration, *moved, out, *on_device, bias.to(device), in_blocks=True)
             expected, magnitude = _product_in_blocks(a, b, *scales, a_format, b_format)
         else:
