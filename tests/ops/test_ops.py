@@ -296,7 +296,7 @@ def test_every_operator_is_checked() -> None:
         "gated_mlp",
         "gated_backward",
     )
-    names = ("cast", "cast_weight", *gemms, "update_scales")
+    names = ("cast", "cast_weight", "cast_blocks", "cast_weight_blocks", *gemms, "update_scales")
     assert checked == {f"lightning_fp8.{name}.default" for name in names}
 
 

@@ -1,0 +1,173 @@
+"""``BlockScaling`` in every mode and kind of layer, and what steps aside or is refused."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from feed_forward_blocks import converted, llama, part_by_part
+from in_blocks import in_fp8, spread
+from processes import run_processes
+from small_models import small_mlp
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fp8 import BlockScaling, convert, describe, scaling_state, weights_unchanged
+from lightning_fp8.export.write import static_scales
+from lightning_fp8.scaling.recipe import Recipe
+
+
+@pytest.mark.parametrize("half", ["reference", "kernels"])
+def test_a_block_that_would_be_fused_runs_part_by_part(half: str, request: pytest.FixtureRequest) -> None:
+    if half == "kernels":
+        request.getfixturevalue("cuda_half")
+    model = converted(llama, recipe=BlockScaling())
+    found = []
+    for block in (part_by_part(model), model):
+        x = spread(12, 32, seed=8).requires_grad_()
+        y = block(x)
+        y.square().sum().backward()
+        found.append([y, x.grad, *(parameter.grad for parameter in block.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert "not fused: its tensors are scaled in blocks" in str(describe(model))
+
+
+def test_an_evaluation_is_that_of_training_and_needs_no_scales() -> None:
+    model = convert(small_mlp(), BlockScaling())
+    x = torch.randn(8, 32)
+    trained = model(x).detach()
+    model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            assert torch.equal(model(x), trained)
+            # what a step leaves behind changes nothing
+            model.train()
+            with torch.enable_grad():
+                model(1000 * x).sum().backward()
+            scaling_state(model).update()
+            model.eval()
+            assert torch.equal(model(x), trained)
+            with weights_unchanged(model):
+                # the second one takes what the first has kept
+                assert torch.equal(model(x), trained)
+                assert torch.equal(model(x), trained)
+
+
+def gradients_of_two_batches(recipe: Recipe, checkpointed: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = convert(small_mlp(), recipe)
+    for scale in (1.0, 30.0):
+        x = torch.randn(8, 32) * scale
+        y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+        y.square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_recomputation_and_micro_batches() -> None:
+    for one, other in zip(*(gradients_of_two_batches(BlockScaling(), each) for each in (False, True)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_compiled() -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = convert(small_mlp(), BlockScaling())
+        run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        outputs = []
+        for scale in (1.0, 300.0, 0.01):
+            y = run(torch.randn(8, 32) * scale)
+            y.square().mean().backward()
+            scaling_state(model).update()
+            outputs.append(y.detach())
+        state = scaling_state(model)
+        found.append([*outputs, state.scale, state.amax_history, *(parameter.grad for parameter in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_exported_program_scales_each_batch_by_itself() -> None:
+    model = convert(small_mlp(), BlockScaling()).eval()
+    x = torch.randn(8, 32)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,)).module()
+        for scale in (1.0, 1e4):
+            assert torch.equal(program(x * scale), model(x * scale))
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_attention_of_other_keys_has_the_blocks_of_each_projection(width: int) -> None:
+    """The rows of a packed weight are those of three: of a width of 64, q's and k's are in one square."""
+    torch.manual_seed(0)
+    plain = nn.MultiheadAttention(width, 4, bias=False, batch_first=True)
+    with torch.no_grad():
+        plain.in_proj_weight[width : 2 * width] *= 1e6
+    packed = convert(copy.deepcopy(plain), BlockScaling(), ignore_modules=["out_proj"])
+    query, key = torch.randn(2, 3, width, requires_grad=True), torch.randn(2, 5, width) * 1e-6
+    y = packed(query, key, key.clone(), need_weights=False)[0]
+    y.sum().backward()
+    projections = [in_fp8(part, 128, BlockScaling()) for part in plain.in_proj_weight.chunk(3)]
+    q, k, v = (
+        torch.from_numpy(in_fp8(of.flatten(0, 1), 1, BlockScaling()) @ w.T).view(2, -1, 4, width // 4).transpose(1, 2)
+        for of, w in zip((query, key, key), projections, strict=True)
+    )
+    heads = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(y.double(), heads @ plain.out_proj.weight.double().T, rtol=1e-4, atol=1e-12)
+    assert query.grad is not None
+    assert packed.in_proj_weight.grad is not None
+    assert bool(packed.in_proj_weight.grad.isfinite().all())
+
+
+def test_what_has_one_scale_for_each_weight_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`frozen_weights='fp8'` keeps one scale .* BlockScaling\("):
+        convert(small_mlp().requires_grad_(False), BlockScaling(), frozen_weights="fp8")
+    model = convert(small_mlp(), BlockScaling())
+    with pytest.raises(ValueError, match=r"BlockScaling\(.*no static scales to write"):
+        static_scales(model, {})
+
+
+def test_experts_have_blocks_of_their_own() -> None:
+    from experts import Separate, experts, routing
+
+    stacked = experts()
+    separate = Separate(stacked)
+    hidden = torch.randn(12, 32)
+    index, weights = routing()
+    convert(stacked, BlockScaling())
+    convert(separate, BlockScaling())
+    assert torch.equal(stacked(hidden, index, weights), separate(hidden, index, weights))
+
+
+SPLIT = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from lightning_fp8 import BlockScaling
+
+torch.manual_seed(0)
+model = convert(nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)), BlockScaling())
+whole = copy.deepcopy(model)
+parallelize_module(model, init_device_mesh("cpu", (world,)), {"0": ColwiseParallel(), "1": RowwiseParallel()})
+x = torch.randn(8, 64) * torch.logspace(-4, 4, 64)
+local = lambda t: (t.to_local() if hasattr(t, "to_local") else t).detach().clone()
+for number, one in enumerate((model, whole)):
+    y = one(x)
+    y.backward(torch.ones_like(y))
+    scaling_state(one).update()
+    result[number] = {"y": local(y + 0), "dw": local(one[0].weight.grad), "amax": scaling_state(one).amax_history[0]}
+"""
+
+
+def test_parts_of_128_have_the_blocks_of_the_whole(tmp_path: Path) -> None:
+    for number, rank in enumerate(run_processes(SPLIT, tmp_path)):
+        part, whole = rank[0], rank[1]
+        torch.testing.assert_close(part["y"], whole["y"], rtol=1e-5, atol=1e-6 * whole["y"].abs().max().item())
+        expected = whole["dw"].chunk(2)[number]
+        torch.testing.assert_close(part["dw"], expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
+        # what is logged is that of the whole
+        torch.testing.assert_close(part["amax"], whole["amax"], rtol=1e-6, atol=0)
