@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from fp8_numpy import code_values, saturating_cast
+from fp8_numpy import cast_in_blocks, code_values
 from host_kernels import Guarded, HostKernel
 from torch import Tensor
 
@@ -105,36 +105,15 @@ def run(
     return results[0][0]
 
 
-def scales_of(amax: np.ndarray, power_of_two: bool) -> np.ndarray:
-    """``448 / amax``, rounded once; 1 for inf and NaN."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        scale = np.minimum(np.float32(448) / amax.astype(np.float32), FLOAT_MAX)
-    scale = np.where(np.isfinite(amax), scale, np.float32(1))
-    if power_of_two:
-        scale = np.ldexp(np.float32(1), np.frexp(scale)[1] - 1)
-    return scale.astype(np.float32)
-
-
-def expected(x: Tensor, power_of_two: bool, rows_of_block: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scale_inv, block by block."""
-    values = x.float().numpy()
-    rows, columns = values.shape
-    amax = np.empty((-(-rows // rows_of_block), -(-columns // BLOCK)), np.float32)
-    for i, j in np.ndindex(amax.shape):
-        amax[i, j] = np.abs(values[i * rows_of_block : (i + 1) * rows_of_block, j * BLOCK : (j + 1) * BLOCK]).max()
-    scale = scales_of(amax, power_of_two)
-    of_elements = scale.repeat(rows_of_block, 0)[:rows].repeat(BLOCK, 1)[:, :columns]
-    return saturating_cast(values, of_elements, "e4m3"), np.float32(1) / scale
-
-
 CANONICAL = np.where(np.isnan(code_values("e4m3")), 0x7F, np.arange(256)).astype(np.uint8)
 
 
 def check(x: Tensor, blocks: Blocks, power_of_two: bool = False, square: bool = False) -> None:
     """Codes and scales of what there is, bit for bit; of NaN codes all count as one."""
-    one = expected(x, power_of_two, BLOCK if square else 1)
+    values = x.float().numpy()
+    one = cast_in_blocks(values, "e4m3", BLOCK if square else 1, power_of_2=power_of_two)
     # the payload by columns is another cast, and of squares the same one
-    other = tuple(part.T for part in one) if square else expected(x.t(), power_of_two)
+    other = tuple(part.T for part in one) if square else cast_in_blocks(values.T, "e4m3", 1, power_of_2=power_of_two)
     for (codes, scale_inv), payload, inverse in (
         (one, blocks.y, blocks.scale_inv),
         (other, blocks.y_t, blocks.scale_inv_t),
@@ -167,10 +146,11 @@ def test_ragged_shapes_distances_and_addresses(square: bool, power_of_two: bool)
         x = storage[shift : shift + rows * (columns + wider)].view(rows, -1)[:, :columns]
         record = recorded()
         check(x, run(x, record, power_of_two, square, offset=offset), power_of_two, square)
-        largest = np.float32(x.float().abs().max())
-        assert record.amax.tolist() == [0.25, largest, 0.25]
+        largest = x.float().abs().max()
+        assert record.amax.tolist() == [0.25, largest.item(), 0.25]
         # what the whole of a weight would be scaled by; the others have none
-        assert record.scale[1] == (scales_of(largest, power_of_two) if square else 7)
+        whole = cast_in_blocks(largest.numpy()[None, None], "e4m3", 1, power_of_2=power_of_two)[1].item()
+        assert 1 / record.scale[1] == (whole if square else np.float32(1) / 7)
 
 
 def test_every_bf16_number() -> None:
