@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fp8 import BlockScaling, ScalingState, ops
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.cuda.plain import as_torch_takes, check_blocks
+from lightning_fp8.ops.cuda.plain import as_torch_takes, check_blocks, product_of_blocks
 from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot
 
 # rows, columns: empty, less than a block, a block, several, with ends within one
@@ -95,9 +95,10 @@ def test_products_are_those_of_the_values(m: int, n: int, k: int, squares: bool)
     size = values[0].abs() @ values[1].abs().T
     for found in (ops.scaled_mm(*arguments, torch.float32, True), ops.scaled_mm(*arguments, torch.float32, False)):
         assert bool(((found.double() - exact).abs() <= 1e-6 * size + 1e-6).all())
-    rounded = ops.scaled_mm(*arguments, torch.bfloat16, True)
-    exact = values[0] @ values[1].T + bias.bfloat16()
-    assert bool(((rounded.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-6 * size).all())
+    # the bias is rounded to the output's dtype, then added to the sums, which are rounded once
+    sums = ops.scaled_mm(*arguments[:4], None, *arguments[5:], torch.float32, True)
+    rounded = (sums + bias.bfloat16()).bfloat16()
+    assert torch.equal(ops.scaled_mm(*arguments, torch.bfloat16, True), rounded)
 
 
 def _by_rows(b: Tensor, slot: Slot) -> Any:
@@ -113,6 +114,45 @@ def test_scales_as_torch_takes_them() -> None:
     scales, kind = as_torch_takes(scale_inv, 200)
     assert (kind.name, tuple(scales.shape), scales.stride()) == ("BlockWise128x128", (4, 2), (1, 4))
     assert torch.equal(scales[:3].t(), scale_inv)
+
+
+def as_torch_documents(mat_a: Tensor, mat_b: Tensor, *scales: Any, output_dtype: torch.dtype, **_: Any) -> Tensor:
+    """``torch.nn.functional.scaled_mm`` from its definition, with the rules of cuBLASLt for sizes and layouts."""
+    assert mat_a.is_contiguous()
+    assert mat_b.mT.is_contiguous()
+    assert not any(size % 16 for size in (mat_a.shape[1], *mat_b.shape))
+    values = []
+    for operand, scale, kind in zip((mat_a, mat_b.mT), scales[::2], scales[1::2], strict=True):
+        (rows, k), blocks = operand.shape, -(-operand.shape[1] // 128)
+        if kind.name == "BlockWise1x128":
+            assert scale.shape == (rows, blocks)
+            by_row = scale
+        else:
+            assert scale.shape == (blocks + -blocks % 4, -(-rows // 128))
+            by_row = scale.t()[:, :blocks].repeat_interleave(128, 0)[:rows]
+        assert scale.t().is_contiguous()
+        values.append(operand.double() * by_row.repeat_interleave(128, 1)[:, :k])
+    return (values[0] @ values[1].T).to(output_dtype)
+
+
+@pytest.mark.parametrize("squares", [True, False])
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 130, 300), (64, 16, 128)])
+def test_products_by_torch_are_those_of_the_reference(
+    m: int, n: int, k: int, squares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch's product is given on a GPU, where it is untested; here it is one from its documentation."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", as_torch_documents)
+    _, slot, weight_slot = slots("float32")
+    a, _, a_inv, _ = ops.cast_blocks(torch.randn(m, k), slot, "rows")
+    w = torch.randn(n, k)
+    b, _, b_inv, *_ = ops.cast_weight_blocks(w, weight_slot, "rows") if squares else _by_rows(w, slot)
+    for bias in (None, torch.randn(n)):
+        arguments = (a, b, a_inv, b_inv, bias, "e4m3", "e4m3")
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+            expected = reference.scaled_mm(*arguments, dtype, True)
+            found = product_of_blocks(*arguments, dtype, True)
+            assert found.is_contiguous()
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_other_gpus_are_refused_by_name() -> None:

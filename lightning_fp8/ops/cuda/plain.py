@@ -110,11 +110,26 @@ def scaled_mm_in_blocks(
     Raises:
         RuntimeError: on a GPU for which cuBLASLt has no such product.
     """
-    (m, k), n = a.shape, b.shape[0]
-    if not (a.is_cuda and m and n and k):
-        operands = (a, b, a_scale_inv, b_scale_inv)
-        return reference.scaled_mm(*operands, bias, a_format, b_format, out_dtype, fast_accumulation)
+    operands, rest = (a, b, a_scale_inv, b_scale_inv), (a_format, b_format, out_dtype, fast_accumulation)
+    if not (a.is_cuda and a.numel() and b.numel()):
+        return reference.scaled_mm(*operands, bias, *rest)
     check_blocks(torch.cuda.get_device_capability(a.device), torch.version.cuda)
+    return product_of_blocks(*operands, bias, *rest)
+
+
+def product_of_blocks(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    a_format: str,
+    b_format: str,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """The same by ``torch.nn.functional.scaled_mm``; sizes that cuBLASLt does not support are padded with zeros."""
+    m, n = len(a), len(b)
     missing = -n % _ALIGNMENT
     if missing and len(b_scale_inv) == n:
         b_scale_inv = F.pad(b_scale_inv, (0, 0, 0, missing))
