@@ -110,7 +110,9 @@ case $stage in
         tests "GEMM self-tests" 90 "self_test" tests/ops/test_cuda_gemm.py
         tests "GEMM random shapes" 90 "random_shapes" tests/ops/test_cuda_gemm.py
         tests "GEMM splits" 45 "splits" tests/ops/test_cuda_gemm.py
-        tests "GEMM load, graph, chains" 120 "not (self_test or random_shapes or splits)" tests/ops/test_cuda_gemm.py
+        tests "GEMM load, graph, chains" 120 "not (self_test or random_shapes or splits or block)" \
+            tests/ops/test_cuda_gemm.py
+        tests "casts and GEMMs in blocks" 45 "block" tests/ops/test_cuda_gemm.py
         tests "graphs, threads, no waiting" 120 \
             "not (self_test or theirs or bit_pattern or ragged or reduced_overhead)" tests/ops/test_cuda.py
         ;;
@@ -118,6 +120,7 @@ case $stage in
         bench "fprop 8192x16384x4096" 40 --suite gemm --case "fprop 8192x16384x4096"
         bench "dgrad 8192x4096x16384" 40 --suite gemm --case "dgrad 8192x4096x16384"
         bench "wgrad 16384x4096x8192" 40 --suite gemm --case "wgrad 16384x4096x8192"
+        bench "GEMMs in blocks" 45 --suite blocks --case "in blocks 8192x"
         bench "small GEMMs" 40 --suite gemm --case "2048x1024x1024"
         bench "linear-GELU-linear" 120 --suite linear --case GELU
         bench "linear 8192, 4096 to 16384" 60 --suite linear --case "8192 tokens, 4096 -> 16384"
@@ -127,6 +130,7 @@ case $stage in
     4)
         tune "tune 8192x16384x4096" 90 8192x16384x4096
         tune "tune 8192x4096x4096 and 2048x1024x4096" 120 8192x4096x4096,2048x1024x4096
+        bench "casts in blocks" 20 --suite blocks --case "cast 8192x8192"
         step "profile of a GEMM" 60 ncu --set full -k regex:gemm_sm -c 2 \
             "$python" -m benchmarks --rounds 1 --suite gemm --case "fprop 8192x16384x4096"
         step "profile of a cast" 60 ncu --set full -k regex:cast_transpose -c 2 \

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import cast, gemm, launch, layer, linear, train
+from benchmarks import blocks, cast, gemm, launch, layer, linear, train
 from benchmarks.case import Case
 from benchmarks.trainer_precisions import REFERENCE, summary
 
@@ -35,6 +35,7 @@ class Suite(NamedTuple):
 SUITES = {
     "cast": Suite(cast.cases, "device", "torch.compile", copy_is_ceiling=True),
     "gemm": Suite(gemm.cases, "kernels", "cublaslt", summary=gemm.summary),
+    "blocks": Suite(blocks.cases, "kernels", "torch"),
     "launch": Suite(launch.cases, "host", "driver"),
     "linear": Suite(linear.cases, "iterations", "bf16 autocast"),
     "layer": Suite(layer.cases, "steps", REFERENCE, summary=summary),

@@ -13,7 +13,8 @@ tensors     x        [rows, columns] fp32, bf16 or fp16, rows `x_stride` element
                      gate and up may also be halves of one tensor
             `aligned`: LOADS if every 8 neighbours of x (and dy, and up) from a multiple of 8 are at a 16-byte-aligned address,
             ROWS if those of y are at an 8-byte-aligned one, COLUMNS if 16 neighbours of y_t at a 16-byte-aligned one
-tile        128 rows x 64 columns, 256 threads; thread t holds rows 4 (t / 8) + 0..3, columns 8 (t % 8) + 0..7
+tile        128 rows x 64 columns, 256 threads; thread t holds rows 4 (t / 8) + 0..3, columns 8 (t % 8) + 0..7. With
+            TILE_WIDTH 128 twice as wide, 512 threads:
 
                columns   0..7  8..15  ...  56..63
             rows 0..3     t0    t1    ...    t7
@@ -23,15 +24,22 @@ tile        128 rows x 64 columns, 256 threads; thread t holds rows 4 (t / 8) + 
 
 shared      the codes by columns, 64 x 128 bytes, and 8 x 64 column sums: 10 KB. Four codes of a column, of one thread,
             make a word; words are swizzled in groups of four by the thread's column, so that both the writes (lanes
-            with 8 different columns) and the 16-byte reads touch every bank once
+            with 8 different columns) and the 16-byte reads touch every bank once; in a tile of 128 columns two lanes
+            write to a bank. 24 KB there
 bytes       read once, written once: for bf16 2 in, 1 out by rows, 1 out by columns
 */
 #pragma once
 #include "activations.cuh"
 #include "scales.cuh"
 
-constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, THREADS = 256, WARPS = THREADS / 32;
-constexpr int THREAD_ROWS = 4, THREAD_COLUMNS = 8, WORDS_PER_COLUMN = TILE_ROWS / 4;
+#ifndef TILE_WIDTH
+#define TILE_WIDTH 64
+#endif
+constexpr int TILE_ROWS = 128, TILE_COLUMNS = TILE_WIDTH, THREAD_ROWS = 4, THREAD_COLUMNS = 8;
+constexpr int ACROSS_BITS = TILE_COLUMNS == 64 ? 3 : 4, THREADS_ACROSS = 1 << ACROSS_BITS;
+constexpr int THREADS = THREADS_ACROSS * TILE_ROWS / THREAD_ROWS;
+static_assert(THREADS_ACROSS * THREAD_COLUMNS == TILE_COLUMNS, "64 columns or 128");
+constexpr int WARPS = THREADS / 32, WORDS_PER_COLUMN = TILE_ROWS / 4;
 enum Alignment { LOADS = 1, ROWS = 2, COLUMNS = 4 };
 
 struct Outputs {
@@ -67,8 +75,8 @@ struct Place {
     bool inside;   // the whole tile is
     __device__ Place(const Tensors& tensors, int tile_row, int tile_column) {
         const int t = threadIdx.x;
-        row = (long long)tile_row * TILE_ROWS + (t >> 3) * THREAD_ROWS;
-        column = (long long)tile_column * TILE_COLUMNS + (t & 7) * THREAD_COLUMNS;
+        row = (long long)tile_row * TILE_ROWS + (t >> ACROSS_BITS) * THREAD_ROWS;
+        column = (long long)tile_column * TILE_COLUMNS + (t & (THREADS_ACROSS - 1)) * THREAD_COLUMNS;
         inside = (tile_row + 1) * (long long)TILE_ROWS <= tensors.rows &&
                  (tile_column + 1) * (long long)TILE_COLUMNS <= tensors.columns;
     }
@@ -120,16 +128,16 @@ struct Encoded {
     }
 };
 
-/* Sums of each column over the tile's rows, always in one order: 4 rows of a thread, 4 threads of a warp, 8 warps. */
+/* Sums of each column over the tile's rows, always in one order: the rows of a thread, the threads of a warp, warps. */
 __device__ __forceinline__ void sum_columns(const float (&sums)[THREAD_COLUMNS], float* column_sums, TileMemory& memory,
                                             int tile_column, int columns) {
     const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
 #pragma unroll
     for (int j = 0; j < THREAD_COLUMNS; ++j) {
         float sum = sums[j];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 8);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 16);
-        if (lane < 8) memory.sums[warp * TILE_COLUMNS + lane * THREAD_COLUMNS + j] = sum;
+#pragma unroll
+        for (int apart = THREADS_ACROSS; apart < 32; apart *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
+        if (lane < THREADS_ACROSS) memory.sums[warp * TILE_COLUMNS + lane * THREAD_COLUMNS + j] = sum;
     }
     __syncthreads();
     const int column = tile_column * TILE_COLUMNS + t;
@@ -173,7 +181,7 @@ __device__ __forceinline__ void store_rows(const u32 (&codes)[THREAD_ROWS][2], c
 __device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2], const Outputs& out,
                                               const Tensors& tensors, const Place& place, TileMemory& memory,
                                               int tile_row, int tile_column) {
-    const int t = threadIdx.x, across = t & 7, down = t >> 3;
+    const int t = threadIdx.x, across = t & (THREADS_ACROSS - 1), down = t >> ACROSS_BITS;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         u32 words[4] = {codes[0][half], codes[1][half], codes[2][half], codes[3][half]};
@@ -181,18 +189,19 @@ __device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2]
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const int column = across * THREAD_COLUMNS + half * 4 + j;
-            memory.codes[column * WORDS_PER_COLUMN + ((((down >> 2) ^ across) << 2) | (down & 3))] = words[j];
+            memory.codes[column * WORDS_PER_COLUMN + ((((down >> 2) ^ (across & 7)) << 2) | (down & 3))] = words[j];
         }
     }
     __syncthreads();
     // eight threads write the 128 bytes of a column, 16 each
+    const int sixteen = t & 7;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int column = down + 32 * i;
+    for (int first = 0; first < TILE_COLUMNS; first += THREADS / 8) {
+        const int column = first + (t >> 3);
         const uint4 chunk = *reinterpret_cast<const uint4*>(
-            &memory.codes[column * WORDS_PER_COLUMN + ((across ^ ((column >> 3) & 7)) << 2)]);
+            &memory.codes[column * WORDS_PER_COLUMN + ((sixteen ^ ((column >> 3) & 7)) << 2)]);
         const long long at_column = (long long)tile_column * TILE_COLUMNS + column;
-        const long long row = (long long)tile_row * TILE_ROWS + across * 16;
+        const long long row = (long long)tile_row * TILE_ROWS + sixteen * 16;
         u8* target = out.y_t + at_column * tensors.rows + row;
         if (place.inside && (tensors.aligned & COLUMNS)) {
             *reinterpret_cast<uint4*>(target) = chunk;

@@ -24,8 +24,8 @@ ACTIVATIONS = {
 }
 _LOADS, _ROWS, _COLUMNS = 1, 2, 4
 # struct Tensors, and struct Arguments of either family
-_TENSORS = "PPPPPqqiii4x"
-_CAST_TRANSPOSE_LAYOUT = f"{_TENSORS}PPPPPPi"
+TENSORS = "PPPPPqqiii4x"
+_CAST_TRANSPOSE_LAYOUT = f"{TENSORS}PPPPPPi"
 _GATED_LAYOUT = f"{_CAST_TRANSPOSE_LAYOUT}4xPPPPqPPPPPP"
 CAST_WEIGHTS_LAYOUT = "PPPPii"
 _WEIGHT_WORDS = 13
@@ -98,11 +98,11 @@ def cast_transpose(
         return cast_gated(kernel, gate, up, *((result,) if dy is None else (result.half(0), dy, result.half(1))))
     (rows, columns), x_at, stride, size = x.shape, x.data_ptr(), x.stride(0), x.element_size()
     grid = -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
-    loads = _loads(x_at, stride * size)
+    loads = aligned_loads(x_at, stride * size)
     dy_at = dy_stride = 0
     if dy is not None:
         dy_at, dy_stride = dy.data_ptr(), dy.stride(0)
-        loads &= _loads(dy_at, dy_stride * size)
+        loads &= aligned_loads(dy_at, dy_stride * size)
     scale, newest, index, amax, current_amax, after_measuring = row
     scale_at, newest_at, index_at = scale.data_ptr(), 0 if newest is None else newest.data_ptr(), index.data_ptr()
     current_at = 0
@@ -144,7 +144,7 @@ def cast_transpose(
         dy_stride,
         rows,
         columns,
-        loads | _stores(y_at, y_t_at, rows, columns),
+        loads | aligned_stores(y_at, y_t_at, rows, columns),
         scale_at,
         newest_at,
         index_at,
@@ -197,7 +197,7 @@ def cast_gated(
     second = results[-1]
     grid = -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
     x_at, up_at, dy_at, dy_stride = gate.data_ptr(), up.data_ptr(), address(dy), 0 if dy is None else dy.stride(0)
-    loads = _loads(x_at | up_at | dy_at, (stride | dy_stride) * size)
+    loads = aligned_loads(x_at | up_at | dy_at, (stride | dy_stride) * size)
     widths = {tensor.stride(0) for tensor in (result.y, result.column_sums) if tensor is not None}
     (width,) = widths or {columns}
     shape = (stride, dy_stride, rows, columns)
@@ -208,7 +208,7 @@ def cast_gated(
             if row.current_amax is not None and row.after_measuring is not None:
                 row.after_measuring(row.current_amax)
     outputs, up_outputs = ([address(one.y), address(one.y_t), address(one.column_sums)] for one in (result, second))
-    aligned = loads | _stores(outputs[0] | up_outputs[0], outputs[1] | up_outputs[1], rows, width)
+    aligned = loads | aligned_stores(outputs[0] | up_outputs[0], outputs[1] | up_outputs[1], rows, width)
     casting, of_up_casting = _casting(result), _casting(second)
     kernel(grid, x_at, dy_at, *outputs, *shape, aligned, *casting, 0, up_at, *up_outputs, width, *of_up_casting)
 
@@ -260,7 +260,7 @@ def weight_table(weights: Sequence[Weight]) -> WeightTable:
     words, tiles = [], [0]
     for number, (x, index, y, y_t) in enumerate(weights):
         (rows, columns), x_at, y_at, y_t_at = x.shape, x.data_ptr(), address(y), address(y_t)
-        aligned = _loads(x_at, x.stride(0) * x.element_size()) | _stores(y_at, y_t_at, rows, columns)
+        aligned = aligned_loads(x_at, x.stride(0) * x.element_size()) | aligned_stores(y_at, y_t_at, rows, columns)
         # two 32-bit fields a word, the first in the lower half
         words += [x_at, 0, y_at, y_t_at, 0, x.stride(0), 0, rows | columns << 32, aligned, index]
         words += [current_amax.data_ptr() + 4 * number, scale_inv.data_ptr() + 4 * number, list(INPUTS).index(x.dtype)]
@@ -293,13 +293,13 @@ def _over_weights(kernel: Kernel, table: WeightTable, scale: Tensor | None, amax
     kernel(table.tiles, *pointers, len(table.weights), int(measure))
 
 
-def _stores(y: int, y_t: int, rows: int, columns: int) -> int:
+def aligned_stores(y: int, y_t: int, rows: int, columns: int) -> int:
     """Which payloads, by their addresses, can be stored in whole words."""
     # a power of two divides all of several numbers if it divides their bitwise or
     by_rows, by_columns = y and not (y | columns) & 7, y_t and not (y_t | rows) & 15
     return (_ROWS if by_rows else 0) | (_COLUMNS if by_columns else 0)
 
 
-def _loads(x: int, row_bytes: int) -> int:
+def aligned_loads(x: int, row_bytes: int) -> int:
     """Whether a tensor, by its address, can be read in words of 16 bytes."""
     return 0 if (x | row_bytes) & 15 else _LOADS

@@ -3,15 +3,28 @@
 maths       out[m, n] = (sum over k of a[m, k] * b[n, k]) * a_scale_inv * b_scale_inv + bias[n]
             in fp32, rounded to nearest even once, when it is stored; the bias is rounded to the
             output's format before it is added, as autocast rounds it
+            With blocks (B_SCALE_ROWS 1 or 128) every 128 along K have their own scales, and the sum of each step is
+            multiplied by them when it is added to the others in fp32:
+            out[m, n] = sum over steps of ((sum over the 128 k of a step of a[m, k] * b[n, k]) * a_scale_inv[m, step]
+                        * b_scale_inv[n / B_SCALE_ROWS, step]) + bias[n]
 tensors     a    [m, k] FP8, rows contiguous, k a multiple of 16
             b    [n, k] FP8, rows contiguous
             out  [m, n] fp32, bf16 or fp16, rows `out_stride` elements apart, each at a multiple of 16 bytes
             bias [n] in the format that `bias_format` names
+            a_scale_inv, b_scale_inv  [1] fp32; with blocks [m, ceil(k / 128)] and [ceil(n / B_SCALE_ROWS),
+                 ceil(k / 128)], anyhow in memory: fastest where neighbouring rows are neighbours
 splits      > 1: part s of K goes to rows s * split_rows ... of out, which is then fp32; without bias. sum_splits.cu
             adds the parts up
 */
 #pragma once
 #include "activations.cuh"
+
+#ifndef B_SCALE_ROWS
+#define B_SCALE_ROWS 0
+#endif
+constexpr bool IN_BLOCKS = B_SCALE_ROWS != 0;
+// along K
+constexpr int SCALED_TOGETHER = 128;
 
 enum BiasFormat { NO_BIAS = 0, BIAS_FP32 = 1, BIAS_BF16 = 2, BIAS_FP16 = 3 };
 
@@ -23,6 +36,16 @@ struct Gemm {
     long long out_stride;
     int m, n, k, bias_format, splits;
 };
+
+/* Of the scales of blocks: elements from a row to the next, and from a step of K to the next. */
+struct ScaleStrides {
+    int a_row, a_step, b_row, b_step;
+};
+
+/* Of a whole tensor's scales the factor of all sums. */
+__device__ __forceinline__ float whole_scale(const Gemm& gemm) {
+    return IN_BLOCKS ? 1.0f : *gemm.a_scale_inv * *gemm.b_scale_inv;
+}
 
 __device__ __forceinline__ float bf16_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
 

@@ -19,10 +19,13 @@ CHAINED_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 ROW_BYTES = 16
 # rows summed in one row of the column sums
 COLUMN_SUM_ROWS = 64
+# elements along K, and rows of a weight, that share a scale of blocks
+SCALE_ROWS = 128
 SUM_SPLITS_THREADS, SUM_SPLITS_COLUMNS = 256, 4
 _MAP = "128s"
 _GEMM = "PPPPqiiiii4x"
 _CHAIN = "PPPPPPPPPi4x"
+_STRIDES = "iiii"
 _BLOCK_K = {"gemm_sm90": 128, "gemm_sm89": 64}
 _CONSUMERS, _STAGING_BYTES = 2, 16384
 # format of a bias in struct Gemm; 0 is none
@@ -71,9 +74,17 @@ class Configuration(NamedTuple):
     @property
     def layout(self) -> str:
         """Of the argument struct."""
+        return self._layout("")
+
+    @property
+    def blocks_layout(self) -> str:
+        """Of the argument struct where blocks have scales."""
+        return self._layout(_STRIDES)
+
+    def _layout(self, strides: str) -> str:
         if self.family == "gemm_sm89":
-            return f"PPqq{_GEMM}"
-        layout = f"{3 * _MAP}{_GEMM}{_CHAIN}"
+            return f"PPqq{_GEMM}{strides}"
+        layout = f"{3 * _MAP}{_GEMM}{_CHAIN}{strides}"
         # tensor maps, and so the struct, are aligned to 64 bytes
         return f"{layout}{-struct.calcsize(layout) % 64}x"
 
@@ -92,28 +103,46 @@ _SM90 = (
 _SM89 = {False: (Configuration("gemm_sm89", 128, 128, 3),), True: (Configuration("gemm_sm89", 128, 128, 4),)}
 
 
-def configurations(capability: tuple[int, int], promote: bool) -> tuple[Configuration, ...]:
+def configurations(capability: tuple[int, int], promote: bool, in_blocks: bool = False) -> tuple[Configuration, ...]:
     """The configurations for a compute capability, possibly none; the first is the one for large shapes.
 
     Args:
         capability: major and minor.
         promote: whether partial sums are added up in fp32 registers every 128 along K.
+        in_blocks: with ``promote``, whether each block of the operands has a scale of its own.
     """
     if capability == (9, 0):
         # two accumulators of 128 x 256 do not fit into a thread's registers
-        return tuple(one for one in _SM90 if not (promote and one.block_n == 256))
+        fitting = (one for one in _SM90 if not (promote and one.block_n == 256))
+        return tuple(one for one in fitting if not (in_blocks and one.ping_pong))
     # consumer GPUs of the two generations: Ada and Blackwell. sm_100 has FP8 in instructions of another kind
     return _SM89[promote] if capability == (8, 9) or capability[0] == 12 else ()
 
 
 def variant(
-    configuration: Configuration, a_format: str, b_format: str, output: torch.dtype, promote: bool
+    configuration: Configuration,
+    a_format: str,
+    b_format: str,
+    output: torch.dtype,
+    promote: bool,
+    b_scale_rows: int = 0,
 ) -> tuple[str, ...]:
-    """The definitions that make a family one kernel: the plain GEMM."""
+    """The definitions that make a family one kernel: the plain GEMM.
+
+    ``b_scale_rows``, with ``promote``: a has a scale for every 128 elements of a row, and b for every 128 of 1 or 128
+    rows; 0 where whole tensors have one.
+    """
     shape = (f"BLOCK_M={configuration.block_m}", f"BLOCK_N={configuration.block_n}", f"STAGES={configuration.stages}")
     hopper = (f"CLUSTER={configuration.cluster}", f"PING_PONG={int(configuration.ping_pong)}")
     formats = (f"A_FORMAT={a_format}", f"B_FORMAT={b_format}", f"OUTPUT={OUTPUTS[output]}")
-    return (*shape, *(hopper if configuration.family == "gemm_sm90" else ()), *formats, f"PROMOTE={int(promote)}")
+    blocks = (f"B_SCALE_ROWS={b_scale_rows}",) if b_scale_rows else ()
+    kind = (*formats, f"PROMOTE={int(promote)}", *blocks)
+    return (*shape, *(hopper if configuration.family == "gemm_sm90" else ()), *kind)
+
+
+def b_scale_rows(scale_inv: Tensor, rows: int) -> int:
+    """How many of b's rows share a scale of blocks, by the shape of ``scale_inv``: 1 or 128. One row alone has 1."""
+    return 1 if len(scale_inv) == rows else SCALE_ROWS
 
 
 def chained_variant(
@@ -140,6 +169,7 @@ def gemm(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None = None,
+    in_blocks: bool = False,
 ) -> None:
     """``out = (a @ b^T) * a_scale_inv * b_scale_inv + bias``.
 
@@ -149,11 +179,15 @@ def gemm(
         a: ``[M, K] uint8``, contiguous, K a multiple of 16.
         b: ``[N, K] uint8``, contiguous.
         out: ``[M, N]`` of the variant's output dtype, its rows at multiples of 16 bytes; written.
-        a_scale_inv: ``[] float32``.
-        b_scale_inv: ``[] float32``.
+        a_scale_inv: ``[] float32``; in blocks ``[M, ceil(K/128)]``, with any strides, each an element's distance.
+        b_scale_inv: ``[] float32``; in blocks ``[N, ceil(K/128)]`` or ``[ceil(N/128), ceil(K/128)]``, as the variant
+            says.
         bias: ``[N] float32, bfloat16 or float16``, rounded to the dtype of ``out`` before it is added.
+        in_blocks: whether the kernel is one for blocks.
     """
-    _launch(kernel, configuration, a, b, out, out.stride(0), (a_scale_inv, b_scale_inv), bias, 1)
+    scales = a_scale_inv, b_scale_inv
+    strides = _strides(scales) if in_blocks else ()
+    _launch(kernel, configuration, a, b, out, out.stride(0), scales, bias, 1, strides=strides)
 
 
 class Split(NamedTuple):
@@ -186,10 +220,12 @@ def split_gemm(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None = None,
+    in_blocks: bool = False,
 ) -> None:
     """What :func:`gemm` computes, by a kernel with fp32 output and the sum of its parts, always in the same order."""
     parts, scales = split.parts, (a_scale_inv, b_scale_inv)
-    _launch(kernel, configuration, a, b, parts, parts.stride(1), scales, None, split.count)
+    strides = _strides(scales) if in_blocks else ()
+    _launch(kernel, configuration, a, b, parts, parts.stride(1), scales, None, split.count, strides=strides)
     sum_split_parts(split, out, bias)
 
 
@@ -276,6 +312,10 @@ def chained_gemm(
     _launch(kernel, configuration, a, b, h, n, scales, bias, 1, chain)
 
 
+def _strides(scales: tuple[Tensor, Tensor]) -> tuple[int, ...]:
+    return *scales[0].stride(), *scales[1].stride()
+
+
 _NO_CHAIN = (0,) * 10
 _NO_MAP = bytes(128)
 
@@ -291,6 +331,7 @@ def _launch(
     bias: Tensor | None,
     splits: int,
     chain: tuple[int, ...] = _NO_CHAIN,
+    strides: tuple[int, ...] = (),
 ) -> None:
     (m, k), n = a.shape, b.shape[0]
     block_m, block_n, cluster = configuration.block_m, configuration.block_n, configuration.cluster
@@ -308,7 +349,7 @@ def _launch(
     )
     clusters = -(-m // (block_m * cluster)) * -(-n // block_n) * splits
     if configuration.family == "gemm_sm89":
-        kernel(clusters, a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(0), *problem)
+        kernel(clusters, a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(0), *problem, *strides)
         return
     a_map = tensor_map(kernel.device, a.data_ptr(), torch.uint8, m, k, a.stride(0), block_m, 128)
     b_map = tensor_map(kernel.device, b.data_ptr(), torch.uint8, n, k, b.stride(0), block_n // cluster, 128)
@@ -320,4 +361,4 @@ def _launch(
             kernel.device, out.data_ptr(), out.dtype, rows, n, out_stride * out.itemsize, 64, 128 // out.itemsize
         )
     grid = min(clusters, kernel.multiprocessors // cluster) * cluster
-    kernel(grid, a_map, b_map, out_map, *problem, *chain)
+    kernel(grid, a_map, b_map, out_map, *problem, *chain, *strides)

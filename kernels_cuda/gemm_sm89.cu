@@ -1,9 +1,13 @@
 /* gemm_sm89: FP8 GEMM with mma.sync, for Ada (sm_89) and the consumer GPUs of Blackwell (sm_120).
 
 maths       see gemm.cuh. The tensor cores accumulate fewer bits than fp32 has; with PROMOTE their sums over every 128
-            along K are added up in fp32 registers
+            along K are added up in fp32 registers. With blocks (B_SCALE_ROWS) they are multiplied there by their scales: a
+            thread asks global memory for those of its 8 rows and 8 columns (or the one that these share) when the
+            first of the 128 are multiplied. That takes 16 registers (9) and, for 64 sums, 128 multiply-adds and
+            products in place of 64 additions (64 and 8)
 tensors     see gemm.cuh; rows of a and b `a_stride` and `b_stride` bytes apart, at multiples of 16
-variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, PROMOTE 0|1, BLOCK_M, BLOCK_N, STAGES
+variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, PROMOTE 0|1, BLOCK_M, BLOCK_N, STAGES; with
+            PROMOTE also B_SCALE_ROWS 0|1|128
 tile        BLOCK_M x BLOCK_N of out (128 x 128), of which each of 8 warps has 64 x 32 as 4 x 4 mma of 16 x 8; K goes
             by in steps of 64:
 
@@ -40,6 +44,9 @@ struct Arguments {
     const u8* b;
     long long a_stride, b_stride;
     Gemm gemm;
+#if B_SCALE_ROWS
+    ScaleStrides strides;
+#endif
 };
 
 /* This block's tile, by its first row and column, and its steps along K. */
@@ -93,16 +100,48 @@ struct Copier {
     }
 };
 
+/* The scales of 128 along K, of the rows and columns of which this thread has sums; `row` and `column` are the warp's
+   first. What is outside of a and b takes the last one's. */
+#if B_SCALE_ROWS
+static_assert(PROMOTE && BLOCK_N == SCALED_TOGETHER, "columns of a tile share a scale");
+struct StepScales {
+    float of_a[MMAS_M][2], of_b[MMAS_N][2];
+    __device__ void load(const Arguments& arguments, int row, int column, int step) {
+        const Gemm& gemm = arguments.gemm;
+        const ScaleStrides& strides = arguments.strides;
+        const int lane = threadIdx.x % 32;
+        const float* a = gemm.a_scale_inv + (long long)step * strides.a_step;
+        const float* b = gemm.b_scale_inv + (long long)step * strides.b_step;
+#pragma unroll
+        for (int i = 0; i < 2 * MMAS_M; ++i) {
+            const int m = min(row + 8 * i + lane / 4, gemm.m - 1);
+            of_a[i / 2][i % 2] = a[(long long)m * strides.a_row];
+        }
+#pragma unroll
+        for (int j = 0; j < 2 * MMAS_N; ++j) {
+            const int n = B_SCALE_ROWS == 1 ? min(column + j / 2 * 8 + 2 * (lane % 4) + j % 2, gemm.n - 1) : column;
+            of_b[j / 2][j % 2] = b[(long long)(n / B_SCALE_ROWS) * strides.b_row];
+        }
+    }
+    __device__ float of(int i, int j, int element) const { return of_a[i][element / 2] * of_b[j][element % 2]; }
+};
+#else
+struct StepScales {
+    __device__ void load(const Arguments&, int, int, int) {}
+    __device__ float of(int, int, int) const { return 1.0f; }
+};
+#endif
+
 struct Sums {
     float of[MMAS_M][MMAS_N][4];
-    __device__ void add(Sums& partial) {
+    __device__ void add(Sums& partial, const StepScales& scales) {
 #pragma unroll
         for (int i = 0; i < MMAS_M; ++i)
 #pragma unroll
             for (int j = 0; j < MMAS_N; ++j)
 #pragma unroll
                 for (int element = 0; element < 4; ++element) {
-                    of[i][j][element] += partial.of[i][j][element];
+                    of[i][j][element] += partial.of[i][j][element] * scales.of(i, j, element);
                     partial.of[i][j][element] = 0.0f;
                 }
     }
@@ -149,7 +188,7 @@ __device__ __forceinline__ void store(const Sums& sums, const Gemm& gemm, int ro
     const int lane = threadIdx.x % 32;
     const long long split_rows = (gemm.m + BLOCK_M - 1) / BLOCK_M * BLOCK_M;
     auto* out = static_cast<typename Output::Element*>(gemm.out) + split * split_rows * gemm.out_stride;
-    const float scale = *gemm.a_scale_inv * *gemm.b_scale_inv;
+    const float scale = whole_scale(gemm);
 #pragma unroll
     for (int j = 0; j < MMAS_N; ++j) {
         const int n = column + 8 * j + 2 * (lane % 4);
@@ -184,14 +223,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROMOTE ? 1 : 2)
     };
     for (int stage = 0; stage < STAGES - 1; ++stage) copy(work.first_step + stage, stage);
     Sums sums = {}, partial = {};
+    StepScales scales;
     int stage = 0;
     for (int step = work.first_step; step < work.end_step; ++step) {
         copy_wait<STAGES - 2>();
         // what all threads copied has arrived, and nobody reads any longer what the step before multiplied
         __syncthreads();
         copy(step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
+        if (step % STEPS_PROMOTED == 0)
+            scales.load(arguments, work.row + warp_row, work.column + warp_column, step / STEPS_PROMOTED);
         multiply(PROMOTE ? partial : sums, stages + stage * STAGE_BYTES, warp_row, warp_column);
-        if (PROMOTE && (step % STEPS_PROMOTED == STEPS_PROMOTED - 1 || step + 1 == work.end_step)) sums.add(partial);
+        if (PROMOTE && (step % STEPS_PROMOTED == STEPS_PROMOTED - 1 || step + 1 == work.end_step)) sums.add(partial, scales);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     store<OUTPUT>(sums, gemm, work.row + warp_row, work.column + warp_column, work.split);

@@ -22,8 +22,8 @@ tile        BLOCK_M x BLOCK_N of the output, of which each of two warpgroups com
             warpgroup 2    -                  | products of tile 1  | store 1       | products of 3
 variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, BLOCK_M, BLOCK_N 128|256, STAGES, CLUSTER;
             PING_PONG 0|1, with 1 at 128 x 128; PROMOTE 1: partial sums leave the tensor cores every 128 along K and are
-            added up in fp32 registers (the tensor cores' own accumulator keeps fewer bits). CHAIN FORWARD|BACKWARD,
-            ACTIVATION, FORMAT
+            added up in fp32 registers (the tensor cores' own accumulator keeps fewer bits). With PROMOTE also
+            B_SCALE_ROWS 0|1|128, see gemm_sm90_blocks.cuh. CHAIN FORWARD|BACKWARD, ACTIVATION, FORMAT
 grid        at most a block for each multiprocessor, whole clusters, 384 threads; each cluster takes every n-th tile.
             Tiles are ordered in groups of 16 rows of tiles, so that concurrent tiles share operands in the L2 cache
 shared      STAGES * (BLOCK_M + BLOCK_N) * 128 bytes, 16 KB per warpgroup to stage its stores, the bias, the barriers
@@ -39,6 +39,7 @@ reference   lightning_fp8.ops.reference.scaled_mm
 #else
 #include "gemm_sm90_store.cuh"
 #endif
+#include "gemm_sm90_blocks.cuh"
 
 /* Loads all steps of all tiles of this block, and what their ends read, as stages become empty. */
 __device__ __forceinline__ void produce(const Arguments& arguments, const SharedMemory& memory, u32 block) {
@@ -69,7 +70,7 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Shared
 
 /* Partial sums of one step at a time, added up in registers. */
 __device__ __forceinline__ void multiply_promoted(Sums (&sums)[PIECES], const Tile& tile, const SharedMemory& memory,
-                                                  Stage& stage, int share, const Turn& turn) {
+                                                  Stage& stage, int share, const Turn& turn, StepScales scales) {
     Sums step_sums;
     for (int step = tile.first_step; step < tile.end_step; ++step) {
         barrier_wait(memory.full(stage.index), stage.parity);
@@ -82,13 +83,14 @@ __device__ __forceinline__ void multiply_promoted(Sums (&sums)[PIECES], const Ti
             for (int k = 0; k < BLOCK_K; k += MMA_K)
                 mma(step_sums.values, operand_at(a, piece * PIECE_ROWS * BLOCK_K + k), operand_at(b, k), k == 0);
             mma_commit();
+            if (piece == 0) scales.advance(step + 1 < tile.end_step);
             mma_wait<0>();
             if (piece == PIECES - 1) release(memory, stage.index);
-#pragma unroll
-            for (int i = 0; i < BLOCK_N / 2; ++i) sums[piece].values[i] += step_sums.values[i];
+            scales.add(sums[piece], step_sums, piece);
         }
         stage.advance();
     }
+    scales.end();
     turn.give();
 }
 
@@ -142,7 +144,10 @@ __device__ __forceinline__ void consume(const Arguments& arguments, const Shared
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; ++i) sums[piece].values[i] = 0.0f;
         turn.take();
-        if constexpr (PROMOTE) multiply_promoted(sums, tile, memory, stage, share, turn);
+        if constexpr (PROMOTE) {
+            const StepScales scales(arguments, memory, tile, consumer, tile.row + share * CONSUMER_ROWS);
+            multiply_promoted(sums, tile, memory, stage, share, turn, scales);
+        }
         else multiply(sums, tile, memory, stage, share, turn);
         epilogue.begin(tile);
 #pragma unroll

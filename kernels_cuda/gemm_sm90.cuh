@@ -37,6 +37,9 @@ struct Arguments {
     TensorMap a, b, out;
     Gemm gemm;
     Chain chain;
+#if B_SCALE_ROWS
+    ScaleStrides strides;
+#endif
 };
 
 /* The sums of a warpgroup's 64 x BLOCK_N piece that one thread holds: see `mma`. */

@@ -18,7 +18,7 @@ struct Epilogue {
 
     __device__ __forceinline__ Epilogue(const Arguments& arguments, const SharedMemory& memory, int consumer)
         : arguments(arguments), gemm(arguments.gemm), staging(memory.staging(consumer)), bias(memory.bias(consumer)),
-          consumer(consumer), scale(*gemm.a_scale_inv * *gemm.b_scale_inv) {}
+          consumer(consumer), scale(whole_scale(gemm)) {}
 
     // the previous tile has passed its last barrier: no thread still reads its bias
     __device__ __forceinline__ void begin(const Tile& tile) { stage_bias(gemm, bias, tile.column); }

@@ -77,3 +77,6 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
                  : "l"(address));
     return words;
 }
+
+/* The compiler no longer knows where a word came from: what is made of it again takes instructions, not registers. */
+__device__ __forceinline__ void forget_origin(u32& word) { asm volatile("" : "+r"(word)); }

@@ -29,10 +29,15 @@ def cast(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Te
         # as integers, the bits of non-negative floats order as finite < inf < NaN
         found = (largest if layout != "columns" else of_columns).view(torch.int32)[None]
         amax.view(torch.int32).scatter_reduce_(0, slot.index, found, "amax")
+    count_if_asked(x, scale_inv, columns_scale_inv, slot, layout)
+    return rows, columns, scale_inv, columns_scale_inv
+
+
+def count_if_asked(x: Tensor, scale_inv: Tensor, columns_scale_inv: Tensor, slot: Slot, layout: str) -> None:
+    """Counts what this cast has lost, by rows where both layouts are made."""
     if is_counting(slot):
         inverse, x = (scale_inv, x) if layout != "columns" else (columns_scale_inv, x.t())
-        count(x, _by_element(inverse.reciprocal(), x), slot)
-    return rows, columns, scale_inv, columns_scale_inv
+        count(x, by_element(inverse.reciprocal(), x), slot)
 
 
 def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,7 +53,7 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
             row = int(slot.index)
             slot.state.see_weight_cast(row, float(slot.state.amax[row]), slot.record)
     if is_counting(slot):
-        count(weight, _by_element(scale, weight), slot)
+        count(weight, by_element(scale, weight), slot)
     payload = _payload(weight, per_row(scale, len(weight)), fmt)
     return (
         payload if layout != "columns" else nothing(weight, torch.uint8),
@@ -103,5 +108,6 @@ def _blocks(x: Tensor) -> Tensor:
     return F.pad(x, (0, blocks * BLOCK - x.shape[1])).unflatten(1, (blocks, BLOCK))
 
 
-def _by_element(scale: Tensor, x: Tensor) -> Tensor:
+def by_element(scale: Tensor, x: Tensor) -> Tensor:
+    """The scale of each element's block."""
     return per_row(scale, len(x)).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]

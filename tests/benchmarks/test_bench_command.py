@@ -95,7 +95,7 @@ def test_a_cpu_that_emulates_bf16_is_named(
 
 
 def test_all_is_every_suite(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(SUITES) == ["cast", "gemm", "launch", "linear", "layer", "train"]
+    assert list(SUITES) == ["cast", "gemm", "blocks", "launch", "linear", "layer", "train"]
     measured: list[str] = []
     monkeypatch.setattr(command, "_measure", lambda run, cases, out, begin: measured.append(run.name) or [])
     run("--suite", "all")
@@ -272,7 +272,7 @@ def test_a_chart_for_each_suite_that_has_bars(tmp_path: Path, monkeypatch: pytes
 
 
 def test_baselines_are_variants_of_their_suites() -> None:
-    for name in ("cast", "gemm", "linear", "layer", "train"):
+    for name in ("cast", "gemm", "blocks", "linear", "layer", "train"):
         suite = SUITES[name]
         for case in suite.cases(CPU):
             assert any(variant.name.startswith(suite.baseline) for variant in case.variants(CPU))

@@ -294,6 +294,16 @@ def test_compiles_without_spills(one: Chosen, arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("b_scale_rows", [1, 128])
+def test_blocks_compile_without_spills(b_scale_rows: int, arch: str) -> None:
+    # the end of a tile is that of the others
+    defines = variant(chosen(True), "e4m3", "e4m3", torch.float32, True, b_scale_rows)
+    registers, static_bytes = resources(compiled(("gemm_sm89", defines), arch)[1])
+    assert registers * chosen(True).threads <= REGISTERS
+    assert static_bytes == 0
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("one", [EVERY[0], EVERY[8], EVERY[17]], ids=str)
 def test_instructions(one: Chosen, arch: str, tmp_path: Path) -> None:
     (a_format, b_format), output, _ = one

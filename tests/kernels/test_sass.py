@@ -10,7 +10,8 @@ import torch
 from host_kernels import VARIANTS
 from sass import Family, compiled, count, instructions, name, program, resources
 
-from kernels_cuda.casts import variant
+from kernels_cuda import block_casts
+from kernels_cuda.casts import INPUTS, variant
 
 ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a", "sm_120a")
 REGISTERS_PER_MULTIPROCESSOR = 1 << 16
@@ -23,6 +24,9 @@ def casts(*chosen: object) -> Family:
 WEIGHTS: Family = ("cast_weights", ())
 UPDATE: Family = ("update_scales", ())
 EVERY_CAST = [casts(*chosen) for chosen in VARIANTS]
+IN_BLOCKS: list[Family] = [
+    ("cast_blocks", block_casts.variant(dtype, square)) for dtype in INPUTS for square in (False, True)
+]
 # one of each shape of code, to be disassembled
 CHOSEN = [
     casts(torch.bfloat16, "e4m3"),
@@ -40,6 +44,8 @@ def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
     """How many blocks of how many threads a kernel asks room for in its launch bounds."""
     if family == UPDATE:
         return 1, 1024
+    if family in IN_BLOCKS:
+        return 1 if "INPUT=Fp32" in family[1] else 2, 512
     if family == WEIGHTS or "GATED=1" in family[1] or "BACKWARD=1" in family[1]:
         return 2, 256
     plain = "ACTIVATION=Identity" in family[1] or "ACTIVATION=Relu" in family[1]
@@ -50,7 +56,7 @@ def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
 COMPILED = [
     pytest.param(family, arch, id=f"{name(family)} {arch}")
     for arch in ARCHITECTURES
-    for family in (*EVERY_CAST, WEIGHTS, UPDATE)
+    for family in (*EVERY_CAST, WEIGHTS, *IN_BLOCKS, UPDATE)
     if arch == "sm_90a" or not {"INPUT=Fp32", "INPUT=Fp16"} & set(family[1])
 ]
 
@@ -60,8 +66,9 @@ def test_compiles_without_spills(family: Family, arch: str) -> None:
     registers, static_bytes = resources(compiled(family, arch)[1])
     blocks, threads = blocks_per_multiprocessor(family)
     assert registers * blocks * threads <= REGISTERS_PER_MULTIPROCESSOR
-    # shared memory that is more than 48 KB a block would have to be asked for
-    assert static_bytes * blocks <= 48 << 10
+    # of one block more than 48 KB would have to be asked for; a multiprocessor has at least 100 KB
+    assert static_bytes <= 48 << 10
+    assert (static_bytes + 1024) * blocks <= 100 << 10
 
 
 def test_every_variant_there_is() -> None:
@@ -138,6 +145,34 @@ def shortest_way(lines: list[str], labels: dict[str, int], start: int, landmark:
                 steps[one] = steps[place] + 1
                 queue.append(one)
     raise AssertionError(f"no way to {landmark}")
+
+
+@pytest.mark.parametrize("family", IN_BLOCKS[2:4], ids=name)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_casts_in_blocks(arch: str, family: Family, tmp_path: Path) -> None:
+    found = instructions(family, arch, tmp_path)
+    assert not count(found, r"(LDL|STL|F2F|DMUL|DADD|DFMA)\b.*"), found
+    # bf16: four rows of eight elements a thread, 16 bytes at once, read once
+    assert count(found, r"LDG\.E\.NA\.128\.CONSTANT") == 4, found
+    assert count(found, r"STG\.E\.64") == 4, found
+    assert count(found, r"STG\.E\.128") == 2, found
+    # by rows and by columns other codes, of a square the same
+    squares = "SQUARE=1" in family[1]
+    assert count(found, r"F2FP\.SATFINITE\.E4M3\.F32\..*") == count(found, r"F2FP\.SATFINITE\..*") == 16 * (2 - squares)
+    # maxima over a row in half a warp, and over two halves for columns and for their sums
+    assert count(found, r"SHFL\.BFLY") == (0 if squares else 4 * 4 + 8 + 8), found
+    # the tensor's maximum, of a square also the number of those that are done, and the last one's look at both
+    assert count(found, rf"{ATOMIC}\..*") == (3 if squares else 1), found
+
+
+def test_a_cast_in_blocks_costs_an_element_at_most(tmp_path: Path) -> None:
+    """As below, for a thread that divides for no scale."""
+    lines, labels = program(IN_BLOCKS[2], "sm_90a", tmp_path)
+    passed, place = 0, 0
+    for landmark in (r"LDG\.E\.NA\.128", "SHFL", "BAR", "BAR", r"STG\.E\.64", r"STG\.E\.128", "EXIT"):
+        place, between = shortest_way(lines, labels, place, landmark)
+        passed += between
+    assert passed / 32 <= 17.5
 
 
 def test_update_scales_moves_words(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from gemm_cases import FORMAT_PAIRS
-from sass import Family, compiled, count, instructions, name, program, resources
+from sass import LINE, Family, compiled, count, instructions, name, program, resources
 
 from kernels_cuda import gemm
 from kernels_cuda.gemm import Configuration, configurations
@@ -30,6 +31,17 @@ def chained(configuration: Configuration, output: torch.dtype, promote: bool, ac
     )
 
 
+def in_blocks(configuration: Configuration, output: torch.dtype, b_scale_rows: int) -> Chosen:
+    defines = gemm.variant(configuration, "e4m3", "e4m3", output, True, b_scale_rows)
+    return configuration, (configuration.family, defines)
+
+
+BLOCKS = [
+    in_blocks(one, output, rows)
+    for one in configurations((9, 0), True, in_blocks=True)
+    for rows in (1, 128)
+    for output in ((torch.float32,) if rows == 1 else (torch.bfloat16,))
+]
 # every configuration with each end of a tile; every format, output and activation with one of them
 EVERY = [
     *(plain(one, "e4m3", "e4m3", torch.bfloat16, False) for one in FAST),
@@ -48,7 +60,7 @@ def named(chosen: Chosen) -> str:
     return name(chosen[1])
 
 
-@pytest.mark.parametrize("chosen", EVERY, ids=named)
+@pytest.mark.parametrize("chosen", EVERY + BLOCKS, ids=named)
 def test_compiles_without_spills(chosen: Chosen) -> None:
     configuration, family = chosen
     registers, static_bytes = resources(compiled(family, "sm_90a")[1])
@@ -130,6 +142,34 @@ def test_the_turn_is_given_while_products_run(tmp_path: Path) -> None:
         given.append(sum("SYNCS.ARRIVE" in line for line in rest[:waits]))
     # both release the stage before
     assert given == [2, 1]
+
+
+def step_instructions(family: Family, folder: Path) -> list[str]:
+    """Of a thread that computes, for 128 along K: the innermost loop around all products."""
+    lines, labels = program(family, "sm_90a", folder)
+    products = [place for place, line in enumerate(lines) if "QGMMA" in line]
+    jumps = ((place, re.search(r"BRA.*`\((\.L_\w+)\)", line)) for place, line in enumerate(lines))
+    loops = [(place, labels[jump[1]]) for place, jump in jumps if jump]
+    around = [lines[start : end + 1] for end, start in loops if start < products[0] and end > products[-1]]
+    return min(around, key=len)
+
+
+@pytest.mark.parametrize(("b_scale_rows", "most"), [(0, 190), (128, 225), (1, 395)])
+def test_a_step_with_scales_costs_at_most(b_scale_rows: int, most: int, tmp_path: Path) -> None:
+    family = in_blocks(PROMOTED[0], torch.bfloat16, b_scale_rows)[1]
+    step = step_instructions(family, tmp_path)
+    found = Counter(LINE.findall("\n".join(step)))
+    assert len(step) <= most, found
+    # of 64 x 128 sums twice, 64 a thread, an addition each or a multiply-add
+    assert count(found, "FADD") == (0 if b_scale_rows else 128), found
+    assert count(found, "FFMA") == (128 if b_scale_rows else 0), found
+    # of a thread's four rows and one column, for the next step
+    assert count(found, r"LDG\.E") == (5 if b_scale_rows else 0), found
+    # a wait for each piece's products: were they serialised, for each product
+    assert sum("DEPBAR" in line for line in step) == 2, found
+    by_columns = b_scale_rows == 1
+    assert count(found, r"LDS\..*") == (32 if by_columns else 0), found
+    assert count(found, r"BAR\.SYNC.*") == (2 if by_columns else 0), found
 
 
 # --- what the end of a tile costs ------------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gemm_cases import ACCUMULATION, FORMAT_PAIRS, Operands, Problem, assert_close, operands, random_problems
+from sqnr import sqnr
 from torch import Tensor, nn
 
 from kernels_cuda import gemm
 from kernels_cuda.gemm import Configuration, Split
 from kernels_cuda.launch import Kernel
 from kernels_cuda.load import load
-from lightning_fp8 import DelayedScaling, convert, ops, scaling_state
+from lightning_fp8 import BlockScaling, DelayedScaling, convert, ops, scaling_state
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.cuda import kernels
 
@@ -188,3 +189,32 @@ def test_training_with_each_setting(gpu: torch.device, setting: str) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_block_kernels_pass_their_self_tests(gpu: torch.device) -> None:
+    """Of all dtypes and configurations; the products with the scales of each step."""
+    every = kernels.variants(torch.cuda.get_device_capability(gpu), every=True)
+    in_blocks = [one for one in every if one.family == "cast_blocks" or "B_SCALE_ROWS" in one.name]
+    assert len(in_blocks) >= 6
+    failures = {one.name: one.self_test(gpu, kernel_of(one, gpu)) for one in in_blocks}
+    assert [name for name, failure in failures.items() if failure is not None] == [], failures
+
+
+@pytest.mark.parametrize("shape", [(8192, 4096, 4096), (333, 250, 1000), (1, 16, 100)])
+def test_training_products_in_blocks(gpu: torch.device, shape: tuple[int, int, int]) -> None:
+    """fprop, dgrad and wgrad of a layer, every time the same, beside fp64."""
+    m, n, k = shape
+    layer = convert(nn.Linear(k, n, bias=False), BlockScaling()).to(gpu)
+    x = (torch.randn(m, k, device=gpu) * torch.randn(m, 1, device=gpu).exp()).requires_grad_()
+    dy, runs = torch.randn(m, n, device=gpu), []
+    for _ in range(2):
+        x.grad = layer.weight.grad = None
+        y = layer(x)
+        y.backward(dy)
+        runs.append((y.detach(), x.grad, layer.weight.grad))
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
+    with torch.no_grad():
+        w, wide = layer.weight.double(), x.double()
+        for made, exact in zip(runs[0], (wide @ w.t(), dy.double() @ w, dy.double().t() @ wide), strict=True):
+            assert sqnr(made, exact) > 24

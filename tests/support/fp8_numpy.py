@@ -34,22 +34,20 @@ def cast_in_blocks(
     """Codes ``uint8`` and inverse scales ``float32``, ``[ceil(M / rows), ceil(K / columns)]``: each block is cast by
     itself, with the largest value of the format over its own, or with 1 if it holds inf or NaN.
     """
-    codes = np.empty(x.shape, np.uint8)
-    scale_inv = np.empty((-(-x.shape[0] // rows), -(-x.shape[1] // columns)), np.float32)
-    for i, j in np.ndindex(*scale_inv.shape):
+    scales = np.ones((-(-x.shape[0] // rows), -(-x.shape[1] // columns)), np.float32)
+    for i, j in np.ndindex(*scales.shape):
         at = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-        amax, scale = np.abs(x[at]).max().astype(np.float32), np.float32(1)
+        amax = np.abs(x[at]).max().astype(np.float32)
         if np.isfinite(amax):
             with np.errstate(divide="ignore", over="ignore"):
-                scale = np.minimum(np.float32(DEFINITIONS[fmt][3]) / amax, np.finfo(np.float32).max)
-        if power_of_2:
-            scale = np.float32(2.0 ** (np.frexp(scale)[1] - 1))
-        codes[at] = saturating_cast(x[at], scale, fmt)
-        scale_inv[i, j] = np.float32(1) / scale
-    return codes, scale_inv
+                scales[i, j] = np.minimum(np.float32(DEFINITIONS[fmt][3]) / amax, np.finfo(np.float32).max)
+    if power_of_2:
+        scales = np.ldexp(np.float32(1), np.frexp(scales)[1] - 1)
+    of_elements = scales.repeat(rows, 0).repeat(columns, 1)[: x.shape[0], : x.shape[1]]
+    return saturating_cast(x, of_elements, fmt), np.float32(1) / scales
 
 
-def saturating_cast(x: np.ndarray, scale: np.float32, fmt: str) -> np.ndarray:
+def saturating_cast(x: np.ndarray, scale: np.float32 | np.ndarray, fmt: str) -> np.ndarray:
     """``sat(x * scale)`` as ``uint8`` codes: product in fp32, nearest value, ties to the even code; NaN is 0x7F."""
     maximum = DEFINITIONS[fmt][3]
     with np.errstate(over="ignore", invalid="ignore"):

@@ -99,7 +99,9 @@ def gemm(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None = None,
+    in_blocks: bool = False,
 ) -> None:
+    assert not in_blocks
     assert out.dtype == kernel.output
     check_rows(out)
     product = _product(kernel, a, b, a_scale_inv, b_scale_inv)
@@ -116,7 +118,9 @@ def split_gemm(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None = None,
+    in_blocks: bool = False,
 ) -> None:
+    assert not in_blocks
     (m, n), steps = out.shape, -(-a.shape[1] // 128)
     assert kernel.output == split.parts.dtype == torch.float32
     assert split.parts.shape[:2] == (split.count, kernel_gemm.split_rows(configuration, m))

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, empty_strided
 
-from kernels_cuda import casts, scales
+from kernels_cuda import block_casts, casts, scales
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops import blocks
 from lightning_fp8.ops.activations import activate, activation_gradient, gated, gated_gradients
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.cuda.gemm import scaled_mm
-from lightning_fp8.ops.cuda.kernels import cast_kernel, update_kernel, weights_kernel
+from lightning_fp8.ops.cuda.kernels import block_cast_kernel, cast_kernel, update_kernel, weights_kernel
 from lightning_fp8.ops.library import is_k_major
 from lightning_fp8.ops.operand import Columns, Slot, State, WeightSlot, nothing
 from lightning_fp8.ops.reference import as_asked, max_abs
@@ -48,12 +48,38 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
 
 def cast_blocks(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_blocks``."""
-    return blocks.cast(x, slot, layout)
+    kernel = block_cast_kernel(x.device, x.dtype, False) if x.numel() and slot.format == "e4m3" else None
+    if kernel is None:
+        return blocks.cast(x, slot, layout)
+    x, (rows, columns), device = x if x.stride(1) == 1 else x.contiguous(), x.shape, x.device
+    y = y_t = nothing(x, torch.uint8)
+    scale_inv = scale_inv_t = nothing(x, torch.float32)
+    if layout != "columns":
+        y, scale_inv = x.new_empty(rows, columns, dtype=torch.uint8), block_casts.new_scales(rows, columns, device)
+    if layout != "rows":
+        y_t, scale_inv_t = x.new_empty(columns, rows, dtype=torch.uint8), block_casts.new_scales(columns, rows, device)
+    amax, _, _ = slot.open()
+    recorded = None if amax is None else block_casts.Recorded(slot.index, amax)
+    block_casts.cast_blocks(kernel, x, recorded, slot.own.blocks != "float32", y, scale_inv, y_t, scale_inv_t)
+    blocks.count_if_asked(x, scale_inv, scale_inv_t, slot, layout)
+    return y, y_t, scale_inv, scale_inv_t
 
 
 def cast_weight_blocks(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_weight_blocks``."""
-    return blocks.cast_weight(weight, slot, layout)
+    kernel = block_cast_kernel(weight.device, weight.dtype, True) if weight.numel() and slot.format == "e4m3" else None
+    if kernel is None:
+        return blocks.cast_weight(weight, slot, layout)
+    weight, (rows, columns), state = weight if weight.stride(1) == 1 else weight.contiguous(), weight.shape, slot.state
+    y = nothing(weight, torch.uint8) if layout == "columns" else weight.new_empty(rows, columns, dtype=torch.uint8)
+    y_t = nothing(weight, torch.uint8) if layout == "rows" else weight.new_empty(columns, rows, dtype=torch.uint8)
+    squares = -(-rows // blocks.BLOCK), -(-columns // blocks.BLOCK)
+    scale_inv = weight.new_empty(squares, dtype=torch.float32)
+    recorded = None if state is None else block_casts.Recorded(slot.index, state.amax, state.scale)
+    block_casts.cast_squares(kernel, weight, recorded, scale_inv, slot.own.blocks != "float32", y, y_t)
+    if is_counting(slot):
+        count(weight, blocks.by_element(scale_inv.reciprocal(), weight), slot)
+    return y, y_t, scale_inv
 
 
 def cast_weights(

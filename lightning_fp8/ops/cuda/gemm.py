@@ -32,9 +32,7 @@ def scaled_mm(
 ) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``."""
     if a_scale_inv.dim():
-        return plain.scaled_mm_in_blocks(
-            a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation
-        )
+        return _in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation, gemm)
     promote = not fast_accumulation
     (m, k), n = a.shape, b.shape[0]
     choice = gemm_choice.choose(a.device, gemm, m, n, k, promote, out_dtype)
@@ -104,6 +102,31 @@ def run_choice(
     return out.contiguous()
 
 
+def _in_blocks(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    a_format: str,
+    b_format: str,
+    output: torch.dtype,
+    fast_accumulation: bool,
+    gemm: str,
+) -> Tensor:
+    """:func:`scaled_mm` where each block has a scale. Our kernels take no squares of a, and always promote."""
+    operands = (a, b, a_scale_inv, b_scale_inv)
+    (m, k), n = a.shape, b.shape[0]
+    choice = gemm_choice.choose_in_blocks(a.device, gemm, m, n, k) if len(a_scale_inv) == m else Choice(None)
+    b_scale_rows = kernel_gemm.b_scale_rows(b_scale_inv, n)
+    found = kernels_of(choice, a.device, a_format, b_format, output, True, b_scale_rows)
+    if found is None:
+        return plain.scaled_mm_in_blocks(*operands, bias, a_format, b_format, output, fast_accumulation)
+    out = _output(m, n, output, a.device)
+    _launch(found, out, *operands, bias, in_blocks=True)
+    return out.contiguous()
+
+
 class Found(NamedTuple):
     """The kernels of a choice: the GEMM and, where K is split, the sum of the parts."""
 
@@ -114,14 +137,25 @@ class Found(NamedTuple):
 
 
 def kernels_of(
-    choice: Choice, device: torch.device, a_format: str, b_format: str, output: torch.dtype, promote: bool
+    choice: Choice,
+    device: torch.device,
+    a_format: str,
+    b_format: str,
+    output: torch.dtype,
+    promote: bool,
+    b_scale_rows: int = 0,
 ) -> Found | None:
-    """The kernels for a choice; None for cuBLASLt, or if a kernel is not available."""
+    """The kernels for a choice; None for cuBLASLt, or if a kernel is not available. ``b_scale_rows``: see
+    :func:`kernels_cuda.gemm.variant`."""
     if choice.configuration is None:
         return None
     # parts of a sum are in fp32
     stored = output if choice.splits == 1 else torch.float32
-    kernel = kernels.gemm_kernel(device, choice.configuration, a_format, b_format, stored, promote)
+    variant = (device, choice.configuration, a_format, b_format, stored)
+    if b_scale_rows:
+        kernel = kernels.block_gemm_kernel(*variant, b_scale_rows)
+    else:
+        kernel = kernels.gemm_kernel(*variant, promote)
     if kernel is None:
         return None
     sum_kernel = kernels.sum_splits_kernel(device, output) if choice.splits > 1 else None
@@ -138,17 +172,18 @@ def _launch(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None,
+    in_blocks: bool = False,
 ) -> None:
     bias = None if bias is None else bias.contiguous()
     operands = (as_operand(a), as_operand(b), out, a_scale_inv, b_scale_inv, bias)
     configuration, kernel, splits, sum_kernel = found
     if sum_kernel is None:
-        kernel_gemm.gemm(kernel, configuration, *operands)
+        kernel_gemm.gemm(kernel, configuration, *operands, in_blocks)
         return
     (m, n), per_row = out.shape, ROW_BYTES // torch.float32.itemsize
     shape = (splits, kernel_gemm.split_rows(configuration, m), _up_to(per_row, n))
     parts = torch.empty(shape, dtype=torch.float32, device=a.device)
-    kernel_gemm.split_gemm(kernel, configuration, Split(splits, parts, sum_kernel), *operands)
+    kernel_gemm.split_gemm(kernel, configuration, Split(splits, parts, sum_kernel), *operands, in_blocks)
 
 
 def as_operand(payload: Tensor) -> Tensor:

@@ -105,6 +105,20 @@ def choose(device: torch.device, gemm: str, m: int, n: int, k: int, promote: boo
 
 
 @functools.lru_cache(maxsize=4096)
+def choose_in_blocks(device: torch.device, gemm: str, m: int, n: int, k: int) -> Choice:
+    """The same where each block of the operands has a scale: ours by :func:`estimated` where the GPU has any.
+
+    cuBLASLt for ``"cublaslt"``, and where there is no kernel.
+    """
+    check_gemm(gemm)
+    if gemm == "cublaslt" or device.type != "cuda" or backend() == "reference" or 0 in (m, n, k):
+        return Choice(None)
+    gpu = torch.cuda.get_device_properties(device)
+    ours = configurations((gpu.major, gpu.minor), True, in_blocks=True)
+    return estimated(ours, m, n, k, True, gpu.multi_processor_count) if ours else Choice(None)
+
+
+@functools.lru_cache(maxsize=4096)
 def is_chained(
     device: torch.device, activation: str, m: int, n: int, k: int, promote: bool, output: torch.dtype
 ) -> bool:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from kernels_cuda import casts, gemm, load, scales
+from kernels_cuda import block_casts, casts, gemm, load, scales
 from kernels_cuda.compile import KernelsUnavailable
 from kernels_cuda.gemm import Configuration
 from kernels_cuda.launch import Kernel
-from lightning_fp8.ops.cuda import self_test, self_test_gemm
+from lightning_fp8.ops.cuda import self_test, self_test_blocks, self_test_gemm
 from lightning_fp8.runtime.device import is_capturing
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -86,7 +86,15 @@ def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
         for backward in (False, True)
         if not (backward and activation == "none")
     ]
-    return [*of_casts, _weights_variant(), _update_variant(), *_gemm_variants(capability, every)]
+    in_blocks = [_block_cast_variant(dtype, square) for dtype in casts.INPUTS for square in (False, True)]
+    in_blocks += [
+        _gemm_variant(one, "e4m3", "e4m3", output, True, rows)
+        for one in gemm.configurations(capability, True, in_blocks=True)
+        for rows in (1, gemm.SCALE_ROWS)
+        for output in gemm.OUTPUTS
+    ]
+    default = [*of_casts, _weights_variant(), _update_variant(), *_gemm_variants(capability, every)]
+    return [*default, *in_blocks] if every else default
 
 
 def _gemm_variants(capability: tuple[int, int], every: bool) -> list[Variant]:
@@ -135,6 +143,12 @@ def weights_kernel(device: torch.device) -> Kernel | None:
 
 
 @functools.cache
+def block_cast_kernel(device: torch.device, input: torch.dtype, square: bool) -> Kernel | None:
+    """``cast_blocks`` for inputs of this dtype, in blocks of 1 x 128 or squares of 128 x 128; or None."""
+    return _obtain(_block_cast_variant(input, square), device) if input in casts.INPUTS else None
+
+
+@functools.cache
 def update_kernel(device: torch.device) -> Kernel | None:
     """``update_scales``, or None."""
     return _obtain(_update_variant(), device)
@@ -151,6 +165,19 @@ def gemm_kernel(
 ) -> Kernel | None:
     """The GEMM of this configuration, formats, output and accumulation, or None."""
     return _obtain(_gemm_variant(configuration, a_format, b_format, output, promote), device)
+
+
+@functools.cache
+def block_gemm_kernel(
+    device: torch.device,
+    configuration: Configuration,
+    a_format: str,
+    b_format: str,
+    output: torch.dtype,
+    b_scale_rows: int,
+) -> Kernel | None:
+    """The GEMM whose operands have a scale for each block, of b for 1 row or 128; or None."""
+    return _obtain(_gemm_variant(configuration, a_format, b_format, output, True, b_scale_rows), device)
 
 
 @functools.cache
@@ -181,6 +208,14 @@ def _cast_variant(input: torch.dtype, format: str, activation: str, backward: bo
     return Variant("cast_transpose", defines, casts.layout(defines), casts.THREADS, test)
 
 
+def _block_cast_variant(input: torch.dtype, square: bool) -> Variant:
+    def test(device: torch.device, kernel: Kernel) -> str | None:
+        return self_test_blocks.cast(device, input, square, kernel)
+
+    defines = block_casts.variant(input, square)
+    return Variant("cast_blocks", defines, block_casts.LAYOUT, block_casts.THREADS, test)
+
+
 def _weights_variant() -> Variant:
     return Variant("cast_weights", (), casts.CAST_WEIGHTS_LAYOUT, casts.THREADS, self_test.cast_weights)
 
@@ -190,12 +225,19 @@ def _update_variant() -> Variant:
 
 
 def _gemm_variant(
-    configuration: Configuration, a_format: str, b_format: str, output: torch.dtype, promote: bool
+    configuration: Configuration,
+    a_format: str,
+    b_format: str,
+    output: torch.dtype,
+    promote: bool,
+    b_scale_rows: int = 0,
 ) -> Variant:
     def test(device: torch.device, kernel: Kernel) -> str | None:
-        return self_test_gemm.gemm(device, configuration, a_format, b_format, output, kernel)
+        return self_test_gemm.gemm(device, configuration, a_format, b_format, output, kernel, b_scale_rows)
 
-    return _of(configuration, gemm.variant(configuration, a_format, b_format, output, promote), test)
+    defines = gemm.variant(configuration, a_format, b_format, output, promote, b_scale_rows)
+    made = _of(configuration, defines, test)
+    return made._replace(layout=configuration.blocks_layout) if b_scale_rows else made
 
 
 def _chained_variant(

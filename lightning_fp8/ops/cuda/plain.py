@@ -149,7 +149,8 @@ def check_blocks(capability: tuple[int, int], cuda: str | None) -> None:
     version = tuple(map(int, (cuda or "0.0").split(".")[:2]))
     if capability[0] != 9 or version < (12, 9):
         raise RuntimeError(
-            "fp8-block needs a GPU of compute capability 9.0 (H100, H200), and torch built for CUDA 12.9 or newer; got"
+            "fp8-block has no kernel here: lightning_fp8's need CuPy and a GPU of compute capability 8.9, 9.0 or 12.x,"
+            " cuBLASLt's a GPU of compute capability 9.0 (H100, H200), and torch built for CUDA 12.9 or newer; got"
             f" {capability[0]}.{capability[1]} and CUDA {cuda}. Use precision='fp8-current' here."
         )
 

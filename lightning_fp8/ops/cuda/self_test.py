@@ -32,7 +32,7 @@ def cast_transpose(
     """Both payloads, scale, amax and column sums; with a history and at first use."""
     for rows, columns in _SHAPES:
         width = 2 * columns if activation == "swiglu" else columns
-        x, dy = (_random(rows, columns_, input) for columns_ in (width, columns))
+        x, dy = (random_values(rows, columns_, input) for columns_ in (width, columns))
         values = activation_gradient(x, dy, activation) if backward else activate(x, activation)
         for index in range(_TENSORS - 1):
             failure = _compare_cast(device, format, activation, x, dy if backward else None, values, index, kernel)
@@ -158,7 +158,7 @@ def _compare_state(scale_inv: Tensor, used: Tensor, amax: Tensor, expected: Tens
 
 def cast_weights(device: torch.device, kernel: Kernel) -> str | None:
     """Weights of all dtypes and both shapes together; then numbers that are hard to round."""
-    random = [_random(*_SHAPES[number % len(_SHAPES)], dtype) for number, dtype in enumerate(casts.INPUTS)]
+    random = [random_values(*_SHAPES[number % len(_SHAPES)], dtype) for number, dtype in enumerate(casts.INPUTS)]
     # without what is larger than the format's largest number, which makes the scale 1
     hard = [hard_to_round(dtype, "e4m3") for dtype in casts.INPUTS]
     hard = [values.where(values.abs() <= FORMATS["e4m3"].max, 0) for values in hard]
@@ -220,7 +220,7 @@ def update_scales(device: torch.device, kernel: Kernel) -> str | None:
     return None
 
 
-def _random(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+def random_values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """Normal values over several magnitudes, the same in every process, without touching torch's generator."""
     generator = torch.Generator().manual_seed(rows * 10007 + columns)
     values = torch.randn(rows, columns, generator=generator)

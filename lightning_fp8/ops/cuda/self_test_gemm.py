@@ -30,14 +30,22 @@ def gemm(
     b_format: str,
     output: torch.dtype,
     kernel: Kernel,
+    b_scale_rows: int = 0,
 ) -> str | None:
-    """More whole tiles than run at once, and partial ones; with a bias."""
+    """More whole tiles than run at once, and partial ones; with a bias; where blocks have scales, with those."""
     for m, n, k in _shapes(configuration, kernel):
         a, b = _operand(m, k, a_format, 1), _operand(n, k, b_format, 2)
         bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
         out = torch.full((m, -(-n // 8) * 8), float("nan"), dtype=output, device=device)[:, :n]
-        kernels.gemm(kernel, configuration, a.to(device), b.to(device), out, *_scales(device), bias.to(device))
-        expected, magnitude = _product(a, b, a_format, b_format)
+        moved = a.to(device), b.to(device)
+        if b_scale_rows:
+            scales = _block_scales(m, n, k, b_scale_rows)
+            on_device = scales[0].to(device), scales[1].to(device)
+            kernels.gemm(kernel, configuration, *moved, out, *on_device, bias.to(device), in_blocks=True)
+            expected, magnitude = _product_in_blocks(a, b, *scales, a_format, b_format)
+        else:
+            kernels.gemm(kernel, configuration, *moved, out, *_scales(device), bias.to(device))
+            expected, magnitude = _product(a, b, a_format, b_format)
         expected += bias.to(output).float()
         failure = _difference(out.cpu(), expected, magnitude)
         if failure is not None:
@@ -135,6 +143,25 @@ def _operand(rows: int, columns: int, format: str, seed: int) -> Tensor:
 
 def _scales(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.tensor(_A_SCALE_INV, device=device), torch.tensor(_B_SCALE_INV, device=device)
+
+
+def _block_scales(m: int, n: int, k: int, b_scale_rows: int) -> tuple[Tensor, Tensor]:
+    """Of several magnitudes, one of a laid out as casts do, one of b as a transposed weight's."""
+    generator, steps = torch.Generator().manual_seed(4), -(-k // kernels.SCALE_ROWS)
+    a, b = (torch.randn(steps, rows, generator=generator).exp() for rows in (m, -(-n // b_scale_rows)))
+    return a.mul_(_A_SCALE_INV).t(), b.mul_(_B_SCALE_INV).t()
+
+
+def _product_in_blocks(
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, a_format: str, b_format: str
+) -> tuple[Tensor, Tensor]:
+    """As :func:`_product`."""
+    values = [
+        payload.view(FORMATS[its_format].dtype).float()
+        * reference.per_row(scale_inv, len(payload)).repeat_interleave(kernels.SCALE_ROWS, 1)[:, : payload.shape[1]]
+        for payload, scale_inv, its_format in ((a, a_scale_inv, a_format), (b, b_scale_inv, b_format))
+    ]
+    return values[0] @ values[1].t(), values[0].abs() @ values[1].abs().t() * _ACCUMULATION
 
 
 def _product(a: Tensor, b: Tensor, a_format: str, b_format: str) -> tuple[Tensor, Tensor]:

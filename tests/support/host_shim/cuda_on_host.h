@@ -188,6 +188,12 @@ static inline unsigned atomicMax(unsigned* address, unsigned value) {
     *address = std::max(before, value);
     return before;
 }
+static inline unsigned atomicAdd(unsigned* address, unsigned value) {
+    const unsigned before = *address;
+    *address += value;
+    return before;
+}
+static inline void __threadfence() {}
 static inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     unsigned char bytes[8];
     std::memcpy(bytes, &low, 4);

@@ -1,0 +1,211 @@
+/* cast_blocks: a tensor into E4M3, by rows, by columns, or both, each block with its own scale, in one pass.
+
+maths       scale = FP8_MAX / max |x| over the block, at most the largest finite fp32, and 1 where the maximum is inf or
+            NaN; with `power_of_two` rounded down to one. code = sat(x * scale) in fp32, rounded to nearest even;
+            scale_inv = 1 / scale
+            SQUARE 0: blocks of 1 x 128, for y along the rows of y, for y_t along those of y_t, whose codes are others
+            SQUARE 1: blocks of 128 x 128, the same for y and y_t; for weights
+            amax[index] = max(amax[index], max |x|) as bits. SQUARE: amax[index] = max |x|, and scale[index] what the
+            whole tensor's scale would be, for logs
+tensors     those of cast_tile.cuh but dy, and those of Arguments
+variants    INPUT Fp32|Bf16|Fp16, SQUARE 0|1
+tile        128 x 128, 512 threads: a tile holds whole blocks of all three shapes. A thread keeps its 4 x 8 elements in
+            registers while the maxima go through shared memory:
+
+            1 x 128 along rows       the 16 threads of half a warp hold four rows: shuffles
+            1 x 128 along columns    two threads of a warp by a shuffle, 16 warps through shared memory
+            then one thread for each of the 128 + 128 scales divides, and stores its scale_inv
+grid        ceil(rows / 128) * ceil(columns / 128) blocks of 512 threads, tiles by rows; 26 KB of shared memory
+bytes       as of cast_transpose, bf16 in both layouts 4 an element, and 4 / 128 for each layout's scales
+ceiling     the memory's: 63 us for 8192 x 8192 at a measured 4.3 TB/s
+reference   a scale for each block, and lightning_fp8.ops.reference.saturating_cast with it
+*/
+#define TILE_WIDTH 128
+#include "cast_tile.cuh"
+
+struct Arguments {
+    Tensors tensors;
+    float* scale_inv;         // of y, [tiles across, rows]: a column of blocks is contiguous. SQUARE: of both, [down, across]
+    float* scale_inv_t;       // of y_t, [tiles down, columns]
+    const long long* index;   // [1], of the tensor in the two arenas
+    float* amax;              // [R], or null: record nothing
+    float* scale;             // [R], SQUARE only
+    u32* whole;               // [2], zeros, SQUARE only: the maximum over the blocks that are done, and their number
+    int power_of_two;
+};
+
+/* Of each block of 1 x 128: the maxima over rows, then all scales, columns first. */
+struct BlockMemory {
+    float of_rows[TILE_ROWS];
+    float scales[TILE_COLUMNS + TILE_ROWS];
+};
+
+__device__ __forceinline__ float block_scale(float amax, int power_of_two) {
+    const float scale = scale_of_current(amax, E4M3::max());
+    // never subnormal: sign and exponent alone are the power of two below
+    return power_of_two ? __uint_as_float(__float_as_uint(scale) & 0xff800000u) : scale;
+}
+
+/* Codes of a thread's elements; `scale(i, j)` is that of row i, column j. */
+template <class Scale>
+__device__ __forceinline__ void encode(u32 (&codes)[THREAD_ROWS][2], const Loaded<INPUT>& x, const Scale& scale) {
+#pragma unroll
+    for (int i = 0; i < THREAD_ROWS; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const auto scaled = [&](int j) { return x.get(i, 4 * half + j) * scale(i, 4 * half + j); };
+            codes[i][half] = E4M3::codes(scaled(0), scaled(1)) | (E4M3::codes(scaled(2), scaled(3)) << 16);
+        }
+}
+
+#if SQUARE
+/* The tile is one block. */
+__device__ __forceinline__ void cast_tile_of_blocks(const Arguments& arguments, const Place& place,
+                                                    const Loaded<INPUT>& x, TileMemory& memory, int tile_row,
+                                                    int tile_column) {
+    const Tensors& tensors = arguments.tensors;
+    u32 amax = 0, codes[THREAD_ROWS][2];
+#pragma unroll
+    for (int i = 0; i < THREAD_ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < THREAD_COLUMNS; ++j) amax = larger_amax(amax, x.get(i, j));
+    amax = __reduce_max_sync(0xffffffffu, amax);
+    if (threadIdx.x % 32 == 0) memory.amax[threadIdx.x / 32] = amax;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) amax = max(amax, memory.amax[warp]);
+    const float scale = block_scale(__uint_as_float(amax), arguments.power_of_two);
+    encode(codes, x, [&](int, int) { return scale; });
+    if (tensors.out.y) store_rows(codes, tensors.out, tensors, tensors.columns, place);
+    if (tensors.out.y_t) store_columns(codes, tensors.out, tensors, place, memory, tile_row, tile_column);
+    if (threadIdx.x != 0) return;
+    arguments.scale_inv[blockIdx.x] = 1.0f / scale;
+    if (arguments.amax == nullptr) return;
+    atomicMax(&arguments.whole[0], amax);
+    __threadfence();
+    // the last block sees all maxima
+    if (atomicAdd(&arguments.whole[1], 1u) + 1 != gridDim.x) return;
+    const float current = __uint_as_float(atomicMax(&arguments.whole[0], 0u));
+    const float whole = block_scale(current, arguments.power_of_two);
+    note_weight(arguments.amax, arguments.scale, *arguments.index, current, whole);
+}
+#else
+/* Lets the elements be kept as they lie in memory until they are needed again: two codes of each would need 64 registers. */
+__device__ __forceinline__ void keep_packed(Loaded<INPUT>& x) {
+#pragma unroll
+    for (int i = 0; i < THREAD_ROWS; ++i)
+#pragma unroll
+        for (u32& word : x.rows[i].words) forget_origin(word);
+}
+
+/* Maxima of this thread's rows and columns over the tile to shared memory; there one for each warp and column. */
+__device__ __forceinline__ void leave_maxima(const Loaded<INPUT>& x, TileMemory& memory, BlockMemory& blocks) {
+    float of_rows[THREAD_ROWS] = {}, of_columns[THREAD_COLUMNS] = {};
+#pragma unroll
+    for (int i = 0; i < THREAD_ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < THREAD_COLUMNS; ++j) {
+            of_rows[i] = max_magnitude(of_rows[i], x.get(i, j));
+            of_columns[j] = max_magnitude(of_columns[j], x.get(i, j));
+        }
+    const u32 t = threadIdx.x, lane = t % 32;
+#pragma unroll
+    for (int apart = 1; apart < THREADS_ACROSS; apart *= 2)
+#pragma unroll
+        for (int i = 0; i < THREAD_ROWS; ++i)
+            of_rows[i] = max_magnitude(of_rows[i], __shfl_xor_sync(0xffffffffu, of_rows[i], apart));
+#pragma unroll
+    for (int apart = THREADS_ACROSS; apart < 32; apart *= 2)
+#pragma unroll
+        for (int j = 0; j < THREAD_COLUMNS; ++j)
+            of_columns[j] = max_magnitude(of_columns[j], __shfl_xor_sync(0xffffffffu, of_columns[j], apart));
+    if (lane % THREADS_ACROSS == 0)
+        *reinterpret_cast<float4*>(&blocks.of_rows[t / THREADS_ACROSS * THREAD_ROWS]) = {of_rows[0], of_rows[1],
+                                                                                         of_rows[2], of_rows[3]};
+    if (lane < THREADS_ACROSS) {
+        // room for column sums that nothing is summed in yet
+        float4* target = reinterpret_cast<float4*>(&memory.sums[t / 32 * TILE_COLUMNS + lane * THREAD_COLUMNS]);
+        target[0] = {of_columns[0], of_columns[1], of_columns[2], of_columns[3]};
+        target[1] = {of_columns[4], of_columns[5], of_columns[6], of_columns[7]};
+    }
+}
+
+/* One scale a thread: of column t, or of row t - TILE_COLUMNS. The rows' maxima together are the tile's. */
+__device__ __forceinline__ void make_scale(const Arguments& arguments, TileMemory& memory, BlockMemory& blocks,
+                                           int tile_row, int tile_column) {
+    const int t = threadIdx.x, rows = arguments.tensors.rows, columns = arguments.tensors.columns;
+    if (t >= TILE_COLUMNS + TILE_ROWS) return;
+    float amax = 0.0f;
+    float* scale_inv;
+    if (t < TILE_COLUMNS) {
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) amax = max_magnitude(amax, memory.sums[warp * TILE_COLUMNS + t]);
+        const long long column = (long long)tile_column * TILE_COLUMNS + t;
+        scale_inv = arguments.scale_inv_t == nullptr || column >= columns
+                        ? nullptr
+                        : arguments.scale_inv_t + (long long)tile_row * columns + column;
+    } else {
+        amax = blocks.of_rows[t - TILE_COLUMNS];
+        const long long row = (long long)tile_row * TILE_ROWS + t - TILE_COLUMNS;
+        scale_inv = arguments.scale_inv == nullptr || row >= rows
+                        ? nullptr
+                        : arguments.scale_inv + (long long)tile_column * rows + row;
+        const u32 of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(amax));
+        if (t % 32 == 0) memory.amax[t / 32] = of_warp;
+    }
+    const float scale = block_scale(amax, arguments.power_of_two);
+    blocks.scales[t] = scale;
+    if (scale_inv != nullptr) *scale_inv = 1.0f / scale;
+}
+
+__device__ __forceinline__ void cast_tile_of_blocks(const Arguments& arguments, const Place& place,
+                                                    Loaded<INPUT>& x, TileMemory& memory, int tile_row,
+                                                    int tile_column) {
+    __shared__ __align__(16) BlockMemory blocks;
+    const Tensors& tensors = arguments.tensors;
+    const u32 t = threadIdx.x;
+    leave_maxima(x, memory, blocks);
+    __syncthreads();
+    make_scale(arguments, memory, blocks, tile_row, tile_column);
+    __syncthreads();
+    if (t == 0 && arguments.amax != nullptr) {
+        u32 amax = 0;
+        for (int warp = TILE_COLUMNS / 32; warp < (TILE_COLUMNS + TILE_ROWS) / 32; ++warp)
+            amax = max(amax, memory.amax[warp]);
+        record_amax(arguments.amax + *arguments.index, amax);
+    }
+    u32 codes[THREAD_ROWS][2];
+    if (tensors.out.y) {
+        const float* of_rows = &blocks.scales[TILE_COLUMNS + t / THREADS_ACROSS * THREAD_ROWS];
+        encode(codes, x, [&](int i, int) { return of_rows[i]; });
+        store_rows(codes, tensors.out, tensors, tensors.columns, place);
+    }
+    keep_packed(x);
+    if (tensors.out.y_t) {
+        const float* of_columns = &blocks.scales[t % THREADS_ACROSS * THREAD_COLUMNS];
+        encode(codes, x, [&](int, int j) { return of_columns[j]; });
+        store_columns(codes, tensors.out, tensors, place, memory, tile_row, tile_column);
+    }
+    keep_packed(x);
+    if (tensors.out.column_sums) {
+        float sums[THREAD_COLUMNS] = {};
+#pragma unroll
+        for (int i = 0; i < THREAD_ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < THREAD_COLUMNS; ++j) sums[j] += x.get(i, j);
+        float* of_tile = tensors.out.column_sums + (long long)tile_row * tensors.columns;
+        sum_columns(sums, of_tile, memory, tile_column, tensors.columns);
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, sizeof(INPUT::Element) == 2 ? 2 : 1)
+    cast_blocks(const __grid_constant__ Arguments arguments) {
+    __shared__ __align__(16) TileMemory memory;
+    const Tensors& tensors = arguments.tensors;
+    const int tiles_across = (tensors.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    const int tile_row = blockIdx.x / tiles_across, tile_column = blockIdx.x % tiles_across;
+    const Place place(tensors, tile_row, tile_column);
+    Loaded<INPUT> x(tensors.x, tensors.x_stride, place, tensors);
+    cast_tile_of_blocks(arguments, place, x, memory, tile_row, tile_column);
+}

@@ -1,0 +1,89 @@
+"""The casts in blocks compared with the reference on small random cases; :mod:`.self_test` does so for the others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels_cuda import block_casts
+from kernels_cuda.casts import column_sum_tiles
+from kernels_cuda.launch import Kernel
+from lightning_fp8.ops import blocks, reference
+from lightning_fp8.ops.cuda.self_test import hard_to_round, random_values
+from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.ops.operand import OwnScaling, WeightSlot, with_scale
+
+# whole tiles, and ragged ones
+_SHAPES = ((256, 256), (133, 171))
+
+
+def cast(device: torch.device, input: torch.dtype, square: bool, kernel: Kernel) -> str | None:
+    """Both payloads and their scales, amax and column sums; both kinds of scales; numbers that are hard to round."""
+    cases = [random_values(*shape, input) for shape in _SHAPES]
+    # a block of zeros, and one with inf and one with NaN
+    cases[0][:128, :128], cases[0][130, 140], cases[0][140, 3] = 0, float("inf"), float("nan")
+    hard = hard_to_round(input, "e4m3")
+    # 448 makes the scale 1, which leaves midpoints where they are
+    hard = hard.where(hard.abs() <= FORMATS["e4m3"].max, 0)
+    hard[:, 0] = FORMATS["e4m3"].max
+    for x in (*cases, hard):
+        for kind in ("float32", "power of 2"):
+            failure = (_compare_squares if square else _compare)(device, x, OwnScaling(blocks=kind), kernel)
+            if failure is not None:
+                return f"its self-test at {len(x)} x {x.shape[1]} with scales in {kind} gave {failure}"
+    return None
+
+
+def _compare(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -> str | None:
+    (rows, columns), moved = x.shape, x.to(device)
+    y, y_t = _payloads(x, device)
+    scale_inv = block_casts.new_scales(rows, columns, device).fill_(-1)
+    scale_inv_t = block_casts.new_scales(columns, rows, device).fill_(-1)
+    sums = torch.full((column_sum_tiles(rows), columns), float("nan"), device=device)
+    amax = torch.zeros(3, device=device)
+    recorded = block_casts.Recorded(torch.tensor([1], device=device), amax)
+    power_of_two = own.blocks != "float32"
+    block_casts.cast_blocks(kernel, moved, recorded, power_of_two, y, scale_inv, y_t, scale_inv_t, sums)
+    slot = with_scale(torch.ones(()), "e4m3")._replace(own=own)
+    by_rows, by_columns, *inverses = blocks.cast(x, slot, "both")
+    if not torch.allclose(sums.sum(0).cpu(), x.float().sum(0), rtol=1e-5, atol=1e-3, equal_nan=True):
+        return "other column sums"
+    return (
+        _difference("payload", y, by_rows)
+        or _difference("payload by columns", y_t, by_columns)
+        or _difference("scale_inv", scale_inv, inverses[0])
+        or _difference("scale_inv by columns", scale_inv_t, inverses[1])
+        or _difference("amax", amax[1], reference.max_abs(x))
+    )
+
+
+def _compare_squares(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -> str | None:
+    y, y_t = _payloads(x, device)
+    # what the last cast used is in place, not the largest of all
+    amax, scale = torch.full((3,), 1e9, device=device), torch.ones(3, device=device)
+    recorded = block_casts.Recorded(torch.tensor([1], device=device), amax, scale)
+    payload, payload_t, inverse = blocks.cast_weight(x, WeightSlot(torch.zeros(1), "e4m3", None, False, own), "both")
+    scale_inv = torch.full(inverse.shape, -1.0, device=device)
+    block_casts.cast_squares(kernel, x.to(device), recorded, scale_inv, own.blocks != "float32", y, y_t)
+    largest = reference.max_abs(x)
+    return (
+        _difference("payload", y, payload)
+        or _difference("payload by columns", y_t, payload_t)
+        or _difference("scale_inv", scale_inv, inverse)
+        or _difference("amax", amax[1], largest)
+        or _difference("scale", scale[1], blocks.block_scale(largest, FORMATS["e4m3"], own))
+    )
+
+
+def _payloads(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    return tuple(torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in (x.shape, x.shape[::-1]))  # type: ignore[return-value]
+
+
+def _difference(name: str, actual: Tensor, expected: Tensor) -> str | None:
+    actual = actual.cpu()
+    same = (actual == expected) | (_is_nan(actual) & _is_nan(expected))
+    return None if bool(same.all()) else f"{int((~same).sum())} of {same.numel()} other numbers in {name}"
+
+
+def _is_nan(values: Tensor) -> Tensor:
+    return values & 0x7F == 0x7F if values.dtype == torch.uint8 else values.isnan()

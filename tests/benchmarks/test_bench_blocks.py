@@ -1,0 +1,37 @@
+"""The suite of casts and GEMMs in blocks, on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import blocks, command
+from benchmarks.blocks import Gemm
+
+CPU = torch.device("cpu")
+
+
+def test_the_whole_suite_on_the_cpu(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    command.main(["--suite", "blocks", "--device", "cpu", "--rounds", "1", "--out", str(rows)])
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert {row["case"] for row in found} == {case.name for case in blocks.cases(CPU)}
+    assert all(row["checked"] for row in found if row["variant"] in ("lightning_fp8", "torch"))
+
+
+@pytest.mark.parametrize("kind", ["fprop", "wgrad"])
+def test_a_wrong_product_is_seen(kind: str) -> None:
+    """One number, or the scales of one step."""
+    case = Gemm(kind, 40, 150, 300)
+    a, b, a_inv, b_inv = case._operands(CPU, 0)
+    (ours, *_) = case.variants(CPU)
+    assert ours.check() is None
+    out = ours.call(0)
+    assert case._wrong(out, a, b, a_inv, b_inv) is None
+    out[3, 4] += 0.1 * out.abs().max()
+    assert str(case._wrong(out, a, b, a_inv, b_inv)).startswith("1 of ")
+    b_inv[:, 1] *= 1.1
+    assert case._wrong(ours.call(0), a, b, a_inv, b_inv) is not None

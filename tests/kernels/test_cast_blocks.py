@@ -1,0 +1,208 @@
+"""The casts in blocks from their own source on the CPU, compared bit for bit with FP8 from its definition."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from fp8_numpy import cast_in_blocks, code_values
+from host_kernels import Guarded, HostKernel
+from torch import Tensor
+
+from kernels_cuda import block_casts
+from kernels_cuda.block_casts import BLOCK, Recorded
+from kernels_cuda.casts import column_sum_tiles
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT_MAX = np.finfo(np.float32).max
+INF, NAN = math.inf, math.nan
+# two of each thing that is written: what differs afterwards has not been
+POISONS = (0x11, 0xEE)
+ALL = (True, True, True)
+
+
+def kernel(dtype: torch.dtype, square: bool) -> HostKernel:
+    defines = block_casts.variant(dtype, square)
+    return HostKernel(("cast_blocks", defines), block_casts.LAYOUT, block_casts.THREADS, 0)
+
+
+class Blocks(NamedTuple):
+    """Payloads, their scale_inv, and column sums of tiles; None where not asked for."""
+
+    y: Tensor | None
+    scale_inv: Tensor | None
+    y_t: Tensor | None
+    scale_inv_t: Tensor | None
+    sums: Tensor | None
+
+
+def recorded(amax: float = 0.0) -> Recorded:
+    """The second of three tensors; nothing else is touched."""
+    return Recorded(torch.tensor([1]), torch.tensor([0.25, amax, 0.25]), torch.tensor([7.0, 7.0, 7.0]))
+
+
+def run(
+    x: Tensor,
+    record: Recorded | None = None,
+    power_of_two: bool = False,
+    square: bool = False,
+    outputs: tuple[bool, bool, bool] = ALL,
+    offset: int = 0,
+) -> Blocks:
+    """One cast, twice, with different bytes in all that it is to write and guards around it."""
+    (rows, columns), results = x.shape, []
+    across, down = -(-columns // BLOCK), -(-rows // BLOCK)
+    by_rows, by_columns, sums = outputs
+    shapes = {
+        "y": (rows, columns) if by_rows else None,
+        # the long dimension is contiguous
+        "scale_inv": (down, across) if square else (across, rows) if by_rows else None,
+        "y_t": (columns, rows) if by_columns else None,
+        "scale_inv_t": (down, columns) if by_columns and not square else None,
+        "sums": (column_sum_tiles(rows), columns) if sums and not square else None,
+    }
+    for poison in POISONS:
+        made = {
+            name: None
+            if shape is None
+            else Guarded(shape, *(((torch.uint8, poison, offset)) if name.startswith("y") else (torch.float32, poison)))
+            for name, shape in shapes.items()
+        }
+        of = {name: None if one is None else one.tensor for name, one in made.items()}
+        again = None if record is None else Recorded(*(tensor.clone() for tensor in record))
+        if square:
+            scale_inv = of["scale_inv"]
+            block_casts.cast_squares(kernel(x.dtype, True), x, again, scale_inv, power_of_two, y=of["y"], y_t=of["y_t"])
+            of["scale_inv_t"] = scale_inv.t()
+        else:
+            of["scale_inv"], of["scale_inv_t"] = (
+                None if one is None else one.t() for one in (of["scale_inv"], of["scale_inv_t"])
+            )
+            block_casts.cast_blocks(
+                kernel(x.dtype, False),
+                x,
+                again,
+                power_of_two,
+                of["y"],
+                of["scale_inv"],
+                of["y_t"],
+                of["scale_inv_t"],
+                of["sums"],
+            )
+        assert all(one is None or one.unharmed() for one in made.values()), "written outside of an output"
+        results.append((Blocks(**of), again))
+    for name, first, second in zip(Blocks._fields, *(result for result, _ in results), strict=True):
+        # as bytes, where NaN equals itself
+        same = first is None or first.numpy().tobytes() == second.numpy().tobytes()
+        assert same, f"{name}: not all of it is written, or not the same each time"
+    if record is not None:
+        for tensor, made_of_it in zip(record, results[0][1], strict=True):
+            tensor.copy_(made_of_it)
+    return results[0][0]
+
+
+CANONICAL = np.where(np.isnan(code_values("e4m3")), 0x7F, np.arange(256)).astype(np.uint8)
+
+
+def check(x: Tensor, blocks: Blocks, power_of_two: bool = False, square: bool = False) -> None:
+    """Codes and scales of what there is, bit for bit; of NaN codes all count as one."""
+    values = x.float().numpy()
+    one = cast_in_blocks(values, "e4m3", BLOCK if square else 1, power_of_2=power_of_two)
+    # the payload by columns is another cast, and of squares the same one
+    other = tuple(part.T for part in one) if square else cast_in_blocks(values.T, "e4m3", 1, power_of_2=power_of_two)
+    for (codes, scale_inv), payload, inverse in (
+        (one, blocks.y, blocks.scale_inv),
+        (other, blocks.y_t, blocks.scale_inv_t),
+    ):
+        if payload is not None:
+            np.testing.assert_array_equal(CANONICAL[payload.numpy()], CANONICAL[codes])
+            np.testing.assert_array_equal(inverse.numpy(), scale_inv)
+    if blocks.sums is not None:
+        for partial, tile in zip(blocks.sums, x.double().split(BLOCK), strict=True):
+            bound = tile.abs().sum(0) * len(tile) * 2.0**-24
+            assert ((partial.double() - tile.sum(0)).abs() <= bound).all()
+
+
+def spread(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Blocks of all magnitudes that the dtype has room for, by rows and by columns."""
+    most = 3 if dtype == torch.float16 else 12
+    factors = [2.0 ** torch.randint(-most, most, shape) for shape in ((rows, 1), (1, columns))]
+    return (torch.randn(rows, columns) * factors[0] * factors[1]).to(dtype)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("square", [False, True])
+def test_ragged_shapes_distances_and_addresses(square: bool, power_of_two: bool) -> None:
+    shapes = [(1, 1), (128, 128), (129, 127), (40, 300), (257, 16), (256, 384)]
+    for number, (rows, columns) in enumerate(shapes):
+        # fp32 in both kinds, bf16 in one and fp16 in the other: each variant takes long to compile
+        dtype = DTYPES[2 * (number % 2) if square else number % 2]
+        wider, shift, offset = [(0, 0, 0), (8, 0, 8), (7, 3, 1)][number % 3]
+        storage = spread(rows + 1, columns + wider, dtype).flatten()
+        x = storage[shift : shift + rows * (columns + wider)].view(rows, -1)[:, :columns]
+        record = recorded()
+        check(x, run(x, record, power_of_two, square, offset=offset), power_of_two, square)
+        largest = x.float().abs().max()
+        assert record.amax.tolist() == [0.25, largest.item(), 0.25]
+        # what the whole of a weight would be scaled by; the others have none
+        whole = cast_in_blocks(largest.numpy()[None, None], "e4m3", 1, power_of_2=power_of_two)[1].item()
+        assert 1 / record.scale[1] == (whole if square else np.float32(1) / 7)
+
+
+def test_every_bf16_number() -> None:
+    """In rows of neighbours, so that all but two rows are finite; their columns hold inf and NaN."""
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    blocks = run(x)
+    check(x, blocks._replace(sums=None))
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_special_blocks(square: bool) -> None:
+    """Each kind of block beside a plain one: zeros, inf, NaN, the smallest and the largest numbers."""
+    for special in (0.0, -0.0, INF, -INF, NAN, 1e-45, 1e-38, float(FLOAT_MAX)):
+        for power_of_two in (False, True)[: 1 + (special == 0)]:
+            x = torch.randn(140, 260)
+            x[:128, :128] = 0
+            x[5, 7] = special
+            record = recorded(amax=2.0)
+            blocks = run(x, record, power_of_two, square)
+            check(x, blocks._replace(sums=None), power_of_two, square)
+            largest = np.abs(x.numpy()).max()
+            # an input's maximum is added to that of the step, a weight's is what it holds now
+            np.testing.assert_equal(
+                record.amax[1].item(), largest.item() if square else np.maximum(largest, 2.0).item()
+            )
+
+
+@pytest.mark.parametrize("outputs", [one for one in itertools.product((False, True), repeat=3) if any(one[:2])])
+def test_each_output_alone(outputs: tuple[bool, bool, bool]) -> None:
+    for square in (False, True):
+        x = spread(130, 140, torch.float32)
+        blocks = run(x, None, square=square, outputs=outputs)
+        check(x, blocks, square=square)
+        assert [blocks.y is not None, blocks.y_t is not None] == list(outputs[:2])
+
+
+def test_scales_lie_as_torch_takes_them() -> None:
+    scales = block_casts.new_scales(300, 257, torch.device("cpu"))
+    assert scales.shape == (300, 3)
+    assert scales.stride() == (1, 300)
+
+
+def test_an_amax_is_accumulated_as_bits() -> None:
+    for before, element, after in (
+        (5.0, 3.0, 5.0),
+        (3.0, -5.0, 5.0),
+        (INF, 5.0, INF),
+        (5.0, NAN, NAN),
+        (NAN, INF, NAN),
+    ):
+        x = torch.zeros(129, 3)
+        x[128, 2] = element
+        record = recorded(before)
+        run(x, record)
+        np.testing.assert_equal(record.amax[1].item(), after)

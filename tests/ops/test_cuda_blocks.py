@@ -1,0 +1,210 @@
+"""The casts and products in blocks of ``ops.cuda``, with kernels that run on the CPU from their own sources."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from broken_kernels import Broken, poke
+from gemm_cases import assert_close
+from host_kernels import HostKernel
+from sqnr import sqnr
+from torch import Tensor, nn
+
+from kernels_cuda import block_casts
+from kernels_cuda import gemm as kernel_gemm
+from lightning_fp8 import BlockScaling, ScalingState, convert, ops, scaling_state
+from lightning_fp8.ops import blocks, reference
+from lightning_fp8.ops.cuda import gemm_choice, plain, self_test_blocks, self_test_gemm
+from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
+CPU = torch.device("cpu")
+(ADA,) = kernel_gemm.configurations((8, 9), True, in_blocks=True)
+SPLIT = Choice(ADA, 2)
+
+
+@pytest.fixture
+def chosen(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Launches, with Ada's kernel as the choice: Hopper's compiles for several times as long."""
+    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_: Choice(ADA))
+    return cuda_half
+
+
+def slots(kind: str, record: bool = True) -> tuple[ScalingState, Slot, WeightSlot]:
+    state = ScalingState(["layer"], BlockScaling(power_of_2_scales=kind != "float32"))
+    own = OwnScaling(blocks=kind)
+    slot = Slot(state.scale, torch.zeros(1, 2), torch.tensor([0]), "e4m3", state, record, "auto", own)
+    return state, slot, WeightSlot(torch.tensor([2]), "e4m3", state, record, own)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "both"])
+@pytest.mark.parametrize("kind", ["float32", "power of 2"])
+def test_casts_equal_the_reference(cuda_half: Counter[str], kind: str, layout: str) -> None:
+    wide = torch.randn(200, 310) * torch.randn(200, 1).exp()
+    wide[3, 4] = float("inf")
+    for x in (wide, wide[:, 7:290], wide.t(), wide[:0]):
+        (theirs, slot, weight_slot), (ours, our_slot, our_weight_slot) = slots(kind), slots(kind)
+        expected = blocks.cast(x, slot, layout), blocks.cast_weight(x, weight_slot, layout)
+        cuda_half.clear()
+        made = ops.cast_blocks(x, our_slot, layout), ops.cast_weight_blocks(x, our_weight_slot, layout)
+        assert len(cuda_half) == (2 if len(x) else 0)
+        for one, other in zip((*made[0], *made[1]), (*expected[0], *expected[1]), strict=True):
+            assert torch.equal(one, other)
+        assert torch.equal(ours.amax, theirs.amax)
+        assert torch.equal(ours.scale, theirs.scale)
+        # as our GEMM reads it fastest, and torch's product takes it
+        if layout != "columns" and len(x):
+            assert made[0][2].stride() == (1, len(x))
+
+
+def test_nothing_is_recorded_where_nothing_is_trained(cuda_half: Counter[str]) -> None:
+    state, slot, _ = slots("float32", record=False)
+    ops.cast_blocks(torch.randn(4, 4), slot, "both")
+    assert sum(cuda_half.values()) == 1
+    assert state.amax[0] == 0
+
+
+@pytest.mark.parametrize("choice", [Choice(ADA), SPLIT], ids=lambda choice: choice.name)
+@pytest.mark.parametrize("squares", [True, False])
+def test_products_are_those_of_the_values(
+    cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch, squares: bool, choice: Choice
+) -> None:
+    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_: choice)
+    _, slot, weight_slot = slots("float32")
+    # K is no multiple of 16, so operands are padded
+    a, b = (torch.randn(rows, 300) * torch.randn(rows, 300).mul(3).exp() for rows in (70, 140))
+    a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot, "rows")
+    if squares:
+        # as dgrad takes them: of the payload by columns the scales are a transposed view
+        _, b_fp8, b_inv = ops.cast_weight_blocks(b.t().contiguous(), weight_slot, "both")
+        b_inv = b_inv.t()
+    else:
+        b_fp8, _, b_inv, _ = ops.cast_blocks(b, slot, "rows")
+    cuda_half.clear()
+    bias = torch.randn(140)
+    out = ops.scaled_mm(a_fp8, b_fp8, a_inv, b_inv, bias, "e4m3", "e4m3", torch.bfloat16, squares)
+    assert any(name.startswith("gemm_sm89") and name.endswith(f"={128 if squares else 1}") for name in cuda_half)
+    values = [
+        payload.view(torch.float8_e4m3fn).double()
+        * reference.per_row(inverse, len(payload)).repeat_interleave(128, 1)[:, :300]
+        for payload, inverse in ((a_fp8, a_inv), (b_fp8, b_inv))
+    ]
+    exact, size = values[0] @ values[1].t() + bias.bfloat16(), values[0].abs() @ values[1].abs().t()
+    assert_close(out, exact, size, 2.0**-20)
+    # the reference's sums differ by their order
+    other = reference.scaled_mm(a_fp8, b_fp8, a_inv, b_inv, bias, "e4m3", "e4m3", torch.bfloat16, True)
+    assert sqnr(out, other) > 50
+
+
+def train(model: nn.Module) -> list[Tensor]:
+    """Losses and the gradients of the last step."""
+    generator, losses = torch.Generator().manual_seed(1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.randn(3, 50, 200, generator=generator)).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        scaling_state(model).update()
+        optimizer.step()
+    return [torch.stack(losses), *(parameter.grad for parameter in model.parameters())]
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return convert(nn.Sequential(nn.Linear(200, 144), nn.GELU(), nn.Linear(144, 40)), BlockScaling(), min_features=0)
+
+
+EXPECTED = train(layers())
+
+
+def test_training_is_that_of_the_reference(chosen: Counter[str]) -> None:
+    for actual, expected in zip(train(layers()), EXPECTED, strict=True):
+        assert sqnr(actual, expected) > 35
+    families = Counter[str]()
+    for name, times in chosen.items():
+        family, *defines = name.split()
+        families[" ".join((family, *(one for one in defines if one.startswith(("SQUARE", "B_SCALE")))))] += times
+    # two layers, two steps: input and gradient, and a weight; fprop and, but for the model's input, dgrad; wgrad
+    assert families == {
+        "cast_blocks SQUARE=0": 8,
+        "cast_blocks SQUARE=1": 4,
+        "gemm_sm89 B_SCALE_ROWS=128": 6,
+        "gemm_sm89 B_SCALE_ROWS=1": 4,
+        "update_scales": 2,
+    }
+
+
+def test_what_no_kernel_takes_goes_to_torch(chosen: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(plain, "scaled_mm_in_blocks", lambda *arguments: asked.append(arguments))
+    a, b, square = torch.zeros(130, 16, dtype=torch.uint8), torch.zeros(140, 16, dtype=torch.uint8), torch.ones(2, 1)
+    rest = (None, "e4m3", "e4m3", torch.bfloat16, False)
+    ops.scaled_mm(a, b, square, square, *rest)
+    assert len(asked) == 1
+    ops.scaled_mm(a, b, torch.ones(130, 1), square, *rest)
+    assert len(asked) == 1
+    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_: Choice(None))
+    ops.scaled_mm(a, b, torch.ones(130, 1), square, *rest)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "gemm", "family"),
+    [
+        ((9, 0), "auto", "gemm_sm90"),
+        ((8, 9), "rawkernel", "gemm_sm89"),
+        ((12, 0), "auto", "gemm_sm89"),
+        ((10, 0), "auto", None),
+        ((9, 0), "cublaslt", None),
+    ],
+)
+def test_the_choice_by_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], gemm: str, family: str | None
+) -> None:
+    gpu = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    gemm_choice.choose_in_blocks.cache_clear()
+    choice = gemm_choice.choose_in_blocks(torch.device("cuda", 0), gemm, 8192, 4096, 4096)
+    gemm_choice.choose_in_blocks.cache_clear()
+    assert (choice.configuration and choice.configuration.family) == family
+
+
+def kernel(square: bool, kind: type[HostKernel] = HostKernel) -> HostKernel:
+    defines = block_casts.variant(torch.float32, square)
+    return kind(("cast_blocks", defines), block_casts.LAYOUT, block_casts.THREADS, 0)
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_the_self_test_of_casts_finds_each_wrong_output(square: bool) -> None:
+    assert self_test_blocks.cast(CPU, torch.float32, square, kernel(square)) is None
+    places = {2: "in payload", 3: "in payload by columns", 10: "in scale_inv", 13: "in amax"}
+    places |= {14: "in scale"} if square else {4: "column sums", 11: "in scale_inv by columns"}
+    for position, name in places.items():
+        # of the state the second number
+        damage = staticmethod(poke(position, 6 if position > 12 else 2, 1))
+        broken = kernel(square, type("Damaging", (Broken,), {"damage": damage}))
+        assert str(self_test_blocks.cast(CPU, torch.float32, square, broken)).endswith(name)
+
+
+class OneStep(HostKernel):
+    """Takes the scales of b's first step for all steps."""
+
+    def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
+        super().__call__(grid, *arguments[:-1], 0)
+
+
+@pytest.mark.parametrize("rows", [1, 128])
+def test_the_self_test_of_products_finds_scales_of_another_step(rows: int) -> None:
+    output = torch.float32 if rows == 1 else torch.bfloat16
+    family = ADA.family, kernel_gemm.variant(ADA, "e4m3", "e4m3", output, True, rows)
+    for kind, said in ((HostKernel, None), (OneStep, "other sums")):
+        made = kind(family, ADA.blocks_layout, ADA.threads, 0)
+        made.multiprocessors = 1
+        found = self_test_gemm.gemm(CPU, ADA, "e4m3", "e4m3", output, made, rows)
+        assert found is None if said is None else said in str(found)
