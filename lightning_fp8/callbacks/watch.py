@@ -136,7 +136,7 @@ class Watch:
         self._start_anew()
         self._last_update[updated] = step
 
-        in_fp8 = self.state.switches.rows_in_fp8
+        in_fp8 = self.state.rows_in_fp8
         findings = Findings(active=int(active.view(len(LAYOUT), -1).any(0).sum()), any_update=bool(updated.any()))
         if self.limits.stale_steps is not None:
             age = step - self._last_update
@@ -173,7 +173,7 @@ class Watch:
         """How many numbers were clipped or turned into zero, and of how many; ``[R] int64`` on the CPU."""
         summed = sum_over_processes(cast_counts(self.state)).cpu()
         # counts from before a layer fell back say nothing about the run
-        numbers, saturated, nonzero, underflowed = (summed * self.state.switches.rows_in_fp8[:, None]).unbind(dim=1)
+        numbers, saturated, nonzero, underflowed = (summed * self.state.rows_in_fp8[:, None]).unbind(dim=1)
         return {"saturated": (saturated, numbers), "underflowed": (underflowed, nonzero)}
 
     def _lasting(self, name: str, lost: Tensor, of: Tensor, limit: float) -> dict[int, float]:

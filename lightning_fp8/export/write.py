@@ -47,9 +47,9 @@ def export(
     Some weights are not written in FP8 even if they run in FP8 here: weights that something else reads too (such as an
     embedding tied to the head), and the output embedding of a Hugging Face model, which vLLM does not quantize
     (vllm-project/vllm#40999). The metadata hold their scales, so :func:`~lightning_fp8.load_exported` runs them in FP8
-    again. Layers that fell back are exported as plain ones, and so are experts in 3-D parameters, with a warning. vLLM
-    fuses q, k and v (also gate and up), with the largest of their scales, and accepts them only if all or none are in
-    FP8.
+    again. Layers that fell back or have fprop in bf16 are exported as plain ones, and so are experts in 3-D parameters,
+    with a warning. vLLM fuses q, k and v (also gate and up), with the largest of their scales, and accepts them only if
+    all or none are in FP8.
 
     Names are relative to ``model``: if a LightningModule wraps a Hugging Face model, export the latter. Tied weights
     are written once. In a distributed run call this on one process.
@@ -117,9 +117,9 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
 
 
 def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
-    """The scales of all converted GEMMs, None for those that fell back."""
+    """The scales of all converted GEMMs, None for those whose fprop is not in FP8."""
     gemms = converted_gemms(model)
-    if not any(rows.switch.in_fp8 for rows in gemms.values()):
+    if not any(rows.switch.fprop_in_fp8 for rows in gemms.values()):
         raise ValueError(
             f"export: {type(model).__name__} has no layers that run in FP8. Convert it (`lightning_fp8.convert`, or"
             " Trainer(precision='fp8-delayed')) and train it, or save it as any other model."
@@ -143,7 +143,7 @@ def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
             _check_format(rows, role)
         _check_finite(name, tensors[name])
         found[name] = None
-        if rows.switch.in_fp8:
+        if rows.switch.fprop_in_fp8:
             input_scale = _input_scale(rows)
             if input_scale is None:
                 without.append(joined(rows.name, "input"))

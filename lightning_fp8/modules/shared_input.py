@@ -53,15 +53,19 @@ class SharedInput:
                 self.index = torch.tensor([row], dtype=torch.int64, device=state.device)
         return self.index
 
-    def take(self, x: Tensor, state: ScalingState, record: bool, keep: bool, is_last: bool) -> Fp8Operand | None:
-        """The cast of ``x`` that a layer before has made, with columns if ``keep``; None if there is none."""
+    def take(
+        self, x: Tensor, state: ScalingState, record: bool, keep: bool, by_rows: bool, is_last: bool
+    ) -> Fp8Operand | None:
+        """The cast of ``x`` that a layer before has made, by columns if ``keep`` and by rows if ``by_rows``; None if
+        there is none.
+        """
         # read once: another thread may replace it
         made = self._made
         if is_last:
             self._made = None
         if made is None or made.x() is not x or made.circumstances != _circumstances(x, state, record):
             return None
-        if keep and made.operand.columns.dim() != 2:
+        if (keep and made.operand.columns.dim() != 2) or (by_rows and made.operand.rows.dim() != 2):
             return None
         return made.operand
 

@@ -76,9 +76,12 @@ def see_export(handle: int, record: bool) -> None:
 class Fp8Operand(NamedTuple):
     """A tensor ``[M, K]`` in FP8, an operand of GEMMs.
 
+    The dtype of a payload is the precision of its product: ``uint8`` is FP8 in ``format``; one of any other dtype is
+    the tensor itself in that dtype, in which the product is computed.
+
     Attributes:
-        rows: ``[M, K] uint8``; empty if not requested.
-        columns: ``[K, M] uint8``; empty if not requested.
+        rows: ``[M, K] uint8``, for fprop; empty if not requested.
+        columns: ``[K, M] uint8``, for dgrad or wgrad; empty if not requested.
         scale_inv: ``[] float32``.
         format: ``"e4m3"`` or ``"e5m2"``.
     """
@@ -109,7 +112,7 @@ class Columns(NamedTuple):
     """What backward keeps of an operand ``[M, K]``.
 
     Attributes:
-        payload: ``[K, M] uint8``; None if no gradient needs it.
+        payload: ``[K, M] uint8``, or of another dtype as of :class:`Fp8Operand`; None if no gradient needs it.
         scale_inv: ``[] float32``.
         format: ``"e4m3"`` or ``"e5m2"``.
     """

@@ -192,6 +192,11 @@ class Fp8Precision(_Fp8TrainerPrecision):
             and frees their masters: for adapters on a frozen base. Checkpoints hold the rounded values. ``"master"``
             keeps masters; None, the default, is that too, or for a converted model its current setting. See
             :func:`lightning_fp8.convert`. Not under FSDP.
+        overrides: by pattern on module paths, the precision of a layer's products where it is not the recipe's, such as
+            ``{"blocks.0": "bf16", "*.down": {"wgrad": "bf16"}}``; see :func:`lightning_fp8.convert`. None leaves a
+            model that was converted before as it is.
+        bf16_blocks: how many of the first and of the last blocks of the longest ``nn.ModuleList`` stay in bf16, for
+            example ``(1, 1)``; see :func:`lightning_fp8.convert`.
 
     Raises:
         ValueError: for an unsupported value, settings that contradict each other, a recipe field out of range; at

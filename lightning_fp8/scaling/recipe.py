@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
-from lightning_fp8.ops.formats import E4M3, E5M2, Fp8Format, Role
+from lightning_fp8.ops.formats import E4M3, E5M2, PRODUCTS, Fp8Format, Product, Role
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 
 FormatChoice = Literal["HYBRID", "E4M3"]
 AmaxAlgorithm = Literal["max", "most_recent"]
+ProductPrecision = Literal["fp8", "bf16"]
 _T = TypeVar("_T")
 
 
@@ -46,6 +47,9 @@ class Recipe:
             with that of their own values, and checkpoints hold no scales.
         margin: powers of two kept free above the largest value of an input or gradient.
         fp8_format: ``"HYBRID"``: E4M3 forward, E5M2 for the gradient of the output. ``"E4M3"``: E4M3 everywhere.
+        fprop, dgrad, wgrad: in which precision each of the three products is computed: output, gradient of the input,
+            gradient of the weight. ``"bf16"`` stands for the dtype of the output: fp32 without autocast, if the input
+            is. Its operands are rounded to that dtype and not cast to FP8. Keyword arguments.
     """
 
     precision: ClassVar[str]
@@ -53,6 +57,14 @@ class Recipe:
 
     margin: int = 0
     fp8_format: FormatChoice = "HYBRID"
+    fprop: ProductPrecision = field(default="fp8", kw_only=True)
+    dgrad: ProductPrecision = field(default="fp8", kw_only=True)
+    wgrad: ProductPrecision = field(default="fp8", kw_only=True)
+
+    @property
+    def in_bf16(self) -> tuple[Product, ...]:
+        """The products that are computed in bf16, if the layer has no precisions of its own."""
+        return tuple(product for product in PRODUCTS if getattr(self, product) == "bf16")
 
     @property
     def window(self) -> int:
@@ -73,6 +85,8 @@ class Recipe:
         # 2**127 is the largest power of two that fp32 holds
         self._require("margin", "an integer from 0 to 127", _is_int(self.margin) and 0 <= self.margin <= 127)
         self._require_choice("fp8_format", get_args(FormatChoice))
+        for product in PRODUCTS:
+            self._require_choice(product, get_args(ProductPrecision))
 
     def _require_choice(self, field: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, field)
@@ -104,6 +118,9 @@ class DelayedScaling(Recipe):
         amax_history_len: optimizer steps that the window holds, an integer of at least 1.
         amax_compute_algo: ``"max"``: the largest value in the window; ``"most_recent"``: the newest one.
         reduce_amax: under ``torch.distributed``, take the maximum over all ranks, so that scales agree on every rank.
+        fprop, dgrad, wgrad: in which precision each product is computed, ``"fp8"`` or ``"bf16"``. ``wgrad="bf16"``
+            multiplies the unrounded gradient with the unrounded input, which is kept for backward in 2 bytes per
+            element instead of 1.
 
     Raises:
         ValueError: for an invalid field; the message has the field, the rule and the value.
@@ -153,6 +170,7 @@ class CurrentScaling(Recipe):
     Args:
         margin: powers of two kept free above the largest value of an input or gradient, an integer from 0 to 127.
         fp8_format: ``"HYBRID"``: E4M3 forward, E5M2 for the gradient of the output. ``"E4M3"``: E4M3 everywhere.
+        fprop, dgrad, wgrad: as of :class:`DelayedScaling`.
 
     Raises:
         ValueError: for an invalid field; the message has the field, the rule and the value.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fp8.ops.basic import update_scales
 from lightning_fp8.ops.counting import CastCounts
-from lightning_fp8.ops.formats import DELAYED_ROLES, Role
+from lightning_fp8.ops.formats import DELAYED_ROLES, Product, Role
 from lightning_fp8.ops.operand import OwnScaling, take_handle
 from lightning_fp8.scaling.former_names import FormerNames
 from lightning_fp8.scaling.notices import Notices
@@ -144,6 +144,17 @@ class ScalingState(FormerNames):
         self._find_leaders()
         return self
 
+    @property
+    def rows_in_fp8(self) -> Tensor:
+        """``[R] bool`` on the CPU: whether each tensor is cast to FP8 for any product of its module."""
+        return torch.tensor([switch.casts(role) for role in LAYOUT for switch in self.switches], dtype=torch.bool)
+
+    def set_products(self, in_bf16: Mapping[int, tuple[Product, ...]]) -> None:
+        """Compute these products of modules in bf16, by their positions, and their other ones in FP8."""
+        for module, products in in_bf16.items():
+            self.switches[module].in_bf16 = products
+        self._reset_history_check()
+
     def share_inputs(self, leaders: Mapping[int, int]) -> None:
         """Let modules record their input in the place of another one, whose input is the same tensor.
 
@@ -196,6 +207,9 @@ class ScalingState(FormerNames):
     def _reset_history_check(self) -> None:
         self._every_tensor_has_history = False
         with torch.inference_mode(False):
+            # tensors that are never cast have none, and none has to be waited for
+            in_fp8 = self.rows_in_fp8[: self.delayed]
+            self._never_cast = None if bool(in_fp8.all()) else ~in_fp8.to(self.device)
             self._history_check = torch.zeros((), dtype=torch.bool, pin_memory=self.device.type == "cuda")
 
     @property
@@ -265,7 +279,9 @@ class ScalingState(FormerNames):
         )
         # never for casts that do not use it
         if self.recipe.from_history and not self._every_tensor_has_history:
-            self._history_check.copy_((self.amax_history[0] > 0).all(), non_blocking=True)
+            filled = self.amax_history[0] > 0
+            filled = filled if self._never_cast is None else filled | self._never_cast
+            self._history_check.copy_(filled.all(), non_blocking=True)
         self.weight_changes.see_update(self.amax.data[self.delayed :])
         self.updates += 1
         self.changes += 1
@@ -352,7 +368,8 @@ class ScalingState(FormerNames):
         for role in LAYOUT:
             self._copy_row(self.row_of(module, role), other, other.row_of(other_module, role))
         self.weight_changes.copy_module(module, other.weight_changes, other_module)
-        self.switches[module].in_fp8 = other.switches[other_module].in_fp8
+        mine, others = self.switches[module], other.switches[other_module]
+        mine.in_fp8, mine.may_fall_back = others.in_fp8, others.may_fall_back
         self._see_load()
 
 
