@@ -75,8 +75,8 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
     if rows.fp8_only:
         parameter = with_master(rows, parameter)
     if isinstance(parameter, GatheredWeight):
-        place, payloads = parameter.place_in_graph(), parameter.payloads(rows.k_by_n)
-        operand = Fp8Operand(*payloads, parameter.scale_inv, rows.formats["weight"])
+        place, scale_inv = parameter.place_in_graph(), parameter.scale_inv
+        operand = Fp8Operand(*parameter.payloads(rows.k_by_n), scale_inv, scale_inv, rows.formats["weight"])
         return Fp8Weight(place.t() if rows.k_by_n else place, operand)
     check_whole(rows, parameter)
     weight = parameter if part is None else part
@@ -204,8 +204,8 @@ def _linear_in_part(
     check_bias(rows, bias, len(parameter))
     fprop, dgrad, wgrad = (product in switch.in_bf16 for product in PRODUCTS)
     nothing, unscaled = x.new_empty(0), torch.ones((), device=x.device)
-    x_operand = Fp8Operand(nothing, nothing, unscaled, rows.formats["input"])
-    w_operand = operand or Fp8Operand(nothing, nothing, unscaled, rows.formats["weight"])
+    x_operand = Fp8Operand(nothing, nothing, unscaled, unscaled, rows.formats["input"])
+    w_operand = operand or Fp8Operand(nothing, nothing, unscaled, unscaled, rows.formats["weight"])
     keep = with_gradients and parameter.requires_grad
     if not fprop or (keep and not wgrad):
         x_operand = cast_input(rows, x, record, keep and not wgrad, not fprop)
