@@ -212,7 +212,7 @@ def _linear_in_part(
     else:
         _let_go_of_input(rows)
     if fprop or (keep and wgrad):
-        plain = ops.in_rows(x.detach()).to(dtype)
+        plain = ops.in_rows(_rounded_input(rows, x, dtype))
         x_operand = x_operand._replace(
             rows=plain if fprop else x_operand.rows, columns=plain.t() if wgrad else x_operand.columns
         )
@@ -223,6 +223,14 @@ def _linear_in_part(
         )
     bias_value, dy = rounded_bias(rows, bias, dtype, is_kept), rows.slot("grad_output", record)
     return ops.linear(x, parameter, bias, bias_value, x_operand, w_operand, dy, dtype)  # type: ignore[no-any-return]
+
+
+def _rounded_input(rows: Fp8Rows, x: Tensor, dtype: torch.dtype) -> Tensor:
+    shared = rows.shared_input
+    # a compiler makes one of several by itself
+    if shared is None or x.dtype == dtype or x.is_inference() or torch.compiler.is_compiling():
+        return x.detach().to(dtype)
+    return shared.rounded(x, dtype, rows.is_last)
 
 
 def _let_go_of_input(rows: Fp8Rows) -> None:

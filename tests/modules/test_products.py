@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -83,10 +84,9 @@ def test_each_product_is_that_of_its_precision(in_bf16: tuple[str, ...], bias: b
     check_layer(in_bf16, bias, kind)
 
 
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("in_bf16", CHOICES, ids="-".join)
-def test_with_the_kernels(in_bf16: tuple[str, ...], bias: bool, cuda_half: Any) -> None:
-    check_layer(in_bf16, bias, "delayed")
+def test_with_the_kernels(in_bf16: tuple[str, ...], cuda_half: Any) -> None:
+    check_layer(in_bf16, True, "delayed")
     assert cuda_half
 
 
@@ -261,3 +261,74 @@ def test_layers_of_all_kinds(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     for weight in weights:
         assert weight.grad is not None
         assert torch.equal(weight.grad, calls.weight_gradient(weight))
+
+
+def kept_bytes(model: nn.Module, x: Tensor) -> int:
+    """Of all tensors that a forward under autocast keeps, each part of memory once; parameters are there anyway."""
+    found: dict[int, int] = {}
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.data_ptr() not in parameters:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "x_dtype", "of_fp8", "of_bf16"),
+    [
+        (lambda: nn.Linear(32, 48), torch.bfloat16, 1, 2),
+        # rounded once for all three
+        (Shared, torch.float32, 1, 2),
+        # relu keeps its result anyway
+        (lambda: nn.Sequential(nn.ReLU(), nn.Linear(32, 48)), torch.bfloat16, 3, 2),
+    ],
+)
+def test_bytes_kept_for_backward(make: Any, x_dtype: torch.dtype, of_fp8: int, of_bf16: int) -> None:
+    x = torch.randn(64, 32, dtype=x_dtype)
+    results = {
+        wgrad: kept_bytes(convert(make(), DelayedScaling(wgrad=wgrad)).requires_grad_(), x.clone().requires_grad_())
+        for wgrad in ("fp8", "bf16")
+    }
+    # all else is the same
+    assert results["bf16"] - results["fp8"] == (of_bf16 - of_fp8) * x.numel()
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations(("q", "k", "v"))))
+def test_layers_of_one_input_may_differ_in_their_products(names: tuple[str, str, str]) -> None:
+    """A cast that one of them has made is taken by another one only in the layouts in which it has been made."""
+    choices = [{"fprop": "bf16"}, {"wgrad": "bf16"}, {"fprop": "bf16", "wgrad": "bf16"}]
+    overrides = dict(zip(names, choices, strict=True))
+    torch.manual_seed(0)
+    shared = convert(Shared(), overrides=overrides)  # type: ignore[arg-type]
+    assert shared.q.fp8[""].shared_input is not None
+    separate = [convert(copy.deepcopy(unconverted(shared, name)), overrides={"": overrides[name]}) for name in "qkv"]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        x = torch.randn(8, 32, generator=generator, requires_grad=True)
+        q, k, v = (one(x) for one in separate)
+        (q * k + v).sum().backward()
+        gradient, x.grad = x.grad, None
+        y = shared(x)
+        y.sum().backward()
+        assert torch.equal(y, q * k + v)
+        torch.testing.assert_close(x.grad, gradient, rtol=1e-6, atol=1e-6)
+        for layer, alone in zip((shared.q, shared.k, shared.v), separate, strict=True):
+            assert torch.equal(layer.weight.grad, alone.weight.grad)
+            scaling_state(alone).update()
+        scaling_state(shared).update()
+        shared.zero_grad()
+        for alone in separate:
+            alone.zero_grad()
+    assert shared.q.fp8[""].shared_input._rounded is None or shared.q.fp8[""].shared_input._rounded.x() is x
+
+
+def unconverted(model: nn.Module, name: str) -> nn.Module:
+    layer = nn.Linear(32, 32)
+    layer.load_state_dict(model.get_submodule(name).state_dict())
+    return layer
