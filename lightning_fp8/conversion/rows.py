@@ -63,9 +63,11 @@ def row_of(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
         shapes = f"{len(gemms) // 2} experts, {gemms[0]} and {gemms[-1]}"
     fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
     shared = ", ".join(rows.input_leader.name for rows in layer.fp8.values() if rows.input_leader is not None)
+    current = ", ".join(rows.name for rows in layer.fp8.values() if rows.switch.in_fp8 and rows.switch.is_current)
     remarks = [
         in_bf16 or None,
         f"shares its input with {shared}" if shared else None,
+        f"moved to current scaling: {current}" if current else None,
         f"fell back to bf16: {fallen}" if fallen else None,
         fused,
         held,

@@ -124,11 +124,19 @@ def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
             f"export: {type(model).__name__} has no layers that run in FP8. Convert it (`lightning_fp8.convert`, or"
             " Trainer(precision='fp8-delayed')) and train it, or save it as any other model."
         )
-    recipe = next(iter(gemms.values())).state.recipe
+    state = next(iter(gemms.values())).state
+    recipe = state.recipe
     if not recipe.from_history:
         raise ValueError(
             f"export: {recipe} scales each input by its own values, so there are no static scales to write. Convert the"
             " model with a DelayedScaling instead (`unconvert`, then `convert`) and train it for some steps."
+        )
+    current = state.current_modules
+    if any(rows.switch.fprop_in_fp8 and rows.name in current for rows in gemms.values()):
+        raise ValueError(
+            f"export: {len(current)} layers are scaled by their own values since `ScaleWatchdog` moved them, so there"
+            f" are no static scales to write: {', '.join(current[:6])}{', ...' if len(current) > 6 else ''}."
+            " `lightning_fp8.fall_back(model, name)` leaves a layer out of FP8."
         )
     changed = [name for name in gemms if name not in tensors]
     if changed:

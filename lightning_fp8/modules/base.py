@@ -163,7 +163,7 @@ class Fp8Rows:
     def slot(self, role: Role, record: bool) -> Slot:
         """The slot of the input or of the gradient of the output."""
         state, gemm, index, fmt = self.state, self.settings.gemm, self.index[role], self.formats[role]
-        history, own = state.how_cast(self.split_over.get(role, ""))
+        history, own = state.how_cast(self.switch, self.split_over.get(role, ""))
         return Slot(state.scale, history, index, fmt, state, record, gemm, own)
 
     def weight_slot(self, record: bool) -> WeightSlot:

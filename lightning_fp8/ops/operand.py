@@ -133,23 +133,30 @@ class OwnScaling(NamedTuple):
             the whole tensor has one.
         group: the name of the process group that the tensor is split over: the largest of all parts counts. Empty if it
             is whole.
+        always: whether it is at every cast, not only where it has no history.
     """
 
     margin: int = 0
     blocks: str = ""
     group: str = ""
+    always: bool = False
+
+    @property
+    def adjusts_amax(self) -> bool:
+        """Whether the scale follows from another amax than that of the tensor, or of this part of it."""
+        return bool(self.margin or self.group)
 
 
 def how_in_words(format: str, gemm: str, own: OwnScaling) -> str:
     """One string for an operator, of which torch allows 64 arguments; see :func:`parsed_how`."""
-    return f"{format},{gemm},{own.margin},{own.blocks},{own.group}"
+    return f"{format},{gemm},{own.margin},{own.blocks},{int(own.always)},{own.group}"
 
 
 @functools.cache
 def parsed_how(words: str) -> tuple[str, str, OwnScaling]:
     """The arguments of :func:`how_in_words`."""
-    fmt, gemm, margin, blocks, group = words.split(",", 4)
-    return fmt, gemm, OwnScaling(int(margin), blocks, group)
+    fmt, gemm, margin, blocks, always, group = words.split(",", 5)
+    return fmt, gemm, OwnScaling(int(margin), blocks, group, always == "1")
 
 
 class WeightSlot(NamedTuple):
@@ -195,7 +202,10 @@ class Slot(NamedTuple):
 
     def open(self) -> tuple[Tensor | None, bool, bool]:
         """See :meth:`lightning_fp8.ScalingState.open_cast`."""
-        return (None, True, False) if self.state is None else self.state.open_cast(self.record)
+        if self.state is None:
+            return None, True, False
+        amax, may_use_history, has_history = self.state.open_cast(self.record)
+        return amax, may_use_history, has_history and not self.own.always
 
 
 def with_scale(scale: Tensor, format: str) -> Slot:

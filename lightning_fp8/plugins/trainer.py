@@ -140,12 +140,15 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
                 )
             return
         self._states[0].load_state_dict(state_dict)
-        fallen = self._states[0].switches.fallbacks
-        if fallen:
-            rank_zero_info(
-                f"{self.precision}: {len(fallen)} layers fell back to bf16 in the run that saved this checkpoint, and"
-                f" stay there: {', '.join(fallen)}."
-            )
+        state = self._states[0]
+        fallen = state.switches.fallbacks
+        current = [name for name in state.current_modules if name not in fallen]
+        for names, what in ((fallen, "fell back to bf16"), (current, "moved to current scaling")):
+            if names:
+                rank_zero_info(
+                    f"{self.precision}: {len(names)} layers {what} in the run that saved this checkpoint, and stay"
+                    f" there: {', '.join(names)}."
+                )
 
 
 class Fp8Precision(_Fp8TrainerPrecision):

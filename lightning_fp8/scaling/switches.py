@@ -16,11 +16,13 @@ class Switch:
         in_fp8: whether any of them does: False if the module has fallen back.
         may_fall_back: whether it can.
         in_bf16: the products that do not, even if the module has not fallen back.
+        is_current: whether its input and gradient are scaled by their own values under a recipe with histories.
     """
 
     in_fp8: bool = True
     may_fall_back: bool = True
     in_bf16: tuple[Product, ...] = ()
+    is_current: bool = False
 
     @property
     def fprop_in_fp8(self) -> bool:

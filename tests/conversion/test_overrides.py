@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lit import Regression, loader, make_trainer, seeded
 from small_models import small_mlp
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from lightning_fp8 import (
     DelayedScaling,
     Fp8FabricPrecision,
     Fp8Precision,
+    QuantizationProbe,
+    ScaleFactorLogger,
+    ScaleWatchdog,
     convert,
     describe,
     export,
@@ -263,6 +267,25 @@ def test_training_resumes_exactly(tmp_path: Path) -> None:
     trainer(max_epochs=2).fit(again, loader(), ckpt_path=str(tmp_path / "half.ckpt"))
     assert again.net[0].in_bf16 == ("fprop", "wgrad")
     assert all(torch.equal(one, other) for one, other in zip(again.parameters(), whole.parameters(), strict=True))
+
+
+def test_callbacks_see_only_what_is_cast(tmp_path: Path) -> None:
+    watchdog = ScaleWatchdog("raise", every_n_steps=2, stale_steps=4)
+    probe, scales = QuantizationProbe(every_n_steps=2), ScaleFactorLogger(every_n_steps=2)
+    plugin = Fp8Precision(
+        recipe={"dgrad": "bf16", "wgrad": "bf16"}, overrides={"net.0": {"fprop": "bf16", "wgrad": "fp8"}}
+    )
+    logger = CSVLogger(tmp_path)
+    model = seeded()
+    make_trainer(
+        tmp_path, plugins=plugin, callbacks=[watchdog, probe, scales], logger=logger, log_every_n_steps=1, max_epochs=3
+    ).fit(model, loader())
+    assert list(probe.sqnr_db) == ["net.2"]
+    logged = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    tensors = {key.removeprefix("fp8/").removesuffix("/scale") for key in logged if key.endswith("/scale")}
+    assert {name for name in tensors if name.startswith("net.")} == {
+        *("net.0.input", "net.0.grad_output", "net.2.input", "net.2.weight")
+    }
 
 
 def test_export_writes_what_is_true(tmp_path: Path) -> None:

@@ -299,9 +299,14 @@ def test_bytes_kept_for_backward(make: Any, x_dtype: torch.dtype, of_fp8: int, o
     assert results["bf16"] - results["fp8"] == (of_bf16 - of_fp8) * x.numel()
 
 
+@pytest.mark.parametrize("half", ["reference", "kernels"])
 @pytest.mark.parametrize("names", list(itertools.permutations(("q", "k", "v"))))
-def test_layers_of_one_input_may_differ_in_their_products(names: tuple[str, str, str]) -> None:
+def test_layers_of_one_input_may_differ_in_their_products(
+    names: tuple[str, str, str], half: str, request: pytest.FixtureRequest
+) -> None:
     """A cast that one of them has made is taken by another one only in the layouts in which it has been made."""
+    if half == "kernels":
+        request.getfixturevalue("cuda_half")
     choices = [{"fprop": "bf16"}, {"wgrad": "bf16"}, {"fprop": "bf16", "wgrad": "bf16"}]
     overrides = dict(zip(names, choices, strict=True))
     torch.manual_seed(0)
@@ -326,6 +331,16 @@ def test_layers_of_one_input_may_differ_in_their_products(names: tuple[str, str,
         for alone in separate:
             alone.zero_grad()
     assert shared.q.fp8[""].shared_input._rounded is None or shared.q.fp8[""].shared_input._rounded.x() is x
+
+
+def test_an_input_that_a_hook_changes_is_rounded_again() -> None:
+    model = convert(Shared(), DelayedScaling(fprop="bf16", wgrad="bf16"))
+    model.k.register_forward_pre_hook(lambda module, args: args[0].mul_(2))
+    x = torch.randn(8, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x.clone())
+        q, k, v = (F.linear(x * by, one.weight, one.bias) for by, one in ((1, model.q), (2, model.k), (2, model.v)))
+    assert torch.equal(y, q * k + v)
 
 
 def unconverted(model: nn.Module, name: str) -> nn.Module:
