@@ -87,9 +87,10 @@ def _arguments(kind: type[tuple[Any, ...]]) -> int:
 
 def flattened(arguments: Iterable[Any]) -> list[Any]:
     """The operator's arguments, made from the functions'."""
+    # by `extend`: the compiler of torch 2.11 adds no named tuple to a list by `+=`
     flat: list[Any] = []
     # in another process, where an exported or traced program is loaded, the handle may be that of another model
-    leaves_process = torch.compiler.is_exporting() or _get_tracing_state() is not None
+    leaves_process = is_exporting() or _get_tracing_state() is not None
     for argument in arguments:
         if isinstance(argument, (Slot, WeightSlot)):
             handle = 0 if argument.state is None else argument.state.handle
@@ -97,16 +98,16 @@ def flattened(arguments: Iterable[Any]) -> list[Any]:
                 see_export(handle, argument.record)
                 handle = 0
             if isinstance(argument, Slot):
-                flat += argument[:3]
+                flat.extend(argument[:3])
                 how = how_in_words(argument.format, argument.gemm, argument.own)
             else:
                 flat.append(argument.index)
                 how = how_in_words(argument.format, "", argument.own)
-            flat += (handle, argument.record, how)
+            flat.extend((handle, argument.record, how))
         elif isinstance(argument, (Fp8Operand, Columns)):
-            flat += argument
+            flat.extend(argument)
         elif isinstance(argument, Layer):
-            flat += (*argument[:3], *argument.operand)
+            flat.extend((*argument[:3], *argument.operand))
         else:
             flat.append(argument)
     return flat
@@ -149,6 +150,13 @@ class Operator:
     def run(self, x: Tensor, *arguments: Any) -> Any:
         """The device's function: for use inside another operator, where nothing watches operators."""
         return (self._cuda if is_k_major(x) else self._cpu)(x, *arguments)
+
+
+# run by dynamo rather than traced: that of torch 2.11 would take torch's function to be True in everything it compiles
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    """Whether a program is being made by ``torch.export``."""
+    return torch.compiler.is_exporting()
 
 
 def is_k_major(x: Tensor) -> bool:
