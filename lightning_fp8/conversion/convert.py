@@ -158,7 +158,6 @@ def give_settings(plan: ConversionPlan) -> None:
             for rows in one.layer.fp8.values():
                 rows.settings = plan.settings
             if one.layer.in_bf16 != one.in_bf16:
-                one.layer.drop_copies()
                 changed.update(dict.fromkeys(one.layer.fp8.values(), one.in_bf16))
     if changed:
         state_of(plan.modules[0][1], layers).set_products({rows.module: one for rows, one in changed.items()})

@@ -288,11 +288,10 @@ class Fp8Module(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Switch between training and evaluation, where weights may be swapped: no copy outlives a switch."""
         if mode != self.training:
-            self.drop_copies()
+            self._drop_copies()
         return super().train(mode)
 
-    def drop_copies(self) -> None:
-        """Drop the casts of its weights and the rounded biases."""
+    def _drop_copies(self) -> None:
         for rows in self.fp8.values():
             rows.is_prepared = False
             for cache in rows.caches:
@@ -303,7 +302,7 @@ class Fp8Module(nn.Module):
         with frozen_parameters_apart(self) as held:
             module = super()._apply(fn, recurse)
         self._parameters.update({name: weight.applied(fn) for name, weight in held.items()})
-        self.drop_copies()
+        self._drop_copies()
         device = next(iter(self.gemm_weights(self).values())).device
         if device.type != "meta":
             for rows in self.fp8.values():
@@ -318,7 +317,7 @@ class Fp8Module(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[no-untyped-call]
-        self.drop_copies()
+        self._drop_copies()
         names = {id(parameter): f"{prefix}{name}" for name, parameter in self.named_parameters(recurse=False)}
         for rows, weight in self.gemms():
             # a computed weight, as that of a pruned layer, changes with any parameter
