@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
+from lightning.pytorch import callbacks
 from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fp8 import convert, scaling_state
+
+# the first versions of Lightning 2.5 lack it
+Averaging: Any = getattr(callbacks, "WeightAveraging", None)
+needs_averaging = pytest.mark.skipif(Averaging is None, reason="Lightning has no WeightAveraging")
 
 
 class Regression(pl.LightningModule):
