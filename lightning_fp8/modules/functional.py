@@ -150,8 +150,8 @@ def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool, by_rows: bool
         return _cast_input(rows, x, record, keep, by_rows)
     made = None if rows.is_first else shared.take(x, rows.state, record, keep, by_rows, rows.is_last)
     if made is None:
-        for_followers = torch.is_grad_enabled() and rows.followers_need_columns()
-        made = _cast_input(rows, x, record, keep or for_followers, by_rows)
+        by_columns = keep or (torch.is_grad_enabled() and rows.followers_need_columns())
+        made = _cast_input(rows, x, record, by_columns, by_rows)
         if not rows.is_last:
             shared.put(x, rows.state, record, made, rows.is_first)
     return made

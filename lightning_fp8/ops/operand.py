@@ -204,8 +204,8 @@ class Slot(NamedTuple):
         """See :meth:`lightning_fp8.ScalingState.open_cast`."""
         if self.state is None:
             return None, True, False
-        amax, may_use_history, has_history = self.state.open_cast(self.record)
-        return amax, may_use_history, has_history and not self.own.always
+        opened = self.state.open_cast(self.record)
+        return (*opened[:2], False) if self.own.always else opened
 
 
 def with_scale(scale: Tensor, format: str) -> Slot:
