@@ -228,7 +228,7 @@ def test_code_that_no_test_reads_is_found() -> None:
 
 def test_there_is_code_to_run() -> None:
     assert {"README.md", "docs/quickstart.md", "docs/which-bf16.md"} <= {name_of(page) for page in WITH_PYTHON}
-    assert {name_of(page) for page, _ in YAML} == {"docs/quickstart.md", "docs/callbacks.md"}
+    assert {name_of(page) for page, _ in YAML} == {"docs/quickstart.md", "docs/callbacks.md", "docs/precisions.md"}
     assert sum(1 for page in PAGES for _ in commands(page)) > 40
 
 

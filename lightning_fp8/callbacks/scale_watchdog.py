@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -18,7 +18,7 @@ from lightning_fp8.modules.paths import as_patterns, matching_tensors
 from lightning_fp8.runtime.every_n_steps import EveryNSteps
 from lightning_fp8.scaling.state import ScalingState
 
-Action = Literal["warn", "raise", "fallback"]
+Action = Literal["warn", "raise", "fallback", "current"]
 
 
 class ScaleWatchdog(RunWatcher):
@@ -38,19 +38,26 @@ class ScaleWatchdog(RunWatcher):
     and ``lightning_fp8.describe`` shows it. If tensors are stale or non-finite in more than half of the layers that
     run, the layers are not the cause: it is reported, and none of them is moved.
 
+    With ``action="current"`` such a layer first moves to current scaling: its inputs and gradients are scaled by their
+    own values, as under :class:`~lightning_fp8.CurrentScaling`, and those of layers with the same input with them. The
+    next time it is in trouble it moves to bf16; at once for inf or NaN, and for a weight, which that does not help.
+    Checkpoints and ``describe`` keep and show it likewise. Under a recipe without histories the action is
+    ``"fallback"``, and a warning says so.
+
     At each check it logs, to all loggers:
 
     - ``fp8/watchdog/stale``, ``fp8/watchdog/nonfinite``, ``fp8/watchdog/saturated``, ``fp8/watchdog/underflowed``:
       number of tensors in that condition.
     - ``fp8/watchdog/fallbacks``: number of layers that have fallen back to bf16 (each projection of an attention with
       its own weight counts as one).
+    - ``fp8/watchdog/current``: number of layers that have moved to current scaling, and have not fallen back.
 
     A check takes a few device-to-host copies, and the optimizer step before it counts what its casts lose; in between
     nothing synchronises with the device. With several processes, each sees the sums over all of them, so all act alike.
     Under another precision it warns once and does nothing.
 
     Args:
-        action: ``"warn"``, ``"raise"`` for a ``RuntimeError``, or ``"fallback"``.
+        action: ``"warn"``, ``"raise"`` for a ``RuntimeError``, ``"fallback"`` or ``"current"``.
         every_n_steps: steps between two checks. Steps are training batches divided by ``accumulate_grad_batches``, so
             they advance even where the Trainer sees no optimizer step.
         stale_steps: see above, in the same steps; None: never.
@@ -63,7 +70,7 @@ class ScaleWatchdog(RunWatcher):
 
     Raises:
         ValueError: for another action, a number out of its range, a pattern that matches no tensor of the model, or
-            fallbacks together with ``fp8_all_gather``.
+            fallbacks, which ``"current"`` may end in, together with ``fp8_all_gather``.
         TypeError: if ``patterns`` is a single string.
         RuntimeError: in training, with ``action="raise"``.
     """
@@ -79,8 +86,9 @@ class ScaleWatchdog(RunWatcher):
         checks_in_a_row: int = 3,
         patterns: Sequence[str] = ("*",),
     ) -> None:
-        if action not in ("warn", "raise", "fallback"):
-            raise ValueError(f"ScaleWatchdog: `action` must be 'warn', 'raise' or 'fallback', got {action!r}.")
+        if action not in get_args(Action):
+            actions = ", ".join(map(repr, get_args(Action)))
+            raise ValueError(f"ScaleWatchdog: `action` must be one of {actions}, got {action!r}.")
         self._when = EveryNSteps("ScaleWatchdog", every_n_steps)
         counts = {"checks_in_a_row": checks_in_a_row, "stale_steps": stale_steps, "nonfinite_steps": nonfinite_steps}
         for name, count in counts.items():
@@ -105,12 +113,18 @@ class ScaleWatchdog(RunWatcher):
                 f"ScaleWatchdog: no layer runs in FP8 under precision={trainer.precision!r}; nothing to watch."
             )
             return
-        if self.action == "fallback" and getattr(trainer.precision_plugin, "fp8_all_gather", False):
+        moves = self.action in ("fallback", "current")
+        if moves and getattr(trainer.precision_plugin, "fp8_all_gather", False):
             raise ValueError(
-                "ScaleWatchdog: `action='fallback'` and `fp8_all_gather=True` cannot be combined: a layer whose weight"
-                " is gathered in FP8 cannot fall back. Use `action='raise'`, or gather in bf16."
+                f"ScaleWatchdog: `action={self.action!r}` and `fp8_all_gather=True` cannot be combined: a layer whose"
+                " weight is gathered in FP8 cannot fall back. Use `action='raise'`, or gather in bf16."
             )
         state = scaling_state(pl_module)
+        if self.action == "current" and not state.recipe.from_history:
+            rank_zero_warn(
+                f"ScaleWatchdog: under {state.recipe} all layers are scaled by their own values already:"
+                " `action='current'` moves a layer in trouble to bf16, as `action='fallback'` does."
+            )
         self._rows = set(matching_tensors(state.names, self.patterns, "ScaleWatchdog"))
         self._state, self._watch = state, Watch(state, self.limits)
         self._said: set[tuple[str, int]] = set()
@@ -151,26 +165,48 @@ class ScaleWatchdog(RunWatcher):
         now = {(condition, row) for condition, rows in findings.tensors.items() for row in rows}
         new, self._said = now - self._said, now
         message = f"ScaleWatchdog, step {trainer.global_step}: {self._described(state, findings, new)}" if new else ""
-        if new and self.action == "fallback":
-            to_move = self._to_fall_back(state, findings, new)
-            for module in to_move:
-                state.switches.fall_back(module)
-            message += f"\n  In bf16 from now on: {', '.join(to_move)}." if to_move else ""
+        if new and self.action in ("fallback", "current"):
+            message += self._move(state, self._to_move(state, findings, new))
         self._log(trainer, state, findings)
         if new and self.action == "raise":
             raise RuntimeError(message)
         if new:
             rank_zero_warn(message)
 
-    def _to_fall_back(self, state: ScalingState, findings: Findings, new: set[tuple[str, int]]) -> list[str]:
-        chosen: set[int] = set()
+    def _move(self, state: ScalingState, in_trouble: set[tuple[str, int]]) -> str:
+        """Move the layers of these tensors; what to say of it."""
+        to_current = {
+            state.module_of(row)
+            for condition, row in in_trouble
+            if self.action == "current" and state.recipe.from_history and condition != "nonfinite"
+            # a weight is scaled by what it holds already
+            if row < state.delayed and not state.switches[state.module_of(row)].is_current
+        }
+        to_bf16 = {state.module_of(row) for _, row in in_trouble} - to_current
+        for module in to_bf16:
+            state.switches.fall_back(state.module_names[module])
+        before = set(state.current_modules)
+        if to_current:
+            state.use_current_scaling(to_current)
+        moved = [name for name in state.current_modules if name not in before]
+        modules = [state.module_names.index(name) for name in moved]
+        if self._watch is not None:
+            self._watch.forgive(modules)
+        self._said = {(condition, row) for condition, row in self._said if state.module_of(row) not in modules}
+        names = [state.module_names[module] for module in sorted(to_bf16)]
+        return (f"\n  With current scaling from now on: {', '.join(moved)}." if moved else "") + (
+            f"\n  In bf16 from now on: {', '.join(names)}." if names else ""
+        )
+
+    def _to_move(self, state: ScalingState, findings: Findings, new: set[tuple[str, int]]) -> set[tuple[str, int]]:
+        chosen: set[tuple[str, int]] = set()
         for condition in CONDITIONS:
             modules = {state.module_of(row) for row in findings.tensors[condition]}
             # inf and NaN spread, and without updates all scales stand still
             if condition in ("stale", "nonfinite") and 2 * len(modules) > findings.active:
                 continue
-            chosen |= {state.module_of(row) for name, row in new if name == condition}
-        return [state.module_names[module] for module in sorted(chosen)]
+            chosen |= {(name, row) for name, row in new if name == condition}
+        return chosen
 
     def _described(self, state: ScalingState, findings: Findings, new: set[tuple[str, int]]) -> str:
         limits, lines = self.limits, []
@@ -200,7 +236,9 @@ class ScaleWatchdog(RunWatcher):
 
     def _log(self, trainer: Trainer, state: ScalingState, findings: Findings) -> None:
         metrics: dict[str, float] = {f"fp8/watchdog/{name}": len(rows) for name, rows in findings.tensors.items()}
-        metrics["fp8/watchdog/fallbacks"] = len(state.switches.fallbacks)
+        fallen = state.switches.fallbacks
+        metrics["fp8/watchdog/fallbacks"] = len(fallen)
+        metrics["fp8/watchdog/current"] = len(set(state.current_modules).difference(fallen))
         log_to_all(trainer, metrics)
 
     @override

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -136,12 +136,15 @@ class Watch:
         self._start_anew()
         self._last_update[updated] = step
 
-        in_fp8 = self.state.switches.rows_in_fp8
+        in_fp8 = self.state.rows_in_fp8
         findings = Findings(active=int(active.view(len(LAYOUT), -1).any(0).sum()), any_update=bool(updated.any()))
         if self.limits.stale_steps is not None:
             age = step - self._last_update
             # a scale that inf or NaN keeps unchanged is reported as `nonfinite`
-            stale = active & in_fp8 & ~nonfinite & (age >= self.limits.stale_steps) & self._is_delayed.cpu()
+            # nor is one stale that is not used
+            is_current = torch.tensor([switch.is_current for switch in self.state.switches]).repeat(len(LAYOUT))
+            is_used = active & in_fp8 & self._is_delayed.cpu() & ~is_current
+            stale = is_used & ~nonfinite & (age >= self.limits.stale_steps)
             findings.tensors["stale"] = _numbers(stale, age)
         if self.limits.nonfinite_steps is not None:
             findings.tensors["nonfinite"] = _numbers(in_a_row & in_fp8, most_in_a_row)
@@ -152,6 +155,11 @@ class Watch:
                 findings.tensors[name] = self._lasting(name, lost, of, share)
                 findings.lost[name] = {row: (int(lost[row]), int(of[row])) for row in findings.tensors[name]}
         return findings
+
+    def forgive(self, modules: Iterable[int]) -> None:
+        """Count the checks of these modules' tensors from now on: something has been done about them."""
+        for above in self._above.values():
+            above.view(len(LAYOUT), -1)[:, list(modules)] = 0
 
     def _start_anew(self) -> None:
         self._seen = self.state.updates
@@ -173,7 +181,7 @@ class Watch:
         """How many numbers were clipped or turned into zero, and of how many; ``[R] int64`` on the CPU."""
         summed = sum_over_processes(cast_counts(self.state)).cpu()
         # counts from before a layer fell back say nothing about the run
-        numbers, saturated, nonzero, underflowed = (summed * self.state.switches.rows_in_fp8[:, None]).unbind(dim=1)
+        numbers, saturated, nonzero, underflowed = (summed * self.state.rows_in_fp8[:, None]).unbind(dim=1)
         return {"saturated": (saturated, numbers), "underflowed": (underflowed, nonzero)}
 
     def _lasting(self, name: str, lost: Tensor, of: Tensor, limit: float) -> dict[int, float]:

@@ -12,6 +12,7 @@ from lightning_fp8.conversion.candidates import check_unparametrized
 from lightning_fp8.conversion.frozen_weights import keep_in_fp8, restore_masters
 from lightning_fp8.conversion.min_features import MinFeatures
 from lightning_fp8.conversion.plan import ConversionPlan, conversion_plan, converted, state_of
+from lightning_fp8.conversion.products import Overrides
 from lightning_fp8.conversion.rows import Candidate
 from lightning_fp8.conversion.shared_inputs import share_inputs
 from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
@@ -21,6 +22,7 @@ from lightning_fp8.modules.frozen_content import FrozenWeights
 from lightning_fp8.modules.fused_blocks import fuse_feed_forward
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.modules.weight_group import WeightGroup
+from lightning_fp8.ops.formats import Product
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.state import ScalingState
@@ -38,6 +40,8 @@ def convert(
     min_features: MinFeatures | None = None,
     adapters: bool | None = None,
     frozen_weights: FrozenWeights | None = None,
+    overrides: Overrides | None = None,
+    bf16_blocks: tuple[int, int] | None = None,
 ) -> ModuleT:
     """Run a model's linear and attention layers in FP8 from now on: in place, by class, on the same objects.
 
@@ -70,13 +74,22 @@ def convert(
             through to the input. Outputs and gradients stay bit-identical. ``"master"`` keeps masters, and gives them
             back, with rounded values, to weights that have none. Tied and sharded weights always keep theirs;
             :func:`describe` says so. Default ``"master"``, or for a converted model its current setting.
+        overrides: the precision, ``"fp8"`` or ``"bf16"``, of the products of some layers, where it is not the recipe's:
+            by ``fnmatch`` pattern on module paths, for all products or for some, as in ``{"blocks.0": "bf16",
+            "*.down": {"wgrad": "bf16"}}``. A pattern includes everything inside what it matches, and later ones win,
+            product by product. A layer without a product in FP8 stays (or becomes again) plain. Default: none, or for a
+            converted model its current precisions.
+        bf16_blocks: how many of the first and of the last blocks stay in bf16: of the longest ``nn.ModuleList`` that is
+            in no other one. Counts as the first of the overrides; of the two arguments, one alone replaces both.
 
     Returns:
         The same object.
 
     Raises:
         ValueError: if nothing is left to convert, a pattern matches no module, a converted model has another recipe,
-            or ``gemm``, ``min_features`` or ``frozen_weights`` has any other value.
+            ``gemm``, ``min_features``, ``frozen_weights``, ``overrides`` or ``bf16_blocks`` has any other value, the
+            longest ``nn.ModuleList`` is not one alone or has fewer blocks, or a weight that is gathered in FP8 would be
+            multiplied in bf16.
         TypeError: if a layer to convert has parameters that are not fp32, bf16 or fp16.
         RuntimeError: if a converted layer that would become plain again has been parametrized since.
 
@@ -84,7 +97,11 @@ def convert(
     >>> [type(layer).__name__ for layer in model]
     ['Fp8Linear', 'ReLU', 'Linear']
     """
-    carry_out(conversion_plan(module, recipe, ignore_modules, gemm, min_features, adapters, frozen_weights))
+    carry_out(
+        conversion_plan(
+            module, recipe, ignore_modules, gemm, min_features, adapters, frozen_weights, overrides, bf16_blocks
+        )
+    )
     return module
 
 
@@ -135,9 +152,15 @@ def carry_out_for_run(plan: ConversionPlan, selects: bool) -> ScalingState:
 def give_settings(plan: ConversionPlan) -> None:
     """Give all converted layers of the model the settings of the plan, from their next forward on."""
     layers = [layer for _, layer in plan.converted]
-    for layer in layers:
-        for rows in layer.fp8.values():
-            rows.settings = plan.settings
+    changed: dict[Fp8Rows, tuple[Product, ...]] = {}
+    for one in plan.layers:
+        if isinstance(one.layer, Fp8Module):
+            for rows in one.layer.fp8.values():
+                rows.settings = plan.settings
+            if one.layer.in_bf16 != one.in_bf16:
+                changed.update(dict.fromkeys(one.layer.fp8.values(), one.in_bf16))
+    if changed:
+        state_of(plan.modules[0][1], layers).set_products({rows.module: one for rows, one in changed.items()})
     if plan.settings.frozen_weights == "fp8":
         keep_in_fp8([module for _, module in plan.modules])
     else:
@@ -166,6 +189,9 @@ def describe(
     ignore_modules: Sequence[str] = (),
     min_features: MinFeatures | None = None,
     adapters: bool | None = None,
+    overrides: Overrides | None = None,
+    bf16_blocks: tuple[int, int] | None = None,
+    recipe: Recipe | None = None,
 ) -> list[Candidate]:
     """A row for each layer that could run in FP8: converted, or why not. ``print(*describe(model), sep="\\n")``.
 
@@ -176,10 +202,17 @@ def describe(
     The row of a converted layer in a feed-forward block of a known form says whether the block runs as one in the
     model's present mode, and otherwise why not.
 
-    The arguments are those of :func:`convert`; ``min_features`` and ``adapters`` default to those of the last
-    conversion.
+    The arguments are those of :func:`convert`; all but ``ignore_modules`` default to those of the last conversion.
     """
-    return conversion_plan(module, ignore_modules=ignore_modules, min_features=min_features, adapters=adapters).rows()
+    return conversion_plan(
+        module,
+        recipe,
+        ignore_modules,
+        min_features=min_features,
+        adapters=adapters,
+        overrides=overrides,
+        bf16_blocks=bf16_blocks,
+    ).rows()
 
 
 def is_converted(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.base import Fp8Module, Fp8Rows
 from lightning_fp8.modules.frozen_layers import free_masters, replace_parameter, what_was_rounded
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.runtime.warn_once import warn_once
@@ -23,9 +23,10 @@ def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
     """
     uses = _uses(modules)
     layers = list(_layers(modules))
+    restore_masters(layer for layer in layers if any(rows.switch.needs_weight for rows in layer.fp8.values()))
     for layer in layers:
         for rows, weight in layer.gemms():
-            rows.fp8_only = _reason_against(weight, uses) is None
+            rows.fp8_only = _reason_against(rows, weight, uses) is None
             if isinstance(weight, FrozenWeight) and not weight.is_fp8:
                 weight.content.take(weight.dequantized(), rounds=True)
         free_masters(layer)
@@ -55,22 +56,24 @@ def notes_on_weights(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
     """For each converted layer of a model with ``frozen_weights="fp8"``, what became of its weights."""
     uses = _uses(modules)
     return {
-        layer: ", ".join(dict.fromkeys(_note(weight, uses) for _, weight in layer.gemms()))
+        layer: ", ".join(dict.fromkeys(_note(rows, weight, uses) for rows, weight in layer.gemms()))
         for layer in _layers(modules)
         if layer.settings.frozen_weights == "fp8"
     }
 
 
-def _note(weight: Tensor, uses: Counter[int]) -> str:
+def _note(rows: Fp8Rows, weight: Tensor, uses: Counter[int]) -> str:
     if isinstance(weight, FrozenWeight):
         return "weight in FP8 only" if weight.is_fp8 else "weight changed in place, in FP8 only after `convert`"
-    reason = _reason_against(weight, uses)
+    reason = _reason_against(rows, weight, uses)
     if reason is None and weight.is_meta:
         return "weight in FP8 only once it is loaded"
     return f"weight keeps its master: it {reason or 'is new or not finite, so call `convert` again'}"
 
 
-def _reason_against(weight: Tensor, uses: Counter[int]) -> str | None:
+def _reason_against(rows: Fp8Rows, weight: Tensor, uses: Counter[int]) -> str | None:
+    if rows.switch.needs_weight:
+        return "is multiplied in bf16"
     if isinstance(weight, DTensor):
         return "is sharded"
     if not isinstance(weight, nn.Parameter):

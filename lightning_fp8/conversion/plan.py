@@ -18,12 +18,14 @@ from lightning_fp8.conversion.candidates import (
 from lightning_fp8.conversion.frozen_weights import notes_on_weights
 from lightning_fp8.conversion.min_features import MinFeatures, as_number
 from lightning_fp8.conversion.planned import PlannedLayer, planned_layers
+from lightning_fp8.conversion.products import Overrides, all_overrides, products_in_bf16
 from lightning_fp8.conversion.rows import Candidate, large_parameters, row_of
 from lightning_fp8.modules.base import Fp8Module, Settings
 from lightning_fp8.modules.frozen_content import FrozenWeights, check_frozen_weights
 from lightning_fp8.modules.fused_blocks import notes
 from lightning_fp8.modules.paths import as_patterns, check_patterns_among, named_modules
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
+from lightning_fp8.ops.formats import OPERAND_OF
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.recipe import KINDS, DelayedScaling, Recipe
 from lightning_fp8.scaling.state import ScalingState
@@ -43,6 +45,7 @@ class ConversionPlan:
         large_parameters: each large matrix, or stack of matrices, that is in none of these layers, with its row.
         size: number of elements of all parameters; tied ones count once, those not initialised yet not at all.
         ignore_modules: patterns of the modules that will be plain.
+        overrides: patterns of the modules for whose layers this call chooses precisions of products.
         recipe: the requested one, else that of the model, else the default.
         settings: those of the layers, by the same rule.
     """
@@ -52,6 +55,7 @@ class ConversionPlan:
     large_parameters: tuple[tuple[Candidate, nn.Parameter], ...]
     size: int
     ignore_modules: Sequence[str]
+    overrides: Sequence[str]
     recipe: Recipe
     settings: Settings
 
@@ -89,7 +93,9 @@ class ConversionPlan:
             ValueError, TypeError, RuntimeError: see :func:`lightning_fp8.convert`.
         """
         check_patterns_among(self.modules, self.ignore_modules, "ignore_modules")
+        check_patterns_among(self.modules, self.overrides, "overrides")
         self._check_recipe()
+        self._check_gathered()
         for one in self.chosen:
             check_dtype(one.path, one.layer)
         if not self.chosen:
@@ -108,8 +114,6 @@ class ConversionPlan:
 
     def _check_recipe(self) -> None:
         recipe = self.recipe
-        if not isinstance(recipe, Recipe):
-            raise TypeError(f"`recipe` must be {KINDS}, got {type(recipe).__name__}: {recipe!r}.")
         if recipe.own.blocks and self.settings.frozen_weights == "fp8":
             raise ValueError(
                 f"`frozen_weights='fp8'` keeps one scale for each weight, and {recipe} gives each block of it a scale"
@@ -122,6 +126,12 @@ class ConversionPlan:
                     f"{path or '(root)'} is already converted with {existing}, which differs from {recipe}."
                     " Call `unconvert(model)` first; the scales start anew then."
                 )
+
+    def _check_gathered(self) -> None:
+        for one in self.layers:
+            if isinstance(one.layer, Fp8Module) and not OPERAND_OF["weight"].isdisjoint(one.in_bf16):
+                for rows in one.layer.fp8.values():
+                    rows.switch.check_may_fall_back(rows.name)
 
     def _of_what_size(self) -> str:
         """The end of the message that FP8 needs a linear layer: it names the largest of those that are too small."""
@@ -143,14 +153,17 @@ def conversion_plan(
     min_features: MinFeatures | None = None,
     adapters: bool | None = None,
     frozen_weights: FrozenWeights | None = None,
+    overrides: Overrides | None = None,
+    bf16_blocks: tuple[int, int] | None = None,
     default: type[Recipe] = DelayedScaling,
 ) -> ConversionPlan:
     """Scan a model. The arguments are those of :func:`lightning_fp8.convert`, and which recipe a plain model gets.
 
     Raises:
-        ValueError: for an invalid ``gemm``, ``min_features`` or ``frozen_weights``; :meth:`ConversionPlan.check` raises
-            all other errors.
-        TypeError: if ``ignore_modules`` is not a sequence of strings.
+        ValueError: for an invalid ``gemm``, ``min_features``, ``frozen_weights``, ``overrides`` or ``bf16_blocks``;
+            :meth:`ConversionPlan.check` raises all other errors.
+        TypeError: for another kind of recipe, if ``ignore_modules`` is not a sequence of strings, or ``overrides`` no
+            mapping of them.
     """
     check_frozen_weights(frozen_weights)
     if gemm is not None:
@@ -160,22 +173,32 @@ def conversion_plan(
     known = next((layer for _, layer in modules if isinstance(layer, Fp8Module)), None)
     settings = Settings() if known is None else known.settings
     least = settings.min_features if min_features is None else as_number(min_features)
+    chooses_products = overrides is not None or bf16_blocks is not None
     settings = Settings(
         gemm or settings.gemm,
         least,
         settings.adapters if adapters is None else adapters,
         frozen_weights or settings.frozen_weights,
+        all_overrides(modules, overrides or {}, bf16_blocks or (0, 0)) if chooses_products else settings.overrides,
     )
+    recipe = recipe if recipe is not None else default() if known is None else known.scaling_state.recipe
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"`recipe` must be {KINDS}, got {type(recipe).__name__}: {recipe!r}.")
+    products = products_in_bf16(modules, recipe, settings.overrides)
+    if not chooses_products:
+        # the patterns may be of paths in a larger model
+        products |= {layer: (layer.in_bf16, "") for _, layer in modules if isinstance(layer, Fp8Module)}
     parameters = (parameter for _, layer in modules for parameter in layer.parameters(recurse=False))
     elements = {parameter: 0 if is_lazy(parameter) else parameter.numel() for parameter in parameters}
-    layers = tuple(planned_layers(modules, ignore_modules, settings))
+    layers = tuple(planned_layers(modules, ignore_modules, settings, products))
     return ConversionPlan(
         modules,
         layers,
         tuple(large_parameters(modules, layers, elements)),
         sum(elements.values()),
         ignore_modules,
-        recipe if recipe is not None else default() if known is None else known.scaling_state.recipe,
+        tuple(overrides or ()),
+        recipe,
         settings,
     )
 

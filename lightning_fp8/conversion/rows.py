@@ -51,17 +51,23 @@ class Candidate(NamedTuple):
 
 def row_of(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
     """A layer's row, with what is to be said of its fused block and of its weights."""
-    layer = one.layer
+    layer, in_bf16 = one.layer, f"{' and '.join(one.in_bf16)} in bf16" if one.in_bf16 else ""
     if not isinstance(layer, Fp8Module):
-        return Candidate(one.path, type(layer).__name__, False, one.reason or "not converted yet: call `convert`")
+        then = f"; then {in_bf16}" if in_bf16 else ""
+        return Candidate(
+            one.path, type(layer).__name__, False, one.reason or f"not converted yet: call `convert`{then}"
+        )
     gemms = sizes(layer)
     shapes = " and ".join(map(str, gemms))
     if isinstance(layer, Fp8Experts):
         shapes = f"{len(gemms) // 2} experts, {gemms[0]} and {gemms[-1]}"
     fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
     shared = ", ".join(rows.input_leader.name for rows in layer.fp8.values() if rows.input_leader is not None)
+    current = ", ".join(rows.name for rows in layer.fp8.values() if rows.switch.in_fp8 and rows.switch.is_current)
     remarks = [
+        in_bf16 or None,
         f"shares its input with {shared}" if shared else None,
+        f"moved to current scaling: {current}" if current else None,
         f"fell back to bf16: {fallen}" if fallen else None,
         fused,
         held,

@@ -57,7 +57,7 @@ class Scales(NamedTuple):
 
 
 Gemms = Mapping[str, Scales | None]
-"""The scales of each GEMM that was converted, by the name of its weight; None where it had fallen back."""
+"""The scales of each GEMM that was converted, by the name of its weight; None where it was not in FP8."""
 
 
 def scale_names(weight: str) -> tuple[str, str]:

@@ -38,8 +38,8 @@ def export_onnx(
 ) -> ONNXProgram:
     """Write a trained model to an ONNX file with FP8 weights and static scales; see the module for the form.
 
-    Scales are those that an evaluation would use now, as of :func:`lightning_fp8.export`. Layers that fell back are
-    written as plain ones. Under autocast the dtypes are autocast's.
+    Scales are those that an evaluation would use now, as of :func:`lightning_fp8.export`. Layers that fell back
+    or have fprop in bf16 are written as plain ones. Under autocast the dtypes are autocast's.
 
     Args:
         model: a converted model after at least one optimizer step, in evaluation.
@@ -90,7 +90,7 @@ def export_onnx(
 @contextmanager
 def _weights_as_constants(model: nn.Module) -> Iterator[None]:
     """Let an export see the casts of the weights in place of the operator that casts them."""
-    rows = [one for one in all_rows(model) if one.switch.in_fp8]
+    rows = [one for one in all_rows(model) if one.switch.fprop_in_fp8]
     with prepared(rows, record=False):
         without = [one.name for one in rows if not one.is_prepared]
         if without:

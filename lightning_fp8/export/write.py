@@ -49,9 +49,9 @@ def export(
     Some weights are not written in FP8 even if they run in FP8 here: weights that something else reads too (such as an
     embedding tied to the head), and the output embedding of a Hugging Face model, which vLLM does not quantize
     (vllm-project/vllm#40999). The metadata hold their scales, so :func:`~lightning_fp8.load_exported` runs them in FP8
-    again. Layers that fell back are exported as plain ones, and so are experts in 3-D parameters, with a warning. vLLM
-    fuses q, k and v (also gate and up), with the largest of their scales, and accepts them only if all or none are in
-    FP8.
+    again. Layers that fell back or have fprop in bf16 are exported as plain ones, and so are experts in 3-D parameters,
+    with a warning. vLLM fuses q, k and v (also gate and up), with the largest of their scales, and accepts them only if
+    all or none are in FP8.
 
     Names are relative to ``model``: if a LightningModule wraps a Hugging Face model, export the latter. Tied weights
     are written once. In a distributed run call this on one process.
@@ -120,18 +120,18 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
 
 
 def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Scales | OwnScaling | None]:
-    """The static scales of all converted GEMMs, or how their blocks are scaled; None for those that fell back."""
+    """The static scales of all converted GEMMs, or how their blocks are scaled; None where fprop is not in FP8."""
     gemms = converted_gemms(model)
     if not any(rows.weight_scaling.blocks for rows in gemms.values()):
         return static_scales(model, tensors)
     _check_gemms(model, gemms, tensors)
     for name in gemms:
         _check_finite(name, tensors[name])
-    return {name: rows.weight_scaling if rows.switch.in_fp8 else None for name, rows in gemms.items()}
+    return {name: rows.weight_scaling if rows.switch.fprop_in_fp8 else None for name, rows in gemms.items()}
 
 
 def _check_gemms(model: nn.Module, gemms: Mapping[str, Fp8Rows], tensors: Mapping[str, Tensor]) -> None:
-    if not any(rows.switch.in_fp8 for rows in gemms.values()):
+    if not any(rows.switch.fprop_in_fp8 for rows in gemms.values()):
         raise ValueError(
             f"export: {type(model).__name__} has no layers that run in FP8. Convert it (`lightning_fp8.convert`, or"
             " Trainer(precision='fp8-delayed')) and train it, or save it as any other model."
@@ -145,7 +145,7 @@ def _check_gemms(model: nn.Module, gemms: Mapping[str, Fp8Rows], tensors: Mappin
 
 
 def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
-    """The scales of all converted GEMMs, None for those that fell back."""
+    """The scales of all converted GEMMs, None for those whose fprop is not in FP8."""
     gemms = converted_gemms(model)
     recipes = [rows.state.recipe for rows in gemms.values()]
     if recipes and not recipes[0].from_history:
@@ -154,6 +154,13 @@ def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
             " the model with a DelayedScaling instead (`unconvert`, then `convert`) and train it for some steps."
         )
     _check_gemms(model, gemms, tensors)
+    current = next(iter(gemms.values())).state.current_modules
+    if any(rows.switch.fprop_in_fp8 and rows.name in current for rows in gemms.values()):
+        raise ValueError(
+            f"export: {len(current)} layers are scaled by their own values since `ScaleWatchdog` moved them, so there"
+            f" are no static scales to write: {', '.join(current[:6])}{', ...' if len(current) > 6 else ''}."
+            " `lightning_fp8.fall_back(model, name)` leaves a layer out of FP8."
+        )
     found: dict[str, Scales | None] = {}
     without: list[str] = []
     for name, rows in gemms.items():
@@ -161,7 +168,7 @@ def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
             _check_format(rows, role)
         _check_finite(name, tensors[name])
         found[name] = None
-        if rows.switch.in_fp8:
+        if rows.switch.fprop_in_fp8:
             input_scale = _input_scale(rows)
             if input_scale is None:
                 without.append(joined(rows.name, "input"))

@@ -12,6 +12,7 @@ from lightning_fp8.conversion.checkpoint_scales import SCALES, as_text, scales_o
 from lightning_fp8.conversion.convert import carry_out_for_run
 from lightning_fp8.conversion.min_features import MinFeatures, as_agreed_number, check_min_features
 from lightning_fp8.conversion.plan import conversion_plan
+from lightning_fp8.conversion.products import Overrides, as_bf16_blocks, as_overrides
 from lightning_fp8.modules.all_gather import note_sharded_weights
 from lightning_fp8.modules.frozen_content import FrozenWeights, check_frozen_weights
 from lightning_fp8.modules.paths import as_patterns
@@ -39,11 +40,13 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
     Args:
         recipe: as of :func:`lightning_fp8.convert`, or a mapping of its fields.
         ignore_modules: as of ``convert``. A model that is converted already keeps its layers, unless this argument,
-            ``min_features`` or ``adapters`` chooses some.
+            ``min_features``, ``adapters``, ``overrides`` or ``bf16_blocks`` chooses some.
         gemm: as of ``convert``.
         min_features: as of ``convert``.
         adapters: as of ``convert``.
         frozen_weights: as of ``convert``.
+        overrides: as of ``convert``.
+        bf16_blocks: as of ``convert``.
 
     Raises:
         ImportError: at the import, without transformers.
@@ -60,6 +63,8 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         min_features: MinFeatures | None = None,
         adapters: bool | None = None,
         frozen_weights: FrozenWeights | None = None,
+        overrides: Overrides | None = None,
+        bf16_blocks: tuple[int, int] | None = None,
     ) -> None:
         check_frozen_weights(frozen_weights)
         if gemm is not None:
@@ -72,6 +77,8 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.min_features = min_features
         self.adapters = adapters
         self.frozen_weights = frozen_weights
+        self.overrides = None if overrides is None else as_overrides(overrides)
+        self.bf16_blocks = None if bf16_blocks is None else as_bf16_blocks(bf16_blocks)
         self._scaling: ScalingState | None = None
         # so many updates of the scales were made before this optimizer step
         self._updates = 0
@@ -85,6 +92,8 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
             "min_features": self.min_features,
             "adapters": self.adapters,
             "frozen_weights": self.frozen_weights,
+            "overrides": self.overrides,
+            "bf16_blocks": self.bf16_blocks,
         }
         scaling = self._scaling
         return {"args": args, "attributes": {SCALES: as_text(scaling)} if scaling is not None else {}}
@@ -126,10 +135,18 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def _convert(self, model: nn.Module) -> ScalingState:
         least = None if self.min_features is None else as_agreed_number(self.min_features)
         plan = conversion_plan(
-            model, self.recipe, self.ignore_modules, self.gemm, least, self.adapters, self.frozen_weights
+            model,
+            self.recipe,
+            self.ignore_modules,
+            self.gemm,
+            least,
+            self.adapters,
+            self.frozen_weights,
+            self.overrides,
+            self.bf16_blocks,
         )
-        selects = bool(self.ignore_modules) or self.min_features is not None or self.adapters is not None
-        self._scaling = carry_out_for_run(plan, selects)
+        choices = (self.min_features, self.adapters, self.overrides, self.bf16_blocks)
+        self._scaling = carry_out_for_run(plan, bool(self.ignore_modules) or any(one is not None for one in choices))
         return self._scaling
 
 

@@ -137,8 +137,9 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
     After ``convert`` and ``fully_shard`` (in any order), and before the first forward.
 
     Returns:
-        Names of these layers. Weights that several modules share, those of experts and of layers that fell
-        back, and weights that ``fully_shard`` has not sharded along their first dimension are gathered as before.
+        Names of these layers. Weights that several modules share, those of experts, of layers that fell back and of
+        layers with fprop or dgrad in bf16, and weights that ``fully_shard`` has not sharded along their first dimension
+        are gathered as before.
 
     Raises:
         ValueError: if no layer is left, processes do not share their scales (``reduce_amax=False``), or weights are
@@ -150,7 +151,7 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
     for layer in model.modules():
         for rows, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
             is_own = slots[id(weight)] == 1 and rows.weight_cache.part is None
-            if not rows.switch.in_fp8 or not is_own or not _is_sharded_by_rows(weight):
+            if not (rows.switch.in_fp8 and is_own and _is_sharded_by_rows(weight)) or rows.switch.needs_weight:
                 continue
             if rows.weight_scaling.blocks:
                 raise ValueError(

@@ -17,10 +17,24 @@ from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.shared_input import SharedInput
 from lightning_fp8.modules.weight_cache import WeightCache
 from lightning_fp8.modules.weight_group import WeightGroup
-from lightning_fp8.ops.formats import ROLES, Role
+from lightning_fp8.ops.formats import ROLES, Product, Role
 from lightning_fp8.ops.operand import Fp8Operand, OwnScaling, Slot, WeightSlot
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.state import ScalingState
+
+
+class Override(NamedTuple):
+    """The precisions of some products of the layers that a pattern matches.
+
+    Attributes:
+        pattern: ``fnmatch`` pattern on module paths, for what it matches and everything inside it.
+        precisions: by product, ``"fp8"`` or ``"bf16"``.
+        source: the argument that asked for it, in words.
+    """
+
+    pattern: str
+    precisions: Mapping[str, str]
+    source: str
 
 
 class Settings(NamedTuple):
@@ -32,12 +46,14 @@ class Settings(NamedTuple):
         min_features: the conversion left layers with fewer input or output features alone.
         adapters: the conversion included the adapters of PEFT.
         frozen_weights: whether frozen weights keep a master, ``"master"``, or only their FP8 cast, ``"fp8"``.
+        overrides: the precisions of products that differ from those of the recipe; later ones win.
     """
 
     gemm: str = "auto"
     min_features: int = 0
     adapters: bool = False
     frozen_weights: FrozenWeights = "master"
+    overrides: tuple[Override, ...] = ()
 
 
 class Fp8Rows:
@@ -50,7 +66,7 @@ class Fp8Rows:
             int, so that ``torch.compile`` makes one graph for all layers of a kind.
         formats: by role, the name of the FP8 format.
         weight_scaling: how the weight is scaled by its values.
-        switch: whether these GEMMs run in FP8.
+        switch: which of these GEMMs run in FP8.
         weight_cache: the FP8 copy of the weight.
         bias_cache: the bias in the 16-bit dtype that torch's GEMM takes.
         settings: the settings of the model.
@@ -149,7 +165,7 @@ class Fp8Rows:
     def slot(self, role: Role, record: bool) -> Slot:
         """The slot of the input or of the gradient of the output."""
         state, gemm, index, fmt = self.state, self.settings.gemm, self.index[role], self.formats[role]
-        history, own = state.how_cast(self.split_over.get(role, ""))
+        history, own = state.how_cast(self.switch, self.split_over.get(role, ""))
         return Slot(state.scale, history, index, fmt, state, record, gemm, own)
 
     def weight_slot(self, record: bool) -> WeightSlot:
@@ -189,7 +205,13 @@ class Fp8Rows:
         """Whether a layer that takes in the same tensor after this one has a weight to train."""
         modules = () if self.shared_input is None else self.shared_input.modules
         behind = map(self.group.get, modules[modules.index(self.module) + 1 :])
-        return any(rows is not None and (weight := rows.weight) is not None and weight.requires_grad for rows in behind)
+        return any(
+            rows is not None
+            and (weight := rows.weight) is not None
+            and weight.requires_grad
+            and "wgrad" not in rows.switch.in_bf16
+            for rows in behind
+        )
 
     def to(self, device: torch.device) -> None:
         """Move the layer's index, and the state, which only the first layer of a model has to move."""
@@ -254,6 +276,11 @@ class Fp8Module(nn.Module):
     def in_fp8(self) -> bool:
         """Whether any of its own GEMMs runs in FP8: False if all of them fell back."""
         return any(rows.switch.in_fp8 for rows in self.fp8.values())
+
+    @property
+    def in_bf16(self) -> tuple[Product, ...]:
+        """Products that its GEMMs compute in bf16, those that have not fallen back."""
+        return next(iter(self.fp8.values())).switch.in_bf16
 
     @property
     def records(self) -> bool:

@@ -204,8 +204,8 @@ def reason_against_fusing(block: FeedForward) -> str | None:
     if any(type(layer) not in LINEAR_CLASSES for layer in layers):
         return "a linear layer is not converted, has an adapter, or is sharded by itself"
     rows = [cast(Fp8Module, layer).fp8[""] for layer in layers]
-    if not all(row.switch.in_fp8 for row in rows):
-        return "a layer fell back"
+    if not all(row.switch.in_fp8 and not row.switch.in_bf16 for row in rows):
+        return "a layer has products in bf16" if all(row.switch.in_fp8 for row in rows) else "a layer fell back"
     if _operator(block) is None:
         of_gate = " for a gate" if len(block.first) == 2 or block.packed else ""
         return f"{_named(block.activation)} is not supported{of_gate}"

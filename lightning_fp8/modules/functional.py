@@ -19,10 +19,11 @@ from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.gathered_weight import GatheredWeight
 from lightning_fp8.modules.shared_input import SharedInput, graph_being_traced
 from lightning_fp8.modules.weight_cache import can_keep_copies
-from lightning_fp8.ops.formats import CASTABLE_DTYPES
+from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
 from lightning_fp8.ops.library import is_k_major
 from lightning_fp8.ops.operand import Fp8Operand
 from lightning_fp8.ops.reference import BLOCK
+from lightning_fp8.scaling.switches import Switch
 
 
 class Fp8Weight(NamedTuple):
@@ -30,7 +31,7 @@ class Fp8Weight(NamedTuple):
 
     Attributes:
         weight: ``[N, K]``, for autograd.
-        operand: its FP8 cast, for the GEMMs; None if the layer fell back.
+        operand: its FP8 cast, for the GEMMs; None if no product of the layer takes one.
         is_kept: whether later forwards reuse the cast.
     """
 
@@ -69,9 +70,11 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
     Raises:
         NotImplementedError: for a ``DTensor``.
     """
-    if not rows.switch.in_fp8:
-        if not torch.compiler.is_compiling():
+    switch = rows.switch
+    if not switch.in_fp8 or (switch.in_bf16 and not _needs_cast(switch)):
+        if not switch.in_fp8 and not torch.compiler.is_compiling():
             rows.weight_cache.drop()
+        check_whole(rows, parameter)
         weight = parameter if part is None else part
         return Fp8Weight(weight.t() if rows.k_by_n else weight, None)
     if isinstance(parameter, FrozenWeight) and parameter.is_fp8:
@@ -116,6 +119,11 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
     return Fp8Weight(weight, made, is_kept)
 
 
+def _needs_cast(switch: Switch) -> bool:
+    """Whether a product takes the weight in FP8: in a forward without gradients that is fprop alone."""
+    return switch.casts("weight") if torch.is_grad_enabled() else switch.fprop_in_fp8
+
+
 def check_whole(rows: Fp8Rows, parameter: Tensor) -> None:
     """NotImplementedError for a ``DTensor``."""
     if isinstance(parameter, DTensor):
@@ -133,20 +141,24 @@ def _normal_tensors() -> Iterator[None]:
         yield
 
 
-def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
-    """x ``[*, K]`` in FP8; by columns too if backward needs it (``keep``). One cast for all layers that share x."""
+def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool, by_rows: bool = True) -> Fp8Operand:
+    """x ``[*, K]`` in FP8; by columns too if backward needs it (``keep``), and by rows unless forward does not.
+
+    One cast for all layers that share x.
+    """
     shared = rows.shared_input
     if shared is None:
-        return _cast_input(rows, x, record, keep)
+        return _cast_input(rows, x, record, keep, by_rows)
     if torch.compiler.is_compiling():
         return _cast_input_in_graph(rows, shared, x, record, keep)
     if x.is_inference() and rows.has_hooks:
         # such a tensor does not count its changes; without hooks, the source has shown that there is none
         shared.drop()
-        return _cast_input(rows, x, record, keep)
-    made = None if rows.is_first else shared.take(x, rows.state, record, keep, rows.is_last)
+        return _cast_input(rows, x, record, keep, by_rows)
+    made = None if rows.is_first else shared.take(x, rows.state, record, keep, by_rows, rows.is_last)
     if made is None:
-        made = _cast_input(rows, x, record, keep or (torch.is_grad_enabled() and rows.followers_need_columns()))
+        by_columns = keep or (torch.is_grad_enabled() and rows.followers_need_columns())
+        made = _cast_input(rows, x, record, by_columns, by_rows)
         if not rows.is_last:
             shared.put(x, rows.state, record, made, rows.is_first)
     return made
@@ -165,28 +177,73 @@ def _cast_input_in_graph(rows: Fp8Rows, shared: SharedInput, x: Tensor, record: 
     return made[2]
 
 
-def _cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
-    return ops.cast_operand(ops.in_rows(x.detach()), rows.slot("input", record), "none", keep)
+def _cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool, by_rows: bool = True) -> Fp8Operand:
+    return ops.cast_operand(ops.in_rows(x.detach()), rows.slot("input", record), "none", keep, by_rows)
 
 
 def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool) -> Tensor:
     """``x @ weight^T + bias`` in FP8: x ``[*, K]`` -> ``[*, N]`` in autocast's dtype, else in that of ``x``.
 
-    A layer that fell back computes in that dtype throughout.
+    A layer that fell back computes in that dtype throughout, and so do those products that are not in FP8.
 
     Raises:
         ValueError: if the bias does not have one element for each of the N outputs.
     """
     dtype, (parameter, operand, is_kept) = output_dtype(x), weight
-    if operand is None:
-        if rows.is_last and rows.shared_input is not None:
-            rows.shared_input.drop()
-        return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))
+    if operand is None or rows.switch.in_bf16:
+        return _linear_in_part(rows, x, weight, bias, record, dtype)
     check_bias(rows, bias, operand.rows.shape[0])
     bias_value = rounded_bias(rows, bias, dtype, is_kept)
     x_fp8 = cast_input(rows, x, record, keep=parameter.requires_grad and torch.is_grad_enabled())
     dy = rows.slot("grad_output", record)
     return ops.linear(x, parameter, bias, bias_value, x_fp8, operand, dy, dtype)  # type: ignore[no-any-return]
+
+
+def _linear_in_part(
+    rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool, dtype: torch.dtype
+) -> Tensor:
+    """The same for a layer with products that are not in FP8: all of them if it fell back."""
+    (parameter, operand, is_kept), switch = weight, rows.switch
+    with_gradients = torch.is_grad_enabled()
+    if not (switch.in_fp8 and (with_gradients or switch.fprop_in_fp8)):
+        _let_go_of_input(rows)
+        return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))
+    check_bias(rows, bias, len(parameter))
+    fprop, dgrad, wgrad = (product in switch.in_bf16 for product in PRODUCTS)
+    nothing, unscaled = x.new_empty(0), torch.ones((), device=x.device)
+    x_operand = Fp8Operand(nothing, nothing, unscaled, unscaled, rows.formats["input"])
+    w_operand = operand or Fp8Operand(nothing, nothing, unscaled, unscaled, rows.formats["weight"])
+    keep = with_gradients and parameter.requires_grad
+    if not fprop or (keep and not wgrad):
+        x_operand = cast_input(rows, x, record, keep and not wgrad, not fprop)
+    else:
+        _let_go_of_input(rows)
+    if fprop or (keep and wgrad):
+        plain = ops.in_rows(_rounded_input(rows, x, dtype))
+        x_operand = x_operand._replace(
+            rows=plain if fprop else x_operand.rows, columns=plain.t() if wgrad else x_operand.columns
+        )
+    if fprop or (with_gradients and dgrad):
+        plain = parameter.detach().to(dtype)
+        w_operand = w_operand._replace(
+            rows=plain if fprop else w_operand.rows, columns=plain.t() if dgrad else w_operand.columns
+        )
+    bias_value, dy = rounded_bias(rows, bias, dtype, is_kept), rows.slot("grad_output", record)
+    return ops.linear(x, parameter, bias, bias_value, x_operand, w_operand, dy, dtype)  # type: ignore[no-any-return]
+
+
+def _rounded_input(rows: Fp8Rows, x: Tensor, dtype: torch.dtype) -> Tensor:
+    shared = rows.shared_input
+    # a compiler makes one of several by itself
+    if shared is None or x.dtype == dtype or x.is_inference() or torch.compiler.is_compiling():
+        return x.detach().to(dtype)
+    return shared.rounded(x, dtype, rows.is_last)
+
+
+def _let_go_of_input(rows: Fp8Rows) -> None:
+    """Where the last layer of those that share their input does not cast it."""
+    if rows.is_last and rows.shared_input is not None:
+        rows.shared_input.drop()
 
 
 def rounded_bias(rows: Fp8Rows, bias: Tensor | None, dtype: torch.dtype, keep: bool) -> Tensor | None:

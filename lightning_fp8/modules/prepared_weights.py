@@ -41,7 +41,7 @@ def prepared(rows: Sequence[Fp8Rows], record: bool, in_backward: bool = False) -
     """Cast the weights that have changed, and let compiled code in this context, in any thread, use the casts.
 
     Args:
-        rows: of layers; those that are sharded, fell back or compute their weight are left out, and in training frozen
+        rows: of layers; those that are sharded, cast no weight or compute it are left out, and in training frozen
             ones, as one may be of a target network that changes within the step.
         record: whether it is a step of training.
         in_backward: it is a backward, whose recomputation reads what the forward has read: nothing is cast again, which
@@ -71,7 +71,7 @@ def _is_held(rows: Fp8Rows, weight: Tensor) -> bool:
 
 def _weight_to_prepare(rows: Fp8Rows, record: bool) -> Tensor | None:
     weight = rows.weight
-    if weight is None or not (rows.keeps_cast and rows.may_prepare and rows.switch.in_fp8):
+    if weight is None or not (rows.keeps_cast and rows.may_prepare and rows.switch.casts("weight")):
         return None
     if not is_plain(weight, rows.state.device) or weight.dim() != 2 or not weight.numel():
         return None

@@ -21,6 +21,12 @@ class _Cast(NamedTuple):
     operand: Fp8Operand
 
 
+class _Rounded(NamedTuple):
+    x: weakref.ref[Tensor]
+    circumstances: tuple[Any, ...]
+    values: Tensor
+
+
 class SharedInput:
     """One tensor that several layers of a model take in, one after the other.
 
@@ -40,10 +46,11 @@ class SharedInput:
         self.index = torch.empty(0)
         self.in_graph: tuple[str, Tensor, Fp8Operand] | None = None
         self._made: _Cast | None = None
+        self._rounded: _Rounded | None = None
         self.place_index(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None, "in_graph": None}
+        return {**self.__dict__, "_made": None, "_rounded": None, "in_graph": None}
 
     def place_index(self, state: ScalingState) -> Tensor:
         """The index, on the device of the state."""
@@ -53,21 +60,25 @@ class SharedInput:
                 self.index = torch.tensor([row], dtype=torch.int64, device=state.device)
         return self.index
 
-    def take(self, x: Tensor, state: ScalingState, record: bool, keep: bool, is_last: bool) -> Fp8Operand | None:
-        """The cast of ``x`` that a layer before has made, with columns if ``keep``; None if there is none."""
+    def take(
+        self, x: Tensor, state: ScalingState, record: bool, keep: bool, by_rows: bool, is_last: bool
+    ) -> Fp8Operand | None:
+        """The cast of ``x`` that a layer before has made, by columns if ``keep`` and by rows if ``by_rows``; None if
+        there is none.
+        """
         # read once: another thread may replace it
         made = self._made
         if is_last:
             self._made = None
         if made is None or made.x() is not x or made.circumstances != _circumstances(x, state, record):
             return None
-        if keep and made.operand.columns.dim() != 2:
+        if (keep and made.operand.columns.dim() != 2) or (by_rows and made.operand.rows.dim() != 2):
             return None
         return made.operand
 
     def drop(self) -> None:
         """Keep no cast."""
-        self._made = self.in_graph = None
+        self._made = self.in_graph = self._rounded = None
 
     def put(self, x: Tensor, state: ScalingState, record: bool, operand: Fp8Operand, is_first: bool) -> None:
         """Keep a cast for the layers behind, for as long as ``x`` exists.
@@ -78,10 +89,23 @@ class SharedInput:
         if is_first or made is None or made.x() is x:
             self._made = _Cast(weakref.ref(x, self._drop_with), _circumstances(x, state, record), operand)
 
+    def rounded(self, x: Tensor, dtype: torch.dtype, is_last: bool) -> Tensor:
+        """``x`` in another dtype, for products that take it so: one tensor for all layers, which may wait for
+        backward.
+        """
+        # the streams of two threads do not wait for each other
+        made, circumstances = self._rounded, (x._version, dtype, threading.get_ident())
+        if made is None or made.x() is not x or made.circumstances != circumstances:
+            made = _Rounded(weakref.ref(x, self._drop_with), circumstances, x.detach().to(dtype))
+        self._rounded = None if is_last else made
+        return made.values
+
     def _drop_with(self, x: weakref.ref[Tensor]) -> None:
-        made = self._made
+        made, rounded = self._made, self._rounded
         if made is not None and made.x is x:
             self._made = None
+        if rounded is not None and rounded.x is x:
+            self._rounded = None
 
 
 def _circumstances(x: Tensor, state: ScalingState, record: bool) -> tuple[Any, ...]:

@@ -122,7 +122,7 @@ def cast_together(
 
 
 def _records(rows: Fp8Rows) -> bool:
-    return rows.layer is not None and rows.layer.records and rows.switch.in_fp8
+    return rows.layer is not None and rows.layer.records and rows.switch.casts("weight")
 
 
 def is_plain(weight: Tensor, device: object) -> bool:

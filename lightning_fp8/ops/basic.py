@@ -117,14 +117,18 @@ cast_weights = cuda.cast_weights
 measure_weights = cuda.measure_weights
 
 
-def cast_operand(x: Tensor, slot: Slot, activation: str, keep: bool) -> Fp8Operand:
-    """:func:`cast` for the GEMMs of the device of ``x``; by columns too if backward needs them (``keep``)."""
+def cast_operand(x: Tensor, slot: Slot, activation: str, keep: bool, by_rows: bool = True) -> Fp8Operand:
+    """:func:`cast` for the GEMMs of the device of ``x``; by columns too if backward needs them (``keep``).
+
+    Without ``by_rows`` forward needs no FP8, and the payload by rows may be empty.
+    """
     if slot.own.blocks:
-        layout = "both" if keep else "rows"
+        layout = "rows" if not keep else "both" if by_rows else "columns"
         rows, columns, scale_inv, columns_scale_inv = cast_blocks(activate(x, activation), slot, layout)
         return Fp8Operand(rows, columns, scale_inv, columns_scale_inv, slot.format)
     if is_k_major(x):
-        rows, columns, scale_inv = cast(x, slot, activation, "both" if keep else "rows")
+        layout = "rows" if not keep else "both" if by_rows else "columns"
+        rows, columns, scale_inv = cast(x, slot, activation, layout)
         return Fp8Operand(rows, columns, scale_inv, scale_inv, slot.format)
     rows, _, scale_inv = cast(x, slot, activation, "rows")
     return Fp8Operand(rows, rows.t(), scale_inv, scale_inv, slot.format)

@@ -1,9 +1,9 @@
-"""The two FP8 formats and the roles a tensor plays in a linear layer. Plain values, no ``torch.nn``."""
+"""The two FP8 formats, and the roles and products of tensors in a linear layer. Plain values, no ``torch.nn``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -11,6 +11,15 @@ Role = Literal["input", "weight", "grad_output"]
 ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
 # scaled by their past values; a weight is scaled by its current values
 DELAYED_ROLES: tuple[Role, ...] = ("input", "grad_output")
+# y = x @ w^T, dx = dy @ w and dw = dy^T @ x
+Product = Literal["fprop", "dgrad", "wgrad"]
+PRODUCTS: tuple[Product, ...] = get_args(Product)
+# the products that a tensor is an operand of
+OPERAND_OF: dict[Role, frozenset[Product]] = {
+    "input": frozenset(("fprop", "wgrad")),
+    "weight": frozenset(("fprop", "dgrad")),
+    "grad_output": frozenset(("dgrad", "wgrad")),
+}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8.ops import reference
@@ -16,7 +17,8 @@ from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, nothing
 
 # linear: fprop with the gradients of x [*, K], weight [N, K] and bias [N] -> y [*, N]. These three define the
 #   edges of the graph, and the shapes and dtypes of the gradients; the GEMMs use their FP8 casts, which are kept for
-#   backward. bias_value is the bias itself, or rounded to out_dtype. dy is the slot of the gradient of y.
+#   backward, or what is in the place of a payload, see Fp8Operand. bias_value is the bias itself, or rounded to
+#   out_dtype. dy is the slot of the gradient of y.
 _LINEAR = define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? bias_value, Fp8Operand x_fp8, Fp8Operand w_fp8, Slot dy, "
     "ScalarType out_dtype) -> Tensor"
@@ -40,6 +42,10 @@ def _linear(
     dy: Slot,
     out_dtype: torch.dtype,
 ) -> Tensor:
+    if x_fp8.rows.dtype != torch.uint8:
+        bias_value = None if bias_value is None else bias_value.to(out_dtype)
+        # in the shape of x, as the order of summation may depend on it
+        return F.linear(x_fp8.rows.view(x.shape), w_fp8.rows, bias_value)
     y = fprop(x_fp8, w_fp8, bias_value, out_dtype, dy.gemm)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight))
 
@@ -90,7 +96,7 @@ def _save_for_backward(
     out_dtype: torch.dtype,
 ) -> None:
     needs_x, needs_weight, *_ = ctx.needs_input_grad
-    # one byte per element, and only what the gradients need
+    # one byte per element if it is for FP8, and only what the gradients need
     ctx.save_for_backward(
         x_fp8.columns if needs_weight else None,
         x_fp8.columns_scale_inv,
@@ -108,11 +114,16 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None
     x_format, w_format = ctx.formats
     x_dtype, weight_dtype, bias_dtype = ctx.dtypes
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    dy, x, w = in_rows(dy), Columns(x_t, x_scale_inv, x_format), Columns(w_t, w_scale_inv, w_format)
-    if ctx.slot.own.blocks:
-        dx, dw, db = _gradients_in_blocks(dy, x, w, ctx.slot, x_dtype, weight_dtype, needs_bias)
-    else:
-        dx, dw, db = linear_backward(dy, None, "none", x, w, ctx.slot, x_dtype, weight_dtype, needs_bias)
+    is_fp8 = (x_t is None or x_t.dtype == torch.uint8) and (w_t is None or w_t.dtype == torch.uint8)
+    dx, dw, db = (_gradients if is_fp8 else _gradients_in_part)(
+        in_rows(dy),
+        Columns(x_t, x_scale_inv, x_format),
+        Columns(w_t, w_scale_inv, w_format),
+        ctx.slot,
+        x_dtype,
+        weight_dtype,
+        needs_bias,
+    )
     return (
         (dx if len(ctx.shape) == 2 else dx.view(ctx.shape)) if needs_x else None,
         dw if needs_weight else None,
@@ -120,10 +131,13 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None
     )
 
 
-def _gradients_in_blocks(
+def _gradients(
     dy: Tensor, x: Columns, w: Columns, slot: Slot, dx_dtype: torch.dtype, dw_dtype: torch.dtype, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As of ``linear_backward``; what is not asked for is empty. The two products take different casts of dy."""
+    """As of ``linear_backward``, whichever scales the operands have."""
+    if not slot.own.blocks:
+        return linear_backward(dy, None, "none", x, w, slot, dx_dtype, dw_dtype, bias)  # type: ignore[no-any-return]
+    # the two products take different casts of dy
     db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
     dx, dw = nothing(dy, dx_dtype), nothing(dy, dw_dtype)
     if x.payload is None and w.payload is None:
@@ -135,6 +149,25 @@ def _gradients_in_blocks(
         dx = scaled_mm(rows, w.payload, scale_inv, w.scale_inv, None, fmt, w.format, dx_dtype, False, gemm)
     if x.payload is not None:
         dw = scaled_mm(columns, x.payload, columns_scale_inv, x.scale_inv, None, fmt, x.format, dw_dtype, False, gemm)
+    return dx, dw, db
+
+
+def _gradients_in_part(
+    dy: Tensor, x: Columns, w: Columns, slot: Slot, dx_dtype: torch.dtype, dw_dtype: torch.dtype, bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same where one of the products, or both, are not in FP8."""
+    in_fp8 = [kept if kept.payload is not None and kept.payload.dtype == torch.uint8 else None for kept in (x, w)]
+    if any(in_fp8):
+        of_x, of_w = (kept or other._replace(payload=None) for kept, other in zip(in_fp8, (x, w), strict=True))
+        dx, dw, db = _gradients(dy, of_x, of_w, slot, dx_dtype, dw_dtype, bias)
+    else:
+        # then dy is not cast, and leaves no amax
+        dx, dw = nothing(dy, dx_dtype), nothing(dy, dw_dtype)
+        db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+    if w.payload is not None and in_fp8[1] is None:
+        dx = torch.mm(dy, w.payload.t()).to(dx_dtype)
+    if x.payload is not None and in_fp8[0] is None:
+        dw = torch.mm(dy.t(), x.payload.t()).to(dw_dtype)
     return dx, dw, db
 
 

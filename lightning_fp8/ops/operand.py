@@ -76,9 +76,12 @@ def see_export(handle: int, record: bool) -> None:
 class Fp8Operand(NamedTuple):
     """A tensor ``[M, K]`` in FP8, an operand of GEMMs.
 
+    The dtype of a payload is the precision of its product: ``uint8`` is FP8 in ``format``; one of any other dtype is
+    the tensor itself in that dtype, in which the product is computed.
+
     Attributes:
-        rows: ``[M, K] uint8``; empty if not requested.
-        columns: ``[K, M] uint8``; empty if not requested.
+        rows: ``[M, K] uint8``, for fprop; empty if not requested.
+        columns: ``[K, M] uint8``, for dgrad or wgrad; empty if not requested.
         scale_inv: ``[] float32``, of the payload by rows.
         columns_scale_inv: that of the payload by columns: the same tensor where the whole tensor has one scale.
         format: ``"e4m3"`` or ``"e5m2"``.
@@ -111,7 +114,7 @@ class Columns(NamedTuple):
     """What backward keeps of an operand ``[M, K]``.
 
     Attributes:
-        payload: ``[K, M] uint8``; None if no gradient needs it.
+        payload: ``[K, M] uint8``, or of another dtype as of :class:`Fp8Operand`; None if no gradient needs it.
         scale_inv: ``[] float32``.
         format: ``"e4m3"`` or ``"e5m2"``.
     """
@@ -130,23 +133,30 @@ class OwnScaling(NamedTuple):
             the whole tensor has one.
         group: the name of the process group that the tensor is split over: the largest of all parts counts. Empty if it
             is whole.
+        always: whether it is at every cast, not only where it has no history.
     """
 
     margin: int = 0
     blocks: str = ""
     group: str = ""
+    always: bool = False
+
+    @property
+    def adjusts_amax(self) -> bool:
+        """Whether the scale follows from another amax than that of the tensor, or of this part of it."""
+        return bool(self.margin or self.group)
 
 
 def how_in_words(format: str, gemm: str, own: OwnScaling) -> str:
     """One string for an operator, of which torch allows 64 arguments; see :func:`parsed_how`."""
-    return f"{format},{gemm},{own.margin},{own.blocks},{own.group}"
+    return f"{format},{gemm},{own.margin},{own.blocks},{int(own.always)},{own.group}"
 
 
 @functools.cache
 def parsed_how(words: str) -> tuple[str, str, OwnScaling]:
     """The arguments of :func:`how_in_words`."""
-    fmt, gemm, margin, blocks, group = words.split(",", 4)
-    return fmt, gemm, OwnScaling(int(margin), blocks, group)
+    fmt, gemm, margin, blocks, always, group = words.split(",", 5)
+    return fmt, gemm, OwnScaling(int(margin), blocks, group, always == "1")
 
 
 class WeightSlot(NamedTuple):
@@ -192,7 +202,10 @@ class Slot(NamedTuple):
 
     def open(self) -> tuple[Tensor | None, bool, bool]:
         """See :meth:`lightning_fp8.ScalingState.open_cast`."""
-        return (None, True, False) if self.state is None else self.state.open_cast(self.record)
+        if self.state is None:
+            return None, True, False
+        opened = self.state.open_cast(self.record)
+        return (*opened[:2], False) if self.own.always else opened
 
 
 def with_scale(scale: Tensor, format: str) -> Slot:

@@ -78,7 +78,7 @@ def power_of_2(scale: Tensor) -> Tensor:
 
 def as_asked(amax: Tensor, own: OwnScaling) -> Tensor:
     """The amax ``[] float32`` from which a tensor is scaled by its own values."""
-    if not any(own):
+    if not own.adjusts_amax:
         return amax
     if own.group:
         amax = amax.reshape(1).clone()

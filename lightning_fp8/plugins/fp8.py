@@ -16,6 +16,7 @@ from lightning_fp8.conversion.convert import carry_out_for_run, unconvert
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.min_features import MinFeatures, as_agreed_number, check_min_features
 from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
+from lightning_fp8.conversion.products import as_bf16_blocks, as_overrides
 from lightning_fp8.dtypes.attention import DtypeMismatch
 from lightning_fp8.dtypes.storage import float64_parameter, store_parameters
 from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
@@ -57,6 +58,8 @@ class Fp8Core(PrecisionCore):
         min_features: MinFeatures = 0,
         adapters: bool = False,
         frozen_weights: FrozenWeights | None = None,
+        overrides: dict[str, str | dict[str, str]] | None = None,
+        bf16_blocks: tuple[int, int] | None = None,
     ) -> None:
         check_gemm(gemm)
         check_min_features(min_features)
@@ -79,6 +82,8 @@ class Fp8Core(PrecisionCore):
         self.min_features = min_features
         self.adapters = adapters
         self.frozen_weights = frozen_weights
+        self.overrides = None if overrides is None else as_overrides(overrides)
+        self.bf16_blocks = None if bf16_blocks is None else as_bf16_blocks(bf16_blocks)
         self._states: list[ScalingState] = []
         # converted models without a forward so far: their layers may have been sharded since
         self._not_run: list[weakref.ref[nn.Module]] = []
@@ -125,6 +130,8 @@ class Fp8Core(PrecisionCore):
             asked,
             self.adapters or None,
             self.frozen_weights,
+            self.overrides,
+            self.bf16_blocks,
             RECIPES[self.precision],
         )
         if plan.recipe.precision != self.precision:
@@ -133,7 +140,8 @@ class Fp8Core(PrecisionCore):
                 f" Pass `precision={plan.recipe.precision!r}`, or call `lightning_fp8.unconvert(model)` first."
             )
         was_plain = not plan.converted
-        state = carry_out_for_run(plan, selects=bool(self._not_converted or self.min_features or self.adapters))
+        selects = bool(self._not_converted or self.min_features or self.adapters)
+        state = carry_out_for_run(plan, selects or self.overrides is not None or self.bf16_blocks is not None)
         if was_plain:
             rank_zero_info(f"{self.precision}: {coverage(plan)}.")
         return state

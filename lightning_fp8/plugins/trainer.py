@@ -140,12 +140,15 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
                 )
             return
         self._states[0].load_state_dict(state_dict)
-        fallen = self._states[0].switches.fallbacks
-        if fallen:
-            rank_zero_info(
-                f"{self.precision}: {len(fallen)} layers fell back to bf16 in the run that saved this checkpoint, and"
-                f" stay there: {', '.join(fallen)}."
-            )
+        state = self._states[0]
+        fallen = state.switches.fallbacks
+        current = [name for name in state.current_modules if name not in fallen]
+        for names, what in ((fallen, "fell back to bf16"), (current, "moved to current scaling")):
+            if names:
+                rank_zero_info(
+                    f"{self.precision}: {len(names)} layers {what} in the run that saved this checkpoint, and stay"
+                    f" there: {', '.join(names)}."
+                )
 
 
 class Fp8Precision(_Fp8TrainerPrecision):
@@ -194,6 +197,11 @@ class Fp8Precision(_Fp8TrainerPrecision):
             and frees their masters: for adapters on a frozen base. Checkpoints hold the rounded values. ``"master"``
             keeps masters; None, the default, is that too, or for a converted model its current setting. See
             :func:`lightning_fp8.convert`. Not under FSDP.
+        overrides: by pattern on module paths, the precision of a layer's products where it is not the recipe's, such as
+            ``{"blocks.0": "bf16", "*.down": {"wgrad": "bf16"}}``; see :func:`lightning_fp8.convert`. None leaves a
+            model that was converted before as it is.
+        bf16_blocks: how many of the first and of the last blocks of the longest ``nn.ModuleList`` stay in bf16, for
+            example ``(1, 1)``; see :func:`lightning_fp8.convert`.
 
     Raises:
         ValueError: for an unsupported value, settings that contradict each other, a recipe field out of range; at

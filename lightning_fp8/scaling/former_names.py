@@ -23,7 +23,6 @@ class FormerNames:
 
     fall_back = _Former("lightning_fp8.fall_back(model, name)")
     fallbacks = _Former("lightning_fp8.fallbacks(model)")
-    rows_in_fp8 = _Former("state.switches.rows_in_fp8")
     counts = _Former("state.cast_counts.values")
     start_counting = _Former("state.cast_counts.start(requester)")
     stop_counting = _Former("state.cast_counts.stop(requester)")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
-from lightning_fp8.ops.formats import E4M3, E5M2, Fp8Format, Role
+from lightning_fp8.ops.formats import E4M3, E5M2, PRODUCTS, Fp8Format, Product, Role
 from lightning_fp8.ops.operand import OwnScaling
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 
 FormatChoice = Literal["HYBRID", "E4M3"]
 AmaxAlgorithm = Literal["max", "most_recent"]
+ProductPrecision = Literal["fp8", "bf16"]
 _T = TypeVar("_T")
 
 
@@ -45,10 +46,26 @@ class Recipe:
         precision: the string by which Lightning makes a plugin with this recipe and its defaults.
         from_history: inputs and gradients are cast with the scale of their past values, which a checkpoint holds; else
             with that of their own values, and checkpoints hold no scales.
+        fprop, dgrad, wgrad: in which precision each of the three products is computed: output, gradient of the input,
+            gradient of the weight. ``"bf16"`` stands for the dtype of the output: fp32 without autocast, if the input
+            is. Its operands are rounded to that dtype and not cast to FP8. Keyword arguments.
     """
 
     precision: ClassVar[str]
     from_history: ClassVar[bool] = False
+
+    fprop: ProductPrecision = field(default="fp8", kw_only=True)
+    dgrad: ProductPrecision = field(default="fp8", kw_only=True)
+    wgrad: ProductPrecision = field(default="fp8", kw_only=True)
+
+    def __post_init__(self) -> None:
+        for product in PRODUCTS:
+            self._require_choice(product, get_args(ProductPrecision))
+
+    @property
+    def in_bf16(self) -> tuple[Product, ...]:
+        """The products that are computed in bf16, if the layer has no precisions of its own."""
+        return tuple(product for product in PRODUCTS if getattr(self, product) == "bf16")
 
     @property
     def own(self) -> OwnScaling:
@@ -95,6 +112,7 @@ class _TensorScaling(Recipe):
     fp8_format: FormatChoice = "HYBRID"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # 2**127 is the largest power of two that fp32 holds
         self._require("margin", "an integer from 0 to 127", _is_int(self.margin) and 0 <= self.margin <= 127)
         self._require_choice("fp8_format", get_args(FormatChoice))
@@ -122,6 +140,9 @@ class DelayedScaling(_TensorScaling):
         amax_history_len: optimizer steps that the window holds, an integer of at least 1.
         amax_compute_algo: ``"max"``: the largest value in the window; ``"most_recent"``: the newest one.
         reduce_amax: under ``torch.distributed``, take the maximum over all ranks, so that scales agree on every rank.
+        fprop, dgrad, wgrad: in which precision each product is computed, ``"fp8"`` or ``"bf16"``. ``wgrad="bf16"``
+            multiplies the unrounded gradient with the unrounded input, which is kept for backward in 2 bytes per
+            element instead of 1.
 
     Raises:
         ValueError: for an invalid field; the message has the field, the rule and the value.
@@ -171,6 +192,7 @@ class CurrentScaling(_TensorScaling):
     Args:
         margin: powers of two kept free above the largest value of an input or gradient, an integer from 0 to 127.
         fp8_format: ``"HYBRID"``: E4M3 forward, E5M2 for the gradient of the output. ``"E4M3"``: E4M3 everywhere.
+        fprop, dgrad, wgrad: as of :class:`DelayedScaling`.
 
     Raises:
         ValueError: for an invalid field; the message has the field, the rule and the value.
@@ -211,6 +233,7 @@ class BlockScaling(Recipe):
     power_of_2_scales: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._require("power_of_2_scales", "True or False", isinstance(self.power_of_2_scales, bool))
 
     @property

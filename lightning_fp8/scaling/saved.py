@@ -24,11 +24,13 @@ def to_entries(state: ScalingState) -> dict[str, dict[str, Tensor]]:
     longest = int((history > 0).sum(dim=0).max()) if state.delayed else 0
     columns = history[:longest].t().contiguous()
     has_scales = state.recipe.from_history
+    switches = [state.switches[state.module_of(row)] for row in range(state.delayed)]
     return {
         name: {
             **({"amax": amax[row], "amax_history": columns[row], "scale": scale[row]} if has_scales else {}),
             "nonfinite_steps": nonfinite[row],
-            "in_fp8": torch.tensor(state.switches[state.module_of(row)].in_fp8),
+            "in_fp8": torch.tensor(switches[row].in_fp8),
+            **({"is_current": torch.tensor(switches[row].is_current)} if has_scales else {}),
         }
         for row, name in enumerate(state.names[: state.delayed])
     }
@@ -51,8 +53,9 @@ def from_entries(state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]
         values = [entries[name][field].reshape(()).cpu() for name in names]
         getattr(state, field).data[: state.delayed] = torch.stack(values).to(state.device)
     for module in range(len(state.module_names)):
-        # checkpoints up to 0.3.0 do not have it
+        # checkpoints up to 0.3.0 do not have the first, those up to 0.5.0 and of other recipes not the second
         state.switches[module].in_fp8 = bool(entries[names[module]].get("in_fp8", True))
+        state.switches[module].is_current = bool(entries[names[module]].get("is_current", False))
 
 
 def _check_names(names: Sequence[str], entries: Mapping[str, Any], of_weights: Sequence[str]) -> None:
@@ -75,7 +78,7 @@ def _check_entry(name: str, entry: Any) -> None:
     # a recipe without histories saves no scales
     if "nonfinite_steps" in values and values.keys().isdisjoint(_NO_SCALES):
         values = {**_NO_SCALES, **values}
-    fields = (*TENSORS, "in_fp8") if "in_fp8" in values else TENSORS
+    fields = (*TENSORS, *(field for field in ("in_fp8", "is_current") if field in values))
     wrong = [field for field in fields if not isinstance(values.get(field), Tensor)]
     if wrong:
         raise ValueError(f"The scaling state of {name!r} lacks the tensors {', '.join(wrong)}.")

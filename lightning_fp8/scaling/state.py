@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +12,14 @@ from torch import Tensor
 
 from lightning_fp8.ops.basic import update_scales
 from lightning_fp8.ops.counting import CastCounts
-from lightning_fp8.ops.formats import DELAYED_ROLES, Role
+from lightning_fp8.ops.formats import DELAYED_ROLES, Product, Role
 from lightning_fp8.ops.operand import OwnScaling, take_handle
-from lightning_fp8.ops.reference import power_of_2
+from lightning_fp8.ops.reference import FP32_MAX, power_of_2
 from lightning_fp8.scaling.former_names import FormerNames
 from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.saved import TENSORS, from_entries, to_entries
-from lightning_fp8.scaling.switches import Switches
+from lightning_fp8.scaling.switches import Switch, Switches
 from lightning_fp8.scaling.weight_changes import WeightChanges
 
 # the order of a state's tensors by role; those of one role are in the order of the modules
@@ -94,6 +95,7 @@ class ScalingState(FormerNames):
         self.notices = Notices()
         self._reset_history_check()
         self._find_leaders()
+        self._see_switches()
         self.handle = take_handle(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,18 +117,22 @@ class ScalingState(FormerNames):
         """Where the tensors live."""
         return self.amax.device
 
-    def how_cast(self, group: str) -> tuple[Tensor, OwnScaling]:
-        """How inputs and gradients are cast that are split over a process group, by its name; empty for whole ones.
+    def how_cast(self, switch: Switch, group: str) -> tuple[Tensor, OwnScaling]:
+        """How the input or gradient of a module is cast.
+
+        Args:
+            switch: of the module.
+            group: the name of the process group that the tensor is split over; empty for a whole one.
 
         Returns:
             The history that their slots have, zeros ``[1, D]`` if each is scaled by its own values, and how that is
             done. Histories are those of all processes anyway.
         """
-        if self.recipe.from_history:
+        if self.recipe.from_history and not switch.is_current:
             return self.amax_history, _WITH_HISTORY
         own = self.recipe.own
         # blocks are those of the part
-        return self._no_history, own if own.blocks else own._replace(group=group)
+        return self._no_history, own._replace(group="" if own.blocks else group, always=True)
 
     def row_of(self, module: int, role: Role) -> int:
         """Which of the R tensors has this role in the module at this position."""
@@ -146,7 +152,42 @@ class ScalingState(FormerNames):
             self.cast_counts.to(self.device)
         self._reset_history_check()
         self._find_leaders()
+        self._see_switches()
         return self
+
+    @property
+    def rows_in_fp8(self) -> Tensor:
+        """``[R] bool`` on the CPU: whether each tensor is cast to FP8 for any product of its module."""
+        return torch.tensor([switch.casts(role) for role in LAYOUT for switch in self.switches], dtype=torch.bool)
+
+    @property
+    def current_modules(self) -> tuple[str, ...]:
+        """Names of the modules that have moved from histories to the scales of their own values."""
+        is_current = (switch.is_current and self.recipe.from_history for switch in self.switches)
+        return tuple(itertools.compress(self.module_names, is_current))
+
+    def use_current_scaling(self, modules: Iterable[int]) -> None:
+        """Scale inputs and gradients of modules by their own values from their next cast on.
+
+        Modules that record their input in one place move together. Histories are kept up, so that a checkpoint can go
+        on with them.
+        """
+        inputs = {self.input_leaders.get(module, module) for module in modules}
+        for module, switch in enumerate(self.switches):
+            switch.is_current |= self.input_leaders.get(module, module) in inputs
+        self._see_switches()
+
+    def _see_switches(self) -> None:
+        self.changes += 1
+        rows = [row for row in range(self.delayed) if self.switches[self.module_of(row)].is_current]
+        with torch.inference_mode(False):
+            self._current_rows = torch.tensor(rows, dtype=torch.int64, device=self.device) if rows else None
+
+    def set_products(self, in_bf16: Mapping[int, tuple[Product, ...]]) -> None:
+        """Compute these products of modules in bf16, by their positions, and their other ones in FP8."""
+        for module, products in in_bf16.items():
+            self.switches[module].in_bf16 = products
+        self._reset_history_check()
 
     def share_inputs(self, leaders: Mapping[int, int]) -> None:
         """Let modules record their input in the place of another one, whose input is the same tensor.
@@ -200,6 +241,9 @@ class ScalingState(FormerNames):
     def _reset_history_check(self) -> None:
         self._every_tensor_has_history = False
         with torch.inference_mode(False):
+            # tensors that are never cast have none, and none has to be waited for
+            in_fp8 = self.rows_in_fp8[: self.delayed]
+            self._never_cast = None if bool(in_fp8.all()) else ~in_fp8.to(self.device)
             self._history_check = torch.zeros((), dtype=torch.bool, pin_memory=self.device.type == "cuda")
 
     @property
@@ -272,13 +316,24 @@ class ScalingState(FormerNames):
             self.scale.data.copy_(power_of_2(self.scale))
         # never for casts that do not use it
         if self.recipe.from_history and not self._every_tensor_has_history:
-            self._history_check.copy_((self.amax_history[0] > 0).all(), non_blocking=True)
+            filled = self.amax_history[0] > 0
+            filled = filled if self._never_cast is None else filled | self._never_cast
+            self._history_check.copy_(filled.all(), non_blocking=True)
+        if self._current_rows is not None and self.recipe.from_history:
+            self._show_current_scales(self._current_rows)
         self.weight_changes.see_update(self.amax.data[self.delayed :])
         self.updates += 1
         self.changes += 1
         self.has_scales |= self.has_recorded
         self.has_recorded = False
         self.notices.see_update(self)
+
+    def _show_current_scales(self, rows: Tensor) -> None:
+        """Those of the largest values of the last step, as :class:`CurrentScaling` has them."""
+        newest = (self.amax_history[0] * 2.0**self.recipe.own.margin).clamp(max=FP32_MAX).index_select(0, rows)
+        shown = (self.fp8_max.index_select(0, rows) / newest).clamp(max=FP32_MAX)
+        # scale 1 where nothing has been recorded
+        self.scale.data.index_copy_(0, rows, shown.where(newest > 0, 1.0))
 
     def _reduce_amax(self) -> None:
         if self.recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -327,22 +382,24 @@ class ScalingState(FormerNames):
 
     def _see_load(self) -> None:
         self._see_histories_replaced()
+        self._see_switches()
         # amaxes that wait for their update may have come with the histories
         self.has_recorded = bool((self.amax[: self.delayed] != 0).any())
         self.notices.see_load(self)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """A copy on the CPU, keyed by tensor name, of inputs and gradients: ``amax``, ``scale``, ``nonfinite_steps``,
-        the filled part of ``amax_history``, newest first, and ``in_fp8``. Of a recipe without histories only the last
-        and ``nonfinite_steps``: its casts need nothing else.
+        the filled part of ``amax_history``, newest first, ``in_fp8`` and ``is_current``. Of a recipe without histories
+        only ``nonfinite_steps`` and ``in_fp8``: its casts need nothing else.
 
         Plain dicts and tensors, so ``torch.load(weights_only=True)`` reads it.
         """
         return to_entries(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load the values of :meth:`state_dict`, and which modules fell back. A shorter window keeps the newest
-        entries; entries of weights, which versions up to 0.5.0 wrote, are ignored.
+        """Load the values of :meth:`state_dict`, and which modules fell back or moved to current scaling.
+
+        A shorter window keeps the newest entries; entries of weights, which versions up to 0.5.0 wrote, are ignored.
 
         Raises:
             ValueError: if the tensors are not the same ones, or an entry is malformed; the message names them, and
@@ -359,7 +416,8 @@ class ScalingState(FormerNames):
         for role in LAYOUT:
             self._copy_row(self.row_of(module, role), other, other.row_of(other_module, role))
         self.weight_changes.copy_module(module, other.weight_changes, other_module)
-        self.switches[module].in_fp8 = other.switches[other_module].in_fp8
+        mine, others = self.switches[module], other.switches[other_module]
+        mine.in_fp8, mine.may_fall_back, mine.is_current = others.in_fp8, others.may_fall_back, others.is_current
         self._see_load()
 
 

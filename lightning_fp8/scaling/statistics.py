@@ -53,7 +53,7 @@ def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor]
         "nonfinite_steps": nonfinite,
     }
     # the last values of a layer that fell back say nothing about the run
-    in_fp8 = state.switches.rows_in_fp8
+    in_fp8 = state.rows_in_fp8
     return {quantity: values.where(in_fp8, nothing) for quantity, values in quantities.items()}
 
 

@@ -1,22 +1,47 @@
-"""Which modules of a converted model run in FP8, and which have fallen back."""
+"""Which modules of a converted model run in FP8 and with which of their products, and which have fallen back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from lightning_fp8.ops.formats import ROLES
+from lightning_fp8.ops.formats import OPERAND_OF, Product, Role
 
 
 @dataclass
 class Switch:
-    """Whether the GEMMs of one module run in FP8. Each forward reads it."""
+    """Whether the GEMMs of one module run in FP8. Each forward reads it.
+
+    Attributes:
+        in_fp8: whether any of them does: False if the module has fallen back.
+        may_fall_back: whether it can.
+        in_bf16: the products that do not, even if the module has not fallen back.
+        is_current: whether its input and gradient are scaled by their own values under a recipe with histories.
+    """
 
     in_fp8: bool = True
     may_fall_back: bool = True
+    in_bf16: tuple[Product, ...] = ()
+    is_current: bool = False
+
+    @property
+    def fprop_in_fp8(self) -> bool:
+        """Whether the output is that of an FP8 product."""
+        return self.in_fp8 and "fprop" not in self.in_bf16
+
+    @property
+    def needs_weight(self) -> bool:
+        """Whether a product takes the weight itself, for which its FP8 cast is not enough."""
+        return not OPERAND_OF["weight"].isdisjoint(self.in_bf16)
+
+    def check_may_fall_back(self, module_name: str) -> None:
+        """ValueError if the module cannot."""
+        if not self.may_fall_back:
+            raise ValueError(f"{module_name!r} cannot fall back: its weight is gathered in FP8 (`fp8_all_gather`).")
+
+    def casts(self, role: Role) -> bool:
+        """Whether the tensor of this role is cast to FP8 for any product."""
+        return self.in_fp8 and not OPERAND_OF[role].issubset(self.in_bf16)
 
 
 class Switches:
@@ -29,6 +54,9 @@ class Switches:
     def __getitem__(self, module: int) -> Switch:
         return self._switches[module]
 
+    def __iter__(self) -> Iterator[Switch]:
+        return iter(self._switches)
+
     def fall_back(self, module_name: str) -> None:
         """See :func:`lightning_fp8.fall_back`."""
         if module_name not in self._names:
@@ -37,16 +65,10 @@ class Switches:
                 f" {', '.join(map(repr, self._names[:6]))}."
             )
         switch = self._switches[self._names.index(module_name)]
-        if not switch.may_fall_back:
-            raise ValueError(f"{module_name!r} cannot fall back: its weight is gathered in FP8 (`fp8_all_gather`).")
+        switch.check_may_fall_back(module_name)
         switch.in_fp8 = False
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
         """See :func:`lightning_fp8.fallbacks`."""
         return tuple(name for name, switch in zip(self._names, self._switches, strict=True) if not switch.in_fp8)
-
-    @property
-    def rows_in_fp8(self) -> Tensor:
-        """``[R] bool`` on the CPU: for each tensor of the scaling state, whether its module runs in FP8."""
-        return torch.tensor([switch.in_fp8 for _ in ROLES for switch in self._switches], dtype=torch.bool)

@@ -74,7 +74,7 @@ class Growing(Regression):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("action", ["warn", "raise", "fallback"])
+@pytest.mark.parametrize("action", ["warn", "raise", "fallback", "current"])
 def test_a_healthy_run_is_left_alone(
     action: Any, accumulate: int, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_healthy_run_is_left_alone(
     assert torch.equal(torch.stack(watched.losses), torch.stack(plain.losses))
     assert not [warning for warning in recwarn if "ScaleWatchdog" in str(warning.message)]
     state = scaling_state(watched)
-    assert state.switches.fallbacks == ()
+    assert state.switches.fallbacks == state.current_modules == ()
     assert state.cast_counts.values is None
     assert state.before_update == []
 
@@ -309,19 +309,19 @@ def test_what_it_logs(tmp_path: Path) -> None:
         fit(tmp_path, ScaleWatchdog("fallback", 2, **options), seeded(Both), logger=logger)
     with open(Path(logger.log_dir) / "metrics.csv") as file:
         logged = [row for row in csv.DictReader(file) if row.get("fp8/watchdog/stale")]
-    keys = [f"fp8/watchdog/{name}" for name in (*CONDITIONS, "fallbacks")]
+    keys = [f"fp8/watchdog/{name}" for name in (*CONDITIONS, "fallbacks", "current")]
     assert {key for row in logged for key in row if key.startswith("fp8/watchdog")} == set(keys)
     values = [(int(row["step"]), *(float(row[key]) for key in keys)) for row in logged]
     # net.0 at the first check; net.2, half of the layers that run, at the second
-    assert values[0] == (1, 0, 0, 0, 1, 1)
-    assert values[1] == (3, 2, 0, 0, 0, 2)
-    assert values[2] == (5, 0, 0, 0, 0, 2)
+    assert values[0] == (1, 0, 0, 0, 1, 1, 0)
+    assert values[1] == (3, 2, 0, 0, 0, 2, 0)
+    assert values[2] == (5, 0, 0, 0, 0, 2, 0)
 
 
 def test_other_precisions_and_bad_input(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="no layer runs in FP8 under precision='bf16-mixed'; nothing to watch"):
         fit(tmp_path, ScaleWatchdog(), precision="bf16-mixed")
-    with pytest.raises(ValueError, match="'warn', 'raise' or 'fallback', got 'shout'"):
+    with pytest.raises(ValueError, match="'warn', 'raise', 'fallback', 'current', got 'shout'"):
         ScaleWatchdog("shout")  # type: ignore[arg-type]
     for name in ("every_n_steps", "stale_steps", "nonfinite_steps", "checks_in_a_row"):
         with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
@@ -334,8 +334,9 @@ def test_other_precisions_and_bad_input(tmp_path: Path) -> None:
 
 
 def test_fallbacks_and_a_gather_in_fp8_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be combined"):
-        fit(tmp_path, ScaleWatchdog("fallback"), plugins=Fp8Precision(fp8_all_gather=True))
+    for action in ("fallback", "current"):
+        with pytest.raises(ValueError, match=f"`action='{action}'` and `fp8_all_gather=True` cannot be combined"):
+            fit(tmp_path, ScaleWatchdog(action), plugins=Fp8Precision(fp8_all_gather=True))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Regression has no FP8 layer whose weight FSDP2 shards"):
         fit(tmp_path, ScaleWatchdog(), plugins=Fp8Precision(fp8_all_gather=True))
 
@@ -436,13 +437,15 @@ class OnOneRank(Vanishing):
 
 torch.set_num_threads(1)
 model = seeded(OnOneRank)
-watchdog = ScaleWatchdog("fallback", 2, **{{**NEVER, "stale_steps": 4, "underflowed_above": 0.4, "checks_in_a_row": 1}})
+# to current scaling, which does not help, and then to bf16
+watchdog = ScaleWatchdog("current", 2, **{{**NEVER, "stale_steps": 4, "underflowed_above": 0.4, "checks_in_a_row": 1}})
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     make_trainer({path!r}, strategy="ddp", devices=2, max_epochs=4, callbacks=[watchdog]).fit(model, loader())
 if dist.get_rank() == 0:
     open({path!r} + "/warnings", "w").write("".join(str(warning.message) for warning in caught))
-torch.save((fallbacks(model), scaling_state(model).scale, model.net[0].weight.detach()),
+state = scaling_state(model)
+torch.save((fallbacks(model) + state.current_modules, state.scale, model.net[0].weight.detach()),
            {path!r} + f"/rank{{dist.get_rank()}}.pt")
 """
 
@@ -455,7 +458,7 @@ def test_processes_act_alike(tmp_path: Path) -> None:
     (mine, scale, weight), (theirs, their_scale, their_weight) = (
         torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)
     )
-    assert mine == theirs == ("net.0",)
+    assert mine == theirs == ("net.0", "net.0")
     assert torch.equal(scale, their_scale)
     assert torch.equal(weight, their_weight)
 

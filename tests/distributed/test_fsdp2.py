@@ -415,6 +415,29 @@ result.update(read, weight=whole(model.first.weight), error=repr(model.first.wei
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_weights_that_bf16_multiplies_are_gathered_in_bf16(device: str, tmp_path: Path) -> None:
+    body = """
+start = Net()
+products = {"second": {"dgrad": "bf16", "wgrad": "bf16"}, "encoder.linear1": {"fprop": "bf16"}}
+for name in ("bf16", "fp8"):
+    model = sharded(copy.deepcopy(start))
+    convert(model, overrides=products)
+    if name == "fp8":
+        result["names"] = gather_in_fp8(model)
+        try:
+            convert(model, overrides={"last": {"dgrad": "bf16"}})
+        except ValueError as error:
+            result["refused"] = str(error)
+    result[name] = facts(model, train(model, micro=2))
+"""
+    for rank in run(body, tmp_path, device=device):
+        assert not {"second", "encoder.linear1"}.intersection(rank["names"])
+        assert len(rank["names"]) == 5
+        assert "'last' cannot fall back: its weight is gathered in FP8" in rank["refused"]
+        assert_same(rank["fp8"], rank["bf16"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_cannot_be_gathered_in_fp8_is_named(device: str, tmp_path: Path) -> None:
     body = """
 def message(function):

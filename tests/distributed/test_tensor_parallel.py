@@ -95,6 +95,34 @@ result["recomputed scale"] = scaling_state(again).scale.clone()
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_wgrad_in_bf16_of_split_layers(device: str, tmp_path: Path) -> None:
+    body = """
+from lightning_fp8 import ops
+
+operator, calls = ops.linear, []
+
+
+def noting(x, *rest):
+    y, dy = operator(x, *rest), []
+    y.register_hook(dy.append)
+    calls.append((x.detach(), dy))
+    return y
+
+
+ops.linear = noting
+model = parallel(convert(net(), DelayedScaling(wgrad="bf16")))
+train(model, steps=1)
+local = lambda t: t.to_local() if hasattr(t, "to_local") else t
+result["products"] = [(dy[0].flatten(0, 1).t() @ x.bfloat16().flatten(0, 1)).float() for x, dy in calls]
+result["gradients"] = [local(model[at].weight.grad) for at in (0, 2, 3)]
+"""
+    for rank in run_processes(COMMON + body, tmp_path, device=device):
+        assert [list(one.shape) for one in rank["products"]] == [[32, 32], [32, 32], [4, 32]]
+        for product, gradient in zip(rank["products"], rank["gradients"], strict=True):
+            assert torch.equal(product, gradient)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_layers_before_split_ones_get_the_whole_gradient(device: str, tmp_path: Path) -> None:
     body = """
 result["fp32"] = train(net())

@@ -17,7 +17,7 @@ from sqnr import sqnr
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_fp8 import convert, scaling_state, unconvert, weights_unchanged
+from lightning_fp8 import DelayedScaling, convert, scaling_state, unconvert, weights_unchanged
 from lightning_fp8.callbacks.watch import Limits, Watch
 from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.ops import basic
@@ -62,11 +62,11 @@ def assert_same_state(one: Any, other: Any) -> None:
     assert torch.equal(states[0].amax_history, states[1].amax_history[:, delayed])
 
 
-def train_both(in_bf16: bool) -> Iterator[tuple[Any, Any]]:
+def train_both(in_bf16: bool, recipe: DelayedScaling | None = None) -> Iterator[tuple[Any, Any]]:
     """Experts and their separate layers, after each of four steps that have been compared bit for bit."""
     stacked = experts()
-    separate = convert(Separate(stacked))
-    convert(stacked)
+    separate = convert(Separate(stacked), recipe)
+    convert(stacked, recipe)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (stacked, separate)]
     # in the second step expert 1 has no token, in the third both micro-batches have none for expert 2
     for number, without in enumerate([(), (1,), (2,), ()]):
@@ -99,6 +99,16 @@ def test_equal_separate_linear_layers_bit_for_bit(half: str, in_bf16: bool, requ
     # every expert has a scale of its own, in each of the three roles
     assert len({*state.scale.tolist()}) > 0.9 * len(state.names) == 0.9 * 3 * 2 * EXPERTS
     assert "gate_up_proj.3.input" in state.names
+
+
+@pytest.mark.parametrize("products", [("wgrad",), ("fprop", "dgrad")])
+def test_products_in_bf16(products: tuple[str, ...]) -> None:
+    recipe = DelayedScaling(**dict.fromkeys(products, "bf16"))  # type: ignore[arg-type]
+    for stacked, _ in train_both(True, recipe):
+        assert stacked.in_bf16 == products
+    for row, name in enumerate(scaling_state(stacked).names):
+        # the first of a product that is in FP8 for fprop, and the only one for wgrad
+        assert bool(scaling_state(stacked).scale[row] != 1) is not ("dgrad" in products and name.endswith("weight"))
 
 
 def test_an_expert_without_a_token_keeps_its_history() -> None:

@@ -248,7 +248,7 @@ def test_a_weight_that_fell_back_is_not_cast_with_the_others(cuda_half: Counter[
     assert model[1].fp8[""].weight_cache._entry is None
 
 
-FORMER = ("fall_back", "fallbacks", "rows_in_fp8", "counts", "start_counting", "stop_counting", "gemm", "min_features")
+FORMER = ("fall_back", "fallbacks", "counts", "start_counting", "stop_counting", "gemm", "min_features")
 
 
 @pytest.mark.parametrize("former", FORMER)
@@ -259,4 +259,4 @@ def test_a_former_attribute_of_the_state_names_what_replaces_it(former: str) -> 
     named = re.search(rf"'{former}': use `(lightning_fp8|state)\.([a-z0-9_.]+)", str(caught.value))
     assert named is not None
     found = attrgetter(named[2])({"lightning_fp8": lightning_fp8, "state": state}[named[1]])
-    assert callable(found) or former in ("rows_in_fp8", "counts")
+    assert callable(found) or former == "counts"

@@ -34,6 +34,9 @@ def test_recipe_is_frozen() -> None:
         ("amax_history_len", "16", "an integer of at least 1"),
         ("amax_compute_algo", "mean", "one of 'max', 'most_recent'"),
         ("reduce_amax", 1, "True or False"),
+        ("fprop", "fp16", "one of 'fp8', 'bf16'"),
+        ("dgrad", None, "one of 'fp8', 'bf16'"),
+        ("wgrad", True, "one of 'fp8', 'bf16'"),
     ],
 )
 def test_bad_field_names_field_rule_and_value(field: str, value: object, rule: str) -> None:
@@ -49,7 +52,7 @@ def test_bad_field_names_field_rule_and_value(field: str, value: object, rule: s
     [("margn", "margin"), ("amax_history", "amax_history_len"), ("scale", None), ("FP8_Format", "fp8_format")],
 )
 def test_another_field_names_the_right_ones(field: str, meant: str | None) -> None:
-    wanted = "margin, fp8_format, amax_history_len, amax_compute_algo, reduce_amax"
+    wanted = "margin, fp8_format, fprop, dgrad, wgrad, amax_history_len, amax_compute_algo, reduce_amax"
 
     def by_name(given: dict[str, Any]) -> object:
         return DelayedScaling(**given)
@@ -65,7 +68,11 @@ def test_another_field_names_the_right_ones(field: str, meant: str | None) -> No
 
 
 def test_the_signature_stays_that_of_the_fields() -> None:
-    assert list(inspect.signature(DelayedScaling).parameters) == [field.name for field in fields(DelayedScaling)]
+    # with those that were added later behind, so that positions keep their meaning
+    positional = [field.name for field in fields(DelayedScaling) if not field.kw_only]
+    later = [field.name for field in fields(DelayedScaling) if field.kw_only]
+    assert list(inspect.signature(DelayedScaling).parameters) == [*positional, *later]
+    assert positional == ["margin", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax"]
     with pytest.raises(TypeError, match="takes from 1 to 6 positional arguments"):
         DelayedScaling(0, "HYBRID", 1, "max", True, 7)  # type: ignore[call-arg]
 

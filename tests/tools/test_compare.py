@@ -67,7 +67,12 @@ CONFIG: dict[str, Any] = {
 }
 PLUGIN = {
     "class_path": "lightning_fp8.Fp8Precision",
-    "init_args": {"recipe": {"margin": 1}, "ignore_modules": ["head"], "keep_fp32": ["*norm*"]},
+    "init_args": {
+        "recipe": {"margin": 1, "dgrad": "bf16"},
+        "ignore_modules": ["head"],
+        "keep_fp32": ["*norm*"],
+        "overrides": {"*.out": "bf16", "blocks.0.down": {"wgrad": "bf16"}},
+    },
 }
 
 
@@ -162,8 +167,9 @@ def test_same_seed_and_data(compared: tuple[Path, str]) -> None:
 def test_settings_of_the_users_plugin(compared: tuple[Path, str]) -> None:
     folder, _ = compared
     record = json.loads((folder / "fp8-delayed" / "fp8_run.json").read_text())
-    assert record["recipe"]["margin"] == 1
-    assert record["modules"] == ["blocks.0.qkv", "blocks.0.out", "blocks.0.up", "blocks.0.down"]
+    assert (record["recipe"]["margin"], record["recipe"]["dgrad"]) == (1, "bf16")
+    # the pattern of an override has dots
+    assert record["modules"] == ["blocks.0.qkv", "blocks.0.up", "blocks.0.down"]
     elements = record["parameters"]
     # three norms, weight and bias
     norms = 3 * 2 * 32

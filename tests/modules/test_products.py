@@ -1,0 +1,160 @@
+"""Products in bf16 beside products in FP8: each is bit for bit what it is where all three have its precision."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sqnr import sqnr
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fp8 import CurrentScaling, DelayedScaling, convert, scaling_state
+from lightning_fp8.ops.formats import OPERAND_OF, PRODUCTS
+from lightning_fp8.scaling.recipe import Recipe
+
+ROWS, INPUTS, OUTPUTS = (3, 16), 32, 48
+# all but the one that leaves the layer plain
+CHOICES = [chosen for count in range(3) for chosen in itertools.combinations(PRODUCTS, count)]
+RECIPES: dict[str, Callable[..., Recipe]] = {"delayed": DelayedScaling, "current": CurrentScaling}
+
+Step = tuple[Tensor, ...]
+
+
+def layer(in_bf16: tuple[str, ...], bias: bool, kind: str = "delayed") -> nn.Linear:
+    torch.manual_seed(1)
+    recipe = RECIPES[kind](**dict.fromkeys(in_bf16, "bf16"))
+    return convert(nn.Linear(INPUTS, OUTPUTS, bias=bias), recipe)
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, dy = (torch.randn(*ROWS, features, generator=generator) for features in (INPUTS, OUTPUTS))
+    return x.requires_grad_(), dy.bfloat16()
+
+
+def step(model: nn.Module, seed: int, run: Callable[[Tensor], Tensor] | None = None) -> Step:
+    """Output and gradients of one training step under autocast."""
+    x, dy = batch(seed)
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = (model if run is None else run)(x)
+    y.backward(dy)
+    scaling_state(model).update()
+    return (y.detach(), x.grad, *(parameter.grad.clone() for parameter in model.parameters()))  # type: ignore[return-value,union-attr]
+
+
+def in_plain_bf16(model: nn.Linear, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dw by torch's own products."""
+    x, dy = batch(seed)
+    x, dy, w = x.detach().bfloat16(), dy.flatten(0, 1), model.weight.detach().bfloat16()
+    y = F.linear(x, w, None if model.bias is None else model.bias.detach().bfloat16())
+    return y, (dy @ w).float().view(*ROWS, INPUTS), (dy.t() @ x.flatten(0, 1)).float()
+
+
+def check_layer(in_bf16: tuple[str, ...], bias: bool, kind: str, run: Any = lambda model: None) -> None:
+    mixed, in_fp8 = layer(in_bf16, bias, kind), layer((), bias, kind)
+    state = scaling_state(mixed)
+    for seed in range(2):
+        found, of_fp8 = step(mixed, seed, run(mixed)), step(in_fp8, seed)
+        plain = in_plain_bf16(mixed, seed)
+        for product, got, eight, sixteen in zip(PRODUCTS, found, of_fp8, plain, strict=False):
+            assert torch.equal(got, sixteen if product in in_bf16 else eight), product
+            assert not torch.equal(eight, sixteen)
+        if bias:
+            assert torch.equal(found[3], batch(seed)[1].float().sum((0, 1))) or torch.equal(found[3], of_fp8[3])
+            torch.testing.assert_close(found[3], of_fp8[3], rtol=1e-6, atol=1e-5)
+        # what no product takes in FP8 is not cast, and leaves no amax
+        for role, row in (("input", 0), ("grad_output", 1)):
+            assert bool(state.amax_history[0, row] > 0) is not OPERAND_OF[role].issubset(in_bf16)  # type: ignore[index]
+        assert bool(state.amax[2] > 0) is not OPERAND_OF["weight"].issubset(in_bf16)
+        # the host waits for no history that never comes
+        assert state.every_tensor_has_history is (kind == "delayed")
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("in_bf16", CHOICES, ids="-".join)
+def test_each_product_is_that_of_its_precision(in_bf16: tuple[str, ...], bias: bool, kind: str) -> None:
+    check_layer(in_bf16, bias, kind)
+
+
+@pytest.mark.parametrize("in_bf16", CHOICES, ids="-".join)
+def test_with_the_kernels(in_bf16: tuple[str, ...], cuda_half: Any) -> None:
+    check_layer(in_bf16, True, "delayed")
+    assert cuda_half
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("in_bf16", CHOICES, ids="-".join)
+def test_compiled(in_bf16: tuple[str, ...]) -> None:
+    check_layer(in_bf16, True, "delayed", compiled)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("in_bf16", CHOICES, ids="-".join)
+def test_recomputed(in_bf16: tuple[str, ...], reentrant: bool) -> None:
+    check_layer(in_bf16, True, "delayed", lambda model: lambda x: checkpoint(model, x, use_reentrant=reentrant))
+
+
+def test_the_eighth_combination_leaves_the_layer_plain() -> None:
+    model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS), nn.Linear(OUTPUTS, OUTPUTS))
+    convert(model, overrides={"0": dict.fromkeys(PRODUCTS, "bf16")})
+    assert type(model[0]) is nn.Linear
+    fallen = convert(nn.Linear(INPUTS, OUTPUTS))
+    fallen.load_state_dict(model[0].state_dict())
+    scaling_state(fallen).switches.fall_back("")
+    results = [step_of_plain(one) for one in (model[0], fallen)]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def step_of_plain(model: nn.Module) -> Step:
+    x, dy = batch(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    y.backward(dy)
+    return (y.detach(), x.grad, *(parameter.grad for parameter in model.parameters()))  # type: ignore[return-value]
+
+
+def test_wgrad_in_bf16_is_far_nearer_to_the_truth() -> None:
+    x, dy = (torch.randn(512, 64) for _ in range(2))
+    expected = dy.double().t() @ x.double()
+    found = {}
+    for wgrad in ("fp8", "bf16"):
+        model = convert(nn.Linear(64, 64, bias=False), DelayedScaling(wgrad=wgrad))  # type: ignore[arg-type]
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x).backward(dy.bfloat16())
+        assert model.weight.grad is not None
+        found[wgrad] = sqnr(model.weight.grad, expected)
+    # E4M3 times E5M2 has 25 dB; bf16 operands and a bf16 result 51 dB
+    assert found["fp8"] < 30
+    assert found["bf16"] > 48
+
+
+def test_without_autocast_the_dtype_is_that_of_the_input() -> None:
+    x, dy = batch(0)
+    model = layer(("fprop", "wgrad"), True)
+    y = model(x)
+    y.backward(dy.float())
+    rows, gradients = x.detach().flatten(0, 1), dy.float().flatten(0, 1)
+    assert torch.equal(y, F.linear(x, model.weight, model.bias))
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, gradients.t() @ rows)
+
+
+@pytest.mark.parametrize("in_bf16", CHOICES, ids="-".join)
+def test_an_evaluation_is_that_of_training(in_bf16: tuple[str, ...]) -> None:
+    model = layer(in_bf16, True)
+    y = step(model, 0)[0]
+    trained = step(model, 0)[0]
+    del y
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(batch(0)[0]), trained)

@@ -1,0 +1,158 @@
+"""Products in bf16 in runs: from YAML, resumed, watched, exported, and with frozen weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from lit import Regression, loader, make_trainer, seeded
+from small_models import small_mlp
+from stacked_blocks import Blocks, products
+from torch import nn
+
+from lightning_fp8 import (
+    CurrentScaling,
+    Fp8FabricPrecision,
+    Fp8Precision,
+    QuantizationProbe,
+    ScaleFactorLogger,
+    ScaleWatchdog,
+    convert,
+    describe,
+    export,
+    load_exported,
+    scaling_state,
+)
+
+
+class Deep(Regression):
+    """With blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Blocks(3, 2), nn.Linear(16, 4))
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  max_steps: 2
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  plugins:
+    class_path: lightning_fp8.Fp8Precision
+    init_args:
+      recipe: {precision: fp8-current, dgrad: bf16}
+      overrides:
+        "*.down": {wgrad: bf16}
+        net.0.head: bf16
+      bf16_blocks: [1, 0]
+"""
+EXPECTED = {
+    **{f"net.0.blocks.{at}.down": "fdw" if at == 0 else "dw" for at in range(3)},
+    **{f"net.0.blocks.{at}.up": "fdw" if at == 0 else "d" for at in range(3)},
+    **{f"net.0.blocks.{at}.experts.{one}": "fdw" if at == 0 else "d" for at in range(3) for one in range(5)},
+    **{"net.0.others.0": "d", "net.0.others.1": "d", "net.0.head": "fdw", "net.1": "d"},
+}
+
+
+def test_yaml_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_fp8.cli import Fp8CLI
+
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(CONFIG)
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    cli = Fp8CLI(Deep, Data, save_config_callback=None, args=["fit", "--config", "config.yaml"])
+    assert products(cli.model) == EXPECTED
+    assert scaling_state(cli.model).recipe == CurrentScaling(dgrad="bf16")
+
+
+def test_a_plugin_keeps_them_for_another_front_end_and_a_converted_model() -> None:
+    plugin = Fp8Precision(overrides={"*.down": {"wgrad": "bf16"}}, bf16_blocks=(1, 0))
+    other = Fp8FabricPrecision(**plugin.settings)
+    model = other.convert_module(Deep())
+    # without the arguments a plugin leaves a converted model as it is
+    found = products(model)
+    assert found["net.0.blocks.1.down"] == "w"
+    Fp8Precision().convert_module(model)
+    assert products(model) == found
+    Fp8Precision(overrides={}).convert_module(model)
+    assert products(model) == {}
+
+
+def test_training_resumes_exactly(tmp_path: Path) -> None:
+    def trainer(**kwargs: Any) -> pl.Trainer:
+        plugin = Fp8Precision(recipe={"wgrad": "bf16"}, overrides={"net.0": {"fprop": "bf16"}})
+        return make_trainer(tmp_path, plugins=plugin, **kwargs)
+
+    whole, first, again = seeded(), seeded(), seeded()
+    trainer(max_epochs=2).fit(whole, loader())
+    half = trainer()
+    half.fit(first, loader())
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    trainer(max_epochs=2).fit(again, loader(), ckpt_path=str(tmp_path / "half.ckpt"))
+    assert again.net[0].in_bf16 == ("fprop", "wgrad")
+    assert all(torch.equal(one, other) for one, other in zip(again.parameters(), whole.parameters(), strict=True))
+
+
+def test_callbacks_see_only_what_is_cast(tmp_path: Path) -> None:
+    watchdog = ScaleWatchdog("raise", every_n_steps=2, stale_steps=4)
+    probe, scales = QuantizationProbe(every_n_steps=2), ScaleFactorLogger(every_n_steps=2)
+    plugin = Fp8Precision(
+        recipe={"dgrad": "bf16", "wgrad": "bf16"}, overrides={"net.0": {"fprop": "bf16", "wgrad": "fp8"}}
+    )
+    logger = CSVLogger(tmp_path)
+    model = seeded()
+    make_trainer(
+        tmp_path, plugins=plugin, callbacks=[watchdog, probe, scales], logger=logger, log_every_n_steps=1, max_epochs=3
+    ).fit(model, loader())
+    assert list(probe.sqnr_db) == ["net.2"]
+    logged = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    tensors = {key.removeprefix("fp8/").removesuffix("/scale") for key in logged if key.endswith("/scale")}
+    assert {name for name in tensors if name.startswith("net.")} == {
+        *("net.0.input", "net.0.grad_output", "net.2.input", "net.2.weight")
+    }
+
+
+def test_export_writes_what_is_true(tmp_path: Path) -> None:
+    model = convert(small_mlp(), overrides={"0": {"fprop": "bf16"}, "2": {"wgrad": "bf16"}})
+    for seed in range(2):
+        model(torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))).sum().backward()
+        scaling_state(model).update()
+    model.eval()
+    x = torch.randn(8, 32)
+    with torch.no_grad():
+        expected = model(x)
+        assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+        loaded = load_exported(small_mlp(), export(model, tmp_path / "model"))
+        assert torch.equal(loaded(x), expected)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["quantization_config"]["ignored_layers"] == ["0"]
+
+
+def test_frozen_weights_that_bf16_multiplies_keep_their_masters() -> None:
+    model = small_mlp().requires_grad_(False)
+    convert(model, frozen_weights="fp8", overrides={"0": {"dgrad": "bf16"}})
+    rows = {row.path: row.reason for row in describe(model)}
+    assert rows["0"].endswith("weight keeps its master: it is multiplied in bf16")
+    assert rows["2"].endswith("weight in FP8 only")
+    x = torch.randn(8, 32, requires_grad=True)
+    model(x).sum().backward()
+    # one that had none is given one
+    with pytest.warns(UserWarning, match="They have masters again"):
+        convert(model, overrides={"2": {"fprop": "bf16"}})
+    assert type(model[2].weight) is nn.Parameter
+    x.grad = None
+    model(x).sum().backward()
+    assert x.grad is not None
