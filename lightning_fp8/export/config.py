@@ -21,18 +21,23 @@ from lightning_fp8.export.layout import CONFIG_FILE, joined
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.ops.formats import dtype_name
+from lightning_fp8.ops.reference import BLOCK
 
 # one scale per tensor: `weight_block_size` is null
 _METHOD = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+_METHOD_OF_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
-def config_of(model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | None) -> dict[str, Any]:
+def config_of(
+    model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | None, in_blocks: bool = False
+) -> dict[str, Any]:
     """The Hugging Face config where the model has one, and ``quantization_config``.
 
     Args:
         model: the converted model.
         in_fp8: names of the weights that are FP8 in the file.
         dtype: of the other weights; None if they keep the dtype in which they are stored.
+        in_blocks: whether each block of a weight has a scale, and inputs are scaled when they come.
     """
     root = _without_wrappers(model)
     to_dict = getattr(getattr(root, "config", None), "to_dict", None)
@@ -42,7 +47,10 @@ def config_of(model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | No
         config["architectures"] = config["architectures"] or [type(root).__name__]
     if dtype is not None:
         config.update({key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in config})
-    config["quantization_config"] = {**_METHOD, "ignored_layers": _plain_layers(model, in_fp8)}
+    config["quantization_config"] = {
+        **(_METHOD_OF_BLOCKS if in_blocks else _METHOD),
+        "ignored_layers": _plain_layers(model, in_fp8),
+    }
     return config
 
 

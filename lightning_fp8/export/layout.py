@@ -11,6 +11,13 @@ What vLLM reads for ``quant_method: fp8`` with ``activation_scheme: static``, on
 Layers that keep their weights under other names follow one rule, see :func:`scale_names`; ``Conv1D`` keeps its
 ``[K, N]``, as vLLM's GPT-2 expects.
 
+Of a model in blocks, with ``activation_scheme: dynamic`` and ``weight_block_size: [128, 128]``:
+
+==============================  =======================================  ======================================
+``<layer>.weight``              float8_e4m3fn [N, K]                     codes; a square is ``code * scale_inv``
+``<layer>.weight_scale_inv``    float32 [ceil(N / 128), ceil(K / 128)]   what the codes of each square are times
+==============================  =======================================  ======================================
+
 Sources: vllm-project/vllm, ``model_executor/layers/quantization/fp8.py`` (``Fp8Config``, ``Fp8LinearMethod``) and
 ``model_executor/parameter.py`` (``PerTensorScaleParameter``: a scale is ``[]`` or ``[1]``); neuralmagic/AutoFP8,
 ``README.md``, "Checkpoint structure explanation".
@@ -33,7 +40,7 @@ from lightning_fp8.modules.base import Fp8Module, Fp8Rows
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops.formats import E4M3
-from lightning_fp8.ops.operand import with_scale
+from lightning_fp8.ops.operand import OwnScaling, WeightSlot, with_scale
 from lightning_fp8.ops.reference import scale_of_current
 
 WEIGHTS_FILE = "model.safetensors"
@@ -62,6 +69,16 @@ def scale_names(weight: str) -> tuple[str, str]:
     ('self_attn.in_proj_weight_scale', 'self_attn.in_proj_input_scale')
     """
     return f"{weight}_scale", f"{weight.removesuffix('weight')}input_scale"
+
+
+def in_file(name: str, weight: Tensor, scales: Scales | OwnScaling) -> tuple[Tensor, dict[str, Tensor]]:
+    """The codes of a weight, and by name the scales that the file has with it: static ones, or those of its blocks."""
+    if isinstance(scales, Scales):
+        found = zip(scale_names(name), (scale.reciprocal() for scale in scales), strict=True)
+        return codes_of(weight, scales.weight), dict(found)
+    slot = WeightSlot(torch.zeros(1, dtype=torch.int64, device=weight.device), E4M3.name, None, False, scales)
+    payload, _, scale_inv = ops.cast_weight_blocks(weight.detach(), slot, "rows")
+    return payload.cpu().view(E4M3.dtype), {f"{name}_scale_inv": scale_inv.cpu()}
 
 
 def joined(*parts: str) -> str:
@@ -136,10 +153,12 @@ def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
     return payload.cpu().view(E4M3.dtype)
 
 
-def to_metadata(gemms: Gemms) -> dict[str, str]:
-    """The exact scales: ``1 / (1 / scale)`` may differ from ``scale`` in the last bit. See :func:`from_metadata`."""
+def to_metadata(gemms: Mapping[str, Scales | OwnScaling | None]) -> dict[str, str]:
+    """The exact static scales: ``1 / (1 / scale)`` may differ in the last bit. See :func:`from_metadata`."""
+    if any(isinstance(scales, OwnScaling) for scales in gemms.values()):
+        return {"format": "pt"}
     scales = {
-        name: None if scales is None else {role: scale.item().hex() for role, scale in scales._asdict().items()}
+        name: {role: scale.item().hex() for role, scale in scales._asdict().items()} if scales else None
         for name, scales in gemms.items()
     }
     return {"format": "pt", _METADATA_KEY: json.dumps(scales)}

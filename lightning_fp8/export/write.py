@@ -19,12 +19,11 @@ from lightning_fp8.export.layout import (
     WEIGHTS_FILE,
     Gemms,
     Scales,
-    codes_of,
     converted_gemms,
     import_safetensors,
+    in_file,
     joined,
     memory_of,
-    scale_names,
     state_tensors,
     to_metadata,
 )
@@ -33,6 +32,7 @@ from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3, Role, dtype_name
+from lightning_fp8.ops.operand import OwnScaling
 from lightning_fp8.ops.reference import max_abs, scale_of_current
 
 
@@ -42,7 +42,9 @@ def export(
     """Write a trained model with FP8 weights and static scales: ``model.safetensors`` and ``config.json``.
 
     The layout is that of :mod:`lightning_fp8.export.layout`; :func:`lightning_fp8.load_exported` reads it. Scales are
-    those that an evaluation would use now: for inputs from the training history, for weights from their own amax.
+    those that an evaluation would use now: for inputs from the training history, for weights from their own amax. A
+    model with :class:`~lightning_fp8.BlockScaling` is written with a scale for each block of a weight and none for its
+    inputs, as DeepSeek-V3 is published; ``load_exported`` does not read that.
 
     Some weights are not written in FP8 even if they run in FP8 here: weights that something else reads too (such as an
     embedding tied to the head), and the output embedding of a Hugging Face model, which vLLM does not quantize
@@ -78,10 +80,11 @@ def export(
     folder = Path(path)
     _check_folder(folder, overwrite)
     tensors_by_name = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
-    gemms = static_scales(model, tensors_by_name)
+    gemms = scales_to_write(model, tensors_by_name)
+    in_blocks = any(isinstance(scales, OwnScaling) for scales in gemms.values())
     _note_experts(model)
     tensors, in_file_as_fp8 = _tensors(tensors_by_name, gemms, output_embedding(model), dtype)
-    _write(folder, tensors, to_metadata(gemms), config_of(model, in_file_as_fp8, dtype))
+    _write(folder, tensors, to_metadata(gemms), config_of(model, in_file_as_fp8, dtype, in_blocks))
     return folder
 
 
@@ -116,19 +119,22 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
         )
 
 
-def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
-    """The scales of all converted GEMMs, None for those that fell back."""
+def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Scales | OwnScaling | None]:
+    """The static scales of all converted GEMMs, or how their blocks are scaled; None for those that fell back."""
     gemms = converted_gemms(model)
+    if not any(rows.weight_scaling.blocks for rows in gemms.values()):
+        return static_scales(model, tensors)
+    _check_gemms(model, gemms, tensors)
+    for name in gemms:
+        _check_finite(name, tensors[name])
+    return {name: rows.weight_scaling if rows.switch.in_fp8 else None for name, rows in gemms.items()}
+
+
+def _check_gemms(model: nn.Module, gemms: Mapping[str, Fp8Rows], tensors: Mapping[str, Tensor]) -> None:
     if not any(rows.switch.in_fp8 for rows in gemms.values()):
         raise ValueError(
             f"export: {type(model).__name__} has no layers that run in FP8. Convert it (`lightning_fp8.convert`, or"
             " Trainer(precision='fp8-delayed')) and train it, or save it as any other model."
-        )
-    recipe = next(iter(gemms.values())).state.recipe
-    if not recipe.from_history:
-        raise ValueError(
-            f"export: {recipe} scales each input by its own values, so there are no static scales to write. Convert the"
-            " model with a DelayedScaling instead (`unconvert`, then `convert`) and train it for some steps."
         )
     changed = [name for name in gemms if name not in tensors]
     if changed:
@@ -136,6 +142,18 @@ def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
             f"export: no {changed[0]!r} in the model's `state_dict`. Remove parametrizations and hooks that rename or"
             " compute weights of converted layers first."
         )
+
+
+def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
+    """The scales of all converted GEMMs, None for those that fell back."""
+    gemms = converted_gemms(model)
+    recipes = [rows.state.recipe for rows in gemms.values()]
+    if recipes and not recipes[0].from_history:
+        raise ValueError(
+            f"export: {recipes[0]} scales each input by its own values, so there are no static scales to write. Convert"
+            " the model with a DelayedScaling instead (`unconvert`, then `convert`) and train it for some steps."
+        )
+    _check_gemms(model, gemms, tensors)
     found: dict[str, Scales | None] = {}
     without: list[str] = []
     for name, rows in gemms.items():
@@ -198,7 +216,10 @@ def _check_finite(name: str, tensor: Tensor) -> None:
 
 
 def _tensors(
-    by_name: Mapping[str, Tensor], gemms: Gemms, plain: set[str], dtype: torch.dtype | None
+    by_name: Mapping[str, Tensor],
+    gemms: Mapping[str, Scales | OwnScaling | None],
+    plain: set[str],
+    dtype: torch.dtype | None,
 ) -> tuple[dict[str, Tensor], set[str]]:
     """The tensors of the file, and the names of weights that are FP8 in it: all names of each."""
     together: dict[object, list[str]] = {}
@@ -214,12 +235,12 @@ def _tensors(
             tensors[names[0]] = _stored(names[0], tensor, dtype)
             continue
         in_fp8.update(names)
-        tensors[names[0]] = codes_of(tensor, scales.weight)
         for name in names:
-            for scale_name, scale in zip(scale_names(name), gemms[name] or (), strict=True):
+            tensors[names[0]], of_name = in_file(name, tensor, gemms[name] or scales)
+            for scale_name in of_name:
                 if scale_name in by_name:
                     raise ValueError(f"export: the model has a tensor {scale_name!r}, a name needed for a scale.")
-                tensors[scale_name] = scale.reciprocal()
+            tensors |= of_name
     return tensors, in_fp8
 
 

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from feed_forward_blocks import converted, llama, part_by_part
+from fp8_numpy import cast_in_blocks
 from in_blocks import in_fp8, spread
 from processes import run_processes
+from safetensors.torch import load_file
 from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_fp8 import BlockScaling, convert, describe, scaling_state, weights_unchanged
+from lightning_fp8 import (
+    BlockScaling,
+    convert,
+    describe,
+    export,
+    fall_back,
+    load_exported,
+    scaling_state,
+    weights_unchanged,
+)
 from lightning_fp8.export.write import static_scales
 from lightning_fp8.scaling.recipe import Recipe
 
@@ -92,6 +106,13 @@ def test_compiled() -> None:
         assert torch.equal(one, other)
 
 
+def test_a_counter_finds_the_three_products() -> None:
+    model, x = convert(nn.Linear(200, 48), BlockScaling()), torch.randn(8, 200, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 8 * 200 * 48
+
+
 def test_an_exported_program_scales_each_batch_by_itself() -> None:
     model = convert(small_mlp(), BlockScaling()).eval()
     x = torch.randn(8, 32)
@@ -122,6 +143,26 @@ def test_attention_of_other_keys_has_the_blocks_of_each_projection(width: int) -
     assert query.grad is not None
     assert packed.in_proj_weight.grad is not None
     assert bool(packed.in_proj_weight.grad.isfinite().all())
+
+
+def test_an_export_has_the_blocks_that_readers_of_deepseek_take(tmp_path: Path) -> None:
+    model = convert(nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 8)), BlockScaling())
+    with torch.no_grad():
+        model[0].weight.copy_(spread(300, 200, seed=9))
+    fall_back(model, "2")
+    export(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["weight_block_size"] == [128, 128]
+    assert (config["activation_scheme"], config["ignored_layers"]) == ("dynamic", ["2"])
+    saved = load_file(tmp_path / "model.safetensors")
+    assert set(saved) == {"0.weight", "0.weight_scale_inv", "0.bias", "2.weight", "2.bias"}
+    codes, scale_inv = cast_in_blocks(model[0].weight.detach().numpy(), "e4m3", 128)
+    assert saved["0.weight"].dtype == torch.float8_e4m3fn
+    assert np.array_equal(saved["0.weight"].view(torch.uint8).numpy(), codes)
+    assert np.array_equal(saved["0.weight_scale_inv"].numpy(), scale_inv)
+    assert torch.equal(saved["2.weight"], model[2].weight)
+    with pytest.raises(ValueError, match="activation_scheme='static', got 'dynamic'"):
+        load_exported(nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 8)), tmp_path)
 
 
 def test_what_has_one_scale_for_each_weight_is_refused() -> None:
