@@ -31,7 +31,7 @@ def cast(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Te
         amax.view(torch.int32).scatter_reduce_(0, slot.index, found, "amax")
     if is_counting(slot):
         inverse, x = (scale_inv, x) if layout != "columns" else (columns_scale_inv, x.t())
-        count(x, _by_element(inverse.reciprocal(), x), slot)
+        count(x, _scale_to_count(inverse.reciprocal(), x), slot)
     return rows, columns, scale_inv, columns_scale_inv
 
 
@@ -48,7 +48,7 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
             row = int(slot.index)
             slot.state.see_weight_cast(row, float(slot.state.amax[row]), slot.record)
     if is_counting(slot):
-        count(weight, _by_element(scale, weight), slot)
+        count(weight, _scale_to_count(scale, weight), slot)
     payload = _payload(weight, per_row(scale, len(weight)), fmt)
     return (
         payload if layout != "columns" else nothing(weight, torch.uint8),
@@ -103,5 +103,8 @@ def _blocks(x: Tensor) -> Tensor:
     return F.pad(x, (0, blocks * BLOCK - x.shape[1])).unflatten(1, (blocks, BLOCK))
 
 
-def _by_element(scale: Tensor, x: Tensor) -> Tensor:
-    return per_row(scale, len(x)).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+def _scale_to_count(scale: Tensor, x: Tensor) -> Tensor:
+    """That of each element, a little smaller: the largest of a block arrives at the end of the format, or, by rounding,
+    behind it, and is not clipped.
+    """
+    return per_row(scale * (1 - 2**-20), len(x)).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
