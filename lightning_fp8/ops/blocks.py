@@ -37,7 +37,7 @@ def count_if_asked(x: Tensor, scale_inv: Tensor, columns_scale_inv: Tensor, slot
     """Counts what this cast has lost, by rows where both layouts are made."""
     if is_counting(slot):
         inverse, x = (scale_inv, x) if layout != "columns" else (columns_scale_inv, x.t())
-        count(x, by_element(inverse.reciprocal(), x), slot)
+        count(x, scale_to_count(inverse.reciprocal(), x), slot)
 
 
 def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +53,7 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
             row = int(slot.index)
             slot.state.see_weight_cast(row, float(slot.state.amax[row]), slot.record)
     if is_counting(slot):
-        count(weight, by_element(scale, weight), slot)
+        count(weight, scale_to_count(scale, weight), slot)
     payload = _payload(weight, per_row(scale, len(weight)), fmt)
     return (
         payload if layout != "columns" else nothing(weight, torch.uint8),
@@ -108,6 +108,8 @@ def _blocks(x: Tensor) -> Tensor:
     return F.pad(x, (0, blocks * BLOCK - x.shape[1])).unflatten(1, (blocks, BLOCK))
 
 
-def by_element(scale: Tensor, x: Tensor) -> Tensor:
-    """The scale of each element's block."""
-    return per_row(scale, len(x)).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+def scale_to_count(scale: Tensor, x: Tensor) -> Tensor:
+    """That of each element, a little smaller: the largest of a block arrives at the end of the format, or, by rounding,
+    behind it, and is not clipped.
+    """
+    return per_row(scale * (1 - 2**-20), len(x)).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]

@@ -56,8 +56,7 @@ class CastCounts:
 
 def saturated(scaled: Tensor, fmt: Fp8Format) -> Tensor:
     """Where ``x * scale`` is beyond the largest value, as bool; inf is, NaN is not."""
-    # with a scale of its own, the largest number arrives at the largest value up to rounding
-    return scaled.abs() > fmt.max * (1 + 2**-20)
+    return scaled.abs() > fmt.max
 
 
 def becomes_zero(scaled: Tensor, fmt: Fp8Format) -> Tensor:

@@ -78,7 +78,7 @@ def cast_weight_blocks(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[T
     recorded = None if state is None else block_casts.Recorded(slot.index, state.amax, state.scale)
     block_casts.cast_squares(kernel, weight, recorded, scale_inv, slot.own.blocks != "float32", y, y_t)
     if is_counting(slot):
-        count(weight, blocks.by_element(scale_inv.reciprocal(), weight), slot)
+        count(weight, blocks.scale_to_count(scale_inv.reciprocal(), weight), slot)
     return y, y_t, scale_inv
 
 

@@ -110,11 +110,11 @@ def scaled_mm_in_blocks(
     Raises:
         RuntimeError: on a GPU for which cuBLASLt has no such product.
     """
-    operands, rest = (a, b, a_scale_inv, b_scale_inv), (a_format, b_format, out_dtype, fast_accumulation)
+    operands = (a, b, a_scale_inv, b_scale_inv)
     if not (a.is_cuda and a.numel() and b.numel()):
-        return reference.scaled_mm(*operands, bias, *rest)
+        return reference.scaled_mm(*operands, bias, a_format, b_format, out_dtype, fast_accumulation)
     check_blocks(torch.cuda.get_device_capability(a.device), torch.version.cuda)
-    return product_of_blocks(*operands, bias, *rest)
+    return product_of_blocks(*operands, bias, a_format, b_format, out_dtype)
 
 
 def product_of_blocks(
@@ -126,9 +126,11 @@ def product_of_blocks(
     a_format: str,
     b_format: str,
     out_dtype: torch.dtype,
-    fast_accumulation: bool,
 ) -> Tensor:
-    """The same by ``torch.nn.functional.scaled_mm``; sizes that cuBLASLt does not support are padded with zeros."""
+    """The same by ``torch.nn.functional.scaled_mm``; sizes that cuBLASLt does not support are padded with zeros.
+
+    Partial sums of 128 along K are added up in fp32 in any case.
+    """
     m, n = len(a), len(b)
     missing = -n % _ALIGNMENT
     if missing and len(b_scale_inv) == n:
@@ -139,7 +141,6 @@ def product_of_blocks(
         *as_torch_takes(a_scale_inv, m),
         *as_torch_takes(b_scale_inv, n + missing),
         output_dtype=out_dtype if bias is None else torch.float32,
-        use_fast_accum=fast_accumulation,
     )[:, :n]
     return out.contiguous() if bias is None else (out + bias.to(out_dtype)).to(out_dtype)
 
