@@ -17,13 +17,18 @@ ProductPrecision = Literal["fp8", "bf16"]
 _T = TypeVar("_T")
 
 
+def _names(kind: Any) -> list[str]:
+    """Those of the fields, the products last: the base class has them."""
+    return sorted((field.name for field in fields(kind)), key=PRODUCTS.__contains__)
+
+
 def _knows_its_fields(kind: type[_T]) -> type[_T]:
     """Decorate a dataclass: a misspelt field gives an error that lists the right ones."""
     init = kind.__init__
 
     @wraps(init)
     def checked(self: _T, *args: Any, **kwargs: Any) -> None:
-        known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+        known = _names(kind)
         for name in kwargs:
             if name not in known:
                 raise TypeError(
@@ -36,7 +41,7 @@ def _knows_its_fields(kind: type[_T]) -> type[_T]:
     return kind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe:
     """How scales follow the tensors: what a cast needs, what an update does, what a checkpoint holds.
 
@@ -61,6 +66,10 @@ class Recipe:
     def __post_init__(self) -> None:
         for product in PRODUCTS:
             self._require_choice(product, get_args(ProductPrecision))
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={getattr(self, name)!r}" for name in _names(type(self)) if getattr(self, name) != "fp8")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
     def in_bf16(self) -> tuple[Product, ...]:
@@ -104,7 +113,7 @@ class Recipe:
         return {"precision": self.precision, **asdict(self)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _TensorScaling(Recipe):
     """One scale for each tensor: ``FP8_MAX / (amax * 2**margin)``. The fields are those of the recipes below."""
 
@@ -128,7 +137,7 @@ class _TensorScaling(Recipe):
 
 
 @_knows_its_fields
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DelayedScaling(_TensorScaling):
     """Scales from past steps: ``scale = FP8_MAX / (amax * 2**margin)``, with ``amax`` from a window of them.
 
@@ -181,7 +190,7 @@ class DelayedScaling(_TensorScaling):
 
 
 @_knows_its_fields
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CurrentScaling(_TensorScaling):
     """Each tensor with the scale of its own values: ``scale = FP8_MAX / (amax * 2**margin)``.
 
@@ -206,7 +215,7 @@ class CurrentScaling(_TensorScaling):
 
 
 @_knows_its_fields
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BlockScaling(Recipe):
     """Each block with the scale of its own values, ``448 / amax``: activations and gradients in blocks of 1 x 128,
     weights in blocks of 128 x 128, all in E4M3, as DeepSeek-V3 was trained.
