@@ -43,6 +43,8 @@ FP8 = {
     "adapters": True,
     # "fp8" is refused under FSDP
     "frozen_weights": "master",
+    "overrides": {"layer": {"wgrad": "bf16"}},
+    "bf16_blocks": (1, 2),
 }
 MIXED = {**SHARED, "param_dtype": torch.float32, "weight_copy": True}
 ARGUMENTS: dict[str, dict[str, Any]] = {
