@@ -30,6 +30,7 @@ from lightning_fp8 import (
     scaling_state,
     unconvert,
 )
+from lightning_fp8.callbacks.watch import Limits, Watch
 
 
 class Growing(Regression):
@@ -179,6 +180,20 @@ def test_the_moved_layers_are_those_of_current_scaling(half: str, request: pytes
     with torch.no_grad():
         assert torch.equal(clone.eval()(x), current.eval()(x))
     assert not hasattr(unconvert(clone)[0], "fp8")
+
+
+def test_a_scale_that_is_not_used_is_not_stale() -> None:
+    state = scaling_state(convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))))
+    watch, found = Watch(state, Limits(10, None, None, None, 1)), []
+    for step in range(10, 50, 10):
+        # both layers run, and the amaxes of their inputs are lost
+        state.amax.fill_(1.0)
+        state.amax[:2] = 0.0
+        state.update()
+        found.append(sorted(watch.check(step, lambda tensor: tensor).tensors["stale"]))
+        if step == 20:
+            state.use_current_scaling([0])
+    assert found == [[0, 1], [0, 1], [1], [1]]
 
 
 def test_layers_with_one_input_move_together() -> None:

@@ -139,7 +139,7 @@ def test_each_argument_is_that_of_convert(tmp_path: Path) -> None:
     gates = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     # `k_proj` and `v_proj` have 16 features out
     assert state.module_names == tuple(f"model.layers.{layer}.{name}" for layer in (0, 1) for name in gates)
-    assert model.model.layers[0].mlp.gate_proj.settings == ("rawkernel", 32, True, "master")
+    assert model.model.layers[0].mlp.gate_proj.settings == ("rawkernel", 32, True, "master", ())
 
 
 def test_evaluation_uses_the_scales_and_moves_none(tmp_path: Path) -> None:
