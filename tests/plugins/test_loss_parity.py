@@ -87,7 +87,9 @@ def train(kind: str, precision: str, seed: int, folder: Path, steps: int = STEPS
     )
     trainer.fit(model, data)
     if precision == "fp8-delayed":
-        assert (scaling_state(model).amax_history > 0).sum(0).unique().tolist() == [steps]
+        state = scaling_state(model)
+        assert state.updates == steps
+        assert (state.amax_history[0] > 0).all()
     found = {name: value.item() for name, value in trainer.callback_metrics.items()}
     return {**found, "loss": torch.stack(losses.of_step[-LAST:]).mean().item()}
 
