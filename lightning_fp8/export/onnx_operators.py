@@ -79,7 +79,7 @@ def _gated_mlp(
 def _second(op: Any, x: Any, a: Any, slot: Slot, layer: Layer, dtype: int, results: int) -> tuple[Any, ...]:
     """The layer that follows an activation; in place of the results that only backward reads, its input."""
     payload, scale_inv = _quantized(op, a, slot)
-    y = _product(op, Fp8Operand(payload, payload, scale_inv, slot.format), layer.operand, layer.bias_value)
+    y = _product(op, Fp8Operand(payload, payload, scale_inv, scale_inv, slot.format), layer.operand, layer.bias_value)
     unused = (op.Identity(payload) for _ in range(results - 1))
     return _like_x(op, op.Cast(y, to=dtype), x, layer.weight), *unused
 

@@ -142,7 +142,7 @@ class Fp8Rows:
     def weight_operand(self, payload: Tensor, payload_t: Tensor, scale_inv: Tensor) -> Fp8Operand:
         """The payloads of a weight as the layer stores it, by rows and by columns -> the operand ``[N, K]``."""
         by_rows, by_columns = (payload_t, payload) if self.k_by_n else (payload, payload_t)
-        return Fp8Operand(by_rows, by_columns, scale_inv, self.formats["weight"])
+        return Fp8Operand(by_rows, by_columns, scale_inv, scale_inv, self.formats["weight"])
 
     def slot(self, role: Role, record: bool) -> Slot:
         """The slot of the input or of the gradient of the output."""

@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.functional import cast_weight, check_input, check_whole, fp8_linear
+from lightning_fp8.ops.library import is_exporting
 from lightning_fp8.runtime.warn_once import warn_once
 
 # what the decorator `use_experts_implementation` of transformers gives an object: the form of its experts
@@ -59,7 +60,7 @@ class Fp8Experts(Fp8Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states ``[T, H]`` -> ``[T, H]``; see the class."""
-        if torch.compiler.is_exporting():
+        if is_exporting():
             raise NotImplementedError(
                 "Experts in FP8 cannot be exported: the shapes of their products depend on the routing. Leave them out"
                 " with `convert(model, ignore_modules=['*.experts'])`, or call `unconvert(model)`, before the export."

@@ -23,7 +23,8 @@ def frozen_operand(rows: Fp8Rows, weight: FrozenWeight, record: bool) -> tuple[T
     """``[N, K]`` for autograd, and the operand of the GEMMs. Does in the state what a cast does, after each change."""
     if not torch.compiler.is_compiling():
         _see(rows, weight, record)
-    operand = Fp8Operand(*weight.operand_payloads(), weight.scale_inv, rows.formats["weight"])
+    scale_inv = weight.scale_inv
+    operand = Fp8Operand(*weight.operand_payloads(), scale_inv, scale_inv, rows.formats["weight"])
     return weight.place_in_graph(), operand
 
 

@@ -72,8 +72,8 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
     if rows.fp8_only:
         parameter = with_master(rows, parameter)
     if isinstance(parameter, GatheredWeight):
-        place, payloads = parameter.place_in_graph(), parameter.payloads(rows.k_by_n)
-        operand = Fp8Operand(*payloads, parameter.scale_inv, rows.formats["weight"])
+        place, scale_inv = parameter.place_in_graph(), parameter.scale_inv
+        operand = Fp8Operand(*parameter.payloads(rows.k_by_n), scale_inv, scale_inv, rows.formats["weight"])
         return Fp8Weight(place.t() if rows.k_by_n else place, operand)
     check_whole(rows, parameter)
     weight = parameter if part is None else part

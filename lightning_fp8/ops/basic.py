@@ -93,16 +93,16 @@ def cast_operand(x: Tensor, slot: Slot, activation: str, keep: bool) -> Fp8Opera
     """:func:`cast` for the GEMMs of the device of ``x``; by columns too if backward needs them (``keep``)."""
     if is_k_major(x):
         rows, columns, scale_inv = cast(x, slot, activation, "both" if keep else "rows")
-        return Fp8Operand(rows, columns, scale_inv, slot.format)
+        return Fp8Operand(rows, columns, scale_inv, scale_inv, slot.format)
     rows, _, scale_inv = cast(x, slot, activation, "rows")
-    return Fp8Operand(rows, rows.t(), scale_inv, slot.format)
+    return Fp8Operand(rows, rows.t(), scale_inv, scale_inv, slot.format)
 
 
 def cast_weight_operand(weight: Tensor, slot: WeightSlot, keep: bool) -> Fp8Operand:
     """:func:`cast_weight` likewise."""
     layout = "both" if keep and is_k_major(weight) else "rows"
     rows, columns, scale_inv = cast_weight(weight, slot, layout)
-    return Fp8Operand(rows, columns if is_k_major(weight) else rows.t(), scale_inv, slot.format)
+    return Fp8Operand(rows, columns if is_k_major(weight) else rows.t(), scale_inv, scale_inv, slot.format)
 
 
 def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dtype, gemm: str) -> Tensor:

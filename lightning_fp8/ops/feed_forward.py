@@ -58,7 +58,7 @@ def _mlp(
         # its memory may be reused for the output
         h = h if keep_h else nothing(h, out_dtype)
     y = fprop(a_fp8, second.operand, second.bias_value, out_dtype, a.gemm)
-    return in_shape_of(x, y), h, a_fp8.columns, a_fp8.scale_inv
+    return in_shape_of(x, y), h, a_fp8.columns, a_fp8.columns_scale_inv
 
 
 def _mlp_fake(
@@ -161,10 +161,10 @@ def _save_mlp_for_backward(
     # The activation's gradient is taken at h, in 16 bits; all other operands are kept in FP8.
     ctx.save_for_backward(
         h if needs_h else None,
-        *(x_fp8.columns if needs_1 else None, x_fp8.scale_inv),
-        *(w1.columns if needs_x else None, w1.scale_inv),
+        *(x_fp8.columns if needs_1 else None, x_fp8.columns_scale_inv),
+        *(w1.columns if needs_x else None, w1.columns_scale_inv),
         *(a_fp8_t if needs_2 else None, a_scale_inv),
-        *(w2.columns if needs_h else None, w2.scale_inv),
+        *(w2.columns if needs_h else None, w2.columns_scale_inv),
     )
     ctx.mark_non_differentiable(h, a_fp8_t, a_scale_inv)
     ctx.slots, ctx.formats = (dh, dy), (x_fp8.format, w1.format, a.format, w2.format)

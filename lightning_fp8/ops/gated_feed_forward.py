@@ -49,14 +49,15 @@ def _gated_mlp(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     h_gate, h_up = (fprop(x_fp8, layer.operand, layer.bias_value, out_dtype, a.gemm) for layer in (gate, up))
     if is_k_major(x_fp8.rows):
-        a_fp8 = Fp8Operand(*cuda.cast_gated(h_gate, h_up, a, "both" if keep_a else "rows"), a.format)
+        rows, columns, scale_inv = cuda.cast_gated(h_gate, h_up, a, "both" if keep_a else "rows")
+        a_fp8 = Fp8Operand(rows, columns, scale_inv, scale_inv, a.format)
     else:
         a_fp8 = cast_operand(gated(h_gate, h_up), a, "none", keep_a)
     if not keep_h:
         # their memory may serve the output
         h_gate, h_up = nothing(x, out_dtype), nothing(x, out_dtype)
     y = fprop(a_fp8, down.operand, down.bias_value, out_dtype, a.gemm)
-    return in_shape_of(x, y), h_gate, h_up, a_fp8.columns, a_fp8.scale_inv
+    return in_shape_of(x, y), h_gate, h_up, a_fp8.columns, a_fp8.columns_scale_inv
 
 
 def _gated_mlp_fake(
@@ -171,11 +172,11 @@ def _save_for_backward(
     # The gradients of gate and up are taken at both, in 16 bits; all other operands are kept in FP8.
     ctx.save_for_backward(
         *((h_gate, h_up) if needs_h else (None, None)),
-        *(x_fp8.columns if needs_gate or needs_up else None, x_fp8.scale_inv),
+        *(x_fp8.columns if needs_gate or needs_up else None, x_fp8.columns_scale_inv),
         *(a_fp8_t if needs_down else None, a_scale_inv),
-        *(operands[0].columns if needs_x else None, operands[0].scale_inv),
-        *(operands[1].columns if needs_x else None, operands[1].scale_inv),
-        *(operands[2].columns if needs_h else None, operands[2].scale_inv),
+        *(operands[0].columns if needs_x else None, operands[0].columns_scale_inv),
+        *(operands[1].columns if needs_x else None, operands[1].columns_scale_inv),
+        *(operands[2].columns if needs_h else None, operands[2].columns_scale_inv),
     )
     ctx.mark_non_differentiable(h_gate, h_up, a_fp8_t, a_scale_inv)
     ctx.slots, ctx.shape, ctx.dtypes = (d_gate, d_up, dy), x.shape, dtypes_of(x, gate, up, down)

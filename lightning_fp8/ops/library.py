@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,17 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, WeightSlot, see_export, state_of
+from lightning_fp8.ops.operand import (
+    Columns,
+    Fp8Operand,
+    Layer,
+    Slot,
+    WeightSlot,
+    how_in_words,
+    parsed_how,
+    see_export,
+    state_of,
+)
 
 LIBRARY = torch.library.Library("lightning_fp8", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -28,13 +39,12 @@ cuda_on_cpu = False
 # which would force an order on the graphs of all layers and fail where their backward passes interleave. That is safe,
 # since a maximum may be taken twice and in any order.
 _PARTS: dict[type[tuple[Any, ...]], str] = {
-    Fp8Operand: "Tensor {0}, Tensor {0}_t, Tensor {0}_scale_inv, str {0}_format",
+    Fp8Operand: "Tensor {0}, Tensor {0}_t, Tensor {0}_scale_inv, Tensor {0}_t_scale_inv, str {0}_format",
     Layer: "Tensor {0}_weight, Tensor? {0}_bias, Tensor? {0}_bias_value, Tensor {0}, Tensor {0}_t, "
-    "Tensor {0}_scale_inv, str {0}_format",
+    "Tensor {0}_scale_inv, Tensor {0}_t_scale_inv, str {0}_format",
     Columns: "Tensor? {0}, Tensor {0}_scale_inv, str {0}_format",
-    Slot: "Tensor {0}_scale, Tensor {0}_amax_history, Tensor {0}_index, str {0}_format, int {0}_state, bool {0}_record,"
-    " str {0}_gemm, str {0}_own",
-    WeightSlot: "Tensor {0}_index, str {0}_format, int {0}_state, bool {0}_record",
+    Slot: "Tensor {0}_scale, Tensor {0}_amax_history, Tensor {0}_index, int {0}_state, bool {0}_record, str {0}_how",
+    WeightSlot: "Tensor {0}_index, int {0}_state, bool {0}_record, str {0}_how",
 }
 _BY_NAME = {kind.__name__: kind for kind in _PARTS}
 
@@ -59,34 +69,45 @@ class Signature(NamedTuple):
 
 
 def _assemble(kind: type[tuple[Any, ...]], values: Iterator[Any]) -> Any:
-    fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
     made: Any = kind
-    return made(*(_FIELDS.get(field, next)(values) for field in fields))
+    if kind is Layer:
+        return made(*islice(values, 3), _assemble(Fp8Operand, values))
+    flat = islice(values, _arguments(kind))
+    if kind not in (Slot, WeightSlot):
+        return made(*flat)
+    *tensors, handle, record, how = flat
+    fmt, gemm, own = parsed_how(how)
+    return made(*tensors, fmt, state_of(handle), record, *((gemm, own) if kind is Slot else (own,)))
 
 
-# fields that are no plain value of the operator
-_FIELDS: dict[str, Callable[[Iterator[Any]], Any]] = {
-    "state": lambda values: state_of(next(values)),
-    "operand": lambda values: _assemble(Fp8Operand, values),
-}
+def _arguments(kind: type[tuple[Any, ...]]) -> int:
+    """How many of the operator's arguments make one."""
+    return _PARTS[kind].count(",") + 1
 
 
 def flattened(arguments: Iterable[Any]) -> list[Any]:
     """The operator's arguments, made from the functions'."""
+    # by `extend`: the compiler of torch 2.11 adds no named tuple to a list by `+=`
     flat: list[Any] = []
     # in another process, where an exported or traced program is loaded, the handle may be that of another model
-    leaves_process = torch.compiler.is_exporting() or _get_tracing_state() is not None
+    leaves_process = is_exporting() or _get_tracing_state() is not None
     for argument in arguments:
         if isinstance(argument, (Slot, WeightSlot)):
             handle = 0 if argument.state is None else argument.state.handle
             if leaves_process:
                 see_export(handle, argument.record)
                 handle = 0
-            flat += argument._replace(state=handle)  # type: ignore[arg-type]
+            if isinstance(argument, Slot):
+                flat.extend(argument[:3])
+                how = how_in_words(argument.format, argument.gemm, argument.own)
+            else:
+                flat.append(argument.index)
+                how = how_in_words(argument.format, "", argument.own)
+            flat.extend((handle, argument.record, how))
         elif isinstance(argument, (Fp8Operand, Columns)):
-            flat += argument
+            flat.extend(argument)
         elif isinstance(argument, Layer):
-            flat += (*argument[:3], *argument.operand)
+            flat.extend((*argument[:3], *argument.operand))
         else:
             flat.append(argument)
     return flat
@@ -129,6 +150,13 @@ class Operator:
     def run(self, x: Tensor, *arguments: Any) -> Any:
         """The device's function: for use inside another operator, where nothing watches operators."""
         return (self._cuda if is_k_major(x) else self._cpu)(x, *arguments)
+
+
+# run by dynamo rather than traced: that of torch 2.11 would take torch's function to be True in everything it compiles
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    """Whether a program is being made by ``torch.export``."""
+    return torch.compiler.is_exporting()
 
 
 def is_k_major(x: Tensor) -> bool:
@@ -243,5 +271,5 @@ def _flat_positions(signature: Signature, inputs: int) -> list[int]:
     positions, at = [], 0
     for number, kind in enumerate(signature.kinds):
         positions += [at] if number < inputs else [at, at + 1] if kind is Layer else []
-        at += 1 if kind is None else _PARTS[kind].count(",") + 1
+        at += 1 if kind is None else _arguments(kind)
     return positions

@@ -92,7 +92,10 @@ def _save_for_backward(
     needs_x, needs_weight, *_ = ctx.needs_input_grad
     # one byte per element, and only what the gradients need
     ctx.save_for_backward(
-        x_fp8.columns if needs_weight else None, x_fp8.scale_inv, w_fp8.columns if needs_x else None, w_fp8.scale_inv
+        x_fp8.columns if needs_weight else None,
+        x_fp8.columns_scale_inv,
+        w_fp8.columns if needs_x else None,
+        w_fp8.columns_scale_inv,
     )
     # The state's tensors change in place by design, which saved tensors must not: backward reads their current values.
     ctx.slot, ctx.formats, ctx.shape = dy, (x_fp8.format, w_fp8.format), x.shape

@@ -79,13 +79,15 @@ class Fp8Operand(NamedTuple):
     Attributes:
         rows: ``[M, K] uint8``; empty if not requested.
         columns: ``[K, M] uint8``; empty if not requested.
-        scale_inv: ``[] float32``.
+        scale_inv: ``[] float32``, of the payload by rows.
+        columns_scale_inv: that of the payload by columns: the same tensor where the whole tensor has one scale.
         format: ``"e4m3"`` or ``"e5m2"``.
     """
 
     rows: Tensor
     columns: Tensor
     scale_inv: Tensor
+    columns_scale_inv: Tensor
     format: str
 
 
@@ -120,26 +122,31 @@ class Columns(NamedTuple):
 
 
 class OwnScaling(NamedTuple):
-    """How an input or gradient is scaled by its own values.
+    """How a tensor is scaled by its own values.
 
     Attributes:
         margin: powers of two kept free above the largest one.
+        blocks: the kind of scales that blocks of the tensor have, ``"float32"`` or ``"power of 2"`` in fp32; empty if
+            the whole tensor has one.
         group: the name of the process group that the tensor is split over: the largest of all parts counts. Empty if it
             is whole.
     """
 
     margin: int = 0
+    blocks: str = ""
     group: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.margin} {self.group}" if any(self) else ""
+
+def how_in_words(format: str, gemm: str, own: OwnScaling) -> str:
+    """One string for an operator, of which torch allows 64 arguments; see :func:`parsed_how`."""
+    return f"{format},{gemm},{own.margin},{own.blocks},{own.group}"
 
 
 @functools.cache
-def own_scaling(text: str) -> OwnScaling:
-    """What ``str`` has written."""
-    margin, _, group = text.partition(" ")
-    return OwnScaling(int(margin or 0), group)
+def parsed_how(words: str) -> tuple[str, str, OwnScaling]:
+    """The arguments of :func:`how_in_words`."""
+    fmt, gemm, margin, blocks, group = words.split(",", 4)
+    return fmt, gemm, OwnScaling(int(margin), blocks, group)
 
 
 class WeightSlot(NamedTuple):
@@ -150,12 +157,14 @@ class WeightSlot(NamedTuple):
         format: the FP8 format of the cast.
         state: stores amax and scale of the cast; None if it no longer exists.
         record: whether the cast is part of training, so that its losses are counted if requested.
+        own: whether blocks have scales of their own.
     """
 
     index: Tensor  # type: ignore[assignment]
     format: str
     state: State | None
     record: bool
+    own: OwnScaling = OwnScaling()
 
 
 class Slot(NamedTuple):
@@ -169,8 +178,7 @@ class Slot(NamedTuple):
         state: its ``amax`` records the casts; None if it no longer exists, and nothing is recorded.
         record: whether casts are recorded.
         gemm: which GEMMs the model runs, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``.
-        own: how the tensor is scaled by its own values, one string as operators have few arguments; see
-            :class:`OwnScaling`.
+        own: how the tensor is scaled by its own values, where it uses no history.
     """
 
     scale: Tensor
@@ -180,7 +188,7 @@ class Slot(NamedTuple):
     state: State | None
     record: bool
     gemm: str = "auto"
-    own: str = ""
+    own: OwnScaling = OwnScaling()
 
     def open(self) -> tuple[Tensor | None, bool, bool]:
         """See :meth:`lightning_fp8.ScalingState.open_cast`."""

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, WeightSlot, in_layout, own_scaling
+from lightning_fp8.ops.operand import Columns, Fp8Operand, OwnScaling, Slot, WeightSlot, in_layout
 from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.runtime.switch import Switch
 
@@ -68,18 +68,17 @@ def scale_of_current(amax: Tensor, fmt: Fp8Format) -> Tensor:
     return torch.where(amax.isfinite(), (torch.full_like(amax, fmt.max) / amax).clamp(max=FP32_MAX), 1.0)
 
 
-def as_asked(amax: Tensor, own: str) -> Tensor:
-    """The amax ``[] float32`` from which a tensor is scaled by its own values; see :class:`OwnScaling`."""
-    if not own:
+def as_asked(amax: Tensor, own: OwnScaling) -> Tensor:
+    """The amax ``[] float32`` from which a tensor is scaled by its own values."""
+    if not any(own):
         return amax
-    margin, group = own_scaling(own)
-    if group:
+    if own.group:
         amax = amax.reshape(1).clone()
         # as integers, the bits of non-negative floats order as finite < inf < NaN
-        dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=_resolve_process_group(group))  # type: ignore[arg-type]
+        dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=_resolve_process_group(own.group))  # type: ignore[arg-type]
         amax = amax[0]
     # a finite one stays finite: a scale of 0 would turn the whole tensor into NaN
-    return torch.where(amax.isfinite(), (amax * 2.0**margin).clamp(max=FP32_MAX), amax)
+    return torch.where(amax.isfinite(), (amax * 2.0**own.margin).clamp(max=FP32_MAX), amax)
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:

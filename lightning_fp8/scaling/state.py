@@ -22,6 +22,7 @@ from lightning_fp8.scaling.weight_changes import WeightChanges
 
 # the order of a state's tensors by role; those of one role are in the order of the modules
 LAYOUT: tuple[Role, ...] = (*DELAYED_ROLES, "weight")
+_WITH_HISTORY = OwnScaling()
 
 
 class ScalingState(FormerNames):
@@ -113,16 +114,16 @@ class ScalingState(FormerNames):
         """Where the tensors live."""
         return self.amax.device
 
-    def how_cast(self, group: str) -> tuple[Tensor, str]:
+    def how_cast(self, group: str) -> tuple[Tensor, OwnScaling]:
         """How inputs and gradients are cast that are split over a process group, by its name; empty for whole ones.
 
         Returns:
-            The history that their slots have, zeros ``[1, D]`` if each is scaled by its own values, and
-            :class:`OwnScaling` as text. Histories are those of all processes anyway.
+            The history that their slots have, zeros ``[1, D]`` if each is scaled by its own values, and how that is
+            done. Histories are those of all processes anyway.
         """
         if self.recipe.from_history:
-            return self.amax_history, ""
-        return self._no_history, str(OwnScaling(self.recipe.margin, group))
+            return self.amax_history, _WITH_HISTORY
+        return self._no_history, OwnScaling(self.recipe.margin, group=group)
 
     def row_of(self, module: int, role: Role) -> int:
         """Which of the R tensors has this role in the module at this position."""

@@ -146,6 +146,10 @@ def test_gemm_leaves_the_matmul_precision_as_it_was() -> None:
 SAMPLE_STATE = state_with_history()
 
 
+def in_e4m3(rows: torch.Tensor, columns: torch.Tensor, scale_inv: torch.Tensor) -> Fp8Operand:
+    return Fp8Operand(rows, columns, scale_inv, scale_inv, "e4m3")
+
+
 def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
     state, fp32, bf16 = SAMPLE_STATE, torch.float32, torch.bfloat16
     x, w, b, dy = torch.randn(12, 16), torch.randn(8, 16), torch.randn(8), torch.randn(12, 8)
@@ -153,11 +157,11 @@ def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
     place, dy_place = slot_of(state), slot_of(state, GRAD, "e5m2")
     recorded, dy_recorded = slot_of(state, record=True), slot_of(state, GRAD, "e5m2", record=True)
     weight_place = WeightSlot(torch.tensor([WEIGHT]), "e4m3", None, False)
-    x_fp8 = Fp8Operand(*ops.cast(x, place, "none", "both"), "e4m3")
-    w_fp8, w2_fp8 = (Fp8Operand(*ops.cast_weight(one, weight_place, "both"), "e4m3") for one in (w, w_2))
+    x_fp8 = in_e4m3(*ops.cast(x, place, "none", "both"))
+    w_fp8, w2_fp8 = (in_e4m3(*ops.cast_weight(one, weight_place, "both")) for one in (w, w_2))
     product = (x_fp8.rows, w_fp8.rows, x_fp8.scale_inv, w_fp8.scale_inv)
     grad = [t.clone().requires_grad_() for t in (x, w, b, w_2, b_2)]
-    x_t, w_t, w2_t = (Columns(*operand[1:]) for operand in (x_fp8, w_fp8, w2_fp8))
+    x_t, w_t, w2_t = (Columns(operand.columns, *operand[3:]) for operand in (x_fp8, w_fp8, w2_fp8))
     a_t, dy_2 = Columns(random_payload(8, 12, "e4m3"), x_t.scale_inv, "e4m3"), torch.randn(12, 16)
     no_x, no_w, no_a = (kept._replace(payload=None) for kept in (x_t, w_t, a_t))
     mlp = (x_fp8, recorded, dy_recorded, dy_recorded, "gelu")
@@ -287,9 +291,9 @@ def test_one_layer_reaches_28_and_24_db() -> None:
     state = ScalingState(["a"], DelayedScaling())
     x, w = (torch.randn(*shape).requires_grad_() for shape in ((1024, 1024), (1024, 1024)))
     dy = torch.randn(1024, 1024)
-    x_fp8 = Fp8Operand(*ops.cast(x.detach(), slot_of(state), "none", "both"), "e4m3")
+    x_fp8 = in_e4m3(*ops.cast(x.detach(), slot_of(state), "none", "both"))
     w_place = WeightSlot(torch.tensor([WEIGHT]), "e4m3", None, False)
-    w_fp8 = Fp8Operand(*ops.cast_weight(w.detach(), w_place, "both"), "e4m3")
+    w_fp8 = in_e4m3(*ops.cast_weight(w.detach(), w_place, "both"))
     y = ops.linear(x, w, None, None, x_fp8, w_fp8, slot_of(state, GRAD, "e5m2", record=True), torch.float32)
     y.backward(dy)
     found = (
@@ -330,7 +334,7 @@ def test_kept_values_change_no_bit(rows: int, out_dtype: torch.dtype) -> None:
     one, half = torch.ones(()), torch.full((), 0.5)
     arguments = (one, half, None, "e4m3", "e4m3", out_dtype, True)
     plain = reference.scaled_mm(a, b, *arguments)
-    reference.keep_values(Fp8Operand(b, b.t(), half, "e4m3"))
+    reference.keep_values(in_e4m3(b, b.t(), half))
     assert torch.equal(reference.scaled_mm(a, b, *arguments), plain)
     values = (payload.view(torch.float8_e4m3fn).double() for payload in (a, b))
     exact = next(values) @ next(values).t() * 0.5

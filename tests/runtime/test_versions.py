@@ -64,6 +64,26 @@ def test_ci_runs_the_tests_on_the_newest_versions() -> None:
     assert "make test" in commands("tests")
 
 
+def test_ci_runs_the_tests_on_the_oldest_versions() -> None:
+    assert matrix("oldest") == [{"versions": "oldest", "python": PYTHONS[0]}]
+    (change,) = (step["run"] for step in jobs()["tests"]["steps"] if step.get("if") == "matrix.versions == 'oldest'")
+    constraints = ROOT / "constraints.txt"
+    changed = subprocess.run(
+        ["bash", "-c", change.replace("-i -E", "-E")],
+        cwd=constraints.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    pins = dict(line.split("==") for line in changed.splitlines() if re.match(r"(torch|(pytorch-)?lightning)==", line))
+    bounds = {name: SpecifierSet(f"=={oldest(name)}") for name in ("torch", "lightning")}
+    assert all(bounds[name].contains(pins[name]) for name in bounds), pins
+    assert pins["pytorch-lightning"] == pins["lightning"]
+    # and nothing else
+    before, after = constraints.read_text().splitlines(), changed.splitlines()
+    assert sum(old != new for old, new in zip(before, after, strict=True)) == len(pins)
+
+
 def test_ci_lints_builds_the_site_and_installs_the_wheel() -> None:
     assert {*jobs()} == {"lint", "docs", "tests", "wheel"}
     assert "make lint" in commands("lint")

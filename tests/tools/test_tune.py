@@ -566,7 +566,7 @@ def run(choice, *arguments):
     if name == "128x128 s6 c1":
         got[0, 0] += 1
     if name == "cuBLASLt":
-        time.sleep(0.02)
+        time.sleep(0.1)
     if name == "128x128 s6 c2":
         time.sleep(0.01)
     return got

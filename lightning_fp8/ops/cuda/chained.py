@@ -96,12 +96,9 @@ def hidden(
     """
     m, n = x.rows.shape[0], w.rows.shape[0]
     h = x.rows.new_empty((m, n) if keep_h else 0, dtype=out_dtype)
-    a = Fp8Operand(
-        x.rows.new_empty(m, n),
-        x.rows.new_empty((n, m) if keep_a else 0),
-        torch.empty((), dtype=torch.float32, device=h.device),
-        chain.format,
-    )
+    scale_inv = torch.empty((), dtype=torch.float32, device=h.device)
+    a_rows, a_columns = x.rows.new_empty(m, n), x.rows.new_empty((n, m) if keep_a else 0)
+    a = Fp8Operand(a_rows, a_columns, scale_inv, scale_inv, chain.format)
     kernel_gemm.chained_gemm(
         chain.kernel,
         chain.configuration,

@@ -227,7 +227,7 @@ def _row(slot: Slot) -> casts.Row:
 
 
 def _after_measuring(slot: Slot) -> Callable[[Tensor], object] | None:
-    return (lambda amax: amax.copy_(as_asked(amax, slot.own))) if slot.own else None
+    return (lambda amax: amax.copy_(as_asked(amax, slot.own))) if any(slot.own) else None
 
 
 def _used(row: casts.Row, scale_inv: Tensor) -> Tensor:

@@ -105,7 +105,8 @@ def _chained(gemm: Gemm, choice: Choice, activation: str, device: torch.device) 
         a, b, a_inv, b_inv = given.operands
         chain = chained.Chain(kernel, one, given.row, gemm.a_format)
         if given.h is None:
-            x, w = Fp8Operand(a, a[:0], a_inv, gemm.a_format), Fp8Operand(b, b[:0], b_inv, gemm.b_format)
+            x = Fp8Operand(a, a[:0], a_inv, a_inv, gemm.a_format)
+            w = Fp8Operand(b, b[:0], b_inv, b_inv, gemm.b_format)
             h, made = chained.hidden(chain, x, w, None, True, True, gemm.output)
             return made.rows, made.columns, made.scale_inv, h
         return chained._hidden_gradient(chain, a, a_inv, given.h, Columns(b, b_inv, gemm.b_format), True, True)
