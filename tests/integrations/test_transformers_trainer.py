@@ -73,8 +73,13 @@ def test_a_run_equals_a_loop_by_hand(tmp_path: Path, bf16: bool, accumulate: int
     updates: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: updates.append(scaling_state(model).updates))
     run = trainer(
-        tmp_path, model, Fp8Callback(LONG_WINDOW), data=numbers(96), data_collator=collate,
-        optimizers=(optimizer, None), **kwargs
+        tmp_path,
+        model,
+        Fp8Callback(LONG_WINDOW),
+        data=numbers(96),
+        data_collator=collate,
+        optimizers=(optimizer, None),
+        **kwargs,
     )
     run.train()
     optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2)

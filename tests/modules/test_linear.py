@@ -41,7 +41,9 @@ def test_inputs_of_one_to_five_dimensions_and_empty_ones(shape: tuple[int, ...],
             torch.testing.assert_close(fp8.bias.grad, plain.bias.grad)
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(), DelayedScaling(fp8_format="E4M3", amax_history_len=4), DelayedScaling(margin=3)])
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(), DelayedScaling(fp8_format="E4M3", amax_history_len=4), DelayedScaling(margin=3)]
+)
 def test_delayed_scales_keep_the_accuracy(recipe: DelayedScaling) -> None:
     plain = nn.Linear(128, 64)
     fp8 = convert(copy.deepcopy(plain), recipe)
