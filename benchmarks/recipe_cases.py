@@ -84,7 +84,7 @@ TRAININGS = {
     "restarts": _GPT(300, 100, cycle=150),
     "outlier": _GPT(300, 100, outlier=lambda step: 1000.0 if step >= 150 else 1.0),
     "spikes": _GPT(300, 100, outlier=lambda step: 1e5 if step % 100 == 50 else 1.0),
-    "encoder": Training(partial(EncoderClassifier, layers=1), _digits, 64, 150, 50),
+    "encoder": Training(partial(EncoderClassifier, layers=1), _digits, 64, 400, 100),
 }
 # how much larger the input and the gradient of the layer are, by the steps since the event
 EVENTS: dict[str, Callable[[int], float]] = {

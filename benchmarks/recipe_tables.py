@@ -53,12 +53,16 @@ def harmed_steps(rows: Sequence[Row], variant: str) -> float:
 
 
 def preferred(rows: Sequence[Row]) -> list[str]:
-    """The delayed recipes that the losses do not tell from the best one, preferred ones first: the command's rule."""
+    """The delayed recipes that the losses do not tell from the best one, preferred ones first: the command's rule.
+
+    A recipe that lacks an event, or a seed of the baseline in any deciding training, is left out.
+    """
+    seeds = cost(rows, BASELINE).keys()
     names = [name for name in variants(rows) if name.startswith(DelayedScaling.precision)]
-    costs = {name: cost(rows, name) for name in names}
-    best = min(names, key=lambda name: mean(costs[name].values()))
-    seeds = set.intersection(*map(set, costs.values()))
-    above = {name: interval([costs[name][seed] - costs[best][seed] for seed in seeds]) for name in names}
+    names = [name for name in names if all(by_seed(rows, event, name, "zero_steps") for event in EVENTS)]
+    costs = {name: found for name in names if (found := cost(rows, name)) and found.keys() == seeds}
+    best = min(costs, key=lambda name: mean(costs[name].values()), default="")
+    above = {name: interval([costs[name][seed] - costs[best][seed] for seed in seeds]) for name in costs}
     candidates = [name for name, (middle, half) in above.items() if middle <= half]
     return sorted(candidates, key=lambda name: (harmed_steps(rows, name), _number(name, "margin"), window(name)))
 
@@ -137,11 +141,14 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         grid = figure.subplots(1, len(DECIDING) + 1)
         for axes, case in zip(grid, DECIDING):
             for colour, margin in zip(COLOURS, sorted({_number(name, "margin") for name in delayed})):
+                values = {name: excess(rows, case, name, "loss") for name in delayed}
                 found = [
-                    (windows.index(window(name)), *interval([*excess(rows, case, name, "loss").values()]))
-                    for name in delayed
-                    if _number(name, "margin") == margin
+                    (windows.index(window(name)), *interval([*of_seeds.values()]))
+                    for name, of_seeds in values.items()
+                    if of_seeds and _number(name, "margin") == margin
                 ]
+                if not found:
+                    continue
                 places, means, halves = zip(*sorted(found))
                 shifted = [place + 0.12 * margin for place in places]
                 axes.errorbar(shifted, means, halves, color=colour, marker="o", capsize=3, label=f"margin {margin}")
@@ -150,7 +157,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.axhline(0, color="black", linewidth=0.8)
             axes.set(title=case, xlabel="window, steps", ylabel="training loss above the baseline, %")
         bars = {window(name): by_seed(rows, "one spike", name, "zero_steps") for name in reversed(delayed)}
-        harmed = [mean(bars[length].values()) for length in windows]
+        harmed = [mean(bars[length].values() or [0]) for length in windows]
         grid[-1].bar(range(len(windows)), harmed, color=COLOURS[0])
         grid[-1].set(
             title="one spike", xlabel="window, steps", ylabel=f"steps with over {HARMED:.0%} zeros", yscale="log"

@@ -129,6 +129,12 @@ def test_the_rule() -> None:
     costs = {long: [0.1, 0.2, 0.3], short: [0.15, 0.1, 0.4], free: [0.1, 0.2, 0.31], bad: [0.4, 0.5, 0.6]}
     rows = made({**costs, "fp8-current": [0.0, 0.0, 0.0]}, {long: 16, short: 4, free: 4, bad: 1, "fp8-current": 0})
     assert preferred(rows) == [short, free, long]
+    # one that has not been measured on everything
+    rows = [row for row in rows if (row["case"], row["variant"], row["seed"]) != ("spikes", short, 1)]
+    assert preferred(rows) == [free, long]
+    rows = [row for row in rows if (row["case"], row["variant"]) != ("growth", free)]
+    assert preferred(rows) == [long]
+    assert preferred([]) == []
 
 
 def test_means_and_intervals() -> None:
