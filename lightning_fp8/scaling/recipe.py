@@ -118,7 +118,7 @@ class DelayedScaling(Recipe):
     precision: ClassVar[str] = "fp8-delayed"
     from_history: ClassVar[bool] = True
 
-    amax_history_len: int = 1
+    amax_history_len: int = 16
     amax_compute_algo: AmaxAlgorithm = "max"
     reduce_amax: bool = True
 

@@ -32,8 +32,10 @@ def run(recipe: DelayedScaling, amaxes: list[float], row: int = INPUT) -> tuple[
         # the largest entry leaves the window after four more
         (DelayedScaling(amax_history_len=4), [8, 1, 1, 1, 1], [56, 56, 56, 56, 448]),
         (DelayedScaling(amax_history_len=1), [8, 1], [56, 448]),
-        # the default: as the newest one of any window
-        (DelayedScaling(), [2, 1, 4, 0.5], [224, 448, 112, 896]),
+        # the newest one of any window is a window of 1
+        (DelayedScaling(amax_history_len=1), [2, 1, 4, 0.5], [224, 448, 112, 896]),
+        # the default: 16 steps
+        (DelayedScaling(), [8, *[1] * 16], [56] * 16 + [448]),
     ],
 )
 def test_worked_cases(recipe: DelayedScaling, amaxes: list[float], scales: list[float]) -> None:
