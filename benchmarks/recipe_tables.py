@@ -129,7 +129,7 @@ def _points(rows: Sequence[Row], variant: str) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A picture: excess of the training loss by window for each deciding training, and steps with zeros at margin 0."""
+    """A picture: excess of the training loss by window for each training, and steps with zeros at margin 0."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -137,9 +137,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     delayed = [name for name in names if window(name)]
     windows = sorted({window(name) for name in delayed})
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(13, 3.2), layout="constrained")
-        grid = figure.subplots(1, len(DECIDING) + 1)
-        for axes, case in zip(grid, DECIDING):
+        figure = Figure(figsize=(14, 3.2), layout="constrained")
+        grid = figure.subplots(1, len(TRAININGS) + 1)
+        for axes, case in zip(grid, TRAININGS):
             for colour, margin in zip(COLOURS, sorted({_number(name, "margin") for name in delayed})):
                 values = {name: excess(rows, case, name, "loss") for name in delayed}
                 found = [
@@ -155,14 +155,17 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             if current := excess(rows, case, "fp8-current", "loss"):
                 axes.axhline(mean(current.values()), color=COLOURS[2], linestyle="--", label="current")
             axes.axhline(0, color="black", linewidth=0.8)
-            axes.set(title=case, xlabel="window, steps", ylabel="training loss above the baseline, %")
+            axes.set(title=case, xlabel="window, steps")
+        grid[0].set_ylabel("training loss above the baseline, %")
         bars = {window(name): by_seed(rows, "one spike", name, "zero_steps") for name in reversed(delayed)}
         harmed = [mean(bars[length].values() or [0]) for length in windows]
         grid[-1].bar(range(len(windows)), harmed, color=COLOURS[0])
         grid[-1].set(
             title="one spike", xlabel="window, steps", ylabel=f"steps with over {HARMED:.0%} zeros", yscale="log"
         )
+        grid[-1].set_yticks(windows, windows)
+        grid[-1].minorticks_off()
         for axes in grid:
             axes.set_xticks(range(len(windows)), windows)
-        grid[0].legend()
+        grid[len(TRAININGS) - 1].legend()
         figure.savefig(path, dpi=150)

@@ -97,7 +97,7 @@ class DelayedScaling(Recipe):
     """Scales from past steps: ``scale = FP8_MAX / (amax * 2**margin)``, with ``amax`` from a window of them.
 
     The field names are those of the field's reference implementation, so a recipe can be copied. The default window is
-    the one that was measured to be best (``docs/recipes.md``); there it is 1024.
+    chosen by measurement (``docs/recipes.md``); there it is 1024.
 
     Args:
         margin: powers of two kept free above the largest past value, an integer from 0 to 127.

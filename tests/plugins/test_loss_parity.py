@@ -1,7 +1,7 @@
 """FP8 trains as bf16 does: a GPT to the same loss, an encoder to the same accuracy.
 
 Both runs of a pair start from the same weights and see the same batches, and pairs are averaged over seeds. Measured on
-a CPU, fp8-delayed less bf16-mixed:
+a CPU, fp8-delayed with a window of 1024 less bf16-mixed:
 
 | seed | GPT, loss | GPT, val_loss | encoder, val_accuracy |
 |---|---|---|---|
