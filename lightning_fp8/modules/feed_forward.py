@@ -253,14 +253,14 @@ def _operator(block: FeedForward) -> str | None:
 
 def activation_name(activation: Any) -> str | None:
     """The operators' name for an activation function or module; None for one that they do not support."""
-    kind = type(activation)
-    if kind is nn.GELU:
-        return "gelu" if activation.approximate == "none" else "gelu_tanh"
-    if kind.__module__ == "transformers.activations":
-        # each holds torch's function, or one that writes out the formula
-        held = activation.act if kind.__name__ in _HOLD_A_FUNCTION else None
-        return _OF_TRANSFORMERS.get(kind.__name__) if held is None else activation_name(held)
     if isinstance(activation, nn.Module):
+        kind = type(activation)
+        if kind is nn.GELU:
+            return "gelu" if activation.approximate == "none" else "gelu_tanh"
+        if kind.__module__ == "transformers.activations":
+            # each holds torch's function, or one that writes out the formula
+            held = activation.act if kind.__name__ in _HOLD_A_FUNCTION else None
+            return _OF_TRANSFORMERS.get(kind.__name__) if held is None else activation_name(held)
         return _MODULES.get(kind)
     if isinstance(activation, functools.partial):
         is_tanh = activation.func is F.gelu and not activation.args and activation.keywords == {"approximate": "tanh"}

@@ -10,10 +10,9 @@ from typing import Any
 import lightning.fabric as lf
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lit import Regression, loader, long_window, make_trainer, seeded
+from lit import Averaging, Regression, loader, long_window, make_trainer, seeded
 from torch import Tensor, nn
 
 import lightning_fp8
@@ -170,8 +169,8 @@ def test_with_every_callback(tmp_path: Path) -> None:
     callbacks = [getattr(lightning_fp8, name)() for name in names if name != "Fp8ThroughputMonitor"]
     callbacks += [
         lightning_fp8.Fp8ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])),
-        WeightAveraging(),
     ]
+    callbacks += [Averaging()] if Averaging else []
     model, alone = seeded(Convolution), seeded(Convolution)
     make_trainer(tmp_path, callbacks=callbacks, logger=CSVLogger(tmp_path), enable_progress_bar=True).fit(
         model, loader(), loader()

@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import callbacks
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
-from lit import Regression, loader, long_window, make_trainer, same, seeded
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lit import Averaging, Regression, loader, long_window, make_trainer, needs_averaging, same, seeded
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
@@ -20,12 +20,13 @@ from lightning_fp8.conversion.convert import is_converted
 
 # Lightning 2.5 lacks it
 Ema: Any = getattr(callbacks, "EMAWeightAveraging", None)
-KINDS = ["mean", pytest.param("ema", marks=pytest.mark.skipif(Ema is None, reason="Lightning has no such callback"))]
+needs_ema = pytest.mark.skipif(Ema is None, reason="Lightning has no such callback")
+KINDS = [pytest.param("mean", marks=needs_averaging), pytest.param("ema", marks=needs_ema)]
 DECAY = 0.7
 
 
-def averaging(kind: str) -> WeightAveraging:
-    return WeightAveraging() if kind == "mean" else Ema(decay=DECAY)
+def averaging(kind: str) -> pl.Callback:
+    return Averaging() if kind == "mean" else Ema(decay=DECAY)
 
 
 def shadow(kind: str) -> AveragedModel:
@@ -130,9 +131,10 @@ def test_validation_casts_the_average(tmp_path: Path, kind: str) -> None:
             assert seen["loss"] == pytest.approx(evaluated(seen["average"], None), rel=0.03)
 
 
+@needs_averaging
 def test_the_average_is_the_mean_of_all_steps(tmp_path: Path) -> None:
     follows = Follows()
-    model = fit(tmp_path, WeightAveraging(), follows)
+    model = fit(tmp_path, Averaging(), follows)
     for found, *steps in zip(values(model), *follows.weights, strict=True):
         torch.testing.assert_close(found, torch.stack(steps).double().mean(0).float(), rtol=1e-5, atol=1e-7)
 
@@ -179,9 +181,10 @@ def test_a_resumed_run_is_the_same(tmp_path: Path, kind: str) -> None:
     assert same(first, second)
 
 
+@needs_averaging
 def test_the_average_has_a_scaling_state_of_its_own(tmp_path: Path) -> None:
     """Of a model that is converted already; of another one Lightning copies the plain model."""
-    callback, first = WeightAveraging(), Follows()
+    callback, first = Averaging(), Follows()
     model = fit(tmp_path, callback, first, plugins=long_window())
     assert callback._average_model is not None
     assert not is_converted(callback._average_model)
@@ -206,7 +209,7 @@ def test_the_average_has_a_scaling_state_of_its_own(tmp_path: Path) -> None:
             assert torch.equal(training.amax, amax)
             assert torch.equal(training.scale, scale)
 
-    callback = WeightAveraging()
+    callback = Averaging()
     fit(tmp_path, callback, Looks(), model=model, plugins=long_window())
     assert len(seen) == 12
     assert all(own is seen[0] and own is not before for own in seen)
@@ -217,9 +220,10 @@ def test_the_average_has_a_scaling_state_of_its_own(tmp_path: Path) -> None:
     assert not equal(weights, values(model))
 
 
+@needs_averaging
 def test_an_average_that_was_copied_in_fp8_evaluates_right(tmp_path: Path) -> None:
     model = fit(tmp_path)
-    callback, follows = WeightAveraging(), Follows()
+    callback, follows = Averaging(), Follows()
     losses: list[float] = []
 
     class Evaluates(pl.Callback):

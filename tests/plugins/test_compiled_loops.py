@@ -10,8 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
-from lit import Regression, loader, make_trainer, same, seeded, warned
+from lit import Averaging, Regression, loader, make_trainer, needs_averaging, same, seeded, warned
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
@@ -156,13 +155,14 @@ def test_a_change_between_steps_is_seen(tmp_path: Path, change: Callable[[nn.Mod
     assert same(eager, model)
 
 
+@needs_averaging
 def test_averages_in_validation(tmp_path: Path, backend: Compiled, casts: Counter[int]) -> None:
     found = []
     for compiles in (False, True):
         casts.clear()
         model = seeded()
         trainer = make_trainer(
-            tmp_path, callbacks=[WeightAveraging(), Losses()], val_check_interval=1, num_sanity_val_steps=0
+            tmp_path, callbacks=[Averaging(), Losses()], val_check_interval=1, num_sanity_val_steps=0
         )
         trainer.fit(compile_part(model, backend) if compiles else model, loader(), loader())
         # four steps, each followed by a validation

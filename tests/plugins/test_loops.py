@@ -11,8 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
-from lit import Regression, loader, make_trainer, seeded
+from lit import Averaging, Regression, loader, make_trainer, needs_averaging, seeded
 
 from lightning_fp8 import convert, scaling_state, weights_unchanged
 from lightning_fp8.ops import basic
@@ -184,10 +183,11 @@ def test_histories_are_left_alone_as_when_each_forward_casts(
     assert_equal(*found)
 
 
+@needs_averaging
 def test_averages_are_cast_once_per_validation(tmp_path: Path, casts: Counter[int]) -> None:
     model = seeded()
     trainer = make_trainer(
-        tmp_path, callbacks=[WeightAveraging()], val_check_interval=1, num_sanity_val_steps=0, max_epochs=2
+        tmp_path, callbacks=[Averaging()], val_check_interval=1, num_sanity_val_steps=0, max_epochs=2
     )
     trainer.fit(model, loader(), loader())
     # eight steps, each followed by a validation of four batches

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
+from lightning.pytorch import callbacks
 from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,6 +19,10 @@ from lightning_fp8 import DelayedScaling, Fp8Precision, convert, scaling_state
 
 # histories with an entry for each step of a test
 LONG_WINDOW = DelayedScaling(amax_history_len=64)
+
+# the first versions of Lightning 2.5 lack it
+Averaging: Any = getattr(callbacks, "WeightAveraging", None)
+needs_averaging = pytest.mark.skipif(Averaging is None, reason="Lightning has no WeightAveraging")
 
 
 class Regression(pl.LightningModule):
