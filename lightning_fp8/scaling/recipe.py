@@ -141,13 +141,15 @@ class _TensorScaling(Recipe):
 class DelayedScaling(_TensorScaling):
     """Scales from past steps: ``scale = FP8_MAX / (amax * 2**margin)``, with ``amax`` from a window of them.
 
-    The field names and defaults are those of the field's reference implementation, so a recipe can be copied unchanged.
+    The field names are those of the field's reference implementation, so a recipe can be copied. The default window is
+    chosen by measurement (``docs/recipes.md``); there it is 1024.
 
     Args:
         margin: powers of two kept free above the largest past value, an integer from 0 to 127.
         fp8_format: ``"HYBRID"``: E4M3 forward, E5M2 for the gradient of the output. ``"E4M3"``: E4M3 everywhere.
         amax_history_len: optimizer steps that the window holds, an integer of at least 1.
-        amax_compute_algo: ``"max"``: the largest value in the window; ``"most_recent"``: the newest one.
+        amax_compute_algo: ``"max"``: the largest value in the window; ``"most_recent"``: the newest one, as with a
+            window of 1.
         reduce_amax: under ``torch.distributed``, take the maximum over all ranks, so that scales agree on every rank.
         fprop, dgrad, wgrad: in which precision each product is computed, ``"fp8"`` or ``"bf16"``. ``wgrad="bf16"``
             multiplies the unrounded gradient with the unrounded input, which is kept for backward in 2 bytes per
@@ -164,7 +166,7 @@ class DelayedScaling(_TensorScaling):
     precision: ClassVar[str] = "fp8-delayed"
     from_history: ClassVar[bool] = True
 
-    amax_history_len: int = 1024
+    amax_history_len: int = 16
     amax_compute_algo: AmaxAlgorithm = "max"
     reduce_amax: bool = True
 

@@ -14,6 +14,11 @@ def table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, float, str]]
         cells.append([row["variant"], *("-" if x is None else format(x / unit, form) for x, unit, form in numbers)])
     if not markdown:
         return "\n".join(map("  ".join, aligned(cells, words=1)))
+    return markdown_table(cells)
+
+
+def markdown_table(cells: Sequence[Sequence[str]]) -> str:
+    """The first line as titles, the first column left-aligned and the others right-aligned."""
     first, *lines = aligned(cells, words=1)
     rule = ["-" * len(first[0]), *("-" * (len(title) - 1) + ":" for title in first[1:])]
     return "\n".join(f"| {' | '.join(line)} |" for line in (first, rule, *lines))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lit import Averaging, Regression, loader, make_trainer, seeded
+from lit import Averaging, Regression, loader, long_window, make_trainer, seeded
 from torch import Tensor, nn
 
 import lightning_fp8
@@ -159,7 +159,7 @@ def test_a_checkpoint_with_scales_is_refused_by_name(tmp_path: Path) -> None:
 def test_scales_begin_anew_after_a_checkpoint_without(tmp_path: Path) -> None:
     path = checkpoint_of(tmp_path, seeded(), plugins=Fp8Precision(ignore_modules=["net"]))
     resumed = seeded()
-    make_trainer(tmp_path, max_epochs=2).fit(resumed, loader(), ckpt_path=path)
+    make_trainer(tmp_path, max_epochs=2, plugins=long_window()).fit(resumed, loader(), ckpt_path=path)
     assert (scaling_state(resumed).amax_history > 0).sum(0).max() == 4
 
 

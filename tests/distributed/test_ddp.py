@@ -76,6 +76,8 @@ def train(model, run, steps=4, micro=1):
 
 
 start = Net()
+# with an entry for each step
+long_window = DelayedScaling(amax_history_len=8)
 """
 
 
@@ -104,7 +106,7 @@ for name, sometimes, options, micro in (
     ("accumulated", False, {"find_unused_parameters": True}, 3),
     ("static", False, {"static_graph": True}, 1),
 ):
-    model = convert(copy.deepcopy(start))
+    model = convert(copy.deepcopy(start), long_window)
     model.sometimes = sometimes
     result[name] = train(model, DistributedDataParallel(model, **options), micro=micro)
 """
@@ -129,7 +131,7 @@ for name, around in {
     "not reentrant": lambda f, x: checkpoint(f, x, use_reentrant=False),
 }.items():
     for accumulate in (1, 2):
-        model = convert(copy.deepcopy(start))
+        model = convert(copy.deepcopy(start), long_window)
         model.around = around
         # DDP itself takes reentrant checkpoints only where every parameter gets its gradient
         model.never.requires_grad_(False)

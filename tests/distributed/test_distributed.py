@@ -15,7 +15,7 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {support!r})
 import torch, lightning.pytorch as pl, torch.distributed as dist
-from lit import Regression, loader, make_trainer, seeded
+from lit import Regression, loader, long_window, make_trainer, seeded
 from lightning_fp8 import scaling_state
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
@@ -31,7 +31,7 @@ torch.set_num_threads(1)
 kind = sys.argv[1]
 model = seeded(Sharded if kind == "model_parallel" else Regression)
 strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if kind == "model_parallel" else kind
-trainer = make_trainer({path!r}, strategy=strategy, devices=2, max_epochs=2)
+trainer = make_trainer({path!r}, strategy=strategy, devices=2, max_epochs=2, plugins=long_window())
 trainer.fit(model, loader(), loader())
 state = scaling_state(model)
 weight = model.net[0].weight

@@ -55,7 +55,7 @@ def train(model, is_sharded):
             **{name: part.detach().clone() for name, part in parts.items()}}
 
 
-start = convert(Net())
+start = convert(Net(), DelayedScaling(amax_history_len=4))
 result["replicated"] = train(copy.deepcopy(start), False)
 for gathers in (False, True):
     sharded = copy.deepcopy(start)

@@ -125,7 +125,8 @@ def test_lightnings_fsdp_strategy_on_a_gpu(precision: str, tmp_path: Path) -> No
     assert model.losses[-1] < model.losses[0]
     assert torch.isfinite(trainer.callback_metrics["val_loss"])
     if precision == "fp8-delayed":
-        assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [8] * 4
+        assert scaling_state(model).updates == 8
+        assert (scaling_state(model).amax_history[0] > 0).all()
 
 
 @pytest.mark.slow

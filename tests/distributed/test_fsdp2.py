@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lit import Regression, loader, make_trainer, seeded
+from lit import LONG_WINDOW, Regression, loader, make_trainer, seeded
 from processes import DEVICES, all_end_well, as_ranks, run_processes
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -188,7 +188,7 @@ def test_gathering_in_fp8_changes_no_bit(micro: int, processes: int, device: str
     body = f"""
 start = Net()
 for name in ("bf16", "fp8"):
-    model = convert(sharded(copy.deepcopy(start)))
+    model = convert(sharded(copy.deepcopy(start)), DelayedScaling(amax_history_len=8))
     if name == "fp8":
         result["names"] = gather_in_fp8(model)
         kinds = set()
@@ -285,7 +285,7 @@ for name, around in {{
     "not reentrant": lambda f, x: checkpoint(f, x, use_reentrant=False),
     "nested": lambda f, x: checkpoint(lambda y: checkpoint(f, y, use_reentrant=False), x, use_reentrant=False),
 }}.items():
-    model = convert(sharded(copy.deepcopy(start)))
+    model = convert(sharded(copy.deepcopy(start)), DelayedScaling(amax_history_len=8))
     model.around = around
     if {gather}:
         gather_in_fp8(model)
@@ -497,7 +497,7 @@ def train_sharded(path: Path, what: str, gather: bool, device: str) -> None:
     model = seeded(Sharded)
     trainer = make_trainer(
         path,
-        plugins=Fp8Precision(fp8_all_gather=gather),
+        plugins=Fp8Precision(recipe=LONG_WINDOW, fp8_all_gather=gather),
         strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1),
         accelerator=device,
         devices=world,

@@ -39,7 +39,9 @@ def test_losses_of_the_results() -> None:
 def test_losses_of_the_configurations(name: str) -> None:
     (line,) = (line for line in table_of("configs/README.md", "steps") if line["configuration"] == name)
     config = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
-    for variant in ("bf16-mixed", "fp8-delayed"):
+    for variant in ("bf16-mixed", "fp8-delayed", "fp8-current"):
+        if variant == "fp8-current" and not line[variant]:
+            continue
         row = CONFIGURATIONS[name][variant]
         assert line[variant] == f"{row['loss']:.4f}, {row['val_loss']:.4f}"
         assert row["steps"] == int(line["steps"]) == config["trainer"]["max_steps"]
@@ -60,7 +62,9 @@ def test_the_command_and_the_thread_of_each_row(name: str) -> None:
 
 
 def test_the_commands_that_reproduce() -> None:
-    command = f"OMP_NUM_THREADS=1 {FP8['command']}"
+    # of the comparison; a row may have been measured again without the others, which changes nothing in it
+    assert FP8["command"] in (BF16["command"], f"{BF16['command']} --precisions fp8-delayed")
+    command = f"OMP_NUM_THREADS=1 {BF16['command']}"
     for page in ("README.md", "docs/results/README.md"):
         first, second = commands_of(page)[:2]
         assert first == command

@@ -12,7 +12,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import AORecipeKwargs
 from accelerate_runs import Run
-from lit import dataset, same, seeded, warned
+from lit import LONG_WINDOW, dataset, same, seeded, warned
 from processes import run_script
 from repository import ROOT
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ def _own_state() -> Iterator[None]:
 
 
 def by_hand(bf16: bool, accumulate: int) -> nn.Module:
-    model = convert(seeded().net)
+    model = convert(seeded().net, LONG_WINDOW)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for index, (x, y) in enumerate(DataLoader(dataset(), batch_size=8)):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
@@ -120,7 +120,7 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
 import os, torch
-from accelerate_runs import Run
+from accelerate_runs import LONG_WINDOW, Run
 from lightning_fp8 import scaling_state
 
 run = Run(accumulate=2)

@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 import transformers
-from lit import same, warned
+from lit import LONG_WINDOW, same, warned
 from processes import run_script
 from repository import ROOT
 from safetensors.torch import load_file
@@ -67,13 +67,19 @@ def test_a_run_equals_a_loop_by_hand(tmp_path: Path, bf16: bool, accumulate: int
         seen.append({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
         return dict(seen[-1])
 
-    model, by_hand = regressor(), convert(regressor())
+    model, by_hand = regressor(), convert(regressor(), LONG_WINDOW)
     kwargs: dict[str, Any] = {"bf16": bf16, "gradient_accumulation_steps": accumulate, "max_grad_norm": clip}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     updates: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: updates.append(scaling_state(model).updates))
     run = trainer(
-        tmp_path, model, Fp8Callback(), data=numbers(96), data_collator=collate, optimizers=(optimizer, None), **kwargs
+        tmp_path,
+        model,
+        Fp8Callback(LONG_WINDOW),
+        data=numbers(96),
+        data_collator=collate,
+        optimizers=(optimizer, None),
+        **kwargs,
     )
     run.train()
     optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2)
@@ -114,7 +120,8 @@ def test_a_skipped_step_leaves_no_trace_in_the_scales(tmp_path: Path) -> None:
         return batch
 
     optimizers = (Skipping(model.parameters(), lr=1e-2), None)
-    run = trainer(tmp_path, model, Fp8Callback(), data=numbers(), data_collator=collate, optimizers=optimizers)
+    callback = Fp8Callback(LONG_WINDOW)
+    run = trainer(tmp_path, model, callback, data=numbers(), data_collator=collate, optimizers=optimizers)
     (message,) = warned("lightning_fp8", run.train)
     assert "inf or NaN in 'net.0.input', 'net.2.input'" in message
     state = scaling_state(model)
@@ -275,7 +282,7 @@ def test_the_best_model_has_its_own_scales(tmp_path: Path) -> None:
     # the loss falls, so that the first checkpoint is the "best"
     best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     steps: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
-    run = trainer(tmp_path, model, Fp8Callback(), **best, **steps)
+    run = trainer(tmp_path, model, Fp8Callback(LONG_WINDOW), **best, **steps)
     run.train()
     assert run.state.best_global_step == 3
     assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [3] * scaling_state(model).delayed
@@ -348,16 +355,17 @@ import torch
 from pathlib import Path
 from lightning_fp8 import scaling_state
 from lightning_fp8.integrations import Fp8Callback
+from lit import LONG_WINDOW
 from trainer_runs import llama, trainer
 from torch.distributed.fsdp import fully_shard
 
 path, rank = Path({path!r}), int(os.environ["RANK"])
 model = llama()
-run = trainer(path, model, Fp8Callback(), max_steps=3, save_strategy="steps", save_steps=2)
+run = trainer(path, model, Fp8Callback(LONG_WINDOW), max_steps=3, save_strategy="steps", save_steps=2)
 run.train()
 wrapped = type(run.model_wrapped).__name__
 second = llama(8)
-resumed = trainer(path, second, Fp8Callback(), max_steps=3)
+resumed = trainer(path, second, Fp8Callback(LONG_WINDOW), max_steps=3)
 resumed.train(resume_from_checkpoint=str(path / "checkpoint-2"))
 third, callback = llama(), Fp8Callback()
 callback.on_init_end(run.args, run.state, run.control, model=third)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
-from lit import Averaging, Regression, loader, make_trainer, needs_averaging, same, seeded
+from lit import Averaging, Regression, loader, long_window, make_trainer, needs_averaging, same, seeded
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
@@ -185,7 +185,7 @@ def test_a_resumed_run_is_the_same(tmp_path: Path, kind: str) -> None:
 def test_the_average_has_a_scaling_state_of_its_own(tmp_path: Path) -> None:
     """Of a model that is converted already; of another one Lightning copies the plain model."""
     callback, first = Averaging(), Follows()
-    model = fit(tmp_path, callback, first)
+    model = fit(tmp_path, callback, first, plugins=long_window())
     assert callback._average_model is not None
     assert not is_converted(callback._average_model)
     before = scaling_state(model)
@@ -210,7 +210,7 @@ def test_the_average_has_a_scaling_state_of_its_own(tmp_path: Path) -> None:
             assert torch.equal(training.scale, scale)
 
     callback = Averaging()
-    fit(tmp_path, callback, Looks(), model=model)
+    fit(tmp_path, callback, Looks(), model=model, plugins=long_window())
     assert len(seen) == 12
     assert all(own is seen[0] and own is not before for own in seen)
     # as it was copied, while the training's went on
@@ -295,9 +295,9 @@ def test_swa(tmp_path: Path) -> None:
 
 
 def test_swa_of_a_converted_model_copies_its_state(tmp_path: Path) -> None:
-    model = fit(tmp_path)
+    model = fit(tmp_path, plugins=long_window())
     before, callback = scaling_state(model), swa()
-    fit(tmp_path, callback, model=model, max_epochs=4)
+    fit(tmp_path, callback, model=model, max_epochs=4, plugins=long_window())
     assert callback._average_model is not None
     own = scaling_state(callback._average_model)
     assert scaling_state(model) is before
@@ -308,7 +308,7 @@ def test_swa_of_a_converted_model_copies_its_state(tmp_path: Path) -> None:
 
 def test_swa_computes_batch_norm_anew(tmp_path: Path) -> None:
     follows = FollowsEpochs()
-    model = fit(tmp_path, swa(), follows, model=seeded(Normalized), max_epochs=4)
+    model = fit(tmp_path, swa(), follows, model=seeded(Normalized), max_epochs=4, plugins=long_window())
     # the fifth epoch has no backward, and one optimizer step, at its end: of what has run forward
     assert follows.entries == [*range(1, 17), 16, 16, 16, 17]
     assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [17, 17, 16, 16]

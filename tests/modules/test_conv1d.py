@@ -12,7 +12,7 @@ from torch import nn
 from transformer_models import made
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import Fp8Linear, convert, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, Fp8Linear, convert, scaling_state, unconvert
 from lightning_fp8.modules.conv1d import Fp8Conv1D
 
 
@@ -41,7 +41,7 @@ def test_conv1d_equals_linear_of_the_transposed_weight(autocast: bool) -> None:
         layers[1].weight.copy_(layers[0].weight.t())
         layers[1].bias.copy_(layers[0].bias)
     for layer in layers:
-        convert(layer)
+        convert(layer, DelayedScaling(amax_history_len=4))
     assert [type(layer) for layer in layers] == [Fp8Conv1D, Fp8Linear]
     states = [scaling_state(layer) for layer in layers]
     x, dy = torch.randn(2, 5, 24), torch.randn(2, 5, 40) * 1e-2

@@ -14,7 +14,7 @@ from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import convert, describe, scaling_state
+from lightning_fp8 import DelayedScaling, convert, describe, scaling_state
 from lightning_fp8.examples import ByteGPT
 
 
@@ -71,7 +71,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     [(False, None), (True, None), (False, False), (True, True), (True, False), (False, True), (None, True)],
 )
 def test_activation_checkpointing_changes_nothing(inner: bool | None, outer: bool | None) -> None:
-    plain = convert(Stack())
+    plain = convert(Stack(), DelayedScaling(amax_history_len=4))
     recomputed = copy.deepcopy(plain)
     if inner is not None:
         recomputed.around = use(inner)
@@ -170,7 +170,7 @@ def test_compiled_gpt_trains() -> None:
 def test_two_iterations_as_reported(reentrant: bool) -> None:
     """TransformerEngine#1190: with recomputation the scales of backward were not updated after the first iteration."""
     torch.manual_seed(0)
-    plain = convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    plain = convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), DelayedScaling(amax_history_len=4))
     recomputed = copy.deepcopy(plain)
     x = torch.randn(32, 64)
     found: list[list[Tensor]] = []

@@ -1,7 +1,7 @@
 """FP8 trains as bf16 does: a GPT to the same loss, an encoder to the same accuracy.
 
 Both runs of a pair start from the same weights and see the same batches, and pairs are averaged over seeds. Measured on
-a CPU, fp8-delayed less bf16-mixed:
+a CPU, fp8-delayed with a window of 1024 less bf16-mixed:
 
 | seed | GPT, loss | GPT, val_loss | encoder, val_accuracy |
 |---|---|---|---|
@@ -87,7 +87,9 @@ def train(kind: str, precision: str, seed: int, folder: Path, steps: int = STEPS
     )
     trainer.fit(model, data)
     if precision == "fp8-delayed":
-        assert (scaling_state(model).amax_history > 0).sum(0).unique().tolist() == [steps]
+        state = scaling_state(model)
+        assert state.updates == steps
+        assert (state.amax_history[0] > 0).all()
     found = {name: value.item() for name, value in trainer.callback_metrics.items()}
     return {**found, "loss": torch.stack(losses.of_step[-LAST:]).mean().item()}
 

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lit import Regression, loader, make_trainer, seeded
+from lit import Regression, loader, long_window, make_trainer, seeded
 from small_models import small_mlp
 from torch import Tensor, nn
 
@@ -206,7 +206,7 @@ class Lbfgs(Regression):
 
 def test_an_optimizer_that_calls_its_closure_several_times(tmp_path: Path) -> None:
     model = seeded(Lbfgs)
-    trainer = make_trainer(tmp_path, max_steps=4)
+    trainer = make_trainer(tmp_path, max_steps=4, plugins=long_window())
     trainer.fit(model, loader())
     assert len(model.losses) > 2 * 4
     assert scaling_state(model).updates == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lit import Regression, dataset, loader, make_trainer, same, seeded
+from lit import Regression, dataset, loader, long_window, make_trainer, same, seeded
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_fp8 import Fp8Precision, scaling_state
@@ -19,15 +20,16 @@ def checkpointing(path: Path, **kwargs: Any) -> ModelCheckpoint:
     return ModelCheckpoint(path, save_top_k=-1, filename="{step}", **kwargs)
 
 
-def test_at_an_epochs_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plugin", [Fp8Precision, long_window])
+def test_at_an_epochs_end(plugin: Callable[[], Fp8Precision], tmp_path: Path) -> None:
     whole, resumed = seeded(), seeded()
     torch.manual_seed(3)
-    make_trainer(tmp_path, max_epochs=4).fit(whole, loader())
+    make_trainer(tmp_path, max_epochs=4, plugins=plugin()).fit(whole, loader())
     stopped = seeded()
-    trainer = make_trainer(tmp_path, max_epochs=2)
+    trainer = make_trainer(tmp_path, max_epochs=2, plugins=plugin())
     trainer.fit(stopped, loader())
     trainer.save_checkpoint(tmp_path / "half.ckpt")
-    make_trainer(tmp_path, max_epochs=4).fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt")
+    make_trainer(tmp_path, max_epochs=4, plugins=plugin()).fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt")
     assert same(whole, resumed)
     assert torch.equal(torch.stack(whole.losses[8:]), torch.stack(resumed.losses))
 
@@ -78,7 +80,7 @@ def test_validation_of_a_checkpoint_uses_its_scales(tmp_path: Path) -> None:
 def test_a_bf16_checkpoint_resumes_in_fp8_and_back(tmp_path: Path) -> None:
     _, path = fitted(tmp_path, precision="bf16-mixed")
     resumed = seeded()
-    make_trainer(tmp_path, max_epochs=2).fit(resumed, loader(), ckpt_path=path)
+    make_trainer(tmp_path, max_epochs=2, plugins=long_window()).fit(resumed, loader(), ckpt_path=path)
     assert len(resumed.losses) == 4
     assert (scaling_state(resumed).amax_history > 0).sum(0).tolist() == [4] * 4
     _, fp8 = fitted(tmp_path)

@@ -32,6 +32,10 @@ def run(recipe: DelayedScaling, amaxes: list[float], row: int = INPUT) -> tuple[
         # the largest entry leaves the window after four more
         (DelayedScaling(amax_history_len=4), [8, 1, 1, 1, 1], [56, 56, 56, 56, 448]),
         (DelayedScaling(amax_history_len=1), [8, 1], [56, 448]),
+        # the newest one of any window is a window of 1
+        (DelayedScaling(amax_history_len=1), [2, 1, 4, 0.5], [224, 448, 112, 896]),
+        # the default: 16 steps
+        (DelayedScaling(), [8, *[1] * 16], [56] * 16 + [448]),
     ],
 )
 def test_worked_cases(recipe: DelayedScaling, amaxes: list[float], scales: list[float]) -> None:
@@ -64,14 +68,14 @@ def test_extreme_amaxes_give_finite_positive_scales() -> None:
 
 
 def test_an_update_leaves_weights_alone() -> None:
-    state = ScalingState(["a", "b"], DelayedScaling())
+    state = ScalingState(["a", "b"], DelayedScaling(amax_history_len=16))
     state.amax.fill_(3.0)
     state.scale[4:] = torch.tensor([5.0, 7.0])
     state.amax[5] = NAN
     state.update()
     assert state.amax[:5].tolist() == [0, 0, 0, 0, 3]
     assert state.scale[4:].tolist() == [5, 7]
-    assert state.amax_history.shape == (1024, 4)
+    assert state.amax_history.shape == (16, 4)
     # but it counts that one of them is not finite
     assert state.nonfinite_steps.tolist() == [0] * 5 + [1]
     assert state.updates == 1

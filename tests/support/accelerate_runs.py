@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import accelerate
 import torch
-from lit import dataset, seeded
+from lit import LONG_WINDOW, dataset, seeded
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -21,7 +21,7 @@ class Run:
         self.plain = seeded().net
         with torch.no_grad():
             self.plain[0].weight.mul_(scale)
-        optimizer = torch.optim.AdamW(convert(self.plain).parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(convert(self.plain, LONG_WINDOW).parameters(), lr=1e-2)
         data = DataLoader(dataset(), batch_size=8)
         self.model, self.optimizer, self.data = self.runner.prepare(self.plain, optimizer, data)
         self.runner.register_for_checkpointing(scaling_state(self.model))

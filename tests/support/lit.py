@@ -15,7 +15,10 @@ from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fp8 import convert, scaling_state
+from lightning_fp8 import DelayedScaling, Fp8Precision, convert, scaling_state
+
+# histories with an entry for each step of a test
+LONG_WINDOW = DelayedScaling(amax_history_len=64)
 
 # the first versions of Lightning 2.5 lack it
 Averaging: Any = getattr(callbacks, "WeightAveraging", None)
@@ -79,6 +82,11 @@ def make_trainer(path: Path, **kwargs: Any) -> pl.Trainer:
         "default_root_dir": path,
     }
     return pl.Trainer(**{**defaults, **kwargs})
+
+
+def long_window() -> Fp8Precision:
+    """A plugin with ``LONG_WINDOW``."""
+    return Fp8Precision(recipe=LONG_WINDOW)
 
 
 def seeded(cls: type[Regression] = Regression, **kwargs: Any) -> Any:

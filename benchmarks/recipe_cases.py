@@ -1,0 +1,215 @@
+"""What recipes are compared on: trainings of small models, and events in one layer fed with random tensors.
+
+Every training of a seed starts from the same weights and sees the same batches, whatever its recipe. Without FP8 it is
+in bf16, or in fp32 on a CPU that emulates bf16 products; with FP8, everything outside of the FP8 layers is.
+
+The *outlier* is channel 0 of what each GPT block's linear layers read from its two norms. Its weights are zero and
+remain so: the model computes the same with an outlier of any size, and all harm is that of a scale on other numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_fp8 import ScalingState, convert, scaling_state
+from lightning_fp8.examples import ByteGPT, Digits, EncoderClassifier, StdlibText
+from lightning_fp8.examples.transformer_block import Block
+from lightning_fp8.runtime.cpu import emulates_bf16
+from lightning_fp8.scaling.recipe import Recipe
+
+CONTEXT = 32
+# casts are counted at every so many steps; prime, so that it meets every phase of what repeats
+COUNT_EVERY = 7
+# the layer of the events, the steps before its event, and those after it that no window holds
+ROWS, FEATURES, BEFORE, AFTER = 128, 64, 40, 8
+# a step counts as harmed if a larger share of a tensor is clipped or underflows
+HARMED = 0.01
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training.
+
+    Attributes:
+        model: makes it.
+        data: its batches: training and validation, each as tensors of one length.
+        batch: examples in a step.
+        steps: optimizer steps.
+        last: the final loss is the mean over so many steps.
+        cycle: steps of the learning rate's cosine, after which it starts again; all of them if None.
+        outlier: size of the outlier at a step; None: no channel is an outlier.
+    """
+
+    model: Callable[[], LightningModule]
+    data: Callable[[], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+    batch: int
+    steps: int
+    last: int
+    cycle: int | None = None
+    outlier: Callable[[int], float] | None = None
+
+    def learning_rate(self, step: int) -> float:
+        """Of its peak: linear warm-up over 30 steps, then cosines from 1 to 0.1."""
+        cycle = self.cycle or self.steps
+        return min(1.0, (step + 1) / 30, 0.1 + 0.45 * (1 + math.cos(math.pi * (step % cycle) / cycle)))
+
+
+@cache
+def _windows() -> tuple[tuple[Tensor], tuple[Tensor]]:
+    data = StdlibText(context=CONTEXT, val_windows=512)
+    data.setup("fit")
+    return (data.train_set,), (data.val_set,)
+
+
+@cache
+def _digits() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    data = Digits()
+    data.setup("fit")
+    return data.train_set.tensors, data.val_set.tensors
+
+
+_GPT = partial(Training, partial(ByteGPT, layers=1, width=64, heads=2, context=CONTEXT), _windows, 8)
+TRAININGS = {
+    "gpt": _GPT(2000, 200),
+    "restarts": _GPT(300, 100, cycle=150),
+    "outlier": _GPT(300, 100, outlier=lambda step: 1000.0 if step >= 150 else 1.0),
+    "spikes": _GPT(300, 100, outlier=lambda step: 1e5 if step % 100 == 50 else 1.0),
+    "encoder": Training(partial(EncoderClassifier, layers=1), _digits, 64, 400, 100),
+}
+# how much larger the input and the gradient of the layer are, by the steps since the event
+EVENTS: dict[str, Callable[[int], float]] = {
+    "one spike": lambda step: 1e5 if step == 0 else 1.0,
+    "growth": lambda step: 100.0 if step >= 0 else 1.0,
+}
+
+
+def train(training: Training, recipe: Recipe | None, seed: int) -> dict[str, float | None]:
+    """Losses, the accuracy of a classifier, and the shares of numbers that casts of inputs and gradients lose.
+
+    Args:
+        training: what to train.
+        recipe: None for the baseline, without FP8.
+        seed: of weights and batches.
+    """
+    torch.manual_seed(seed)
+    (examples, held_out), model = training.data(), training.model()
+    gain = _outlier_gain(model) if training.outlier else None
+    if recipe is not None:
+        convert(model, recipe)
+    state = None if recipe is None else scaling_state(model)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
+    losses, counts = [], torch.zeros(4, dtype=torch.int64)
+    for step in range(training.steps):
+        if gain is not None and training.outlier is not None:
+            gain[0] = training.outlier(step)
+        optimizer.param_groups[0]["lr"] = model.learning_rate * training.learning_rate(step)  # type: ignore[operator]
+        chosen = torch.randint(len(examples[0]), (training.batch,))
+        with counting(state if step % COUNT_EVERY == 0 else None) as counted:
+            with computing():
+                loss = _loss(model, [part[chosen] for part in examples])[0]
+            loss.backward()
+        counts += counted().sum(0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if state is not None:
+            state.update()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    model.eval()
+    if gain is not None:
+        gain[0] = 1.0
+    with torch.no_grad(), computing():
+        val_loss, logits = _loss(model, held_out)
+    accuracy = (logits.argmax(-1) == held_out[-1]).double().mean().item() if len(held_out) > 1 else None
+    loss = torch.stack(losses[-training.last :]).mean()
+    return {"loss": loss.item(), "val_loss": val_loss.item(), "val_accuracy": accuracy, **_shares(counts, recipe)}
+
+
+def _loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Of a batch, with logits: next bytes of windows ``[batch, time + 1]``, or images and labels."""
+    inputs, targets = (batch[0][:, :-1].long(), batch[0][:, 1:].long()) if len(batch) == 1 else batch
+    logits = model(inputs).float()
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten()), logits
+
+
+def computing() -> AbstractContextManager[Any]:
+    """Autocast to bf16; nothing, for fp32, on a CPU that emulates bf16 products."""
+    return nullcontext() if emulates_bf16() else torch.autocast("cpu", torch.bfloat16)
+
+
+def _outlier_gain(model: nn.Module) -> Tensor:
+    """What the channels of the norms' outputs are multiplied by, ``[width] float32``, to be changed in place."""
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    gain = torch.ones(blocks[0].qkv.in_features)
+
+    def amplify(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output * gain
+
+    def stay(gradient: Tensor) -> Tensor:
+        return torch.cat([torch.zeros_like(gradient[:, :1]), gradient[:, 1:]], dim=1)
+
+    for block in blocks:
+        for norm, linear in ((block.norm_attention, block.qkv), (block.norm_mlp, block.up)):
+            norm.register_forward_hook(amplify)
+            linear.weight.data[:, 0] = 0
+            linear.weight.register_hook(stay)
+    return gain
+
+
+@contextmanager
+def counting(state: ScalingState | None) -> Iterator[Callable[[], Tensor]]:
+    """A function: the counts of what inputs and gradients lose inside, ``[D, 4] int64`` as in :class:`CastCounts`."""
+    found = [torch.zeros(1, 4, dtype=torch.int64)]
+    if state is not None:
+        state.cast_counts.start(found)
+    yield lambda: found[0]
+    if state is not None:
+        assert state.cast_counts.values is not None
+        found[0] = state.cast_counts.values[: state.delayed]
+        state.cast_counts.stop(found)
+
+
+def _shares(counts: Tensor, recipe: Recipe | None) -> dict[str, float | None]:
+    if recipe is None:
+        return {"saturated_fraction": None, "underflowed_fraction": None}
+    numbers, saturated, nonzero, underflowed = counts.tolist()
+    return {"saturated_fraction": saturated / numbers, "underflowed_fraction": underflowed / nonzero}
+
+
+def watch(event: str, recipe: Recipe, seed: int) -> dict[str, float]:
+    """What a layer's casts lose around an event: steps that are harmed, and the largest share lost in one of them.
+
+    Returns:
+        ``clipped_steps``, ``clipped_fraction`` (of the gradient) and ``zero_steps``, ``zero_fraction`` (of the input),
+        from the event on, and ``steady_clipped_fraction``, the mean share that is clipped in the steps before it.
+    """
+    torch.manual_seed(seed)
+    layer = convert(nn.Linear(FEATURES, FEATURES, bias=False), recipe)
+    state = scaling_state(layer)
+    shares = []
+    for step in range(-BEFORE, recipe.window + AFTER):
+        size = EVENTS[event](step)
+        with counting(state) as counted:
+            layer(torch.randn(ROWS, FEATURES) * size).backward(torch.randn(ROWS, FEATURES) * size)
+        state.update()
+        numbers, saturated, nonzero, underflowed = counted().double().unbind(1)
+        shares.append(torch.stack([(saturated / numbers)[1], (underflowed / nonzero)[0]]))
+    before, (clipped, zero) = torch.stack(shares[:BEFORE]), torch.stack(shares[BEFORE:]).unbind(1)
+    return {
+        "clipped_steps": int((clipped > HARMED).sum()),
+        "clipped_fraction": clipped.max().item(),
+        "zero_steps": int((zero > HARMED).sum()),
+        "zero_fraction": zero.max().item(),
+        # the first step has no history
+        "steady_clipped_fraction": before[1:, 0].mean().item(),
+    }

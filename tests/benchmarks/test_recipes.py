@@ -1,0 +1,172 @@
+"""``python -m benchmarks.recipes``: what it measures, its tables and the rule that chooses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fp8_numpy import DEFINITIONS, code_values, saturating_cast
+from scales_in_numpy import largest, scale_of
+
+from benchmarks import recipe_cases, recipes
+from benchmarks.recipe_cases import TRAININGS, train, watch
+from benchmarks.recipe_tables import DECIDING, excess, interval, preferred, tables
+from lightning_fp8 import CurrentScaling, DelayedScaling
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_recipes_as_text() -> None:
+    assert recipes.recipe_of("baseline") is None
+    assert recipes.recipe_of("fp8-current") == CurrentScaling()
+    text = "fp8-delayed,amax_history_len=4,margin=1,fp8_format=E4M3,reduce_amax=False"
+    assert recipes.recipe_of(text) == DelayedScaling(1, "E4M3", 4, "max", False)
+    for text in recipes.RECIPES:
+        recipes.recipe_of(text)
+    assert len(set(recipes.RECIPES)) == 11
+
+
+@pytest.mark.parametrize("text", ["fp8-delayd", "fp8-delayed,margn=1", "fp8-current,amax_history_len=1", "x,margin=-1"])
+def test_another_recipe_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        recipes.main(["--out", str(tmp_path / "rows.jsonl"), "--recipes", text])
+    assert f"--recipes: {text}: " in capsys.readouterr().err
+
+
+def lost(values: np.ndarray, scale: np.float32, fmt: str) -> tuple[float, float]:
+    """Shares of clipped numbers and of those that become zero, from the format's definition."""
+    beyond = np.abs(values.astype(np.float64) * np.float64(scale)) > DEFINITIONS[fmt][3]
+    zero = code_values(fmt)[saturating_cast(values, scale, fmt)] == 0
+    return beyond.mean().item(), zero.mean().item()
+
+
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("margin", [0, 1])
+def test_events_in_a_layer(window: int, margin: int) -> None:
+    """Against histories, scales and casts in NumPy."""
+    for event, size in recipe_cases.EVENTS.items():
+        torch.manual_seed(3)
+        torch.nn.Linear(recipe_cases.FEATURES, recipe_cases.FEATURES, bias=False)
+        histories: dict[str, list[float]] = {"e4m3": [], "e5m2": []}
+        shares: list[tuple[float, float]] = []
+        for step in range(-recipe_cases.BEFORE, window + 8):
+            shape = (recipe_cases.ROWS, recipe_cases.FEATURES)
+            of_step = []
+            for fmt, history in histories.items():
+                values = (torch.randn(shape) * size(step)).numpy()
+                amax = max(history[-window:]) if history else largest(values)
+                of_step.append(lost(values, scale_of(amax, fmt, margin), fmt))
+                history.append(largest(values))
+            shares.append((of_step[1][0], of_step[0][1]))
+        after = np.array(shares[recipe_cases.BEFORE :])
+        found = watch(event, DelayedScaling(margin, amax_history_len=window), 3)
+        assert found["clipped_steps"] == (after[:, 0] > 0.01).sum()
+        assert found["zero_steps"] == (after[:, 1] > 0.01).sum()
+        assert found["clipped_fraction"] == pytest.approx(after[:, 0].max(), abs=1e-6)
+        assert found["zero_fraction"] == pytest.approx(after[:, 1].max(), abs=1e-6)
+        steady = mean(share for share, _ in shares[1 : recipe_cases.BEFORE])
+        assert found["steady_clipped_fraction"] == pytest.approx(steady, abs=1e-6)
+    assert watch("growth", CurrentScaling(), 3)["clipped_steps"] == 0
+
+
+def test_a_training_with_an_outlier() -> None:
+    """It changes the losses of FP8, and none without FP8; the same seed gives the same numbers."""
+    short = replace(TRAININGS["spikes"], steps=8, last=4, outlier=lambda step: 1e5 if step == 5 else 1.0)
+    without = replace(short, outlier=lambda step: 1.0)
+    assert train(short, None, 1) == train(without, None, 1)
+    recipe = DelayedScaling(amax_history_len=4)
+    found, plain = train(short, recipe, 1), train(without, recipe, 1)
+    assert found == train(short, recipe, 1)
+    assert found["loss"] != plain["loss"]
+    # untrained: an embedding of 256 bytes
+    assert all(abs(row[key] - np.log(256)) < 0.8 for row in (found, plain) for key in ("loss", "val_loss"))
+    assert found["val_accuracy"] is None
+    # two of eight steps were counted, 0 and 7, of which the last one came after the spike
+    assert found["underflowed_fraction"] > 10 * plain["underflowed_fraction"]
+
+
+def test_a_classifier() -> None:
+    found = train(replace(TRAININGS["encoder"], steps=40, last=5), CurrentScaling(), 0)
+    assert found["val_accuracy"] > 0.4
+    # the largest number times its scale may be rounded up
+    assert found["saturated_fraction"] < 1e-4
+
+
+def test_learning_rates() -> None:
+    training = TRAININGS["restarts"]
+    rates = [training.learning_rate(step) for step in range(training.steps)]
+    assert rates[:2] == [1 / 30, 2 / 30]
+    assert [rates[149], rates[299]] == pytest.approx([0.1, 0.1], abs=1e-3)
+    assert rates[150] == 1
+
+
+def made(costs: dict[str, list[float]], steps: dict[str, int]) -> list[dict[str, Any]]:
+    """Rows whose excesses are these percents in each training, with so many harmed steps after each event."""
+    rows = []
+    for case in TRAININGS:
+        for seed in range(3):
+            keys = {"case": case, "seed": seed, "val_accuracy": 0.5}
+            rows.append({**keys, "variant": "baseline", "loss": 2.0, "val_loss": 4.0})
+            for name, of_seeds in costs.items():
+                loss = 2 * (1 + of_seeds[seed] / 100)
+                rows.append({**keys, "variant": name, "loss": loss, "val_loss": 2 * loss})
+    for case in recipe_cases.EVENTS:
+        for name, count in steps.items():
+            lost = {"zero_fraction": 0.5, "clipped_fraction": 0.9, "steady_clipped_fraction": 1e-4}
+            rows.append({"case": case, "seed": 0, "variant": name, "zero_steps": count, "clipped_steps": 1, **lost})
+    return rows
+
+
+def test_the_rule() -> None:
+    long, short, free, bad = (f"fp8-delayed,amax_history_len={x}" for x in ("16", "4", "4,margin=1", "1"))
+    # the second differs from the best by noise, `bad` by more than that
+    costs = {long: [0.1, 0.2, 0.3], short: [0.15, 0.1, 0.4], free: [0.1, 0.2, 0.31], bad: [0.4, 0.5, 0.6]}
+    rows = made({**costs, "fp8-current": [0.0, 0.0, 0.0]}, {long: 16, short: 4, free: 4, bad: 1, "fp8-current": 0})
+    assert preferred(rows) == [short, free, long]
+    # one that has not been measured on everything
+    rows = [row for row in rows if (row["case"], row["variant"], row["seed"]) != ("spikes", short, 1)]
+    assert preferred(rows) == [free, long]
+    rows = [row for row in rows if (row["case"], row["variant"]) != ("growth", free)]
+    assert preferred(rows) == [long]
+    assert preferred([]) == []
+
+
+def test_means_and_intervals() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    for count in range(2, 11):
+        values = np.random.default_rng(count).normal(size=count).tolist()
+        half = stats.t.ppf(0.975, count - 1) * stdev(values) / np.sqrt(count)
+        assert interval(values) == pytest.approx((mean(values), half), rel=1e-3)
+    assert interval([1.0]) == (1.0, float("inf"))
+    name = "fp8-delayed,amax_history_len=4"
+    rows = made({name: [0.1, 0.2, 0.3]}, {name: 4})
+    assert excess(rows, DECIDING[0], name, "loss") == pytest.approx({0: 0.1, 1: 0.2, 2: 0.3})
+    line = next(line for line in tables(rows).splitlines() if line.startswith(f"| {name}"))
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == ["+0.20% ± 0.25"] * 6
+
+
+def test_rows_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, measured = "fp8-delayed,amax_history_len=4", []
+    rows = {(row["case"], row["variant"], row["seed"]): row for row in made({name: [0.1, 0.2, 0.3]}, {name: 4})}
+
+    def measure(case: str, variant: str, seed: int) -> dict[str, Any]:
+        measured.append((case, variant, seed))
+        return rows.get((case, variant, seed)) or {**rows[case, variant, 0], "seed": seed}
+
+    monkeypatch.setattr(recipes, "measure", measure)
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--out", str(out), "--recipes", name]
+    recipes.main([*arguments, "--seeds", "1"])
+    assert len(measured) == 2 * len(TRAININGS) + len(recipe_cases.EVENTS)
+    recipes.main([*arguments, "--seeds", "2"])
+    assert {seed for _, _, seed in measured[len(measured) // 2 :]} == {1}
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["case"], row["variant"], row["seed"]) for row in written] == measured
+    assert all(row["threads"] == 1 and row["commit"] for row in written)
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,118 @@
+"""The page that compares recipes: its tables are those of the rows, and the default is what the rows speak for."""
+
+from __future__ import annotations
+
+import json
+from statistics import mean, stdev
+from typing import Any
+
+from documented import commands_of, table_of, text_of
+from repository import ROOT
+
+from benchmarks.recipe_tables import preferred
+from benchmarks.recipes import RECIPES, recipe_of
+from lightning_fp8 import DelayedScaling
+
+PAGE, FILE = "docs/recipes.md", "docs/results/recipes-cpu.jsonl"
+ROWS: list[dict[str, Any]] = [json.loads(line) for line in (ROOT / FILE).read_text().splitlines()]
+GPT = ("gpt", "restarts", "outlier", "spikes")
+SEEDS = {row["seed"] for row in ROWS}
+# of Student's t, for five seeds
+T95 = 2.7764
+
+
+def of(case: str, variant: str, key: str) -> list[float]:
+    """One number of the rows, in the order of the seeds; empty where it was not run for all of them."""
+    found = {row["seed"]: row[key] for row in ROWS if (row["case"], row["variant"]) == (case, variant)}
+    return [found[seed] for seed in sorted(found)] if found.keys() == SEEDS else []
+
+
+def excess(case: str, variant: str, key: str) -> list[float]:
+    return [100 * (x / base - 1) for x, base in zip(of(case, variant, key), of(case, "baseline", key))]
+
+
+def said(values: list[float]) -> str:
+    if not values:
+        return "not run"
+    return f"{mean(values):+.2f} ± {T95 * stdev(values) / len(values) ** 0.5:.2f}"
+
+
+def variant_of(line: dict[str, str]) -> str:
+    """As the benchmark calls it: the page has ``window`` and ``margin``."""
+    if line["window"] == "current scaling":
+        return "fp8-current"
+    return f"fp8-delayed,amax_history_len={line['window']},margin={line['margin']}"
+
+
+def test_every_row_is_of_one_command_and_thread() -> None:
+    assert set(range(5)) == SEEDS
+    assert len({(row["case"], row["variant"], row["seed"]) for row in ROWS}) == len(ROWS)
+    assert {row["variant"] for row in ROWS} == {"baseline", *RECIPES}
+    for row in ROWS:
+        assert row["command"] == f"python -m benchmarks.recipes --out {FILE}"
+        assert row["threads"] == 1
+        assert "dirty" not in row["commit"]
+    assert f"OMP_NUM_THREADS=1 {ROWS[0]['command']}" in commands_of(PAGE)
+
+
+def test_losses() -> None:
+    lines = table_of(PAGE, "window", "margin", "gpt", "cost")
+    assert [variant_of(line) for line in lines] == RECIPES
+    for line in lines:
+        found = {case: excess(case, variant_of(line), "loss") for case in GPT}
+        for case in GPT:
+            assert line[case] == said(found[case]), line
+        # none where one of the trainings was not run
+        assert line["cost"] == said([mean(of_seed) for of_seed in zip(*found.values())])
+        assert line["encoder"] == said(excess("encoder", variant_of(line), "loss"))
+
+
+def test_events() -> None:
+    lines = table_of(PAGE, "window", "steps with zeros")
+    assert [variant_of(line) for line in lines] == RECIPES
+    for line in lines:
+        name = variant_of(line)
+        for column, case, key in (
+            ("steps with zeros", "one spike", "zero_steps"),
+            ("steps clipped by growth", "growth", "clipped_steps"),
+        ):
+            assert float(line[column]) == mean(of(case, name, key)), line
+        for column, case, key in (
+            ("zeros", "one spike", "zero_fraction"),
+            ("clipped by growth", "growth", "clipped_fraction"),
+        ):
+            assert line[column] == f"{mean(of(case, name, key)):.0%}", line
+        steady = of("growth", name, "steady_clipped_fraction")
+        assert line["clipped without an event"] == f"{mean(steady):.4%}"
+
+
+def test_the_default_is_a_candidate() -> None:
+    candidates = [recipe_of(name) for name in preferred(ROWS)]
+    assert DelayedScaling() in candidates
+    text = " ".join(text_of(PAGE).split())
+    names = [f"{recipe.amax_history_len} with margin {recipe.margin}" for recipe in candidates if recipe is not None]
+    assert f"Candidates, preferred ones first: {', '.join(names)}." in text
+
+
+def named(window: int, margin: int = 0) -> str:
+    return f"fp8-delayed,amax_history_len={window},margin={margin}"
+
+
+def test_numbers_in_the_text() -> None:
+    text = " ".join(text_of(PAGE).split())
+    clipped = [f"{mean(of('gpt', named(window), 'saturated_fraction')):.4%}" for window in (1, 16, 1024)]
+    clips = "a window of 1 clips {} of all inputs and gradients, one of 16 {} and one of 1024 {}."
+    assert clips.format(*clipped) in text
+    with_margin = mean(excess("spikes", named(16, 1), "loss"))
+    assert f"With a window of 16 the training with spikes ends {with_margin:.2f}% above the baseline." in text
+    spikes = [f"{mean(excess('spikes', named(window), 'loss')):.2f}%" for window in (1024, 16)]
+    assert "the loss is {} above the baseline with a window of 1024, and {} with 16".format(*spikes) in text
+    encoder = [mean(excess("encoder", name, "loss")) for name in (named(1), named(16), named(1, 1))]
+    said_of_it = "the encoder ends {:.0f}% above the baseline in training loss with a window of 1, and {:.0f}% with 16."
+    assert said_of_it.format(*encoder) in text
+    assert f"With a margin of 1, a window of 1 ends {encoder[2]:.0f}% above it." in text
+    pairs = zip(excess("encoder", named(1), "loss"), excess("encoder", named(16), "loss"))
+    differences = [one - other for one, other in pairs]
+    assert min(differences) > 0
+    width = T95 * stdev(differences) / len(differences) ** 0.5
+    assert f"by {mean(differences):.1f} ± {width:.1f} percentage points" in text
