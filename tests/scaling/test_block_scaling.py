@@ -124,7 +124,9 @@ def test_a_state_has_no_scales_in_its_checkpoint() -> None:
 
 def test_the_fields() -> None:
     assert as_recipe({"precision": "fp8-block", "power_of_2_scales": True}) == BlockScaling(power_of_2_scales=True)
-    with pytest.raises(TypeError, match=r"BlockScaling has no field 'margin'\. Its fields are power_of_2_scales, fprop, dgrad, wgrad\."):
+    with pytest.raises(
+        TypeError, match=r"BlockScaling has no field 'margin'\. Its fields are power_of_2_scales, fprop"
+    ):
         as_recipe({"precision": "fp8-block", "margin": 1})
     with pytest.raises(ValueError, match="BlockScaling: `power_of_2_scales` must be True or False, got 1"):
         BlockScaling(power_of_2_scales=1)  # type: ignore[arg-type]
