@@ -42,7 +42,9 @@ class Fp8Weight(NamedTuple):
     def rows(self, rows: slice, of: Fp8Rows) -> Fp8Weight:
         """A slice of the N rows, with the scales of the whole weight; cast by itself if it ends within blocks."""
         weight, operand = take_rows(self.weight, rows), self.operand
-        if operand is None or weight is self.weight:
+        if operand is None:
+            return Fp8Weight(weight, None)
+        if weight is self.weight:
             return self
         if of.weight_scaling.blocks and (rows.start % BLOCK or rows.stop % BLOCK):
             # without the state, which shows what the cast of the whole weight has used
