@@ -28,7 +28,7 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileOpener
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from lit import Regression, dataset, loader, make_trainer, same, seeded
+from lit import Regression, dataset, loader, make_trainer, same, seeded, takes_weights_only
 from processes import PATIENCE, PROCESSES, all_end_well, as_ranks, start
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -578,6 +578,7 @@ class Malicious:
         return open, (str(self.marker), "w")
 
 
+@takes_weights_only
 @pytest.mark.parametrize("where", ["scale", "net.2.grad_output", "Fp8Precision"])
 @pytest.mark.parametrize("weights_only", [True, None])
 def test_a_malicious_checkpoint_does_not_run(
@@ -617,6 +618,7 @@ class WithEverything(Regression):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)]
 
 
+@takes_weights_only
 @pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed", "bf16-true"])
 def test_our_checkpoints_need_weights_only(tmp_path: Path, precision: str) -> None:
     def run(epochs: int, **how: Any) -> WithEverything:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow_layers
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
@@ -17,7 +18,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import LayerTimer, convert, describe, scaling_state
+from lightning_fp8.callbacks import stopwatch
 from lightning_fp8.callbacks.stopwatch import NOTHING_RAN, CudaClock, HostClock, Stopwatch, clock_for
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other work on the machine takes no time here; processes of their own have the real clock."""
+    told = slow_layers.ToldClock()
+    for module in (slow_layers, stopwatch):
+        monkeypatch.setattr(module, "time", told)
 
 
 def timed(model: Regression, tmp_path: Path, every_n_steps: int = 2, **kwargs: Any) -> LayerTimer:

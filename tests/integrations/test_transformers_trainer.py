@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from small_models import small_mlp
 from torch import Tensor, nn
 from trainer_runs import Batch, llama, texts, trainer
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from lightning_fp8 import DelayedScaling, convert, load_scales, scaling_state
 from lightning_fp8.integrations import Fp8Callback
@@ -198,6 +198,10 @@ def test_what_an_abandoned_step_recorded_is_dropped(tmp_path: Path) -> None:
 
 
 # --- checkpoints ---
+# by its name in this version of transformers
+RECOMPUTATION = next(
+    name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
+)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +209,7 @@ def test_what_an_abandoned_step_recorded_is_dropped(tmp_path: Path) -> None:
     [
         {"bf16": True, "gradient_accumulation_steps": 2},
         {"bf16": False, "gradient_checkpointing": True, "max_grad_norm": 0.5},
-        {"bf16": True, "activation_checkpointing": True, "eval_strategy": "steps", "eval_steps": 2},
+        {"bf16": True, RECOMPUTATION: True, "eval_strategy": "steps", "eval_steps": 2},
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")

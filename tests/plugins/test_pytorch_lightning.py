@@ -18,7 +18,7 @@ import torch
 import yaml
 from connectors import QUIET, with_cuda
 from lightning.pytorch.loggers import CSVLogger
-from lit import Regression, by_hand, loader, make_trainer, same, seeded
+from lit import TRUSTED, Regression, by_hand, loader, make_trainer, same, seeded
 from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.loggers import CSVLogger as MirrorCSVLogger
 from pytorch_lightning.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
@@ -162,7 +162,7 @@ def fitted(kind: Any, path: Path, epochs: int, **kwargs: Any) -> Any:
 def test_a_run_is_resumed_under_the_other_name(kinds: tuple[Any, Any], tmp_path: Path) -> None:
     whole = fitted(kinds[0], tmp_path, 2)
     fitted(kinds[0], tmp_path, 1)
-    resumed = fitted(kinds[1], tmp_path, 2, ckpt_path=tmp_path / "1.ckpt", weights_only=False)
+    resumed = fitted(kinds[1], tmp_path, 2, ckpt_path=tmp_path / "1.ckpt", **TRUSTED)
     assert torch.equal(torch.stack(whole.losses[4:]), torch.stack(resumed.losses))
     assert same(resumed, whole)
 

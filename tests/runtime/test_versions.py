@@ -75,7 +75,9 @@ def test_ci_runs_the_tests_on_the_oldest_versions() -> None:
         text=True,
         check=True,
     ).stdout
-    pins = dict(line.split("==") for line in changed.splitlines() if re.match(r"(torch|(pytorch-)?lightning)==", line))
+    pins = dict(
+        line.split("==") for line in changed.splitlines() if re.match(r"(torch|(pytorch-)?lightning|rich)==", line)
+    )
     bounds = {name: SpecifierSet(f"=={oldest(name)}") for name in ("torch", "lightning")}
     assert all(bounds[name].contains(pins[name]) for name in bounds), pins
     assert pins["pytorch-lightning"] == pins["lightning"]

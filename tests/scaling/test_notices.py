@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lit import Regression, loader, long_window, make_trainer, seeded
+from lit import TRUSTED, Regression, loader, long_window, make_trainer, seeded
 from small_models import small_mlp
 from torch import Tensor, nn
 
@@ -102,7 +102,7 @@ def test_a_trainer_that_evaluates_without_scales(tmp_path: Path) -> None:
     trainer.fit(seeded(), loader(), loader())
     path = tmp_path / "run.ckpt"
     trainer.save_checkpoint(path)
-    expected = trainer.validate(seeded(), loader(batch_size=4), ckpt_path=path, weights_only=False)[0]["val_loss"]
+    expected = trainer.validate(seeded(), loader(batch_size=4), ckpt_path=path, **TRUSTED)[0]["val_loss"]
     for evaluate in ("validate", "test", "predict"):
         model = Regression.load_from_checkpoint(path)
         with told(WITHOUT_SCALES):

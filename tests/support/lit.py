@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ LONG_WINDOW = DelayedScaling(amax_history_len=64)
 # the first versions of Lightning 2.5 lack it
 Averaging: Any = getattr(callbacks, "WeightAveraging", None)
 needs_averaging = pytest.mark.skipif(Averaging is None, reason="Lightning has no WeightAveraging")
+# Lightning 2.5 lacks it too, and loads what it is given
+_TAKES_WEIGHTS_ONLY = "weights_only" in signature(pl.Trainer.fit).parameters
+takes_weights_only = pytest.mark.skipif(not _TAKES_WEIGHTS_ONLY, reason="Trainer.fit has no weights_only")
+TRUSTED: dict[str, Any] = {"weights_only": False} if _TAKES_WEIGHTS_ONLY else {}
 
 
 class Regression(pl.LightningModule):

@@ -11,6 +11,21 @@ from torch import Tensor, nn
 FORWARD, BACKWARD = 0.1, 0.25
 
 
+class ToldClock:
+    """In place of :mod:`time`: time passes in a sleep and, each time a microsecond more, at a look at the clock."""
+
+    def __init__(self) -> None:
+        self._now = self._looks = 0
+
+    def sleep(self, seconds: float) -> None:
+        self._now += round(seconds * 1e9)
+
+    def perf_counter_ns(self) -> int:
+        self._looks += 1
+        self._now += 1000 * self._looks
+        return self._now
+
+
 class Sleep(torch.autograd.Function):
     """The identity, which takes its time on both ways."""
 
