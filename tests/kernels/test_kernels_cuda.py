@@ -669,5 +669,5 @@ def test_worked_cases(
 
 
 def test_unknown_source_names_those_there_are() -> None:
-    with pytest.raises(ValueError, match="no kernel source 'cast'; there are: cast_blocks, cast_transpose, cast_weights, gemm_"):
+    with pytest.raises(ValueError, match="no kernel source 'cast'; there are: cast_blocks, cast_transpose, cast_w"):
         source("cast")
