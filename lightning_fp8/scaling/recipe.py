@@ -151,9 +151,10 @@ class DelayedScaling(_TensorScaling):
         amax_compute_algo: ``"max"``: the largest value in the window; ``"most_recent"``: the newest one, as with a
             window of 1.
         reduce_amax: under ``torch.distributed``, take the maximum over all ranks, so that scales agree on every rank.
-        fprop, dgrad, wgrad: in which precision each product is computed, ``"fp8"`` or ``"bf16"``. ``wgrad="bf16"``
-            multiplies the unrounded gradient with the unrounded input, which is kept for backward in 2 bytes per
-            element instead of 1.
+        fprop: the precision of the output's product, ``"fp8"`` or ``"bf16"``.
+        dgrad: that of the product for the gradient of the input.
+        wgrad: that of the product for the gradient of the weight. In ``"bf16"`` it takes the unrounded gradient and the
+            unrounded input, which is kept for backward in 2 bytes per element instead of 1.
 
     Raises:
         ValueError: for an invalid field; the message has the field, the rule and the value.
@@ -203,7 +204,9 @@ class CurrentScaling(_TensorScaling):
     Args:
         margin: powers of two kept free above the largest value of an input or gradient, an integer from 0 to 127.
         fp8_format: ``"HYBRID"``: E4M3 forward, E5M2 for the gradient of the output. ``"E4M3"``: E4M3 everywhere.
-        fprop, dgrad, wgrad: as of :class:`DelayedScaling`.
+        fprop: as of :class:`DelayedScaling`.
+        dgrad: likewise.
+        wgrad: likewise.
 
     Raises:
         ValueError: for an invalid field; the message has the field, the rule and the value.
