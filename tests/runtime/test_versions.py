@@ -130,7 +130,7 @@ def unsupported() -> Iterator[str]:
             continue
         for python in PYTHONS:
             applies = constraint.marker is None or constraint.marker.evaluate({"python_version": python})
-            if applies and not SpecifierSet(installed["Requires-Python"] or "").contains(f"{python}.99"):
+            if applies and not SpecifierSet(installed.get("Requires-Python") or "").contains(f"{python}.99"):
                 yield f"{line}: not for Python {python}"
 
 
