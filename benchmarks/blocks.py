@@ -174,10 +174,7 @@ def _slot(weight: bool) -> Any:
 
 def _values(payload: Tensor, scale_inv: Tensor | None) -> Tensor:
     values = payload.view(torch.float8_e4m3fn).double()
-    if scale_inv is None:
-        return values
-    scale_inv = reference.per_row(scale_inv, len(payload)).repeat_interleave(reference.BLOCK, 1)
-    return values.mul_(scale_inv[:, : payload.shape[1]])
+    return values if scale_inv is None else values.mul_(reference.by_element(scale_inv, payload))
 
 
 def _named(parts: tuple[Tensor, ...]) -> Results:

@@ -122,12 +122,11 @@ def cast_operand(x: Tensor, slot: Slot, activation: str, keep: bool, by_rows: bo
 
     Without ``by_rows`` forward needs no FP8, and the payload by rows may be empty.
     """
+    layout = "rows" if not keep else "both" if by_rows else "columns"
     if slot.own.blocks:
-        layout = "rows" if not keep else "both" if by_rows else "columns"
         rows, columns, scale_inv, columns_scale_inv = cast_blocks(activate(x, activation), slot, layout)
         return Fp8Operand(rows, columns, scale_inv, columns_scale_inv, slot.format)
     if is_k_major(x):
-        layout = "rows" if not keep else "both" if by_rows else "columns"
         rows, columns, scale_inv = cast(x, slot, activation, layout)
         return Fp8Operand(rows, columns, scale_inv, scale_inv, slot.format)
     rows, _, scale_inv = cast(x, slot, activation, "rows")

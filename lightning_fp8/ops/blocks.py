@@ -16,7 +16,15 @@ from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.library import is_k_major
 from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot, nothing
-from lightning_fp8.ops.reference import BLOCK, per_row, power_of_2, row_chunks, scale_of_current
+from lightning_fp8.ops.reference import (
+    BLOCK,
+    by_element,
+    per_row,
+    power_of_2,
+    record_amax,
+    row_chunks,
+    scale_of_current,
+)
 
 
 def cast(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -26,9 +34,7 @@ def cast(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Te
     (columns, columns_scale_inv, of_columns) = _cast(x.t(), fmt, slot.own) if layout != "rows" else _no_cast(x)
     amax, _, _ = slot.open()
     if amax is not None:
-        # as integers, the bits of non-negative floats order as finite < inf < NaN
-        found = (largest if layout != "columns" else of_columns).view(torch.int32)[None]
-        amax.view(torch.int32).scatter_reduce_(0, slot.index, found, "amax")
+        record_amax(amax, slot.index, largest if layout != "columns" else of_columns)
     count_if_asked(x, scale_inv, columns_scale_inv, slot, layout)
     return rows, columns, scale_inv, columns_scale_inv
 
@@ -112,4 +118,4 @@ def scale_to_count(scale: Tensor, x: Tensor) -> Tensor:
     """That of each element, a little smaller: the largest of a block arrives at the end of the format, or, by rounding,
     behind it, and is not clipped.
     """
-    return per_row(scale * (1 - 2**-20), len(x)).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+    return by_element(scale * (1 - 2**-20), x)

@@ -13,7 +13,7 @@ from lightning_fp8.ops import reference
 from lightning_fp8.ops.basic import cast_blocks, fprop, scaled_mm
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.library import define, differentiable, implement
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, nothing
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, gradient_layout, nothing
 
 # linear: fprop with the gradients of x [*, K], weight [N, K] and bias [N] -> y [*, N]. These three define the
 #   edges of the graph, and the shapes and dtypes of the gradients; the GEMMs use their FP8 casts, which are kept for
@@ -138,11 +138,10 @@ def _gradients(
     if not slot.own.blocks:
         return linear_backward(dy, None, "none", x, w, slot, dx_dtype, dw_dtype, bias)  # type: ignore[no-any-return]
     # the two products take different casts of dy
-    db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
-    dx, dw = nothing(dy, dx_dtype), nothing(dy, dw_dtype)
+    dx, dw, db = _without_products(dy, dx_dtype, dw_dtype, bias)
     if x.payload is None and w.payload is None:
         return dx, dw, db
-    layout = "rows" if x.payload is None else "columns" if w.payload is None else "both"
+    layout = gradient_layout(x, w)
     rows, columns, scale_inv, columns_scale_inv = cast_blocks(dy, slot, layout)
     fmt, gemm = slot.format, slot.gemm
     if w.payload is not None:
@@ -162,13 +161,20 @@ def _gradients_in_part(
         dx, dw, db = _gradients(dy, of_x, of_w, slot, dx_dtype, dw_dtype, bias)
     else:
         # then dy is not cast, and leaves no amax
-        dx, dw = nothing(dy, dx_dtype), nothing(dy, dw_dtype)
-        db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+        dx, dw, db = _without_products(dy, dx_dtype, dw_dtype, bias)
     if w.payload is not None and in_fp8[1] is None:
         dx = torch.mm(dy, w.payload.t()).to(dx_dtype)
     if x.payload is not None and in_fp8[0] is None:
         dw = torch.mm(dy.t(), x.payload.t()).to(dw_dtype)
     return dx, dw, db
+
+
+def _without_products(
+    dy: Tensor, dx_dtype: torch.dtype, dw_dtype: torch.dtype, bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Nothing in place of both products, and the bias gradient."""
+    db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+    return nothing(dy, dx_dtype), nothing(dy, dw_dtype), db
 
 
 def in_rows(x: Tensor) -> Tensor:

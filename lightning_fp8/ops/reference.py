@@ -64,6 +64,12 @@ def max_abs(x: Tensor) -> Tensor:
     return torch.maximum(low.abs(), high.abs()).float()
 
 
+def record_amax(amax: Tensor, index: Tensor, current: Tensor) -> None:
+    """``amax[index] = max(amax[index], current)``: index ``[1] int64``, current ``[] float32``. Waits for no device."""
+    # The bits of non-negative floats as integers: NaN > inf > every finite value, so nothing non-finite is lost.
+    amax.view(torch.int32).scatter_reduce_(0, index, current.view(torch.int32)[None], "amax")
+
+
 def scale_of_current(amax: Tensor, fmt: Fp8Format) -> Tensor:
     """``FP8_MAX / amax``; 1 where ``amax`` is not finite: finite elements survive."""
     # tensor by tensor: a Python number divided by a tensor is its reciprocal times the number, rounded twice
@@ -229,6 +235,11 @@ def _scaled_mm_in_blocks(
 def per_row(scale: Tensor, rows: int) -> Tensor:
     """The scales of blocks, each row's: those of squares are ``[ceil(rows/128), *]``."""
     return scale if len(scale) == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
+
+
+def by_element(scale: Tensor, x: Tensor) -> Tensor:
+    """The scales of blocks of x, each element's."""
+    return per_row(scale, len(x)).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
 
 
 def scaled_mm_add_(

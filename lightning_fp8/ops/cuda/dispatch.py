@@ -16,7 +16,7 @@ from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.cuda.gemm import scaled_mm
 from lightning_fp8.ops.cuda.kernels import block_cast_kernel, cast_kernel, update_kernel, weights_kernel
 from lightning_fp8.ops.library import is_k_major
-from lightning_fp8.ops.operand import Columns, Slot, State, WeightSlot, nothing
+from lightning_fp8.ops.operand import Columns, Slot, State, WeightSlot, gradient_layout, nothing
 from lightning_fp8.ops.reference import as_asked, max_abs
 
 
@@ -146,7 +146,7 @@ def linear_backward(
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::linear_backward``."""
-    layout = "rows" if x.payload is None else "columns" if w.payload is None else "both"
+    layout = gradient_layout(x, w)
     dy_fp8, dy_fp8_t, scale_inv, db = cast_gradient(dy, h, activation, slot, layout, bias)
     fmt, gemm = slot.format, slot.gemm
     if w.payload is None:

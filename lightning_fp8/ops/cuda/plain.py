@@ -25,8 +25,7 @@ def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, T
     current = reference.max_abs(x)
     amax, may_use_history, _ = slot.open()
     if amax is not None:
-        # The bits of non-negative floats as integers: NaN > inf > every finite value, so nothing non-finite is lost.
-        amax.view(torch.int32).scatter_reduce_(0, slot.index, current.view(torch.int32)[None], "amax")
+        reference.record_amax(amax, slot.index, current)
     delayed = slot.scale.index_select(0, slot.index)[0]
     has_history = (slot.amax_history[0].index_select(0, slot.index)[0] > 0) & may_use_history
     used = torch.where(has_history, delayed, scale_of_current(reference.as_asked(current, slot.own), fmt))

@@ -157,8 +157,7 @@ def _product_in_blocks(
 ) -> tuple[Tensor, Tensor]:
     """As :func:`_product`."""
     values = [
-        payload.view(FORMATS[its_format].dtype).float()
-        * reference.per_row(scale_inv, len(payload)).repeat_interleave(kernels.SCALE_ROWS, 1)[:, : payload.shape[1]]
+        payload.view(FORMATS[its_format].dtype).float() * reference.by_element(scale_inv, payload)
         for payload, scale_inv, its_format in ((a, a_scale_inv, a_format), (b, b_scale_inv, b_format))
     ]
     return values[0] @ values[1].t(), values[0].abs() @ values[1].abs().t() * _ACCUMULATION
