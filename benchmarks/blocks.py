@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.baselines import copy
 from benchmarks.case import Case, Results, difference
-from benchmarks.gemm import LAYERS
+from benchmarks.gemm import LAYERS, Product
 from lightning_fp8 import ops
 from lightning_fp8.ops import blocks, reference
 from lightning_fp8.ops.cuda import gemm_choice, kernels, plain
@@ -91,30 +91,13 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Gemm:
+class Gemm(Product):
     """A GEMM of a layer in E4M3, a in blocks of 1 x 128; b too for wgrad, else in squares of 128 x 128."""
-
-    kind: str
-    m: int
-    n: int
-    k: int
-
-    bytes = None
 
     @property
     def name(self) -> str:
         """Kind and sizes."""
         return f"{self.kind} in blocks {self.m}x{self.n}x{self.k} (MxNxK)"
-
-    @property
-    def flops(self) -> int:
-        """A product and a sum for each of M N K."""
-        return 2 * self.m * self.n * self.k
-
-    @property
-    def output(self) -> torch.dtype:
-        """Of the result: a weight's gradient is summed in fp32."""
-        return torch.float32 if self.kind == "wgrad" else torch.bfloat16
 
     def is_served(self, device: torch.device) -> bool:
         """Whether there is a kernel for it, or none is to be expected."""

@@ -68,12 +68,11 @@ class Operands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gemm:
-    """One of a layer's GEMMs: ``a [M, K] @ b [N, K]^T``, times both scale_inv.
+class Product:
+    """One of a layer's GEMMs: a ``[M, K]``, b ``[N, K]``, the result ``[M, N]``.
 
     Attributes:
-        kind: ``"fprop"``: E4M3 x E4M3 -> bf16, fast accumulation. ``"dgrad"``: E5M2 x E4M3 -> bf16, precise.
-            ``"wgrad"``: E5M2 x E4M3 -> fp32, precise.
+        kind: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
         m: rows of the result.
         n: columns of the result.
         k: length of the sums.
@@ -87,24 +86,37 @@ class Gemm:
     bytes = None
 
     @property
-    def name(self) -> str:
-        """Kind and sizes."""
-        return f"{self.kind} {self.m}x{self.n}x{self.k} (MxNxK)"
-
-    @property
     def flops(self) -> int:
         """A product and a sum for each of M N K."""
         return 2 * self.m * self.n * self.k
 
     @property
-    def a_format(self) -> str:
-        """Of the gradient, or of the input."""
-        return "e4m3" if self.kind == "fprop" else "e5m2"
-
-    @property
     def output(self) -> torch.dtype:
         """Of the result: a weight's gradient is summed in fp32."""
         return torch.float32 if self.kind == "wgrad" else torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Gemm(Product):
+    """One of a layer's GEMMs: ``a [M, K] @ b [N, K]^T``, times both scale_inv.
+
+    Attributes:
+        kind: ``"fprop"``: E4M3 x E4M3 -> bf16, fast accumulation. ``"dgrad"``: E5M2 x E4M3 -> bf16, precise.
+            ``"wgrad"``: E5M2 x E4M3 -> fp32, precise.
+        m: rows of the result.
+        n: columns of the result.
+        k: length of the sums.
+    """
+
+    @property
+    def name(self) -> str:
+        """Kind and sizes."""
+        return f"{self.kind} {self.m}x{self.n}x{self.k} (MxNxK)"
+
+    @property
+    def a_format(self) -> str:
+        """Of the gradient, or of the input."""
+        return "e4m3" if self.kind == "fprop" else "e5m2"
 
     @property
     def fast(self) -> bool:

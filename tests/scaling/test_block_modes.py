@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +15,7 @@ from in_blocks import in_fp8, spread
 from processes import run_processes
 from safetensors.torch import load_file
 from small_models import small_mlp
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import (
@@ -28,11 +25,8 @@ from lightning_fp8 import (
     export,
     fall_back,
     load_exported,
-    scaling_state,
-    weights_unchanged,
 )
 from lightning_fp8.export.write import static_scales
-from lightning_fp8.scaling.recipe import Recipe
 
 
 @pytest.mark.parametrize("half", ["reference", "kernels"])
@@ -51,75 +45,11 @@ def test_a_block_that_would_be_fused_runs_part_by_part(half: str, request: pytes
     assert "not fused: its tensors are scaled in blocks" in str(describe(model))
 
 
-def test_an_evaluation_is_that_of_training_and_needs_no_scales() -> None:
-    model = convert(small_mlp(), BlockScaling())
-    x = torch.randn(8, 32)
-    trained = model(x).detach()
-    model.eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with torch.no_grad():
-            assert torch.equal(model(x), trained)
-            # what a step leaves behind changes nothing
-            model.train()
-            with torch.enable_grad():
-                model(1000 * x).sum().backward()
-            scaling_state(model).update()
-            model.eval()
-            assert torch.equal(model(x), trained)
-            with weights_unchanged(model):
-                # the second one takes what the first has kept
-                assert torch.equal(model(x), trained)
-                assert torch.equal(model(x), trained)
-
-
-def gradients_of_two_batches(recipe: Recipe, checkpointed: bool) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = convert(small_mlp(), recipe)
-    for scale in (1.0, 30.0):
-        x = torch.randn(8, 32) * scale
-        y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
-        y.square().mean().backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def test_recomputation_and_micro_batches() -> None:
-    for one, other in zip(*(gradients_of_two_batches(BlockScaling(), each) for each in (False, True)), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_compiled() -> None:
-    found = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = convert(small_mlp(), BlockScaling())
-        run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        outputs = []
-        for scale in (1.0, 300.0, 0.01):
-            y = run(torch.randn(8, 32) * scale)
-            y.square().mean().backward()
-            scaling_state(model).update()
-            outputs.append(y.detach())
-        state = scaling_state(model)
-        found.append([*outputs, state.scale, state.amax_history, *(parameter.grad for parameter in model.parameters())])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_a_counter_finds_the_three_products() -> None:
     model, x = convert(nn.Linear(200, 48), BlockScaling()), torch.randn(8, 200, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         model(x).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 8 * 200 * 48
-
-
-def test_an_exported_program_scales_each_batch_by_itself() -> None:
-    model = convert(small_mlp(), BlockScaling()).eval()
-    x = torch.randn(8, 32)
-    with torch.no_grad():
-        program = torch.export.export(model, (x,)).module()
-        for scale in (1.0, 1e4):
-            assert torch.equal(program(x * scale), model(x * scale))
 
 
 @pytest.mark.parametrize("width", [64, 128])

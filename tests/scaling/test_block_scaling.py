@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from in_blocks import in_fp8, linear, spread
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lit import loader, make_trainer, same, seeded
+from lit import loader, make_trainer, seeded
 from small_models import small_mlp
 
 from lightning_fp8 import (
@@ -130,24 +129,6 @@ def test_the_fields() -> None:
         as_recipe({"precision": "fp8-block", "margin": 1})
     with pytest.raises(ValueError, match="BlockScaling: `power_of_2_scales` must be True or False, got 1"):
         BlockScaling(power_of_2_scales=1)  # type: ignore[arg-type]
-
-
-def test_the_string_trains_and_resumes_exactly(tmp_path: Path) -> None:
-    whole = seeded()
-    make_trainer(tmp_path, precision="fp8-block", max_epochs=2).fit(whole, loader())
-    assert scaling_state(whole).recipe == BlockScaling()
-    first = seeded()
-    saving = ModelCheckpoint(tmp_path, filename="half", save_on_train_epoch_end=True)
-    make_trainer(tmp_path, precision="fp8-block", enable_checkpointing=True, callbacks=[saving]).fit(first, loader())
-    again = seeded()
-    make_trainer(tmp_path, precision="fp8-block", max_epochs=2).fit(
-        again, loader(), ckpt_path=str(tmp_path / "half.ckpt")
-    )
-    assert same(again, whole)
-    delayed = seeded()
-    make_trainer(tmp_path, max_epochs=2).fit(delayed, loader())
-    assert not torch.equal(torch.stack(delayed.losses), torch.stack(whole.losses))
-    torch.testing.assert_close(torch.stack(delayed.losses), torch.stack(whole.losses), rtol=0.1, atol=0)
 
 
 def test_callbacks_and_compiled_code_see_the_run(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ import pytest
 import torch
 from feed_forward_blocks import converted, llama, part_by_part
 from fp8_numpy import code_values, saturating_cast
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lit import loader, make_trainer, same, seeded
+from lit import loader, make_trainer, seeded
 from processes import run_processes
 from scales_in_numpy import largest, scale_of
 from small_models import small_mlp
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import CurrentScaling, DelayedScaling, ScaleFactorLogger, convert, load_scales, scaling_state
 from lightning_fp8.scaling.recipe import Recipe
@@ -133,70 +130,6 @@ def test_growth_within_a_step_is_clipped_by_delayed_scaling_only() -> None:
     assert saturated(CurrentScaling()) == [[0.0, 0.0]] * 6
 
 
-def test_an_evaluation_is_that_of_training_and_needs_no_scales() -> None:
-    model = convert(small_mlp(), CurrentScaling())
-    x = torch.randn(8, 32)
-    trained = model(x).detach()
-    model.eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with torch.no_grad():
-            assert torch.equal(model(x), trained)
-            # what a step leaves behind changes nothing
-            model.train()
-            with torch.enable_grad():
-                model(1000 * x).sum().backward()
-            scaling_state(model).update()
-            model.eval()
-            assert torch.equal(model(x), trained)
-
-
-def test_recomputation_and_micro_batches() -> None:
-    found = []
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
-        model = convert(small_mlp(), CurrentScaling())
-        for scale in (1.0, 30.0):
-            x = torch.randn(8, 32) * scale
-            y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
-            y.square().mean().backward()
-        found.append([parameter.grad.clone() for parameter in model.parameters()])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("margin", [0, 2])
-def test_compiled(margin: int) -> None:
-    found = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = convert(small_mlp(), CurrentScaling(margin))
-        run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        outputs = []
-        for scale in (1.0, 300.0, 0.01):
-            y = run(torch.randn(8, 32) * scale)
-            y.square().mean().backward()
-            scaling_state(model).update()
-            outputs.append(y.detach())
-        found.append([*outputs, *(parameter.grad for parameter in model.parameters())])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_an_exported_program_scales_each_batch_by_itself() -> None:
-    model = convert(small_mlp(), CurrentScaling(1))
-    # what the last step recorded is not in the program
-    model(torch.randn(8, 32) * 1000).sum().backward()
-    scaling_state(model).update()
-    model.eval()
-    x = torch.randn(8, 32)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.filterwarnings("error", message="lightning_fp8")
-        program = torch.export.export(model, (x,)).module()
-        for scale in (1.0, 1e4):
-            assert torch.equal(program(x * scale), model(x * scale))
-
-
 # states and checkpoints
 
 
@@ -240,24 +173,6 @@ def test_load_scales_takes_such_a_checkpoint() -> None:
 
 
 # in a Trainer
-
-
-def test_the_string_trains_and_resumes_exactly(tmp_path: Path) -> None:
-    whole = seeded()
-    make_trainer(tmp_path, precision="fp8-current", max_epochs=2).fit(whole, loader())
-    assert scaling_state(whole).recipe == CurrentScaling()
-    first = seeded()
-    saving = ModelCheckpoint(tmp_path, filename="half", save_on_train_epoch_end=True)
-    make_trainer(tmp_path, precision="fp8-current", enable_checkpointing=True, callbacks=[saving]).fit(first, loader())
-    again = seeded()
-    make_trainer(tmp_path, precision="fp8-current", max_epochs=2).fit(
-        again, loader(), ckpt_path=str(tmp_path / "half.ckpt")
-    )
-    assert same(again, whole)
-    delayed = seeded()
-    make_trainer(tmp_path, max_epochs=2).fit(delayed, loader())
-    assert not torch.equal(torch.stack(delayed.losses), torch.stack(whole.losses))
-    torch.testing.assert_close(torch.stack(delayed.losses), torch.stack(whole.losses), rtol=0.1, atol=0)
 
 
 def test_a_model_of_another_recipe_is_refused_by_the_string(tmp_path: Path) -> None:
