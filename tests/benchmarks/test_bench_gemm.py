@@ -117,8 +117,14 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("what", SPOILED)
-@pytest.mark.parametrize("whose", ["lightning_fp8", "auto", "cublaslt", "cublaslt precise"])
+# all are checked by one function: every fault in one of them, and one of each kind in the others
+@pytest.mark.parametrize(
+    ("whose", "what"),
+    [
+        *(("lightning_fp8", what) for what in SPOILED),
+        *((whose, what) for whose in ("auto", "cublaslt", "cublaslt precise") for what in ("one number", "its shape")),
+    ],
+)
 def test_a_wrong_result_ends_the_run(whose: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil, words = SPOILED[what]
     scaled_mm, cublaslt = ops.scaled_mm, torch._scaled_mm

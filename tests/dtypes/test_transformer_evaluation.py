@@ -107,19 +107,19 @@ BOTH = (True, False)
 MASKS = ("none", "bool", "float")
 # with what the caller says about its being causal
 HINTED_MASKS = (("none", None), *itertools.product(("bool", "float"), (None, False, True)))
-KINDS = {"relu": "relu", "gelu": "gelu", "callable": squared_relu}
+KINDS = ("relu", "gelu", squared_relu)
 # each pair of the options of a call, in each precision with each kind of layer
 
 
-@pytest.mark.parametrize("activation", KINDS)
+@pytest.mark.parametrize("activation", KINDS, ids=["relu", "gelu", "callable"])
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_encoder(precision: Any, norm_first: bool, activation: str, gemms: list[str]) -> None:
+def test_encoder(precision: Any, norm_first: bool, activation: Any, gemms: list[str]) -> None:
     count = 4 if precision.startswith("fp8-") else 0
     combinations = pairwise(BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
     for batch_first, bias, nested, dtype, (mask, hint), pad in combinations:
         plugin = PLUGINS[precision]()
-        sizes = (WIDTH, HEADS, 24, 0.0, KINDS[activation])
+        sizes = (WIDTH, HEADS, 24, 0.0, activation)
         options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
         layer = partial(nn.TransformerEncoderLayer, *sizes, **options)
         encoder = prepared(plugin, lambda: nn.TransformerEncoder(layer(), 1, enable_nested_tensor=nested))  # noqa: B023
@@ -130,15 +130,17 @@ def test_encoder(precision: Any, norm_first: bool, activation: str, gemms: list[
             agree(plugin, one, partial(one, x, src_mask, kpm, is_causal=bool(hint)), gemms, count)
 
 
-@pytest.mark.parametrize("activation", KINDS)
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+# what follows has an encoder's layers, each with each option: here the kinds of layers are among the pairs
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_decoder(precision: Any, norm_first: bool, activation: str, gemms: list[str]) -> None:
+def test_decoder(precision: Any, gemms: list[str]) -> None:
     # self-attention: in and out; cross-attention: query, key with value, out; then two linear layers
     count = 7 if precision.startswith("fp8-") else 0
-    for batch_first, bias, dtype, (mask, hint), pad in pairwise(BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS):
+    combinations = pairwise(KINDS, BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
+    for activation, norm_first, batch_first, bias, dtype, (mask, hint), pad in combinations:
         plugin = PLUGINS[precision]()
-        sizes = (WIDTH, HEADS, 24, 0.0, KINDS[activation])
+        sizes = (WIDTH, HEADS, 24, 0.0, activation)
         options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
         layer = partial(nn.TransformerDecoderLayer, *sizes, **options)
         decoder = prepared(plugin, lambda: nn.TransformerDecoder(layer(), 1))  # noqa: B023
@@ -150,13 +152,12 @@ def test_decoder(precision: Any, norm_first: bool, activation: str, gemms: list[
             agree(plugin, one, partial(one, x, memory, *masks, tgt_is_causal=bool(hint)), gemms, count)
 
 
-@pytest.mark.parametrize("activation", KINDS)
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_transformer(precision: Any, norm_first: bool, activation: str, gemms: list[str]) -> None:
-    for batch_first, bias, dtype, (mask, hint), pad in pairwise(BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS):
+def test_transformer(precision: Any, gemms: list[str]) -> None:
+    combinations = pairwise(KINDS, BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
+    for activation, norm_first, batch_first, bias, dtype, (mask, hint), pad in combinations:
         plugin = PLUGINS[precision]()
-        sizes = (WIDTH, HEADS, 1, 1, 24, 0.0, KINDS[activation])
+        sizes = (WIDTH, HEADS, 1, 1, 24, 0.0, activation)
         options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
         model = prepared(plugin, partial(nn.Transformer, *sizes, **options))
         x, y = inputs(batch_first, SOURCE, dtype), inputs(batch_first, LENGTH, dtype)

@@ -220,7 +220,7 @@ def errors(model: nn.Module, x: Tensor, training: bool) -> tuple[float, float]:
 
 
 # of the ways above, those that leave the histories; multiplied by all other factors, too
-DEEP_FACTORS = (0.01, 0.1, 0.5, 0.7, 1.42, 2.0, 4.0, 100.0)
+DEEP_FACTORS = (0.01, 0.7, 1.42, 4.0, 100.0)
 # on a GPU, where a write through .data leaves no trace, those that leave one
 WAYS = [
     *((way, "cpu") for way in CHANGES if way not in ("load_state_dict", "assign=True", "pruned")),
