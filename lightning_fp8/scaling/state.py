@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fp8.ops.amaxes import FP32_MAX, power_of_2
 from lightning_fp8.ops.basic import update_scales
 from lightning_fp8.ops.counting import CastCounts
 from lightning_fp8.ops.formats import DELAYED_ROLES, Product, Role
 from lightning_fp8.ops.operand import OwnScaling, take_handle
-from lightning_fp8.ops.reference import FP32_MAX, power_of_2
 from lightning_fp8.scaling.former_names import FormerNames
 from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.recipe import Recipe
@@ -266,13 +266,14 @@ class ScalingState(FormerNames):
         changes = self.weight_changes
         if changes.loaded:
             changes.loaded.clear()
+        has_history = self._every_tensor_has_history or self.every_tensor_has_history
         if record:
             self.has_recorded = True
-        elif self.recipe.from_history and not self.has_scales:
+            return self.amax, True, has_history
+        if self.recipe.from_history and not self.has_scales:
             self.notices.see_cast_without_scales(self)
-        may_use_histories = record or not changes.different
-        has_history = may_use_histories and (self._every_tensor_has_history or self.every_tensor_has_history)
-        return self.amax if record else None, may_use_histories, has_history
+        may_use_histories = not changes.different
+        return None, may_use_histories, may_use_histories and has_history
 
     def see_export(self) -> None:
         """Called where a program is exported or traced, which has the scales as constants."""

@@ -18,6 +18,7 @@ from kernels_cuda import block_casts
 from kernels_cuda import gemm as kernel_gemm
 from lightning_fp8 import BlockScaling, ScalingState, convert, ops, scaling_state
 from lightning_fp8.ops import blocks, reference
+from lightning_fp8.ops.amaxes import per_row
 from lightning_fp8.ops.cuda import gemm_choice, plain, self_test_blocks, self_test_gemm
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot
@@ -90,8 +91,7 @@ def test_products_are_those_of_the_values(
     out = ops.scaled_mm(a_fp8, b_fp8, a_inv, b_inv, bias, "e4m3", "e4m3", torch.bfloat16, squares)
     assert any(name.startswith("gemm_sm89") and name.endswith(f"={128 if squares else 1}") for name in cuda_half)
     values = [
-        payload.view(torch.float8_e4m3fn).double()
-        * reference.per_row(inverse, len(payload)).repeat_interleave(128, 1)[:, :300]
+        payload.view(torch.float8_e4m3fn).double() * per_row(inverse, len(payload)).repeat_interleave(128, 1)[:, :300]
         for payload, inverse in ((a_fp8, a_inv), (b_fp8, b_inv))
     ]
     exact, size = values[0] @ values[1].t() + bias.bfloat16(), values[0].abs() @ values[1].abs().t()

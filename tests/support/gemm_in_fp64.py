@@ -15,6 +15,7 @@ from kernels_cuda.casts import Row
 from kernels_cuda.gemm import Configuration, Split
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.amaxes import max_abs
 from lightning_fp8.ops.cuda import gemm_choice, kernels
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.ops.formats import FORMATS
@@ -173,7 +174,7 @@ def chained_gemm(
         if h is not None:
             h.copy_(computed)
     if row.amax is not None:
-        torch.maximum(row.amax[index], reference.max_abs(v), out=row.amax[index])
+        torch.maximum(row.amax[index], max_abs(v), out=row.amax[index])
     y.copy_(reference.saturating_cast(v, row.scale[index], FORMATS[kernel.format]))
     scale_inv.copy_(row.scale[index].reciprocal())
     if y_t is not None:

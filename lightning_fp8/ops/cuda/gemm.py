@@ -32,13 +32,13 @@ def scaled_mm(
 ) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``."""
     if a_scale_inv.dim():
-        return _in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation, gemm)
+        return _in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, gemm)
     promote = not fast_accumulation
     (m, k), n = a.shape, b.shape[0]
     choice = gemm_choice.choose(a.device, gemm, m, n, k, promote, out_dtype)
-    # what follows is the usual case at once, as each call counts in the host time of a layer
-    if choice.configuration is None:
-        return plain.scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
+    # the usual case at once, as each call counts in the host time of a layer
+    if choice.configuration is None and not (n | k) % plain.ALIGNMENT and m and n and k:
+        return plain.aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
     return run_choice(choice, a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, promote)
 
 
@@ -111,7 +111,6 @@ def _in_blocks(
     a_format: str,
     b_format: str,
     output: torch.dtype,
-    fast_accumulation: bool,
     gemm: str,
 ) -> Tensor:
     """:func:`scaled_mm` where each block has a scale. Our kernels take no squares of a, and always promote."""
@@ -121,7 +120,7 @@ def _in_blocks(
     b_scale_rows = kernel_gemm.b_scale_rows(b_scale_inv, n)
     found = kernels_of(choice, a.device, a_format, b_format, output, True, b_scale_rows)
     if found is None:
-        return plain.scaled_mm_in_blocks(*operands, bias, a_format, b_format, output, fast_accumulation)
+        return plain.scaled_mm_in_blocks(*operands, bias, a_format, b_format, output)
     out = _output(m, n, output, a.device)
     _launch(found, out, *operands, bias, in_blocks=True)
     return out.contiguous()
