@@ -51,6 +51,12 @@ def scale_of_current(amax: Tensor, fmt: Fp8Format) -> Tensor:
     return torch.where(amax.isfinite(), (torch.full_like(amax, fmt.max) / amax).clamp(max=FP32_MAX), 1.0)
 
 
+def scale_below(fp8_max: Tensor, amax: Tensor, margin_factor: float) -> Tensor:
+    """``fp8_max / (amax * margin_factor)``, both ``[D] float32``; inf becomes the largest finite number."""
+    # the product may leave fp32; a scale of 0 would turn the whole tensor into NaN
+    return (fp8_max / (amax * margin_factor).clamp(max=FP32_MAX)).clamp(max=FP32_MAX)
+
+
 def power_of_2(scale: Tensor) -> Tensor:
     """The largest power of two that is not above each scale, which is a normal number above 0."""
     # without its mantissa
@@ -83,7 +89,5 @@ def update_scales(
     push = torch.isfinite(amax) & (amax > 0)
     amax_history.copy_(torch.where(push, torch.cat([amax[None], amax_history[:-1]]), amax_history))
     newest_or_max = amax_history[0] if most_recent else amax_history.amax(dim=0)
-    # the product may leave fp32; a scale of 0 would turn the whole tensor into NaN
-    denominator = (newest_or_max * margin_factor).clamp(max=FP32_MAX)
-    scale.copy_(torch.where(push, (fp8_max / denominator).clamp(max=FP32_MAX), scale))
+    scale.copy_(torch.where(push, scale_below(fp8_max, newest_or_max, margin_factor), scale))
     amax.zero_()

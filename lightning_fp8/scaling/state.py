@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fp8.ops.amaxes import FP32_MAX, power_of_2
+from lightning_fp8.ops.amaxes import power_of_2, scale_below
 from lightning_fp8.ops.basic import update_scales
 from lightning_fp8.ops.counting import CastCounts
 from lightning_fp8.ops.formats import DELAYED_ROLES, Product, Role
@@ -266,14 +266,13 @@ class ScalingState(FormerNames):
         changes = self.weight_changes
         if changes.loaded:
             changes.loaded.clear()
-        has_history = self._every_tensor_has_history or self.every_tensor_has_history
         if record:
             self.has_recorded = True
-            return self.amax, True, has_history
-        if self.recipe.from_history and not self.has_scales:
+        elif self.recipe.from_history and not self.has_scales:
             self.notices.see_cast_without_scales(self)
-        may_use_histories = not changes.different
-        return None, may_use_histories, may_use_histories and has_history
+        may_use_histories = record or not changes.different
+        has_history = may_use_histories and (self._every_tensor_has_history or self.every_tensor_has_history)
+        return self.amax if record else None, may_use_histories, has_history
 
     def see_export(self) -> None:
         """Called where a program is exported or traced, which has the scales as constants."""
@@ -331,8 +330,8 @@ class ScalingState(FormerNames):
 
     def _show_current_scales(self, rows: Tensor) -> None:
         """Those of the largest values of the last step, as :class:`CurrentScaling` has them."""
-        newest = (self.amax_history[0] * 2.0**self.recipe.own.margin).clamp(max=FP32_MAX).index_select(0, rows)
-        shown = (self.fp8_max.index_select(0, rows) / newest).clamp(max=FP32_MAX)
+        newest = self.amax_history[0].index_select(0, rows)
+        shown = scale_below(self.fp8_max.index_select(0, rows), newest, 2.0**self.recipe.own.margin)
         # scale 1 where nothing has been recorded
         self.scale.data.index_copy_(0, rows, shown.where(newest > 0, 1.0))
 

@@ -14,8 +14,7 @@ from host_kernels import HostKernel
 from sqnr import sqnr
 from torch import Tensor, nn
 
-from kernels_cuda import block_casts
-from kernels_cuda import gemm as kernel_gemm
+from kernels_cuda import block_casts, gemm_variants
 from lightning_fp8 import BlockScaling, ScalingState, convert, ops, scaling_state
 from lightning_fp8.ops import blocks, reference
 from lightning_fp8.ops.amaxes import per_row
@@ -25,7 +24,7 @@ from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 CPU = torch.device("cpu")
-(ADA,) = kernel_gemm.configurations((8, 9), True, in_blocks=True)
+(ADA,) = gemm_variants.configurations((8, 9), True, in_blocks=True)
 SPLIT = Choice(ADA, 2)
 
 
@@ -202,7 +201,7 @@ class OneStep(HostKernel):
 @pytest.mark.parametrize("rows", [1, 128])
 def test_the_self_test_of_products_finds_scales_of_another_step(rows: int) -> None:
     output = torch.float32 if rows == 1 else torch.bfloat16
-    family = ADA.family, kernel_gemm.variant(ADA, "e4m3", "e4m3", output, True, rows)
+    family = ADA.family, gemm_variants.variant(ADA, "e4m3", "e4m3", output, True, rows)
     for kind, said in ((HostKernel, None), (OneStep, "other sums")):
         made = kind(family, ADA.blocks_layout, ADA.threads, 0)
         made.multiprocessors = 1

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_cuda import gemm as kernel_gemm
-from kernels_cuda.gemm import ROW_BYTES, Configuration, Split
+from kernels_cuda.gemm import ROW_BYTES, Split
+from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.cuda import gemm_choice, kernels, plain
 from lightning_fp8.ops.cuda.gemm_choice import Choice
@@ -122,7 +123,7 @@ def _in_blocks(
     if found is None:
         return plain.scaled_mm_in_blocks(*operands, bias, a_format, b_format, output)
     out = _output(m, n, output, a.device)
-    _launch(found, out, *operands, bias, in_blocks=True)
+    _launch(found, out, *operands, bias)
     return out.contiguous()
 
 
@@ -145,7 +146,7 @@ def kernels_of(
     b_scale_rows: int = 0,
 ) -> Found | None:
     """The kernels for a choice; None for cuBLASLt, or if a kernel is not available. ``b_scale_rows``: see
-    :func:`kernels_cuda.gemm.variant`."""
+    :func:`kernels_cuda.gemm_variants.variant`."""
     if choice.configuration is None:
         return None
     # parts of a sum are in fp32
@@ -171,18 +172,17 @@ def _launch(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None,
-    in_blocks: bool = False,
 ) -> None:
     bias = None if bias is None else bias.contiguous()
     operands = (as_operand(a), as_operand(b), out, a_scale_inv, b_scale_inv, bias)
     configuration, kernel, splits, sum_kernel = found
     if sum_kernel is None:
-        kernel_gemm.gemm(kernel, configuration, *operands, in_blocks)
+        kernel_gemm.gemm(kernel, configuration, *operands)
         return
     (m, n), per_row = out.shape, ROW_BYTES // torch.float32.itemsize
     shape = (splits, kernel_gemm.split_rows(configuration, m), _up_to(per_row, n))
     parts = torch.empty(shape, dtype=torch.float32, device=a.device)
-    kernel_gemm.split_gemm(kernel, configuration, Split(splits, parts, sum_kernel), *operands, in_blocks)
+    kernel_gemm.split_gemm(kernel, configuration, Split(splits, parts, sum_kernel), *operands)
 
 
 def as_operand(payload: Tensor) -> Tensor:

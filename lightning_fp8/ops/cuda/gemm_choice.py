@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels_cuda.gemm import Configuration, configurations
+from kernels_cuda.gemm_variants import Configuration, configurations
 from lightning_fp8.ops.cuda import gemm_table
 from lightning_fp8.ops.cuda.gemm_table import Row
 from lightning_fp8.ops.cuda.kernels import backend

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels_cuda import casts
 from kernels_cuda import gemm as kernels
-from kernels_cuda.gemm import Configuration
+from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activate, activation_gradient
@@ -42,7 +42,7 @@ def gemm(
         if b_scale_rows:
             scales = _block_scales(m, n, k, b_scale_rows)
             on_device = scales[0].to(device), scales[1].to(device)
-            kernels.gemm(kernel, configuration, *moved, out, *on_device, bias.to(device), in_blocks=True)
+            kernels.gemm(kernel, configuration, *moved, out, *on_device, bias.to(device))
             expected, magnitude = _product_in_blocks(a, b, *scales, a_format, b_format)
         else:
             kernels.gemm(kernel, configuration, *moved, out, *_scales(device), bias.to(device))
