@@ -13,7 +13,8 @@ from benchmarks.baselines import copy
 from benchmarks.case import Case, Results, difference
 from benchmarks.gemm import LAYERS, Product
 from lightning_fp8 import ops
-from lightning_fp8.ops import blocks, reference
+from lightning_fp8.ops import blocks
+from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import gemm_choice, kernels, plain
 from lightning_fp8.ops.cuda.gemm import kernels_of
 from lightning_fp8.ops.operand import OwnScaling, WeightSlot, with_scale
@@ -125,7 +126,7 @@ class Gemm(Product):
 
         return [
             variant("lightning_fp8", lambda *arguments: ops.scaled_mm(*arguments, "rawkernel")),
-            variant("torch", plain.scaled_mm_in_blocks),
+            variant("torch", lambda *arguments: plain.scaled_mm_in_blocks(*arguments[:-1])),
             variant("cublaslt, a scale a tensor", plain.scaled_mm, whole=True),
         ]
 
@@ -157,7 +158,7 @@ def _slot(weight: bool) -> Any:
 
 def _values(payload: Tensor, scale_inv: Tensor | None) -> Tensor:
     values = payload.view(torch.float8_e4m3fn).double()
-    return values if scale_inv is None else values.mul_(reference.by_element(scale_inv, payload))
+    return values if scale_inv is None else values.mul_(by_element(scale_inv, payload))
 
 
 def _named(parts: tuple[Tensor, ...]) -> Results:

@@ -96,38 +96,16 @@ def cast_transpose(
         result = Result(row, scale_inv, y, y_t, column_sums)
         gate, up = x.chunk(2, dim=1)
         return cast_gated(kernel, gate, up, *((result,) if dy is None else (result.half(0), dy, result.half(1))))
-    (rows, columns), x_at, stride, size = x.shape, x.data_ptr(), x.stride(0), x.element_size()
+    (rows, columns), (stride, _), x_at, size = x.shape, x.stride(), x.data_ptr(), x.element_size()
     grid = -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
-    loads = aligned_loads(x_at, stride * size)
-    dy_at = dy_stride = 0
+    dy_at = dy_stride = current_at = 0
     if dy is not None:
         dy_at, dy_stride = dy.data_ptr(), dy.stride(0)
-        loads &= aligned_loads(dy_at, dy_stride * size)
+    loads = aligned_loads(x_at | dy_at, (stride | dy_stride) * size)
     scale, newest, index, amax, current_amax, after_measuring = row
-    scale_at, newest_at, index_at = scale.data_ptr(), 0 if newest is None else newest.data_ptr(), index.data_ptr()
-    current_at = 0
     if current_amax is not None:
-        current_at = current_amax.data_ptr()
-        kernel(
-            grid,
-            x_at,
-            dy_at,
-            0,
-            0,
-            0,
-            stride,
-            dy_stride,
-            rows,
-            columns,
-            loads,
-            scale_at,
-            newest_at,
-            index_at,
-            current_at,
-            current_at,
-            0,
-            1,
-        )
+        current_at, strides = current_amax.data_ptr(), (stride, dy_stride)
+        kernel(grid, x_at, dy_at, 0, 0, 0, *strides, rows, columns, loads, *_measuring(row), 1)
         if after_measuring is not None:
             after_measuring(current_amax)
     # not `address`: each call counts in the host time of a layer
@@ -145,9 +123,9 @@ def cast_transpose(
         rows,
         columns,
         loads | aligned_stores(y_at, y_t_at, rows, columns),
-        scale_at,
-        newest_at,
-        index_at,
+        scale.data_ptr(),
+        0 if newest is None else newest.data_ptr(),
+        index.data_ptr(),
         current_at,
         0 if amax is None else amax.data_ptr(),
         scale_inv.data_ptr(),

@@ -1,158 +1,31 @@
-"""The GEMM kernels from the host's side: configurations, variants, argument structs, grids. Maths: ``gemm.cuh``."""
+"""The GEMM kernels from the host's side: operands, arguments and grids of a launch. Maths: ``gemm.cuh``."""
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels_cuda.casts import ACTIVATIONS, Row
+from kernels_cuda.casts import Row
+from kernels_cuda.gemm_variants import SUM_SPLITS_COLUMNS, SUM_SPLITS_THREADS, Configuration
 from kernels_cuda.launch import Kernel, address
 from kernels_cuda.tensor_map import tensor_map
 
-OUTPUTS = {torch.float32: "OutFp32", torch.bfloat16: "OutBf16", torch.float16: "OutFp16"}
-# for linear - activation - linear in one kernel; not swiglu, whose halves lie in different tiles
-CHAINED_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 # rows of the FP8 operands and of the output start at multiples of this many bytes
 ROW_BYTES = 16
 # rows summed in one row of the column sums
 COLUMN_SUM_ROWS = 64
 # elements along K, and rows of a weight, that share a scale of blocks
 SCALE_ROWS = 128
-SUM_SPLITS_THREADS, SUM_SPLITS_COLUMNS = 256, 4
-_MAP = "128s"
-_GEMM = "PPPPqiiiii4x"
-_CHAIN = "PPPPPPPPPi4x"
-_STRIDES = "iiii"
-_BLOCK_K = {"gemm_sm90": 128, "gemm_sm89": 64}
-_CONSUMERS, _STAGING_BYTES = 2, 16384
 # format of a bias in struct Gemm; 0 is none
 _BIAS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _ROWS, _COLUMNS = 1, 2
 
 
-class Configuration(NamedTuple):
-    """How a GEMM is divided among blocks.
-
-    Attributes:
-        family: name of the ``.cu`` file and of its kernel.
-        block_m: rows of the output that a block computes at a time.
-        block_n: columns of the output that a block computes at a time.
-        stages: pieces of K in shared memory at a time.
-        cluster: blocks, neighbours along M, that load their share of B for each other.
-        ping_pong: whether each of a block's two warpgroups computes its own tile, one storing while the other
-            multiplies, instead of half of the rows of each tile. Hopper only.
-    """
-
-    family: str
-    block_m: int
-    block_n: int
-    stages: int
-    cluster: int = 1
-    ping_pong: bool = False
-
-    @property
-    def name(self) -> str:
-        """``"128x256 s4 c2"`` or ``"128x128 s6 c2 ping-pong"``, as tables and messages call it."""
-        return f"{self.block_m}x{self.block_n} s{self.stages} c{self.cluster}{' ping-pong' * self.ping_pong}"
-
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        return 384 if self.family == "gemm_sm90" else 256
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        stages = self.stages * (self.block_m + self.block_n) * _BLOCK_K[self.family]
-        if self.family == "gemm_sm89":
-            return stages
-        return stages + _CONSUMERS * (_STAGING_BYTES + 4 * self.block_n) + 16 * (self.stages + 1)
-
-    @property
-    def layout(self) -> str:
-        """Of the argument struct."""
-        return self._layout("")
-
-    @property
-    def blocks_layout(self) -> str:
-        """Of the argument struct where blocks have scales."""
-        return self._layout(_STRIDES)
-
-    def _layout(self, strides: str) -> str:
-        if self.family == "gemm_sm89":
-            return f"PPqq{_GEMM}{strides}"
-        layout = f"{3 * _MAP}{_GEMM}{_CHAIN}{strides}"
-        # tensor maps, and so the struct, are aligned to 64 bytes
-        return f"{layout}{-struct.calcsize(layout) % 64}x"
-
-
-_SM90 = (
-    Configuration("gemm_sm90", 128, 256, 4, 2),
-    Configuration("gemm_sm90", 256, 128, 4, 2),
-    Configuration("gemm_sm90", 128, 256, 4, 1),
-    Configuration("gemm_sm90", 256, 128, 4, 1),
-    Configuration("gemm_sm90", 128, 128, 6, 2, ping_pong=True),
-    Configuration("gemm_sm90", 128, 128, 6, 1, ping_pong=True),
-    Configuration("gemm_sm90", 128, 128, 6, 2),
-    Configuration("gemm_sm90", 128, 128, 6, 1),
-)
-# two blocks without promotion, or one with, have 100 KB of shared memory
-_SM89 = {False: (Configuration("gemm_sm89", 128, 128, 3),), True: (Configuration("gemm_sm89", 128, 128, 4),)}
-
-
-def configurations(capability: tuple[int, int], promote: bool, in_blocks: bool = False) -> tuple[Configuration, ...]:
-    """The configurations for a compute capability, possibly none; the first is the one for large shapes.
-
-    Args:
-        capability: major and minor.
-        promote: whether partial sums are added up in fp32 registers every 128 along K.
-        in_blocks: with ``promote``, whether each block of the operands has a scale of its own.
-    """
-    if capability == (9, 0):
-        # two accumulators of 128 x 256 do not fit into a thread's registers
-        fitting = (one for one in _SM90 if not (promote and one.block_n == 256))
-        return tuple(one for one in fitting if not (in_blocks and one.ping_pong))
-    # consumer GPUs of the two generations: Ada and Blackwell. sm_100 has FP8 in instructions of another kind
-    return _SM89[promote] if capability == (8, 9) or capability[0] == 12 else ()
-
-
-def variant(
-    configuration: Configuration,
-    a_format: str,
-    b_format: str,
-    output: torch.dtype,
-    promote: bool,
-    b_scale_rows: int = 0,
-) -> tuple[str, ...]:
-    """The definitions that make a family one kernel: the plain GEMM.
-
-    ``b_scale_rows``, with ``promote``: a has a scale for every 128 elements of a row, and b for every 128 of 1 or 128
-    rows; 0 where whole tensors have one.
-    """
-    shape = (f"BLOCK_M={configuration.block_m}", f"BLOCK_N={configuration.block_n}", f"STAGES={configuration.stages}")
-    hopper = (f"CLUSTER={configuration.cluster}", f"PING_PONG={int(configuration.ping_pong)}")
-    formats = (f"A_FORMAT={a_format}", f"B_FORMAT={b_format}", f"OUTPUT={OUTPUTS[output]}")
-    blocks = (f"B_SCALE_ROWS={b_scale_rows}",) if b_scale_rows else ()
-    kind = (*formats, f"PROMOTE={int(promote)}", *blocks)
-    return (*shape, *(hopper if configuration.family == "gemm_sm90" else ()), *kind)
-
-
 def b_scale_rows(scale_inv: Tensor, rows: int) -> int:
     """How many of b's rows share a scale of blocks, by the shape of ``scale_inv``: 1 or 128. One row alone has 1."""
     return 1 if len(scale_inv) == rows else SCALE_ROWS
-
-
-def chained_variant(
-    configuration: Configuration, a_format: str, output: torch.dtype, promote: bool, activation: str, format: str
-) -> tuple[str, ...]:
-    """The same, followed by a cast into the next GEMM's operand: of ``activation(h)``, or, if ``a`` is a gradient
-    (``promote``), of the gradient of h. ``format`` is the format of that operand.
-    """
-    chain = (f"CHAIN={'BACKWARD' if promote else 'FORWARD'}", ACTIVATIONS[activation])
-    return (*variant(configuration, a_format, "e4m3", output, promote), *chain, f"FORMAT={format.upper()}")
 
 
 def column_sum_rows(rows: int) -> int:
@@ -169,12 +42,11 @@ def gemm(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None = None,
-    in_blocks: bool = False,
 ) -> None:
     """``out = (a @ b^T) * a_scale_inv * b_scale_inv + bias``.
 
     Args:
-        kernel: of the configuration's family and :func:`variant`.
+        kernel: of the configuration's family and :func:`kernels_cuda.gemm_variants.variant`.
         configuration: how it is divided among blocks.
         a: ``[M, K] uint8``, contiguous, K a multiple of 16.
         b: ``[N, K] uint8``, contiguous.
@@ -183,11 +55,8 @@ def gemm(
         b_scale_inv: ``[] float32``; in blocks ``[N, ceil(K/128)]`` or ``[ceil(N/128), ceil(K/128)]``, as the variant
             says.
         bias: ``[N] float32, bfloat16 or float16``, rounded to the dtype of ``out`` before it is added.
-        in_blocks: whether the kernel is one for blocks.
     """
-    scales = a_scale_inv, b_scale_inv
-    strides = _strides(scales) if in_blocks else ()
-    _launch(kernel, configuration, a, b, out, out.stride(0), scales, bias, 1, strides=strides)
+    _launch(kernel, configuration, a, b, out, out.stride(0), (a_scale_inv, b_scale_inv), bias, 1)
 
 
 class Split(NamedTuple):
@@ -220,12 +89,10 @@ def split_gemm(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None = None,
-    in_blocks: bool = False,
 ) -> None:
     """What :func:`gemm` computes, by a kernel with fp32 output and the sum of its parts, always in the same order."""
     parts, scales = split.parts, (a_scale_inv, b_scale_inv)
-    strides = _strides(scales) if in_blocks else ()
-    _launch(kernel, configuration, a, b, parts, parts.stride(1), scales, None, split.count, strides=strides)
+    _launch(kernel, configuration, a, b, parts, parts.stride(1), scales, None, split.count)
     sum_split_parts(split, out, bias)
 
 
@@ -246,14 +113,6 @@ def sum_split_parts(split: Split, out: Tensor, bias: Tensor | None = None) -> No
         split.count,
         0 if bias is None else _BIAS[bias.dtype],
     )
-
-
-SUM_SPLITS_LAYOUT = "PPPqqqiiii"
-
-
-def sum_splits_variant(output: torch.dtype) -> tuple[str, ...]:
-    """The definitions that make ``sum_splits.cu`` one kernel."""
-    return (f"OUTPUT={OUTPUTS[output]}",)
 
 
 def chained_gemm(
@@ -277,7 +136,7 @@ def chained_gemm(
     h, and ``v`` the gradient of h. Both are rounded as in the separate operators; ``y = sat(v * scale)``.
 
     Args:
-        kernel: of family ``gemm_sm90`` and :func:`chained_variant`.
+        kernel: of family ``gemm_sm90`` and :func:`kernels_cuda.gemm_variants.chained_variant`.
         configuration: how it is divided among blocks.
         a: ``[M, K] uint8``, contiguous, K a multiple of 16.
         b: ``[N, K] uint8``, contiguous.
@@ -312,10 +171,6 @@ def chained_gemm(
     _launch(kernel, configuration, a, b, h, n, scales, bias, 1, chain)
 
 
-def _strides(scales: tuple[Tensor, Tensor]) -> tuple[int, ...]:
-    return *scales[0].stride(), *scales[1].stride()
-
-
 _NO_CHAIN = (0,) * 10
 _NO_MAP = bytes(128)
 
@@ -331,7 +186,6 @@ def _launch(
     bias: Tensor | None,
     splits: int,
     chain: tuple[int, ...] = _NO_CHAIN,
-    strides: tuple[int, ...] = (),
 ) -> None:
     (m, k), n = a.shape, b.shape[0]
     block_m, block_n, cluster = configuration.block_m, configuration.block_n, configuration.cluster
@@ -347,6 +201,8 @@ def _launch(
         0 if bias is None else _BIAS[bias.dtype],
         splits,
     )
+    # of scales of blocks; one scale has none
+    strides = (*scales[0].stride(), *scales[1].stride())
     clusters = -(-m // (block_m * cluster)) * -(-n // block_n) * splits
     if configuration.family == "gemm_sm89":
         kernel(clusters, a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(0), *problem, *strides)

@@ -15,6 +15,7 @@ from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.callbacks.watch import CONDITIONS, Findings, Limits, Watch
 from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.modules.paths import as_patterns, matching_tensors
+from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.runtime.every_n_steps import EveryNSteps
 from lightning_fp8.scaling.state import ScalingState
 
@@ -86,9 +87,7 @@ class ScaleWatchdog(RunWatcher):
         checks_in_a_row: int = 3,
         patterns: Sequence[str] = ("*",),
     ) -> None:
-        if action not in get_args(Action):
-            actions = ", ".join(map(repr, get_args(Action)))
-            raise ValueError(f"ScaleWatchdog: `action` must be one of {actions}, got {action!r}.")
+        check_choice("ScaleWatchdog: `action`", action, get_args(Action))
         self._when = EveryNSteps("ScaleWatchdog", every_n_steps)
         counts = {"checks_in_a_row": checks_in_a_row, "stale_steps": stale_steps, "nonfinite_steps": nonfinite_steps}
         for name, count in counts.items():

@@ -27,8 +27,8 @@ from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows
 from lightning_fp8.modules.gathered_weight import GatheredWeight
 from lightning_fp8.modules.optimizer_steps import optimizer_steps
+from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.ops.operand import with_scale
-from lightning_fp8.ops.reference import scale_of_current
 from lightning_fp8.scaling.state import ScalingState
 
 

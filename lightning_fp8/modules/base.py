@@ -164,9 +164,9 @@ class Fp8Rows:
 
     def slot(self, role: Role, record: bool) -> Slot:
         """The slot of the input or of the gradient of the output."""
-        state, gemm, index, fmt = self.state, self.settings.gemm, self.index[role], self.formats[role]
+        state = self.state
         history, own = state.how_cast(self.switch, self.split_over.get(role, ""))
-        return Slot(state.scale, history, index, fmt, state, record, gemm, own)
+        return Slot(state.scale, history, self.index[role], self.formats[role], state, record, self.settings.gemm, own)
 
     def weight_slot(self, record: bool) -> WeightSlot:
         """The slot of the weight."""

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import ops
+from lightning_fp8.ops.amaxes import max_abs
 from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.ops.operand import WeightSlot
-from lightning_fp8.ops.reference import max_abs
+from lightning_fp8.runtime.choice import check_choice
 
 FrozenWeights = Literal["master", "fp8"]
 FROZEN_WEIGHTS: tuple[FrozenWeights, ...] = get_args(FrozenWeights)
@@ -20,9 +21,8 @@ FROZEN_WEIGHTS: tuple[FrozenWeights, ...] = get_args(FrozenWeights)
 
 def check_frozen_weights(frozen_weights: object) -> None:
     """ValueError for a value that is not one of ``FROZEN_WEIGHTS``, or None."""
-    if frozen_weights is not None and frozen_weights not in FROZEN_WEIGHTS:
-        allowed = ", ".join(map(repr, FROZEN_WEIGHTS))
-        raise ValueError(f"`frozen_weights` must be one of {allowed}, got {frozen_weights!r}.")
+    if frozen_weights is not None:
+        check_choice("`frozen_weights`", frozen_weights, FROZEN_WEIGHTS)
 
 
 @dataclass(eq=False)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.modules.frozen_weight import FrozenWeight, frozen
+from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.ops.operand import Fp8Operand
-from lightning_fp8.ops.reference import scale_of_current
 
 if TYPE_CHECKING:
     from lightning_fp8.modules.base import Fp8Module, Fp8Rows

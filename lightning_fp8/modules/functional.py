@@ -19,10 +19,10 @@ from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.gathered_weight import GatheredWeight
 from lightning_fp8.modules.shared_input import SharedInput, graph_being_traced
 from lightning_fp8.modules.weight_cache import can_keep_copies
+from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
 from lightning_fp8.ops.library import is_k_major
 from lightning_fp8.ops.operand import Fp8Operand
-from lightning_fp8.ops.reference import BLOCK
 from lightning_fp8.scaling.switches import Switch
 
 
@@ -77,8 +77,19 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
         if not switch.in_fp8 and not torch.compiler.is_compiling():
             rows.weight_cache.drop()
         check_whole(rows, parameter)
-        weight = parameter if part is None else part
-        return Fp8Weight(weight.t() if rows.k_by_n else weight, None)
+        return Fp8Weight(_n_by_k(rows, parameter, part), None)
+    # Other forwards than recording ones use the cache only where somebody vouches for the weight: in evaluation,
+    # weights may be swapped (EMA, averaging) without a trace.
+    cache, keep_columns = rows.weight_cache, torch.is_grad_enabled()
+    can_keep = rows.keeps_cast and can_keep_copies(parameter)
+    is_kept = can_keep and (record or cache.vouchers > 0)
+    made = cache.get(parameter) if is_kept else None
+    if made is not None and (not keep_columns or made.columns.dim() == 2):
+        if not record:
+            rows.state.weight_changes.see_reuse(rows.module)
+        # a frozen weight is cast again where its losses are counted, with those of each step
+        if not record or parameter.requires_grad or rows.state.cast_counts.values is None:
+            return Fp8Weight(_n_by_k(rows, parameter, part), made, True)
     if isinstance(parameter, FrozenWeight) and parameter.is_fp8:
         return Fp8Weight(*frozen_operand(rows, parameter, record))
     if rows.fp8_only:
@@ -88,30 +99,16 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
         operand = Fp8Operand(*parameter.payloads(rows.k_by_n), scale_inv, scale_inv, rows.formats["weight"])
         return Fp8Weight(place.t() if rows.k_by_n else place, operand)
     check_whole(rows, parameter)
-    weight = parameter if part is None else part
-    weight = weight.t() if rows.k_by_n else weight
+    weight = _n_by_k(rows, parameter, part)
     if rows.is_prepared and (is_dynamo_compiling() or torch.compiler.is_exporting()):
         return Fp8Weight(weight, rows.prepared)
-    # Other forwards than recording ones use the cache only where somebody vouches for the weight: in evaluation,
-    # weights may be swapped (EMA, averaging) without a trace.
-    can_keep, keep_columns = rows.keeps_cast and can_keep_copies(parameter), torch.is_grad_enabled()
-    is_kept = can_keep and (record or rows.weight_cache.vouchers > 0)
-    made: Fp8Operand | None = None
-    if is_kept:
-        made = rows.weight_cache.get(parameter)
-        # a frozen weight is cast again where its losses are counted, with those of each step
-        is_counted = record and not parameter.requires_grad and rows.state.cast_counts.values is not None
-        if made is not None and not is_counted and (not keep_columns or made.columns.dim() == 2):
-            if not record:
-                rows.state.weight_changes.see_reuse(rows.module)
-            return Fp8Weight(weight, made, True)
-        made = rows.group.cast_stale(rows, parameter) if record else None
+    made = rows.group.cast_stale(rows, parameter) if is_kept and record else None
     if made is None:
         with _normal_tensors() if is_kept else nullcontext():
             made = ops.cast_weight_operand(weight.detach(), rows.weight_slot(record), keep_columns)
         if is_kept:
-            rows.weight_cache.put(parameter, made)
-            if rows.weight_cache.vouchers and not is_k_major(parameter):
+            cache.put(parameter, made)
+            if cache.vouchers and not is_k_major(parameter):
                 # many small GEMMs follow, as in generation, each of which would dequantize the whole weight
                 ops.keep_values(made)
     # The CPU's operators compare each weight that they cast. On a GPU a comparison would wait for the device, so it is
@@ -119,6 +116,11 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
     if can_keep and is_k_major(parameter) and rows.note_trace(parameter):
         rows.group.see_changes(rows, parameter, record)
     return Fp8Weight(weight, made, is_kept)
+
+
+def _n_by_k(rows: Fp8Rows, parameter: Tensor, part: Tensor | None) -> Tensor:
+    weight = parameter if part is None else part
+    return weight.t() if rows.k_by_n else weight
 
 
 def _needs_cast(switch: Switch) -> bool:
@@ -293,7 +295,7 @@ def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None
 
 def check_bias(rows: Fp8Rows, bias: Tensor | None, outputs: int) -> None:
     """ValueError unless the bias has one element for each output: a kernel would read past its end."""
-    if bias is not None and (bias.dim() != 1 or bias.numel() != outputs):
+    if bias is not None and bias.shape != (outputs,):
         raise ValueError(
             f"The bias of {rows.name!r} must have the shape ({outputs},), one element for each output of the weight,"
             f" got {tuple(bias.shape)}."

@@ -30,6 +30,8 @@ class _Entry(NamedTuple):
     # keeps the storage alive, so that no other tensor can get the same address
     alias: Tensor
     key: tuple[Any, ...]
+    # on a GPU, comparing would wait for the device
+    is_compared: bool
     fingerprint: Tensor | None
     copy: Any
 
@@ -62,9 +64,10 @@ class WeightCache(Generic[T]):
         entry = self._entry
         if entry is None or entry.weight is not weight or entry.key != _key(weight):
             return None
-        is_compared = not (self.vouchers or is_k_major(weight))
+        kept = entry.fingerprint
         # a copy kept while somebody vouched has no fingerprint
-        if is_compared and (entry.fingerprint is None or not torch.equal(entry.fingerprint, self._fingerprint(weight))):
+        is_compared = entry.is_compared and not self.vouchers
+        if is_compared and (kept is None or not torch.equal(kept, self._fingerprint(weight))):
             return None
         self._last_used = id(weight)
         return entry.copy  # type: ignore[no-any-return]
@@ -86,9 +89,9 @@ class WeightCache(Generic[T]):
         """Keep ``copy``, just made from ``weight``, for a forward that uses it now or, if not ``used``, later."""
         # Only a parameter is known to be the same tensor at the next call; a parametrized weight is made each time.
         if isinstance(weight, nn.Parameter) and not weight.is_inference():
-            # on a GPU, comparing would wait for the device
-            fingerprint = None if self.vouchers or is_k_major(weight) else self._fingerprint(weight)
-            self._entry = _Entry(weight, weight.detach(), _key(weight), fingerprint, copy)
+            is_compared = not is_k_major(weight)
+            fingerprint = self._fingerprint(weight) if is_compared and not self.vouchers else None
+            self._entry = _Entry(weight, weight.detach(), _key(weight), is_compared, fingerprint, copy)
             self._last_used = id(weight) if used else 0
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops import blocks, reference
+from lightning_fp8.ops import amaxes, blocks, reference
 from lightning_fp8.ops.activations import activate, activated_width
+from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.library import define, implement, is_k_major
 from lightning_fp8.ops.operand import Fp8Operand, OwnScaling, Slot, WeightSlot
-from lightning_fp8.ops.reference import BLOCK
 
 # cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M] uint8, scale_inv [] float32)
 #   v = activation(x) in the dtype of x; payload = sat(v * scale[index]) in fp32, rounded to nearest even; where
@@ -112,7 +112,7 @@ cast_weight_blocks = implement(
 )
 scaled_mm = implement(_SCALED_MM, reference.scaled_mm, gemm.scaled_mm, _scaled_mm_fake)
 scaled_mm_add_ = implement(_SCALED_MM_ADD, reference.scaled_mm_add_, gemm.scaled_mm_add_, _in_place_fake)
-update_scales = implement(_UPDATE_SCALES, reference.update_scales, cuda.update_scales, _in_place_fake)
+update_scales = implement(_UPDATE_SCALES, amaxes.update_scales, cuda.update_scales, _in_place_fake)
 cast_weights = cuda.cast_weights
 measure_weights = cuda.measure_weights
 

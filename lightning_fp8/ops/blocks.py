@@ -12,19 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fp8.ops.amaxes import BLOCK, by_element, per_row, power_of_2, record_amax, scale_of_current
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.library import is_k_major
 from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot, nothing
-from lightning_fp8.ops.reference import (
-    BLOCK,
-    by_element,
-    per_row,
-    power_of_2,
-    record_amax,
-    row_chunks,
-    scale_of_current,
-)
+from lightning_fp8.ops.reference import row_chunks
 
 
 def cast(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from lightning_fp8.ops.activations import activated_width
 from lightning_fp8.ops.basic import cast_operand, fprop
 from lightning_fp8.ops.cuda import chained
 from lightning_fp8.ops.library import define, differentiable, implement, is_k_major
-from lightning_fp8.ops.linear_layer import in_rows, linear_backward, refuse_double_backward
+from lightning_fp8.ops.linear_layer import in_rows, in_shape_of, linear_backward, refuse_double_backward
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, nothing
 
 # mlp: linear - activation - linear. x [*, K], weights [N', K] and [K', N]
@@ -79,11 +79,6 @@ def _mlp_fake(
     a_fp8_t = columns_fake(x, activated_width(n, activation), keep_a)
     y = x.new_empty(*x.shape[:-1], len(second.weight), dtype=out_dtype)
     return y, h, a_fp8_t, x.new_empty((), dtype=torch.float32)
-
-
-def in_shape_of(x: Tensor, y: Tensor) -> Tensor:
-    """y ``[M, N]`` for an x ``[*, K]`` -> ``[*, N]``."""
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
 def columns_fake(x: Tensor, width: int, keep: bool) -> Tensor:

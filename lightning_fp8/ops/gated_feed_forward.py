@@ -11,9 +11,9 @@ from torch import Tensor
 from lightning_fp8.ops.activations import gated, gated_gradients
 from lightning_fp8.ops.basic import cast_operand, fprop, scaled_mm
 from lightning_fp8.ops.cuda import dispatch as cuda
-from lightning_fp8.ops.feed_forward import as_needed, columns_fake, dtypes_of, in_shape_of
+from lightning_fp8.ops.feed_forward import as_needed, columns_fake, dtypes_of
 from lightning_fp8.ops.library import define, differentiable, implement, is_k_major
-from lightning_fp8.ops.linear_layer import in_rows, linear_backward, refuse_double_backward
+from lightning_fp8.ops.linear_layer import in_rows, in_shape_of, linear_backward, refuse_double_backward
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, nothing
 
 # gated_mlp: x [*, K], weights [N, K], [N, K] and [K', N]

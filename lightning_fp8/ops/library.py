@@ -141,15 +141,16 @@ class Operator:
         self.signature = signature
         self._cpu, self._cuda = cpu, cuda
 
-    def __call__(self, x: Tensor, *arguments: Any) -> Any:
-        """The operator's result."""
+    def __call__(self, *arguments: Any) -> Any:
+        """The operator's result; its first argument is a tensor."""
+        x = arguments[0]
         if is_watched(x):
-            return self.op(x, *flattened(arguments))
-        return (self._cuda if is_k_major(x) else self._cpu)(x, *arguments)
+            return self.op(*flattened(arguments))
+        return (self._cuda if is_k_major(x) else self._cpu)(*arguments)
 
-    def run(self, x: Tensor, *arguments: Any) -> Any:
+    def run(self, *arguments: Any) -> Any:
         """The device's function: for use inside another operator, where nothing watches operators."""
-        return (self._cuda if is_k_major(x) else self._cpu)(x, *arguments)
+        return (self._cuda if is_k_major(arguments[0]) else self._cpu)(*arguments)
 
 
 # run by dynamo rather than traced: that of torch 2.11 would take torch's function to be True in everything it compiles
@@ -224,11 +225,10 @@ def differentiable(
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Any) -> Any:
-            arguments = given[-1] if layers else given
-            output = forward(*arguments)
             if layers:
-                ctx.needs = ctx.needs_input_grad[:count]
-            save(ctx, output, *arguments)
+                ctx.needs, given = ctx.needs_input_grad[:count], given[-1]
+            output = forward(*given)
+            save(ctx, output, *given)
             return output
 
         @staticmethod

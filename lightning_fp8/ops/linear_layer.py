@@ -46,8 +46,7 @@ def _linear(
         bias_value = None if bias_value is None else bias_value.to(out_dtype)
         # in the shape of x, as the order of summation may depend on it
         return F.linear(x_fp8.rows.view(x.shape), w_fp8.rows, bias_value)
-    y = fprop(x_fp8, w_fp8, bias_value, out_dtype, dy.gemm)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight))
+    return in_shape_of(x, fprop(x_fp8, w_fp8, bias_value, out_dtype, dy.gemm))
 
 
 def _linear_fake(
@@ -104,28 +103,27 @@ def _save_for_backward(
         w_fp8.columns_scale_inv,
     )
     # The state's tensors change in place by design, which saved tensors must not: backward reads their current values.
-    ctx.slot, ctx.formats, ctx.shape = dy, (x_fp8.format, w_fp8.format), x.shape
-    ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+    dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+    ctx.rest = dy, x_fp8.format, w_fp8.format, x.shape, dtypes
 
 
 def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     refuse_double_backward()
     x_t, x_scale_inv, w_t, w_scale_inv = ctx.saved_tensors
-    x_format, w_format = ctx.formats
-    x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+    slot, x_format, w_format, shape, (x_dtype, weight_dtype, bias_dtype) = ctx.rest
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     is_fp8 = (x_t is None or x_t.dtype == torch.uint8) and (w_t is None or w_t.dtype == torch.uint8)
     dx, dw, db = (_gradients if is_fp8 else _gradients_in_part)(
         in_rows(dy),
         Columns(x_t, x_scale_inv, x_format),
         Columns(w_t, w_scale_inv, w_format),
-        ctx.slot,
+        slot,
         x_dtype,
         weight_dtype,
         needs_bias,
     )
     return (
-        (dx if len(ctx.shape) == 2 else dx.view(ctx.shape)) if needs_x else None,
+        (dx if len(shape) == 2 else dx.view(shape)) if needs_x else None,
         dw if needs_weight else None,
         (db if db.dtype == bias_dtype else db.to(bias_dtype)) if needs_bias else None,
     )
@@ -180,6 +178,11 @@ def _without_products(
 def in_rows(x: Tensor) -> Tensor:
     """x ``[*, K]`` -> ``[M, K]``."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def in_shape_of(x: Tensor, y: Tensor) -> Tensor:
+    """y ``[M, N]`` for an x ``[*, K]`` -> ``[*, N]``."""
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
 def refuse_double_backward() -> None:

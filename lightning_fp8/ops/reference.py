@@ -13,20 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.amaxes import BLOCK, as_asked, max_abs, per_row, scale_of_current
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import Columns, Fp8Operand, OwnScaling, Slot, WeightSlot, in_layout
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, WeightSlot, in_layout
 from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.runtime.switch import Switch
 
-FP32_MAX = torch.finfo(torch.float32).max
-# the side of a block with a scale of its own, where a tensor has several
-BLOCK = 128
 _CHUNK_ELEMENTS = 1 << 20
 _FEW_ELEMENTS, _FEW_ROWS = 1 << 11, 2
 _HAS_BF16_GEMM = not emulates_bf16()
@@ -54,45 +50,6 @@ def _scale_to_use(x: Tensor, slot: Slot) -> tuple[Tensor, Tensor | None]:
     if has_history or current is None:
         return slot.scale[row].clone(), current
     return scale_of_current(as_asked(current, slot.own), FORMATS[slot.format]), current
-
-
-def max_abs(x: Tensor) -> Tensor:
-    """Largest absolute value of ``x`` as ``[] float32``: 0 for an empty tensor, NaN if any element is NaN."""
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
-    low, high = torch.aminmax(x)
-    return torch.maximum(low.abs(), high.abs()).float()
-
-
-def record_amax(amax: Tensor, index: Tensor, current: Tensor) -> None:
-    """``amax[index] = max(amax[index], current)``: index ``[1] int64``, current ``[] float32``. Waits for no device."""
-    # The bits of non-negative floats as integers: NaN > inf > every finite value, so nothing non-finite is lost.
-    amax.view(torch.int32).scatter_reduce_(0, index, current.view(torch.int32)[None], "amax")
-
-
-def scale_of_current(amax: Tensor, fmt: Fp8Format) -> Tensor:
-    """``FP8_MAX / amax``; 1 where ``amax`` is not finite: finite elements survive."""
-    # tensor by tensor: a Python number divided by a tensor is its reciprocal times the number, rounded twice
-    return torch.where(amax.isfinite(), (torch.full_like(amax, fmt.max) / amax).clamp(max=FP32_MAX), 1.0)
-
-
-def power_of_2(scale: Tensor) -> Tensor:
-    """The largest power of two that is not above each scale, which is a normal number above 0."""
-    # without its mantissa
-    return (scale.view(torch.int32) & -0x800000).view(torch.float32)
-
-
-def as_asked(amax: Tensor, own: OwnScaling) -> Tensor:
-    """The amax ``[] float32`` from which a tensor is scaled by its own values."""
-    if not own.adjusts_amax:
-        return amax
-    if own.group:
-        amax = amax.reshape(1).clone()
-        # as integers, the bits of non-negative floats order as finite < inf < NaN
-        dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=_resolve_process_group(own.group))  # type: ignore[arg-type]
-        amax = amax[0]
-    # a finite one stays finite: a scale of 0 would turn the whole tensor into NaN
-    return torch.where(amax.isfinite(), (amax * 2.0**own.margin).clamp(max=FP32_MAX), amax)
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:
@@ -188,7 +145,7 @@ def scaled_mm(
 ) -> Tensor:
     """``(a @ b^T) * a_scale_inv * b_scale_inv + bias``; see the operator ``lightning_fp8::scaled_mm``."""
     if a_scale_inv.dim():
-        return _scaled_mm_in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype)
+        return scaled_mm_in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype)
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     # oneDNN's bf16 GEMM takes several times as long as fp32 for one row, as in generation
     operand_dtype = torch.float32 if a.shape[0] <= _FEW_ROWS else _operand_dtype(out_dtype)
@@ -203,7 +160,7 @@ def scaled_mm(
     return out
 
 
-def _scaled_mm_in_blocks(
+def scaled_mm_in_blocks(
     a: Tensor,
     b: Tensor,
     a_scale_inv: Tensor,
@@ -230,16 +187,6 @@ def _scaled_mm_in_blocks(
             sums += partial.mul_(a_scales[rows, number, None] * b_scales[number])
         out[rows] = sums if bias is None else sums.add_(bias.to(out_dtype))
     return out
-
-
-def per_row(scale: Tensor, rows: int) -> Tensor:
-    """The scales of blocks, each row's: those of squares are ``[ceil(rows/128), *]``."""
-    return scale if len(scale) == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
-
-
-def by_element(scale: Tensor, x: Tensor) -> Tensor:
-    """The scales of blocks of x, each element's."""
-    return per_row(scale, len(x)).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
 
 
 def scaled_mm_add_(
@@ -299,28 +246,6 @@ def linear_backward(
             with _bf16_multiply(dw.dtype):
                 torch.addmm(dw, values.t(), dequantize(x_fp8[rows], x.format, x_has_nan), alpha=dw_scale_inv, out=dw)
     return dx, dw.to(dw_dtype), db
-
-
-def update_scales(
-    amax: Tensor,
-    amax_history: Tensor,
-    scale: Tensor,
-    fp8_max: Tensor,
-    nonfinite_steps: Tensor,
-    most_recent: bool,
-    margin_factor: float,
-) -> None:
-    """See the operator ``lightning_fp8::update_scales``. Never waits for a device."""
-    nonfinite_steps += ~torch.isfinite(amax)
-    delayed = amax_history.shape[1]
-    amax, scale, fp8_max = amax[:delayed], scale[:delayed], fp8_max[:delayed]
-    push = torch.isfinite(amax) & (amax > 0)
-    amax_history.copy_(torch.where(push, torch.cat([amax[None], amax_history[:-1]]), amax_history))
-    newest_or_max = amax_history[0] if most_recent else amax_history.amax(dim=0)
-    # the product may leave fp32; a scale of 0 would turn the whole tensor into NaN
-    denominator = (newest_or_max * margin_factor).clamp(max=FP32_MAX)
-    scale.copy_(torch.where(push, (fp8_max / denominator).clamp(max=FP32_MAX), scale))
-    amax.zero_()
 
 
 def _gemm_scale_inv(a_scale_inv: Tensor, b_scale_inv: Tensor, a_format: str, b_format: str) -> float:

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing_extensions import Self, override
 
-from lightning_fp8.dtypes.attention import AttentionDtypes, DtypeMismatch
+from lightning_fp8.dtypes.attention import DTYPE_MISMATCH, AttentionDtypes, DtypeMismatch
 from lightning_fp8.dtypes.encoder import layers_own_forwards
 from lightning_fp8.dtypes.storage import agree_inputs, release_inputs
 from lightning_fp8.modules.paths import as_patterns, check_patterns_among, named_modules
 from lightning_fp8.modules.weight_copy import drop_copies
 from lightning_fp8.plugins.arguments import ARGUMENTS
 from lightning_fp8.plugins.contexts import autocast, default_dtype
-from lightning_fp8.plugins.settings import as_torch_dtype, check_dtype_mismatch
+from lightning_fp8.plugins.settings import as_torch_dtype
+from lightning_fp8.runtime.choice import check_choice
 
 
 class PrecisionCore(Precision):
@@ -45,7 +46,7 @@ class PrecisionCore(Precision):
     def __init__(
         self, keep_fp32: Sequence[str], dtype_mismatch: DtypeMismatch, reduce_dtype: torch.dtype | str
     ) -> None:
-        check_dtype_mismatch(dtype_mismatch)
+        check_choice("`dtype_mismatch`", dtype_mismatch, DTYPE_MISMATCH)
         self.keep_fp32 = as_patterns(keep_fp32, "keep_fp32")
         self.dtype_mismatch = dtype_mismatch
         self.reduce_dtype = as_torch_dtype("reduce_dtype", reduce_dtype)

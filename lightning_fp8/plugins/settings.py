@@ -6,7 +6,6 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_fp8.dtypes.attention import DTYPE_MISMATCH
 from lightning_fp8.runtime.did_you_mean import closest
 from lightning_fp8.scaling.recipe import RECIPES
 
@@ -35,10 +34,3 @@ def as_torch_dtype(argument: str, dtype: torch.dtype | str) -> torch.dtype:
     if name not in _DTYPES:
         raise ValueError(f"`{argument}` must be torch.float32 or torch.bfloat16, got {dtype!r}.")
     return _DTYPES[name]
-
-
-def check_dtype_mismatch(dtype_mismatch: Any) -> None:
-    """ValueError for a value that is not one of ``DTYPE_MISMATCH``."""
-    if dtype_mismatch not in DTYPE_MISMATCH:
-        allowed = ", ".join(map(repr, DTYPE_MISMATCH))
-        raise ValueError(f"`dtype_mismatch` must be one of {allowed}, got {dtype_mismatch!r}.")

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from lightning_fp8.ops.formats import E4M3, E5M2, PRODUCTS, Fp8Format, Product, Role
 from lightning_fp8.ops.operand import OwnScaling
+from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 
 FormatChoice = Literal["HYBRID", "E4M3"]
@@ -97,8 +98,7 @@ class Recipe:
         return True
 
     def _require_choice(self, field: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, field)
-        self._require(field, "one of " + ", ".join(map(repr, choices)), isinstance(value, str) and value in choices)
+        check_choice(f"{type(self).__name__}: `{field}`", getattr(self, field), choices)
 
     def _require(self, field: str, rule: str, holds: bool) -> None:
         if not holds:
@@ -267,10 +267,7 @@ def as_recipe(recipe: Any) -> Recipe | None:
     if isinstance(recipe, Mapping):
         values = dict(recipe)
         precision = values.pop("precision", DelayedScaling.precision)
-        if precision not in RECIPES:
-            raise ValueError(
-                f"`recipe`: `precision` must be one of {', '.join(map(repr, RECIPES))}, got {precision!r}."
-            )
+        check_choice("`recipe`: `precision`", precision, RECIPES)
         return RECIPES[precision](**values)
     if recipe is None or isinstance(recipe, Recipe):
         return recipe

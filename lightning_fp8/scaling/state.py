@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fp8.ops.amaxes import power_of_2, scale_below
 from lightning_fp8.ops.basic import update_scales
 from lightning_fp8.ops.counting import CastCounts
 from lightning_fp8.ops.formats import DELAYED_ROLES, Product, Role
 from lightning_fp8.ops.operand import OwnScaling, take_handle
-from lightning_fp8.ops.reference import FP32_MAX, power_of_2
 from lightning_fp8.scaling.former_names import FormerNames
 from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.recipe import Recipe
@@ -330,8 +330,8 @@ class ScalingState(FormerNames):
 
     def _show_current_scales(self, rows: Tensor) -> None:
         """Those of the largest values of the last step, as :class:`CurrentScaling` has them."""
-        newest = (self.amax_history[0] * 2.0**self.recipe.own.margin).clamp(max=FP32_MAX).index_select(0, rows)
-        shown = (self.fp8_max.index_select(0, rows) / newest).clamp(max=FP32_MAX)
+        newest = self.amax_history[0].index_select(0, rows)
+        shown = scale_below(self.fp8_max.index_select(0, rows), newest, 2.0**self.recipe.own.margin)
         # scale 1 where nothing has been recorded
         self.scale.data.index_copy_(0, rows, shown.where(newest > 0, 1.0))
 

@@ -16,7 +16,7 @@ from benchmarks import command, gemm
 from benchmarks.gemm import Gemm
 from benchmarks.run import Run
 from benchmarks.suites import SUITES
-from kernels_cuda.gemm import Configuration
+from kernels_cuda.gemm_variants import Configuration
 from lightning_fp8 import ops
 from lightning_fp8.ops.cuda import gemm_choice, kernels
 

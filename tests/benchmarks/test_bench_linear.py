@@ -14,7 +14,7 @@ from bench_rows import written
 from torch import Tensor, nn
 
 from benchmarks import baselines, command, linear
-from kernels_cuda.gemm import Configuration
+from kernels_cuda.gemm_variants import Configuration
 from lightning_fp8 import scaling_state
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.ops import basic

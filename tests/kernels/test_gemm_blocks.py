@@ -15,8 +15,9 @@ from gemm_cases import ACCUMULATION, assert_close
 from host_kernels import Guarded, HostKernel, at_the_edge, host_tensor_map
 from torch import Tensor
 
-from kernels_cuda import gemm
-from kernels_cuda.gemm import Configuration, Split, configurations
+from kernels_cuda import gemm, gemm_variants
+from kernels_cuda.gemm import Split
+from kernels_cuda.gemm_variants import Configuration, configurations
 
 BLOCK, POISON = 128, 0xFF
 LARGE, SMALL = (configurations((9, 0), True, in_blocks=True)[at] for at in (0, -1))
@@ -88,7 +89,7 @@ def run(
     configuration, b_rows, output = chosen
     (m, n), columns = (len(case.a), len(case.b)), -(-len(case.b) // 8) * 8
     made = torch.float32 if splits > 1 else output
-    variant = gemm.variant(configuration, "e4m3", "e4m3", made, True, b_rows)
+    variant = gemm_variants.variant(configuration, "e4m3", "e4m3", made, True, b_rows)
     kernel = HostKernel(
         (configuration.family, variant),
         configuration.blocks_layout,
@@ -103,13 +104,15 @@ def run(
     memory = Guarded((m, columns), output, POISON)
     out = memory.tensor[:, :n]
     if splits == 1:
-        gemm.gemm(kernel, configuration, *case[:2], out, *case[2:], bias, in_blocks=True)
+        gemm.gemm(kernel, configuration, *case[:2], out, *case[2:], bias)
     else:
         parts = Guarded((splits, gemm.split_rows(configuration, m), columns), torch.float32, POISON)
-        defines = gemm.sum_splits_variant(output)
-        added = HostKernel(("sum_splits", defines), gemm.SUM_SPLITS_LAYOUT, gemm.SUM_SPLITS_THREADS, 0)
+        defines = gemm_variants.sum_splits_variant(output)
+        added = HostKernel(
+            ("sum_splits", defines), gemm_variants.SUM_SPLITS_LAYOUT, gemm_variants.SUM_SPLITS_THREADS, 0
+        )
         split = Split(splits, parts.tensor, added)
-        gemm.split_gemm(kernel, configuration, split, *case[:2], out, *case[2:], bias, in_blocks=True)
+        gemm.split_gemm(kernel, configuration, split, *case[:2], out, *case[2:], bias)
         assert parts.unharmed()
     assert memory.unharmed()
     return out.clone()

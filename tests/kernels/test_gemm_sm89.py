@@ -18,7 +18,8 @@ from host_kernels import Guarded, HostKernel, at_the_edge
 from sass import compiled, count, instructions, resources
 from torch import Tensor
 
-from kernels_cuda.gemm import Configuration, Split, configurations, gemm, split_gemm, split_rows, variant
+from kernels_cuda.gemm import Split, gemm, split_gemm, split_rows
+from kernels_cuda.gemm_variants import Configuration, configurations, variant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # NaN in every dtype: what is left unwritten is no number

@@ -25,9 +25,10 @@ from gemm_cases import (
 from host_kernels import Guarded, HostKernel, at_the_edge, host_tensor_map
 from torch import Tensor
 
-from kernels_cuda import gemm
+from kernels_cuda import gemm, gemm_variants
 from kernels_cuda.casts import Row
-from kernels_cuda.gemm import Configuration, Split, configurations
+from kernels_cuda.gemm import Split
+from kernels_cuda.gemm_variants import Configuration, configurations
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.cuda import kernels
@@ -62,8 +63,8 @@ def load(configuration: Configuration, defines: tuple[str, ...], late: bool = Tr
 
 
 def sum_kernel(output: torch.dtype) -> HostKernel:
-    defines = gemm.sum_splits_variant(output)
-    return HostKernel(("sum_splits", defines), gemm.SUM_SPLITS_LAYOUT, gemm.SUM_SPLITS_THREADS, 0)
+    defines = gemm_variants.sum_splits_variant(output)
+    return HostKernel(("sum_splits", defines), gemm_variants.SUM_SPLITS_LAYOUT, gemm_variants.SUM_SPLITS_THREADS, 0)
 
 
 def run(
@@ -80,7 +81,9 @@ def run(
     m, n = len(case.a), len(case.b)
     padded = -(-n * output.itemsize // 16) * 16 // output.itemsize
     made = torch.float32 if splits > 1 else output
-    kernel = load(configuration, gemm.variant(configuration, case.a_format, case.b_format, made, promote), late)
+    kernel = load(
+        configuration, gemm_variants.variant(configuration, case.a_format, case.b_format, made, promote), late
+    )
     kernel.multiprocessors = multiprocessors
     scales = case.a_scale_inv, case.b_scale_inv
     memory = Guarded((m, padded), output, POISON)
@@ -143,7 +146,7 @@ def test_every_configuration(configuration: Configuration, promote: bool, late: 
 def test_consumers_take_turns(configuration: Configuration, steps: int, tiles: int, late: bool) -> None:
     cluster = configuration.cluster
     case = operands(128 * cluster * tiles - 40, 72, 128 * steps - 16)
-    defines = gemm.variant(configuration, "e4m3", "e4m3", torch.bfloat16, False)
+    defines = gemm_variants.variant(configuration, "e4m3", "e4m3", torch.bfloat16, False)
     handovers = ctypes.c_int.in_dll(load(configuration, defines)._library, "handovers")
     handovers.value = 0
     check(case, configuration, late=late, multiprocessors=cluster)
@@ -202,7 +205,7 @@ def test_splits(splits: int, output: torch.dtype, late: bool) -> None:
 
 def test_parts_are_those_of_their_steps() -> None:
     case, configuration = operands(64, 64, 5 * 128, "e5m2"), PROMOTED[-1]
-    kernel = load(configuration, gemm.variant(configuration, "e5m2", "e4m3", torch.float32, True))
+    kernel = load(configuration, gemm_variants.variant(configuration, "e5m2", "e4m3", torch.float32, True))
     parts = torch.full((2, 128, 64), NAN)
     out, split = torch.empty(64, 64), Split(2, parts, sum_kernel(torch.float32))
     gemm.split_gemm(kernel, configuration, split, case.a, case.b, out, case.a_scale_inv, case.b_scale_inv)
@@ -310,14 +313,16 @@ def test_reads_nothing_behind_its_tensors(shape: tuple[int, int, int]) -> None:
     bias, width = at_the_edge(torch.randn(n)), -(-n // 8) * 8
     for output in (torch.bfloat16, torch.float32):
         out = at_the_edge(torch.empty(m, width, dtype=output))
-        kernel = load(SMALL, gemm.variant(SMALL, "e4m3", "e4m3", output, False))
+        kernel = load(SMALL, gemm_variants.variant(SMALL, "e4m3", "e4m3", output, False))
         edges = at_the_edge(case.a), at_the_edge(case.b)
         gemm.gemm(kernel, SMALL, *edges, out[:, :n], case.a_scale_inv, case.b_scale_inv, bias)
         expected = case.product() + bias.to(output).double()
         assert_close(out[:, :n], expected, case.magnitude() + 10, ACCUMULATION[False])
     if n % 8 == 0:
         h = at_the_edge(torch.randn(m, n).bfloat16())
-        kernel = load(PROMOTED[-1], gemm.chained_variant(PROMOTED[-1], "e4m3", torch.bfloat16, True, "relu", "e4m3"))
+        kernel = load(
+            PROMOTED[-1], gemm_variants.chained_variant(PROMOTED[-1], "e4m3", torch.bfloat16, True, "relu", "e4m3")
+        )
         y, scale = torch.empty(m, n, dtype=torch.uint8), torch.ones(1)
         row = Row(scale, scale, torch.tensor([0]))
         gemm.chained_gemm(
@@ -360,7 +365,7 @@ class Chained:
         late: bool = True,
     ) -> None:
         (m, _), n, backward = case.a.shape, len(case.b), h is not None
-        defines = gemm.chained_variant(configuration, case.a_format, output, backward, activation, format)
+        defines = gemm_variants.chained_variant(configuration, case.a_format, output, backward, activation, format)
         made = (
             Guarded((m, n), output, POISON),
             Guarded((m, n), torch.uint8, POISON),
@@ -398,7 +403,7 @@ CHAINED_SHAPES = [(256, 256, 272), (201, 136, 400), (40, 24, 16)]
 
 
 @pytest.mark.parametrize("shape", CHAINED_SHAPES)
-@pytest.mark.parametrize("activation", gemm.CHAINED_ACTIVATIONS)
+@pytest.mark.parametrize("activation", gemm_variants.CHAINED_ACTIVATIONS)
 def test_forward_chain(activation: str, shape: tuple[int, int, int]) -> None:
     case, bias = operands(*shape), torch.randn(shape[1])
     configuration = LARGE if activation == "gelu" else SMALL
@@ -409,7 +414,7 @@ def test_forward_chain(activation: str, shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", CHAINED_SHAPES)
-@pytest.mark.parametrize("activation", gemm.CHAINED_ACTIVATIONS)
+@pytest.mark.parametrize("activation", gemm_variants.CHAINED_ACTIVATIONS)
 def test_backward_chain(activation: str, shape: tuple[int, int, int]) -> None:
     case = operands(*shape, "e5m2")
     h = torch.randn(shape[:2]).bfloat16()
@@ -488,7 +493,7 @@ def test_no_amax_from_outside_of_the_matrix() -> None:
 
 def test_an_amax_that_is_larger_stays() -> None:
     case = operands(70, 24, 16)
-    defines = gemm.chained_variant(SMALL, "e4m3", torch.bfloat16, False, "relu", "e4m3")
+    defines = gemm_variants.chained_variant(SMALL, "e4m3", torch.bfloat16, False, "relu", "e4m3")
     for recorded, index in ((1e9, 0), (None, 0)):
         amax = None if recorded is None else torch.tensor([recorded])
         y, scale = torch.empty(70, 24, dtype=torch.uint8), torch.ones(1)

@@ -25,6 +25,7 @@ from kernels_cuda import casts, scales, source
 from kernels_cuda.casts import Row, Weight, column_sum_tiles, variant
 from lightning_fp8 import DelayedScaling, ScalingState
 from lightning_fp8.ops import reference
+from lightning_fp8.ops.amaxes import max_abs, scale_of_current
 from lightning_fp8.ops.formats import FORMATS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -224,7 +225,7 @@ def first_scale(amax: Tensor, fmt: str) -> Tensor:
 def test_the_reference_has_the_same_first_scale(fmt: str) -> None:
     special = torch.tensor([0.0, INF, NAN, 1e-45, 1e-38, 1e-36, FLOAT_MAX])
     for amax in torch.cat([special, torch.rand(200), torch.rand(200) * 1e4]):
-        assert_same(reference.scale_of_current(amax, FORMATS[fmt]), first_scale(amax, fmt))
+        assert_same(scale_of_current(amax, FORMATS[fmt]), first_scale(amax, fmt))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -238,8 +239,8 @@ def test_first_use_is_scaled_by_its_own_amax(dtype: torch.dtype, fmt: str) -> No
         amax, current = torch.zeros(3), torch.zeros(())
         row = Row(torch.tensor([7.0, 7.0, 7.0]), torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1]), amax, current)
         y, y_t, _, scale_inv = run(x, fmt, row)
-        assert_same(current, reference.max_abs(x))
-        assert_same(amax, torch.stack([torch.zeros(()), reference.max_abs(x), torch.zeros(())]))
+        assert_same(current, max_abs(x))
+        assert_same(amax, torch.stack([torch.zeros(()), max_abs(x), torch.zeros(())]))
         scale = first_scale(x.float().abs().max(), fmt)
         assert_same(scale_inv, scale.reciprocal())
         assert_codes(y, x, scale, fmt)
@@ -419,7 +420,7 @@ def test_outputs_of_activations(dtype: torch.dtype, fmt: str, activation: str, b
         # the place of the largest is the same, so it is off by as much as a result may be
         slack = tolerance(x, activation, dy, v)
         atol = 0.0 if activation == "relu" else slack.max().item()
-        torch.testing.assert_close(current, reference.max_abs(v), rtol=torch.finfo(dtype).eps, atol=atol)
+        torch.testing.assert_close(current, max_abs(v), rtol=torch.finfo(dtype).eps, atol=atol)
         scale = first_scale(current, fmt)
         assert torch.equal(scale_inv, scale.reciprocal())
         close_codes(y, v, slack, scale.item(), fmt)
@@ -493,7 +494,7 @@ def run_weights(xs: list[Tensor], indices: list[int]) -> Tensor:
         assert_same(first, second)
     scale_inv, current, scale, amax, *payloads = results[0]
     for number, (x, index) in enumerate(zip(xs, indices)):
-        largest = reference.max_abs(x)
+        largest = max_abs(x)
         used = first_scale(largest, "e4m3")
         assert_same(scale_inv[number], used.reciprocal())
         assert_codes(payloads[2 * number], x, used, "e4m3")
@@ -528,7 +529,7 @@ def test_weights_are_measured_alone() -> None:
     xs = weights_of_all_kinds()
     table = casts.weight_table([Weight(x, 0) for x in xs])
     casts.measure_weights(weights_kernel(), table)
-    assert_same(table.current_amax, torch.stack([reference.max_abs(x) for x in xs]))
+    assert_same(table.current_amax, torch.stack([max_abs(x) for x in xs]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -540,12 +541,12 @@ def test_a_weight_alone_leaves_what_was_used(shape: tuple[int, int], dtype: torc
         scale, amax, current = torch.tensor([3.0, 1e9, 5.0]), torch.tensor([2.0, 1e6, 4.0]), torch.zeros(())
         row = Row(scale, None, torch.tensor([1]), amax, current)
         y, y_t, _, scale_inv = run(x, "e4m3", row, outputs=(True, True, False))
-        used = first_scale(reference.max_abs(x), "e4m3")
+        used = first_scale(max_abs(x), "e4m3")
         assert_codes(y, x, used, "e4m3")
         assert torch.equal(y_t.t(), y)
         assert_same(scale_inv, used.reciprocal())
         assert scale.tolist() == [3.0, used.item(), 5.0]
-        assert amax.tolist() == [2.0, reference.max_abs(x).item(), 4.0]
+        assert amax.tolist() == [2.0, max_abs(x).item(), 4.0]
 
 
 @pytest.mark.parametrize(

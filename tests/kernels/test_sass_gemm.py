@@ -11,8 +11,8 @@ import torch
 from gemm_cases import FORMAT_PAIRS
 from sass import LINE, Family, compiled, count, instructions, name, program, resources
 
-from kernels_cuda import gemm
-from kernels_cuda.gemm import Configuration, configurations
+from kernels_cuda import gemm_variants
+from kernels_cuda.gemm_variants import Configuration, configurations
 
 FAST, PROMOTED = (configurations((9, 0), promote) for promote in (False, True))
 # what a block may have on a Hopper, and the registers it has at its start
@@ -21,18 +21,18 @@ Chosen = tuple[Configuration, Family]
 
 
 def plain(configuration: Configuration, a: str, b: str, output: torch.dtype, promote: bool) -> Chosen:
-    return configuration, (configuration.family, gemm.variant(configuration, a, b, output, promote))
+    return configuration, (configuration.family, gemm_variants.variant(configuration, a, b, output, promote))
 
 
 def chained(configuration: Configuration, output: torch.dtype, promote: bool, activation: str, fmt: str) -> Chosen:
     return configuration, (
         configuration.family,
-        gemm.chained_variant(configuration, fmt, output, promote, activation, fmt),
+        gemm_variants.chained_variant(configuration, fmt, output, promote, activation, fmt),
     )
 
 
 def in_blocks(configuration: Configuration, output: torch.dtype, b_scale_rows: int) -> Chosen:
-    defines = gemm.variant(configuration, "e4m3", "e4m3", output, True, b_scale_rows)
+    defines = gemm_variants.variant(configuration, "e4m3", "e4m3", output, True, b_scale_rows)
     return configuration, (configuration.family, defines)
 
 
@@ -50,10 +50,10 @@ EVERY = [
     *(plain(PROMOTED[0], *pair, torch.float16, True) for pair in FORMAT_PAIRS),
     *(chained(one, torch.bfloat16, False, "gelu", "e4m3") for one in FAST),
     *(chained(one, torch.bfloat16, True, "gelu", "e5m2") for one in PROMOTED),
-    *(chained(FAST[0], torch.float16, False, a, "e4m3") for a in gemm.CHAINED_ACTIVATIONS),
-    *(chained(PROMOTED[0], torch.float16, True, a, "e4m3") for a in gemm.CHAINED_ACTIVATIONS),
+    *(chained(FAST[0], torch.float16, False, a, "e4m3") for a in gemm_variants.CHAINED_ACTIVATIONS),
+    *(chained(PROMOTED[0], torch.float16, True, a, "e4m3") for a in gemm_variants.CHAINED_ACTIVATIONS),
 ]
-SUMS: list[Family] = [("sum_splits", gemm.sum_splits_variant(output)) for output in gemm.OUTPUTS]
+SUMS: list[Family] = [("sum_splits", gemm_variants.sum_splits_variant(output)) for output in gemm_variants.OUTPUTS]
 
 
 def named(chosen: Chosen) -> str:

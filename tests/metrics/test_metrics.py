@@ -22,6 +22,7 @@ from torchmetrics.metric import Metric
 
 from lightning_fp8.metrics import SQNR, SaturationFraction, UnderflowFraction
 from lightning_fp8.ops import reference
+from lightning_fp8.ops.amaxes import max_abs, scale_of_current
 from lightning_fp8.ops.formats import FORMATS
 
 mpl.use("Agg")
@@ -162,7 +163,7 @@ def test_sqnr_does_not_lose_small_noise_beside_a_large_signal() -> None:
 @pytest.mark.parametrize(("fmt", "low", "high"), [("e4m3", 30, 33), ("e5m2", 24, 27)])
 def test_sqnr_of_the_reference_cast(fmt: str, low: float, high: float) -> None:
     x = torch.randn(512, 512)
-    scale = reference.scale_of_current(reference.max_abs(x), FORMATS[fmt])
+    scale = scale_of_current(max_abs(x), FORMATS[fmt])
     payload = reference.saturating_cast(x, scale, FORMATS[fmt]).view(FORMATS[fmt].dtype)
     value = SQNR()(payload.float() / scale, x).item()
     assert low < value < high

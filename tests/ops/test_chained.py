@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels_cuda import gemm as kernel_gemm
-from kernels_cuda.gemm import CHAINED_ACTIVATIONS, Configuration
+from kernels_cuda.gemm_variants import CHAINED_ACTIVATIONS, Configuration
 from lightning_fp8 import DelayedScaling, ScalingState, convert, scaling_state
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.cuda import chained, gemm_choice, kernels

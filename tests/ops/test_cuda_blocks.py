@@ -14,17 +14,17 @@ from host_kernels import HostKernel
 from sqnr import sqnr
 from torch import Tensor, nn
 
-from kernels_cuda import block_casts
-from kernels_cuda import gemm as kernel_gemm
+from kernels_cuda import block_casts, gemm_variants
 from lightning_fp8 import BlockScaling, ScalingState, convert, ops, scaling_state
 from lightning_fp8.ops import blocks, reference
+from lightning_fp8.ops.amaxes import per_row
 from lightning_fp8.ops.cuda import gemm_choice, plain, self_test_blocks, self_test_gemm
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 CPU = torch.device("cpu")
-(ADA,) = kernel_gemm.configurations((8, 9), True, in_blocks=True)
+(ADA,) = gemm_variants.configurations((8, 9), True, in_blocks=True)
 SPLIT = Choice(ADA, 2)
 
 
@@ -90,8 +90,7 @@ def test_products_are_those_of_the_values(
     out = ops.scaled_mm(a_fp8, b_fp8, a_inv, b_inv, bias, "e4m3", "e4m3", torch.bfloat16, squares)
     assert any(name.startswith("gemm_sm89") and name.endswith(f"={128 if squares else 1}") for name in cuda_half)
     values = [
-        payload.view(torch.float8_e4m3fn).double()
-        * reference.per_row(inverse, len(payload)).repeat_interleave(128, 1)[:, :300]
+        payload.view(torch.float8_e4m3fn).double() * per_row(inverse, len(payload)).repeat_interleave(128, 1)[:, :300]
         for payload, inverse in ((a_fp8, a_inv), (b_fp8, b_inv))
     ]
     exact, size = values[0] @ values[1].t() + bias.bfloat16(), values[0].abs() @ values[1].abs().t()
@@ -202,7 +201,7 @@ class OneStep(HostKernel):
 @pytest.mark.parametrize("rows", [1, 128])
 def test_the_self_test_of_products_finds_scales_of_another_step(rows: int) -> None:
     output = torch.float32 if rows == 1 else torch.bfloat16
-    family = ADA.family, kernel_gemm.variant(ADA, "e4m3", "e4m3", output, True, rows)
+    family = ADA.family, gemm_variants.variant(ADA, "e4m3", "e4m3", output, True, rows)
     for kind, said in ((HostKernel, None), (OneStep, "other sums")):
         made = kind(family, ADA.blocks_layout, ADA.threads, 0)
         made.multiprocessors = 1

@@ -9,8 +9,9 @@ from gemm_cases import ACCUMULATION, FORMAT_PAIRS, Operands, Problem, assert_clo
 from sqnr import sqnr
 from torch import Tensor, nn
 
-from kernels_cuda import gemm
-from kernels_cuda.gemm import Configuration, Split
+from kernels_cuda import gemm, gemm_variants
+from kernels_cuda.gemm import Split
+from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
 from kernels_cuda.load import load
 from lightning_fp8 import BlockScaling, DelayedScaling, convert, ops, scaling_state
@@ -29,7 +30,7 @@ def gpu() -> torch.device:
 def configurations(promote: bool) -> tuple[Configuration, ...]:
     if not torch.cuda.is_available():
         return ()
-    return gemm.configurations(torch.cuda.get_device_capability(), promote)
+    return gemm_variants.configurations(torch.cuda.get_device_capability(), promote)
 
 
 EVERY = [(one, promote) for promote in (False, True) for one in configurations(promote)]
@@ -65,7 +66,7 @@ def guarded(m: int, n: int, output: torch.dtype, device: torch.device) -> tuple[
 
 @pytest.mark.parametrize(("configuration", "promote"), EVERY, ids=str)
 def test_self_tests(gpu: torch.device, configuration: Configuration, promote: bool) -> None:
-    for output in gemm.OUTPUTS:
+    for output in gemm_variants.OUTPUTS:
         for pair in FORMAT_PAIRS:
             variant = kernels._gemm_variant(configuration, *pair, output, promote)
             assert variant.self_test(gpu, kernel_of(variant, gpu)) is None, variant.name

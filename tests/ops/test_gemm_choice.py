@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels_cuda.gemm import CHAINED_ACTIVATIONS, Configuration, configurations
+from kernels_cuda.gemm_variants import CHAINED_ACTIVATIONS, Configuration, configurations
 from lightning_fp8.ops.cuda import gemm_choice, gemm_table, kernels
 from lightning_fp8.ops.cuda.gemm_choice import Choice, check_gemm, choose, estimated, most_splits
 from lightning_fp8.runtime.warn_once import warn_once

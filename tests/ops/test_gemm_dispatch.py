@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from kernels_cuda import gemm as kernel_gemm
 from lightning_fp8 import ops
-from lightning_fp8.ops.cuda import gemm, gemm_choice, plain
+from lightning_fp8.ops.cuda import gemm, gemm_choice
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
@@ -111,14 +112,27 @@ def test_torchs_gemm_takes_the_place_of_a_kernel_that_is_not_to_be_had(
     assert gemms.launches == []
 
 
-def test_without_a_kernel_of_ours_torchs_gemm_runs(gemms: Gemms) -> None:
+@pytest.mark.parametrize("m, n, k", [(17, 15, 129), (17, 15, 128), (17, 16, 129), (17, 16, 128)])  # noqa: PT006
+def test_without_a_kernel_of_ours_torchs_gemm_runs(
+    gemms: Gemms, m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gemms.choice = Choice(None)
-    a, b = operands(17, 15, 129)
-    bias = torch.randn(15)
-    args = (a, b, A_INV, B_INV, bias, "e5m2", "e4m3", torch.bfloat16)
-    assert torch.equal(gemm.scaled_mm(*args, False, "cublaslt"), plain.scaled_mm(*args, False))
+    a, b = operands(m, n, k)
+    bias, shapes, real = torch.randn(n), [], torch._scaled_mm
+
+    def recording(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        shapes.append((*a.shape, b.shape[1]))
+        return real(a, b, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", recording)
+    for output in (torch.bfloat16, torch.float32):
+        out = gemm.scaled_mm(a, b, A_INV, B_INV, bias, "e5m2", "e4m3", output, False, "cublaslt")
+        assert out.is_contiguous()
+        assert_one_rounding(out, a, b, bias.to(output).double())
+    # cuBLASLt takes multiples of 16
+    assert shapes == [(m, -(-k // 16) * 16, 16)] * 2
     assert gemms.launches == []
-    assert gemms.asked == [("cublaslt", 17, 15, 129, True, torch.bfloat16)]
+    assert gemms.asked == [("cublaslt", m, n, k, True, output) for output in (torch.bfloat16, torch.float32)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

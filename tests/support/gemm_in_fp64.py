@@ -11,10 +11,13 @@ from fp8_numpy import code_values
 from torch import Tensor
 
 from kernels_cuda import gemm as kernel_gemm
+from kernels_cuda import gemm_variants
 from kernels_cuda.casts import Row
-from kernels_cuda.gemm import Configuration, Split
+from kernels_cuda.gemm import Split
+from kernels_cuda.gemm_variants import Configuration
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.amaxes import max_abs
 from lightning_fp8.ops.cuda import gemm_choice, kernels
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.ops.formats import FORMATS
@@ -50,7 +53,7 @@ class Gemms:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.choice, self.missing = Choice(HOPPER), set[str]()
-        self.chained = set(kernel_gemm.CHAINED_ACTIVATIONS)
+        self.chained = set(gemm_variants.CHAINED_ACTIVATIONS)
         self.asked: list[tuple[Any, ...]] = []
         self.launches: list[str] = []
         self.kernels: list[GemmKernel] = []
@@ -99,9 +102,7 @@ def gemm(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None = None,
-    in_blocks: bool = False,
 ) -> None:
-    assert not in_blocks
     assert out.dtype == kernel.output
     check_rows(out)
     product = _product(kernel, a, b, a_scale_inv, b_scale_inv)
@@ -118,9 +119,7 @@ def split_gemm(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None = None,
-    in_blocks: bool = False,
 ) -> None:
-    assert not in_blocks
     (m, n), steps = out.shape, -(-a.shape[1] // 128)
     assert kernel.output == split.parts.dtype == torch.float32
     assert split.parts.shape[:2] == (split.count, kernel_gemm.split_rows(configuration, m))
@@ -173,7 +172,7 @@ def chained_gemm(
         if h is not None:
             h.copy_(computed)
     if row.amax is not None:
-        torch.maximum(row.amax[index], reference.max_abs(v), out=row.amax[index])
+        torch.maximum(row.amax[index], max_abs(v), out=row.amax[index])
     y.copy_(reference.saturating_cast(v, row.scale[index], FORMATS[kernel.format]))
     scale_inv.copy_(row.scale[index].reciprocal())
     if y_t is not None:

@@ -25,7 +25,7 @@ import lightning_fp8
 from kernels_cuda import casts
 from kernels_cuda.cache import cache_folder
 from kernels_cuda.compile import CompileError, KernelsUnavailable, nvrtc_version
-from kernels_cuda.gemm import CHAINED_ACTIVATIONS, OUTPUTS, configurations
+from kernels_cuda.gemm_variants import CHAINED_ACTIVATIONS, OUTPUTS, configurations
 from lightning_fp8 import __main__ as entry
 from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.tools.doctor import (

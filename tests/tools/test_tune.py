@@ -22,7 +22,7 @@ from repository import ROOT
 from warm import run_warm
 
 from kernels_cuda.compile import KernelsUnavailable
-from kernels_cuda.gemm import configurations
+from kernels_cuda.gemm_variants import configurations
 from lightning_fp8 import __main__ as entry
 from lightning_fp8.ops.cuda import gemm_table, kernels, plain
 from lightning_fp8.ops.cuda.gemm import run_choice

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels_cuda import gemm as kernel_gemm
 from kernels_cuda.casts import Row
-from kernels_cuda.gemm import CHAINED_ACTIVATIONS, Configuration
+from kernels_cuda.gemm_variants import CHAINED_ACTIVATIONS, Configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.counting import is_counting
 from lightning_fp8.ops.cuda import gemm_choice, kernels

@@ -11,13 +11,13 @@ from kernels_cuda import block_casts, casts, scales
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops import blocks
 from lightning_fp8.ops.activations import activate, activation_gradient, gated, gated_gradients
+from lightning_fp8.ops.amaxes import as_asked, max_abs
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.cuda.gemm import scaled_mm
 from lightning_fp8.ops.cuda.kernels import block_cast_kernel, cast_kernel, update_kernel, weights_kernel
 from lightning_fp8.ops.library import is_k_major
 from lightning_fp8.ops.operand import Columns, Slot, State, WeightSlot, gradient_layout, nothing
-from lightning_fp8.ops.reference import as_asked, max_abs
 
 
 def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,13 +254,12 @@ def update_scales(
 
 
 def _row(slot: Slot) -> casts.Row:
-    scale, amax_history, index, *_ = slot
     amax, goes_with_weights, is_there = slot.open()
     if is_there:
-        return casts.Row(scale, amax_history, index, amax)
-    current = torch.zeros((), dtype=torch.float32, device=scale.device)
-    newest = amax_history if goes_with_weights else torch.zeros_like(amax_history[:1])
-    return casts.Row(scale, newest, index, amax, current, _after_measuring(slot))
+        return casts.Row(slot.scale, slot.amax_history, slot.index, amax)
+    current = torch.zeros((), dtype=torch.float32, device=slot.scale.device)
+    newest = slot.amax_history if goes_with_weights else torch.zeros_like(slot.amax_history[:1])
+    return casts.Row(slot.scale, newest, slot.index, amax, current, _after_measuring(slot))
 
 
 def _after_measuring(slot: Slot) -> Callable[[Tensor], object] | None:
@@ -285,26 +284,28 @@ def _launch(
     sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Allocate and launch: payload and transposed payload (empty unless requested), scale_inv and column sums."""
-    if x.stride(1) != 1:
-        if activation == "none" and not sums and x.stride(0) == 1:
+    row_stride, column_stride = x.stride()
+    if column_stride != 1:
+        if activation == "none" and not sums and row_stride == 1:
             # column-major: the transposed cast of its transpose
             other = {"rows": "columns", "columns": "rows"}.get(layout, layout)
             by_columns, by_rows, scale_inv, _ = _launch(kernel, x.t(), row, other)
             return by_rows, by_columns, scale_inv, None
         x = x.contiguous()
-    (rows, width), device = x.shape, x.device
-    gated = activation == "swiglu"
+    (rows, width), device, gated = x.shape, x.device, activation == "swiglu"
     if gated and dy is None:
         width //= 2
     # the allocation that takes the host the least time
     y = empty_strided((rows, width), (width, 1), dtype=torch.uint8, device=device) if layout != "columns" else None
     y_t = empty_strided((width, rows), (rows, 1), dtype=torch.uint8, device=device) if layout != "rows" else None
     scale_inv = empty_strided((), (), dtype=torch.float32, device=device)
-    tiles = casts.column_sum_tiles(rows) if sums else 0
-    partial = empty_strided((tiles, width), (width, 1), dtype=torch.float32, device=device) if sums else None
+    total = partial = None
+    if sums:
+        tiles = casts.column_sum_tiles(rows)
+        partial = empty_strided((tiles, width), (width, 1), dtype=torch.float32, device=device)
     casts.cast_transpose(kernel, x, row, scale_inv, y, y_t, partial, dy, gated)
     if partial is not None:
-        partial = partial.sum(dim=0) if tiles > 1 else partial.view(width)
+        total = partial.sum(dim=0) if tiles > 1 else partial.view(width)
     payload = nothing(x, torch.uint8) if y is None else y
     payload_t = nothing(x, torch.uint8) if y_t is None else y_t
-    return payload, payload_t, scale_inv, partial
+    return payload, payload_t, scale_inv, total

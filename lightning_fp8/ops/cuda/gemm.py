@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_cuda import gemm as kernel_gemm
-from kernels_cuda.gemm import ROW_BYTES, Configuration, Split
+from kernels_cuda.gemm import ROW_BYTES, Split
+from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.cuda import gemm_choice, kernels, plain
 from lightning_fp8.ops.cuda.gemm_choice import Choice
@@ -32,13 +33,13 @@ def scaled_mm(
 ) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``."""
     if a_scale_inv.dim():
-        return _in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation, gemm)
+        return _in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, gemm)
     promote = not fast_accumulation
     (m, k), n = a.shape, b.shape[0]
     choice = gemm_choice.choose(a.device, gemm, m, n, k, promote, out_dtype)
-    # what follows is the usual case at once, as each call counts in the host time of a layer
-    if choice.configuration is None:
-        return plain.scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
+    # the usual case at once, as each call counts in the host time of a layer
+    if choice.configuration is None and not (n | k) % plain.ALIGNMENT and m and n and k:
+        return plain.aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
     return run_choice(choice, a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, promote)
 
 
@@ -111,7 +112,6 @@ def _in_blocks(
     a_format: str,
     b_format: str,
     output: torch.dtype,
-    fast_accumulation: bool,
     gemm: str,
 ) -> Tensor:
     """:func:`scaled_mm` where each block has a scale. Our kernels take no squares of a, and always promote."""
@@ -121,9 +121,9 @@ def _in_blocks(
     b_scale_rows = kernel_gemm.b_scale_rows(b_scale_inv, n)
     found = kernels_of(choice, a.device, a_format, b_format, output, True, b_scale_rows)
     if found is None:
-        return plain.scaled_mm_in_blocks(*operands, bias, a_format, b_format, output, fast_accumulation)
+        return plain.scaled_mm_in_blocks(*operands, bias, a_format, b_format, output)
     out = _output(m, n, output, a.device)
-    _launch(found, out, *operands, bias, in_blocks=True)
+    _launch(found, out, *operands, bias)
     return out.contiguous()
 
 
@@ -146,7 +146,7 @@ def kernels_of(
     b_scale_rows: int = 0,
 ) -> Found | None:
     """The kernels for a choice; None for cuBLASLt, or if a kernel is not available. ``b_scale_rows``: see
-    :func:`kernels_cuda.gemm.variant`."""
+    :func:`kernels_cuda.gemm_variants.variant`."""
     if choice.configuration is None:
         return None
     # parts of a sum are in fp32
@@ -172,18 +172,17 @@ def _launch(
     a_scale_inv: Tensor,
     b_scale_inv: Tensor,
     bias: Tensor | None,
-    in_blocks: bool = False,
 ) -> None:
     bias = None if bias is None else bias.contiguous()
     operands = (as_operand(a), as_operand(b), out, a_scale_inv, b_scale_inv, bias)
     configuration, kernel, splits, sum_kernel = found
     if sum_kernel is None:
-        kernel_gemm.gemm(kernel, configuration, *operands, in_blocks)
+        kernel_gemm.gemm(kernel, configuration, *operands)
         return
     (m, n), per_row = out.shape, ROW_BYTES // torch.float32.itemsize
     shape = (splits, kernel_gemm.split_rows(configuration, m), _up_to(per_row, n))
     parts = torch.empty(shape, dtype=torch.float32, device=a.device)
-    kernel_gemm.split_gemm(kernel, configuration, Split(splits, parts, sum_kernel), *operands, in_blocks)
+    kernel_gemm.split_gemm(kernel, configuration, Split(splits, parts, sum_kernel), *operands)
 
 
 def as_operand(payload: Tensor) -> Tensor:

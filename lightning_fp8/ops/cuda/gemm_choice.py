@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels_cuda.gemm import Configuration, configurations
+from kernels_cuda.gemm_variants import Configuration, configurations
 from lightning_fp8.ops.cuda import gemm_table
 from lightning_fp8.ops.cuda.gemm_table import Row
 from lightning_fp8.ops.cuda.kernels import backend
+from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.runtime.warn_once import warn_once
 
 GEMMS = ("auto", "rawkernel", "cublaslt")
@@ -51,8 +52,7 @@ class Choice(NamedTuple):
 
 def check_gemm(value: str) -> None:
     """ValueError unless ``gemm`` is one of ``"auto"``, ``"rawkernel"`` and ``"cublaslt"``."""
-    if value not in GEMMS:
-        raise ValueError(f"`gemm` must be one of {', '.join(map(repr, GEMMS))}, got {value!r}.")
+    check_choice("`gemm`", value, GEMMS)
 
 
 # more shapes than a model has, but bounded, for models in which the number of tokens always changes

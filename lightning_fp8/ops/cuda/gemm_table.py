@@ -16,7 +16,7 @@ import torch
 
 import kernels_cuda
 from kernels_cuda import cache
-from kernels_cuda.gemm import OUTPUTS, Configuration, configurations
+from kernels_cuda.gemm_variants import OUTPUTS, Configuration, configurations
 from lightning_fp8.ops.formats import dtype_name
 from lightning_fp8.runtime.warn_once import warn_once
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from kernels_cuda import block_casts, casts, gemm, load, scales
+from kernels_cuda import block_casts, casts, gemm, gemm_variants, load, scales
 from kernels_cuda.compile import KernelsUnavailable
-from kernels_cuda.gemm import Configuration
+from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.cuda import self_test, self_test_blocks, self_test_gemm
 from lightning_fp8.runtime.device import is_capturing
@@ -89,19 +89,19 @@ def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
     in_blocks = [_block_cast_variant(dtype, square) for dtype in casts.INPUTS for square in (False, True)]
     in_blocks += [
         _gemm_variant(one, "e4m3", "e4m3", output, True, rows)
-        for one in gemm.configurations(capability, True, in_blocks=True)
+        for one in gemm_variants.configurations(capability, True, in_blocks=True)
         for rows in (1, gemm.SCALE_ROWS)
-        for output in gemm.OUTPUTS
+        for output in gemm_variants.OUTPUTS
     ]
     default = [*of_casts, _weights_variant(), _update_variant(), *_gemm_variants(capability, every)]
     return [*default, *in_blocks] if every else default
 
 
 def _gemm_variants(capability: tuple[int, int], every: bool) -> list[Variant]:
-    fast, promoted = (gemm.configurations(capability, promote) for promote in (False, True))
+    fast, promoted = (gemm_variants.configurations(capability, promote) for promote in (False, True))
     # no recipe multiplies two gradients
     pairs = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")]
-    outputs = tuple(gemm.OUTPUTS)
+    outputs = tuple(gemm_variants.OUTPUTS)
     made = [
         _gemm_variant(one, *pair, output, False)
         for one in fast
@@ -121,7 +121,7 @@ def _gemm_variants(capability: tuple[int, int], every: bool) -> list[Variant]:
             _chained_variant(one, fmt, output, promote, activation, fmt)
             for one in (chained if every else chained[:1])
             for output in ((torch.bfloat16, torch.float16) if every else (torch.bfloat16,))
-            for activation in gemm.CHAINED_ACTIVATIONS
+            for activation in gemm_variants.CHAINED_ACTIVATIONS
         ]
     return [*made, *(_sum_splits_variant(output) for output in outputs)] if made else []
 
@@ -235,7 +235,7 @@ def _gemm_variant(
     def test(device: torch.device, kernel: Kernel) -> str | None:
         return self_test_gemm.gemm(device, configuration, a_format, b_format, output, kernel, b_scale_rows)
 
-    defines = gemm.variant(configuration, a_format, b_format, output, promote, b_scale_rows)
+    defines = gemm_variants.variant(configuration, a_format, b_format, output, promote, b_scale_rows)
     made = _of(configuration, defines, test)
     return made._replace(layout=configuration.blocks_layout) if b_scale_rows else made
 
@@ -246,7 +246,7 @@ def _chained_variant(
     def test(device: torch.device, kernel: Kernel) -> str | None:
         return self_test_gemm.chained_gemm(device, configuration, a_format, output, promote, activation, format, kernel)
 
-    defines = gemm.chained_variant(configuration, a_format, output, promote, activation, format)
+    defines = gemm_variants.chained_variant(configuration, a_format, output, promote, activation, format)
     return _of(configuration, defines, test)
 
 
@@ -261,8 +261,8 @@ def _sum_splits_variant(output: torch.dtype) -> Variant:
     def test(device: torch.device, kernel: Kernel) -> str | None:
         return self_test_gemm.sum_splits(device, output, kernel)
 
-    defines = gemm.sum_splits_variant(output)
-    return Variant("sum_splits", defines, gemm.SUM_SPLITS_LAYOUT, gemm.SUM_SPLITS_THREADS, test)
+    defines = gemm_variants.sum_splits_variant(output)
+    return Variant("sum_splits", defines, gemm_variants.SUM_SPLITS_LAYOUT, gemm_variants.SUM_SPLITS_THREADS, test)
 
 
 def _obtain(variant: Variant, device: torch.device) -> Kernel | None:

@@ -8,27 +8,27 @@ from torch import Tensor
 
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.amaxes import as_asked, max_abs, record_amax, scale_of_current, update_scales
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import Slot, WeightSlot, in_layout
-from lightning_fp8.ops.reference import scale_of_current, update_scales
 
 __all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
 
 # cuBLASLt takes FP8 operands whose rows are a multiple of 16 bytes
-_ALIGNMENT = 16
+ALIGNMENT = 16
 
 
 def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast``."""
     x, fmt = activate(x, activation), FORMATS[slot.format]
-    current = reference.max_abs(x)
+    current = max_abs(x)
     amax, may_use_history, _ = slot.open()
     if amax is not None:
-        reference.record_amax(amax, slot.index, current)
+        record_amax(amax, slot.index, current)
     delayed = slot.scale.index_select(0, slot.index)[0]
     has_history = (slot.amax_history[0].index_select(0, slot.index)[0] > 0) & may_use_history
-    used = torch.where(has_history, delayed, scale_of_current(reference.as_asked(current, slot.own), fmt))
+    used = torch.where(has_history, delayed, scale_of_current(as_asked(current, slot.own), fmt))
     if is_counting(slot):
         count(x, used, slot)
     return (*in_layout(saturating_cast(x, used, fmt), layout), used.reciprocal())
@@ -70,15 +70,30 @@ def scaled_mm(
     if not (m and n and k):
         empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
         return empty if bias is None else empty + bias.to(out_dtype)
+    missing = -n % ALIGNMENT
+    if missing or k % ALIGNMENT:
+        a, b, bias = _padded(a, 0), _padded(b, missing), None if bias is None else F.pad(bias, (0, missing))
+    out = aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
+    return out[:, :n].contiguous() if missing else out
+
+
+def aligned_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    a_format: str,
+    b_format: str,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """The same for sizes that cuBLASLt supports: none is 0, and N and K are multiples of 16."""
+    fused = None
     # torch adds a bias in the GEMM's own epilogue, in fp32, where bias and result are of one 16-bit dtype
-    fused = None if out_dtype == torch.float32 else bias
-    # a `.to` that does nothing takes the host as long as an allocation
-    if fused is not None and fused.dtype != out_dtype:
-        fused = fused.to(out_dtype)
-    missing = -n % _ALIGNMENT
-    if missing or k % _ALIGNMENT:
-        a, b = _padded(a, 0), _padded(b, missing)
-        fused = None if fused is None else F.pad(fused, (0, missing))
+    if bias is not None and out_dtype != torch.float32:
+        # a `.to` that does nothing takes the host as long as an allocation
+        fused = bias if bias.dtype == out_dtype else bias.to(out_dtype)
     out = torch._scaled_mm(
         a.contiguous().view(FORMATS[a_format].dtype),
         b.contiguous().view(FORMATS[b_format].dtype).mT,
@@ -88,8 +103,6 @@ def scaled_mm(
         out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
     )
-    if missing:
-        out = out[:, :n].contiguous()
     return out if bias is None or fused is not None else out.add_(bias)
 
 
@@ -102,18 +115,17 @@ def scaled_mm_in_blocks(
     a_format: str,
     b_format: str,
     out_dtype: torch.dtype,
-    fast_accumulation: bool,
 ) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``, for operands in blocks.
 
     Raises:
         RuntimeError: on a GPU for which cuBLASLt has no such product.
     """
-    operands = (a, b, a_scale_inv, b_scale_inv)
-    if not (a.is_cuda and a.numel() and b.numel()):
-        return reference.scaled_mm(*operands, bias, a_format, b_format, out_dtype, fast_accumulation)
-    check_blocks(torch.cuda.get_device_capability(a.device), torch.version.cuda)
-    return product_of_blocks(*operands, bias, a_format, b_format, out_dtype)
+    product = reference.scaled_mm_in_blocks
+    if a.is_cuda and a.numel() and b.numel():
+        check_blocks(torch.cuda.get_device_capability(a.device), torch.version.cuda)
+        product = product_of_blocks
+    return product(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype)
 
 
 def product_of_blocks(
@@ -131,7 +143,7 @@ def product_of_blocks(
     Partial sums of 128 along K are added up in fp32 in any case.
     """
     m, n = len(a), len(b)
-    missing = -n % _ALIGNMENT
+    missing = -n % ALIGNMENT
     if missing and len(b_scale_inv) == n:
         b_scale_inv = F.pad(b_scale_inv, (0, 0, 0, missing))
     out = F.scaled_mm(
@@ -165,4 +177,4 @@ def as_torch_takes(scale_inv: Tensor, rows: int) -> tuple[Tensor, F.ScalingType]
 
 def _padded(payload: Tensor, rows: int) -> Tensor:
     """The payload with additional rows of zeros, and its columns padded to cuBLASLt's alignment."""
-    return F.pad(payload, (0, -payload.shape[1] % _ALIGNMENT, 0, rows))
+    return F.pad(payload, (0, -payload.shape[1] % ALIGNMENT, 0, rows))

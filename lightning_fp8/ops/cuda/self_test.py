@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kernels_cuda import casts, scales
 from kernels_cuda.launch import Kernel
-from lightning_fp8.ops import reference
+from lightning_fp8.ops import amaxes, reference
 from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.amaxes import max_abs, scale_of_current
 from lightning_fp8.ops.formats import FORMATS
 
 # one shape of whole tiles, one with ragged edges on both sides
@@ -121,7 +122,7 @@ def _compare_cast(
     ):
         return "other column sums"
     return _compare(y.cpu(), y_t.cpu(), codes, format, exact) or _compare_state(
-        scale_inv, used, amax[index], reference.max_abs(values), exact
+        scale_inv, used, amax[index], max_abs(values), exact
     )
 
 
@@ -183,8 +184,8 @@ def _cast_weights(device: torch.device, values: list[Tensor], kernel: Kernel) ->
 def _compare_weight(
     values: Tensor, y: Tensor, y_t: Tensor, scale_inv: Tensor, scale: Tensor, amax: Tensor
 ) -> str | None:
-    expected = reference.max_abs(values)
-    used = reference.scale_of_current(expected, FORMATS["e4m3"])
+    expected = max_abs(values)
+    used = scale_of_current(expected, FORMATS["e4m3"])
     codes = reference.saturating_cast(values, used, FORMATS["e4m3"])
     if scale.item() != used.item():
         return f"the scale {scale.item()} in place of {used.item()}"
@@ -212,7 +213,7 @@ def update_scales(device: torch.device, kernel: Kernel) -> str | None:
         amax[3], amax[5], amax[7], amax[30] = 0, float("inf"), float("nan"), float("inf")
         mine["amax"].copy_(amax)
         theirs["amax"].copy_(amax)
-        reference.update_scales(**mine, most_recent=most_recent, margin_factor=2.0)
+        amaxes.update_scales(**mine, most_recent=most_recent, margin_factor=2.0)
         scales.update_scales(kernel, **theirs, most_recent=most_recent, margin_factor=2.0)
     for name, expected in mine.items():
         if not torch.equal(expected, theirs[name].cpu()):
@@ -235,4 +236,4 @@ def _state(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _expected_scale(scale: Tensor, newest: Tensor, index: int, current: Tensor, format: str) -> Tensor:
-    return scale[index].cpu() if newest[index] > 0 else reference.scale_of_current(current, FORMATS[format])
+    return scale[index].cpu() if newest[index] > 0 else scale_of_current(current, FORMATS[format])

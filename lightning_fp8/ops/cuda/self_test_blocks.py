@@ -8,7 +8,8 @@ from torch import Tensor
 from kernels_cuda import block_casts
 from kernels_cuda.casts import column_sum_tiles
 from kernels_cuda.launch import Kernel
-from lightning_fp8.ops import blocks, reference
+from lightning_fp8.ops import blocks
+from lightning_fp8.ops.amaxes import max_abs
 from lightning_fp8.ops.cuda.self_test import hard_to_round, random_values
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import OwnScaling, WeightSlot, with_scale
@@ -53,7 +54,7 @@ def _compare(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -
         or _difference("payload by columns", y_t, by_columns)
         or _difference("scale_inv", scale_inv, inverses[0])
         or _difference("scale_inv by columns", scale_inv_t, inverses[1])
-        or _difference("amax", amax[1], reference.max_abs(x))
+        or _difference("amax", amax[1], max_abs(x))
     )
 
 
@@ -65,7 +66,7 @@ def _compare_squares(device: torch.device, x: Tensor, own: OwnScaling, kernel: K
     payload, payload_t, inverse = blocks.cast_weight(x, WeightSlot(torch.zeros(1), "e4m3", None, False, own), "both")
     scale_inv = torch.full(inverse.shape, -1.0, device=device)
     block_casts.cast_squares(kernel, x.to(device), recorded, scale_inv, own.blocks != "float32", y, y_t)
-    largest = reference.max_abs(x)
+    largest = max_abs(x)
     return (
         _difference("payload", y, payload)
         or _difference("payload by columns", y_t, payload_t)

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from kernels_cuda import casts
 from kernels_cuda import gemm as kernels
-from kernels_cuda.gemm import Configuration
+from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activate, activation_gradient
+from lightning_fp8.ops.amaxes import by_element, max_abs
 from lightning_fp8.ops.cuda.self_test import same_codes
 from lightning_fp8.ops.formats import FORMATS
 
@@ -41,7 +42,7 @@ def gemm(
         if b_scale_rows:
             scales = _block_scales(m, n, k, b_scale_rows)
             on_device = scales[0].to(device), scales[1].to(device)
-            kernels.gemm(kernel, configuration, *moved, out, *on_device, bias.to(device), in_blocks=True)
+            kernels.gemm(kernel, configuration, *moved, out, *on_device, bias.to(device))
             expected, magnitude = _product_in_blocks(a, b, *scales, a_format, b_format)
         else:
             kernels.gemm(kernel, configuration, *moved, out, *_scales(device), bias.to(device))
@@ -157,7 +158,7 @@ def _product_in_blocks(
 ) -> tuple[Tensor, Tensor]:
     """As :func:`_product`."""
     values = [
-        payload.view(FORMATS[its_format].dtype).float() * reference.by_element(scale_inv, payload)
+        payload.view(FORMATS[its_format].dtype).float() * by_element(scale_inv, payload)
         for payload, scale_inv, its_format in ((a, a_scale_inv, a_format), (b, b_scale_inv, b_format))
     ]
     return values[0] @ values[1].t(), values[0].abs() @ values[1].abs().t() * _ACCUMULATION
@@ -186,7 +187,7 @@ def _other_codes(y: Tensor, y_t: Tensor, codes: Tensor, format: str) -> str | No
 
 
 def _other_state(amax: Tensor, scale_inv: Tensor, values: Tensor, column_sums: Tensor | None) -> str | None:
-    expected = reference.max_abs(values)
+    expected = max_abs(values)
     if amax[0] != 0 or not torch.allclose(amax[1], expected, rtol=2**-6, atol=0):
         return f"the amaxes {amax.tolist()} in place of {[0.0, expected.item()]}"
     if scale_inv != torch.tensor(37.5).reciprocal():

@@ -55,7 +55,7 @@ class CompareCLI(Fp8CLI):
         """Change the configuration to what is compared."""
         config = self.config.fit
         # `true` would choose a different seed in each process
-        self.seed = 0 if isinstance(config.seed_everything, bool) else config.seed_everything
+        self.seed = config.seed_everything = 0 if isinstance(config.seed_everything, bool) else config.seed_everything
         seed_everything(self.seed, workers=True)
         config.ckpt_path = None
         trainer = config.trainer
@@ -113,10 +113,6 @@ class CompareCLI(Fp8CLI):
         # last: what the user's callbacks do after a batch is part of its step
         trainer.callbacks += [RunRecord(), self.measure]  # type: ignore[attr-defined]
         return trainer
-
-    def before_fit(self) -> None:
-        """Seed again: how many random numbers have been drawn may depend on the precision."""
-        seed_everything(self.seed, workers=True)
 
     def after_fit(self) -> None:
         """Write down what was measured."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kernels_cuda.gemm import configurations
+from kernels_cuda.gemm_variants import configurations
 from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.tools.doctor.diagnosis import CANNOT, Diagnosis, KernelCheck, Section
 from lightning_fp8.tools.doctor.kernel_checks import gemm

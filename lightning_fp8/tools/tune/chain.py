@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels_cuda.casts import Row
-from kernels_cuda.gemm import CHAINED_ACTIVATIONS
+from kernels_cuda.gemm_variants import CHAINED_ACTIVATIONS
 from lightning_fp8.ops.cuda import chained, kernels
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda.gemm_choice import Choice

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kernels_cuda.gemm import Configuration, configurations
+from kernels_cuda.gemm_variants import Configuration, configurations
 from lightning_fp8.ops.cuda.gemm import run_choice
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.tools import timing

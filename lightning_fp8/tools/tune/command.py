@@ -22,7 +22,7 @@ import torch
 
 from kernels_cuda.cache import make_folder
 from kernels_cuda.compile import nvrtc_version
-from kernels_cuda.gemm import configurations
+from kernels_cuda.gemm_variants import configurations
 from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.runtime.device import MIN_CAPABILITY, check_device

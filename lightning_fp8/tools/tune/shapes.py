@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels_cuda.gemm import Configuration
+from kernels_cuda.gemm_variants import Configuration
 from lightning_fp8.ops.cuda.gemm_choice import Choice, clusters, most_splits
 from lightning_fp8.ops.formats import dtype_name
 
