@@ -9,7 +9,7 @@ import torch
 from kernels_cuda.gemm import configurations
 from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.ops.cuda.plain import check_blocks
-from lightning_fp8.scaling.recipe import RECIPES, BlockScaling
+from lightning_fp8.scaling.recipe import RECIPES
 from lightning_fp8.tools.doctor.diagnosis import CANNOT, Diagnosis, KernelCheck, Section
 from lightning_fp8.tools.doctor.kernel_checks import gemm
 
@@ -30,7 +30,7 @@ def describe(
         runs = "yes" if capability >= _BF16_CAPABILITY else f"no: compute capability {capability[0]}.{capability[1]}"
         rows += [(str(device), precision, runs, "-", "-", "-") for precision in _BF16]
         per_tensor = _fp8(findings, device, unfit, ready, compile)
-        found = {BlockScaling.precision: _in_blocks(capability, per_tensor, ready)}
+        found = {"fp8-block": _in_blocks(capability, per_tensor, ready)}
         rows += [(str(device), precision, *found.get(precision, per_tensor)) for precision in RECIPES]
     rows += [("cpu", precision, "yes", "-", "-", "-") for precision in _BF16]
     rows += [("cpu", precision, "yes", _REFERENCE, _REFERENCE, _REFERENCE) for precision in RECIPES]
