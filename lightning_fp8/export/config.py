@@ -25,13 +25,13 @@ from lightning_fp8.ops.operand import OwnScaling
 from lightning_fp8.ops.reference import BLOCK
 
 # one scale per tensor: `weight_block_size` is null
-_METHOD = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+_METHOD: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
 _DYNAMIC = {**_METHOD, "activation_scheme": "dynamic"}
 _METHOD_OF_BLOCKS = {**_DYNAMIC, "weight_block_size": [BLOCK, BLOCK]}
 
 
 def config_of(
-    model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | None, of: Scales | OwnScaling | None
+    model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | None, of: Scales | OwnScaling
 ) -> dict[str, Any]:
     """The Hugging Face config where the model has one, and ``quantization_config``.
 

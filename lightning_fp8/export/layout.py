@@ -169,8 +169,8 @@ def to_metadata(gemms: Mapping[str, Scales | OwnScaling | None]) -> dict[str, st
     if any(isinstance(scales, OwnScaling) for scales in gemms.values()):
         return {"format": "pt"}
     scales = {
-        name: {role: scale.item().hex() for role, scale in scales.static.items()} if scales else None
-        for name, scales in gemms.items()
+        name: {role: float(scale).hex() for role, scale in of.static.items()} if isinstance(of, Scales) else None
+        for name, of in gemms.items()
     }
     return {"format": "pt", _METADATA_KEY: json.dumps(scales)}
 

@@ -85,9 +85,8 @@ def export(
     gemms = scales_to_write(model, tensors_by_name)
     _note_experts(model)
     tensors, in_file_as_fp8 = _tensors(tensors_by_name, gemms, output_embedding(model), dtype)
-    _write(
-        folder, tensors, to_metadata(gemms), config_of(model, in_file_as_fp8, dtype, next(filter(None, gemms.values())))
-    )
+    of_any = next(scales for scales in gemms.values() if scales is not None)
+    _write(folder, tensors, to_metadata(gemms), config_of(model, in_file_as_fp8, dtype, of_any))
     return folder
 
 
