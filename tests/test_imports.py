@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "lightning_fp8": {"callbacks", "conversion", "dtypes", "export", "modules", "plugins", "runtime", "scaling"},
     "tools.report": {"ops", "runtime"},
     "tools.tune": {"conversion", "kernels_cuda", "metrics", "ops", "runtime", "tools"},
-    "tools.doctor": {"kernels_cuda", "ops", "plugins", "runtime", "tools"},
+    "tools.doctor": {"kernels_cuda", "ops", "plugins", "runtime", "scaling", "tools"},
     "tools.compare": {"callbacks", "cli", "plugins", "runtime", "scaling", "tools", "tools.report"},
     "__main__": {"cli", "runtime", "tools.compare", "tools.doctor", "tools.report", "tools.tune"},
 }

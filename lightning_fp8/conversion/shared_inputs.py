@@ -59,7 +59,7 @@ def share_inputs(modules: Sequence[nn.Module]) -> None:
         rows.share_input(None)
     for group in find_shared_inputs(modules):
         members = [layer.fp8[""] for layer in group]
-        shared = SharedInput([rows.module for rows in members], state)
+        shared = SharedInput([rows.module for rows in members])
         for rows in members:
             rows.share_input(shared)
         leaders |= {rows.module: members[0].module for rows in members[1:]}

@@ -50,15 +50,18 @@ def check_dtypes(file: Path, tensors: Tensors) -> None:
     )
 
 
-def check_scales(file: Path, in_fp8: Sequence[str], tensors: Tensors) -> None:
-    """Each FP8 weight has two scales, each a single valid number."""
+def check_scales(file: Path, in_fp8: Sequence[str], tensors: Tensors, dynamic: bool) -> None:
+    """Each FP8 weight has a scale, a single valid number; its input has one unless it is scaled by its own values."""
+    if dynamic:
+        of_inputs = (name for weight in in_fp8 for name in scale_names(weight)[1:] if name in tensors)
+        _refuse(file, "are static scales, where the config has activation_scheme='dynamic'", of_inputs)
     _refuse(
         file,
         "lack their scales as single numbers",
         (
             name
             for weight in in_fp8
-            for name in scale_names(weight)
+            for name in scale_names(weight)[: 1 if dynamic else 2]
             if name not in tensors or tensors[name].numel() != 1 or not tensors[name].is_floating_point()
         ),
     )
@@ -82,8 +85,8 @@ def check_same_scales(file: Path, in_fp8: Sequence[str], tensors: Tensors, gemms
         (
             name
             for name in in_fp8
-            if gemms.get(name) is None
-            or [scale.reciprocal() for scale in gemms[name] or ()] != scales_of(name, tensors)
+            if (scales := gemms.get(name)) is None
+            or [scale.reciprocal() for scale in scales.static.values()] != scales_of(name, tensors)
         ),
     )
 

@@ -17,19 +17,21 @@ import torch
 from torch import nn
 
 from lightning_fp8.conversion.plan import conversion_plan
-from lightning_fp8.export.layout import CONFIG_FILE, joined
+from lightning_fp8.export.layout import CONFIG_FILE, Scales, joined
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.ops.formats import dtype_name
+from lightning_fp8.ops.operand import OwnScaling
 from lightning_fp8.ops.reference import BLOCK
 
 # one scale per tensor: `weight_block_size` is null
-_METHOD = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
-_METHOD_OF_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+_METHOD: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+_DYNAMIC = {**_METHOD, "activation_scheme": "dynamic"}
+_METHOD_OF_BLOCKS = {**_DYNAMIC, "weight_block_size": [BLOCK, BLOCK]}
 
 
 def config_of(
-    model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | None, in_blocks: bool = False
+    model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | None, of: Scales | OwnScaling
 ) -> dict[str, Any]:
     """The Hugging Face config where the model has one, and ``quantization_config``.
 
@@ -37,7 +39,7 @@ def config_of(
         model: the converted model.
         in_fp8: names of the weights that are FP8 in the file.
         dtype: of the other weights; None if they keep the dtype in which they are stored.
-        in_blocks: whether each block of a weight has a scale, and inputs are scaled when they come.
+        of: the scales of any of its layers in FP8.
     """
     root = _without_wrappers(model)
     to_dict = getattr(getattr(root, "config", None), "to_dict", None)
@@ -47,15 +49,15 @@ def config_of(
         config["architectures"] = config["architectures"] or [type(root).__name__]
     if dtype is not None:
         config.update({key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in config})
-    config["quantization_config"] = {
-        **(_METHOD_OF_BLOCKS if in_blocks else _METHOD),
-        "ignored_layers": _plain_layers(model, in_fp8),
-    }
+    method = _METHOD_OF_BLOCKS
+    if isinstance(of, Scales):
+        method = _DYNAMIC if of.input is None else _METHOD
+    config["quantization_config"] = {**method, "ignored_layers": _plain_layers(model, in_fp8)}
     return config
 
 
-def check_config(folder: Path) -> None:
-    """Refuse a folder whose config does not describe an FP8 model with one static scale per tensor.
+def is_dynamic(folder: Path) -> bool:
+    """Whether inputs are scaled by their own values, by a config that describes an FP8 model with scales per tensor.
 
     Raises:
         FileNotFoundError: if there is no ``config.json``.
@@ -71,13 +73,16 @@ def check_config(folder: Path) -> None:
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
     if not isinstance(quantization, dict):
         raise ValueError(f"{file} has no `quantization_config`: the model there is not quantized. Load it as usual.")
+    found = {key: quantization.get(key) for key in _METHOD}
     for key, expected in _METHOD.items():
-        if quantization.get(key) != expected:
+        choices = [expected] if key != "activation_scheme" else [expected, _DYNAMIC[key]]
+        if found[key] not in choices:
             raise ValueError(
-                f"{file}: `quantization_config` must have {key}={expected!r}, got"
-                f" {reprlib.repr(quantization.get(key))}. `load_exported` reads only models with one static scale per"
-                " tensor, as `lightning_fp8.export` writes them."
+                f"{file}: `quantization_config` must have {key}={' or '.join(map(repr, choices))}, got"
+                f" {reprlib.repr(found[key])}. `load_exported` reads only models with one scale per tensor, as"
+                " `lightning_fp8.export` writes them."
             )
+    return found == _DYNAMIC
 
 
 def output_embedding(model: nn.Module) -> set[str]:

@@ -11,6 +11,9 @@ What vLLM reads for ``quant_method: fp8`` with ``activation_scheme: static``, on
 Layers that keep their weights under other names follow one rule, see :func:`scale_names`; ``Conv1D`` keeps its
 ``[K, N]``, as vLLM's GPT-2 expects.
 
+Of a model with current scaling, with ``activation_scheme: dynamic``, there is no ``input_scale``: readers scale an
+input by its own values.
+
 Of a model in blocks, with ``activation_scheme: dynamic`` and ``weight_block_size: [128, 128]``:
 
 ==============================  =======================================  ======================================
@@ -50,10 +53,18 @@ SCALE_RULE = "a finite number above 0 in float32, and so must be its reciprocal"
 
 
 class Scales(NamedTuple):
-    """Multipliers before the cast of a GEMM's operands, each ``[] float32`` on the CPU."""
+    """Multipliers before the cast of a GEMM's operands, each ``[] float32`` on the CPU.
+
+    That of the input is None if it is scaled by its own values.
+    """
 
     weight: Tensor
-    input: Tensor
+    input: Tensor | None = None
+
+    @property
+    def static(self) -> dict[str, Tensor]:
+        """Those that there are, by the names of their fields."""
+        return {role: scale for role, scale in self._asdict().items() if scale is not None}
 
 
 Gemms = Mapping[str, Scales | None]
@@ -74,7 +85,7 @@ def scale_names(weight: str) -> tuple[str, str]:
 def in_file(name: str, weight: Tensor, scales: Scales | OwnScaling) -> tuple[Tensor, dict[str, Tensor]]:
     """The codes of a weight, and by name the scales that the file has with it: static ones, or those of its blocks."""
     if isinstance(scales, Scales):
-        found = zip(scale_names(name), (scale.reciprocal() for scale in scales), strict=True)
+        found = zip(scale_names(name), (scale.reciprocal() for scale in scales.static.values()))
         return codes_of(weight, scales.weight), dict(found)
     slot = WeightSlot(torch.zeros(1, dtype=torch.int64, device=weight.device), E4M3.name, None, False, scales)
     payload, _, scale_inv = ops.cast_weight_blocks(weight.detach(), slot, "rows")
@@ -158,14 +169,16 @@ def to_metadata(gemms: Mapping[str, Scales | OwnScaling | None]) -> dict[str, st
     if any(isinstance(scales, OwnScaling) for scales in gemms.values()):
         return {"format": "pt"}
     scales = {
-        name: {role: scale.item().hex() for role, scale in scales._asdict().items()} if scales else None
-        for name, scales in gemms.items()
+        name: {role: float(scale).hex() for role, scale in of.static.items()} if isinstance(of, Scales) else None
+        for name, of in gemms.items()
     }
     return {"format": "pt", _METADATA_KEY: json.dumps(scales)}
 
 
-def from_metadata(metadata: Mapping[str, str] | None) -> dict[str, Scales | None] | None:
+def from_metadata(metadata: Mapping[str, str] | None, dynamic: bool) -> dict[str, Scales | None] | None:
     """What :func:`to_metadata` has written; None for a file that this package did not export.
+
+    With ``dynamic`` inputs have no scales.
 
     Raises:
         ValueError: for anything else under the same key; the message says what is wrong.
@@ -178,15 +191,16 @@ def from_metadata(metadata: Mapping[str, str] | None) -> dict[str, Scales | None
         raise ValueError(f"{_METADATA_KEY!r} is not valid JSON ({error})") from error
     if not isinstance(scales, dict):
         raise ValueError(f"{_METADATA_KEY!r} must be an object, got {reprlib.repr(scales)}")
-    return {name: None if entry is None else _scales_from(name, entry) for name, entry in scales.items()}
+    roles = Scales._fields[: 1 if dynamic else 2]
+    return {name: None if entry is None else _scales_from(name, entry, roles) for name, entry in scales.items()}
 
 
-def _scales_from(name: str, entry: Any) -> Scales:
-    if not isinstance(entry, dict) or entry.keys() != set(Scales._fields):
-        wanted = " and ".join(map(repr, Scales._fields))
+def _scales_from(name: str, entry: Any, roles: tuple[str, ...]) -> Scales:
+    if not isinstance(entry, dict) or entry.keys() != set(roles):
+        wanted = " and ".join(map(repr, roles))
         raise ValueError(f"{name!r} must be null or have {wanted}, got {reprlib.repr(entry)}")
     found = {}
-    for role in Scales._fields:
+    for role in roles:
         try:
             scale = torch.tensor(float.fromhex(entry[role]), dtype=torch.float32)
         except (ValueError, TypeError, OverflowError) as error:
@@ -205,8 +219,8 @@ def is_scale(scale: Tensor) -> bool:
 
 
 def scales_of(weight: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """The scales of a weight and of its input as they are in a file, ``[] float32`` each."""
-    return [tensors[name].float().reshape(()) for name in scale_names(weight)]
+    """The scales of a weight and, if there is one, of its input as they are in a file, ``[] float32`` each."""
+    return [tensors[name].float().reshape(()) for name in scale_names(weight) if name in tensors]
 
 
 def dequantized(name: str, tensors: Mapping[str, Tensor], gemms: Gemms) -> Tensor:

@@ -23,7 +23,7 @@ from lightning_fp8.export.checks import (
     check_values,
     rounded_again,
 )
-from lightning_fp8.export.config import check_config
+from lightning_fp8.export.config import is_dynamic
 from lightning_fp8.export.layout import (
     WEIGHTS_FILE,
     Gemms,
@@ -38,6 +38,8 @@ from lightning_fp8.export.layout import (
 )
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops.formats import E4M3
+from lightning_fp8.ops.operand import OwnScaling
+from lightning_fp8.scaling.recipe import CurrentScaling, DelayedScaling
 from lightning_fp8.scaling.state import tensor_name
 
 
@@ -52,7 +54,8 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     weight do not reach the largest one, 448, the weight is rounded a second time, with a warning.
 
     An input's scale is used only with a history, so each input gets a history of one entry: the amax of its scale.
-    Training may continue from there.
+    Training may continue from there. Where the file has no scales of inputs (``activation_scheme: dynamic``), a plain
+    model is converted with :class:`~lightning_fp8.CurrentScaling`.
 
     Args:
         model: plain or converted, with the parameters on the device on which it will run.
@@ -73,23 +76,25 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     After an error the model is as it was.
     """
     folder = Path(path)
-    check_config(folder)
+    dynamic = is_dynamic(folder)
     file = folder / WEIGHTS_FILE
-    tensors, gemms = _read(file)
+    tensors, gemms = _read(file, dynamic)
     state = state_tensors(model)
     own = {name: tensor for name, (_, tensor) in state.items()}
     check_names(file, own, tensors, gemms)
-    plan = conversion_plan(model)
-    if not plan.recipe.from_history:
+    plan = conversion_plan(model, default=CurrentScaling if dynamic else DelayedScaling)
+    own_scaling = plan.recipe.own
+    if plan.recipe.from_history == dynamic or (dynamic and own_scaling != OwnScaling()):
+        scales = "scales inputs by their own values, with no margin" if dynamic else "has static scales of inputs"
         raise ValueError(
-            f"load_exported: the model is converted with {plan.recipe}, which scales each input by its own values, and"
-            f" {file} has static scales. Call `lightning_fp8.unconvert(model)` first."
+            f"load_exported: the model is converted with {plan.recipe}, and {file} {scales}. Call"
+            " `lightning_fp8.unconvert(model)` first."
         )
     plain = _plain_layers(model, plan.layers, gemms)
     check_convertible(file, model, gemms, plain)
     check_values(file, own, tensors, gemms)
     again = rounded_again(own, tensors, gemms)
-    convert(model, ignore_modules=plain, min_features=0)
+    convert(model, plan.recipe, ignore_modules=plain, min_features=0)
     values = {state[name][0]: dequantized(name, tensors, gemms) for name in tensors if name in own}
     model.load_state_dict(values, strict=False)
     _set_scales(model, gemms)
@@ -103,7 +108,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     return model.eval()
 
 
-def _read(file: Path) -> tuple[dict[str, Tensor], Gemms]:
+def _read(file: Path, dynamic: bool) -> tuple[dict[str, Tensor], Gemms]:
     """The tensors of the file, and the scales of its GEMMs."""
     safetensors = import_safetensors()
     if not file.is_file():
@@ -116,9 +121,9 @@ def _read(file: Path) -> tuple[dict[str, Tensor], Gemms]:
         raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
     check_dtypes(file, tensors)
     in_fp8 = [name for name, tensor in tensors.items() if tensor.dtype == E4M3.dtype]
-    check_scales(file, in_fp8, tensors)
+    check_scales(file, in_fp8, tensors, dynamic)
     try:
-        gemms = from_metadata(metadata)
+        gemms = from_metadata(metadata, dynamic)
     except ValueError as error:
         raise ValueError(f"load_exported: the metadata of {file} are damaged: {error}") from error
     if gemms is not None:

@@ -1,4 +1,4 @@
-"""Export of a trained model with FP8 weights and static scales, as vLLM reads it."""
+"""Export of a trained model with FP8 weights and their scales, as vLLM reads it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ from lightning_fp8.ops.reference import max_abs, scale_of_current
 def export(
     model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, overwrite: bool = False
 ) -> Path:
-    """Write a trained model with FP8 weights and static scales: ``model.safetensors`` and ``config.json``.
+    """Write a trained model with FP8 weights and their scales: ``model.safetensors`` and ``config.json``.
 
     The layout is that of :mod:`lightning_fp8.export.layout`; :func:`lightning_fp8.load_exported` reads it. Scales are
     those that an evaluation would use now: for inputs from the training history, for weights from their own amax. A
-    model with :class:`~lightning_fp8.BlockScaling` is written with a scale for each block of a weight and none for its
-    inputs, as DeepSeek-V3 is published; ``load_exported`` does not read that.
+    model with :class:`~lightning_fp8.CurrentScaling` is written without scales of inputs, which a reader scales by
+    their own values. So is one with :class:`~lightning_fp8.BlockScaling`, with a scale for each block of a weight, as
+    DeepSeek-V3 is published; ``load_exported`` does not read that.
 
     Some weights are not written in FP8 even if they run in FP8 here: weights that something else reads too (such as an
     embedding tied to the head), and the output embedding of a Hugging Face model, which vLLM does not quantize
@@ -71,7 +72,8 @@ def export(
         FileExistsError: if the folder holds a model already.
         TypeError: for another ``dtype``, or an entry that is sharded or not a tensor.
         ValueError: for a model without FP8 layers, tensors without a history, parameters that are not finite, a recipe
-            whose forward is not E4M3, or two tensors of one name; the message names them.
+            whose forward is not E4M3, one that scales inputs by their own values with a margin, or two tensors of one
+            name; the message names them.
     """
     import_safetensors()
     if dtype is not None and dtype not in CASTABLE_DTYPES:
@@ -81,10 +83,10 @@ def export(
     _check_folder(folder, overwrite)
     tensors_by_name = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
     gemms = scales_to_write(model, tensors_by_name)
-    in_blocks = any(isinstance(scales, OwnScaling) for scales in gemms.values())
     _note_experts(model)
     tensors, in_file_as_fp8 = _tensors(tensors_by_name, gemms, output_embedding(model), dtype)
-    _write(folder, tensors, to_metadata(gemms), config_of(model, in_file_as_fp8, dtype, in_blocks))
+    of_any = next(scales for scales in gemms.values() if scales is not None)
+    _write(folder, tensors, to_metadata(gemms), config_of(model, in_file_as_fp8, dtype, of_any))
     return folder
 
 
@@ -120,14 +122,24 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
 
 
 def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Scales | OwnScaling | None]:
-    """The static scales of all converted GEMMs, or how their blocks are scaled; None where fprop is not in FP8."""
+    """The scales of all converted GEMMs, or how their blocks are scaled; None where fprop is not in FP8."""
     gemms = converted_gemms(model)
-    if not any(rows.weight_scaling.blocks for rows in gemms.values()):
+    recipe = next((rows.state.recipe for rows in gemms.values()), None)
+    if recipe is None or recipe.from_history:
         return static_scales(model, tensors)
     _check_gemms(model, gemms, tensors)
-    for name in gemms:
+    if recipe.own.margin:
+        raise ValueError(
+            f"export: {recipe} keeps {recipe.own.margin} powers of two free above the largest value of an input, and"
+            " readers of the layout keep none. Convert the model with `margin=0` (`unconvert`, then `convert`)."
+        )
+    found: dict[str, Scales | OwnScaling | None] = {}
+    for name, rows in gemms.items():
+        _check_format(rows, "input")
         _check_finite(name, tensors[name])
-    return {name: rows.weight_scaling if rows.switch.fprop_in_fp8 else None for name, rows in gemms.items()}
+        scales = rows.weight_scaling if recipe.own.blocks else Scales(_weight_scale(tensors[name]))
+        found[name] = scales if rows.switch.fprop_in_fp8 else None
+    return found
 
 
 def _check_gemms(model: nn.Module, gemms: Mapping[str, Fp8Rows], tensors: Mapping[str, Tensor]) -> None:
@@ -150,8 +162,9 @@ def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
     recipes = [rows.state.recipe for rows in gemms.values()]
     if recipes and not recipes[0].from_history:
         raise ValueError(
-            f"export: {recipes[0]} scales each input by its own values, so there are no static scales to write. Convert"
-            " the model with a DelayedScaling instead (`unconvert`, then `convert`) and train it for some steps."
+            f"export_onnx: {recipes[0]} scales each input by its own values, so there are no static scales to write."
+            " `lightning_fp8.export` needs none; or convert the model with a DelayedScaling instead (`unconvert`, then"
+            " `convert`) and train it for some steps."
         )
     _check_gemms(model, gemms, tensors)
     current = next(iter(gemms.values())).state.current_modules

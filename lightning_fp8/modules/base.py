@@ -173,14 +173,12 @@ class Fp8Rows:
         return WeightSlot(self.index["weight"], self.formats["weight"], self.state, record, self.weight_scaling)
 
     def _place_index(self) -> None:
-        with torch.inference_mode(False):
-            device = self.state.device
-            self.index: dict[Role, Tensor] = {
-                role: torch.tensor([self.state.row_of(self.module, role)], dtype=torch.int64, device=device)
-                for role in ROLES
-            }
-        if self.shared_input is not None:
-            self.index["input"] = self.shared_input.place_index(self.state)
+        # one tensor for all that share their input, so that a compiler finds that their casts are one
+        of_input = self.module if self.shared_input is None else self.shared_input.modules[0]
+        self.index: dict[Role, Tensor] = {
+            role: self.state.indices[self.state.row_of(of_input if role == "input" else self.module, role)]
+            for role in ROLES
+        }
 
     def share_input(self, shared: SharedInput | None) -> None:
         """Take in the same tensor as other layers, or an input of its own (None)."""

@@ -36,29 +36,17 @@ class SharedInput:
 
     Attributes:
         modules: positions of the layers in the scaling state, in the order of their calls.
-        index: ``[1] int64``, the row of the first one's input: one tensor for all, so that a compiler finds that their
-            casts are one.
         in_graph: while a compiler traces the layers: the graph, the tensor and its cast.
     """
 
-    def __init__(self, modules: Sequence[int], state: ScalingState) -> None:
+    def __init__(self, modules: Sequence[int]) -> None:
         self.modules = tuple(modules)
-        self.index = torch.empty(0)
         self.in_graph: tuple[str, Tensor, Fp8Operand] | None = None
         self._made: _Cast | None = None
         self._rounded: _Rounded | None = None
-        self.place_index(state)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": None, "_rounded": None, "in_graph": None}
-
-    def place_index(self, state: ScalingState) -> Tensor:
-        """The index, on the device of the state."""
-        if self.index.device != state.device or not len(self.index):
-            row = state.row_of(self.modules[0], "input")
-            with torch.inference_mode(False):
-                self.index = torch.tensor([row], dtype=torch.int64, device=state.device)
-        return self.index
 
     def take(
         self, x: Tensor, state: ScalingState, record: bool, keep: bool, by_rows: bool, is_last: bool

@@ -25,7 +25,7 @@ class State(Protocol):
     amax: Tensor
     cast_counts: CastCounts
 
-    def open_cast(self, record: bool) -> tuple[Tensor | None, bool, bool]:
+    def open_cast(self, record: bool, index: Tensor | None) -> tuple[Tensor | None, bool, bool]:
         """Called before each cast of an input or gradient."""
 
     def note_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
@@ -204,8 +204,7 @@ class Slot(NamedTuple):
         """See :meth:`lightning_fp8.ScalingState.open_cast`."""
         if self.state is None:
             return None, True, False
-        opened = self.state.open_cast(self.record)
-        return (*opened[:2], False) if self.own.always else opened
+        return self.state.open_cast(self.record, None if self.own.always else self.index)
 
 
 def with_scale(scale: Tensor, format: str) -> Slot:

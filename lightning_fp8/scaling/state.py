@@ -62,6 +62,7 @@ class ScalingState(FormerNames):
         switches: which modules run in FP8.
         weight_changes: which weights the histories were recorded with.
         cast_counts: what casts clip and turn to zero, while that is requested.
+        indices: the position of each of the R tensors, ``[1] int64`` on the device: casts are given these very tensors.
         before_update: called by :meth:`update` with the amaxes of all processes, ``[R] float32``, before they are used.
         notices: the warnings, each given once.
         handle: the number by which operators find the state, see :func:`lightning_fp8.ops.operand.state_of`.
@@ -83,6 +84,7 @@ class ScalingState(FormerNames):
             self.scale = torch.ones(count, dtype=torch.float32, device=device)
             self.nonfinite_steps = torch.zeros(count, dtype=torch.int64, device=device)
             self.weight_changes = WeightChanges(len(self.module_names), device)
+            self.indices = tuple(torch.tensor([row], dtype=torch.int64, device=device) for row in range(count))
         self.input_leaders: dict[int, int] = {}
         self.switches = Switches(self.module_names)
         self.updates = self.changes = 0
@@ -150,6 +152,7 @@ class ScalingState(FormerNames):
                 setattr(self, field, getattr(self, field).to(device))
             self.weight_changes.to(self.device)
             self.cast_counts.to(self.device)
+            self.indices = tuple(index.to(self.device) for index in self.indices)
         self._reset_history_check()
         self._find_leaders()
         self._see_switches()
@@ -240,11 +243,16 @@ class ScalingState(FormerNames):
 
     def _reset_history_check(self) -> None:
         self._every_tensor_has_history = False
+        # by address, which the host knows; found out once they are asked for
+        self._row_at: dict[int, int] = {}
         with torch.inference_mode(False):
             # tensors that are never cast have none, and none has to be waited for
             in_fp8 = self.rows_in_fp8[: self.delayed]
             self._never_cast = None if bool(in_fp8.all()) else ~in_fp8.to(self.device)
-            self._history_check = torch.zeros((), dtype=torch.bool, pin_memory=self.device.type == "cuda")
+            pinned = self.device.type == "cuda"
+            self._history_check = torch.zeros(self.delayed, dtype=torch.bool, device="cpu", pin_memory=pinned)
+            # the same memory
+            self._has_history = self._history_check.numpy()
 
     @property
     def every_tensor_has_history(self) -> bool:
@@ -253,15 +261,16 @@ class ScalingState(FormerNames):
         So False means that a tensor may lack a history: whoever casts it lets the device find out.
         """
         if not self._every_tensor_has_history:
-            self._every_tensor_has_history = bool(self._history_check)
+            self._every_tensor_has_history = bool(self._has_history.all())
         return self._every_tensor_has_history
 
-    def open_cast(self, record: bool) -> tuple[Tensor | None, bool, bool]:
+    def open_cast(self, record: bool, index: Tensor | None) -> tuple[Tensor | None, bool, bool]:
         """Called before each cast of an input or gradient.
 
         Returns:
             The ``amax`` to record in, None if the cast is not to be recorded; whether the histories may be used, see
-            :class:`WeightChanges`; and whether, in addition, every tensor is known to have one.
+            :class:`WeightChanges`; and whether, in addition, the tensor at this index is known to have one: not if that
+            is None.
         """
         changes = self.weight_changes
         if changes.loaded:
@@ -271,8 +280,15 @@ class ScalingState(FormerNames):
         elif self.recipe.from_history and not self.has_scales:
             self.notices.see_cast_without_scales(self)
         may_use_histories = record or not changes.different
-        has_history = may_use_histories and (self._every_tensor_has_history or self.every_tensor_has_history)
+        has_history = False
+        if may_use_histories and index is not None:
+            has_history = self._every_tensor_has_history or self._is_known_at(index)
         return self.amax if record else None, may_use_histories, has_history
+
+    def _is_known_at(self, index: Tensor) -> bool:
+        """Whether one tensor has a history: some never get one, as those of layers that do not run."""
+        row = self._row_at.get(index.data_ptr())
+        return row is not None and bool(self._has_history[row])
 
     def see_export(self) -> None:
         """Called where a program is exported or traced, which has the scales as constants."""
@@ -315,10 +331,12 @@ class ScalingState(FormerNames):
         if own.blocks == "power of 2":
             self.scale.data.copy_(power_of_2(self.scale))
         # never for casts that do not use it
-        if self.recipe.from_history and not self._every_tensor_has_history:
+        if self.recipe.from_history and not self.every_tensor_has_history:
             filled = self.amax_history[0] > 0
             filled = filled if self._never_cast is None else filled | self._never_cast
-            self._history_check.copy_(filled.all(), non_blocking=True)
+            self._history_check.copy_(filled, non_blocking=True)
+            if not self._row_at:
+                self._row_at = {self.indices[row].data_ptr(): row for row in range(self.delayed)}
         if self._current_rows is not None and self.recipe.from_history:
             self._show_current_scales(self._current_rows)
         self.weight_changes.see_update(self.amax.data[self.delayed :])

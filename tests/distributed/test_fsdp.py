@@ -61,7 +61,7 @@ class Encoder(Regression):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
 
 
-ignored = {{"ignore_modules": ("probe",)}} if precision == "fp8-delayed" else {{}}
+ignored = {{"ignore_modules": ("probe",)}} if precision.startswith("fp8-") else {{}}
 plugin = PLUGINS[precision](reduce_dtype=reduce_dtype, **ignored)
 model = seeded(Encoder)
 result = {{}}
@@ -93,7 +93,7 @@ else:
         with plugin.forward_context():
             loss = nn.functional.mse_loss(sharded(x).float(), y)
         loss.backward()
-        if precision == "fp8-delayed":
+        if precision.startswith("fp8-"):
             scaling_state(model).update()
         optimizer.step()
         optimizer.zero_grad()
@@ -124,7 +124,7 @@ def test_lightnings_fsdp_strategy_on_a_gpu(precision: str, tmp_path: Path) -> No
     assert torch.isfinite(torch.stack(model.losses)).all()
     assert model.losses[-1] < model.losses[0]
     assert torch.isfinite(trainer.callback_metrics["val_loss"])
-    if precision == "fp8-delayed":
+    if precision.startswith("fp8-"):
         assert scaling_state(model).updates == 8
         assert (scaling_state(model).amax_history[0] > 0).all()
 

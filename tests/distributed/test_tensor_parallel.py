@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,21 +56,29 @@ def parallel(model, columns="0", rows="2"):
 @pytest.mark.parametrize("device", DEVICES)
 def test_column_and_row_parallel_train_as_one_process_does(order: str, device: str, tmp_path: Path) -> None:
     body = f"""
-plain = net()
-result["fp32"] = train(plain)
-alone = convert(net())
-result["alone"] = train(alone)
-split = parallel(convert(net())) if {order == "before"} else convert(parallel(net()))
-result["split"] = train(split)
-result["calls"] = [type(layer).__name__ for layer in split]
-result["alone scale"], result["split scale"] = scaling_state(alone).scale.clone(), scaling_state(split).scale.clone()
-result["alone history"], result["split history"] = (scaling_state(m).amax_history.clone() for m in (alone, split))
-result["casts"], result["whole casts"] = casts(net()), casts(net(), parts=1)
-again = parallel(convert(net()))
-result["recomputed"] = train(again, checkpointed=True)
-result["recomputed scale"] = scaling_state(again).scale.clone()
+from lightning_fp8 import BlockScaling, CurrentScaling
+
+fp32 = train(net())
+for recipe in (DelayedScaling(), CurrentScaling(), BlockScaling()):
+    found = result[recipe.precision] = {{"fp32": fp32}}
+    alone = convert(net(), recipe)
+    found["alone"] = train(alone)
+    split = parallel(convert(net(), recipe)) if {order == "before"} else convert(parallel(net()), recipe)
+    found["split"] = train(split)
+    found["calls"] = [type(layer).__name__ for layer in split]
+    found["alone scale"], found["split scale"] = scaling_state(alone).scale.clone(), scaling_state(split).scale.clone()
+    found["alone history"], found["split history"] = (scaling_state(m).amax_history.clone() for m in (alone, split))
+    found["casts"], found["whole casts"] = casts(net()), casts(net(), parts=1)
+    again = parallel(convert(net(), recipe))
+    found["recomputed"] = train(again, checkpointed=True)
+    found["recomputed scale"] = scaling_state(again).scale.clone()
 """
     ranks = run_processes(COMMON + body, tmp_path, device=device)
+    for precision in ("fp8-delayed", "fp8-current", "fp8-block"):
+        check_split([rank[precision] for rank in ranks])
+
+
+def check_split(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["calls"] == ["Fp8Linear", "GELU", "Fp8Linear", "Fp8Linear"]
         # the first input is the same in both, bit for bit; the last weight is whole

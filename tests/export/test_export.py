@@ -27,6 +27,7 @@ from transformer_models import made
 from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8 import (
+    BlockScaling,
     CurrentScaling,
     DelayedScaling,
     convert,
@@ -507,18 +508,55 @@ def test_every_scale_of_a_weight_has_an_amax_that_gives_it(dtype: torch.dtype) -
         assert found.to(dtype) == found
 
 
-def test_a_recipe_without_static_scales_is_refused(tmp_path: Path) -> None:
-    model = convert(small_mlp(), CurrentScaling())
-    model(torch.randn(4, 32)).sum().backward()
-    scaling_state(model).update()
-    model.eval()
-    for write in (lambda: export(model, tmp_path / "out"), lambda: export_onnx(model, (torch.randn(4, 32),), tmp_path)):
-        with pytest.raises(ValueError, match=r"CurrentScaling\(.*no static scales to write"):
-            write()
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_current_scaling_needs_no_scales_of_inputs(tmp_path: Path, dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    model = convert(nn.ModuleDict({"a": small_mlp(), "head": nn.Linear(4, 64)}), CurrentScaling(wgrad="bf16"))
+    # the head's weight is that of another layer, which is not in FP8: its scale is in the metadata
+    model["tied"] = nn.Embedding(64, 4)
+    model["tied"].weight = model["head"].weight
+    fall_back(model, "a.0")
+    export(model, tmp_path / "out", dtype=dtype)
+    assert quantization(tmp_path / "out") == {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None,
+        "ignored_layers": ["a.0", "head"],
+    }  # fmt: skip
+    saved, weight = tensors_of(tmp_path / "out"), model["a"][2].weight.detach()
+    assert {name for name in saved if "scale" in name} == {"a.2.weight_scale"}
+    scale = np.float32(448) / np.float32(weight.abs().max())
+    assert saved["a.2.weight_scale"] == 1 / scale
+    codes = fp8_numpy.saturating_cast(weight.numpy(), scale, "e4m3")
+    assert np.array_equal(saved["a.2.weight"].view(torch.uint8).numpy(), codes)
+    if dtype is not None:
+        return
+    for converted in (False, True):
+        fresh = nn.ModuleDict({"a": small_mlp(), "head": nn.Linear(4, 64), "tied": nn.Embedding(64, 4)})
+        fresh["tied"].weight = fresh["head"].weight
+        loaded = load_exported(convert(fresh, CurrentScaling()) if converted else fresh, tmp_path / "out")
+        assert scaling_state(loaded).recipe == CurrentScaling()
+        assert fallbacks(loaded) == ("a.0",)
+        for size in (1.0, 1e5):
+            x = torch.randn(16, 32) * size
+            same_outputs(model, loaded, lambda model, x=x: model["head"](model["a"](x)))
+
+
+def test_what_has_no_static_scales(tmp_path: Path) -> None:
+    model = convert(small_mlp(), CurrentScaling()).eval()
+    with pytest.raises(ValueError, match=r"export_onnx: CurrentScaling\(.*no static scales to write"):
+        export_onnx(model, (torch.randn(4, 32),), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"CurrentScaling\(margin=2.*readers of the layout keep none"):
+        export(convert(small_mlp(), CurrentScaling(2)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     export(trained(small_mlp(), lambda model: model(torch.randn(4, 32))), tmp_path / "static")
-    with pytest.raises(ValueError, match=r"converted with CurrentScaling.*unconvert"):
+    with pytest.raises(ValueError, match=r"converted with CurrentScaling.*has static scales of inputs.*unconvert"):
         load_exported(model, tmp_path / "static")
+    export(model, tmp_path / "dynamic")
+    for other in (DelayedScaling(), CurrentScaling(1), BlockScaling()):
+        with pytest.raises(ValueError, match=r"converted with .*scales inputs by their own values.*unconvert"):
+            load_exported(convert(small_mlp(), other), tmp_path / "dynamic")
+    edited(tmp_path / "dynamic", lambda t: t.update({"0.input_scale": torch.ones(())}))
+    with pytest.raises(ValueError, match=r"0\.input_scale"):
+        load_exported(small_mlp(), tmp_path / "dynamic")
 
 
 class ForwardInE5m2(DelayedScaling):
@@ -658,7 +696,8 @@ def test_files_that_do_not_fit(tmp_path: Path, change: Callable[[dict[str, Tenso
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"quant_method": "compressed-tensors"}, r"must have quant_method='fp8', got 'compressed-tensors'"),
-    ({"activation_scheme": "dynamic"}, r"must have activation_scheme='static', got 'dynamic'"),
+    ({"activation_scheme": "both"}, r"must have activation_scheme='static' or 'dynamic', got 'both'"),
+    ({"activation_scheme": "dynamic"}, r"static scales, where .* activation_scheme='dynamic': 0\.input_scale"),
     ({"weight_block_size": [128, 128]}, r"must have weight_block_size=None, got \[128, 128\]"),
 ])  # fmt: skip
 def test_other_quantizations(tmp_path: Path, change: dict[str, Any], message: str) -> None:

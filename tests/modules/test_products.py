@@ -9,18 +9,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import pairwise
 from sqnr import sqnr
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import CurrentScaling, DelayedScaling, convert, scaling_state
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, scaling_state
 from lightning_fp8.ops.formats import OPERAND_OF, PRODUCTS
 from lightning_fp8.scaling.recipe import Recipe
 
-ROWS, INPUTS, OUTPUTS = (3, 16), 32, 48
+# more than one block of inputs
+ROWS, INPUTS, OUTPUTS = (3, 16), 144, 48
 # all but the one that leaves the layer plain
 CHOICES = [chosen for count in range(3) for chosen in itertools.combinations(PRODUCTS, count)]
-RECIPES: dict[str, Callable[..., Recipe]] = {"delayed": DelayedScaling, "current": CurrentScaling}
+RECIPES: dict[str, Callable[..., Recipe]] = {
+    "delayed": DelayedScaling,
+    "current": CurrentScaling,
+    "block": BlockScaling,
+}
 
 Step = tuple[Tensor, ...]
 
@@ -83,25 +89,26 @@ def test_each_product_is_that_of_its_precision(in_bf16: tuple[str, ...], bias: b
     check_layer(in_bf16, bias, kind)
 
 
+@pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("in_bf16", CHOICES, ids="-".join)
-def test_with_the_kernels(in_bf16: tuple[str, ...], cuda_half: Any) -> None:
-    check_layer(in_bf16, True, "delayed")
-    assert cuda_half
+def test_with_the_kernels(in_bf16: tuple[str, ...], kind: str, cuda_half: Any) -> None:
+    check_layer(in_bf16, True, kind)
+    assert any(("blocks" in name) == (kind == "block") for name in cuda_half)
 
 
 def compiled(model: nn.Module) -> Any:
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 
 
-@pytest.mark.parametrize("in_bf16", CHOICES, ids="-".join)
-def test_compiled(in_bf16: tuple[str, ...]) -> None:
-    check_layer(in_bf16, True, "delayed", compiled)
+# each recipe with some of the choices
+@pytest.mark.parametrize(("in_bf16", "kind"), list(zip(CHOICES, itertools.cycle(RECIPES))))
+def test_compiled(in_bf16: tuple[str, ...], kind: str) -> None:
+    check_layer(in_bf16, True, kind, compiled)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("in_bf16", CHOICES, ids="-".join)
-def test_recomputed(in_bf16: tuple[str, ...], reentrant: bool) -> None:
-    check_layer(in_bf16, True, "delayed", lambda model: lambda x: checkpoint(model, x, use_reentrant=reentrant))
+@pytest.mark.parametrize(("in_bf16", "kind", "reentrant"), pairwise(CHOICES, [*RECIPES], [False, True]))
+def test_recomputed(in_bf16: tuple[str, ...], kind: str, reentrant: bool) -> None:
+    check_layer(in_bf16, True, kind, lambda model: lambda x: checkpoint(model, x, use_reentrant=reentrant))
 
 
 def test_the_eighth_combination_leaves_the_layer_plain() -> None:

@@ -89,6 +89,47 @@ def test_launches_of_a_step(cuda_half: Counter[str]) -> None:
     }
 
 
+def idle(model: nn.Module) -> nn.Module:
+    model[0].some = nn.Linear(32, 32)
+    return convert(model)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        # a bf16 product takes the gradient of the first layer, whose input needs none
+        lambda model: convert(model, DelayedScaling(wgrad="bf16")),
+        lambda model: convert(model[0].requires_grad_(False) and model),
+        idle,
+    ],
+    ids=["wgrad in bf16", "frozen", "does not run"],
+)
+def test_what_is_never_cast_lets_no_other_cast_measure(make: Any, cuda_half: Counter[str]) -> None:
+    torch.manual_seed(0)
+    model = make(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)))
+
+    def launches(x: Tensor) -> list[int]:
+        cuda_half.clear()
+        model(x).sum().backward()
+        scaling_state(model).update()
+        found = [sum(count for name, count in cuda_half.items() if f"FORMAT={fmt}" in name) for fmt in ("E4M3", "E5M2")]
+        return found
+
+    x = torch.randn(8, 32)
+    first, *later = (launches(x) for _ in range(3))
+    state = scaling_state(model)
+    lacking = {name for name, row in zip(state.names, (state.amax_history[0] > 0).tolist()) if not row}
+    # of two inputs; of the second layer's gradient, and where it is cast of the first one's
+    gradients = 1 + ("0.grad_output" not in lacking)
+    assert first == [4, 2 * gradients]
+    assert later == [[2, gradients]] * 2
+    assert not state.every_tensor_has_history
+    # now dgrad of the first layer is asked for: a gradient without a history is measured, once
+    assert launches(x.requires_grad_()) == [2, 3 if gradients == 1 else 2]
+    assert launches(x) == [2, 2]
+    assert state.every_tensor_has_history == ("0.some.input" not in lacking)
+
+
 def test_a_first_use_is_measured_on_the_device(cuda_half: Counter[str]) -> None:
     model = convert(nn.Linear(32, 16))
     x = torch.randn(8, 32)

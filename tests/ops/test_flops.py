@@ -248,8 +248,10 @@ def test_a_backward_through_an_activation_counts_by_the_width_before_it() -> Non
 
 
 @pytest.mark.parametrize(("name", "backend"), [("mlp", "inductor"), ("encoder", "aot_eager")])
-def test_compiled(name: str, backend: str) -> None:
+def test_compiled(name: str, backend: str, request: pytest.FixtureRequest) -> None:
     """Under a counter dynamo compiles nothing and runs nothing compiled; a backward compiled before is counted."""
+    # what a counter has seen, of whichever model, torch does not compile from then on
+    request.addfinalizer(torch.compiler.reset)
     plain, converted, inputs = pair(name)
     expected, forward = (flops(step(plain, inputs, backward)) for backward in (True, False))
     for model in (plain, converted):

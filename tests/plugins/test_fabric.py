@@ -13,7 +13,9 @@ from processes import run_script
 from torch import nn
 
 from lightning_fp8 import DelayedScaling, Fp8Precision, convert, scaling_state, unconvert
+from lightning_fp8.plugins.settings import FP8_PRECISIONS
 from lightning_fp8.runtime.warn_once import warn_once
+from lightning_fp8.scaling.recipe import RECIPES
 
 
 def fabric(**kwargs: Any) -> lf.Fabric:
@@ -42,6 +44,44 @@ def test_raw_loop_equals_a_plain_one(accumulate: int, with_closure: bool) -> Non
             optimizer.zero_grad()
     assert same(net, by_hand(4 // accumulate, accumulate))
     assert model(torch.randn(2, 32)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", FP8_PRECISIONS)
+def test_a_resumed_run_is_the_whole_one(precision: Any, tmp_path: Path) -> None:
+    runner, batches = fabric(precision=precision), list(loader())
+
+    def set_up() -> tuple[Any, Any, Any]:
+        net = seeded()
+        return net, *runner.setup(net, net.configure_optimizers())
+
+    def train(net: Any, model: Any, optimizer: Any, batches: list[Any]) -> None:
+        model.train()
+        for batch in batches:
+            with runner.autocast():
+                loss = net.step(batch)
+            runner.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def evaluate(net: Any) -> torch.Tensor:
+        net.eval()
+        with torch.no_grad(), runner.autocast():
+            return net(batches[0][0])
+
+    whole, resumed = set_up(), set_up()
+    first = set_up()
+    train(*first, batches[:2])
+    evaluated = evaluate(first[0])
+    runner.save(tmp_path / "c.ckpt", {"model": first[1], "optimizer": first[2], "scaling": scaling_state(first[0])})
+    asked = {"model": resumed[1], "optimizer": resumed[2], "scaling": scaling_state(resumed[0])}
+    runner.load(tmp_path / "c.ckpt", asked)
+    assert torch.equal(evaluate(resumed[0]), evaluated)
+    train(*resumed, batches[2:])
+    train(*whole, batches)
+    expected = by_hand(4, recipe=RECIPES[precision]())
+    assert same(whole[0], expected)
+    assert same(resumed[0], expected)
+    assert torch.equal(evaluate(resumed[0]), evaluate(expected))
 
 
 def test_plugin_object_and_two_models() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fp8 import DelayedScaling, Fp8Precision, convert, scaling_state
+from lightning_fp8.scaling.recipe import Recipe
 
 # histories with an entry for each step of a test
 LONG_WINDOW = DelayedScaling(amax_history_len=64)
@@ -107,10 +108,10 @@ def warned(start: str, run: Callable[[], Any]) -> list[str]:
     return [text for text in (str(warning.message) for warning in caught) if text.startswith(start)]
 
 
-def by_hand(steps: int, accumulate: int = 1, clip: float | None = None) -> Regression:
+def by_hand(steps: int, accumulate: int = 1, clip: float | None = None, recipe: Recipe | None = None) -> Regression:
     """The same training as a plain PyTorch loop."""
     model = seeded()
-    convert(model)
+    convert(model, recipe)
     optimizer = model.configure_optimizers()
     for index, batch in enumerate(loader()):
         if index == steps * accumulate:

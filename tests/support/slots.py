@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from lightning_fp8 import ScalingState
 from lightning_fp8.ops.operand import Slot
 
 
 def slot_of(state: ScalingState, row: int = 0, format: str = "e4m3", record: bool = False) -> Slot:
     """That of one tensor of the state; without ``record`` the state is not told of its casts."""
-    index = torch.tensor([row], device=state.device)
-    return Slot(state.scale, state.amax_history, index, format, state if record else None, record)
+    return Slot(state.scale, state.amax_history, state.indices[row], format, state if record else None, record)

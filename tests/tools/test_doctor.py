@@ -75,10 +75,8 @@ def value(found: Diagnosis, title: str, what: str) -> str:
     return answer
 
 
-def fp8(found: Diagnosis, device: str) -> dict[str, str]:
-    return next(
-        row for row in rows(found, "Precisions") if row["device"] == device and row["precision"] == "fp8-delayed"
-    )
+def fp8(found: Diagnosis, device: str, precision: str = "fp8-delayed") -> dict[str, str]:
+    return next(row for row in rows(found, "Precisions") if row["device"] == device and row["precision"] == precision)
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +155,11 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cpu", "bf16-mixed", "yes"),
         ("cpu", "bf16-true", "yes"),
         ("cpu", "fp8-delayed", "yes"),
+        ("cpu", "fp8-current", "yes"),
+        ("cpu", "fp8-block", "yes"),
     ]
-    assert {fp8(found, "cpu")[key] for key in ("casts", "scales", "GEMMs")} == {"reference (CPU)"}
+    for precision in ("fp8-delayed", "fp8-current", "fp8-block"):
+        assert {fp8(found, "cpu", precision)[key] for key in ("casts", "scales", "GEMMs")} == {"reference (CPU)"}
 
 
 def test_kernels_are_compiled_without_a_gpu_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +266,41 @@ def test_gemms_are_those_of_the_table(
         f"own kernels for 1 of 2 measured, else {plain}",
     ]
     assert seen == [*([plain, plain] if capability == (10, 0) else measured_texts), plain]
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "backend", "runs", "casts", "gemms"),
+    [
+        ((9, 0), "12.6", "auto", "yes", "own kernels (tested at first use)", "own kernels (tested at first use)"),
+        ((8, 9), "13.0", "auto", "yes", "own kernels (tested at first use)", "own kernels (tested at first use)"),
+        ((9, 0), "12.9", "reference", "yes", "torch's operators", "torch's scaled_mm (cuBLASLt)"),
+        ((9, 0), "12.8", "reference", "no: fp8-block has no kernel here", "-", "-"),
+        ((12, 0), "13.0", "reference", "no: fp8-block has no kernel here", "-", "-"),
+        ((10, 0), "13.0", "auto", "no: fp8-block has no kernel here", "-", "-"),
+        ((8, 6), "13.0", "auto", "no: compute capability 8.6", "-", "-"),
+    ],
+)
+def test_blocks_run_on_kernels_on_cublaslt_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    cuda: str,
+    backend: str,
+    runs: str,
+    casts: str,
+    gemms: str,
+) -> None:
+    with_gpus(monkeypatch, capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setenv("LIGHTNING_FP8_BACKEND", backend)
+    found = examine(compile=False)
+    row, delayed = (fp8(found, "cuda:0", f"fp8-{name}") for name in ("block", "delayed"))
+    assert (row["runs"].split(": light")[0], row["casts"], row["GEMMs"]) == (runs, casts, gemms)
+    if runs.startswith("no: fp8"):
+        asked = "compute capability 8.9, 9.0 or 12.x, cuBLASLt's a GPU of compute capability 9.0 (H100, H200)"
+        assert asked in row["runs"]
+        assert f"got {capability[0]}.{capability[1]} and CUDA {cuda}. Use precision='fp8-current'" in row["runs"]
+    # with the kernels of delayed scaling
+    assert fp8(found, "cuda:0", "fp8-current") == {**delayed, "precision": "fp8-current"}
 
 
 @pytest.mark.parametrize("arguments", [["--quick"], ["--compile", "sm_89", "sm_120a"], ["--compile"]])
@@ -513,7 +549,7 @@ def test_a_gpu_before_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs a GPU of compute capability 8.9" in found.problems[0].what
     assert "NVIDIA A10, 8.6" in found.problems[0].what
     assert 'precision="bf16-mixed"' in found.problems[0].do
-    assert [row["runs"] for row in rows(found, "Precisions")][:3] == ["yes", "yes", "no: compute capability 8.6"]
+    assert [row["runs"] for row in rows(found, "Precisions")][:5] == ["yes", "yes", *["no: compute capability 8.6"] * 3]
 
 
 def test_the_gravest_counts_and_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,7 +563,7 @@ def test_a_gpu_before_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, (7, 5), name="Tesla T4")
     found = examine()
     assert found.status == 2
-    assert {row["runs"] for row in rows(found, "Precisions")[:3]} == {"no: compute capability 7.5"}
+    assert {row["runs"] for row in rows(found, "Precisions")[:5]} == {"no: compute capability 7.5"}
 
 
 @pytest.mark.parametrize(("visible", "chosen"), [(None, "1,2"), ("4,6,7", "6,7")])

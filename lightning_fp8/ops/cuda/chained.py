@@ -64,7 +64,7 @@ def find(
 ) -> Chain | None:
     """The kernel for ``a [M, K] @ b [N, K]^T`` with a cast behind it; None if GEMM and cast must be separate.
 
-    The scale of the cast must be known before the sums, so every tensor must have a history; and the cast must not be
+    The scale of the cast must be known before the sums, so its tensor must have a history; and the cast must not be
     counted. The GEMM must be one of ours in any case, without split-K or padding, and the chain must not be slower.
     """
     (_, k), n = a.shape, b.shape[0]

@@ -8,6 +8,8 @@ import torch
 
 from kernels_cuda.gemm_variants import configurations
 from lightning_fp8.ops.cuda import gemm_table, kernels
+from lightning_fp8.ops.cuda.plain import check_blocks
+from lightning_fp8.scaling.recipe import RECIPES
 from lightning_fp8.tools.doctor.diagnosis import CANNOT, Diagnosis, KernelCheck, Section
 from lightning_fp8.tools.doctor.kernel_checks import gemm
 
@@ -27,9 +29,11 @@ def describe(
         capability = torch.cuda.get_device_capability(device)
         runs = "yes" if capability >= _BF16_CAPABILITY else f"no: compute capability {capability[0]}.{capability[1]}"
         rows += [(str(device), precision, runs, "-", "-", "-") for precision in _BF16]
-        rows.append((str(device), "fp8-delayed", *_fp8(findings, device, unfit, ready, compile)))
+        per_tensor = _fp8(findings, device, unfit, ready, compile)
+        found = {"fp8-block": _in_blocks(capability, per_tensor, ready)}
+        rows += [(str(device), precision, *found.get(precision, per_tensor)) for precision in RECIPES]
     rows += [("cpu", precision, "yes", "-", "-", "-") for precision in _BF16]
-    rows.append(("cpu", "fp8-delayed", "yes", _REFERENCE, _REFERENCE, _REFERENCE))
+    rows += [("cpu", precision, "yes", _REFERENCE, _REFERENCE, _REFERENCE) for precision in RECIPES]
     findings.sections.append(Section("Precisions", _COLUMNS, tuple(rows)))
 
 
@@ -52,6 +56,23 @@ def _fp8(
         )
     casts, scales = _served(findings.kernels, device, ready, compile)
     return "yes" if trouble is None else "no", casts, scales, "FAILED" if trouble else _gemms(device, ready)
+
+
+def _in_blocks(
+    capability: tuple[int, int], per_tensor: tuple[str, str, str, str], ready: bool
+) -> tuple[str, str, str, str]:
+    """The cells of ``fp8-block``, from those of the precisions with one scale per tensor."""
+    runs, _, scales, _ = per_tensor
+    if runs != "yes":
+        return per_tensor
+    own = f"{_OWN} (tested at first use)" if ready and _backend() not in (None, "reference") else _TORCH
+    if own != _TORCH and configurations(capability, promote=True, in_blocks=True):
+        return runs, own, scales, own
+    try:
+        check_blocks(capability, torch.version.cuda)
+    except RuntimeError as error:
+        return f"no: {error}", "-", "-", "-"
+    return runs, own, scales, "torch's scaled_mm (cuBLASLt)"
 
 
 def _served(checks: Sequence[KernelCheck], device: torch.device, ready: bool, compile: bool) -> tuple[str, str]:
