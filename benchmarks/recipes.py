@@ -37,7 +37,7 @@ from benchmarks.recipe_cases import EVENTS, TRAININGS, train, watch
 from benchmarks.recipe_tables import BASELINE, draw, preferred, tables
 from benchmarks.rows import append
 from lightning_fp8.runtime.environment import environment
-from lightning_fp8.scaling.recipe import Recipe, as_recipe
+from lightning_fp8.scaling.recipe import Recipe, as_recipe, recipe_fields
 
 RECIPES = [
     *(f"fp8-delayed,amax_history_len={window},margin={margin}" for margin in (0, 1) for window in (1, 4, 16, 64, 1024)),
@@ -52,17 +52,7 @@ def recipe_of(text: str) -> Recipe | None:
         ValueError: for a precision or a value that is none of a recipe's.
         TypeError: for a field that the recipe does not have.
     """
-    if text == BASELINE:
-        return None
-    precision, *fields = text.split(",")
-    return as_recipe({"precision": precision, **{name: _value(x) for name, _, x in (f.partition("=") for f in fields)}})
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text.lower() if text in ("True", "False") else text)
-    except json.JSONDecodeError:
-        return text
+    return None if text == BASELINE else as_recipe(recipe_fields(text))
 
 
 def measure(case: str, variant: str, seed: int) -> dict[str, Any]:
