@@ -9,7 +9,7 @@ each with margins of 0 and 1, and current scaling. Each is trained as ``recipe_c
 window of 1.
 
 A row is written as soon as it is measured, and rows that ``--out`` has already are not measured again. At the end the
-tables are printed, and the picture is written beside the rows.
+tables are printed, and two pictures are written beside the rows.
 
 The recipe to prefer, by a rule that was written before anything was measured:
 
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from benchmarks.recipe_cases import EVENTS, TRAININGS, train, watch
-from benchmarks.recipe_tables import BASELINE, draw, preferred, tables
+from benchmarks.recipe_tables import BASELINE, draw, draw_growth, preferred, tables
 from benchmarks.rows import append
 from lightning_fp8.runtime.environment import environment
 from lightning_fp8.scaling.recipe import Recipe, as_recipe, recipe_fields
@@ -71,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.recipes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="the rows, FILE.jsonl; the picture is FILE.png")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the rows, FILE.jsonl; pictures are FILE.png, FILE-growth.png"
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="RECIPE")
     parser.add_argument("--cases", nargs="+", choices=[*TRAININGS, *EVENTS], default=[*TRAININGS, *EVENTS])
@@ -97,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(tables(rows))
     print(f"\nBy the rule: {', '.join(preferred(rows))}")
     draw(rows, options.out.with_suffix(".png"))
+    draw_growth(rows, options.out.with_name(f"{options.out.stem}-growth.png"))
 
 
 if __name__ == "__main__":
