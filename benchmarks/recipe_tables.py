@@ -190,7 +190,9 @@ def draw_growth(rows: Sequence[Row], path: Path) -> None:
             steps = [step + (place - (len(found) - 1) / 2) / (len(found) + 1) for step in range(-AFTER, AFTER)]
             label = f"{DelayedScaling.precision}, a window of {window(name)}" if window(name) else name
             axes.bar(steps, shares, 1 / (len(found) + 1), color=COLOURS[place % len(COLOURS)], label=label)
-        axes.set(xlabel="optimizer step; in step 0 the gradient grows a hundredfold", ylabel="clipped, %", yscale="log")
-        axes.set(xlim=(-AFTER, AFTER), ylim=(1e-4, 150))
+        axes.set(xlabel="optimizer step; in step 0 the gradient grows a hundredfold", ylabel="clipped", yscale="log")
+        ticks = (0.001, 0.01, 0.1, 1, 10, 100)
+        axes.set_yticks(ticks, [f"{tick:g}%" for tick in ticks])
+        axes.set(xlim=(-AFTER, AFTER), ylim=(0.001, 150))
         axes.legend()
         figure.savefig(path, dpi=150)

@@ -4,7 +4,7 @@
                                  [--cases gpt restarts outlier spikes encoder "one spike" growth]
 
 A recipe is its precision string with fields after commas. Without ``--recipes`` they are windows of 1 to 1024 steps,
-each with margins of 0 and 1, and current scaling. Each is trained as ``recipe_cases`` says, paired by seed with
+each with margins of 0 and 1, current and block scaling. Each is trained as ``recipe_cases`` says, paired by seed with
 ``baseline``, the same training without FP8. ``amax_compute_algo="most_recent"`` is left out: its scales are those of a
 window of 1.
 
@@ -19,7 +19,7 @@ The recipe to prefer, by a rule that was written before anything was measured:
 2. Of these, those with the fewest harmed steps after one spike and after growth together.
 3. Of these, the simplest: the smaller margin, then the shorter window.
 
-Windows and margins compete; current scaling is there for reference.
+Windows and margins compete; current and block scaling are there for reference.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from lightning_fp8.scaling.recipe import Recipe, as_recipe, recipe_fields
 RECIPES = [
     *(f"fp8-delayed,amax_history_len={window},margin={margin}" for margin in (0, 1) for window in (1, 4, 16, 64, 1024)),
     "fp8-current",
+    "fp8-block",
 ]
 
 

@@ -31,7 +31,7 @@ def test_recipes_as_text() -> None:
     assert recipes.recipe_of(text) == DelayedScaling(1, "E4M3", 4, "max", False)
     for text in recipes.RECIPES:
         recipes.recipe_of(text)
-    assert len(set(recipes.RECIPES)) == 11
+    assert len(set(recipes.RECIPES)) == 12
 
 
 @pytest.mark.parametrize("text", ["fp8-delayd", "fp8-delayed,margn=1", "fp8-current,amax_history_len=1", "x,margin=-1"])

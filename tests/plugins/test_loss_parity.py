@@ -1,7 +1,7 @@
 """FP8 trains as bf16 does: a GPT to the same loss with each recipe, an encoder to the same accuracy.
 
-All runs of a seed start from the same weights and see the same batches. Measured on a CPU with a GPT of twice the width,
-fp8-delayed with a window of 1024 less bf16-mixed:
+All runs of a seed start from the same weights and see the same batches. Measured on a CPU with a GPT of twice the
+width, fp8-delayed with a window of 1024 less bf16-mixed:
 
 | seed | GPT, loss | GPT, val_loss | encoder, val_accuracy |
 |---|---|---|---|
