@@ -1,6 +1,7 @@
 """The losses of a comparison, without its times: a row for each variant as JSON, and a picture of the curves.
 
-Reads what ``python -m lightning_fp8 compare`` has left in its folder, and writes ``OUT.jsonl`` and ``OUT.png``.
+Reads what ``python -m lightning_fp8 compare`` has left in its folder, and writes ``OUT.jsonl`` and ``OUT.png``. Rows
+that ``OUT.jsonl`` has of other variants stay in it.
 """
 
 from __future__ import annotations
@@ -56,14 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="path of the files, without .jsonl and .png")
     parser.add_argument("--draw", nargs="+", metavar="VARIANT", help="in the picture; all by default")
     options = parser.parse_args(arguments)
-    rows = losses_of(options.folder)
+    file = options.out.with_suffix(".jsonl")
+    earlier = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    rows = [*{row["variant"]: row for row in [*earlier, *losses_of(options.folder)]}.values()]
     drawn = [row for row in rows if options.draw is None or row["variant"] in options.draw]
     if options.draw is not None and len(drawn) != len(set(options.draw)):
         parser.error(
-            f"--draw: the folder has {', '.join(row['variant'] for row in rows)}, got {', '.join(options.draw)}"
+            f"--draw: the rows are those of {', '.join(row['variant'] for row in rows)}, got {', '.join(options.draw)}"
         )
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    options.out.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
+    file.write_text(lines, encoding="utf-8")
     draw(drawn, options.out.with_suffix(".png"))
 
 

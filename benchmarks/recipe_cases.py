@@ -186,12 +186,13 @@ def _shares(counts: Tensor, recipe: Recipe | None) -> dict[str, float | None]:
     return {"saturated_fraction": saturated / numbers, "underflowed_fraction": underflowed / nonzero}
 
 
-def watch(event: str, recipe: Recipe, seed: int) -> dict[str, float]:
+def watch(event: str, recipe: Recipe, seed: int) -> dict[str, Any]:
     """What a layer's casts lose around an event: steps that are harmed, and the largest share lost in one of them.
 
     Returns:
         ``clipped_steps``, ``clipped_fraction`` (of the gradient) and ``zero_steps``, ``zero_fraction`` (of the input),
-        from the event on, and ``steady_clipped_fraction``, the mean share that is clipped in the steps before it.
+        from the event on, ``steady_clipped_fraction``, the mean share that is clipped in the steps before it, and
+        ``clipped_fractions``, that of each step from ``AFTER`` steps before the event to as many after it.
     """
     torch.manual_seed(seed)
     layer = convert(nn.Linear(FEATURES, FEATURES, bias=False), recipe)
@@ -212,4 +213,5 @@ def watch(event: str, recipe: Recipe, seed: int) -> dict[str, float]:
         "zero_fraction": zero.max().item(),
         # the first step has no history
         "steady_clipped_fraction": before[1:, 0].mean().item(),
+        "clipped_fractions": [round(share[0].item(), 6) for share in shares[BEFORE - AFTER : BEFORE + AFTER]],
     }

@@ -8,14 +8,16 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.recipe_cases import EVENTS, HARMED, TRAININGS
-from lightning_fp8.scaling.recipe import DelayedScaling
+from benchmarks.recipe_cases import AFTER, EVENTS, HARMED, TRAININGS
+from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from lightning_fp8.tools.report.pictures import COLOURS, STYLE
 from lightning_fp8.tools.tables import markdown_table
 
 BASELINE = "baseline"
 # the trainings whose losses decide; a classifier that has learned all its images has next to no loss
 DECIDING = tuple(case for case in TRAININGS if case != "encoder")
+# those in the picture of a growth; without a window: current and block scaling
+GROWTH_WINDOWS = (0, 1, 16, 1024)
 # Student's t for a 95% interval of so many values, from two on
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Row = dict[str, Any]
@@ -152,8 +154,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 places, means, halves = zip(*sorted(found))
                 shifted = [place + 0.12 * margin for place in places]
                 axes.errorbar(shifted, means, halves, color=colour, marker="o", capsize=3, label=f"margin {margin}")
-            if current := excess(rows, case, "fp8-current", "loss"):
-                axes.axhline(mean(current.values()), color=COLOURS[2], linestyle="--", label="current")
+            for colour, name in zip(COLOURS[2:], (CurrentScaling.precision, BlockScaling.precision)):
+                if found_of := excess(rows, case, name, "loss"):
+                    axes.axhline(mean(found_of.values()), color=colour, linestyle="--", label=name)
             axes.axhline(0, color="black", linewidth=0.8)
             axes.set(title=case, xlabel="window, steps")
         grid[0].set_ylabel("training loss above the baseline, %")
@@ -168,4 +171,28 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for axes in grid:
             axes.set_xticks(range(len(windows)), windows)
         grid[len(TRAININGS) - 1].legend()
+        figure.savefig(path, dpi=150)
+
+
+def draw_growth(rows: Sequence[Row], path: Path) -> None:
+    """A picture: the share of the gradient that is clipped in each step around a hundredfold growth."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    shown = [name for name in variants(rows) if window(name) in GROWTH_WINDOWS and not _number(name, "margin")]
+    found = {name: [*by_seed(rows, "growth", name, "clipped_fractions").values()] for name in shown}
+    found = {name: of_seeds for name, of_seeds in found.items() if of_seeds}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 3.2), layout="constrained")
+        axes = figure.subplots()
+        for place, (name, of_seeds) in enumerate(found.items()):
+            shares = [100 * mean(of_step) for of_step in zip(*of_seeds)]
+            steps = [step + (place - (len(found) - 1) / 2) / (len(found) + 1) for step in range(-AFTER, AFTER)]
+            label = f"{DelayedScaling.precision}, a window of {window(name)}" if window(name) else name
+            axes.bar(steps, shares, 1 / (len(found) + 1), color=COLOURS[place % len(COLOURS)], label=label)
+        axes.set(xlabel="optimizer step; in step 0 the gradient grows a hundredfold", ylabel="clipped", yscale="log")
+        ticks = (0.001, 0.01, 0.1, 1, 10, 100)
+        axes.set_yticks(ticks, [f"{tick:g}%" for tick in ticks])
+        axes.set(xlim=(-AFTER, AFTER), ylim=(0.001, 150))
+        axes.legend()
         figure.savefig(path, dpi=150)

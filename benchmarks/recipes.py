@@ -4,12 +4,12 @@
                                  [--cases gpt restarts outlier spikes encoder "one spike" growth]
 
 A recipe is its precision string with fields after commas. Without ``--recipes`` they are windows of 1 to 1024 steps,
-each with margins of 0 and 1, and current scaling. Each is trained as ``recipe_cases`` says, paired by seed with
+each with margins of 0 and 1, current and block scaling. Each is trained as ``recipe_cases`` says, paired by seed with
 ``baseline``, the same training without FP8. ``amax_compute_algo="most_recent"`` is left out: its scales are those of a
 window of 1.
 
 A row is written as soon as it is measured, and rows that ``--out`` has already are not measured again. At the end the
-tables are printed, and the picture is written beside the rows.
+tables are printed, and two pictures are written beside the rows.
 
 The recipe to prefer, by a rule that was written before anything was measured:
 
@@ -19,7 +19,7 @@ The recipe to prefer, by a rule that was written before anything was measured:
 2. Of these, those with the fewest harmed steps after one spike and after growth together.
 3. Of these, the simplest: the smaller margin, then the shorter window.
 
-Windows and margins compete; current scaling is there for reference.
+Windows and margins compete; current and block scaling are there for reference.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from typing import Any
 import torch
 
 from benchmarks.recipe_cases import EVENTS, TRAININGS, train, watch
-from benchmarks.recipe_tables import BASELINE, draw, preferred, tables
+from benchmarks.recipe_tables import BASELINE, draw, draw_growth, preferred, tables
 from benchmarks.rows import append
 from lightning_fp8.runtime.environment import environment
-from lightning_fp8.scaling.recipe import Recipe, as_recipe
+from lightning_fp8.scaling.recipe import Recipe, as_recipe, recipe_fields
 
 RECIPES = [
     *(f"fp8-delayed,amax_history_len={window},margin={margin}" for margin in (0, 1) for window in (1, 4, 16, 64, 1024)),
     "fp8-current",
+    "fp8-block",
 ]
 
 
@@ -52,17 +53,7 @@ def recipe_of(text: str) -> Recipe | None:
         ValueError: for a precision or a value that is none of a recipe's.
         TypeError: for a field that the recipe does not have.
     """
-    if text == BASELINE:
-        return None
-    precision, *fields = text.split(",")
-    return as_recipe({"precision": precision, **{name: _value(x) for name, _, x in (f.partition("=") for f in fields)}})
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text.lower() if text in ("True", "False") else text)
-    except json.JSONDecodeError:
-        return text
+    return None if text == BASELINE else as_recipe(recipe_fields(text))
 
 
 def measure(case: str, variant: str, seed: int) -> dict[str, Any]:
@@ -81,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.recipes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="the rows, FILE.jsonl; the picture is FILE.png")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the rows, FILE.jsonl; pictures are FILE.png, FILE-growth.png"
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="RECIPE")
     parser.add_argument("--cases", nargs="+", choices=[*TRAININGS, *EVENTS], default=[*TRAININGS, *EVENTS])
@@ -107,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(tables(rows))
     print(f"\nBy the rule: {', '.join(preferred(rows))}")
     draw(rows, options.out.with_suffix(".png"))
+    draw_growth(rows, options.out.with_name(f"{options.out.stem}-growth.png"))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
@@ -272,6 +273,29 @@ def as_recipe(recipe: Any) -> Recipe | None:
     if recipe is None or isinstance(recipe, Recipe):
         return recipe
     raise TypeError(f"`recipe` must be {KINDS} or a mapping of its fields, got {recipe!r}.")
+
+
+def recipe_fields(text: str) -> dict[str, Any]:
+    """A precision string with fields after commas, as a command line has it -> the mapping for :func:`as_recipe`.
+
+    Raises:
+        ValueError: for a field that is given twice.
+
+    >>> recipe_fields("fp8-delayed,margin=1,wgrad=bf16")
+    {'precision': 'fp8-delayed', 'margin': 1, 'wgrad': 'bf16'}
+    """
+    pairs = [part.partition("=") for part in f"precision={text}".split(",")]
+    found = {name: _value(value) for name, _, value in pairs}
+    if len(found) < len(pairs):
+        raise ValueError(f"A field is given twice in {text!r}.")
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except json.JSONDecodeError:
+        return text
 
 
 def _is_int(value: Any) -> bool:

@@ -25,13 +25,24 @@ def test_losses_are_kept_and_times_are_not(
     assert [row.pop("losses") for row in written] == [[3.0, 2.0, 1.5], [3.0, 2.25, 1.75]]
     assert written == [kept for kept, _ in rows]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    # measured again, and with another variant
+    (tmp_path / "fp8-delayed").rename(tmp_path / "fp8-block")
+    rows[1][1].update(variant="fp8-block", loss=1.5)
+    (tmp_path / "compare.jsonl").write_text("".join(json.dumps({**row, "seed": 1}) + "\n" for _, row in rows))
+    loss_curves.main([str(tmp_path), "--out", str(tmp_path / "curves")])
+    found = [json.loads(line) for line in (tmp_path / "curves.jsonl").read_text().splitlines()]
+    assert [(row["variant"], row["seed"], row["loss"]) for row in found] == [
+        ("bf16-mixed", 1, 1.5),
+        ("fp8-delayed", 0, 1.75),
+        ("fp8-block", 1, 1.5),
+    ]
 
     drawn: list[str] = []
     monkeypatch.setattr(loss_curves, "draw", lambda rows, path: drawn.extend(row["variant"] for row in rows))
     arguments = [str(tmp_path), "--out", str(tmp_path / "curves"), "--draw"]
     loss_curves.main([*arguments, "fp8-delayed"])
     assert drawn == ["fp8-delayed"]
-    assert len((tmp_path / "curves.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "curves.jsonl").read_text().splitlines()) == 3
     with pytest.raises(SystemExit):
         loss_curves.main([*arguments, "bf16-true"])
-    assert "the folder has bf16-mixed, fp8-delayed, got bf16-true" in capsys.readouterr().err
+    assert "the rows are those of bf16-mixed, fp8-delayed, fp8-block, got bf16-true" in capsys.readouterr().err

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from fp8_numpy import DEFINITIONS, code_values, saturating_cast
+from matplotlib.axes import Axes
 from scales_in_numpy import largest, scale_of
 
 from benchmarks import recipe_cases, recipes
 from benchmarks.recipe_cases import TRAININGS, train, watch
-from benchmarks.recipe_tables import DECIDING, excess, interval, preferred, tables
-from lightning_fp8 import CurrentScaling, DelayedScaling
+from benchmarks.recipe_tables import DECIDING, draw_growth, excess, interval, preferred, tables
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling
+from lightning_fp8.scaling.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,7 +31,7 @@ def test_recipes_as_text() -> None:
     assert recipes.recipe_of(text) == DelayedScaling(1, "E4M3", 4, "max", False)
     for text in recipes.RECIPES:
         recipes.recipe_of(text)
-    assert len(set(recipes.RECIPES)) == 11
+    assert len(set(recipes.RECIPES)) == 12
 
 
 @pytest.mark.parametrize("text", ["fp8-delayd", "fp8-delayed,margn=1", "fp8-current,amax_history_len=1", "x,margin=-1"])
@@ -72,7 +74,17 @@ def test_events_in_a_layer(window: int, margin: int) -> None:
         assert found["zero_fraction"] == pytest.approx(after[:, 1].max(), abs=1e-6)
         steady = mean(share for share, _ in shares[1 : recipe_cases.BEFORE])
         assert found["steady_clipped_fraction"] == pytest.approx(steady, abs=1e-6)
-    assert watch("growth", CurrentScaling(), 3)["clipped_steps"] == 0
+        around = [share for share, _ in shares[recipe_cases.BEFORE - 8 : recipe_cases.BEFORE + 8]]
+        assert found["clipped_fractions"] == pytest.approx(around, abs=1e-6)
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=repr)
+def test_nothing_is_clipped_by_growth_without_a_history(recipe: Recipe) -> None:
+    found = watch("growth", recipe, 3)
+    assert found["clipped_steps"] == 0
+    # the largest number of a block times its scale may be rounded up
+    assert len(found["clipped_fractions"]) == 16
+    assert max(found["clipped_fractions"]) < 1 / recipe_cases.FEATURES
 
 
 def test_a_training_with_an_outlier() -> None:
@@ -119,6 +131,7 @@ def made(costs: dict[str, list[float]], steps: dict[str, int]) -> list[dict[str,
     for case in recipe_cases.EVENTS:
         for name, count in steps.items():
             lost = {"zero_fraction": 0.5, "clipped_fraction": 0.9, "steady_clipped_fraction": 1e-4}
+            lost |= {"clipped_fractions": [0.0] * 8 + [0.1 * count] + [0.0] * 7}
             rows.append({"case": case, "seed": 0, "variant": name, "zero_steps": count, "clipped_steps": 1, **lost})
     return rows
 
@@ -152,7 +165,7 @@ def test_means_and_intervals() -> None:
 
 
 def test_rows_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, measured = "fp8-delayed,amax_history_len=4", []
+    name, measured = "fp8-delayed,amax_history_len=16", []
     rows = {(row["case"], row["variant"], row["seed"]): row for row in made({name: [0.1, 0.2, 0.3]}, {name: 4})}
 
     def measure(case: str, variant: str, seed: int) -> dict[str, Any]:
@@ -169,4 +182,24 @@ def test_rows_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytes
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["case"], row["variant"], row["seed"]) for row in written] == measured
     assert all(row["threads"] == 1 and row["commit"] for row in written)
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("rows.png", "rows-growth.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: dict[str, list[float]] = {}
+
+    def bar(axes: Axes, steps: list[float], heights: list[float], *args: Any, label: str, **rest: Any) -> Any:
+        bars[label] = heights
+        return drawn(axes, steps, heights, *args, label=label, **rest)
+
+    drawn = Axes.bar
+    monkeypatch.setattr(Axes, "bar", bar)
+    windows = {f"fp8-delayed,amax_history_len={window}": window for window in (1, 4)}
+    rows = made({}, {**windows, "fp8-delayed,amax_history_len=1,margin=1": 3, "fp8-current": 0, "fp8-block": 0})
+    first = rows[-5:]
+    draw_growth([*rows, *({**row, "seed": 1, "clipped_fractions": [0.0] * 16} for row in first)], tmp_path / "x.png")
+    assert bars.keys() == {"fp8-delayed, a window of 1", "fp8-current", "fp8-block"}
+    # percent, the mean of two seeds
+    assert bars["fp8-delayed, a window of 1"] == pytest.approx([0.0] * 8 + [5.0] + [0.0] * 7)
+    assert bars["fp8-current"] == [0.0] * 16

@@ -9,6 +9,7 @@ from typing import Any
 from documented import commands_of, table_of, text_of
 from repository import ROOT
 
+from benchmarks.recipe_cases import AFTER
 from benchmarks.recipe_tables import preferred
 from benchmarks.recipes import RECIPES, recipe_of
 from lightning_fp8 import DelayedScaling
@@ -17,6 +18,7 @@ PAGE, FILE = "docs/recipes.md", "docs/results/recipes-cpu.jsonl"
 ROWS: list[dict[str, Any]] = [json.loads(line) for line in (ROOT / FILE).read_text().splitlines()]
 GPT = ("gpt", "restarts", "outlier", "spikes")
 SEEDS = {row["seed"] for row in ROWS}
+OTHERS = {"current scaling": "fp8-current", "block scaling": "fp8-block"}
 # of Student's t, for five seeds
 T95 = 2.7764
 
@@ -39,8 +41,8 @@ def said(values: list[float]) -> str:
 
 def variant_of(line: dict[str, str]) -> str:
     """As the benchmark calls it: the page has ``window`` and ``margin``."""
-    if line["window"] == "current scaling":
-        return "fp8-current"
+    if line["window"] in OTHERS:
+        return OTHERS[line["window"]]
     return f"fp8-delayed,amax_history_len={line['window']},margin={line['margin']}"
 
 
@@ -92,6 +94,22 @@ def test_the_default_is_a_candidate() -> None:
     text = " ".join(text_of(PAGE).split())
     names = [f"{recipe.amax_history_len} with margin {recipe.margin}" for recipe in candidates if recipe is not None]
     assert f"Candidates, preferred ones first: {', '.join(names)}." in text
+
+
+def test_clipped_in_each_step_around_the_growth() -> None:
+    before = AFTER
+    found = {}
+    for name in (*map(named, (1, 16, 1024)), *OTHERS.values()):
+        of_steps = [100 * mean(shares) for shares in zip(*of("growth", name, "clipped_fractions"))]
+        found[name] = of_steps.pop(before), max(of_steps)
+    delayed, current, block = [*found.values()][:3], found["fp8-current"], found["fp8-block"]
+    shares = "{:.0f}%, {:.0f}% and {:.0f}%".format(*(grown for grown, _ in delayed))
+    assert (
+        f"With windows of 1, 16 and 1024, {shares} of the layer's gradient are clipped in the step of the growth, and"
+        f" at most {max(most for _, most in delayed):.3f}% in any other step of the picture. Current scaling clips at"
+        f" most {max(current):.3f}% (the largest number times its scale may be rounded up), and block scaling nothing."
+    ) in " ".join(text_of(PAGE).split())
+    assert max(block) == 0
 
 
 def named(window: int, margin: int = 0) -> str:

@@ -51,7 +51,7 @@ def test_signal_to_noise_of_one_layer() -> None:
     delayed, current, block = found
     assert delayed == current
     for row, name in enumerate(
-        ("N(0, 1): output", "N(0, 1): gradient of the input", "N(0, 1): gradient of the weight")
+        ("N(0, 1), signal to noise in dB: output", "N(0, 1): gradient of the input", "N(0, 1): gradient of the weight")
     ):
         assert in_docs(name) == pytest.approx([one[row] for one in found], abs=0.1)
     # gradients in E4M3 have one bit more than in E5M2, which tensors need whose numbers differ widely
@@ -109,7 +109,8 @@ def saturated_steps(recipe: Recipe) -> list[int]:
 def test_growth_within_a_step_is_clipped_by_delayed_scaling_only() -> None:
     steps = [saturated_steps(recipe) for recipe in COMPARED]
     assert steps == [[3], [], []]
-    assert in_docs("steps that clip a gradient which grows a hundredfold") == [len(one) for one in steps]
+    row = "steps that clip a gradient which [grows a hundredfold](recipes.md#a-growth-within-one-step)"
+    assert in_docs(row) == [len(one) for one in steps]
 
 
 def test_numbers_lost_in_a_block_are_counted() -> None:

@@ -26,8 +26,9 @@ from repository import ROOT
 from warm import run_warm
 
 import lightning_fp8
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from lightning_fp8.examples import ByteGPT, StdlibText
-from lightning_fp8.scaling.recipe import RECIPES
+from lightning_fp8.scaling.recipe import RECIPES, as_recipe
 from lightning_fp8.tools.compare import command, processes
 from lightning_fp8.tools.compare import run as compare_run
 from lightning_fp8.tools.compare.advice import advise, overlap, worse_loss
@@ -270,7 +271,11 @@ def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         ("--config", config, "--warmup", "30"): "--warmup must be smaller than the number of steps, 30, got 30",
         ("--config", config, "--steps", "none"): "must be an integer of at least 1, got 'none'",
         ("--config", config, "--warmup", "0"): "must be an integer of at least 1, got '0'",
-        ("--config", config, "--precisions", "fp16"): "invalid choice: 'fp16'",
+        ("--config", config, "--precisions", "fp8-delyed"): "got 'fp8-delyed'. Did you mean 'fp8-delayed'?",
+        ("--config", config, "--precisions", "bf16-true,margin=1"): "must be one of bf16-mixed, ",
+        ("--config", config, "--precisions", "fp8-block,margin=1"): "fp8-block,margin=1: BlockScaling has no field",
+        ("--config", config, "--precisions", "fp8-current,margin=-1"): "`margin` must be an integer from 0 to 127",
+        ("--config", config, "--precisions", "fp8-delayed,precision=fp8-block"): "A field is given twice",
     }.items():
         with pytest.raises(SystemExit) as ended:
             main(arguments)
@@ -402,7 +407,7 @@ def test_digest_of_batches() -> None:
     assert first != _digest((tokens, numbers, torch.tensor(1), "text"), first)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "fp8-current,margin=1,wgrad=bf16"])
 def test_each_variant_runs_under_its_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["fit", "--config", str(write_config(tmp_path))]
@@ -413,10 +418,15 @@ def test_each_variant_runs_under_its_plugin(tmp_path: Path, monkeypatch: pytest.
         lightning_fp8.register(bf16=True)
     kinds = {"bf16-mixed": lightning_fp8.Bf16MixedPrecision, "bf16-true": lightning_fp8.Bf16TruePrecision,
              **dict.fromkeys(RECIPES, lightning_fp8.Fp8Precision), "32-true": Precision}  # fmt: skip
-    precision = variant.partition("+")[0]
+    precision = re.split("[+,]", variant)[0]
     assert type(cli.trainer.precision_plugin) is kinds[precision]
     assert cli.trainer.precision == precision
-    assert json.loads((tmp_path / "out" / variant / "fp8_run.json").read_text())["precision"] == precision
+    record = json.loads((tmp_path / "out" / variant / "fp8_run.json").read_text())
+    assert record["precision"] == precision
+    if precision in RECIPES:
+        assert (record["recipe"]["wgrad"], record["recipe"].get("margin")) == (
+            ("bf16", 1) if "," in variant else ("fp8", None if precision == "fp8-block" else 0)
+        )
 
 
 def test_32_true_is_lightnings_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +450,8 @@ def test_plugin_settings() -> None:
     assert plugin_settings("bf16-mixed+weight_copy", own) == {**for_all, "weight_copy": True}
     assert plugin_settings("bf16-true", own) == for_all
     assert plugin_settings("32-true", own) == {}
-    assert plugin_settings("fp8-delayed", own) == {key: value for key, value in own.items() if key != "weight_copy"}
+    of_fp8 = {**own, "recipe": DelayedScaling(margin=1).as_dict()}
+    assert plugin_settings("fp8-delayed", own) == {key: value for key, value in of_fp8.items() if key != "weight_copy"}
 
 
 # a CPU that emulates bf16 products
@@ -505,10 +516,19 @@ def test_a_gpu_is_not_asked_about_its_cpu(
 def test_recipes_of_the_fp8_precisions() -> None:
     delayed = {"recipe": {"margin": 1}, "gemm": "cublaslt"}
     current = {"recipe": {"precision": "fp8-current", "margin": 2}, "gemm": "cublaslt"}
-    assert plugin_settings("fp8-delayed", delayed) == delayed
-    assert plugin_settings("fp8-current", current) == current
-    assert plugin_settings("fp8-delayed", current) == {"gemm": "cublaslt"}
-    assert plugin_settings("fp8-current", delayed) == {"gemm": "cublaslt", "recipe": {"precision": "fp8-current"}}
+    for variant, own, expected in (
+        ("fp8-delayed", delayed, DelayedScaling(margin=1)),
+        ("fp8-current", current, CurrentScaling(margin=2)),
+        ("fp8-delayed", current, DelayedScaling()),
+        ("fp8-current", delayed, CurrentScaling()),
+        # fields that are named come before the user's
+        ("fp8-delayed,amax_history_len=4,reduce_amax=False", delayed, DelayedScaling(1, "HYBRID", 4, "max", False)),
+        ("fp8-current,margin=0,wgrad=bf16", current, CurrentScaling(wgrad="bf16")),
+        ("fp8-block,power_of_2_scales=true", delayed, BlockScaling(power_of_2_scales=True)),
+    ):
+        settings = plugin_settings(variant, own)
+        assert as_recipe(settings.pop("recipe")) == expected
+        assert settings == {"gemm": "cublaslt"}
     assert plugin_settings("bf16-mixed", current) == {}
 
 

@@ -26,7 +26,7 @@ from lightning_fp8.tools.arguments import positive
 from lightning_fp8.tools.compare import results
 from lightning_fp8.tools.compare.advice import advise
 from lightning_fp8.tools.compare.processes import UsageError, run
-from lightning_fp8.tools.compare.variants import BF16, EMULATED_BASELINE, VARIANTS, baseline_of, by_default
+from lightning_fp8.tools.compare.variants import BF16, EMULATED_BASELINE, VARIANTS, baseline_of, by_default, checked
 
 STEPS_ON_GPU = 200
 STEPS_ON_CPU = 30
@@ -183,10 +183,11 @@ def _parser() -> argparse.ArgumentParser:
     warmup = "how many of the first steps are not timed (%(default)s)"
     parser.add_argument("--warmup", type=positive, default=WARMUP, metavar="N", help=warmup)
     precisions = (
-        f"by default {', '.join(by_default(emulated=False))}; on a CPU that emulates bf16 products"
+        f"of {', '.join(VARIANTS)}; those of FP8 also with fields of the recipe, such as fp8-delayed,wgrad=bf16; by"
+        f" default {', '.join(by_default(emulated=False))}; on a CPU that emulates bf16 products"
         f" {', '.join(by_default(emulated=True))}"
     )
-    parser.add_argument("--precisions", nargs="+", choices=VARIANTS, help=precisions)
+    parser.add_argument("--precisions", nargs="+", type=checked, metavar="PRECISION", help=precisions)
     out = "for results and logs, by default runs/compare/<config name>"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=out)
     return parser

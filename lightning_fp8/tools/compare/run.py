@@ -38,7 +38,7 @@ class CompareCLI(Fp8CLI):
     """:class:`~lightning_fp8.cli.Fp8CLI` that runs a configuration under one variant and measures it.
 
     Args:
-        variant: a key of ``VARIANTS``.
+        variant: an argument of ``--precisions``.
         folder: for the logs and the measured numbers.
         steps: optimizer steps.
         warmup: how many of them are not timed.
@@ -98,7 +98,8 @@ class CompareCLI(Fp8CLI):
             own["recipe"] = vars(own["recipe"])
         # not the string: it may make Lightning's own plugin
         trainer.precision = None
-        trainer.plugins = [*others, _part(VARIANTS[self.variant][0], plugin_settings(self.variant, own))]
+        class_path, _ = VARIANTS[self.variant.partition(",")[0]]
+        trainer.plugins = [*others, _part(class_path, plugin_settings(self.variant, own))]
 
     def _stays(self, callback: Any) -> bool:
         kind = _class_of(callback)
@@ -127,7 +128,7 @@ class CompareCLI(Fp8CLI):
 def main() -> None:
     """Run; a run that fails leaves its reason behind and its traceback in what it prints."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("variant", choices=VARIANTS)
+    parser.add_argument("variant")
     parser.add_argument("folder", type=Path)
     parser.add_argument("steps", type=int)
     parser.add_argument("warmup", type=int)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_fp8.plugins.arguments import ARGUMENTS
-from lightning_fp8.scaling.recipe import RECIPES, as_recipe
+from lightning_fp8.runtime.did_you_mean import did_you_mean
+from lightning_fp8.scaling.recipe import RECIPES, as_recipe, recipe_fields
 
 BASELINE = "bf16-mixed"
 # in its place on a CPU that emulates bf16 products
 EMULATED_BASELINE = "32-true"
-# class and arguments of the plugin
+# class and arguments of the plugin; an FP8 precision also runs with fields of its recipe, as "fp8-delayed,margin=1"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16-mixed": ("lightning_fp8.Bf16MixedPrecision", {}),
     "bf16-mixed+weight_copy": ("lightning_fp8.Bf16MixedPrecision", {"weight_copy": True}),
     "bf16-true": ("lightning_fp8.Bf16TruePrecision", {}),
-    "fp8-delayed": ("lightning_fp8.Fp8Precision", {}),
-    "fp8-current": ("lightning_fp8.Fp8Precision", {"recipe": {"precision": "fp8-current"}}),
-    "fp8-block": ("lightning_fp8.Fp8Precision", {"recipe": {"precision": "fp8-block"}}),
+    **dict.fromkeys(RECIPES, ("lightning_fp8.Fp8Precision", {})),
     "32-true": ("lightning.pytorch.plugins.Precision", {}),
 }
 BF16 = tuple(name for name in VARIANTS if name.startswith("bf16-"))
@@ -38,22 +38,46 @@ def baseline_of(variants: Sequence[str], emulated: bool) -> str:
     return EMULATED_BASELINE if emulated and EMULATED_BASELINE in variants else BASELINE
 
 
+def checked(text: str) -> str:
+    """An argument of ``--precisions``: a key of ``VARIANTS``, or an FP8 precision with fields of its recipe.
+
+    Raises:
+        argparse.ArgumentTypeError: for anything else.
+    """
+    precision, comma, _ = text.partition(",")
+    if comma and precision in RECIPES:
+        try:
+            as_recipe(recipe_fields(text))
+        except (ValueError, TypeError) as error:
+            raise ArgumentTypeError(f"{text}: {error}") from None
+    elif text not in VARIANTS:
+        raise ArgumentTypeError(
+            f"must be one of {', '.join(VARIANTS)}, those of FP8 also with fields of the recipe, such as"
+            f" fp8-delayed,wgrad=bf16; got {text!r}.{did_you_mean(text, VARIANTS)}"
+        )
+    return text
+
+
 def plugin_settings(variant: str, own: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a variant's plugin, with those of the user's ``own`` that hold for it.
 
     Those that all plugins have hold for all, and all that its plugin has for the FP8 precisions, except a recipe of
-    another one. Dtypes hold for FP8 only: the bf16 precisions are to be what their names say. ``32-true`` is
-    Lightning's own, without arguments.
+    another one; fields that the variant names come before those of the user's recipe. Dtypes hold for FP8 only: the
+    bf16 precisions are to be what their names say. ``32-true`` is Lightning's own, without arguments.
 
     >>> plugin_settings("bf16-true", {"keep_fp32": ["norm"], "ignore_modules": ["head"]})
     {'keep_fp32': ['norm']}
+    >>> plugin_settings("fp8-block,wgrad=bf16", {"recipe": {"margin": 1}})
+    {'recipe': {'precision': 'fp8-block', 'wgrad': 'bf16'}}
     """
     if variant == "32-true":
         return {}
     of_fp8 = ARGUMENTS["fp8-delayed"]
     in_all = [name for name in of_fp8 if all(name in taken for taken in ARGUMENTS.values())]
-    held = {name: own[name] for name in (of_fp8 if variant in RECIPES else in_all) if name in own}
+    precision = variant.partition(",")[0]
+    held = {name: own[name] for name in (of_fp8 if precision in RECIPES else in_all) if name in own}
+    if precision not in RECIPES:
+        return {**held, **VARIANTS[variant][1]}
     recipe = as_recipe(held.get("recipe"))
-    if recipe is not None and recipe.precision == variant:
-        return held
-    return {**{name: value for name, value in held.items() if name != "recipe"}, **VARIANTS[variant][1]}
+    fields = recipe.as_dict() if recipe is not None and recipe.precision == precision else {}
+    return {**held, "recipe": {**fields, **recipe_fields(variant)}}
