@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import pairwise
 from torch import Tensor, nn
 
-from lightning_fp8 import DelayedScaling, convert, scaling_state
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, scaling_state
+from lightning_fp8.scaling.recipe import Recipe
+
+RECIPES: list[Callable[..., Recipe]] = [DelayedScaling, CurrentScaling, BlockScaling]
 
 
 class Calls:
@@ -88,15 +92,16 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", KINDS)
-def test_layers_of_all_kinds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_all_kinds(name: str, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     models = [KINDS[name]()]
     models.append(KINDS[name]())
     models[1].load_state_dict(models[0].state_dict())
     found = []
     for wgrad, model in zip(("fp8", "bf16"), models, strict=True):
-        convert(model, DelayedScaling(wgrad=wgrad))  # type: ignore[arg-type]
+        convert(model, recipe(wgrad=wgrad))
         calls = Calls(monkeypatch)
         x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16):
@@ -150,10 +155,11 @@ def test_bytes_kept_for_backward(make: Any, x_dtype: torch.dtype, of_fp8: int, o
     assert results["bf16"] - results["fp8"] == (of_bf16 - of_fp8) * x.numel()
 
 
-@pytest.mark.parametrize("half", ["reference", "kernels"])
-@pytest.mark.parametrize("names", list(itertools.permutations(("q", "k", "v"))))
+@pytest.mark.parametrize(
+    ("names", "half", "recipe"), pairwise(list(itertools.permutations("qkv")), ["reference", "kernels"], RECIPES)
+)
 def test_layers_of_one_input_may_differ_in_their_products(
-    names: tuple[str, str, str], half: str, request: pytest.FixtureRequest
+    names: tuple[str, str, str], half: str, recipe: Callable[..., Recipe], request: pytest.FixtureRequest
 ) -> None:
     """A cast that one of them has made is taken by another one only in the layouts in which it has been made."""
     if half == "kernels":
@@ -161,9 +167,11 @@ def test_layers_of_one_input_may_differ_in_their_products(
     choices = [{"fprop": "bf16"}, {"wgrad": "bf16"}, {"fprop": "bf16", "wgrad": "bf16"}]
     overrides = dict(zip(names, choices, strict=True))
     torch.manual_seed(0)
-    shared = convert(Shared(), overrides=overrides)  # type: ignore[arg-type]
+    shared = convert(Shared(), recipe(), overrides=overrides)  # type: ignore[arg-type]
     assert shared.q.fp8[""].shared_input is not None
-    separate = [convert(copy.deepcopy(unconverted(shared, name)), overrides={"": overrides[name]}) for name in "qkv"]
+    separate = [
+        convert(copy.deepcopy(unconverted(shared, name)), recipe(), overrides={"": overrides[name]}) for name in "qkv"
+    ]
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
         x = torch.randn(8, 32, generator=generator, requires_grad=True)
