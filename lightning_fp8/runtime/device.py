@@ -19,13 +19,13 @@ def check_device(device: torch.device) -> None:
         if capability < MIN_CAPABILITY:
             name = torch.cuda.get_device_name(device)
             raise RuntimeError(
-                f"`fp8-delayed` needs a GPU of compute capability {_dotted(MIN_CAPABILITY)} or newer (Ada, Hopper,"
+                f"FP8 training needs a GPU of compute capability {_dotted(MIN_CAPABILITY)} or newer (Ada, Hopper,"
                 f" Blackwell), but {device} is {name}, {_dotted(capability)}."
                 ' Use `precision="bf16-mixed"` there ("16-mixed" before compute capability 8.0).'
             )
     elif device.type != "cpu":
         raise RuntimeError(
-            f"`fp8-delayed` runs on CUDA GPUs and, as a reference, on the CPU; got {device}."
+            f"FP8 training runs on CUDA GPUs and, as a reference, on the CPU; got {device}."
             ' Use `precision="bf16-mixed"` there.'
         )
 
