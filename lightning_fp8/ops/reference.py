@@ -18,16 +18,15 @@ from torch import Tensor
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.amaxes import BLOCK, as_asked, max_abs, per_row, scale_of_current
 from lightning_fp8.ops.counting import count, is_counting
+from lightning_fp8.ops.dequantize import DEQUANTIZED_SHIFT, FEW_ELEMENTS, dequantize, has_nan, values_of
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, WeightSlot, in_layout
+from lightning_fp8.ops.operand import Columns, Slot, WeightSlot, in_layout
 from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.runtime.switch import Switch
 
 _CHUNK_ELEMENTS = 1 << 20
-_FEW_ELEMENTS, _FEW_ROWS = 1 << 11, 2
+_FEW_ROWS = 2
 _HAS_BF16_GEMM = not emulates_bf16()
-# Dequantized values are kept divided by these powers of two: exact, and cheaper than shifting exponents back.
-_DEQUANTIZED_SHIFT = {"e4m3": 256.0, "e5m2": 1.0}
 
 
 def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,38 +98,6 @@ def _scaled(x: Tensor, scale: Tensor, fmt: Fp8Format, saturate: bool) -> Tensor:
     return values.clamp_(-fmt.max, fmt.max) if saturate else values
 
 
-def dequantize(payload: Tensor, format: str, may_have_nan: bool = True) -> Tensor:
-    """``uint8`` payload -> fp32 values divided by ``_DEQUANTIZED_SHIFT[format]``, exactly; NaN and inf stay.
-
-    An FP8 pattern shifted into the fields of fp16 is the same number with another exponent bias, denormals included.
-    torch's own conversion of ``float8_e4m3fn`` on the CPU takes seven times as long, except for a few elements, where
-    the number of operations counts.
-    """
-    if payload.numel() <= _FEW_ELEMENTS:
-        return payload.view(FORMATS[format].dtype).float().div_(_DEQUANTIZED_SHIFT[format])
-    if format == "e5m2":
-        return payload.to(torch.int16).bitwise_left_shift_(8).view(torch.float16).float()
-    bits = payload.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
-    # The mask drops the copy of the sign that the shift leaves in fp16's top exponent bit.
-    values = bits.bitwise_and_(-0x4001).view(torch.float16).float()
-    if may_have_nan and has_nan(payload, format):
-        values.masked_fill_(payload.bitwise_and(0x7F) == 0x7F, float("nan"))
-    return values
-
-
-def keep_values(operand: Fp8Operand) -> None:
-    """Keep the dequantized values of an operand that is never written to again: four more bytes per element."""
-    operand.rows.kept_values = dequantize(operand.rows, operand.format)  # type: ignore[attr-defined]
-
-
-def has_nan(payload: Tensor, format: str) -> bool:
-    """Whether any element is NaN."""
-    if format == "e5m2" or payload.numel() == 0:
-        return bool(payload.view(FORMATS[format].dtype).isnan().any())
-    # E4M3's two NaN patterns, 0x7F and 0xFF, are the largest signed and the largest unsigned byte.
-    return payload.view(torch.int8).amax().item() == 0x7F or payload.amax().item() == 0xFF
-
-
 def scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -149,11 +116,10 @@ def scaled_mm(
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     # oneDNN's bf16 GEMM takes several times as long as fp32 for one row, as in generation
     operand_dtype = torch.float32 if a.shape[0] <= _FEW_ROWS else _operand_dtype(out_dtype)
-    kept: Tensor | None = getattr(b, "kept_values", None)
-    b_values = (dequantize(b, b_format) if kept is None else kept).to(operand_dtype).t()
+    b_values = values_of(b, b_format).to(operand_dtype).t()
     scale_inv = _gemm_scale_inv(a_scale_inv, b_scale_inv, a_format, b_format)
     addend = None if bias is None else bias.to(out_dtype).to(operand_dtype)
-    a_has_nan = a_format == "e4m3" and a.numel() > _FEW_ELEMENTS and has_nan(a, a_format)
+    a_has_nan = a_format == "e4m3" and a.numel() > FEW_ELEMENTS and has_nan(a, a_format)
     for rows in row_chunks(a.shape[0], max(a.shape[1], b.shape[0])):
         a_values = dequantize(a[rows], a_format, a_has_nan).to(operand_dtype)
         _mm_into(out[rows], a_values, b_values, scale_inv, addend)
@@ -172,10 +138,9 @@ def scaled_mm_in_blocks(
 ) -> Tensor:
     """The same with a scale for each block: partial sums of 128 along K times their scales are added up in fp32."""
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    kept: Tensor | None = getattr(b, "kept_values", None)
-    b_values = (dequantize(b, b_format) if kept is None else kept).t()
-    a_scales = per_row(a_scale_inv, len(a)) * _DEQUANTIZED_SHIFT[a_format]
-    b_scales = per_row(b_scale_inv, len(b)).t() * _DEQUANTIZED_SHIFT[b_format]
+    b_values = values_of(b, b_format).t()
+    a_scales = per_row(a_scale_inv, len(a)) * DEQUANTIZED_SHIFT[a_format]
+    b_scales = per_row(b_scale_inv, len(b)).t() * DEQUANTIZED_SHIFT[b_format]
     for rows in row_chunks(a.shape[0], max(a.shape[1], b.shape[0])):
         a_values = dequantize(a[rows], a_format)
         sums = torch.zeros(len(a_values), len(b), dtype=torch.float32)
@@ -249,7 +214,7 @@ def linear_backward(
 
 
 def _gemm_scale_inv(a_scale_inv: Tensor, b_scale_inv: Tensor, a_format: str, b_format: str) -> float:
-    return (a_scale_inv * b_scale_inv * (_DEQUANTIZED_SHIFT[a_format] * _DEQUANTIZED_SHIFT[b_format])).item()
+    return (a_scale_inv * b_scale_inv * (DEQUANTIZED_SHIFT[a_format] * DEQUANTIZED_SHIFT[b_format])).item()
 
 
 def _operand_dtype(out_dtype: torch.dtype) -> torch.dtype:

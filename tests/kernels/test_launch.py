@@ -20,7 +20,7 @@ from cupy_backends.cuda.api import driver, runtime
 from gemm_in_fp64 import HOPPER
 
 import kernels_cuda.load
-from kernels_cuda import gemm
+from kernels_cuda import casts, gemm
 from kernels_cuda.compile import KernelsUnavailable, compiled
 from kernels_cuda.launch import Kernel
 from kernels_cuda.tensor_map import tensor_map
@@ -278,3 +278,20 @@ def test_a_driver_that_is_too_old_is_named(cupy: SimpleNamespace) -> None:
     with pytest.raises(KernelsUnavailable, match="none was found"):
         kernels_cuda.load.load("update_scales", (), "PPPPPiiif", 1024, 0)
     assert cupy.cubins == []
+
+
+@pytest.mark.parametrize("x", [(0, 24), (4, 24), (0, 20)])
+@pytest.mark.parametrize("dy", [None, (0, 40), (4, 40), (0, 36)])
+def test_a_cast_reads_words_of_16_bytes_where_all_rows_begin_with_one(
+    x: tuple[int, int], dy: tuple[int, int] | None
+) -> None:
+    memory = torch.zeros(400, dtype=torch.bfloat16)
+    # by the offset of the first element and the distance between rows
+    tensors = [None if at is None else memory.as_strided((8, 16), (at[1], 1), at[0]) for at in (x, dy)]
+    launches: list[tuple[int, ...]] = []
+    row = casts.Row(torch.ones(1), torch.ones(1), torch.tensor([0]))
+    casts.cast_transpose(lambda *launch: launches.append(launch), tensors[0], row, torch.ones(()), dy=tensors[1])
+    begin_with_one = (
+        (t.data_ptr() + 2 * t.stride(0) * r) % 16 == 0 for t in tensors if t is not None for r in range(8)
+    )
+    assert [launch[10] for launch in launches] == [int(all(begin_with_one))]

@@ -13,6 +13,7 @@ from lightning_fp8 import DelayedScaling, ScalingState, ops
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import plain
+from lightning_fp8.ops.dequantize import DEQUANTIZED_SHIFT, dequantize, has_nan
 from lightning_fp8.ops.formats import FORMATS
 
 SCALES = [1.0, 0.37, 224.0, 1e-3, 3.0e38, 1.2e-38]
@@ -69,10 +70,10 @@ def test_infinities_saturate_and_nan_stays() -> None:
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_dequantize_gives_every_code_its_value(fmt: str) -> None:
     codes = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
-    values = reference.dequantize(codes, fmt).double() * reference._DEQUANTIZED_SHIFT[fmt]
+    values = dequantize(codes, fmt).double() * DEQUANTIZED_SHIFT[fmt]
     np.testing.assert_array_equal(values.flatten().numpy(), code_values(fmt))
-    assert reference.has_nan(codes, fmt)
-    assert not reference.has_nan(codes[:7], fmt)
+    assert has_nan(codes, fmt)
+    assert not has_nan(codes[:7], fmt)
 
 
 @pytest.mark.parametrize("values", [[1.0, -3.0], [float("inf"), 1.0], [float("nan"), float("inf")], [], [-0.0]])

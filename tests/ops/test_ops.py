@@ -21,6 +21,7 @@ from lightning_fp8 import DelayedScaling, ScalingState, ops
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm, plain
+from lightning_fp8.ops.dequantize import dequantize, keep_values
 from lightning_fp8.ops.library import Operator, flattened, is_watched
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, OwnScaling, WeightSlot
 
@@ -348,7 +349,7 @@ def test_kept_values_change_no_bit(rows: int, out_dtype: torch.dtype) -> None:
     one, half = torch.ones(()), torch.full((), 0.5)
     arguments = (one, half, None, "e4m3", "e4m3", out_dtype, True)
     plain = reference.scaled_mm(a, b, *arguments)
-    reference.keep_values(in_e4m3(b, b.t(), half))
+    keep_values(in_e4m3(b, b.t(), half))
     assert torch.equal(reference.scaled_mm(a, b, *arguments), plain)
     values = (payload.view(torch.float8_e4m3fn).double() for payload in (a, b))
     exact = next(values) @ next(values).t() * 0.5
@@ -358,6 +359,6 @@ def test_kept_values_change_no_bit(rows: int, out_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 def test_few_elements_are_dequantized_to_the_same_bits(format: str) -> None:
     patterns = torch.arange(256, dtype=torch.uint8)
-    few, many = (reference.dequantize(patterns.repeat(times, 1), format) for times in (1, 64))
+    few, many = (dequantize(patterns.repeat(times, 1), format) for times in (1, 64))
     assert torch.equal(few.view(torch.int32)[~few.isnan()], many[:1].view(torch.int32)[~few.isnan()])
     assert torch.equal(few.isnan(), many[:1].isnan())

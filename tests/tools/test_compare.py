@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch.plugins import Precision
 from lit import Regression, loader, make_trainer, seeded
 from repository import ROOT
@@ -163,6 +164,20 @@ def test_same_seed_and_data(compared: tuple[Path, str]) -> None:
         # FP8 has 4 bits, and an untrained model's logits hardly move its loss
         assert row["first_loss"] == pytest.approx(mixed["first_loss"], rel=2**-9)
         assert row["first_loss"] != mixed["first_loss"]
+
+
+def test_a_run_is_seeded_twice_with_the_number_that_stands_for_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    # it stays behind
+    monkeypatch.setenv("PL_GLOBAL_SEED", "3")
+    cli = compare_run.CompareCLI.__new__(compare_run.CompareCLI)
+    cli.variant, cli.folder, cli.steps, cli.left_out = "bf16-mixed", Path("run"), 1, []
+    trainer = Namespace(accelerator="cpu", plugins=None, callbacks=None)
+    cli.config = Namespace(fit=Namespace(seed_everything=True, trainer=trainer))
+    cli.before_instantiate_classes()
+    made = torch.rand(3)
+    cli.before_fit()
+    assert (cli.seed, torch.initial_seed()) == (0, 0)
+    assert torch.equal(torch.rand(3), made)
 
 
 def test_settings_of_the_users_plugin(compared: tuple[Path, str]) -> None:

@@ -1,0 +1,52 @@
+"""The values of FP8 codes on the CPU, in fp32: exact, but for a power of two."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.ops.operand import Fp8Operand
+
+# Values are left divided by these, which is cheaper than shifting exponents back.
+DEQUANTIZED_SHIFT = {"e4m3": 256.0, "e5m2": 1.0}
+# up to so many, the number of operations counts
+FEW_ELEMENTS = 1 << 11
+
+
+def dequantize(payload: Tensor, format: str, may_have_nan: bool = True) -> Tensor:
+    """``uint8`` payload -> fp32 values divided by ``DEQUANTIZED_SHIFT[format]``, exactly; NaN and inf stay.
+
+    An FP8 pattern shifted into the fields of fp16 is the same number with another exponent bias, denormals included.
+    torch's own conversion of ``float8_e4m3fn`` on the CPU takes seven times as long, except for a few elements, where
+    the number of operations counts.
+    """
+    if payload.numel() <= FEW_ELEMENTS:
+        return payload.view(FORMATS[format].dtype).float().div_(DEQUANTIZED_SHIFT[format])
+    if format == "e5m2":
+        return payload.to(torch.int16).bitwise_left_shift_(8).view(torch.float16).float()
+    bits = payload.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
+    # The mask drops the copy of the sign that the shift leaves in fp16's top exponent bit.
+    values = bits.bitwise_and_(-0x4001).view(torch.float16).float()
+    if may_have_nan and has_nan(payload, format):
+        values.masked_fill_(payload.bitwise_and(0x7F) == 0x7F, float("nan"))
+    return values
+
+
+def keep_values(operand: Fp8Operand) -> None:
+    """Keep the dequantized values of an operand that is never written to again: four more bytes per element."""
+    operand.rows.kept_values = dequantize(operand.rows, operand.format)  # type: ignore[attr-defined]
+
+
+def values_of(payload: Tensor, format: str) -> Tensor:
+    """:func:`dequantize`, or what :func:`keep_values` has kept."""
+    kept: Tensor | None = getattr(payload, "kept_values", None)
+    return dequantize(payload, format) if kept is None else kept
+
+
+def has_nan(payload: Tensor, format: str) -> bool:
+    """Whether any element is NaN."""
+    if format == "e5m2" or payload.numel() == 0:
+        return bool(payload.view(FORMATS[format].dtype).isnan().any())
+    # E4M3's two NaN patterns, 0x7F and 0xFF, are the largest signed and the largest unsigned byte.
+    return payload.view(torch.int8).amax().item() == 0x7F or payload.amax().item() == 0xFF
