@@ -7,6 +7,8 @@ import yaml
 from documented import commands_of, measured, table_of, text_of
 from repository import ROOT
 
+from lightning_fp8.scaling.recipe import RECIPES
+
 DEMO = measured("compare-tiny-gpt-cpu.jsonl")
 CONFIGURATIONS = {
     "tiny_gpt_fp8": DEMO,
@@ -39,12 +41,33 @@ def test_losses_of_the_results() -> None:
 def test_losses_of_the_configurations(name: str) -> None:
     (line,) = (line for line in table_of("configs/README.md", "steps") if line["configuration"] == name)
     config = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
-    for variant in ("bf16-mixed", "fp8-delayed", "fp8-current"):
-        if variant == "fp8-current" and not line[variant]:
-            continue
+    for variant in ("bf16-mixed", "fp8-delayed"):
         row = CONFIGURATIONS[name][variant]
         assert line[variant] == f"{row['loss']:.4f}, {row['val_loss']:.4f}"
         assert row["steps"] == int(line["steps"]) == config["trainer"]["max_steps"]
+
+
+def test_losses_of_each_recipe() -> None:
+    page = "docs/precisions.md"
+    lines = table_of(page, "precision", "demo: training", "encoder: training")
+    of_fp8 = [name + fields for fields in ("", ",wgrad=bf16") for name in RECIPES]
+    assert [line["precision"] for line in lines] == ["bf16-mixed", *of_fp8]
+    (command,) = (line for line in commands_of(page) if "compare --config" in line)
+    for line in lines:
+        for model, name in (("demo", "tiny_gpt_fp8"), ("encoder", "digits_encoder_fp8")):
+            row = CONFIGURATIONS[name][line["precision"]]
+            for title, key in (("training", "loss"), ("validation", "val_loss")):
+                assert line[f"{model}: {title}"] == f"{row[key]:.4f}", (line, title)
+            said = command.replace("tiny_gpt_fp8.yaml --steps 150", f"{name}.yaml --steps {row['steps']}")
+            assert said == f"OMP_NUM_THREADS=1 {row['command']}"
+    apart = []
+    for rows in (DEMO, measured("compare-tiny-gpt-seed-1-cpu.jsonl")):
+        found, baseline = rows["fp8-block,wgrad=bf16"], rows["bf16-mixed"]
+        assert (found["seed"], found["batches"]) == (baseline["seed"], baseline["batches"])
+        apart.append(f"{found['loss'] / baseline['loss'] - 1:+.1%}")
+    assert "its training loss is {} from bf16's with seed 0, and {} with seed 1".format(*apart) in " ".join(
+        text_of(page).split()
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -62,9 +85,8 @@ def test_the_command_and_the_thread_of_each_row(name: str) -> None:
 
 
 def test_the_commands_that_reproduce() -> None:
-    # of the comparison; a row may have been measured again without the others, which changes nothing in it
-    assert FP8["command"] in (BF16["command"], f"{BF16['command']} --precisions fp8-delayed")
-    command = f"OMP_NUM_THREADS=1 {BF16['command']}"
+    # of the comparison; a row may have been measured with other ones, which changes nothing in it
+    (command,) = {f"OMP_NUM_THREADS=1 {row['command'].partition(' --precisions')[0]}" for row in DEMO.values()}
     for page in ("README.md", "docs/results/README.md"):
         first, second = commands_of(page)[:2]
         assert first == command
