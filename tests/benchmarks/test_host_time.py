@@ -15,8 +15,7 @@ def test_the_last_lines_are_the_ratios_of_the_table() -> None:
     table = {line[:24].strip(): [float(cell) for cell in line[24:].split()] for line in lines[2:7]}
     assert list(table) == ["linear", "linear - gelu - linear", "the same, fused", "attention", "block of Llama"]
     for plain, plain_both, converted, converted_both, ratio in table.values():
-        assert 0 < plain < plain_both
-        assert 0 < converted < converted_both
+        assert min(plain, plain_both, converted, converted_both) > 0
         assert ratio == pytest.approx(converted_both / plain_both, rel=0.02)
     assert linear == f"ratio linear {table['linear'][-1]:.2f}"
     assert block == f"ratio block {table['block of Llama'][-1]:.2f}"

@@ -195,7 +195,7 @@ sys.argv[1:] = sys.argv[3:]
 run()" "$@" ;; esac
 exec {sys.executable} "$@\"""",
     )  # fmt: skip
-    _, steps = run(tmp_path, 1, limit_s=550, PYTHON=str(tmp_path / "bin" / "real"), CUDA_VISIBLE_DEVICES="")
+    _, steps = run(tmp_path, 1, scale=4, limit_s=2400, PYTHON=str(tmp_path / "bin" / "real"), CUDA_VISIBLE_DEVICES="")
     log = (tmp_path / "out" / "stage1.log").read_text()
     assert "usage:" not in log
     assert "Traceback" not in log
