@@ -10,10 +10,10 @@ demo: $(INSTALLED)
 	$(BIN)/python -m lightning_fp8 fit --config configs/tiny_gpt_fp8.yaml
 	$(BIN)/python -m lightning_fp8 report runs/tiny_gpt_fp8
 
-# one thread each, as the tensors of the tests are small; four processes for two cores, as many tests wait; each runs
+# one thread each, as the tensors of the tests are small; three processes for two cores, as some tests wait; each runs
 # whole files, whose fixtures are then made once, in the order of collection, which has the slow ones first
 test: $(INSTALLED) browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # the report's page is tested in a real browser
 browser:

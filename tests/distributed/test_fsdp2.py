@@ -313,7 +313,7 @@ for name in ("eager", "by layer", "whole"):
     counter = CompileCounterWithBackend("aot_eager")
     model = convert(copy.deepcopy(start))
     if name == "by layer":
-        for layer in (model.first, model.second, model.encoder.linear1, model.encoder.linear2, model.last):
+        for layer in (model.first, model.encoder.linear1):
             layer.compile(backend=counter, fullgraph=True)
     sharded(model)
     if {gather}:
@@ -322,7 +322,7 @@ for name in ("eager", "by layer", "whole"):
         # graphs end at the hooks of FSDP2
         model.compile(backend=counter)
     optimizer, counts = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for step in range(4):
+    for step in range(3):
         result[f"{{name}} {{step}}"] = facts(model, train(model, steps=1, start=step, optimizer=optimizer))
         counts.append(counter.frame_count)
     result[name] = counts
@@ -333,7 +333,7 @@ for name in ("eager", "by layer", "whole"):
         assert rank["whole breaks"]
         assert not any("lightning_fp8" in reason for reason in rank["whole breaks"])
         for name in ("by layer", "whole"):
-            for step in range(4):
+            for step in range(3):
                 assert_same(rank[f"{name} {step}"], rank[f"eager {step}"])
             # nothing is compiled after the second step
             assert rank[name][0] > 0

@@ -23,7 +23,6 @@ On a CPU without bf16 units torch's bf16 products take ten times as long as fp32
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import lightning.pytorch as pl
@@ -114,11 +113,11 @@ def test_gpt_ends_at_the_same_loss(tmp_path: Path) -> None:
 
 def test_encoder_ends_at_the_same_accuracy(tmp_path: Path) -> None:
     fp8, baseline = (
-        [train("encoder", precision, seed, tmp_path)["val_accuracy"] for seed in range(3)]
-        for precision in ("fp8-delayed", BASELINE)
+        train("encoder", precision, 0, tmp_path)["val_accuracy"] for precision in ("fp8-delayed", BASELINE)
     )
-    assert min(baseline) > 0.93
-    assert abs(mean(fp8) - mean(baseline)) < 0.005
+    assert baseline > 0.93
+    # two of 449 images
+    assert abs(fp8 - baseline) < 0.005
 
 
 def test_a_wrong_scale_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

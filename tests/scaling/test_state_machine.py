@@ -408,7 +408,7 @@ def is_same(actual: np.ndarray, expected: np.float32) -> bool:
 
 TestConvertedModel = ConvertedModel.TestCase
 TestConvertedModel.settings = settings(
-    max_examples=100, stateful_step_count=25, deadline=None, derandomize=True, database=None, report_multiple_bugs=False
+    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, database=None, report_multiple_bugs=False
 )
 
 
