@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -52,6 +54,13 @@ def reduced(config: str) -> tuple[LightningModule, LightningDataModule]:
     data["init_args"].update(batch_size=4)
     made = [getattr(examples, part["class_path"].rpartition(".")[2])(**part["init_args"]) for part in (model, data)]
     return made[0], made[1]
+
+
+@pytest.fixture(autouse=True)
+def _let_go() -> Iterator[None]:
+    yield
+    # a Trainer, its model and the windows of its text hold each other
+    gc.collect()
 
 
 # sizes
