@@ -470,3 +470,24 @@ def test_of_several_processes_the_first_says_it(tmp_path: Path, strategy: str) -
     assert len(first) == 1
     assert "Configured has 2 converted layers" in first[0]
     assert second == []
+
+
+def recorded(model: nn.Module) -> Tensor:
+    """Since the last update, of the tensors that have histories."""
+    state = scaling_state(model)
+    return state.amax[: state.amax_history.shape[1]]
+
+
+class Fails(Regression):
+    """A step that has run both passes, and ends with an error."""
+
+    def on_after_backward(self) -> None:
+        assert recorded(self).all()
+        raise KeyError("a step")
+
+
+def test_what_a_failed_step_recorded_is_in_no_later_update(tmp_path: Path) -> None:
+    model = Fails()
+    with pytest.raises(KeyError, match="a step"):
+        make_trainer(tmp_path).fit(model, loader())
+    assert not recorded(model).any()
