@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class Gemm(Product):
         """``lightning_fp8``, ``torch``, cuBLASLt in blocks, and cuBLASLt with one scale a tensor."""
         copies = copies_for((self.m + self.n) * self.k + self.m * self.n * self.output.itemsize, device)
         given = [self._operands(device, seed) for seed in range(copies)]
-        rest = (None, "e4m3", "e4m3", self.output, False)
+        rest = (None, "e4m3", "e4m3", self.output)
         one = torch.ones((), device=device)
 
         def variant(name: str, call: Callable[..., Tensor], whole: bool = False) -> Variant:
@@ -125,9 +126,9 @@ class Gemm(Product):
             return Variant(name, lambda at: on(given[at]), check, copies)
 
         return [
-            variant("lightning_fp8", lambda *arguments: ops.scaled_mm(*arguments, "rawkernel")),
-            variant("torch", lambda *arguments: plain.scaled_mm_in_blocks(*arguments[:-1])),
-            variant("cublaslt, a scale a tensor", plain.scaled_mm, whole=True),
+            variant("lightning_fp8", lambda *arguments: ops.scaled_mm(*arguments, False, "rawkernel")),
+            variant("torch", plain.scaled_mm_in_blocks),
+            variant("cublaslt, a scale a tensor", partial(plain.scaled_mm, fast_accumulation=False), whole=True),
         ]
 
     def _operands(self, device: torch.device, seed: int) -> tuple[Tensor, ...]:

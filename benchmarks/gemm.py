@@ -103,9 +103,6 @@ class Gemm(Product):
     Attributes:
         kind: ``"fprop"``: E4M3 x E4M3 -> bf16, fast accumulation. ``"dgrad"``: E5M2 x E4M3 -> bf16, precise.
             ``"wgrad"``: E5M2 x E4M3 -> fp32, precise.
-        m: rows of the result.
-        n: columns of the result.
-        k: length of the sums.
     """
 
     @property

@@ -23,8 +23,8 @@ from lightning_fp8.export.layout import (
     scales_of,
 )
 from lightning_fp8.modules.paths import plain_path
+from lightning_fp8.ops.amaxes import max_abs, scale_of_current
 from lightning_fp8.ops.formats import E4M3, dtype_name
-from lightning_fp8.ops.reference import max_abs, scale_of_current
 
 Tensors = Mapping[str, Tensor]
 

@@ -20,9 +20,9 @@ from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.export.layout import CONFIG_FILE, Scales, joined
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import named_modules
+from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.formats import dtype_name
 from lightning_fp8.ops.operand import OwnScaling
-from lightning_fp8.ops.reference import BLOCK
 
 # one scale per tensor: `weight_block_size` is null
 _METHOD: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}

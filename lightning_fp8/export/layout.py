@@ -42,9 +42,9 @@ from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.paths import plain_path
+from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.ops.operand import OwnScaling, WeightSlot, with_scale
-from lightning_fp8.ops.reference import scale_of_current
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"

@@ -31,9 +31,9 @@ from lightning_fp8.modules.base import Fp8Rows
 from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.paths import named_modules
+from lightning_fp8.ops.amaxes import max_abs, scale_of_current
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3, Role, dtype_name
 from lightning_fp8.ops.operand import OwnScaling
-from lightning_fp8.ops.reference import max_abs, scale_of_current
 
 
 def export(

@@ -21,7 +21,7 @@ from lightning_fp8.runtime.environment import gpu_environment
 from lightning_fp8.runtime.run_files import write_json
 from lightning_fp8.tools.compare import MEASURED_FILE
 from lightning_fp8.tools.compare.measure import Measure
-from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
+from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings, precision_of
 
 # they end runs early, write checkpoints, take time themselves, or choose other settings for each precision
 _LEFT_OUT = (
@@ -98,7 +98,7 @@ class CompareCLI(Fp8CLI):
             own["recipe"] = vars(own["recipe"])
         # not the string: it may make Lightning's own plugin
         trainer.precision = None
-        class_path, _ = VARIANTS[self.variant.partition(",")[0]]
+        class_path, _ = VARIANTS[precision_of(self.variant)]
         trainer.plugins = [*others, _part(class_path, plugin_settings(self.variant, own))]
 
     def _stays(self, callback: Any) -> bool:

@@ -38,14 +38,23 @@ def baseline_of(variants: Sequence[str], emulated: bool) -> str:
     return EMULATED_BASELINE if emulated and EMULATED_BASELINE in variants else BASELINE
 
 
+def precision_of(variant: str) -> str:
+    """The key of ``VARIANTS``: the variant without fields of a recipe.
+
+    >>> precision_of("fp8-block,wgrad=bf16")
+    'fp8-block'
+    """
+    return variant.partition(",")[0]
+
+
 def checked(text: str) -> str:
     """An argument of ``--precisions``: a key of ``VARIANTS``, or an FP8 precision with fields of its recipe.
 
     Raises:
         argparse.ArgumentTypeError: for anything else.
     """
-    precision, comma, _ = text.partition(",")
-    if comma and precision in RECIPES:
+    precision = precision_of(text)
+    if precision in RECIPES and precision != text:
         try:
             as_recipe(recipe_fields(text))
         except (ValueError, TypeError) as error:
@@ -72,9 +81,9 @@ def plugin_settings(variant: str, own: Mapping[str, Any]) -> dict[str, Any]:
     """
     if variant == "32-true":
         return {}
+    precision = precision_of(variant)
     of_fp8 = ARGUMENTS["fp8-delayed"]
     in_all = [name for name in of_fp8 if all(name in taken for taken in ARGUMENTS.values())]
-    precision = variant.partition(",")[0]
     held = {name: own[name] for name in (of_fp8 if precision in RECIPES else in_all) if name in own}
     if precision not in RECIPES:
         return {**held, **VARIANTS[variant][1]}
