@@ -11,9 +11,10 @@ demo: $(INSTALLED)
 	$(BIN)/python -m lightning_fp8 report runs/tiny_gpt_fp8
 
 # one thread each, as the tensors of the tests are small; three processes for two cores, as some tests wait; each runs
-# whole files, whose fixtures are then made once, in the order of collection, which has the slow ones first
+# whole files, whose fixtures are then made once, in the order of collection, which has the slow ones first; with bytecode
+# kept, as a hundred programs are started that import the package
 test: $(INSTALLED) browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # the report's page is tested in a real browser
 browser:

@@ -37,7 +37,7 @@ def cases(device: torch.device) -> list[Case]:
     1024 bytes at once.
     """
     if device.type != "cuda":
-        models = [Model("tiny", 2, 64, 2, 32, 4, 2)]
+        models = [Model("tiny", 1, 64, 2, 32, 4, 2)]
     else:
         models = [
             Model("1.3B", 26, 2048, 16, 2048, 4, 4),

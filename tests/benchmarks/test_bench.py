@@ -66,7 +66,7 @@ ONE = "200x136 bf16->e4m3 cast_transpose"
 def suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], str]:
     """The rows and the output of the whole suite on the CPU, as a user runs it."""
     out = tmp_path_factory.mktemp("bench") / "rows.jsonl"
-    arguments = ["--suite", "cast", "--device", "cpu", "--rounds", "4", "--out", str(out)]
+    arguments = ["--suite", "cast", "--device", "cpu", "--rounds", "2", "--out", str(out)]
     ran = run_warm("-m", "benchmarks", *arguments)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return written(out), ran.stdout
@@ -95,7 +95,7 @@ def test_rows_are_whole_and_consistent(suite: tuple[list[dict[str, Any]], str]) 
         assert {row[key] for key in ("tokens_per_s", "peak_memory_bytes", "saved_bytes")} == {None}
         assert (row["suite"], row["checked"], row["gpu"], row["driver"]) == ("cast", True, None, None)
         assert (row["torch"], row["cpu"]) == (torch.__version__, cpu_name())
-        assert row["command"].startswith("python -m benchmarks --suite cast --device cpu --rounds 4 --out ")
+        assert row["command"].startswith("python -m benchmarks --suite cast --device cpu --rounds 2 --out ")
         assert re.fullmatch(r"([0-9a-f]{7,}(-dirty)?)?", row["commit"])
 
 

@@ -173,7 +173,7 @@ def test_steps_of_the_gpt_are_those_of_a_trainer(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(train, "_CLIPPED_TO", 0.05)
     made = train.GptTraining(TRAIN.model, PLAIN, False, CPU)
     torch.manual_seed(0)
-    model = ByteGPT(2, 64, 2, 32).double()
+    model = ByteGPT(1, 64, 2, 32).double()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, betas=(0.9, 0.95))
     losses = []
@@ -200,7 +200,7 @@ def test_the_start_is_whole_steps_and_the_gradients_of_the_first() -> None:
     other = train.GptTraining(TRAIN.model, PLAIN, False, CPU)
     assert start.losses == [other.loss(other.step()) for _ in range(3)]
     torch.manual_seed(0)
-    model = ByteGPT(2, 64, 2, 32).double()
+    model = ByteGPT(1, 64, 2, 32).double()
     model.loss(train.text_of(TRAIN.model)[0].flatten(0, 1)).backward()
     for name, parameter in model.named_parameters():
         # before they are clipped

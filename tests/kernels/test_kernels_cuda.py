@@ -17,8 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp8_numpy import DEFINITIONS, code_values, saturating_cast
-from host_kernels import Guarded, HostKernel, library
-from pairwise import pairwise
+from host_kernels import FEW_VARIANTS, Guarded, HostKernel, library
 from torch import Tensor
 
 from kernels_cuda import casts, scales, source
@@ -325,15 +324,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 # Codes in a million that may differ, where the result is close to a boundary; 310, 110, 0 and 0 were seen.
 DIFFERENT = {"gelu": 500, "gelu_tanh": 250, "silu": 50, "swiglu": 50}
-# each activation and each gradient in every dtype, and each of both in both formats: the cast behind them is one code
-KINDS = list(itertools.product(ACTIVATIONS, (False, True)))
-CHOSEN = [(dtype, fmt, *kind) for dtype, fmt, kind in pairwise(DTYPES, tuple(FORMATS), KINDS)]
 
 
 @pytest.fixture(scope="module")
 def _activations_compiled() -> None:
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda chosen: library("cast_transpose", variant(*chosen)), CHOSEN))
+        list(pool.map(lambda chosen: library("cast_transpose", variant(*chosen)), FEW_VARIANTS))
 
 
 @pytest.fixture
@@ -382,7 +378,7 @@ def close_codes(got: Tensor, v: Tensor, slack: Tensor, scale: float, fmt: str, e
 
 
 @pytest.mark.usefixtures("_activations_compiled", "_torch_formulas")
-@pytest.mark.parametrize(("dtype", "fmt", "activation", "backward"), CHOSEN)
+@pytest.mark.parametrize(("dtype", "fmt", "activation", "backward"), FEW_VARIANTS)
 def test_activations(dtype: torch.dtype, fmt: str, activation: str, backward: bool) -> None:
     patterns = random_bits(256, 256) if dtype == torch.float32 else all_patterns(dtype)
     x = torch.cat([patterns, (3 * torch.randn(256, 256)).to(dtype)])
@@ -403,7 +399,7 @@ def test_activations(dtype: torch.dtype, fmt: str, activation: str, backward: bo
 
 
 @pytest.mark.usefixtures("_activations_compiled", "_torch_formulas")
-@pytest.mark.parametrize(("dtype", "fmt", "activation", "backward"), CHOSEN)
+@pytest.mark.parametrize(("dtype", "fmt", "activation", "backward"), FEW_VARIANTS)
 def test_outputs_of_activations(dtype: torch.dtype, fmt: str, activation: str, backward: bool) -> None:
     """By columns as by rows, with the amax, the column sums and the first scale of the activation's result."""
     gated = activation == "swiglu"

@@ -52,12 +52,13 @@ def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
     return 4 if plain and "INPUT=Fp32" not in family[1] else 3, 256
 
 
-# all for one architecture, those of bf16 to one format for the others too; `doctor` compiles all for whichever is there
+# with each dtype in one format for one architecture, as a format changes the name of one instruction; those of bf16 for
+# the others too; `doctor` compiles all for whichever is there
 COMPILED = [
     pytest.param(family, arch, id=f"{name(family)} {arch}")
     for arch in ARCHITECTURES
     for family in (*EVERY_CAST, WEIGHTS, *IN_BLOCKS, UPDATE)
-    if arch == "sm_90a" or not {"INPUT=Fp32", "INPUT=Fp16", "FORMAT=E5M2"} & set(family[1])
+    if "FORMAT=E5M2" not in family[1] and (arch == "sm_90a" or not {"INPUT=Fp32", "INPUT=Fp16"} & set(family[1]))
 ]
 
 

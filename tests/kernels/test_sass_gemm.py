@@ -42,16 +42,19 @@ BLOCKS = [
     for rows in (1, 128)
     for output in ((torch.float32,) if rows == 1 else (torch.bfloat16,))
 ]
-# every configuration with each end of a tile; every format, output and activation with one of them
+# every configuration with each end of a tile; every format, output and activation with one of them, and of those below
+# promotion with fp32
 EVERY = [
     *(plain(one, "e4m3", "e4m3", torch.bfloat16, False) for one in FAST),
-    *(plain(one, "e5m2", "e4m3", output, True) for one in PROMOTED for output in (torch.bfloat16, torch.float32)),
+    *(plain(one, "e5m2", "e4m3", torch.bfloat16, True) for one in PROMOTED),
     *(plain(FAST[0], *pair, output, False) for pair in FORMAT_PAIRS[1:] for output in (torch.float16, torch.float32)),
     *(plain(PROMOTED[0], *pair, torch.float16, True) for pair in FORMAT_PAIRS),
     *(chained(one, torch.bfloat16, False, "gelu", "e4m3") for one in FAST),
     *(chained(one, torch.bfloat16, True, "gelu", "e5m2") for one in PROMOTED),
-    *(chained(FAST[0], torch.float16, False, a, "e4m3") for a in gemm_variants.CHAINED_ACTIVATIONS),
-    *(chained(PROMOTED[0], torch.float16, True, a, "e4m3") for a in gemm_variants.CHAINED_ACTIVATIONS),
+    *(chained(FAST[0], torch.bfloat16, False, a, "e4m3") for a in gemm_variants.CHAINED_ACTIVATIONS if a != "gelu"),
+    *(chained(PROMOTED[0], torch.bfloat16, True, a, "e5m2") for a in gemm_variants.CHAINED_ACTIVATIONS if a != "gelu"),
+    chained(FAST[0], torch.float16, False, "gelu", "e4m3"),
+    chained(PROMOTED[0], torch.float16, True, "gelu", "e4m3"),
 ]
 SUMS: list[Family] = [("sum_splits", gemm_variants.sum_splits_variant(output)) for output in gemm_variants.OUTPUTS]
 

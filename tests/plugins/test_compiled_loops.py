@@ -104,8 +104,9 @@ def compile_in_place(model: Regression, backend: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("compile", [compile_model, compile_part, compile_in_place])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("compile", "accumulate"), [(compile_model, 1), (compile_model, 2), (compile_part, 1), (compile_in_place, 2)]
+)
 def test_one_cast_per_optimizer_step(
     tmp_path: Path, compile: Callable[..., Any], accumulate: int, backend: Compiled, casts: Counter[int]
 ) -> None:

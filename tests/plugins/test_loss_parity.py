@@ -116,8 +116,8 @@ def test_encoder_ends_at_the_same_accuracy(tmp_path: Path) -> None:
         train("encoder", precision, 0, tmp_path)["val_accuracy"] for precision in ("fp8-delayed", BASELINE)
     )
     assert baseline > 0.93
-    # two of 449 images
-    assert abs(fp8 - baseline) < 0.005
+    # four of 449 images; seeds, and CPUs that add up in another order, differ by up to three
+    assert abs(fp8 - baseline) < 0.01
 
 
 def test_a_wrong_scale_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

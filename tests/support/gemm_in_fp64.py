@@ -22,7 +22,7 @@ from lightning_fp8.ops.cuda import gemm_choice, kernels
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.ops.formats import FORMATS
 
-HOPPER = Configuration("gemm_sm90", 128, 128, 6, 2)
+HOPPER = Configuration("gemm_sm90", 128, 128, 6)
 
 
 class GemmKernel(NamedTuple):

@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import itertools
 import math
 import mmap
 import os
@@ -32,6 +33,13 @@ VARIANTS = [
     for backward in (False, True)
     if not (backward and activation == "none")
 ]
+# of these, each activation and each gradient in bf16, as training has it, and in another dtype with the other format:
+# what is before an activation, and the cast behind it, is one code
+FEW_VARIANTS = [
+    (dtype, tuple(casts.FORMATS)[hybrid == backward], activation, backward)
+    for number, (activation, backward) in enumerate(itertools.product(ACTIVATIONS[1:], (False, True)))
+    for dtype, hybrid in ((torch.bfloat16, True), ((torch.float32, torch.float16)[(number + number // 2) % 2], False))
+]
 SHIM = Path(__file__).parent / "host_shim"
 SOURCES = Path(kernels_cuda.__file__).parent
 LAUNCH = """
@@ -51,7 +59,7 @@ extern "C" unsigned size_of_arguments() { return sizeof(Arguments); }
 
 
 OPTIONS = (
-    "-O1",
+    "-Og",
     "-std=c++17",
     "-fPIC",
     "-Wall",

@@ -52,7 +52,7 @@ def _server() -> subprocess.Popen[str]:
 
 def _serve() -> list[str]:
     """Returns in forked processes only, with the arguments of a program."""
-    import lightning.pytorch  # noqa: F401
+    import lightning.pytorch.cli  # noqa: F401
 
     for line in sys.stdin:
         arguments, cwd, environment, out, err = json.loads(line)

@@ -12,9 +12,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import lightning.pytorch as pl
 import pytest
@@ -78,6 +79,17 @@ PLUGIN = {
 }
 
 
+def run_in_warm_processes(patch: pytest.MonkeyPatch) -> None:
+    """The runs of comparisons; `test_control_c_ends_what_it_started` starts a real one."""
+
+    def run(command: Sequence[str], output: IO[str]) -> int:
+        ran = run_warm(*command[1:], cwd=Path.cwd())
+        output.write(ran.stdout + ran.stderr)
+        return ran.returncode
+
+    patch.setattr(processes.worker, "run", run)
+
+
 def write_config(folder: Path, **trainer: Any) -> Path:
     config = {**CONFIG, "trainer": {**CONFIG["trainer"], **trainer}}
     path = folder / "tiny.yaml"
@@ -96,7 +108,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.chdir(folder)
-        patch.setenv("PYTHONPATH", str(ROOT))
+        run_in_warm_processes(patch)
         # Lightning leaves the seed of an earlier test there
         patch.delenv("PL_GLOBAL_SEED", raising=False)
         main([*arguments, "--trainer.gradient_clip_val=0.5"])
@@ -259,7 +271,7 @@ def test_a_failing_precision_is_a_row(
     (tmp_path / "failing.py").write_text(FAILING)
     config = write_config(tmp_path, callbacks=None)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run_in_warm_processes(monkeypatch)
     # left by an earlier run
     (tmp_path / "out" / "bf16-true").mkdir(parents=True)
     (tmp_path / "out" / "bf16-true" / "measured.json").write_text('{"steps": 1}')
@@ -301,7 +313,7 @@ def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_configuration_that_is_refused_is_refused_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run_in_warm_processes(monkeypatch)
     with pytest.raises(SystemExit) as ended:
         main(["--config", str(write_config(tmp_path, max_stepz=1)), "--out", str(tmp_path / "out")])
     assert ended.value.code == 2

@@ -1,17 +1,19 @@
 /* The functions of kernels_cuda/instructions_sm89.cuh in software.
 
-   A copy happens as late as the waits allow: when its thread waits for it. With COPIES_AT_ONCE it happens as early as
+   A copy happens, if `late`, as late as the waits allow: when its thread waits for it. Otherwise it happens as early as
    it can, and the first warp falls behind the others. A kernel is right only if both give the same: one shows what is
    read before it has arrived, the other what is overwritten before it has been read. An mma adds up exactly and rounds
-   once, to ACCUMULATOR_BITS. */
+   once, to `accumulator_bits`. */
 #pragma once
 #include "instructions.cuh"
 
 #define SPELLED(word) #word
 #define QUOTED(word) SPELLED(word)
-#ifndef ACCUMULATOR_BITS
-#define ACCUMULATOR_BITS 24
-#endif
+
+extern "C" {
+int late = 1;
+int accumulator_bits = 24;
+}
 
 namespace sm89 {
 typedef unsigned long long Address;
@@ -54,12 +56,10 @@ static void perform(const Copy& copy) {
 
 /* The first warp waits while the others do what they can: a few more matrices or mma. */
 static void fall_behind() {
-#ifdef COPIES_AT_ONCE
-    for (int i = 0; threadIdx.x < 32 && i < 4; ++i) {
+    for (int i = 0; !late && threadIdx.x < 32 && i < 4; ++i) {
         host::progress = true;
         host::yield();
     }
-#endif
 }
 
 /* What all lanes of this warp bring. The next time they write elsewhere, so one barrier serves. */
@@ -94,7 +94,7 @@ static float rounded(double sum) {
     if (!std::isfinite(sum) || sum == 0) return (float)sum;
     int exponent;
     const double fraction = std::frexp(sum, &exponent);
-    return (float)std::ldexp(std::nearbyint(std::ldexp(fraction, ACCUMULATOR_BITS)), exponent - ACCUMULATOR_BITS);
+    return (float)std::ldexp(std::nearbyint(std::ldexp(fraction, accumulator_bits)), exponent - accumulator_bits);
 }
 }  // namespace sm89
 
@@ -107,11 +107,10 @@ static inline u32 shared_address() {
 
 static inline void copy_async(u32 to, const void* from, int bytes) {
     const sm89::Copy copy = {to, static_cast<const u8*>(from), bytes};
-#ifdef COPIES_AT_ONCE
-    sm89::perform(copy);
-#else
-    sm89::copies[threadIdx.x].open.push_back(copy);
-#endif
+    if (late)
+        sm89::copies[threadIdx.x].open.push_back(copy);
+    else
+        sm89::perform(copy);
 }
 
 static inline void copy_commit() {
