@@ -1,6 +1,7 @@
 /* Runs a CUDA kernel as host C++: a fiber per thread of a block, blocks one after the other, the blocks of a cluster
    together. It checks arithmetic, indices, barriers and guards; not races, memory ordering or speed. */
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -35,13 +36,16 @@ namespace host {
 struct Barrier { unsigned arrived = 0, generation = 0; };
 constexpr std::size_t STACK = 1 << 16;
 struct Fiber {
+    /* Where it begins; from then on it stops and goes on by jumps, which, unlike `swapcontext`, ask nothing of Linux. */
     ucontext_t context;
+    jmp_buf place;
+    bool begun = false;
     /* Not filled: what a thread does not touch takes no memory. */
     std::unique_ptr<char[]> stack{new char[STACK]};
     bool done = true;
 };
 static std::vector<Fiber> fibers;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 /* Which fiber runs; those of a cluster's blocks follow each other. */
 static unsigned current;
 /* Threads that have returned count as arrived at every later barrier of the block, as on the device. */
@@ -66,7 +70,7 @@ static void become(unsigned fiber) {
 /* Lets the others run. */
 static void yield() {
     const unsigned me = current;
-    swapcontext(&fibers[me].context, &scheduler);
+    if (_setjmp(fibers[me].place) == 0) _longjmp(scheduler, 1);
     become(me);
 }
 
@@ -93,7 +97,17 @@ static void enter() {
     body();
     fibers[current].done = progress = true;
     --alive[current / blockDim.x];
-    swapcontext(&fibers[current].context, &scheduler);
+    _longjmp(scheduler, 1);
+}
+
+/* Lets a fiber run until it yields or has returned. */
+__attribute__((noinline)) static void resume(unsigned index) {
+    Fiber& fiber = fibers[index];
+    become(index);
+    if (_setjmp(scheduler) != 0) return;
+    if (fiber.begun) _longjmp(fiber.place, 1);
+    fiber.begun = true;
+    setcontext(&fiber.context);
 }
 
 static void fail(const char* what) {
@@ -112,8 +126,7 @@ static void run_cluster() {
                 progress = false;
                 for (unsigned fiber = first; fiber < std::min(first + 32, (unsigned)fibers.size()); ++fiber) {
                     if (fibers[fiber].done) continue;
-                    become(fiber);
-                    swapcontext(&scheduler, &fibers[fiber].context);
+                    resume(fiber);
                     if (fibers[fiber].done) --left;
                 }
                 moved |= progress;
@@ -138,8 +151,7 @@ static void launch(unsigned grid, unsigned block, void (*kernel)(), unsigned clu
             getcontext(&fiber.context);
             fiber.context.uc_stack.ss_sp = fiber.stack.get();
             fiber.context.uc_stack.ss_size = STACK;
-            fiber.context.uc_link = &scheduler;
-            fiber.done = false;
+            fiber.begun = fiber.done = false;
             makecontext(&fiber.context, enter, 0);
         }
         alive.assign(cluster, block);
