@@ -288,6 +288,8 @@ static inline void store_matrices_transposed(u32 address, u32 first, u32 second,
 static inline void load_matrices(u32 address, u32& first, u32& second, u32& third, u32& fourth) {
     u32* const words[4] = {&first, &second, &third, &fourth};
     const u32 lane = threadIdx.x % 32;
+    // a warp that falls behind shows what is written before all have read it
+    if (!late && threadIdx.x / 32 % 4 == 3) host::lag();
     for (u32 i = 0; i < 4; ++i) {
         const u32 row = exchange(address)[8 * i + lane / 4];
         std::memcpy(words[i], sm90::at(sm90::block(), row, 16) + 4 * (lane % 4), 4);
