@@ -63,7 +63,7 @@ def set_steady_state(model: nn.Module) -> None:
     """What a step of training leaves behind: every tensor has a history, which kernels that do nothing do not write."""
     state = scaling_state(model)
     state.amax_history.fill_(1)
-    state._every_tensor_has_history = True
+    state.known_histories.every = True
 
 
 def llama_block(width: int, hidden: int, heads: int, time: int) -> nn.Module:

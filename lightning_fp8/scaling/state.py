@@ -16,6 +16,7 @@ from lightning_fp8.ops.counting import CastCounts
 from lightning_fp8.ops.formats import DELAYED_ROLES, Product, Role
 from lightning_fp8.ops.operand import OwnScaling, take_handle
 from lightning_fp8.scaling.former_names import FormerNames
+from lightning_fp8.scaling.known_histories import KnownHistories
 from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.saved import TENSORS, from_entries, to_entries
@@ -62,6 +63,7 @@ class ScalingState(FormerNames):
         switches: which modules run in FP8.
         weight_changes: which weights the histories were recorded with.
         cast_counts: what casts clip and turn to zero, while that is requested.
+        known_histories: which tensors have a history, as far as the host knows.
         indices: the position of each of the R tensors, ``[1] int64`` on the device: casts are given these very tensors.
         before_update: called by :meth:`update` with the amaxes of all processes, ``[R] float32``, before they are used.
         notices: the warnings, each given once.
@@ -95,14 +97,14 @@ class ScalingState(FormerNames):
         self.cast_counts = CastCounts(len(self.names), self.device)
         self.before_update: list[Callable[[Tensor], None]] = []
         self.notices = Notices()
-        self._reset_history_check()
+        self._forget_histories()
         self._find_leaders()
         self._see_switches()
         self.handle = take_handle(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # observers stay with the original
-        left_out = ("cast_counts", "before_update", "notices")
+        left_out = ("cast_counts", "before_update", "notices", "known_histories")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -153,7 +155,7 @@ class ScalingState(FormerNames):
             self.weight_changes.to(self.device)
             self.cast_counts.to(self.device)
             self.indices = tuple(index.to(self.device) for index in self.indices)
-        self._reset_history_check()
+        self._forget_histories()
         self._find_leaders()
         self._see_switches()
         return self
@@ -190,7 +192,7 @@ class ScalingState(FormerNames):
         """Compute these products of modules in bf16, by their positions, and their other ones in FP8."""
         for module, products in in_bf16.items():
             self.switches[module].in_bf16 = products
-        self._reset_history_check()
+        self._forget_histories()
 
     def share_inputs(self, leaders: Mapping[int, int]) -> None:
         """Let modules record their input in the place of another one, whose input is the same tensor.
@@ -241,28 +243,14 @@ class ScalingState(FormerNames):
             if field != "amax_history" or row < self.delayed:
                 getattr(self, field).data[..., row] = getattr(other, field)[..., other_row].to(self.device)
 
-    def _reset_history_check(self) -> None:
-        self._every_tensor_has_history = False
-        # by address, which the host knows; found out once they are asked for
-        self._row_at: dict[int, int] = {}
-        with torch.inference_mode(False):
-            # tensors that are never cast have none, and none has to be waited for
-            in_fp8 = self.rows_in_fp8[: self.delayed]
-            self._never_cast = None if bool(in_fp8.all()) else ~in_fp8.to(self.device)
-            pinned = self.device.type == "cuda"
-            self._history_check = torch.zeros(self.delayed, dtype=torch.bool, device="cpu", pin_memory=pinned)
-            # the same memory
-            self._has_history = self._history_check.numpy()
+    def _forget_histories(self) -> None:
+        rows = slice(self.delayed)
+        self.known_histories = KnownHistories(self.indices[rows], self.rows_in_fp8[rows], self.device)
 
     @property
     def every_tensor_has_history(self) -> bool:
-        """True once the host knows it; on a GPU that is a step or two late, because the host does not wait for it.
-
-        So False means that a tensor may lack a history: whoever casts it lets the device find out.
-        """
-        if not self._every_tensor_has_history:
-            self._every_tensor_has_history = bool(self._has_history.all())
-        return self._every_tensor_has_history
+        """Whether all are known to have one, see :class:`KnownHistories`."""
+        return self.known_histories.see_answer()
 
     def open_cast(self, record: bool, index: Tensor | None) -> tuple[Tensor | None, bool, bool]:
         """Called before each cast of an input or gradient.
@@ -282,13 +270,9 @@ class ScalingState(FormerNames):
         may_use_histories = record or not changes.different
         has_history = False
         if may_use_histories and index is not None:
-            has_history = self._every_tensor_has_history or self._is_known_at(index)
+            known = self.known_histories
+            has_history = known.every or known.has(index)
         return self.amax if record else None, may_use_histories, has_history
-
-    def _is_known_at(self, index: Tensor) -> bool:
-        """Whether one tensor has a history: some never get one, as those of layers that do not run."""
-        row = self._row_at.get(index.data_ptr())
-        return row is not None and bool(self._has_history[row])
 
     def see_export(self) -> None:
         """Called where a program is exported or traced, which has the scales as constants."""
@@ -331,12 +315,8 @@ class ScalingState(FormerNames):
         if own.blocks == "power of 2":
             self.scale.data.copy_(power_of_2(self.scale))
         # never for casts that do not use it
-        if self.recipe.from_history and not self.every_tensor_has_history:
-            filled = self.amax_history[0] > 0
-            filled = filled if self._never_cast is None else filled | self._never_cast
-            self._history_check.copy_(filled, non_blocking=True)
-            if not self._row_at:
-                self._row_at = {self.indices[row].data_ptr(): row for row in range(self.delayed)}
+        if self.recipe.from_history:
+            self.known_histories.ask(self.amax_history[0])
         if self._current_rows is not None and self.recipe.from_history:
             self._show_current_scales(self._current_rows)
         self.weight_changes.see_update(self.amax.data[self.delayed :])
@@ -395,7 +375,7 @@ class ScalingState(FormerNames):
 
     def _see_histories_replaced(self) -> None:
         self.changes += 1
-        self._reset_history_check()
+        self._forget_histories()
         self.has_scales = bool((self.amax_history[0] > 0).any())
 
     def _see_load(self) -> None:

@@ -196,7 +196,7 @@ STEPS_ASIDE: dict[str, Callable[[Gemms, ScalingState], Any]] = {
     "torch's GEMM was faster": lambda gemms, state: setattr(gemms, "choice", Choice(None)),
     "another family": lambda gemms, state: setattr(gemms, "choice", Choice(Configuration("gemm_sm89", 128, 128, 4))),
     "somebody counts": lambda gemms, state: state.cast_counts.start(gemms),
-    "a tensor without history": lambda gemms, state: (state.amax_history[:, 1].zero_(), state._reset_history_check()),
+    "a tensor without history": lambda gemms, state: (state.amax_history[:, 1].zero_(), state._forget_histories()),
 }
 
 

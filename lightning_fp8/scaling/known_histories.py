@@ -1,0 +1,54 @@
+"""Which tensors have a history, as far as the host knows without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KnownHistories:
+    """The device is asked at each update, and answers a step or two later. So what is not known to have a history may
+    have one: whoever casts it lets the device find out.
+
+    Args:
+        indices: the indices that casts of the D tensors are given, ``[1] int64`` each.
+        in_fp8: ``[D] bool`` on the CPU. Tensors that are never cast have no history, and none has to be waited for.
+        device: where the histories are.
+
+    Attributes:
+        every: whether all tensors that are cast are known to have one.
+    """
+
+    def __init__(self, indices: Sequence[Tensor], in_fp8: Tensor, device: torch.device) -> None:
+        self.every = False
+        self._indices = indices
+        # by address, which the host knows
+        self._row_at: dict[int, int] = {}
+        with torch.inference_mode(False):
+            self._never_cast = None if bool(in_fp8.all()) else ~in_fp8.to(device)
+            self._answer = torch.zeros(len(indices), dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda")
+            # the same memory
+            self._seen = self._answer.numpy()
+
+    def see_answer(self) -> bool:
+        """``every``, after a look at what the device has answered so far."""
+        if not self.every:
+            self.every = bool(self._seen.all())
+        return self.every
+
+    def has(self, index: Tensor) -> bool:
+        """Whether the tensor at this index is known to have one: some never get one, as those of layers that do not
+        run."""
+        row = self._row_at.get(index.data_ptr())
+        return row is not None and bool(self._seen[row])
+
+    def ask(self, newest: Tensor) -> None:
+        """Let the device answer, from the newest entries of all histories, ``[D] float32``, unless all are known."""
+        if self.see_answer():
+            return
+        filled = newest > 0
+        self._answer.copy_(filled if self._never_cast is None else filled | self._never_cast, non_blocking=True)
+        if not self._row_at:
+            self._row_at = {index.data_ptr(): row for row, index in enumerate(self._indices)}
