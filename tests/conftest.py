@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import sys
@@ -31,6 +32,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (needing if "cuda" in item.keywords else without).append(item)
     config.hook.pytest_deselected(items=needing)
     items[:] = without
+
+
+def pytest_configure() -> None:
+    # imports and compilers make objects by the million, few of which are garbage
+    gc.set_threshold(10_000, 20, 20)
+
+
+def pytest_collection_finish() -> None:
+    # half a million objects that stay: no later collection has to look at them again
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

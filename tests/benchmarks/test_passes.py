@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
+from warm import run_warm
 
 KIB = 1024
 TOKENS, WIDTH, HIDDEN = 96, 64, 256
@@ -22,9 +20,8 @@ WEIGHTS = 3 * WIDTH * WIDTH + WIDTH * WIDTH + 2 * WIDTH * HIDDEN
 @pytest.fixture(scope="module")
 def all_rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     file = tmp_path_factory.mktemp("passes") / "rows.jsonl"
-    # it leaves the process with kernels that do nothing
-    command = [sys.executable, "-m", "benchmarks.passes", "--blocks", "example", "Llama", "--out", str(file)]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    # in a process of its own, which it leaves with kernels that do nothing
+    run_warm("-m", "benchmarks.passes", "--blocks", "example", "Llama", "--out", str(file), check=True)
     return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
 

@@ -400,10 +400,12 @@ class Chained:
 
 # whole pieces; rows of y and y_t at any address; less than a piece
 CHAINED_SHAPES = [(256, 256, 272), (201, 136, 400), (40, 24, 16)]
+# one whose values are exact and one whose values are not; all are tested in the casts, whose functions these are
+FEW_ACTIVATIONS = ("relu", "gelu")
 
 
 @pytest.mark.parametrize("shape", CHAINED_SHAPES)
-@pytest.mark.parametrize("activation", gemm_variants.CHAINED_ACTIVATIONS)
+@pytest.mark.parametrize("activation", FEW_ACTIVATIONS)
 def test_forward_chain(activation: str, shape: tuple[int, int, int]) -> None:
     case, bias = operands(*shape), torch.randn(shape[1])
     configuration = LARGE if activation == "gelu" else SMALL
@@ -414,7 +416,7 @@ def test_forward_chain(activation: str, shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", CHAINED_SHAPES)
-@pytest.mark.parametrize("activation", gemm_variants.CHAINED_ACTIVATIONS)
+@pytest.mark.parametrize("activation", FEW_ACTIVATIONS)
 def test_backward_chain(activation: str, shape: tuple[int, int, int]) -> None:
     case = operands(*shape, "e5m2")
     h = torch.randn(shape[:2]).bfloat16()

@@ -5,6 +5,7 @@ On GPUs each process has one of its own, and NCCL in place of gloo: ``python -m 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -37,6 +38,8 @@ def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
 
 
 def _begin(threads: int, target: Callable[..., None], *arguments: Any) -> None:
+    # no collection looks at what the server has imported
+    gc.freeze()
     # the same sums in the same order as in the tests' own process
     torch.set_num_threads(threads)
     target(*arguments)

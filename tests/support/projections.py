@@ -41,11 +41,11 @@ class Separate(Shared):
 
 
 class Nested(nn.Module):
-    """Two of them, with what they take computed by the model, and each through ``around``."""
+    """Blocks of a kind, with what they take computed by the model, and each through ``around``."""
 
-    def __init__(self, kind: type[Shared]) -> None:
+    def __init__(self, kind: type[Shared], blocks: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([kind(), kind()])
+        self.blocks = nn.ModuleList(kind() for _ in range(blocks))
         self.around: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__
 
     def forward(self, x: Tensor) -> Tensor:

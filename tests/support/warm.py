@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import runpy
@@ -54,6 +55,8 @@ def _serve() -> list[str]:
     """Returns in forked processes only, with the arguments of a program."""
     import lightning.pytorch.cli  # noqa: F401
 
+    # no collection in a program looks at what was imported here
+    gc.freeze()
     for line in sys.stdin:
         arguments, cwd, environment, out, err = json.loads(line)
         child = os.fork()

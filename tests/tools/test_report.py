@@ -430,7 +430,7 @@ def test_command_writes_page_and_pictures(two_runs: list[Path], tmp_path: Path) 
     for path in paths[1:]:
         image = imread(path)
         assert min(image.shape[:2]) > 300
-        assert len(np.unique(image.reshape(-1, image.shape[-1]), axis=0)) > 20, f"{path.name} is blank"
+        assert len(np.unique(image.sum(axis=-1))) > 20, f"{path.name} is blank"
 
 
 def test_pictures_show_the_numbers(two_runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
