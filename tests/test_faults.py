@@ -741,12 +741,12 @@ def growths(path: Path, target: Callable[..., None]) -> list[dict[str, int]]:
     return [later.since(earlier) for earlier, later in pairwise(memories)]
 
 
-def check_no_growth(growths: list[dict[str, int]]) -> None:
+def check_no_growth(windows: list[dict[str, int]]) -> None:
     # something that a library makes once is in one of them, what every step leaves behind is in all: of anything one a
     # step would be 500; a small tensor has some 500 bytes
-    assert min(growth["tensors"] for growth in growths) < 10, growths
-    assert min(growth["blocks"] for growth in growths) < 250, growths
-    assert min(growth["bytes"] for growth in growths) < 125_000, growths
+    assert min(growth["tensors"] for growth in windows) < 10, windows
+    assert min(growth["blocks"] for growth in windows) < 250, windows
+    assert min(growth["bytes"] for growth in windows) < 125_000, windows
 
 
 def many_steps_of_a_plain_loop(path: Path) -> None:

@@ -317,8 +317,8 @@ class ScalingState(FormerNames):
         # never for casts that do not use it
         if self.recipe.from_history:
             self.known_histories.ask(self.amax_history[0])
-        if self._current_rows is not None and self.recipe.from_history:
-            self._show_current_scales(self._current_rows)
+            if self._current_rows is not None:
+                self._show_current_scales(self._current_rows)
         self.weight_changes.see_update(self.amax.data[self.delayed :])
         self.updates += 1
         self.changes += 1

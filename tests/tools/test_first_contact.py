@@ -179,7 +179,6 @@ def test_another_stage_is_refused(tmp_path: Path, programs: Path, stage: str) ->
 
 # two of its kernels; the tests of their machine code compile all
 DOCTOR = f"""
-import sys
 from lightning_fp8.__main__ import run
 from lightning_fp8.ops.cuda import kernels
 every = kernels.variants
