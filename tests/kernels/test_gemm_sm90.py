@@ -1,6 +1,6 @@
 """Hopper's GEMM from its own source on the CPU: pipeline, tiles, every end of a tile. No GPU takes part.
 
-Copies and products happen as early or as late as the device may do them, see host_shim/instructions_sm90.cuh.
+Copies and products happen as early or as late as the device may do them, see host_shim/instructions_sm90.cpp.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def test_parts_are_those_of_their_steps() -> None:
 
 
 def tensor_core_sums(case: Operands, promote: bool) -> Tensor:
-    """Sums without the factors, fp64, by the model of host_shim/instructions_sm90.cuh: 13 bits behind the largest term.
+    """Sums without the factors, fp64, by the model of host_shim/instructions_sm90.cpp: 13 bits behind the largest term.
 
     Every 32 of K are added to the sum, all terms cut off towards zero at the same bit, and the result once more; with
     ``promote`` the sum begins anew every 128, and what the parts make is added up in fp32.

@@ -50,11 +50,11 @@ LAUNCH = """
 #endif
 static const Arguments* host_arguments;
 static void host_kernel() { KERNEL(*host_arguments); }
-extern "C" void launch(const void* arguments, unsigned grid, unsigned block) {
+extern "C" EXPORTED void launch(const void* arguments, unsigned grid, unsigned block) {
     host_arguments = static_cast<const Arguments*>(arguments);
     host::launch(grid, block, host_kernel, CLUSTER_BLOCKS);
 }
-extern "C" unsigned size_of_arguments() { return sizeof(Arguments); }
+extern "C" EXPORTED unsigned size_of_arguments() { return sizeof(Arguments); }
 """
 
 
@@ -62,6 +62,7 @@ OPTIONS = (
     "-Og",
     "-std=c++17",
     "-fPIC",
+    "-fvisibility=hidden",
     "-Wall",
     "-Wno-unknown-pragmas",
     "-Wno-unused-function",
@@ -69,16 +70,9 @@ OPTIONS = (
     "-ffp-contract=off",
     # a jump to another fiber's stack is what these checks call an error
     "-U_FORTIFY_SOURCE",
-    "-fsanitize=bounds",
+    "-fsanitize=bounds,alignment",
     "-fsanitize-undefined-trap-on-error",
 )
-ALIGNMENT = "-fsanitize=alignment"
-
-
-def checks_alignment(family: str, defines: tuple[str, ...]) -> bool:
-    """Not in Hopper's GEMM: its tensors go by boxes, whose stand-in checks addresses, and compiling would take twice
-    as long. The casts that can follow it write through pointers."""
-    return family != "gemm_sm90" or any(define.startswith("CHAIN") for define in defines)
 
 
 def compile_on_host(what: str, out: Path, *arguments: str) -> None:
@@ -106,7 +100,7 @@ def build_folder() -> Path:
     # the shim has instructions of its own in files of the same names
     files = {file.name: file.read_bytes() for file in (*SOURCES.glob("*.cu*"), *SHIM.iterdir())}
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
-    key = hashlib.sha256(repr((version, OPTIONS, ALIGNMENT, LAUNCH, sorted(files.items()))).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((version, OPTIONS, LAUNCH, sorted(files.items()))).encode()).hexdigest()[:16]
     folder = ROOT / ".pytest_cache" / "host_kernels" / key
     folder.parent.mkdir(parents=True, exist_ok=True)
     for other in folder.parent.iterdir():
@@ -119,7 +113,11 @@ def build_folder() -> Path:
         part = folder / f"{name}.{os.getpid()}"
         part.write_bytes(content)
         part.replace(folder / name)
-    # most of a variant's time goes into the C++ library's headers: read them once
+    # what all variants have in common is compiled once, and read once: it would take most of a variant's time
+    for file in SHIM.glob("*.cpp"):
+        machine = folder / file.name
+        compile_on_host(machine.name, machine.with_suffix(".o"), "-O3", "-Werror", "-c", str(machine))
+    # last: g++ crashes where it reads a header with other optimisations than it was compiled with
     compile_on_host(header.name, header.with_name(f"{header.name}.gch"), "-x", "c++-header", str(header))
     return folder
 
@@ -130,11 +128,15 @@ def library(family: str, defines: tuple[str, ...] = ()) -> ctypes.CDLL:
     name = f"{family}-{hashlib.sha256(' '.join(defines).encode()).hexdigest()[:12]}"
     compiled = build_folder() / f"{name}.so"
     program = f'#include "cuda_on_host.h"\n#include "{family}.cu"\n{LAUNCH.replace("KERNEL", family)}'
+    machines = ["cuda_on_host.o"]
+    if family.startswith("gemm_"):
+        machines.append(f"instructions_{family.removeprefix('gemm_')}.o")
     source = compiled.with_name(f"{name}.{os.getpid()}.cpp")
     if not compiled.exists():
         source.write_text(program)
-        options = [f"-D{define}" for define in defines] + [ALIGNMENT] * checks_alignment(family, defines)
-        compile_on_host(f"{family} {defines}", compiled, "-Werror", "-Winvalid-pch", "-shared", *options, str(source))
+        options = ["-Werror", "-Winvalid-pch", "-shared", *(f"-D{define}" for define in defines)]
+        parts = [source, *(build_folder() / machine for machine in machines)]
+        compile_on_host(f"{family} {defines}", compiled, *options, *map(str, parts))
         source.unlink()
     return ctypes.CDLL(str(compiled))
 
@@ -182,7 +184,7 @@ def host_tensor_map(
     box_rows: int,
     box_columns: int,
 ) -> bytes:
-    """In the place of ``kernels_cuda.tensor_map.tensor_map``: what host_shim/instructions_sm90.cuh reads as a map."""
+    """In the place of ``kernels_cuda.tensor_map.tensor_map``: what host_shim/instructions_sm90.cpp reads as a map."""
     # what `kernels_cuda.tensor_map.tensor_map` asks for
     assert address % 16 == 0
     assert rows == 1 or row_bytes % 16 == 0

@@ -11,149 +11,30 @@
 #define QUOTED(word) SPELLED(word)
 
 extern "C" {
-int late = 1;
-int accumulator_bits = 24;
+EXPORTED extern int late;
+EXPORTED extern int accumulator_bits;
 }
 
 namespace sm89 {
-typedef unsigned long long Address;
-struct Copy {
-    u32 to;
-    const u8* from;
-    int bytes;
-};
-struct Copies {
-    std::vector<std::vector<Copy>> committed;
-    std::vector<Copy> open;
-};
-struct Words {
-    u32 of[32][6];
-};
-
-// exactly what Configuration.shared_bytes asks for
-static u8 memory[STAGES * (BLOCK_M + BLOCK_N) * 64];
-static Copies copies[256];
-static Words brought[8][2];
-static unsigned turn[256];
-
-static void fail(const char* message, Address address) {
-    std::fprintf(stderr, "%s: %llu\n", message, address);
-    std::abort();
-}
-
-static u8* sixteen_bytes(u32 address) {
-    if (address % 16 != 0) fail("shared memory off a 16-byte boundary", address);
-    if (address + 16 > sizeof(memory)) fail("outside of the block's shared memory", address);
-    return memory + address;
-}
-
-static void perform(const Copy& copy) {
-    if ((Address)copy.from % 16 != 0) fail("a copy from off a 16-byte boundary", (Address)copy.from);
-    u8* to = sixteen_bytes(copy.to);
-    std::memset(to, 0, 16);
-    std::memcpy(to, copy.from, copy.bytes);
-}
-
-/* The first warp waits while the others do what they can: a few more matrices or mma. */
-static void fall_behind() {
-    for (int i = 0; !late && threadIdx.x < 32 && i < 4; ++i) {
-        host::progress = true;
-        host::yield();
-    }
-}
-
-/* What all lanes of this warp bring. The next time they write elsewhere, so one barrier serves. */
-template <int COUNT>
-static const Words& exchanged(const u32 (&words)[COUNT]) {
-    const unsigned thread = threadIdx.x;
-    Words& all = brought[thread / 32][turn[thread]++ % 2];
-    std::memcpy(all.of[thread % 32], words, sizeof(words));
-    host::wait(host::of_warp[thread / 32], 32);
-    return all;
-}
-
-/* A format's 256 values, from its definition. */
-struct Values {
-    double of[256];
-    explicit Values(const char* format) {
-        const bool e5m2 = std::strcmp(format, "e5m2") == 0;
-        const int mantissa_bits = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
-        for (int code = 0; code < 256; ++code) {
-            const int exponent = (code & 127) >> mantissa_bits, mantissa = code & ((1 << mantissa_bits) - 1);
-            const int significand = exponent ? mantissa + (1 << mantissa_bits) : mantissa;
-            double value = std::ldexp(significand, std::max(exponent, 1) - bias - mantissa_bits);
-            if (e5m2 && exponent == 31) value = mantissa ? NAN : INFINITY;
-            if (!e5m2 && (code & 127) == 127) value = NAN;
-            of[code] = code & 128 ? -value : value;
-        }
-    }
-};
-static const Values a_values(QUOTED(A_FORMAT)), b_values(QUOTED(B_FORMAT));
-
-static float rounded(double sum) {
-    if (!std::isfinite(sum) || sum == 0) return (float)sum;
-    int exponent;
-    const double fraction = std::frexp(sum, &exponent);
-    return (float)std::ldexp(std::nearbyint(std::ldexp(fraction, accumulator_bits)), exponent - accumulator_bits);
-}
+/* Called first by every thread of a block. */
+void begin(u32 shared_bytes);
+void wait_for_copies(u32 pending);
+void mma(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], const char* a_format, const char* b_format);
 }  // namespace sm89
 
-/* Called first by every thread of a block: what an earlier block has left behind is NaN in both formats. */
+void copy_async(u32 to, const void* from, int bytes);
+void copy_commit();
+template <int PENDING>
+static inline void copy_wait() { sm89::wait_for_copies(PENDING); }
+void load_matrices(u32& first, u32& second, u32& third, u32& fourth, u32 address);
+
+#ifdef STAGES /* in a variant */
 static inline u32 shared_address() {
-    if (threadIdx.x == 0) std::memset(sm89::memory, 0x7f, sizeof(sm89::memory));
-    sm89::copies[threadIdx.x] = {};
+    // exactly what Configuration.shared_bytes asks for
+    sm89::begin(STAGES * (BLOCK_M + BLOCK_N) * 64);
     return 0;
 }
-
-static inline void copy_async(u32 to, const void* from, int bytes) {
-    const sm89::Copy copy = {to, static_cast<const u8*>(from), bytes};
-    if (late)
-        sm89::copies[threadIdx.x].open.push_back(copy);
-    else
-        sm89::perform(copy);
-}
-
-static inline void copy_commit() {
-    sm89::Copies& copies = sm89::copies[threadIdx.x];
-    copies.committed.push_back(std::move(copies.open));
-    copies.open.clear();
-}
-
-template <int PENDING>
-static inline void copy_wait() {
-    auto& committed = sm89::copies[threadIdx.x].committed;
-    while (committed.size() > PENDING) {
-        for (const sm89::Copy& copy : committed.front()) sm89::perform(copy);
-        committed.erase(committed.begin());
-    }
-}
-
-static inline void load_matrices(u32& first, u32& second, u32& third, u32& fourth, u32 address) {
-    const u32 lane = threadIdx.x % 32;
-    sm89::fall_behind();
-    const sm89::Words& addresses = sm89::exchanged({address});
-    u32* words[4] = {&first, &second, &third, &fourth};
-    for (u32 matrix = 0; matrix < 4; ++matrix) {
-        u32 banks = 0;
-        for (u32 row = 0; row < 8; ++row) banks |= 1 << (addresses.of[8 * matrix + row][0] / 16 % 8);
-        if (banks != 255) sm89::fail("rows of a matrix in the same banks", addresses.of[8 * matrix][0]);
-        const u8* row = sm89::sixteen_bytes(addresses.of[8 * matrix + lane / 4][0]);
-        std::memcpy(words[matrix], row + 4 * (lane % 4), 4);
-    }
-}
-
 static inline void mma(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    const u32 lane = threadIdx.x % 32;
-    const sm89::Words& words = sm89::exchanged({a[0], a[1], a[2], a[3], b[0], b[1]});
-    for (u32 i = 0; i < 4; ++i) {
-        // a's rows lane / 4 and 8 more, b's rows 2 (lane % 4) and the next; four of K to a word, 16 to a quarter warp
-        const u32 a_row = lane / 4, upper = i / 2, b_row = 2 * (lane % 4) + i % 2;
-        double sum = sums[i];
-        for (u32 k = 0; k < 32; ++k) {
-            const u32 a_word = words.of[4 * a_row + k % 16 / 4][upper + k / 16 * 2];
-            const u32 b_word = words.of[4 * b_row + k % 16 / 4][4 + k / 16];
-            sum += sm89::a_values.of[a_word >> 8 * (k % 4) & 255] * sm89::b_values.of[b_word >> 8 * (k % 4) & 255];
-        }
-        sums[i] = sm89::rounded(sum);
-    }
+    sm89::mma(sums, a, b, QUOTED(A_FORMAT), QUOTED(B_FORMAT));
 }
+#endif

@@ -4,11 +4,9 @@
    into shared memory when they are asked for, or only when all threads wait; copies out of it at once, or only when
    their thread waits for them; products always only when their warpgroup waits for them. So a stage that is read before
    it is full, or written before it is empty, shows in the result. Stores from shared memory that no fence has made
-   visible to the copy engine are an error. Products are added up as the tensor cores do it, see `accumulate`. */
+   visible to the copy engine are an error. Products are added up as the tensor cores do it, see
+   `accumulate` in instructions_sm90.cpp. */
 #pragma once
-#include <deque>
-#include <map>
-
 #include "instructions.cuh"
 
 typedef unsigned long long u64;
@@ -20,344 +18,55 @@ struct alignas(64) TensorMap {
 };
 
 extern "C" {
-int late = 0;
+EXPORTED extern int late;
 // times that another warpgroup of a block asked for products than the one before
-int handovers = 0;
+EXPORTED extern int handovers;
 }
 
 namespace sm90 {
-constexpr u32 MEMORY = 232448, NOBODY = 0xffffffffu;
-/* As tests/support/host_kernels.py writes it. */
-struct Map {
-    u8* address;
-    long long rows, columns, row_bytes;
-    int box_rows, box_columns, element_bytes;
-};
-struct Phase {
-    unsigned arrivals = 0, missing = 0, parity = 0;
-    long long bytes = 0;
-};
-struct Load {
-    u32 block, target, barrier;
-    Map map;
-    int row, column;
-};
-struct Store {
-    Map map;
-    u32 block, source;
-    int row, column;
-};
 struct Product {
     float* sums;
     int columns;
     u64 a, b;
     bool fresh;
+    const char *a_format, *b_format;
 };
-static std::vector<u8> memory[CLUSTER];
-/* Who has written a word that the copy engine does not see yet. */
-static std::vector<u32> unseen[CLUSTER];
-static std::vector<std::vector<u32>> unseen_of;
-static std::map<u32, Phase> phases[CLUSTER];
-static std::deque<Load> loads;
-static std::vector<std::deque<std::vector<Store>>> stores;
-static std::vector<std::deque<std::vector<Product>>> products;
-static host::Barrier of_cluster;
-static std::map<u32, host::Barrier> of_warpgroup;
-/* The warpgroup of each block that has last asked for products. */
-static u32 multiplying[CLUSTER];
-
-static u32 block() { return host::current / blockDim.x; }
-
-static void start() {
-    const unsigned threads = host::fibers.size();
-    for (u32 i = 0; i < CLUSTER; ++i) {
-        // neither zero nor small: what nobody has written shows
-        memory[i].assign(MEMORY, 0x7e);
-        unseen[i].assign(MEMORY / 4, NOBODY);
-        phases[i].clear();
-        multiplying[i] = NOBODY;
-    }
-    unseen_of.assign(threads, {});
-    stores.assign(threads, {{}});
-    products.assign(threads, {});
-    loads.clear();
-    of_cluster = host::Barrier();
-    of_warpgroup.clear();
-}
-
-static u8* at(u32 block, u32 address, u32 bytes) {
-    if (address % std::min(bytes, 16u) != 0 || address + bytes > MEMORY) host::fail("shared memory that is not there");
-    return &memory[block][address];
-}
-static void write(u32 address, const void* value, u32 bytes) {
-    std::memcpy(at(block(), address, bytes), value, bytes);
-    for (u32 word = address / 4; word < (address + bytes) / 4; ++word) {
-        unseen[block()][word] = host::current;
-        unseen_of[host::current].push_back(word);
-    }
-}
-static u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
-
-static Phase& phase(u32 block, u32 barrier) {
-    const auto found = phases[block].find(barrier);
-    if (found == phases[block].end()) host::fail("a barrier that is not initialised");
-    return found->second;
-}
-static void settle(Phase& phase) {
-    host::progress = true;
-    if (phase.missing != 0 || phase.bytes != 0) return;
-    phase.parity ^= 1;
-    phase.missing = phase.arrivals;
-}
-static void arrive(Phase& phase) {
-    if (phase.missing == 0) host::fail("more arrivals than a phase waits for");
-    --phase.missing;
-}
-
-static bool inside(const Map& map, long long row, long long column) {
-    return row >= 0 && row < map.rows && column >= 0 && column < map.columns;
-}
-static Map read(const TensorMap& map) {
-    Map result;
-    std::memcpy(&result, &map, sizeof(result));
-    return result;
-}
-static void perform(const Load& load) {
-    const Map& map = load.map;
-    const u32 row_bytes = map.box_columns * map.element_bytes, elements = map.box_columns;
-    if (load.target % 1024 != 0 || row_bytes != 128) host::fail("a box that is not aligned to its swizzle");
-    for (int r = 0; r < map.box_rows; ++r)
-        for (u32 c = 0; c < elements; ++c)
-            for (int byte = 0; byte < map.element_bytes; ++byte) {
-                const u32 offset = c * map.element_bytes + byte;
-                const u8* source = map.address + (load.row + r) * map.row_bytes + (long long)load.column * map.element_bytes;
-                memory[load.block][swizzled(load.target + r * row_bytes + offset)] =
-                    inside(map, load.row + r, load.column + c) ? source[offset] : 0;
-            }
-    Phase& full = phase(load.block, load.barrier);
-    full.bytes -= map.box_rows * row_bytes;
-    settle(full);
-}
-static void perform(const Store& store) {
-    const Map& map = store.map;
-    const u32 row_bytes = map.box_columns * map.element_bytes;
-    if (store.source % 1024 != 0 || row_bytes != 128) host::fail("a box that is not aligned to its swizzle");
-    for (int r = 0; r < map.box_rows; ++r)
-        for (u32 offset = 0; offset < row_bytes; ++offset) {
-            const long long column = store.column + offset / map.element_bytes;
-            if (inside(map, store.row + r, column))
-                map.address[(store.row + r) * map.row_bytes + (long long)store.column * map.element_bytes + offset] =
-                    memory[store.block][swizzled(store.source + r * row_bytes + offset)];
-        }
-}
-static void ask(const Load& load) {
-    if (late) loads.push_back(load);
-    else perform(load);
-}
-/* The oldest copy that has not been done yet. */
-static bool load_one() {
-    if (loads.empty()) return false;
-    const Load load = loads.front();
-    loads.pop_front();
-    perform(load);
-    return true;
-}
-static const bool prepared = (host::at_start = start, host::when_stuck = load_one, true);
-
-/* What a product needs of a code: its value, and the exponent that the tensor cores align it by. A subnormal has the
-   smallest exponent of its format, and zero one that no sum is aligned by. */
-constexpr short ZERO = -1000;
-struct Values {
-    float of[256];
-    short exponents[256];
-    explicit Values(const char* format) {
-        const bool e5m2 = std::strcmp(format, "e5m2") == 0;
-        const int mantissa_bits = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
-        for (int code = 0; code < 256; ++code) {
-            const int exponent = (code & 127) >> mantissa_bits, mantissa = code & ((1 << mantissa_bits) - 1);
-            const int significand = exponent ? mantissa + (1 << mantissa_bits) : mantissa;
-            exponents[code] = significand ? std::max(exponent, 1) - bias : ZERO;
-            float value = std::ldexp((float)significand, std::max(exponent, 1) - bias - mantissa_bits);
-            if (e5m2 && exponent == 31) value = mantissa ? NAN : INFINITY;
-            if (!e5m2 && (code & 127) == 127) value = NAN;
-            of[code] = code >> 7 ? -value : value;
-        }
-    }
-};
-static const Values a_values(STRING(A_FORMAT)), b_values(STRING(B_FORMAT));
-
-/* 32 values of K of one row of an operand. */
-struct Row {
-    float values[32];
-    short exponents[32];
-    Row(u64 operand, u32 index, const Values& all) {
-        const u32 start = (u32)(operand & 0x3fff) << 4, group_bytes = (u32)(operand >> 32 & 0x3fff) << 4;
-        const u32 address = start + index / 8 * group_bytes + index % 8 * 128;
-        for (u32 chunk = 0; chunk < 32; chunk += 16) {
-            const u8* codes = at(block(), swizzled(address + chunk), 16);
-            for (u32 k = 0; k < 16; ++k) {
-                values[chunk + k] = all.of[codes[k]];
-                exponents[chunk + k] = all.exponents[codes[k]];
-            }
-        }
-    }
-};
-
-/* sum + the sum of a[k] * b[k] over 32 of K, as Hopper's tensor cores add them: all 33 terms are aligned to the largest
-   exponent (of a product: the sum of its factors'), each is cut off behind FRACTION_BITS, they are added exactly, and of
-   the result so many bits behind the leading one are kept. The model is that of MMA-Sim (github.com/microsoft/MMA-Sim),
-   which was compared with the hardware bit for bit. */
-constexpr int FRACTION_BITS = 13;
-/* Most of a GEMM's time goes here. */
-#pragma GCC push_options
-#pragma GCC optimize("O3")
-__attribute__((no_sanitize("bounds"))) static float accumulate(float sum, const Row& a, const Row& b) {
-    float products[32], plain = sum;
-    short exponent = ZERO;
-    for (u32 k = 0; k < 32; ++k) {
-        const short of_product = a.exponents[k] + b.exponents[k];
-        exponent = of_product > exponent ? of_product : exponent;
-        products[k] = a.values[k] * b.values[k];
-    }
-    for (u32 k = 0; k < 32; ++k) plain += products[k];
-    if (sum != 0) exponent = std::max<int>(exponent, (__float_as_uint(sum) >> 23 & 255) - 127);
-    if (!std::isfinite(plain) || exponent <= ZERO / 2) return plain;
-    const float units = __uint_as_float((127 + FRACTION_BITS - exponent) << 23);
-    int total = (int)(sum * units);
-    for (u32 k = 0; k < 32; ++k) total += (int)(products[k] * units);
-    return __uint_as_float(__float_as_uint((float)total) & ~0u << (23 - FRACTION_BITS)) / units;
-}
-#pragma GCC pop_options
-static void perform(const Product& product) {
-    const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const Row a[2] = {Row(product.a, row, a_values), Row(product.a, row + 8, a_values)};
-    for (int i = 0; i < product.columns / 4; ++i) {
-        const Row b(product.b, i / 2 * 8 + lane % 4 * 2 + i % 2, b_values);
-        for (u32 h = 0; h < 2; ++h) {
-            float& sum = product.sums[i / 2 * 4 + h * 2 + i % 2];
-            sum = accumulate(product.fresh ? 0.0f : sum, a[h], b);
-        }
-    }
-}
+void multiply(const Product& product);
+void wait_for_products(u32 pending);
+void wait_for_stores(u32 pending);
+void wait_for_cluster();
 }  // namespace sm90
 
 static inline u32 shared_address() { return 0; }
 
-static inline void store_shared(u32 address, float value) { sm90::write(address, &value, 4); }
-static inline void store_shared_pair(u32 address, float first, float second) {
-    const float both[2] = {first, second};
-    sm90::write(address, both, 8);
-}
-static inline float load_shared(u32 address) {
-    float value;
-    std::memcpy(&value, sm90::at(sm90::block(), address, 4), 4);
-    return value;
-}
-static inline float2 load_shared_pair(u32 address) {
-    float2 values;
-    std::memcpy(&values, sm90::at(sm90::block(), address, 8), 8);
-    return values;
-}
-static inline uint4 load_shared_16_bytes(u32 address) {
-    uint4 words;
-    std::memcpy(&words, sm90::at(sm90::block(), address, 16), 16);
-    return words;
-}
-/* Thread l's addresses and elements are read by the threads that write: row r of matrix i by thread 8 i + r. */
-static inline void store_any_matrices(bool transposed, u32 address, u32 first, u32 second, u32 third, u32 fourth) {
-    const u32 words[4] = {first, second, third, fourth}, lane = threadIdx.x % 32;
-    u16 row[8];
-    for (u32 i = 0; i < 4; ++i) {
-        const unsigned* all = exchange(words[i]);
-        if (lane / 8 == i)
-            for (u32 k = 0; k < 8; ++k) {
-                const u32 r = transposed ? k : lane % 8, c = transposed ? lane % 8 : k;
-                row[k] = (u16)(all[4 * r + c / 2] >> (16 * (c % 2)));
-            }
-    }
-    sm90::write(address, row, 16);
-    exchange(0);
-}
-static inline void store_matrices(u32 address, u32 first, u32 second, u32 third, u32 fourth) {
-    store_any_matrices(false, address, first, second, third, fourth);
-}
-static inline void store_matrices_transposed(u32 address, u32 first, u32 second, u32 third, u32 fourth) {
-    store_any_matrices(true, address, first, second, third, fourth);
-}
+void store_shared(u32 address, float value);
+void store_shared_pair(u32 address, float first, float second);
+float load_shared(u32 address);
+float2 load_shared_pair(u32 address);
+uint4 load_shared_16_bytes(u32 address);
+void store_matrices(u32 address, u32 first, u32 second, u32 third, u32 fourth);
+void store_matrices_transposed(u32 address, u32 first, u32 second, u32 third, u32 fourth);
+void load_matrices(u32 address, u32& first, u32& second, u32& third, u32& fourth);
 
-static inline void load_matrices(u32 address, u32& first, u32& second, u32& third, u32& fourth) {
-    u32* const words[4] = {&first, &second, &third, &fourth};
-    const u32 lane = threadIdx.x % 32;
-    // a warp that falls behind shows what is written before all have read it
-    if (!late && threadIdx.x / 32 % 4 == 3) host::lag();
-    for (u32 i = 0; i < 4; ++i) {
-        const u32 row = exchange(address)[8 * i + lane / 4];
-        std::memcpy(words[i], sm90::at(sm90::block(), row, 16) + 4 * (lane % 4), 4);
-    }
-    exchange(0);
-}
-
-static inline void barrier_init(u32 barrier, u32 arrivals) {
-    sm90::at(sm90::block(), barrier, 8);
-    sm90::Phase phase;
-    phase.arrivals = phase.missing = arrivals;
-    sm90::phases[sm90::block()][barrier] = phase;
-}
+void barrier_init(u32 barrier, u32 arrivals);
 static inline void barrier_init_fence() {}
-static inline void barrier_expect(u32 barrier, u32 bytes) {
-    sm90::Phase& phase = sm90::phase(sm90::block(), barrier);
-    phase.bytes += bytes;
-    sm90::arrive(phase);
-    sm90::settle(phase);
-}
-static inline void barrier_arrive(u32 barrier, u32 block) {
-    sm90::Phase& phase = sm90::phase(block, barrier);
-    sm90::arrive(phase);
-    sm90::settle(phase);
-}
-static inline void barrier_wait(u32 barrier, u32 parity) {
-    while (sm90::phase(sm90::block(), barrier).parity == parity) host::yield();
-}
-static inline void warpgroup_sync(int consumer) {
-    host::wait(sm90::of_warpgroup[sm90::block() * 16 + consumer], 128);
-}
-static inline u32 block_in_cluster() { return sm90::block(); }
+void barrier_expect(u32 barrier, u32 bytes);
+void barrier_arrive(u32 barrier, u32 block);
+void barrier_wait(u32 barrier, u32 parity);
+void warpgroup_sync(int consumer);
+u32 block_in_cluster();
 template <bool RELAXED>
-static inline void cluster_sync() { host::wait(sm90::of_cluster, host::fibers.size()); }
+static inline void cluster_sync() { sm90::wait_for_cluster(); }
 
 static inline void prefetch_map(const TensorMap&) {}
-static inline void load_box(u32 target, const TensorMap& map, u32 barrier, int row, int column) {
-    sm90::ask({sm90::block(), target, barrier, sm90::read(map), row, column});
-}
-static inline void load_box_for(u16 blocks, u32 target, const TensorMap& map, u32 barrier, int row, int column) {
-    for (u32 block = 0; block < CLUSTER; ++block)
-        if (blocks >> block & 1) sm90::ask({block, target, barrier, sm90::read(map), row, column});
-}
-static inline void store_box(const TensorMap& map, u32 source, int row, int column) {
-    const sm90::Store store = {sm90::read(map), sm90::block(), source, row, column};
-    for (u32 word = source / 4; word < (source + store.map.box_rows * 128) / 4; ++word)
-        if (sm90::unseen[sm90::block()][word] != sm90::NOBODY) host::fail("a copy of what no fence has made visible");
-    if (late) sm90::stores[host::current].back().push_back(store);
-    else sm90::perform(store);
-}
-static inline void store_commit() {
-    if (late) sm90::stores[host::current].emplace_back();
-}
-/* The newest entry is the group that is not committed yet. */
+void load_box(u32 target, const TensorMap& map, u32 barrier, int row, int column);
+void load_box_for(u16 blocks, u32 target, const TensorMap& map, u32 barrier, int row, int column);
+void store_box(const TensorMap& map, u32 source, int row, int column);
+void store_commit();
 template <int PENDING>
-static inline void store_wait_read() {
-    auto& groups = sm90::stores[host::current];
-    for (; groups.size() > PENDING + 1; groups.pop_front())
-        for (const sm90::Store& store : groups.front()) sm90::perform(store);
-}
+static inline void store_wait_read() { sm90::wait_for_stores(PENDING); }
 static inline void store_wait() { store_wait_read<0>(); }
-static inline void fence_for_copy_engine() {
-    for (u32 word : sm90::unseen_of[host::current]) {
-        u32& writer = sm90::unseen[sm90::block()][word];
-        if (writer == host::current) writer = sm90::NOBODY;
-    }
-    sm90::unseen_of[host::current].clear();
-}
+void fence_for_copy_engine();
 
 template <int COUNT>
 static inline void give_registers() {}
@@ -366,24 +75,13 @@ static inline void take_registers() {}
 
 static inline u64 operand(u32 address) { return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 static inline u64 operand_at(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
-static inline void mma_fence() { sm90::products[host::current].push_back({}); }
+void mma_fence();
 static inline void mma_commit() {}
 template <int COUNT>
 static inline void pin(float (&)[COUNT]) {}
 template <int COUNT>
 static inline void mma(float (&sums)[COUNT], u64 a, u64 b, bool fresh) {
-    u32& last = sm90::multiplying[sm90::block()];
-    const u32 warpgroup = threadIdx.x / 128;
-    if (last != warpgroup && last != sm90::NOBODY) ++handovers;
-    last = warpgroup;
-    sm90::products[host::current].back().push_back({sums, 2 * COUNT, a, b, fresh});
+    sm90::multiply({sums, 2 * COUNT, a, b, fresh, STRING(A_FORMAT), STRING(B_FORMAT)});
 }
-/* All of the warpgroup, as the instruction is one of all its warps. */
 template <int PENDING>
-static inline void mma_wait() {
-    host::lag();
-    auto& groups = sm90::products[host::current];
-    for (; groups.size() > PENDING; groups.pop_front())
-        for (const sm90::Product& product : groups.front()) sm90::perform(product);
-    host::wait(sm90::of_warpgroup[sm90::block() * 16 + 8 + threadIdx.x / 128], 128);
-}
+static inline void mma_wait() { sm90::wait_for_products(PENDING); }
