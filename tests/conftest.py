@@ -9,22 +9,23 @@ import warnings
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from host_kernels import HostKernel
-
-from benchmarks.no_kernels import override_cpu
-from lightning_fp8.ops.cuda import gemm_choice, kernels
+# xdist's own process reads this file before it starts the others: nothing here imports torch or Lightning for it
+if TYPE_CHECKING:
+    from host_kernels import HostKernel
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # files with slow tests come first, so that no process is left with them when the others have ended
     slow = {item.path for item in items if "slow" in item.keywords}
     items.sort(key=lambda item: item.path not in slow)
+    import torch
+
     if torch.cuda.is_available():
         return
     without, needing = [], []
@@ -59,6 +60,8 @@ def pytest_make_collect_report(
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -67,7 +70,7 @@ def _leave_nothing_behind() -> Iterator[None]:
     yield
     # what one file compiled, or kept from being compiled, as a counter of FLOPs does, is none of the next one's
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+        sys.modules["torch"].compiler.reset()
     # glibc keeps what small models leave in pieces: hundreds of megabytes in a process that runs many files
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
 
@@ -80,6 +83,8 @@ def _usual_umask() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _two_threads() -> None:
+    import torch
+
     torch.set_num_threads(min(2, torch.get_num_threads()))
     # Lightning says once per run that a loader has no workers
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -88,6 +93,8 @@ def _two_threads() -> None:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """torch computes on one thread."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -97,6 +104,10 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The CUDA functions with kernels that run on the CPU from their sources; names of those loaded."""
+    from host_kernels import HostKernel
+
+    from lightning_fp8.ops.cuda import gemm_choice, kernels
+
     loaded: list[str] = []
 
     def load(
@@ -126,6 +137,11 @@ def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.fixture
 def cuda_half(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Turns CPU tensors over to ``ops.cuda``; counts the launches of each kernel."""
+    import torch
+    from host_kernels import HostKernel
+
+    from benchmarks.no_kernels import override_cpu
+
     launches: Counter[str] = Counter()
     launch = HostKernel.__call__
 

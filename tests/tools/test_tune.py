@@ -198,7 +198,8 @@ def test_a_process_that_has_ended_between_jobs_is_said(worker: Worker) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_no_answer_is_said() -> None:
+def test_what_is_no_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_fp8.tools.worker._SECONDS_TO_END", 1)
     with Worker([sys.executable, "-c", "print('hello', flush=True); input()"]) as worker:
         assert worker.answer({}, LIMIT) == Answer(None, "gave 'hello' in place of an answer")
     with Worker([sys.executable, "-c", "import os, time; os.close(1); time.sleep(60)"]) as worker:
@@ -607,12 +608,12 @@ def test_tune_leaves_out_what_is_broken_and_keeps_the_fastest(
     }
     monkeypatch.setattr(command, "_ways", lambda *_: ways)
     own = gemm_table.own_path(NAME)
-    arguments = ["--shapes", "48x64x32", "--rounds", "2", "--time-limit", "20"]
+    arguments = ["--shapes", "48x64x32", "--rounds", "2", "--time-limit", "8"]
     command.main(arguments)
     printed = capsys.readouterr().out
     fprop, dgrad, wgrad = (gemm.name for gemm in (FPROP, DGRAD, WGRAD))
     for line in (
-        f"left out: 128x256 s4 c1 for {fprop}: did not end within 20 s",
+        f"left out: 128x256 s4 c1 for {fprop}: did not end within 8 s",
         f"left out: 256x128 s4 c1 for {dgrad}: ended by signal 6",
         f"left out: 256x128 s4 c2 for {wgrad}: no kernel: none is available",
         f"left out: 128x128 s6 c1 for {fprop}: gave 1 wrong elements of {48 * 32}",
