@@ -70,6 +70,28 @@ def test_same_training_and_one_cast_per_optimizer_step(tmp_path: Path, accumulat
     assert type(models[1].net[0]) is nn.Linear
 
 
+def test_no_copy_outlives_a_switch_between_training_and_evaluation(
+    monkeypatch: pytest.MonkeyPatch, casts: list[Any]
+) -> None:
+    # as on a GPU, where nobody sees a change through `.data`, such as that of averaged weights in evaluation
+    monkeypatch.setattr("lightning_fp8.modules.weight_cache.is_k_major", lambda _: True)
+    model, x = nn.Sequential(nn.Linear(32, 16)), torch.randn(4, 32)
+    weight_copy.keep_copies(model, set())
+
+    def outputs() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    before = outputs()
+    assert torch.equal(outputs(), before)
+    assert len(casts) == 1
+    model.eval()
+    model[0].weight.data.neg_()
+    model.train()
+    assert torch.equal(outputs(), nn.functional.linear(x.bfloat16(), *(p.bfloat16() for p in model.parameters())))
+    assert len(casts) == 2
+
+
 def test_linear_layers_equal_autocast_bit_for_bit(tmp_path: Path) -> None:
     with_copies, stock = seeded(), seeded()
     for model, copies in ((with_copies, True), (stock, False)):

@@ -118,10 +118,18 @@ def test_plugin_can_be_pickled_after_a_run(tmp_path: Path) -> None:
     assert set(other.state_dict()) == set(trainer.precision_plugin.state_dict())
 
 
-def test_contexts_restore_the_default_dtype() -> None:
+def test_contexts_set_the_default_dtype_and_restore_it() -> None:
     for precision in ("fp8-delayed", "bf16-mixed", "bf16-true"):
         plugin = PLUGINS[precision](**({} if precision == "bf16-true" else {"param_dtype": torch.bfloat16}))
-        for context in (plugin.forward_context, plugin.tensor_init_context, plugin.module_init_context):
+        computes_in = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        for context, within in (
+            (plugin.forward_context, computes_in),
+            (plugin.recomputation_context, computes_in),
+            (plugin.tensor_init_context, torch.bfloat16),
+            (plugin.module_init_context, torch.bfloat16),
+        ):
+            with context():
+                assert torch.get_default_dtype() == within
             with pytest.raises(KeyError), context():
                 raise KeyError
             assert torch.get_default_dtype() == torch.float32
