@@ -10,9 +10,9 @@ demo: $(INSTALLED)
 	$(BIN)/python -m lightning_fp8 fit --config configs/tiny_gpt_fp8.yaml
 	$(BIN)/python -m lightning_fp8 report runs/tiny_gpt_fp8
 
-# one thread each, as the tensors of the tests are small, in two processes: a third on two cores, for when a test waits,
-# costs more than it brings; each runs whole files, whose fixtures are then made once, in the order of collection, which
-# has the slow ones first; with bytecode kept, as a hundred programs are started that import the package
+# one thread each, as the tensors of the tests are small, in two processes for two cores: each imports all packages, and few
+# tests wait; each runs whole files, whose fixtures are then made once, in the order of collection, which has the slow ones
+# first; with bytecode kept, as a hundred programs are started that import the package
 # glibc keeps the memory of tensors that are gone: the next ones need no pages from the system, a twentieth of the time
 test: $(INSTALLED) browser
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MALLOC_TRIM_THRESHOLD_=536870912 MALLOC_MMAP_THRESHOLD_=33554432 \
