@@ -200,10 +200,10 @@ def test_every_callback_logs_the_same(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.count("headroom") >= 2
 
 
-def test_throughput_under_a_precision_of_the_other_name_is_refused() -> None:
+def test_throughput_under_a_precision_of_the_other_name_is_refused(tmp_path: Path) -> None:
     monitor = callbacks.Fp8ThroughputMonitor(batch_size_fn=len)
     with pytest.raises(TypeError, match=r"Import `lightning\.pytorch` in place of `pytorch_lightning`, or use"):
-        trainer(precision="32-true", callbacks=monitor, logger=MirrorCSVLogger("unused")).fit(Mirrored(), loader())
+        trainer(precision="32-true", callbacks=monitor, logger=MirrorCSVLogger(tmp_path)).fit(Mirrored(), loader())
 
 
 def test_its_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
