@@ -70,7 +70,9 @@ def _leave_nothing_behind() -> Iterator[None]:
     yield
     # what one file compiled, or kept from being compiled, as a counter of FLOPs does, is none of the next one's
     if "torch._dynamo" in sys.modules:
-        sys.modules["torch"].compiler.reset()
+        import torch
+
+        torch.compiler.reset()
     # glibc keeps what small models leave in pieces: hundreds of megabytes in a process that runs many files
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
 

@@ -73,6 +73,8 @@ OPTIONS = (
     "-fsanitize=bounds,alignment",
     "-fsanitize-undefined-trap-on-error",
 )
+# of what all variants have in common
+OPTIMISED = "-O3"
 
 
 def compile_on_host(what: str, out: Path, *arguments: str) -> None:
@@ -100,7 +102,7 @@ def build_folder() -> Path:
     # the shim has instructions of its own in files of the same names
     files = {file.name: file.read_bytes() for file in (*SOURCES.glob("*.cu*"), *SHIM.iterdir())}
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
-    key = hashlib.sha256(repr((version, OPTIONS, LAUNCH, sorted(files.items()))).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((version, OPTIONS, OPTIMISED, LAUNCH, sorted(files.items()))).encode()).hexdigest()[:16]
     folder = ROOT / ".pytest_cache" / "host_kernels" / key
     folder.parent.mkdir(parents=True, exist_ok=True)
     for other in folder.parent.iterdir():
@@ -116,7 +118,7 @@ def build_folder() -> Path:
     # what all variants have in common is compiled once, and read once: it would take most of a variant's time
     for file in SHIM.glob("*.cpp"):
         machine = folder / file.name
-        compile_on_host(machine.name, machine.with_suffix(".o"), "-O3", "-Werror", "-c", str(machine))
+        compile_on_host(machine.name, machine.with_suffix(".o"), OPTIMISED, "-Werror", "-c", str(machine))
     # last: g++ crashes where it reads a header with other optimisations than it was compiled with
     compile_on_host(header.name, header.with_name(f"{header.name}.gch"), "-x", "c++-header", str(header))
     return folder

@@ -77,7 +77,7 @@ void fail(const char* what) {
 static void enter() {
     body();
     fibers[current].done = progress = true;
-    --alive[current / blockDim.x];
+    --alive[block()];
     _longjmp(scheduler, 1);
 }
 
@@ -142,8 +142,7 @@ void launch(unsigned grid, unsigned block, void (*kernel)(), unsigned cluster) {
 }  // namespace host
 
 void __syncthreads() {
-    const unsigned block = host::current / blockDim.x;
-    host::wait(host::of_block[block], host::alive[block]);
+    host::wait(host::of_block[host::block()], host::alive[host::block()]);
 }
 
 const unsigned* exchange(unsigned value) {

@@ -18,6 +18,8 @@
 #define __align__(n) __attribute__((aligned(n)))
 /* What the tests ask a library for; all else is its own. */
 #define EXPORTED __attribute__((visibility("default")))
+#define STRING_OF(word) #word
+#define STRING(word) STRING_OF(word)
 
 using std::max;
 using std::min;
@@ -34,8 +36,9 @@ namespace host {
 struct Barrier { unsigned arrived = 0, generation = 0; };
 /* Which fiber runs; those of a cluster's blocks follow each other. */
 extern unsigned current;
-/* Blocks of a cluster. */
+/* Blocks of a cluster, and which of them this fiber is in. */
 extern unsigned blocks;
+static inline unsigned block() { return current / blockDim.x; }
 /* Whether anything has happened since a warp's fibers were last asked. */
 extern bool progress;
 /* What is done before each cluster; what is left to do where nothing has happened. */

@@ -1,4 +1,5 @@
 #include "cuda_on_host.h"
+#include "formats_on_host.h"
 #include "instructions_sm89.cuh"
 
 #include <cstdio>
@@ -63,27 +64,6 @@ static const Words& exchanged(const u32 (&words)[COUNT]) {
     return all;
 }
 
-/* A format's 256 values, from its definition. */
-struct Values {
-    double of[256];
-    explicit Values(const char* format) {
-        const bool e5m2 = std::strcmp(format, "e5m2") == 0;
-        const int mantissa_bits = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
-        for (int code = 0; code < 256; ++code) {
-            const int exponent = (code & 127) >> mantissa_bits, mantissa = code & ((1 << mantissa_bits) - 1);
-            const int significand = exponent ? mantissa + (1 << mantissa_bits) : mantissa;
-            double value = std::ldexp(significand, std::max(exponent, 1) - bias - mantissa_bits);
-            if (e5m2 && exponent == 31) value = mantissa ? NAN : INFINITY;
-            if (!e5m2 && (code & 127) == 127) value = NAN;
-            of[code] = code & 128 ? -value : value;
-        }
-    }
-};
-static const Values& values(const char* format) {
-    static const Values e4m3("e4m3"), e5m2("e5m2");
-    return std::strcmp(format, "e5m2") == 0 ? e5m2 : e4m3;
-}
-
 static float rounded(double sum) {
     if (!std::isfinite(sum) || sum == 0) return (float)sum;
     int exponent;
@@ -116,7 +96,7 @@ void mma(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], const char* a_f
         for (u32 k = 0; k < 32; ++k) {
             const u32 a_word = words.of[4 * a_row + k % 16 / 4][upper + k / 16 * 2];
             const u32 b_word = words.of[4 * b_row + k % 16 / 4][4 + k / 16];
-            sum += a_values.of[a_word >> 8 * (k % 4) & 255] * b_values.of[b_word >> 8 * (k % 4) & 255];
+            sum += (double)a_values.of[a_word >> 8 * (k % 4) & 255] * b_values.of[b_word >> 8 * (k % 4) & 255];
         }
         sums[i] = rounded(sum);
     }

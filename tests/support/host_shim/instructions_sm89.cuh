@@ -7,9 +7,6 @@
 #pragma once
 #include "instructions.cuh"
 
-#define SPELLED(word) #word
-#define QUOTED(word) SPELLED(word)
-
 extern "C" {
 EXPORTED extern int late;
 EXPORTED extern int accumulator_bits;
@@ -35,6 +32,6 @@ static inline u32 shared_address() {
     return 0;
 }
 static inline void mma(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    sm89::mma(sums, a, b, QUOTED(A_FORMAT), QUOTED(B_FORMAT));
+    sm89::mma(sums, a, b, STRING(A_FORMAT), STRING(B_FORMAT));
 }
 #endif

@@ -1,4 +1,5 @@
 #include "cuda_on_host.h"
+#include "formats_on_host.h"
 #include "instructions_sm90.cuh"
 
 #include <deque>
@@ -43,7 +44,7 @@ static std::map<u32, host::Barrier> of_warpgroup;
 /* The warpgroup of each block that has last asked for products. */
 static std::vector<u32> multiplying;
 
-u32 block() { return host::current / blockDim.x; }
+using host::block;
 
 static void start() {
     const u32 threads = host::blocks * blockDim.x;
@@ -60,11 +61,11 @@ static void start() {
     of_warpgroup.clear();
 }
 
-u8* at(u32 block, u32 address, u32 bytes) {
+static u8* at(u32 block, u32 address, u32 bytes) {
     if (address % std::min(bytes, 16u) != 0 || address + bytes > MEMORY) host::fail("shared memory that is not there");
     return &memory[block][address];
 }
-void write(u32 address, const void* value, u32 bytes) {
+static void write(u32 address, const void* value, u32 bytes) {
     std::memcpy(at(block(), address, bytes), value, bytes);
     for (u32 word = address / 4; word < (address + bytes) / 4; ++word) {
         unseen[block()][word] = host::current;
@@ -139,31 +140,6 @@ static bool load_one() {
     return true;
 }
 static const bool prepared = (host::at_start = start, host::when_stuck = load_one, true);
-
-/* What a product needs of a code: its value, and the exponent that the tensor cores align it by. A subnormal has the
-   smallest exponent of its format, and zero one that no sum is aligned by. */
-constexpr short ZERO = -1000;
-struct Values {
-    float of[256];
-    short exponents[256];
-    explicit Values(const char* format) {
-        const bool e5m2 = std::strcmp(format, "e5m2") == 0;
-        const int mantissa_bits = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
-        for (int code = 0; code < 256; ++code) {
-            const int exponent = (code & 127) >> mantissa_bits, mantissa = code & ((1 << mantissa_bits) - 1);
-            const int significand = exponent ? mantissa + (1 << mantissa_bits) : mantissa;
-            exponents[code] = significand ? std::max(exponent, 1) - bias : ZERO;
-            float value = std::ldexp((float)significand, std::max(exponent, 1) - bias - mantissa_bits);
-            if (e5m2 && exponent == 31) value = mantissa ? NAN : INFINITY;
-            if (!e5m2 && (code & 127) == 127) value = NAN;
-            of[code] = code >> 7 ? -value : value;
-        }
-    }
-};
-static const Values& values(const char* format) {
-    static const Values e4m3("e4m3"), e5m2("e5m2");
-    return std::strcmp(format, "e5m2") == 0 ? e5m2 : e4m3;
-}
 
 /* 32 values of K of one row of an operand. */
 struct Row {

@@ -10,8 +10,6 @@
 #include "instructions.cuh"
 
 typedef unsigned long long u64;
-#define STRING_OF(word) #word
-#define STRING(word) STRING_OF(word)
 
 struct alignas(64) TensorMap {
     u8 bytes[128];
