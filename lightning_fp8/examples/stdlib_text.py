@@ -57,7 +57,7 @@ class StdlibText(LightningDataModule):
         held_out = self._windows(_read(files[9::10]))
         self.val_set = held_out[:: max(1, len(held_out) // self.val_windows)][: self.val_windows]
         training = [file for position, file in enumerate(files) if position % 10 != 9]
-        self.train_set = self._windows(_read(training)[: self.max_bytes])
+        self.train_set = self._windows(_read(training, self.max_bytes))
 
     def _windows(self, text: Tensor) -> Tensor:
         """Consecutive windows ``[windows, context + 1]`` of a text ``[bytes]``, without its incomplete end."""
@@ -79,5 +79,10 @@ def _files(library: Path) -> Iterator[Path]:
             yield from folder.rglob("*.py")
 
 
-def _read(files: list[Path]) -> Tensor:
-    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+def _read(files: list[Path], most: int | None = None) -> Tensor:
+    text = bytearray()
+    for file in files:
+        text += file.read_bytes()
+        if most is not None and len(text) >= most:
+            break
+    return torch.frombuffer(text, dtype=torch.uint8)[:most]

@@ -35,7 +35,7 @@ def small(config: Path, tmp_path: Path) -> Path:
     """The configuration as it stands, but for a few steps of few texts, and of a large model two narrow blocks."""
     parsed = yaml.safe_load(config.read_text())
     if "context" in parsed["data"]["init_args"]:
-        parsed["data"]["init_args"].update(batch_size=4)
+        parsed["data"]["init_args"].update(batch_size=4, max_bytes=100_000)
     if parsed["model"]["init_args"].get("create_on_device"):
         parsed["model"]["init_args"].update(layers=2, width=64, heads=2, context=64)
         parsed["data"]["init_args"].update(context=64)

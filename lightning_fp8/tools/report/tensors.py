@@ -45,7 +45,7 @@ class Tensors:
     sqnr_db: Floats
     milliseconds: Floats
 
-    @property
+    @cached_property
     def roles(self) -> list[str]:
         """The role of each."""
         return [name.rpartition(".")[2] for name in self.names]
