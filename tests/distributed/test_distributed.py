@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from processes import run_script
 from repository import ROOT
+from warm import run_warm
 
 SCRIPT = """
 import sys
@@ -59,9 +58,7 @@ def test_scales_agree_on_every_rank(kind: str, tmp_path: Path) -> None:
         # one of them by Lightning's own launcher, which runs the script again for the second rank
         script = tmp_path / "train.py"
         script.write_text(source)
-        run = subprocess.run(
-            [sys.executable, str(script), kind], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
-        )
+        run = run_warm(str(script), kind)
         assert run.returncode == 0, run.stderr[-3000:]
     else:
         run_script(source, tmp_path, kind)

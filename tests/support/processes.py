@@ -1,29 +1,33 @@
-"""Real processes for the tests, from a server that has imported everything already.
+"""Real processes for the tests, from one server that has imported everything already.
+
+Importing Lightning takes 3 to 9 seconds of a CPU: the server does it once for all the tests of a pytest process. A part
+of it, for ``warm``, has imported Lightning and nothing of ``lightning_fp8``.
 
 On GPUs each process has one of its own, and NCCL in place of gloo: ``python -m pytest -m cuda``.
 """
 
 from __future__ import annotations
 
-import gc
+import functools
 import multiprocessing
 import os
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 PROCESSES = multiprocessing.get_context("forkserver")
-# the tests' own folder is not on the server's path
-PROCESSES.set_forkserver_preload(["lightning.pytorch", "lightning_fp8", "pytest", "torchdata.stateful_dataloader"])
+PROCESSES.set_forkserver_preload(["warm_server"])
 
 # what a process of its own may take; it is there to end a hang with a failure
 PATIENCE = 180
@@ -31,15 +35,33 @@ PATIENCE = 180
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
+@functools.cache
+def server() -> IO[str]:
+    """Starts it; gives the connection to ``warm_server``."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.socket(socket.AF_UNIX) as listener,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        address = str(Path(folder, "socket"))
+        listener.bind(address)
+        listener.listen()
+        listener.settimeout(PATIENCE)
+        patch.setenv("WARM_SERVER", address)
+        # `multiprocessing` does not give it the tests' path
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        forkserver.ensure_running()
+        return listener.accept()[0].makefile("rw")
+
+
 def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
+    server()
     process = PROCESSES.Process(target=_begin, args=(torch.get_num_threads(), target, *arguments), daemon=True)
     process.start()
     return process
 
 
 def _begin(threads: int, target: Callable[..., None], *arguments: Any) -> None:
-    # no collection looks at what the server has imported
-    gc.freeze()
     # the same sums in the same order as in the tests' own process
     torch.set_num_threads(threads)
     target(*arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import math
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,7 +23,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.plugins import Precision
 from lit import Regression, loader, make_trainer, seeded
-from repository import ROOT
+from processes import start
 from warm import run_warm
 
 import lightning_fp8
@@ -113,10 +112,6 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         patch.delenv("PL_GLOBAL_SEED", raising=False)
         main([*arguments, "--trainer.gradient_clip_val=0.5"])
     return folder / "runs" / "compare" / "tiny", printed.getvalue()
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -323,27 +318,30 @@ def test_a_configuration_that_is_refused_is_refused_once(
     assert printed.out.count("steps ...") == 1
 
 
+def compare(arguments: list[str], printed: Path) -> None:
+    # who runs the tests in the background has them ignore it, and so would what they start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with printed.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        main(arguments)
+
+
 def test_control_c_ends_what_it_started(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    command = [sys.executable, "-m", "lightning_fp8", "compare", "--config", str(config), "--steps", "1000000"]
     # named: what runs by default depends on the CPU
-    command += ["--out", str(tmp_path / "out"), "--precisions", "fp8-delayed"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    # who runs the tests in the background has them ignore the signal, and so would what they start
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, cwd=tmp_path, env=environment(), preexec_fn=heed, **pipes) as parent:
-        try:
-            deadline = time.monotonic() + 300
-            while not running(tmp_path / "out") and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert running(tmp_path / "out")
-            parent.send_signal(signal.SIGINT)
-            printed, _ = parent.communicate(timeout=60)
-        finally:
-            parent.kill()
-            for process in running(tmp_path / "out") if parent.returncode is None else ():
-                os.kill(int(process), signal.SIGKILL)
-    assert parent.returncode == 130
+    arguments = ["--out", str(tmp_path / "out"), "--precisions", "fp8-delayed", "--steps", "1000000"]
+    parent = start(compare, ["--config", str(write_config(tmp_path)), *arguments], tmp_path / "printed")
+    try:
+        deadline = time.monotonic() + 300
+        while not running(tmp_path / "out") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert running(tmp_path / "out")
+        os.kill(parent.pid, signal.SIGINT)
+        parent.join(60)
+    finally:
+        parent.kill()
+        for process in running(tmp_path / "out") if parent.exitcode is None else ():
+            os.kill(int(process), signal.SIGKILL)
+    printed = (tmp_path / "printed").read_text()
+    assert parent.exitcode == 130
     assert f"Stopped. What has run is in {tmp_path / 'out'}." in printed
     assert "Traceback" not in printed
     assert not running(tmp_path / "out")
