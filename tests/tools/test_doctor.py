@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -15,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 from broken_kernels import Broken, poke
+from forked_workers import fork_workers
 from gemm_cases import FORMAT_PAIRS
 from host_kernels import VARIANTS, HostKernel
 from lightning.fabric import Fabric
-from repository import ROOT
 from warm import run_warm
 
 import lightning_fp8
@@ -39,7 +40,7 @@ from lightning_fp8.tools.doctor import (
     page,
     software,
 )
-from lightning_fp8.tools.worker import Answer, Job
+from lightning_fp8.tools.worker import Answer, Job, serve
 
 CPU = torch.device("cpu")
 kernels_of = kernels.variants
@@ -476,46 +477,35 @@ def test_a_toolchain_that_gives_out_is_said_once(monkeypatch: pytest.MonkeyPatch
 
 
 # a child whose kernels are made up: `update_scales` hangs, `cast_weights` takes its process with it
-FAKE = """
-import os, sys, time, types
-import torch
-# without Lightning, which takes seconds
-for name in ("lightning_fp8", "lightning_fp8.tools.doctor"):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [name.replace(".", "/")]
-from lightning_fp8.tools.doctor import child
-from lightning_fp8.ops.cuda import kernels
-from lightning_fp8.tools.worker import serve
+def serve_fakes() -> None:
+    def attempt(variant: kernels.Variant, device: torch.device, test_again: bool) -> kernels.Attempt:
+        print("what libraries print")
+        if variant.family == "update_scales":
+            time.sleep(600)
+        if variant.family == "cast_weights":
+            os.abort()
+        return kernels.Attempt(None, None, False, 0.25, 0.5)
 
-def attempt(variant, device, test_again):
-    print("what libraries print")
-    if variant.family == "update_scales":
-        time.sleep(600)
-    if variant.family == "cast_weights":
-        os.abort()
-    return kernels.Attempt(None, None, False, 0.25, 0.5)
-
-torch.cuda.get_device_capability = lambda _: (9, 0)
-kernels.try_kernel = attempt
-serve(child.test)
-"""
+    torch.cuda.get_device_capability = lambda _: (9, 0)  # type: ignore[assignment]
+    kernels.try_kernel = attempt  # type: ignore[assignment]
+    serve(child.test)
 
 
 @pytest.mark.slow
 def test_a_kernel_that_hangs_costs_its_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+    fork_workers(monkeypatch)
     with_gpus(monkeypatch, (9, 0))
     chosen = [next(one for one in EVERY if one.family == family) for family in ("cast_weights", "update_scales")]
     cast = FEW[0]
     monkeypatch.setattr(kernels, "variants", lambda *_: [cast, *chosen, chosen[1], chosen[1], cast])
-    monkeypatch.setattr(child, "command", lambda: [sys.executable, "-c", FAKE])
+    monkeypatch.setattr(child, "command", lambda: [serve_fakes])
     shown: list[str] = []
-    checks = kernel_checks.on_device(torch.device("cuda:0"), 3.0, shown.append)
+    checks = kernel_checks.on_device(torch.device("cuda:0"), 2.0, shown.append)
     assert [(check.kernel, check.self_test, check.failure) for check in checks] == [
         (cast.name, "passed", None),
         ("cast_weights", "not run: not loaded", "ended by signal 6"),
-        ("update_scales", "not run: not loaded", "did not end within 3 s"),
-        ("update_scales", "not run: not loaded", "did not end within 3 s"),
+        ("update_scales", "not run: not loaded", "did not end within 2 s"),
+        ("update_scales", "not run: not loaded", "did not end within 2 s"),
         (
             "update_scales",
             "not run: not loaded",
@@ -527,7 +517,7 @@ def test_a_kernel_that_hangs_costs_its_limit_and_no_more(monkeypatch: pytest.Mon
     assert shown[0] == f"cuda:0: {cast.name}: "
     assert shown[1] == "compiled 0.25 s, self-test passed 0.50 s\n"
     assert shown[4] == "cuda:0: update_scales: "
-    assert shown[5].endswith("did not end within 3 s\n")
+    assert shown[5].endswith("did not end within 2 s\n")
 
 
 def test_gemm_is_compared(monkeypatch: pytest.MonkeyPatch, host_gpu: list[str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_workers import fork_workers
 from gemm_in_fp64 import HOPPER as HOPPER_CONFIGURATION
 from gemm_in_fp64 import Gemms
 from repository import ROOT
@@ -30,7 +31,7 @@ from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.tune import chain, child, command, search, trial
 from lightning_fp8.tools.tune.shapes import LAYERS, Gemm, Layer, candidates, gemms_of, parse_layers
-from lightning_fp8.tools.worker import Answer, Worker
+from lightning_fp8.tools.worker import Answer, Worker, serve
 
 CPU, HOPPER, NAME = torch.device("cpu"), (9, 0), "NVIDIA H200"
 FAST = {one.name: one for one in configurations(HOPPER, promote=False)}
@@ -544,53 +545,43 @@ def test_rows_are_rows_of_a_table(clock: list[str], tmp_path: Path) -> None:
 
 # all of it
 
+
 # the child of the command, on the CPU and with torch in place of our kernels, some of which are broken
-FAKE = """
-import os, sys, time, types
-# without Lightning, which takes seconds
-package = sys.modules["lightning_fp8"] = types.ModuleType("lightning_fp8")
-package.__path__ = ["lightning_fp8"]
-import torch
-from lightning_fp8.ops.cuda import kernels, plain
-from lightning_fp8.tools.tune import child
-from lightning_fp8.tools.worker import serve
+def serve_fakes() -> None:
+    def run(choice: Choice, *arguments: Any) -> torch.Tensor:
+        *operands, output, promote = arguments
+        got = plain.scaled_mm(*operands, output, not promote)
+        name = choice.name
+        os.write(1, b"libraries print this and that")
+        if name == "128x256 s4 c1":
+            time.sleep(600)
+        if name == "256x128 s4 c1":
+            os.abort()
+        if name == "128x128 s6 c1":
+            got[0, 0] += 1
+        if name == "cuBLASLt":
+            time.sleep(0.1)
+        if name == "128x128 s6 c2":
+            time.sleep(0.01)
+        return got
 
-def run(choice, *arguments):
-    *operands, output, promote = arguments
-    got = plain.scaled_mm(*operands, output, not promote)
-    name = choice.name
-    os.write(1, b"libraries print this and that")
-    if name == "128x256 s4 c1":
-        time.sleep(600)
-    if name == "256x128 s4 c1":
-        os.abort()
-    if name == "128x128 s6 c1":
-        got[0, 0] += 1
-    if name == "cuBLASLt":
-        time.sleep(0.1)
-    if name == "128x128 s6 c2":
-        time.sleep(0.01)
-    return got
-
-child._device = lambda: torch.device("cpu")
-torch.cuda.get_device_capability = lambda _: (9, 0)
-kernels.gemm_kernel = lambda device, one, *_: None if one.name == "256x128 s4 c2" else 1
-child.run_choice = run
-serve(child.work)
-"""
+    child._device = lambda: CPU  # type: ignore[attr-defined]
+    torch.cuda.get_device_capability = lambda _: (9, 0)  # type: ignore[assignment]
+    kernels.gemm_kernel = lambda device, one, *_: None if one.name == "256x128 s4 c2" else 1  # type: ignore[assignment]
+    child.run_choice = run  # type: ignore[attr-defined]
+    serve(child.work)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An H200 as far as torch tells, whose kernels are ``FAKE``; a cache folder of its own."""
+    """An H200 as far as torch tells, whose kernels are :func:`serve_fakes`; a cache folder of its own."""
     properties = SimpleNamespace(name=NAME, major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: NAME)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(command, "_device", lambda: CPU)
-    monkeypatch.setattr(child, "command", lambda: [sys.executable, "-c", FAKE])
+    fork_workers(monkeypatch)
+    monkeypatch.setattr(child, "command", lambda: [serve_fakes])
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.chdir(ROOT)
     gemm_table.rows.cache_clear()
     yield tmp_path
     gemm_table.rows.cache_clear()
@@ -608,12 +599,12 @@ def test_tune_leaves_out_what_is_broken_and_keeps_the_fastest(
     }
     monkeypatch.setattr(command, "_ways", lambda *_: ways)
     own = gemm_table.own_path(NAME)
-    arguments = ["--shapes", "48x64x32", "--rounds", "2", "--time-limit", "8"]
+    arguments = ["--shapes", "48x64x32", "--rounds", "2", "--time-limit", "5"]
     command.main(arguments)
     printed = capsys.readouterr().out
     fprop, dgrad, wgrad = (gemm.name for gemm in (FPROP, DGRAD, WGRAD))
     for line in (
-        f"left out: 128x256 s4 c1 for {fprop}: did not end within 8 s",
+        f"left out: 128x256 s4 c1 for {fprop}: did not end within 5 s",
         f"left out: 256x128 s4 c1 for {dgrad}: ended by signal 6",
         f"left out: 256x128 s4 c2 for {wgrad}: no kernel: none is available",
         f"left out: 128x128 s6 c1 for {fprop}: gave 1 wrong elements of {48 * 32}",
