@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,21 @@ import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
+from torch.onnx._internal.exporter._registration import onnxscript_apis
 from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8 import convert, export_onnx, fall_back, scaling_state
 
 FP8 = 17
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:.*legacy TorchScript.*", "ignore:.*deprecated.*")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _operators_are_read_once() -> Iterator[None]:
+    # torch reads the source of each of its operators for every export, half a second
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnxscript_apis, "get_torchlib_ops", functools.cache(onnxscript_apis.get_torchlib_ops))
+        yield
 
 
 class Gated(nn.Module):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -320,9 +319,9 @@ def test_blocks_compile_without_spills(b_scale_rows: int, arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("one", [*EVERY[::2], EVERY[5]], ids=str)
-def test_instructions(one: Chosen, arch: str, tmp_path: Path) -> None:
+def test_instructions(one: Chosen, arch: str) -> None:
     (a_format, b_format), output, _ = one
-    found = instructions(("gemm_sm89", definitions(*one)), arch, tmp_path)
+    found = instructions(("gemm_sm89", definitions(*one)), arch)
     # a warp's 64 x 32 x 64 in mma of 16 x 8 x 32, as often as the compiler unrolls the main loop
     products = count(found, rf"QMMA\.16832\.F32\.{a_format.upper()}\.{b_format.upper()}")
     assert products > 0, found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -96,8 +95,8 @@ EACH = [
 
 
 @pytest.mark.parametrize(("family", "arch"), EACH)
-def test_instructions(family: Family, arch: str, tmp_path: Path) -> None:
-    found = instructions(family, arch, tmp_path)
+def test_instructions(family: Family, arch: str) -> None:
+    found = instructions(family, arch)
     assert not count(found, r"(LDL|STL)\b.*"), "local memory"
     # bf16 and fp16 are packed by F2FP, two at once, where F2F makes one
     assert not count(found, r"(F2F|DMUL|DADD|DFMA)\b.*"), "slow conversions, or arithmetic in fp64"
@@ -126,9 +125,9 @@ def test_instructions(family: Family, arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("activation", "most"), [("none", 12.5), ("relu", 13.5), ("gelu", 25), ("silu", 17.5)])
-def test_a_cast_costs_an_element_at_most(activation: str, most: float, tmp_path: Path) -> None:
+def test_a_cast_costs_an_element_at_most(activation: str, most: float) -> None:
     """Instructions of a thread in a whole tile, with all outputs, where the scale is known; it casts 32 elements."""
-    lines, labels = program(casts(torch.bfloat16, "e4m3", activation), "sm_90a", tmp_path)
+    lines, labels = program(casts(torch.bfloat16, "e4m3", activation), "sm_90a")
     passed, place = 0, 0
     # what only a whole tile passes, in order; in between the shortest way
     for landmark in (r"LDG\.E\.NA\.128", r"F2FP\.SATFINITE", r"STG\.E\.64", r"STG\.E\.128", r"REDUX", r"EXIT"):
@@ -157,8 +156,8 @@ def shortest_way(lines: list[str], labels: dict[str, int], start: int, landmark:
 
 @pytest.mark.parametrize("family", IN_BLOCKS[2:4], ids=name)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_casts_in_blocks(arch: str, family: Family, tmp_path: Path) -> None:
-    found = instructions(family, arch, tmp_path)
+def test_casts_in_blocks(arch: str, family: Family) -> None:
+    found = instructions(family, arch)
     assert not count(found, r"(LDL|STL|F2F|DMUL|DADD|DFMA)\b.*"), found
     # bf16: four rows of eight elements a thread, 16 bytes at once, read once
     assert count(found, r"LDG\.E\.NA\.128\.CONSTANT") == 4, found
@@ -173,9 +172,9 @@ def test_casts_in_blocks(arch: str, family: Family, tmp_path: Path) -> None:
     assert count(found, rf"{ATOMIC}\..*") == (3 if squares else 1), found
 
 
-def test_a_cast_in_blocks_costs_an_element_at_most(tmp_path: Path) -> None:
+def test_a_cast_in_blocks_costs_an_element_at_most() -> None:
     """As below, for a thread that divides for no scale."""
-    lines, labels = program(IN_BLOCKS[2], "sm_90a", tmp_path)
+    lines, labels = program(IN_BLOCKS[2], "sm_90a")
     passed, place = 0, 0
     for landmark in (r"LDG\.E\.NA\.128", "SHFL", "BAR", "BAR", r"STG\.E\.64", r"STG\.E\.128", "EXIT"):
         place, between = shortest_way(lines, labels, place, landmark)
@@ -183,8 +182,8 @@ def test_a_cast_in_blocks_costs_an_element_at_most(tmp_path: Path) -> None:
     assert passed / 32 <= 17.5
 
 
-def test_update_scales_moves_words(tmp_path: Path) -> None:
-    found = instructions(UPDATE, "sm_90a", tmp_path)
+def test_update_scales_moves_words() -> None:
+    found = instructions(UPDATE, "sm_90a")
     # eight rows of the history a thread, all in registers before the first is written, and no atomic
     assert count(found, r"LDG\.E\b.*") >= 8
     assert count(found, r"STG\.E\b.*") >= 8

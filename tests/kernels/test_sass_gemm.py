@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -90,9 +89,9 @@ SHOWN += [chained(PROMOTED[0], torch.bfloat16, True, "gelu", "e5m2")]
 
 
 @pytest.mark.parametrize("chosen", SHOWN, ids=named)
-def test_instructions(chosen: Chosen, tmp_path: Path) -> None:
+def test_instructions(chosen: Chosen) -> None:
     configuration, family = chosen
-    found = instructions(family, "sm_90a", tmp_path)
+    found = instructions(family, "sm_90a")
     settings = dict(define.split("=") for define in family[1])
     chain, fp32 = settings.get("CHAIN"), settings["OUTPUT"] == "OutFp32"
     a, b = settings["A_FORMAT"].upper(), settings["B_FORMAT"].upper()
@@ -136,10 +135,10 @@ def test_instructions(chosen: Chosen, tmp_path: Path) -> None:
     assert count(found, r"(REDG|ATOMG)\.E\.MAX\..*") == 1
 
 
-def test_the_turn_is_given_while_products_run(tmp_path: Path) -> None:
+def test_the_turn_is_given_while_products_run() -> None:
     given = []
     for configuration in (PING_PONG[0], FAST[-1]):
-        lines, _ = program(plain(configuration, "e4m3", "e4m3", torch.bfloat16, False)[1], "sm_90a", tmp_path)
+        lines, _ = program(plain(configuration, "e4m3", "e4m3", torch.bfloat16, False)[1], "sm_90a")
         rest = lines[max(place for place, line in enumerate(lines) if "QGMMA" in line) :]
         waits = next(place for place, line in enumerate(rest) if re.search(r"DEPBAR\.LE gsb0, 0x0", line))
         given.append(sum("SYNCS.ARRIVE" in line for line in rest[:waits]))
@@ -147,9 +146,9 @@ def test_the_turn_is_given_while_products_run(tmp_path: Path) -> None:
     assert given == [2, 1]
 
 
-def step_instructions(family: Family, folder: Path) -> list[str]:
+def step_instructions(family: Family) -> list[str]:
     """Of a thread that computes, for 128 along K: the innermost loop around all products."""
-    lines, labels = program(family, "sm_90a", folder)
+    lines, labels = program(family, "sm_90a")
     products = [place for place, line in enumerate(lines) if "QGMMA" in line]
     jumps = ((place, re.search(r"BRA.*`\((\.L_\w+)\)", line)) for place, line in enumerate(lines))
     loops = [(place, labels[jump[1]]) for place, jump in jumps if jump]
@@ -158,9 +157,9 @@ def step_instructions(family: Family, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("b_scale_rows", "most"), [(0, 190), (128, 225), (1, 395)])
-def test_a_step_with_scales_costs_at_most(b_scale_rows: int, most: int, tmp_path: Path) -> None:
+def test_a_step_with_scales_costs_at_most(b_scale_rows: int, most: int) -> None:
     family = in_blocks(PROMOTED[0], torch.bfloat16, b_scale_rows)[1]
-    step = step_instructions(family, tmp_path)
+    step = step_instructions(family)
     found = Counter(LINE.findall("\n".join(step)))
     assert len(step) <= most, found
     # of 64 x 128 sums twice, 64 a thread, an addition each or a multiply-add
@@ -178,10 +177,10 @@ def test_a_step_with_scales_costs_at_most(b_scale_rows: int, most: int, tmp_path
 # --- what the end of a tile costs ------------------------------------------------------------------------------------
 
 
-def epilogue_instructions(family: Family, folder: Path) -> int:
+def epilogue_instructions(family: Family) -> int:
     """Of a thread that computes, for a tile: from the last product of the main loop to where the next tile begins, with
     all that lies in between, such as what is done only at the edges of a matrix."""
-    lines, labels = program(family, "sm_90a", folder)
+    lines, labels = program(family, "sm_90a")
     products = [place for place, line in enumerate(lines) if "QGMMA" in line]
     jumps = {
         place: labels[jump[1]] for place, line in enumerate(lines) if (jump := re.search(r"BRA.*`\((\.L_\w+)\)", line))
@@ -208,6 +207,6 @@ COSTS = {
 
 
 @pytest.mark.parametrize("which", COSTS)
-def test_an_epilogue_costs_at_most(which: str, tmp_path: Path) -> None:
+def test_an_epilogue_costs_at_most(which: str) -> None:
     (_, family), most = COSTS[which]
-    assert epilogue_instructions(family, tmp_path) <= most
+    assert epilogue_instructions(family) <= most
