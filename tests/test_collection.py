@@ -39,7 +39,18 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 import pytest, torch
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda *_: (9, 0)
-sys.exit(pytest.main(["--collect-only", "-q", "-m", "cuda", "-p", "no:cacheprovider", *sys.argv[2:]]))
+status = pytest.main(["--collect-only", "-q", "-m", "cuda", "-p", "no:cacheprovider", *sys.argv[2:]])
+
+import lightning_fp8
+from lightning.pytorch.callbacks import RichProgressBar
+
+for bar in (RichProgressBar, lightning_fp8.Fp8RichProgressBar):
+    try:
+        bar()
+    except ModuleNotFoundError as error:
+        print("without rich:", error)
+assert "rich" not in sys.modules
+sys.exit(status)
 """
 
 
@@ -94,8 +105,9 @@ def with_requirements(names: tuple[str, ...]) -> set[str]:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="importlib.metadata finds few of the modules of packages")
 @pytest.mark.slow
-def test_the_gpu_tests_need_few_packages() -> None:
-    there = {*with_requirements(INSTALLED), "lightning-fp8"}
+def test_the_gpu_tests_and_the_package_need_few_packages() -> None:
+    # transformers needs rich for its command line only
+    there = {*with_requirements(INSTALLED), "lightning-fp8"} - {"rich"}
     packages_of = {module: {*map(canonicalize_name, found)} for module, found in packages_distributions().items()}
     hidden = {
         "modules": [module for module, packages in packages_of.items() if not packages & there],
@@ -114,6 +126,10 @@ def test_the_gpu_tests_need_few_packages() -> None:
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
     assert {"test_cuda.py", "test_cuda_gemm.py", "test_bench.py", "test_ddp.py"} <= expected
     assert {*re.findall(r"^tests/(?:\w+/)?(\w+\.py)::", ran.stdout, re.MULTILINE)} == expected
+    # the package and its progress bar
+    lightnings, ours = re.findall(r"^without rich: (.*)", ran.stdout, re.MULTILINE)
+    assert "`RichProgressBar` requires `rich`" in lightnings
+    assert ours == "Fp8RichProgressBar: needs `rich`, which is not installed. Run `pip install rich`."
 
 
 @pytest.mark.parametrize("installed", [True, False])

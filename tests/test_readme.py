@@ -77,7 +77,8 @@ def test_yaml(page: Path, position: int, tmp_path: Path) -> None:
     if "plugins" in shown:
         parsed["trainer"].pop("precision")
     parsed["trainer"].update(shown, max_steps=2, val_check_interval=1, limit_val_batches=1, accelerator="cpu")
-    parsed["data"]["init_args"]["batch_size"] = 4
+    parsed["model"]["init_args"].update(width=64, context=32)
+    parsed["data"]["init_args"].update(batch_size=4, context=32, max_bytes=100_000)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(parsed))
     run = run_warm("-m", "lightning_fp8", "fit", "--config", "config.yaml", cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]

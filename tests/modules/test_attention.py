@@ -240,16 +240,16 @@ def test_compiled() -> None:
     torch._dynamo.reset()
     eager = convert(nn.TransformerEncoderLayer(WIDTH, HEADS, 48, 0.0, batch_first=True))
     compiled = copy.deepcopy(eager)
-    call = torch.compile(compiled, fullgraph=True)
+    call = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     x = operands(True)[0].detach()
     pad, target = mask("bool", (BATCH, LENGTH)), torch.randn(BATCH, LENGTH, WIDTH)
     for _ in range(2):
         for run_it, model in ((eager, eager), (call, compiled)):
             (run_it(x, src_key_padding_mask=pad) * target).sum().backward()
             scaling_state(model).update()
-    assert torch.allclose(scaling_state(eager).scale, scaling_state(compiled).scale, rtol=1e-2)
+    assert torch.equal(scaling_state(eager).scale, scaling_state(compiled).scale)
     for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
-        assert sqnr(q.grad, p.grad) > 25
+        assert torch.equal(q.grad, p.grad)
 
 
 def test_bad_input_is_named() -> None:

@@ -154,7 +154,8 @@ def test_recomputation_changes_nothing(block: str, reentrant: bool) -> None:
         assert all(map(torch.equal, one, two))
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+# one of each way to write a block: the others differ in the activation or in biases
+@pytest.mark.parametrize("block", ["gelu", "GPT-2", "Llama", "Phi-3", "BERT", "encoder layer"])
 def test_compiled_without_a_graph_break(block: str, fused: list[str]) -> None:
     model = converted(BLOCKS[block])
     eager = copy.deepcopy(model)

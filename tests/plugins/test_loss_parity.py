@@ -102,11 +102,11 @@ def difference(name: str, fp8: dict[str, float], baseline: dict[str, float]) -> 
 
 def test_gpt_ends_at_the_same_loss(tmp_path: Path) -> None:
     # one seed: of five none was further away than 0.2%
-    baseline = train("gpt", BASELINE, 0, tmp_path)
+    baseline = train("gpt", BASELINE, 0, tmp_path, steps=120)
     # nats per byte; an untrained model has 5.55
-    assert baseline["loss"] < 2.7
+    assert baseline["loss"] < 2.9
     for precision in RECIPES:
-        fp8 = train("gpt", precision, 0, tmp_path)
+        fp8 = train("gpt", precision, 0, tmp_path, steps=120)
         for name in ("loss", "val_loss"):
             assert abs(difference(name, fp8, baseline)) < 0.005, (precision, name)
 
