@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import re
@@ -91,6 +92,14 @@ def _seeds_of_devices_that_are_there() -> None:
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
             device.manual_seed_all = lambda seed: None  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _packages_are_searched_once() -> None:
+    from lightning.fabric.utilities import registry
+
+    # every Trainer reads the metadata of all installed packages, which may have callbacks for it: 15 ms
+    registry.entry_points = functools.cache(registry.entry_points)
 
 
 @pytest.fixture(autouse=True, scope="session")

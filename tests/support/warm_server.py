@@ -78,8 +78,9 @@ def begin(address: str) -> None:
         "torch._dynamo.testing",
         "torch._inductor.pattern_matcher",
         "torch.distributed.checkpoint.state_dict",
+        "cupy",
     ):
-        with suppress(ModuleNotFoundError):
+        with suppress(ImportError):
             importlib.import_module(name)
     settle()
 

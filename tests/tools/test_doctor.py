@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from warm import run_warm
 
 import lightning_fp8
 from kernels_cuda import casts
+from kernels_cuda import compile as kernels_compile
 from kernels_cuda.cache import cache_folder
 from kernels_cuda.compile import CompileError, KernelsUnavailable, nvrtc_version
 from kernels_cuda.gemm_variants import CHAINED_ACTIVATIONS, OUTPUTS, configurations
@@ -50,9 +51,22 @@ SECTIONS = ["Versions", "GPU and toolchain", "Settings", "Kernels", "Precisions"
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is found where there is no GPU")
 
 
+compile_really = kernels_compile.compile_source
+_cubins: dict[object, tuple[bytes, str]] = {}
+
+
+def compile_once(family: str, text: str, arch: str, defines: Sequence[str], included: Mapping[str, str]) -> Any:
+    """What a test before this one has compiled, as the caches of all are empty at first."""
+    key = family, text, arch, *defines, *included.items()
+    if key not in _cubins:
+        _cubins[key] = compile_really(family, text, arch, defines, included)
+    return _cubins[key]
+
+
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A cache of its own, no settings, three kernels in place of all."""
+    monkeypatch.setattr(kernels_compile, "compile_source", compile_once)
     for name in ("LIGHTNING_FP8_BACKEND", "CUDA_VISIBLE_DEVICES", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "cache"))
@@ -164,6 +178,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_are_compiled_without_a_gpu_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_compile, "compile_source", compile_really)
     without_gpu(monkeypatch)
     first, second = examine().kernels, examine().kernels
     assert [check.kernel for check in first] == [variant.name for variant in FEW]
