@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.collect_env import get_nvidia_driver_version
 
 from lightning_fp8.runtime.cpu import cpu_name, emulates_bf16
 
 _PACKAGE = Path(__file__).parent.parent
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+# nvidia-smi may hang with a broken driver
+_LIMIT_S = 30.0
 
 
 def environment(*packages: str, command: str | None = None) -> dict[str, Any]:
@@ -70,22 +74,27 @@ def driver_cuda() -> int:
     return 0 if library.cuDriverGetVersion(ctypes.byref(version)) else version.value
 
 
-def driver_names() -> list[str]:
-    """The driver version of each GPU that ``nvidia-smi`` lists, such as ``"580.65.06"``; empty without either."""
-    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()
+def driver_version() -> str | None:
+    """The driver's version as ``nvidia-smi`` gives it, such as ``"580.65.06"``; None without either."""
+    return get_nvidia_driver_version(_run)
 
 
 def _driver() -> str | None:
     """``"580.65.06, CUDA 13.0"``: the driver's version and the newest CUDA that it supports, as far as known."""
-    cuda = driver_cuda()
-    return ", ".join([*driver_names()[:1], *([f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"] if cuda else [])]) or None
+    number, cuda = driver_version(), driver_cuda()
+    return ", ".join([*filter(None, [number]), *([f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"] if cuda else [])]) or None
 
 
 def _output(*command: str) -> str:
     """What a command prints; nothing where it fails, hangs or does not exist."""
-    # `torch.utils.collect_env` runs similar programs, but waits for one that hangs, as with a broken driver
+    status, printed, _ = _run(shlex.join(command))
+    return "" if status else printed.strip()
+
+
+def _run(command: str) -> tuple[int, str, str]:
+    """Status, output and errors, in place of collect_env's own ``run``, which waits for a program that hangs."""
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return ran.stdout.strip() if ran.returncode == 0 else ""
+        ran = subprocess.run(shlex.split(command), capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, "", str(error)
+    return ran.returncode, ran.stdout, ran.stderr

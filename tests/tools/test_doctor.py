@@ -97,7 +97,7 @@ def fp8(found: Diagnosis, device: str, precision: str = "fp8-delayed") -> dict[s
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "gpus", list)
     monkeypatch.setattr(hardware, "driver_cuda", lambda: 0)
-    monkeypatch.setattr(hardware, "driver_names", list)
+    monkeypatch.setattr(hardware, "driver_version", lambda: None)
 
 
 def with_gpus(
@@ -111,7 +111,7 @@ def with_gpus(
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(hardware, "driver_cuda", lambda: driver)
-    monkeypatch.setattr(hardware, "driver_names", lambda: ["580.65.06"])
+    monkeypatch.setattr(hardware, "driver_version", lambda: "580.65.06")
     monkeypatch.setattr("lightning_fp8.tools.doctor.precisions.gemm", lambda _: None)
 
 
@@ -404,7 +404,7 @@ def test_a_source_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(("cuda", "words"), [(None, "torch was built without CUDA"), ("13.0", "cannot use it")])
 def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch, cuda: str | None, words: str) -> None:
     without_gpu(monkeypatch)
-    monkeypatch.setattr(hardware, "driver_names", lambda: ["570.1"])
+    monkeypatch.setattr(hardware, "driver_version", lambda: "570.1")
     monkeypatch.setattr(hardware, "driver_cuda", lambda: 12080)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     found = examine(compile=False)

@@ -10,7 +10,7 @@ import torch
 
 from kernels_cuda.compile import KernelsUnavailable, cached_by_version, check_driver, nvrtc_version
 from lightning_fp8.runtime.device import check_device
-from lightning_fp8.runtime.environment import CUPY, driver_cuda, driver_names, package_version
+from lightning_fp8.runtime.environment import CUPY, driver_cuda, driver_version, package_version
 from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Diagnosis, Section
 from lightning_fp8.tools.doctor.software import asked
 
@@ -24,9 +24,9 @@ def gpus() -> list[torch.device]:
 def describe(findings: Diagnosis, devices: list[torch.device]) -> bool:
     """GPUs, driver and toolchain; whether the package's kernels can be compiled (and, with a GPU, loaded)."""
     rows = [(str(gpu), asked(partial(_description, gpu))) for gpu in devices] or [("GPU", "none")]
-    driver, names = driver_cuda(), driver_names()
+    driver, number = driver_cuda(), driver_version()
     cuda = f"CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "no CUDA"
-    rows.append(("driver", f"{names[0] if names else 'version not known'}, {cuda}" if driver or names else "none"))
+    rows.append(("driver", f"{number or 'version not known'}, {cuda}" if driver or number else "none"))
     installed = [f"{wheel} {version}" for wheel in CUPY if (version := package_version(wheel))]
     rows.append(("CuPy", ", ".join(installed) or "not installed"))
     if len(installed) > 1:
@@ -38,8 +38,8 @@ def describe(findings: Diagnosis, devices: list[torch.device]) -> bool:
     ready, nvrtc = _toolchain(findings, bool(devices), bool(installed), driver)
     rows += [("NVRTC", nvrtc), ("compiled kernels", asked(partial(_compiled, nvrtc)))]
     findings.sections.append(Section("GPU and toolchain", ("what", "found"), tuple(rows)))
-    if not devices and names:
-        _unseen(findings, names, driver)
+    if not devices and number:
+        _unseen(findings, number, driver)
     return ready
 
 
@@ -98,14 +98,14 @@ def _index(driver: int) -> str:
     return "cu130" if driver >= 13000 else "cu126"
 
 
-def _unseen(findings: Diagnosis, names: list[str], driver: int) -> None:
+def _unseen(findings: Diagnosis, number: str, driver: int) -> None:
     if torch.version.cuda is None:
         what = "torch was built without CUDA"
         do = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{_index(driver)}"
     else:
         what = f"torch, built for CUDA {torch.version.cuda}, cannot use it"
         do = "Update the driver, or unset CUDA_VISIBLE_DEVICES where it hides the GPU."
-    findings.problem(SLOWER, f"There is an NVIDIA GPU (driver {names[0]}), but {what}.", do)
+    findings.problem(SLOWER, f"There is an NVIDIA GPU (driver {number}), but {what}.", do)
 
 
 def unfit(devices: list[torch.device]) -> dict[torch.device, str]:

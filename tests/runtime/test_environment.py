@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_fp8.runtime import environment
+
+# what nvidia-smi prints first
+SMI = """\
++-----------------------------------------------------------------------------------------+
+| NVIDIA-SMI 580.65.06              Driver Version: 580.65.06      CUDA Version: 13.0     |
++-----------------------------------------+------------------------+----------------------+"""
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program of this name, to be written, which comes first."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path / "nvidia-smi"
+
+
+@pytest.mark.parametrize(
+    ("program", "number"),
+    [(f"echo '{SMI}'", "580.65.06"), (f"echo '{SMI}'; exit 9", None), ("echo NVIDIA-SMI has failed", None)],
+)
+def test_the_drivers_version(program: str, number: str | None, smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi.write_text(f"#!/bin/sh\n{program}\n")
+    smi.chmod(0o755)
+    assert environment.driver_version() == number
+    monkeypatch.setattr(environment, "driver_cuda", lambda: 13000)
+    assert environment._driver() == ("580.65.06, CUDA 13.0" if number else "CUDA 13.0")
+    monkeypatch.setattr(environment, "driver_cuda", lambda: 0)
+    assert environment._driver() == number
+
+
+def test_a_broken_driver_costs_its_limit_and_no_more(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_LIMIT_S", 0.2)
+    smi.write_text("#!/bin/sh\nexec sleep 60\n")
+    smi.chmod(0o755)
+    began = time.monotonic()
+    assert environment.driver_version() is None
+    assert time.monotonic() - began < 30
+
+
+def test_without_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment.driver_version() is None
+    assert environment._commit() == ""
