@@ -39,6 +39,8 @@ from lightning_fp8.ops.cuda import kernels
 BATCH, TIME = 2, 48
 TOKENS = BATCH * TIME
 WIDTH, HIDDEN, HEADS = 64, 256, 4
+# of one optimizer step
+MICRO_BATCHES = (1, 2)
 
 
 class Block(NamedTuple):
@@ -322,8 +324,8 @@ def count_plain(block: Block, micro_batches: int) -> Count:
     return _as_count(count.now + hidden, kept)
 
 
-def count_fp8(counted: Counted, block: Block, micro_batches: int, compiled: bool) -> Count:
-    """Of the converted block, in the second optimizer step."""
+def count_fp8(counted: Counted, block: Block, compiled: bool) -> dict[int, Count]:
+    """Of the converted block, by micro-batches: in the second optimizer step of so many, compiled once for all."""
     model, x = _made(block)
     convert(model)
     state = scaling_state(model)
@@ -332,18 +334,21 @@ def count_fp8(counted: Counted, block: Block, micro_batches: int, compiled: bool
         torch._dynamo.reset()
         called = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)  # type: ignore[assignment]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        counted.now.clear()
-        with _hidden_passes() as hidden:
-            for _ in range(micro_batches):
-                with _kept(model, False) as kept:
-                    y = _forward(block, called, x)
-                y.float().sum().backward()
-        state.update()
-        set_steady_state(model)
-        with torch.no_grad():
-            optimizer.step()
-    return _as_count(counted.now + hidden, kept)
+    counts = {}
+    for micro_batches in MICRO_BATCHES:
+        for _ in range(2):
+            counted.now.clear()
+            with _hidden_passes() as hidden:
+                for _ in range(micro_batches):
+                    with _kept(model, False) as kept:
+                        y = _forward(block, called, x)
+                    y.float().sum().backward()
+            state.update()
+            set_steady_state(model)
+            with torch.no_grad():
+                optimizer.step()
+        counts[micro_batches] = _as_count(counted.now + hidden, kept)
+    return counts
 
 
 @contextmanager
@@ -416,11 +421,12 @@ def main() -> None:
     print(_HEAD)
     for name in asked.blocks:
         block = BLOCKS[name]
-        for micro_batches in (1, 2):
+        eager, compiled = (count_fp8(counted, block, compiled) for compiled in (False, True))
+        for micro_batches in MICRO_BATCHES:
             rows = {
                 "least": least(block, micro_batches),
-                "eager": count_fp8(counted, block, micro_batches, compiled=False),
-                "compiled": count_fp8(counted, block, micro_batches, compiled=True),
+                "eager": eager[micro_batches],
+                "compiled": compiled[micro_batches],
                 "bf16-mixed": count_plain(block, micro_batches),
             }
             for what, count in rows.items():

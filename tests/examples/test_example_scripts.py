@@ -93,7 +93,7 @@ def test_lora_on_a_base_in_fp8(run: Runner, monkeypatch: pytest.MonkeyPatch) -> 
         fit(trainer, model, *loaders)
 
     monkeypatch.setattr(pl.Trainer, "fit", keep)
-    found = run("finetune_transformers", "--lora")
+    found = run("finetune_transformers", "--lora", "--epochs", "1")
     assert found.loss < NO_CONTEXT - 0.5
     assert found.fp8_layers == LLAMA
     assert sum("weight in FP8 only" in str(row) for row in describe(fitted[0])) == LLAMA

@@ -118,19 +118,38 @@ def shown(browser: Browser, large: tuple[Path, Run]) -> Iterator[Opened]:
     opened.page.close()
 
 
+@pytest.fixture(scope="module")
+def shown_runs(browser: Browser, trained: tuple[Path, list[Run]]) -> Iterator[Opened]:
+    opened = Opened(browser, trained[0], color_scheme="light")
+    yield opened
+    opened.check()
+    opened.page.close()
+
+
 @pytest.fixture
 def opened(shown: Opened) -> Opened:
     """The large page as it is at first."""
-    page = shown.page
+    reset(shown, "1 to 50 of 5,000")
+    return shown
+
+
+@pytest.fixture
+def opened_runs(shown_runs: Opened) -> Opened:
+    """The page of the trained runs as it is at first."""
+    reset(shown_runs, "1 to 15 of 15")
+    return shown_runs
+
+
+def reset(opened: Opened, rows: str) -> None:
+    page = opened.page
     for box in page.locator("#role-boxes input").all():
         box.check()
     # each change draws the page again
-    for select, value in {"#sort": "model", "#plane": "log2_scale"}.items():
+    for select, value in {"#run": "0", "#sort": "model", "#plane": "log2_scale"}.items():
         if page.input_value(select) != value:
             page.select_option(select, value)
-    if page.input_value("#filter") or page.inner_text("#rows") != "1 to 50 of 5,000":
-        shown.filter("", "1 to 50 of 5,000")
-    return shown
+    if page.input_value("#filter") or page.inner_text("#rows") != rows:
+        opened.filter("", rows)
 
 
 def check_width(page: Page, width: int) -> None:
@@ -143,9 +162,8 @@ def check_width(page: Page, width: int) -> None:
             assert drawn["width"] <= place["width"] + 1
 
 
-def test_two_runs_render_without_a_complaint(browser: Browser, trained: tuple[Path, list[Run]]) -> None:
-    path, (fp8, bf16) = trained
-    opened = Opened(browser, path, color_scheme="light")
+def test_two_runs_render_without_a_complaint(opened_runs: Opened, trained: tuple[Path, list[Run]]) -> None:
+    opened, (fp8, bf16) = opened_runs, trained[1]
     page = opened.page
     check_width(page, 1280)
     assert page.title() == "FP8 report: fp8-delayed/version_0, bf16-mixed/version_0"
@@ -172,11 +190,10 @@ def test_two_runs_render_without_a_complaint(browser: Browser, trained: tuple[Pa
     assert "5 of 5 layers ran in FP8" in page.inner_text("#layers-tables")
     assert "add lightning_fp8.LayerTimer" in page.inner_text("#slowest-table")
     opened.check()
-    page.close()
 
 
-def test_worst_layers_are_those_of_the_logs(browser: Browser, trained: tuple[Path, list[Run]]) -> None:
-    opened = Opened(browser, trained[0])
+def test_worst_layers_are_those_of_the_logs(opened_runs: Opened, trained: tuple[Path, list[Run]]) -> None:
+    opened = opened_runs
     found = {key: series.values[-1] for key, series in trained[1][0].scalars.items() if key.endswith("/sqnr_db")}
     expected = sorted(found, key=lambda key: found[key])
     rows = opened.table("worst-table")
@@ -353,9 +370,8 @@ def test_names_are_text_whatever_they_hold(browser: Browser, tmp_path: Path) -> 
     opened.check()
 
 
-def test_headings_tables_and_keyboard(browser: Browser, trained: tuple[Path, list[Run]]) -> None:
-    opened = Opened(browser, trained[0])
-    page = opened.page
+def test_headings_tables_and_keyboard(opened_runs: Opened) -> None:
+    opened, page = opened_runs, opened_runs.page
     levels = [
         int(name[1]) for name in page.locator("h1, h2, h3, h4, h5, h6").evaluate_all("all => all.map((h) => h.tagName)")
     ]
