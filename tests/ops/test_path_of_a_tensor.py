@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from limits import limit
 from repository import ROOT
 from torch import Tensor, nn
 
@@ -45,7 +46,7 @@ def files_on_the_way(layer: nn.Module, x: Tensor) -> list[str]:
     return list(files)
 
 
-def test_eight_files_from_top_to_bottom(cuda_half: Counter[str]) -> None:
+def test_few_files_from_top_to_bottom(cuda_half: Counter[str]) -> None:
     layer = convert(nn.Sequential(nn.Linear(32, 32)))[0]
     x = torch.randn(16, 32, requires_grad=True)
     for _ in range(2):
@@ -56,6 +57,6 @@ def test_eight_files_from_top_to_bottom(cuda_half: Counter[str]) -> None:
     assert sum(cuda_half.values()) == 1
     assert files[0] == "lightning_fp8/modules/linear.py"
     assert files[-1] == "kernels_cuda/casts.py"
-    assert len(files) <= 8
+    assert len(files) <= limit("tests/ops/test_path_of_a_tensor.py")
     rooms = [name.rpartition("/")[0] for name in files]
     assert rooms == sorted(rooms, key=ROOMS.index)
