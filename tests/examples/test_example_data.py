@@ -67,6 +67,10 @@ def test_packages_of_the_standard_library(tmp_path: Path, monkeypatch: pytest.Mo
         texts[packages] = bytes(data.train_set.flatten().tolist())
     assert texts[False] == b"m" * 2700
     assert texts[True] == b"m" * 2700 + b"p" * 1000
+    # in the middle of a file
+    data = StdlibText(context=9, max_bytes=250)
+    data.setup("fit")
+    assert bytes(data.train_set.flatten().tolist()) == b"m" * 250
 
 
 def test_no_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -402,6 +402,8 @@ def test_the_scheme_changes_the_colours_of_charts(browser: Browser, trained: tup
     dark = opened.page.evaluate(colours)
     opened.page.emulate_media(color_scheme="light")
     opened.page.wait_for_function(f"() => {colours} !== {json.dumps(dark)}")
+    opened.page.emulate_media(color_scheme="dark")
+    opened.page.wait_for_function(f"() => {colours} === {json.dumps(dark)}")
     # paper is white, whatever the screen is
     opened.page.emulate_media(color_scheme="dark", media="print")
     opened.page.wait_for_function(f"() => ['#000', '#000000'].includes({colours})")
