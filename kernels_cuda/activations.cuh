@@ -40,8 +40,8 @@ constexpr float LOG2_E = 1.44269504088896340736f;
 
 struct Gelu {
     static constexpr bool exact = false;
-    /* The normal distribution's: log2 of odds that are odd in x, by a minimax polynomial. The product of x and the error is
-       below 2e-7; where x < -5, and x * cdf(x) is below 2e-6, the relative error is no longer small. */
+    /* Of the normal distribution: a minimax polynomial, odd in x, gives log2 of the odds. The product of x and the
+       error is below 2e-7; where x < -5, and x * cdf(x) is below 2e-6, the relative error is no longer small. */
     __device__ static float cdf(float x) {
         const float square = x * x;
         float odds = 4.21676694e-9f;

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels_cuda.casts import INPUTS, TENSORS, TILE_ROWS, aligned_loads, aligned_stores
 from kernels_cuda.launch import Kernel, address
 
-# elements that share a scale: along a row, and with `square` as many rows
+# elements along a row that share a scale; with `square`, over as many rows
 BLOCK = 128
 THREADS = 512
 LAYOUT = f"{TENSORS}PPPPPPi4x"
@@ -22,8 +22,8 @@ def variant(input: torch.dtype, square: bool) -> tuple[str, ...]:
 
 
 def new_scales(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Memory for the scales of 1 x 128 of a payload ``[rows, columns]``: ``[rows, ceil(columns/128)] float32``, not
-    initialised, strides ``(1, rows)``, as torch's scaled product takes them too."""
+    """Uninitialised memory for the scales of the 1 x 128 blocks of a payload ``[rows, columns]``:
+    ``[rows, ceil(columns/128)] float32``, strides ``(1, rows)``, as torch's scaled product takes them too."""
     return torch.empty(-(-columns // BLOCK), rows, dtype=torch.float32, device=device).t()
 
 
@@ -32,8 +32,8 @@ class Recorded(NamedTuple):
 
     Attributes:
         index: ``[1] int64``, which tensor of the state.
-        amax: ``[R] float32``, takes the maximum; of squares it takes the weight's amax.
-        scale: ``[R] float32``, of squares: takes what the whole weight's scale would be.
+        amax: ``[R] float32``, raised to the maximum; for squares, set to the weight's amax.
+        scale: ``[R] float32``, for squares only: set to what the whole weight's scale would be.
     """
 
     index: Tensor  # type: ignore[assignment]
@@ -77,14 +77,14 @@ def cast_squares(
     y: Tensor | None = None,
     y_t: Tensor | None = None,
 ) -> None:
-    """Launch the variant of 128 x 128: of what :func:`cast_blocks` says it differs in the scales.
+    """Launch the variant of 128 x 128, which differs from :func:`cast_blocks` in the scales.
 
     Args:
         kernel: of family ``cast_blocks``, square.
         weight: ``[rows, columns]`` fp32, bf16 or fp16, as the variant says.
         recorded: where amax and scale of the whole weight go, or None.
-        scale_inv: ``[ceil(rows/128), ceil(columns/128)] float32``, contiguous, written: of ``y``, and transposed of
-            ``y_t``.
+        scale_inv: ``[ceil(rows/128), ceil(columns/128)] float32``, contiguous, written: the scales of ``y``, and
+            transposed those of ``y_t``.
         power_of_two: whether scales are rounded down to powers of two.
         y: ``[rows, columns] uint8``, contiguous, written.
         y_t: ``[columns, rows] uint8``, contiguous, written.

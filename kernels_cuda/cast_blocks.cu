@@ -1,13 +1,13 @@
 /* cast_blocks: a tensor into E4M3, by rows, by columns, or both, each block with its own scale, in one pass.
 
 maths       scale = FP8_MAX / max |x| over the block, at most the largest finite fp32, and 1 where the maximum is inf or
-            NaN; with `power_of_two` rounded down to one. code = sat(x * scale) in fp32, rounded to nearest even;
-            scale_inv = 1 / scale
-            SQUARE 0: blocks of 1 x 128, for y along the rows of y, for y_t along those of y_t, whose codes are others
+            NaN; with `power_of_two` rounded down to a power of two. code = sat(x * scale) in fp32, rounded to nearest
+            even; scale_inv = 1 / scale
+            SQUARE 0: blocks of 1 x 128 along the rows of y and along those of y_t, so the two have different codes
             SQUARE 1: blocks of 128 x 128, the same for y and y_t; for weights
             amax[index] = max(amax[index], max |x|) as bits. SQUARE: amax[index] = max |x|, and scale[index] what the
             whole tensor's scale would be, for logs
-tensors     those of cast_tile.cuh but dy, and those of Arguments
+tensors     those of cast_tile.cuh except dy, and those of Arguments
 variants    INPUT Fp32|Bf16|Fp16, SQUARE 0|1
 tile        128 x 128, 512 threads: a tile holds whole blocks of all three shapes. A thread keeps its 4 x 8 elements in
             registers while the maxima go through shared memory:
@@ -16,8 +16,8 @@ tile        128 x 128, 512 threads: a tile holds whole blocks of all three shape
             1 x 128 along columns    two threads of a warp by a shuffle, 16 warps through shared memory
             then one thread for each of the 128 + 128 scales divides, and stores its scale_inv
 grid        ceil(rows / 128) * ceil(columns / 128) blocks of 512 threads, tiles by rows; 26 KB of shared memory
-bytes       as of cast_transpose, bf16 in both layouts 4 an element, and 4 / 128 for each layout's scales
-ceiling     the memory's: 63 us for 8192 x 8192 at a measured 4.3 TB/s
+bytes       as for cast_transpose, bf16 in both layouts 4 an element, and 4 / 128 for each layout's scales
+ceiling     memory bandwidth: 63 us for 8192 x 8192 at a measured 4.3 TB/s
 reference   a scale for each block, and lightning_fp8.ops.reference.saturating_cast with it
 */
 #define TILE_WIDTH 128
@@ -34,7 +34,7 @@ struct Arguments {
     int power_of_two;
 };
 
-/* Of each block of 1 x 128: the maxima over rows, then all scales, columns first. */
+/* For blocks of 1 x 128: the maxima of rows, then all scales, those of columns first. */
 struct BlockMemory {
     float of_rows[TILE_ROWS];
     float scales[TILE_COLUMNS + TILE_ROWS];
@@ -90,7 +90,7 @@ __device__ __forceinline__ void cast_tile_of_blocks(const Arguments& arguments, 
     note_weight(arguments.amax, arguments.scale, *arguments.index, current, whole);
 }
 #else
-/* Lets the elements be kept as they lie in memory until they are needed again: two codes of each would need 64 registers. */
+/* Keeps the elements as they lie in memory until they are needed again: two codes of each would need 64 registers. */
 __device__ __forceinline__ void keep_packed(Loaded<INPUT>& x) {
 #pragma unroll
     for (int i = 0; i < THREAD_ROWS; ++i)
@@ -98,7 +98,7 @@ __device__ __forceinline__ void keep_packed(Loaded<INPUT>& x) {
         for (u32& word : x.rows[i].words) forget_origin(word);
 }
 
-/* Maxima of this thread's rows and columns over the tile to shared memory; there one for each warp and column. */
+/* Writes the maxima of this thread's rows over the tile, and of its columns over the warp, to shared memory. */
 __device__ __forceinline__ void leave_maxima(const Loaded<INPUT>& x, TileMemory& memory, BlockMemory& blocks) {
     float of_rows[THREAD_ROWS] = {}, of_columns[THREAD_COLUMNS] = {};
 #pragma unroll
@@ -123,14 +123,14 @@ __device__ __forceinline__ void leave_maxima(const Loaded<INPUT>& x, TileMemory&
         *reinterpret_cast<float4*>(&blocks.of_rows[t / THREADS_ACROSS * THREAD_ROWS]) = {of_rows[0], of_rows[1],
                                                                                          of_rows[2], of_rows[3]};
     if (lane < THREADS_ACROSS) {
-        // room for column sums that nothing is summed in yet
+        // in the memory of the column sums, which is not used yet
         float4* target = reinterpret_cast<float4*>(&memory.sums[t / 32 * TILE_COLUMNS + lane * THREAD_COLUMNS]);
         target[0] = {of_columns[0], of_columns[1], of_columns[2], of_columns[3]};
         target[1] = {of_columns[4], of_columns[5], of_columns[6], of_columns[7]};
     }
 }
 
-/* One scale a thread: of column t, or of row t - TILE_COLUMNS. The rows' maxima together are the tile's. */
+/* One scale a thread: of column t, or of row t - TILE_COLUMNS. The rows' maxima also give the tile's. */
 __device__ __forceinline__ void make_scale(const Arguments& arguments, TileMemory& memory, BlockMemory& blocks,
                                            int tile_row, int tile_column) {
     const int t = threadIdx.x, rows = arguments.tensors.rows, columns = arguments.tensors.columns;

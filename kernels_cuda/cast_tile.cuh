@@ -6,13 +6,13 @@ tensors     x        [rows, columns] fp32, bf16 or fp16, rows `x_stride` element
             dy       [rows, columns] like x, rows `dy_stride` apart; BACKWARD only
             y        [rows, columns] u8, contiguous, or null
             y_t      [columns, rows] u8, contiguous, or null
-            column_sums  [ceil(rows / TILE_ROWS), columns] fp32, or null: sums of v over the rows of each tile; not of an
-                     activation's output, which is no gradient
-            Gated: x is the gate, `up` another tensor with its shape and stride; of BACKWARD the gradient of up has
+            column_sums  [ceil(rows / TILE_ROWS), columns] fp32, or null: sums of v over the rows of each tile; not with a
+                     forward activation, as its output is no gradient
+            Gated: x is the gate, `up` another tensor with its shape and stride; with BACKWARD the gradient of up has
                      outputs of its own, and rows of both y and both column_sums are `width` elements apart, so that
                      gate and up may also be halves of one tensor
-            `aligned`: LOADS if every 8 neighbours of x (and dy, and up) from a multiple of 8 are at a 16-byte-aligned address,
-            ROWS if those of y are at an 8-byte-aligned one, COLUMNS if 16 neighbours of y_t at a 16-byte-aligned one
+            `aligned`: LOADS if groups of 8 elements of a row of x (and dy, and up) are aligned to 16 bytes, ROWS if
+            those of y are aligned to 8 bytes, COLUMNS if groups of 16 elements of y_t are aligned to 16 bytes
 tile        128 rows x 64 columns, 256 threads; thread t holds rows 4 (t / 8) + 0..3, columns 8 (t % 8) + 0..7. With
             TILE_WIDTH 128 twice as wide, 512 threads:
 
@@ -22,10 +22,10 @@ tile        128 rows x 64 columns, 256 threads; thread t holds rows 4 (t / 8) + 
             ...
             rows 124..127 t248                t255
 
-shared      the codes by columns, 64 x 128 bytes, and 8 x 64 column sums: 10 KB. Four codes of a column, of one thread,
-            make a word; words are swizzled in groups of four by the thread's column, so that both the writes (lanes
-            with 8 different columns) and the 16-byte reads touch every bank once; in a tile of 128 columns two lanes
-            write to a bank. 24 KB there
+shared      the codes by columns, 64 x 128 bytes, and 8 x 64 column sums: 10 KB. A thread's four codes of a column make
+            a word; words are swizzled in groups of four by the thread's column, so that both the writes (lanes with 8
+            different columns) and the 16-byte reads touch every bank once. A tile of 128 columns takes 24 KB, and two
+            lanes write to a bank
 bytes       read once, written once: for bf16 2 in, 1 out by rows, 1 out by columns
 */
 #pragma once
@@ -56,7 +56,7 @@ struct Tensors {
     int rows, columns, aligned;
 };
 
-/* What a gated variant has besides. */
+/* The additional tensors of a gated variant. */
 struct Gated {
     const void* up;
     Outputs out;
@@ -72,7 +72,7 @@ struct TileMemory {
 /* Where this thread's 4 x 8 elements lie. */
 struct Place {
     long long row, column;
-    bool inside;   // the whole tile is
+    bool inside;   // whether the whole tile is
     __device__ Place(const Tensors& tensors, int tile_row, int tile_column) {
         const int t = threadIdx.x;
         row = (long long)tile_row * TILE_ROWS + (t >> ACROSS_BITS) * THREAD_ROWS;
@@ -214,7 +214,7 @@ __device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2]
     }
 }
 
-/* Writes a tile's results, whose rows are `width` elements apart. SUMS: of a possible gradient. */
+/* Writes a tile's results, whose rows are `width` elements apart. SUMS: whether it may have column sums. */
 template <bool SUMS, class Format>
 __device__ __forceinline__ void store_tile(const Encoded<Format>& encoded, const Outputs& out, const Tensors& tensors,
                                            long long width, const Place& place, TileMemory& memory, int tile_row,

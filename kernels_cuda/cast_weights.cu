@@ -1,11 +1,11 @@
 /* cast_weights: all weights of a model into E4M3, by rows and by columns, with their amaxes, in one launch.
 
-maths       per weight that of cast_transpose for a weight. Two launches: `measure` finds each current_amax, and the other
-            one scales by it; amax and scale of each weight are written to the arenas
+maths       as cast_transpose for each weight. Two launches: `measure` finds each current_amax, and the other scales by
+            it; amax and scale of each weight are written to the arenas
 tensors     weights [count] Weight; first_tile [count + 1] int32, the running sum of tiles
 grid        first_tile[count] blocks of 256 threads; a block finds its weight by bisection
 bytes       fp32 4 an element to measure and 6 to cast, bf16 and fp16 2 and 4
-ceiling     the memory's
+ceiling     memory bandwidth
 reference   lightning_fp8.ops.reference.cast, weight by weight
 */
 #include "cast_tile.cuh"

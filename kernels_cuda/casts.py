@@ -37,7 +37,7 @@ def variant(input: torch.dtype, format: str, activation: str = "none", backward:
 
 
 def layout(definitions: tuple[str, ...]) -> str:
-    """Of a variant's arguments."""
+    """The layout of a variant's argument struct."""
     return _GATED_LAYOUT if ACTIVATIONS["swiglu"] in definitions else _CAST_TRANSPOSE_LAYOUT
 
 
@@ -50,8 +50,8 @@ class Row(NamedTuple):
             weight, which is scaled by ``current_amax``; the values used are written to ``scale`` and ``amax``.
         index: ``[1] int64``, which of the R.
         amax: ``[R] float32`` to record in, or None.
-        current_amax: ``[] float32``, zero before; scales a weight, or a tensor without a history. None where there is
-            no such tensor.
+        current_amax: ``[] float32``, initially zero; receives the amax that scales a weight or a tensor without a
+            history. None for a tensor that has a history.
         after_measuring: changes ``current_amax`` in place between the launch that measures it and the one that uses it.
     """
 
@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
 
 def column_sum_tiles(rows: int) -> int:
-    """Rows of ``column_sums``."""
+    """The number of rows of ``column_sums`` for a tensor with this many rows."""
     return -(-rows // TILE_ROWS)
 
 
@@ -90,7 +90,7 @@ def cast_transpose(
         y_t: ``[width, rows] uint8``, written.
         column_sums: ``[column_sum_tiles(rows), width] float32``, written; None for the output of an activation.
         dy: ``[rows, columns]`` like x, for variants with ``backward``.
-        gated: whether the variant is swiglu, over the gate and, next to it, what it is multiplied with.
+        gated: whether the variant is swiglu, for which x is ``[gate | up]``.
     """
     if gated:
         result = Result(row, scale_inv, y, y_t, column_sums)
@@ -108,7 +108,7 @@ def cast_transpose(
         kernel(grid, x_at, dy_at, 0, 0, 0, *strides, rows, columns, loads, *_measuring(row), 1)
         if after_measuring is not None:
             after_measuring(current_amax)
-    # not `address`: each call counts in the host time of a layer
+    # not `address`: every call adds to the host time of a layer
     y_at = 0 if y is None else y.data_ptr()
     y_t_at = 0 if y_t is None else y_t.data_ptr()
     kernel(
@@ -134,7 +134,7 @@ def cast_transpose(
 
 
 class Result(NamedTuple):
-    """What a gated cast makes of one tensor ``[rows, columns]``.
+    """The outputs of a gated cast for one tensor ``[rows, columns]``.
 
     Attributes:
         row: which scale, and where to record. With ``current_amax`` a first launch measures it where it is needed.
@@ -151,7 +151,7 @@ class Result(NamedTuple):
     column_sums: Tensor | None = None
 
     def half(self, which: int) -> Result:
-        """Of the columns of what both halves are made into, the first or the second half."""
+        """The first or the second half of the columns of all outputs."""
         outputs = ((self.y, 1), (self.y_t, 0), (self.column_sums, 1))
         halves = (None if tensor is None else tensor.chunk(2, dim=dim)[which] for tensor, dim in outputs)
         return Result(self.row, self.scale_inv, *halves)
@@ -160,15 +160,15 @@ class Result(NamedTuple):
 def cast_gated(
     kernel: Kernel, gate: Tensor, up: Tensor, result: Result, dy: Tensor | None = None, of_up: Result | None = None
 ) -> None:
-    """Launch a gated variant over gate and up ``[rows, columns]``, which have one stride, so also halves of one tensor.
+    """Launch a gated variant over gate and up ``[rows, columns]``, with the same stride, such as halves of one tensor.
 
     Args:
         kernel: of family ``cast_transpose``, gated.
         gate: fp32, bf16 or fp16, as the variant says; any distance between rows.
         up: like the gate.
-        result: of ``silu(gate) * up``; with ``dy`` of the gradient of the gate.
+        result: for ``silu(gate) * up``; with ``dy``, for the gradient of the gate.
         dy: ``[rows, columns]`` like the gate, for variants with ``backward``.
-        of_up: with ``dy`` the result of the gradient of up, with rows as far apart as those of ``result``.
+        of_up: with ``dy``, for the gradient of up, with rows as far apart as those of ``result``.
     """
     (rows, columns), stride, size = gate.shape, gate.stride(0), gate.element_size()
     results = (result,) if of_up is None else (result, of_up)
@@ -216,7 +216,7 @@ class WeightTable(NamedTuple):
 
     Attributes:
         weights: ``[count, 13] int64``, ``struct Weight`` of each.
-        first_tile: ``[count + 1] int32``, running sum of tiles; ``tiles`` is the last one, on the host.
+        first_tile: ``[count + 1] int32``, running sum of tiles; ``tiles`` is its last entry, on the host.
         current_amax: ``[count] float32``, zeros, for the kernel to measure into.
         scale_inv: ``[count] float32``, for the kernel to write.
     """
@@ -260,7 +260,7 @@ def measure_weights(kernel: Kernel, table: WeightTable) -> None:
 def cast_weights(kernel: Kernel, table: WeightTable, scale: Tensor, amax: Tensor) -> None:
     """Measure, and launch once more to cast into each weight's ``y`` and ``y_t``; writes ``table.scale_inv``.
 
-    Scale and amax, ``[R] float32``, receive at each weight's index what was used.
+    Scale and amax, ``[R] float32``, receive the values used, at each weight's index.
     """
     measure_weights(kernel, table)
     _over_weights(kernel, table, scale, amax, measure=False)
@@ -273,7 +273,7 @@ def _over_weights(kernel: Kernel, table: WeightTable, scale: Tensor | None, amax
 
 def aligned_stores(y: int, y_t: int, rows: int, columns: int) -> int:
     """Which payloads, by their addresses, can be stored in whole words."""
-    # a power of two divides all of several numbers if it divides their bitwise or
+    # a power of two divides all of the numbers if it divides their bitwise or
     by_rows, by_columns = y and not (y | columns) & 7, y_t and not (y_t | rows) & 15
     return (_ROWS if by_rows else 0) | (_COLUMNS if by_columns else 0)
 

@@ -32,7 +32,7 @@ _OLDEST_NVRTC = (12, 4)
 # "relu.cu(12): error: ...", "tile.cuh(3): catastrophic error: ..."
 _ERROR = re.compile(r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error\b", re.MULTILINE)
 _BY_VERSION = re.compile(r"-nvrtc(?P<version>\d+\.\d+)-")
-# by process: a forked child also has its parent's entry and reads there, but writes into its own folder
+# by process ID: a forked child also has its parent's entry and reads there, but writes into its own folder
 _private_folders: dict[int, Path] = {}
 
 
@@ -298,6 +298,6 @@ def _write(folder: Path, stem: str, cubin: bytes) -> Cubin:
 
 @atexit.register
 def _remove_private_folder() -> None:
-    # by process: a forked child runs this too, and `TemporaryDirectory` would take its parent's folder away
+    # by process ID: a forked child runs this too, and `TemporaryDirectory` would delete its parent's folder
     if os.getpid() in _private_folders:
         shutil.rmtree(_private_folders[os.getpid()], ignore_errors=True)

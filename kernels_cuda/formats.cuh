@@ -2,7 +2,7 @@
 #pragma once
 #include "instructions.cuh"
 
-/* Eight neighbours as they lie in memory, so that what is loaded ahead takes no more registers than bytes. */
+/* Eight neighbours as they lie in memory, so that those loaded ahead take no more registers than their bytes need. */
 template <int WORDS>
 struct Raw {
     u32 words[WORDS];

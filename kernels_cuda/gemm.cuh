@@ -12,7 +12,7 @@ tensors     a    [m, k] FP8, rows contiguous, k a multiple of 16
             out  [m, n] fp32, bf16 or fp16, rows `out_stride` elements apart, each at a multiple of 16 bytes
             bias [n] in the format that `bias_format` names
             a_scale_inv, b_scale_inv  [1] fp32; with blocks [m, ceil(k / 128)] and [ceil(n / B_SCALE_ROWS),
-                 ceil(k / 128)], anyhow in memory: fastest where neighbouring rows are neighbours
+                 ceil(k / 128)], with any strides: fastest where neighbouring rows are neighbours in memory
 splits      > 1: part s of K goes to rows s * split_rows ... of out, which is then fp32; without bias. sum_splits.cu
             adds the parts up
 */
@@ -23,7 +23,7 @@ splits      > 1: part s of K goes to rows s * split_rows ... of out, which is th
 #define B_SCALE_ROWS 0
 #endif
 constexpr bool IN_BLOCKS = B_SCALE_ROWS != 0;
-// along K
+// elements along K that share a scale
 constexpr int SCALED_TOGETHER = 128;
 
 enum BiasFormat { NO_BIAS = 0, BIAS_FP32 = 1, BIAS_BF16 = 2, BIAS_FP16 = 3 };
@@ -37,12 +37,12 @@ struct Gemm {
     int m, n, k, bias_format, splits;
 };
 
-/* Of the scales of blocks: elements from a row to the next, and from a step of K to the next. */
+/* Strides of block scales, in elements: from a row to the next, and from a step of K to the next. */
 struct ScaleStrides {
     int a_row, a_step, b_row, b_step;
 };
 
-/* Of a whole tensor's scales the factor of all sums. */
+/* The factor of all sums where whole tensors have one scale. */
 __device__ __forceinline__ float whole_scale(const Gemm& gemm) {
     return IN_BLOCKS ? 1.0f : *gemm.a_scale_inv * *gemm.b_scale_inv;
 }

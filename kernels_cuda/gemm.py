@@ -14,9 +14,9 @@ from kernels_cuda.tensor_map import tensor_map
 
 # rows of the FP8 operands and of the output start at multiples of this many bytes
 ROW_BYTES = 16
-# rows summed in one row of the column sums
+# rows that are summed into one row of the column sums
 COLUMN_SUM_ROWS = 64
-# elements along K, and rows of a weight, that share a scale of blocks
+# elements along K, and rows of a weight, that share a block scale
 SCALE_ROWS = 128
 # format of a bias in struct Gemm; 0 is none
 _BIAS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -24,12 +24,12 @@ _ROWS, _COLUMNS = 1, 2
 
 
 def b_scale_rows(scale_inv: Tensor, rows: int) -> int:
-    """How many of b's rows share a scale of blocks, by the shape of ``scale_inv``: 1 or 128. One row alone has 1."""
+    """How many rows of b share a block scale, by the shape of ``scale_inv``: 1 or 128; 1 if b has a single row."""
     return 1 if len(scale_inv) == rows else SCALE_ROWS
 
 
 def column_sum_rows(rows: int) -> int:
-    """Rows of ``column_sums`` of :func:`chained_gemm`."""
+    """The number of rows of ``column_sums`` of :func:`chained_gemm`, for an output with this many rows."""
     return -(-rows // COLUMN_SUM_ROWS)
 
 
@@ -51,7 +51,7 @@ def gemm(
         a: ``[M, K] uint8``, contiguous, K a multiple of 16.
         b: ``[N, K] uint8``, contiguous.
         out: ``[M, N]`` of the variant's output dtype, its rows at multiples of 16 bytes; written.
-        a_scale_inv: ``[] float32``; in blocks ``[M, ceil(K/128)]``, with any strides, each an element's distance.
+        a_scale_inv: ``[] float32``; in blocks ``[M, ceil(K/128)]``, with any strides.
         b_scale_inv: ``[] float32``; in blocks ``[N, ceil(K/128)]`` or ``[ceil(N/128), ceil(K/128)]``, as the variant
             says.
         bias: ``[N] float32, bfloat16 or float16``, rounded to the dtype of ``out`` before it is added.
@@ -90,7 +90,7 @@ def split_gemm(
     b_scale_inv: Tensor,
     bias: Tensor | None = None,
 ) -> None:
-    """What :func:`gemm` computes, by a kernel with fp32 output and the sum of its parts, always in the same order."""
+    """:func:`gemm` by a kernel that writes fp32 parts, followed by their sum, always in the same order."""
     parts, scales = split.parts, (a_scale_inv, b_scale_inv)
     _launch(kernel, configuration, a, b, parts, parts.stride(1), scales, None, split.count)
     sum_split_parts(split, out, bias)
@@ -132,8 +132,9 @@ def chained_gemm(
 ) -> None:
     """A GEMM that writes the next one's operand: no cast pass between them.
 
-    Forward: ``h = (a @ b^T) * a_scale_inv * b_scale_inv + bias``, ``v = activation(h)``. Backward: ``da`` in place of
-    h, and ``v`` the gradient of h. Both are rounded as in the separate operators; ``y = sat(v * scale)``.
+    Forward: ``h = (a @ b^T) * a_scale_inv * b_scale_inv + bias``, ``v = activation(h)``. Backward: the GEMM gives
+    ``da`` instead, and ``v`` is the gradient of h. Both are rounded as in the separate operators;
+    ``y = sat(v * scale)``.
 
     Args:
         kernel: of family ``gemm_sm90`` and :func:`kernels_cuda.gemm_variants.chained_variant`.
@@ -148,7 +149,7 @@ def chained_gemm(
         scale_inv: ``[] float32``, written.
         a_scale_inv: ``[] float32``.
         b_scale_inv: ``[] float32``.
-        bias: forward only, as of :func:`gemm`.
+        bias: forward only, as for :func:`gemm`.
         column_sums: backward only, ``[column_sum_rows(M), N] float32``, written: sums of v over 64 rows each.
     """
     m, n = y.shape
@@ -201,7 +202,7 @@ def _launch(
         0 if bias is None else _BIAS[bias.dtype],
         splits,
     )
-    # of scales of blocks; one scale has none
+    # of block scales; a single scale has none
     strides = (*scales[0].stride(), *scales[1].stride())
     clusters = -(-m // (block_m * cluster)) * -(-n // block_n) * splits
     if configuration.family == "gemm_sm89":

@@ -1,15 +1,15 @@
 /* gemm_sm89: FP8 GEMM with mma.sync, for Ada (sm_89) and the consumer GPUs of Blackwell (sm_120).
 
 maths       see gemm.cuh. The tensor cores accumulate fewer bits than fp32 has; with PROMOTE their sums over every 128
-            along K are added up in fp32 registers. With blocks (B_SCALE_ROWS) they are multiplied there by their scales: a
-            thread asks global memory for those of its 8 rows and 8 columns (or the one that these share) when the
-            first of the 128 are multiplied. That takes 16 registers (9) and, for 64 sums, 128 multiply-adds and
-            products in place of 64 additions (64 and 8)
+            along K are added up in fp32 registers. With blocks (B_SCALE_ROWS) they are multiplied there by their
+            scales: a thread loads those of its 8 rows and 8 columns (or the one that these share) from global memory
+            when the first of the 128 are multiplied. That takes 16 registers (9 if shared) and, for 64 sums, 128
+            multiply-adds and products (64 and 8 if shared) instead of 64 additions
 tensors     see gemm.cuh; rows of a and b `a_stride` and `b_stride` bytes apart, at multiples of 16
 variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, PROMOTE 0|1, BLOCK_M, BLOCK_N, STAGES; with
             PROMOTE also B_SCALE_ROWS 0|1|128
-tile        BLOCK_M x BLOCK_N of out (128 x 128), of which each of 8 warps has 64 x 32 as 4 x 4 mma of 16 x 8; K goes
-            by in steps of 64:
+tile        BLOCK_M x BLOCK_N of out (128 x 128), of which each of 8 warps computes 64 x 32 as 4 x 4 mma of 16 x 8, in
+            steps of 64 along K:
 
                columns   0..31  32..63  64..95  96..127
             rows  0..63     w0      w2      w4       w6
@@ -19,11 +19,11 @@ grid        ceil(m / BLOCK_M) * ceil(n / BLOCK_N) * splits blocks of 256 threads
             memory allows, one with PROMOTE; tiles in groups of 8 rows of tiles, column by column, so that the blocks
             at work share operands in L2. Of K's steps of 128, part s begins with step steps * s / splits
 shared      STAGES * (BLOCK_M + BLOCK_N) * 64 bytes, 16 KB a stage: one is multiplied while STAGES - 1 arrive. Of
-            the 100 KB of a multiprocessor two blocks can have 3 stages each, one block 6. The four 16 bytes of a row
-            are swizzled by row / 2 % 4, so that the eight rows of an ldmatrix touch every bank once
+            the 100 KB of a multiprocessor two blocks can have 3 stages each, one block 6. The four 16-byte pieces of a
+            row are swizzled by row / 2 % 4, so that the eight rows of an ldmatrix touch every bank once
 bytes       (m * k * ceil(n / BLOCK_N) + n * k * ceil(m / BLOCK_M)) from L2: 128 FLOP per byte; out once, from
             registers, two columns at a time. 2 m n k FLOP
-ceiling     the tensor cores': 8192 x 8192 x 8192 takes 1.5 ms at the 733 TFLOP/s of an L40S's datasheet, which needs
+ceiling     the tensor cores: 8192 x 8192 x 8192 takes 1.5 ms at the 733 TFLOP/s of an L40S's datasheet, which needs
             5.7 TB/s from L2. Not measured
 reference   lightning_fp8.ops.reference.scaled_mm
 */
@@ -100,8 +100,8 @@ struct Copier {
     }
 };
 
-/* The scales of 128 along K, of the rows and columns of which this thread has sums; `row` and `column` are the warp's
-   first. What is outside of a and b takes the last one's. */
+/* The scales of 128 along K for the rows and columns of this thread's sums; `row` and `column` are the warp's first.
+   Rows and columns outside of a and b take the scale of the last one. */
 #if B_SCALE_ROWS
 static_assert(PROMOTE && BLOCK_N == SCALED_TOGETHER, "columns of a tile share a scale");
 struct StepScales {
@@ -182,7 +182,7 @@ __device__ __forceinline__ void store_pair(typename Output::Element* address, Pa
     else *reinterpret_cast<u32*>(address) = Output::pack(pair.first, pair.second);
 }
 
-/* The sums of this warp, whose first is at `row` and `column` of out, as far as they are inside. */
+/* Stores the sums of this warp that are inside of out; the first one is at `row` and `column`. */
 template <class Output>
 __device__ __forceinline__ void store(const Sums& sums, const Gemm& gemm, int row, int column, int split) {
     const int lane = threadIdx.x % 32;
@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROMOTE ? 1 : 2)
     int stage = 0;
     for (int step = work.first_step; step < work.end_step; ++step) {
         copy_wait<STAGES - 2>();
-        // what all threads copied has arrived, and nobody reads any longer what the step before multiplied
+        // all threads' copies have arrived, and no thread still reads the operands of the previous step
         __syncthreads();
         copy(step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
         if (step % STEPS_PROMOTED == 0)

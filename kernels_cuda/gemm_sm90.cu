@@ -4,8 +4,8 @@ maths       see gemm.cuh; with CHAIN also the next GEMM's operand, see gemm_sm90
 tensors     a, b and out as tensor maps: a in boxes of BLOCK_M x 128 bytes, b of BLOCK_N / CLUSTER x 128, out of 64 rows
             x 128 bytes, all swizzled by 128 bytes. Boxes are filled with zeros outside a and b, and not written
             outside out: any m, n and k
-tile        BLOCK_M x BLOCK_N of the output, of which each of two warpgroups computes half of the rows. K goes by in
-            steps of 128, STAGES of them in shared memory at a time:
+tile        BLOCK_M x BLOCK_N of the output, of which each of two warpgroups computes half of the rows, in steps of
+            128 along K, STAGES of them in shared memory at a time:
 
                             columns 0 ... BLOCK_N - 1
             rows    0 ... BLOCK_M / 2 - 1    warpgroup 1    one or two wgmmas of 64 rows
@@ -27,8 +27,8 @@ variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, BLOCK_
 grid        at most a block for each multiprocessor, whole clusters, 384 threads; each cluster takes every n-th tile.
             Tiles are ordered in groups of 16 rows of tiles, so that concurrent tiles share operands in the L2 cache
 shared      STAGES * (BLOCK_M + BLOCK_N) * 128 bytes, 16 KB per warpgroup to stage its stores, the bias, the barriers
-flops       2 m n k; bytes m k + n k + out. At 128 x 256 a step reads 384 bytes of L2 for 65536 products a block, two
-            thirds of that where two blocks share b
+flops       2 m n k; bytes m k + n k + out. At 128 x 256 a block reads 384 bytes from L2 for 65536 flops, two thirds
+            of that where two blocks share b
 ceiling     1979 TFLOP/s by the datasheet of the H200
 reference   lightning_fp8.ops.reference.scaled_mm
 */
@@ -41,7 +41,7 @@ reference   lightning_fp8.ops.reference.scaled_mm
 #endif
 #include "gemm_sm90_blocks.cuh"
 
-/* Loads all steps of all tiles of this block, and what their ends read, as stages become empty. */
+/* Loads all steps of all tiles of this block, and what their epilogues read, as stages become empty. */
 __device__ __forceinline__ void produce(const Arguments& arguments, const SharedMemory& memory, u32 block) {
     Stage stage;
     for (Work work(arguments.gemm); work.left(); work.next()) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void multiply_promoted(Sums (&sums)[PIECES], const Ti
     turn.give();
 }
 
-/* All steps in the tensor cores' accumulators; the products of a step run while the next one is asked for. */
+/* All steps in the tensor cores' accumulators; the products of a step run while those of the next one are issued. */
 __device__ __forceinline__ void multiply(Sums (&sums)[PIECES], const Tile& tile, const SharedMemory& memory,
                                          Stage& stage, int share, const Turn& turn) {
     int previous = 0;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void multiply(Sums (&sums)[PIECES], const Tile& tile,
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) pin(sums[piece].values);
         mma_wait<1>();
-        // with at most this step's products under way, the one before has been read
+        // only this step's products may still run, so the stage before has been read
         if (step != tile.first_step) release(memory, previous);
         previous = stage.index;
         stage.advance();

@@ -8,10 +8,10 @@ constexpr int BLOCK_K = 128, MMA_K = 32, CONSUMERS = 2, THREADS = 384;
 // warpgroups that compute a tile: both together, or with PING_PONG one
 constexpr int TILE_CONSUMERS = PING_PONG ? 1 : CONSUMERS;
 static_assert(BLOCK_M * BLOCK_N <= TILE_CONSUMERS * 128 * 128, "a thread's registers have room for the sums");
-// rows of a wgmma, of a warpgroup, and how many of the one make the other
+// rows of a wgmma, rows of a warpgroup, and how many wgmmas make up a warpgroup's rows
 constexpr int PIECE_ROWS = 64, CONSUMER_ROWS = BLOCK_M / TILE_CONSUMERS, PIECES = CONSUMER_ROWS / PIECE_ROWS;
 constexpr u32 A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K, STAGE_BYTES = A_BYTES + B_BYTES;
-// what is stored, or staged for it, at a time: 64 rows x 128 bytes; two of them a warpgroup
+// what is staged and stored at a time: 64 rows x 128 bytes; two of them a warpgroup
 constexpr u32 BOX_BYTES = 8192, STAGING_BYTES = 2 * BOX_BYTES, BIAS_BYTES = 4 * BLOCK_N, BARRIER_BYTES = 8;
 // rows of tiles in a group
 constexpr int RASTER_ROWS = 16;
@@ -75,8 +75,8 @@ struct Stage {
     }
 };
 
-/* Whose products may be asked for, with PING_PONG: the consumers take turns, tile by tile. All threads of one give the
-   turn to the other. */
+/* With PING_PONG, which consumer may issue its products: they take turns, tile by tile. All threads of one consumer
+   give the turn to the other. */
 struct Turn {
     const u32 mine, others, block;
     // the first consumer's first turn needs no signal
@@ -143,11 +143,11 @@ __device__ __forceinline__ void stage_bias(const Gemm& gemm, u32 memory, int fir
     }
 }
 
-/* Where 16 bytes of a row of 128, swizzled by 128, lie. */
+/* The offset of 16 bytes in rows of 128 bytes, swizzled by 128. */
 __device__ __forceinline__ u32 swizzled_128(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-/* 64 x 64 elements of 16 bits of a piece to shared memory, as a box. `word(j, h)` is the pair of columns 8 j + column(),
-   row() + 8 h. */
+/* Writes 64 x 64 elements of 16 bits of a piece to shared memory, as a box. `word(j, h)` is the pair of columns
+   8 j + column(), row() + 8 h. */
 template <class Word>
 __device__ __forceinline__ void stage_box(u32 box, const Lane& at, const Word& word) {
     const int row = at.warp * 16 + (at.lane & 15);

@@ -1,10 +1,11 @@
 /* What a step of 128 along K adds to the sums of Hopper's GEMM: its partial sums, with blocks times their scales.
 
-A thread of a warpgroup needs the scales of 2 PIECES rows of a: it asks global memory for those of the next step while
-the products of this one run. Of b
-    B_SCALE_ROWS 128   a tile's 128 columns have one scale, got the same way: a factor for each row of a thread
-    B_SCALE_ROWS 1     each thread gets that of one column and leaves it, also while the products run, in the memory where
-                       the bias will be; all read theirs from there when they add. Two barriers of the warpgroup a step
+A thread of a warpgroup needs the scales of 2 PIECES rows of a: it loads those of the next step from global memory while
+the products of this one run. For b
+    B_SCALE_ROWS 128   a tile's 128 columns share one scale, loaded the same way: a factor for each row of a thread
+    B_SCALE_ROWS 1     each thread loads the scale of one column and writes it, also while the products run, to the
+                       memory where the bias will be; all threads read their scales from there when they add. Two
+                       barriers of the warpgroup a step
 
 cost        registers: 2 PIECES + 1 scales of this step, as many of the next one, and the pointers. Bytes from L2: 4 a row
             and step, 4 BLOCK_M + 512 where b has them by columns, beside 128 (BLOCK_M + BLOCK_N) of codes. Instructions a
@@ -39,8 +40,8 @@ struct StepScales {
     const int consumer;
     const Lane at;
 
-    /* Asks for the scales of the tile's first step. `row` is the warpgroup's first one. Rows and columns outside of a and
-       b take the last one's: what they are multiplied with is not stored. */
+    /* Starts to load the scales of the tile's first step. `row` is the warpgroup's first one. Rows and columns outside
+       of a and b take the last one's: what they are multiplied with is not stored. */
     __device__ __forceinline__ StepScales(const Arguments& arguments, const SharedMemory& memory, const Tile& tile,
                                           int consumer, int row)
         : strides(arguments.strides), columns(memory.bias(consumer)), consumer(consumer) {
@@ -63,14 +64,14 @@ struct StepScales {
         b += strides.b_step;
     }
 
-    /* Makes the next step's scales this one's, and asks for those after it. */
+    /* Makes the next step's scales this one's, and starts to load those after it. */
     __device__ __forceinline__ void advance(bool more) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) a_now[i] = a_next[i];
         b_now = b_next;
         if (more) load();
         if constexpr (B_SCALE_ROWS == 1) {
-            // all have read those of the step before
+            // all threads have read the scales of the step before
             warpgroup_sync(consumer);
             store_shared(columns + 4 * (threadIdx.x & 127), b_now);
             warpgroup_sync(consumer);
@@ -92,7 +93,7 @@ struct StepScales {
         }
     }
 
-    /* Before the bias takes the place of b's scales. */
+    /* Waits until the bias may overwrite b's scales. */
     __device__ __forceinline__ void end() const {
         if constexpr (B_SCALE_ROWS == 1) warpgroup_sync(consumer);
     }

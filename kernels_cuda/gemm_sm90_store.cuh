@@ -1,12 +1,12 @@
-/* The plain end of a tile: scaled, with the bias, and stored by the copy engine. */
+/* The plain epilogue of a tile: its sums are scaled, the bias is added, and the copy engine stores them. */
 #pragma once
 #include "gemm_sm90.cuh"
 
 struct Epilogue {
-    // of a part: 128 bytes of each of 64 rows
+    // columns of a part, which is 128 bytes of each of 64 rows
     static constexpr int COLUMNS = 128 / OUTPUT::BYTES;
     static_assert(BLOCK_N / COLUMNS % 2 == 0, "parts of a piece alternate between two halves");
-    // stages that it reads
+    // stages that the epilogue reads
     static constexpr int INPUTS = 0;
     __device__ static void load_input(const Arguments&, u32, u32, const Tile&, int) {}
     const Arguments& arguments;
@@ -23,7 +23,7 @@ struct Epilogue {
     // the previous tile has passed its last barrier: no thread still reads its bias
     __device__ __forceinline__ void begin(const Tile& tile) { stage_bias(gemm, bias, tile.column); }
 
-    /* Sums 4 j + 2 h and the next, finished. */
+    /* Sums 4 j + 2 h and the next one, scaled and with the bias. */
     __device__ __forceinline__ float2 pair(const float* sums, int j, int h, int part) const {
         const float2 of_bias = load_shared_pair(bias + 4 * (part + 8 * j + at.column()));
         return {sums[4 * j + 2 * h] * scale + of_bias.x, sums[4 * j + 2 * h + 1] * scale + of_bias.y};

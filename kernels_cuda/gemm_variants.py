@@ -1,4 +1,4 @@
-"""The GEMM kernels there are: configurations, the definitions that make a family one kernel, argument structs."""
+"""The available GEMM kernels: configurations, the definitions that make a family one kernel, argument structs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Configuration(NamedTuple):
         block_m: rows of the output that a block computes at a time.
         block_n: columns of the output that a block computes at a time.
         stages: pieces of K in shared memory at a time.
-        cluster: blocks, neighbours along M, that load their share of B for each other.
+        cluster: number of blocks, neighbours along M, that each load a share of B for all of them.
         ping_pong: whether each of a block's two warpgroups computes its own tile, one storing while the other
             multiplies, instead of half of the rows of each tile. Hopper only.
     """
@@ -49,7 +49,7 @@ class Configuration(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return 384 if self.family == "gemm_sm90" else 256
 
     @property
@@ -62,12 +62,12 @@ class Configuration(NamedTuple):
 
     @property
     def layout(self) -> str:
-        """Of the argument struct."""
+        """The layout of the argument struct."""
         return self._layout("")
 
     @property
     def blocks_layout(self) -> str:
-        """Of the argument struct where blocks have scales."""
+        """The layout of the argument struct where blocks have scales."""
         return self._layout(_STRIDES)
 
     def _layout(self, strides: str) -> str:
@@ -88,7 +88,7 @@ _SM90 = (
     Configuration("gemm_sm90", 128, 128, 6, 2),
     Configuration("gemm_sm90", 128, 128, 6, 1),
 )
-# two blocks without promotion, or one with, have 100 KB of shared memory
+# 100 KB of shared memory have room for two blocks without promotion, or for one with it
 _SM89 = {False: (Configuration("gemm_sm89", 128, 128, 3),), True: (Configuration("gemm_sm89", 128, 128, 4),)}
 
 
@@ -104,7 +104,7 @@ def configurations(capability: tuple[int, int], promote: bool, in_blocks: bool =
         # two accumulators of 128 x 256 do not fit into a thread's registers
         fitting = (one for one in _SM90 if not (promote and one.block_n == 256))
         return tuple(one for one in fitting if not (in_blocks and one.ping_pong))
-    # consumer GPUs of the two generations: Ada and Blackwell. sm_100 has FP8 in instructions of another kind
+    # Ada and the consumer GPUs of Blackwell; sm_100 has different FP8 instructions
     return _SM89[promote] if capability == (8, 9) or capability[0] == 12 else ()
 
 
@@ -118,8 +118,8 @@ def variant(
 ) -> tuple[str, ...]:
     """The definitions that make a family one kernel: the plain GEMM.
 
-    ``b_scale_rows``, with ``promote``: a has a scale for every 128 elements of a row, and b for every 128 of 1 or 128
-    rows; 0 where whole tensors have one.
+    ``b_scale_rows``, with ``promote``: the rows of b that share a scale, 1 or 128, where a and b have scales for every
+    128 elements along K; 0 where whole tensors have one scale.
     """
     shape = (f"BLOCK_M={configuration.block_m}", f"BLOCK_N={configuration.block_n}", f"STAGES={configuration.stages}")
     hopper = (f"CLUSTER={configuration.cluster}", f"PING_PONG={int(configuration.ping_pong)}")

@@ -44,7 +44,7 @@ __device__ __forceinline__ u32 to_fp16x2(float low, float high) {
     return pair;
 }
 
-/* As the lower half of a pair: the conversion of a single one is a slower instruction. */
+/* As the lower half of a pair: the instruction that converts a single number is slower. */
 __device__ __forceinline__ u16 to_bf16(float value) { return (u16)to_bf16x2(value, 0.0f); }
 
 /* 2^x and 1 / x, each one instruction: relative errors of at most 2^-22 and 2^-23; results below 2^-126 are 0. */
@@ -78,5 +78,5 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
     return words;
 }
 
-/* The compiler no longer knows where a word came from: what is made of it again takes instructions, not registers. */
+/* Hides from the compiler where a word came from: it recomputes what follows from the word, and keeps no register. */
 __device__ __forceinline__ void forget_origin(u32& word) { asm volatile("" : "+r"(word)); }

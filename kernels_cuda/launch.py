@@ -12,9 +12,9 @@ from torch import Tensor
 
 # more than any kernel's arguments take; the limit of all devices is 4096
 _ARGUMENT_BYTES = 1024
-# of the struct, required by the tensor maps in it
+# alignment of the struct, required by the tensor maps in it
 _ALIGNMENT = 64
-# what a block may have without a function attribute
+# shared memory that a block may have without a function attribute
 _UNASKED_SHARED_BYTES = 48 << 10
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of the driver's API
 _MAX_DYNAMIC_SHARED_BYTES = 8
@@ -67,14 +67,14 @@ class Kernel:
 
     Args:
         function: CuPy's ``Function``.
-        layout: format of the struct, as of Python's ``struct``, native and aligned.
+        layout: format of the struct, as for Python's ``struct``, native and aligned.
         block: threads of a block.
         device: index of the CUDA device.
         shared_bytes: dynamic shared memory of a block.
 
     Attributes:
         device: index of the CUDA device.
-        multiprocessors: of the device.
+        multiprocessors: the device's number of multiprocessors.
     """
 
     multiprocessors: int

@@ -2,7 +2,7 @@
 #pragma once
 #include "instructions.cuh"
 
-/* One tensor's place in the scaling state. All pointers are to whole arenas, of which `index` picks the tensor. */
+/* One tensor's place in the scaling state. [R] and [D] are whole arenas, in which `index` selects the tensor. */
 struct ScalingRow {
     float* scale;                // [R]
     const float* newest;         // [D], the newest row of the history; 0 where a tensor has none. Null for a weight
@@ -32,7 +32,7 @@ __device__ __forceinline__ void note_weight(float* amax, float* scale, long long
     scale[index] = used;
 }
 
-/* Amaxes go as bits: those of non-negative floats order as integers, NaN > inf > every finite value. */
+/* Amaxes are handled as bits: those of non-negative floats order as integers, NaN > inf > every finite value. */
 __device__ __forceinline__ u32 larger_amax(u32 amax, float value) {
     return __float_as_uint(max_magnitude(__uint_as_float(amax), value));
 }

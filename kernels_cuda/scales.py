@@ -20,7 +20,7 @@ def update_scales(
     most_recent: bool,
     margin_factor: float,
 ) -> None:
-    """One launch for all R tensors; arguments as of the operator ``lightning_fp8::update_scales``."""
+    """One launch for all R tensors; arguments as for the operator ``lightning_fp8::update_scales``."""
     (length, delayed), tensors = amax_history.shape, len(amax)
     pointers = (tensor.data_ptr() for tensor in (amax, amax_history, scale, fp8_max, nonfinite_steps))
     kernel(-(-tensors // TENSORS_PER_BLOCK), *pointers, tensors, delayed, length, int(most_recent), margin_factor)

@@ -8,7 +8,7 @@ tensors     parts  splits x [m, n] fp32, rows `row_stride` elements apart, a mul
 block       256 threads; each takes four neighbouring columns of a row, 16 bytes of each part
 grid        ceil(m * ceil(n / 4) / 256)
 bytes       per element 4 * splits read, just written by the GEMM and so partly in the L2 cache, and out written
-ceiling     the memory's
+ceiling     memory bandwidth
 reference   torch.sum
 */
 #include "gemm.cuh"
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_splits(const __grid_co
     const float* part = arguments.parts + row * arguments.row_stride + column;
     float sums[COLUMNS] = {};
     for (int split = 0; split < arguments.splits; ++split, part += arguments.part_stride) {
-        // a row is as long as its stride, so its last four are there
+        // a row has room for its stride, a multiple of 4, so its last four can be read
         const float4 four = *reinterpret_cast<const float4*>(part);
         sums[0] += four.x;
         sums[1] += four.y;

@@ -17,8 +17,8 @@ block       8 tensors x 128 threads each; every thread holds up to 8 rows of a c
             Eight neighbouring columns are the 32 bytes of a sector
 grid        ceil(R / 8) blocks of 1024 threads; 4 KB of shared memory
 bytes       H * D * 8 (each history entry read and written once) and 32 R
-ceiling     the memory's: 8 MB, about 2 us at 4.3 TB/s, for D = 1000 and H = 1024
-reference   lightning_fp8.ops.reference.update_scales
+ceiling     memory bandwidth: 8 MB, about 2 us at 4.3 TB/s, for D = 1000 and H = 1024
+reference   lightning_fp8.ops.amaxes.update_scales
 */
 constexpr int TENSORS = 8, LANES = 128, ROWS_PER_LANE = 8, CHUNK = LANES * ROWS_PER_LANE;
 

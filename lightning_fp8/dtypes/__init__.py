@@ -1,1 +1,1 @@
-"""In which dtype parameters are stored, inputs and attention operands agree, and the encoder evaluates."""
+"""Dtype handling for stored parameters, layer inputs, attention operands and the evaluation of an encoder."""

@@ -1,4 +1,4 @@
-"""Query, key, value and mask of ``scaled_dot_product_attention`` in one dtype, however the function was imported.
+"""Casts query, key, value and mask of ``scaled_dot_product_attention`` to one dtype, however it was imported.
 
 The function is a builtin that any module may hold under any name, so it is intercepted in torch's dispatcher.
 Inside our contexts, the dispatch key of a backend that no longer exists is enabled for the current thread; only this
@@ -57,7 +57,7 @@ class AttentionDtypes:
         models: searched for the path of a module; without them no path is named.
 
     Raises:
-        TypeError: by the attention call, with ``mismatch="error"``.
+        TypeError: from the attention call, with ``mismatch="error"``.
     """
 
     def __init__(self, compute_dtype: torch.dtype, mismatch: DtypeMismatch = "align") -> None:
@@ -153,7 +153,7 @@ def _stashed() -> _Entry | None:
     return torch._C._get_obj_in_tls(_STASH) if torch._C._is_key_in_tls(_STASH) else None
 
 
-# torch 2.11 releases a reference to what it stashed, and does not take one
+# torch 2.11 releases a reference to the stashed object without having taken one
 _STASH_TAKES_OVER = torch.__version__ < "2.12"
 
 

@@ -1,4 +1,4 @@
-"""The dtypes that a model's tensors have, compared with those that are expected."""
+"""Compares the dtypes of a model's tensors with the expected ones."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class DtypeRow(NamedTuple):
 
     Attributes:
         kind: ``"parameter"``, ``"gradient"``, ``"buffer"`` or ``"optimizer state"``.
-        name: its path; for optimizer state the parameter's, then the name in the state.
+        name: its path; for optimizer state, the parameter's path and then the name in the state.
         actual: the dtype it has.
-        expected: the dtype it should have; None where any is right.
+        expected: the dtype it should have; None if any dtype is allowed.
         elements: how many elements it has.
     """
 
@@ -89,9 +89,9 @@ def audit(
     running statistics of a normalisation the dtype of its weight.
 
     Args:
-        model: the model; also a converted one.
+        model: the model, plain or converted.
         param_dtype: dtype expected of parameters; without it they are only listed.
-        keep_fp32: patterns on module paths, as of :class:`~lightning_fp8.Fp8Precision`.
+        keep_fp32: patterns on module paths, as in :class:`~lightning_fp8.Fp8Precision`.
         optimizers: optimizers whose state is checked; scalars, such as step counts, are left out.
         buffer_dtypes: the earlier dtype of each buffer, by name, see :func:`buffer_dtypes_of`.
 

@@ -26,10 +26,10 @@ def layers_own_forwards() -> AbstractContextManager[None]:
 
 
 def keep_own_forwards(layers: Sequence[nn.Module], converted: type[nn.Module]) -> None:
-    """Keep encoders with a ``converted`` layer off the fast path permanently, also outside our contexts.
+    """Keep encoders with a ``converted`` layer off the fast path permanently, even outside our contexts.
 
-    torch runs the own forward of a layer that has a hook; an encoder without nested tensors passes its layers inputs
-    that they accept.
+    torch runs a layer's own forward if the layer has a hook; an encoder that makes no nested tensors passes its layers
+    inputs that they accept.
     """
     restore_fast_path(layers)
     for layer in layers:

@@ -1,4 +1,4 @@
-"""The dtype in which parameters are stored, and inputs of plain ``torch.nn`` layers that agree with it."""
+"""Stores parameters in a given dtype, and casts the inputs of plain ``torch.nn`` layers to match."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_fp8.modules.paths import modules_inside, named_modules, topmost_m
 from lightning_fp8.ops.formats import dtype_name
 from lightning_fp8.runtime.warn_once import warn_once
 
-# Layers of torch that refuse an input of another floating dtype than their parameters, at least on some device. Only
-# what would fail is cast to the parameters' dtype, so a model that runs keeps its numerics.
+# torch layers that reject an input whose floating dtype is not that of their parameters, at least on some devices. Only
+# inputs that would fail are cast to the parameters' dtype, so a model that already runs keeps its numerics.
 _STRICT_LAYERS = (
     nn.Linear,
     nn.Bilinear,
@@ -58,12 +58,12 @@ def store_parameters(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[
 
 
 def kept_parameters(module: nn.Module, keep_fp32: Sequence[str]) -> set[int]:
-    """The ``id`` of each parameter inside what ``keep_fp32`` matches."""
+    """The ``id`` of each parameter inside the modules that ``keep_fp32`` matches."""
     return {id(p) for layer in topmost_matches(module, keep_fp32) for p in layer.parameters()}
 
 
 def running_statistics(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Running means and variances of normalisations, each with the weight whose dtype torch requires of it."""
+    """Running means and variances of normalisations, each with the weight whose dtype torch requires it to have."""
     for layer in module.modules():
         if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.weight is not None:
             for statistics in (layer.running_mean, layer.running_var):
@@ -77,7 +77,7 @@ def float64_parameter(module: nn.Module) -> str | None:
 
 
 def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = (), under_autocast: bool = True) -> None:
-    """Make inputs agree with parameters.
+    """Make the dtypes of inputs agree with those of parameters.
 
     - A hook casts the floating point inputs of a plain torch layer to the dtype of its parameters. Under autocast,
       which casts the operands of most layers itself, only layers with 16-bit parameters get the hook.
@@ -115,7 +115,7 @@ def release_inputs(module: nn.Module) -> None:
 
 
 def _replace_forward(layer: nn.Module, forward: Callable[..., Any], *arguments: Any) -> None:
-    # on the object rather than by hooks, which torch.compile does not let switch autocast
+    # on the object rather than by hooks: torch.compile does not let hooks switch autocast
     vars(layer)[_FORWARD_BEFORE] = before = vars(layer).get("forward")
     vars(layer)["forward"] = partial(forward, layer, before, *arguments)
 
@@ -129,7 +129,7 @@ def _is_fp32_lstm(layer: nn.Module) -> bool:
 def _autocast_lstm_fails_on_cpu() -> bool:
     """Whether an LSTM with fp32 parameters raises under bf16 autocast: tried, because the CPU's flags do not show
     it."""
-    # made on `meta`, where no parameters are drawn: the user's random numbers stay the same on every machine
+    # made on `meta`, where parameters are not initialized: the user's random numbers stay the same on every machine
     lstm = nn.LSTM(1, 1, device="meta", dtype=torch.float32).to_empty(device="cpu")
     try:
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -206,7 +206,7 @@ def _inputs_to(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
 
 def _floating_to(data: Any, dtype: torch.dtype, done: list[tuple[Tensor, Tensor]]) -> Any:
     """Floating point tensors in ``dtype``; identical objects stay identical, because attention recognises
-    self-attention by that."""
+    self-attention by identity."""
     if isinstance(data, Tensor):
         if not data.is_floating_point() or data.dtype == dtype:
             return data

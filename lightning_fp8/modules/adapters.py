@@ -28,7 +28,7 @@ def adapter_modules(modules: Iterable[nn.Module]) -> set[nn.Module]:
 def adapted_layer(module: nn.Module) -> nn.Module:
     """The layer inside a module that LoRA or one of its variants has wrapped, else the module itself.
 
-    Such a wrapper gives the layer its own input; other adapters, such as IA3 and OFT, may change it.
+    Such a wrapper passes its own input on to the layer; other adapters, such as IA3 and OFT, may change the input.
     """
     kind = _loaded(*_LORA)
     while kind is not None and isinstance(module, kind):

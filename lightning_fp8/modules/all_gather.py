@@ -2,8 +2,8 @@
 
 Each process casts its shard before the gather, with the scale of the whole weight. For that the amaxes of all shards
 are measured together and reduced over the processes: one collective of one vector for all weights, once per optimizer
-step. A shard is brought to the policy's ``param_dtype`` first, as it would have been for a gather without FP8: so the
-codes, and all that follows from them, are the same bit for bit.
+step. A shard is first cast to the policy's ``param_dtype``, as for a gather without FP8, so the codes, and all
+results computed from them, are the same bit for bit.
 
 FSDP2 calls two methods of the shard's tensor for this (``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, see
 ``torch.distributed.fsdp``, "all-gather extensions").
@@ -57,7 +57,7 @@ class _Scales:
         return len(self.shards) - 1
 
     def scale(self, place: int, dtype: torch.dtype, group: dist.ProcessGroup, training: bool) -> Tensor:
-        """``[] float32``, of the whole weight in this dtype."""
+        """The scale of the whole weight in this dtype, ``[] float32``."""
         if self._in_training is not training or self._is_stale(place):
             self._measure(group)
             self._in_training = training
@@ -122,7 +122,7 @@ class _Gathering:
     def after(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[GatheredWeight, tuple[Tensor, ...]] | None:
-        """The weight made from the gathered shards; an existing one, ``out``, takes them over."""
+        """Make the weight from the gathered shards, or let the existing weight ``out`` take them over."""
         scale_inv, length = metadata
         held = (outputs[0][:length], scale_inv, self.format)
         if out is not None:
@@ -134,15 +134,15 @@ class _Gathering:
 def gather_in_fp8(model: nn.Module) -> list[str]:
     """Let FSDP2 gather the weights of converted layers in FP8 from the next forward on.
 
-    After ``convert`` and ``fully_shard`` (in any order), and before the first forward.
+    Call it after ``convert`` and ``fully_shard`` (in any order), and before the first forward.
 
     Returns:
-        Names of these layers. Weights that several modules share, those of experts, of layers that fell back and of
-        layers with fprop or dgrad in bf16, and weights that ``fully_shard`` has not sharded along their first dimension
-        are gathered as before.
+        Names of these layers. Still gathered without FP8 are weights that several modules share, weights of experts, of
+        layers that fell back and of layers with fprop or dgrad in bf16, and weights that ``fully_shard`` has not
+        sharded along their first dimension.
 
     Raises:
-        ValueError: if no layer is left, processes do not share their scales (``reduce_amax=False``), or weights are
+        ValueError: if no layer qualifies, processes do not share their scales (``reduce_amax=False``), or weights are
             scaled in blocks.
     """
     slots = Counter(id(parameter) for layer in model.modules() for parameter in layer.parameters(recurse=False))

@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` with replaceable projections, and its core in ``scaled_dot_product_attention``.
+"""``nn.MultiheadAttention`` with replaceable projections, and ``scaled_dot_product_attention`` as its core.
 
 torch's module never calls the ``forward`` of its ``out_proj`` and multiplies with ``in_proj_weight`` itself, so a swap
 of linear layers does not reach it.
@@ -94,7 +94,7 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
     def _merged_mask(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
     ) -> Tensor | None:
-        """Both masks as one to add, broadcastable to ``[B, H, L, S]``, in the dtype of q."""
+        """Both masks as one additive mask, broadcastable to ``[B, H, L, S]``, in the dtype of q."""
         mask = None
         (batch, heads, length, _), source = q.shape, k.shape[2]
         if attn_mask is not None:
@@ -171,7 +171,7 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
     Never constructed: :func:`lightning_fp8.convert` turns an ``nn.MultiheadAttention`` into it by class, on the same
     object, with the same parameters and ``state_dict`` keys. Its tensors are called ``<path>.in_proj.<role>``, or
     ``<path>.q_proj.<role>``, ``k_proj`` and ``v_proj`` where ``kdim`` or ``vdim`` makes them separate; ``out_proj``
-    becomes an :class:`~lightning_fp8.Fp8Linear`. A packed weight has one scale, also where query and key differ.
+    becomes an :class:`~lightning_fp8.Fp8Linear`. A packed weight has one scale, even if query and key differ.
 
     Shape, arguments and results: those of ``nn.MultiheadAttention``; inputs fp32, bf16 or fp16, outputs in autocast's
     dtype where autocast is on. The core is ``scaled_dot_product_attention`` in the dtype of the projections.
@@ -183,7 +183,7 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
 
     @staticmethod
     def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
-        """Those of ``in_proj``, or of ``q_proj``, ``k_proj`` and ``v_proj``; ``out_proj`` is a layer of its own."""
+        """The weights of ``in_proj``, or of ``q_proj``, ``k_proj`` and ``v_proj``; ``out_proj`` is a separate layer."""
         return {gemm: getattr(layer, f"{gemm}_weight") for gemm in in_gemms(layer)}
 
     def _in_operand(self, gemm: str) -> Fp8Weight:
@@ -215,7 +215,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _attend_with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
-    """Attention written out, ``[B, H, L, D]`` and the weights ``[B, H, L, S]``, which the fused kernels do not give."""
+    """Attention written out: result ``[B, H, L, D]`` and weights ``[B, H, L, S]``, which fused kernels do not give."""
     scores = torch.matmul(q * math.sqrt(1.0 / q.shape[-1]), k.transpose(-2, -1))
     scores = scores if mask is None else scores + mask
     weights = F.dropout(torch.softmax(scores, dim=-1), dropout)

@@ -66,19 +66,20 @@ class Fp8Rows:
             int, so that ``torch.compile`` makes one graph for all layers of a kind.
         formats: by role, the name of the FP8 format.
         weight_scaling: how the weight is scaled by its values.
-        switch: which of these GEMMs run in FP8.
+        switch: which of the layer's GEMMs run in FP8.
         weight_cache: the FP8 copy of the weight.
         bias_cache: the bias in the 16-bit dtype that torch's GEMM takes.
         settings: the settings of the model.
         group: all layers that share the state; their weights are cast together if the device has a kernel for it.
         k_by_n: whether the layer stores its weight as ``[K, N]``.
         keeps_cast: whether the FP8 copy of the weight outlives a forward.
-        shared_input: the input, if other layers take the same tensor; it is recorded in the place of the first of them.
-        is_first, is_last: whether the layer is the first or the last of them to run.
+        shared_input: the input, if other layers take the same tensor; it is recorded in the row of the first of
+            them.
+        is_first, is_last: whether the layer is the first or the last of these layers to run.
         prepared: the weight's cast as compiled code reads it, in tensors that stay the same; None if there is none.
-        is_prepared: whether it is that of the current weight; see :mod:`lightning_fp8.modules.prepared_weights`.
+        is_prepared: whether ``prepared`` is from the current weight; see :mod:`lightning_fp8.modules.prepared_weights`.
         may_prepare: False after a change that came too late for compiled code.
-        preparers: how many contexts prepare it.
+        preparers: how many open contexts keep it prepared.
         fp8_only: whether the weight is to be kept as its FP8 cast only, for as long as it is frozen.
         frozen_seen: the scale of such a weight when a forward last used it.
         split_over: by role, the name of the process group that the tensor is split over.
@@ -121,7 +122,7 @@ class Fp8Rows:
         self.group.join(self)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """The weight, where a tensor ``[E, ...]`` holds those of several layers."""
+        """This layer's weight: a part of ``weight`` if that is a tensor ``[E, ...]`` of several layers' weights."""
         return self.weight_cache.matrix(weight)
 
     @property
@@ -138,7 +139,7 @@ class Fp8Rows:
 
     @property
     def caches(self) -> tuple[WeightCache[Fp8Operand], WeightCache[Tensor]]:
-        """Of the weight and of the bias."""
+        """The caches of the weight and of the bias."""
         return self.weight_cache, self.bias_cache
 
     def note_trace(self, weight: Tensor) -> bool:
@@ -173,7 +174,7 @@ class Fp8Rows:
         return WeightSlot(self.index["weight"], self.formats["weight"], self.state, record, self.weight_scaling)
 
     def _place_index(self) -> None:
-        # one tensor for all that share their input, so that a compiler finds that their casts are one
+        # one index tensor for all layers that share their input, so that a compiler can merge their casts
         of_input = self.module if self.shared_input is None else self.shared_input.modules[0]
         self.index: dict[Role, Tensor] = {
             role: self.state.indices[self.state.row_of(of_input if role == "input" else self.module, role)]
@@ -181,7 +182,7 @@ class Fp8Rows:
         }
 
     def share_input(self, shared: SharedInput | None) -> None:
-        """Take in the same tensor as other layers, or an input of its own (None)."""
+        """Set the input that the layer shares with others; None for an input of its own."""
         self.shared_input = shared
         self.is_first, self.is_last = (shared is not None and shared.modules[at] == self.module for at in (0, -1))
         self._place_index()
@@ -252,7 +253,7 @@ class Fp8Module(nn.Module):
         return {"": cast(Tensor, layer.weight)}
 
     def gemm_weight(self, gemm: str) -> Tensor | None:
-        """One of them, as it is now."""
+        """One of the layer's GEMM weights, as it is now."""
         return self.gemm_weights(self).get(gemm)
 
     def gemms(self) -> list[tuple[Fp8Rows, Tensor]]:
@@ -277,7 +278,7 @@ class Fp8Module(nn.Module):
 
     @property
     def in_bf16(self) -> tuple[Product, ...]:
-        """Products that its GEMMs compute in bf16, those that have not fallen back."""
+        """Products that its GEMMs compute in bf16, unless they have fallen back."""
         return next(iter(self.fp8.values())).switch.in_bf16
 
     @property
@@ -320,7 +321,7 @@ class Fp8Module(nn.Module):
         self._drop_copies()
         names = {id(parameter): f"{prefix}{name}" for name, parameter in self.named_parameters(recurse=False)}
         for rows, weight in self.gemms():
-            # a computed weight, as that of a pruned layer, changes with any parameter
+            # a computed weight, such as that of a pruned layer, changes with any parameter
             if not ({names[id(weight)]} if id(weight) in names else {*names.values()}).isdisjoint(state_dict):
                 rows.state.weights_loaded(rows.module)
         free_masters(self)
@@ -331,6 +332,6 @@ class Fp8Module(nn.Module):
             save_values(self, destination, prefix)
 
     def extra_repr(self) -> str:
-        """That of the plain class, and the recipe."""
+        """The text of the plain class, and the recipe."""
         plain = super().extra_repr()
         return f"{plain}{', ' if plain else ''}fp8={self.scaling_state.recipe}"

@@ -1,4 +1,4 @@
-"""The forms of feed-forward blocks that are known: by what the method of a class computes, not by the class's name."""
+"""The known forms of feed-forward blocks, recognised by what a class's method computes, not by the class's name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 
 from lightning_fp8.modules.straight_line import returned_by
 
-# of torch's transformer layers it is `_ff_block`
+# torch's transformer layers compute the block in `_ff_block`
 _METHODS = ("forward", "_ff_block")
 _CALL = re.compile(r"self\.(\w+)\((.+)\)")
-# down(act(gate(x)) * up(x)), as of Llama
+# down(act(gate(x)) * up(x)), as in Llama
 _GATED = re.compile(r"self\.(\w+)\(self\.(\w+)\(self\.(\w+)\(x\)\) \* self\.(\w+)\(x\)\)")
-# down(up * act(gate)) with [gate | up] = gate_up(x), as of Phi-3
+# down(up * act(gate)) with [gate | up] = gate_up(x), as in Phi-3
 _PACKED = re.compile(
     r"self\.(\w+)\(self\.(\w+)\(x\)\.chunk\(2, dim=-1\)\[1\] \* self\.(\w+)\(self\.\2\(x\)\.chunk\(2, dim=-1\)\[0\]\)\)"
 )
@@ -29,9 +29,9 @@ class Form(NamedTuple):
     Attributes:
         kind: ``"sequential"``; ``"chain"``, modules one after the other; ``"gated"``; ``"packed"``, which is gated with
             one layer for gate and up; or ``"two modules"``.
-        method: the method that does it.
-        names: the attributes that it calls, first to last; of a gated one gate, up, activation and last layer; of two
-            modules those of the first one.
+        method: the method that computes the block.
+        names: the attributes that the method calls, first to last; for a gated block: gate, up, activation and last
+            layer; for two modules: the attributes of the first module.
     """
 
     kind: str
@@ -46,8 +46,8 @@ def form_of_class(kind: type[nn.Module], part_classes: tuple[type[nn.Module], ..
         kind: the class.
         part_classes: the classes of its modules ``intermediate`` and ``output``, if it has them.
     """
-    # A class that acts when it is subclassed, or is no plain class, is left alone. The layers of transformers wrap
-    # their forward then, and are made for it: `fully_shard` subclasses, too.
+    # A class that acts when it is subclassed, or has a metaclass, is left alone. Exceptions are the layers of
+    # transformers: they wrap their forward when subclassed, and support that, as `fully_shard` subclasses, too.
     acting = (base for base in kind.__mro__[:-1] if "__init_subclass__" in vars(base))
     if type(kind) is not type or any(base.__module__ != "transformers.modeling_layers" for base in acting):
         return None

@@ -1,4 +1,4 @@
-"""The experts of ``transformers`` 5, whose weights lie together in 3-D parameters, with each product in FP8."""
+"""The experts of ``transformers`` 5, whose weights are stacked in 3-D parameters, with each product in FP8."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_fp8.modules.functional import cast_weight, check_input, check_who
 from lightning_fp8.ops.library import is_exporting
 from lightning_fp8.runtime.warn_once import warn_once
 
-# what the decorator `use_experts_implementation` of transformers gives an object: the form of its experts
+# the attributes, set by transformers' decorator `use_experts_implementation`, that tell the form of the experts
 _FORM = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
 _INTERFACE = "transformers.integrations.moe"
 _classes: dict[type, type[Fp8Experts]] = {}
@@ -28,7 +28,7 @@ class Fp8Experts(Fp8Module):
         h = x @ gate_up_proj[e]^T;  a, b = h.chunk(2);  y = sum over its experts of r * ((act(a) * b) @ down_proj[e]^T)
 
     An expert without a token records nothing, so its histories and scales stay. The tokens are sorted by expert, and
-    each expert multiplies with its own; for that the host reads how many there are, and waits for the device.
+    each expert multiplies with its own; for that the host reads the token counts, and waits for the device.
 
     Shape:
         gate_up_proj ``[E, 2I, H]``, or up_proj ``[E, I, H]`` where the experts have no gate; down_proj ``[E, H, I]``;
@@ -37,8 +37,8 @@ class Fp8Experts(Fp8Module):
 
     Raises:
         TypeError: for hidden_states that are not fp32, bf16 or fp16.
-        ValueError: for hidden_states of another width, or an index of an expert that there is not.
-        NotImplementedError: for a part of a distributed parameter, and in ``torch.export``.
+        ValueError: for hidden_states of another width, or an index of an expert that does not exist.
+        NotImplementedError: for a distributed parameter, and in ``torch.export``.
     """
 
     has_gate: bool
@@ -55,7 +55,7 @@ class Fp8Experts(Fp8Module):
         return {f"{name}.{expert}": stack for name, stack in stacks.items() for expert in range(len(stack))}
 
     def gemm_weight(self, gemm: str) -> Tensor | None:
-        """See the base class; without a dict of all experts for each of them."""
+        """See the base class; this does not build a dict of all experts for each of them."""
         return cast(Tensor, getattr(self, gemm.rpartition(".")[0]))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Fp8Experts(Fp8Module):
 
     def _tokens_by_expert(self, chosen: Tensor, experts: int) -> list[int]:
         if chosen.is_meta:
-            # serves for shapes and FLOPs, which do not depend on the routing
+            # meta tensors only serve to find shapes and FLOPs, which do not depend on the routing
             return [len(chosen)] + [0] * (experts - 1)
         counts: list[int] = chosen.bincount(minlength=experts).tolist()
         if len(counts) > experts:
@@ -125,7 +125,7 @@ def stack_names(layer: nn.Module) -> tuple[str, str]:
 
 
 def is_experts(layer: nn.Module) -> bool:
-    """Whether these are experts of transformers 5, converted or plain: all of a layer, in two 3-D parameters."""
+    """Whether these are experts of transformers 5, converted or plain: a layer's experts in two 3-D parameters."""
     if not all(hasattr(layer, flag) for flag in _FORM):
         return False
     stacks = [getattr(layer, name, None) for name in stack_names(layer)]
@@ -147,7 +147,7 @@ def reason_against_experts(layer: nn.Module) -> str | None:
 
 
 def find_routers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """The layers whose outputs choose experts: in ``gate`` or ``router`` beside ``experts``, with a row for each."""
+    """The layers whose outputs choose experts: ``gate`` or ``router`` beside ``experts``, with a row per expert."""
     for module in modules:
         experts = module._modules.get("experts")
         if experts is None or not (isinstance(experts, nn.ModuleList) or is_experts(experts)):
@@ -162,7 +162,7 @@ def find_routers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def experts_class(plain: type[nn.Module]) -> type[Fp8Experts]:
-    """What experts of this class become."""
+    """The FP8 class for experts of this class."""
     if plain not in _classes:
         _classes[plain] = type(f"Fp8{plain.__name__}", (Fp8Experts, plain), {})
     return _classes[plain]

@@ -1,4 +1,4 @@
-"""Linear - activation - linear as one: the output of the activation is cast to FP8 directly, as is its gradient."""
+"""Linear - activation - linear, fused: the output of the activation is cast to FP8 directly, as is its gradient."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_fp8.ops.operand import Layer
 
 _MODULES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
 _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
-# by name, as models without them need no `transformers`; its `gelu_new` writes out the formula of tanh
+# by name, so that models without them do not need `transformers`; its `gelu_new` writes out the tanh approximation
 _OF_TRANSFORMERS = {"NewGELUActivation": "gelu_tanh", "SiLUActivation": "silu"}
 _HOLD_A_FUNCTION = ("GELUActivation", "GELUTanh")
 
@@ -43,7 +43,7 @@ class FeedForward(NamedTuple):
         activation: function or module.
         second: linear layer.
         dropouts: between activation and second layer.
-        around: modules that call these parts; run as one, they are not called.
+        around: modules that call these parts; a fused run does not call them.
         packed: whether the first layer's output is ``[gate | up]``.
     """
 
@@ -63,16 +63,17 @@ def feed_forward(
 ) -> Tensor:
     """``second(activation(first(x)))``, or ``second(activation(gate(x)) * up(x))``: x ``[*, K]`` -> ``[*, K']``.
 
-    For the forward of your own feed-forward block, converted or not. Once :func:`lightning_fp8.convert` has converted
-    its linear layers, the only pass over memory between the GEMMs is the one that casts the activation's output to FP8,
-    with the same numbers; likewise in backward. Wherever that is not possible, the parts are called one by one: for
-    plain layers, subclasses and adapters, layers that fell back, other activations, parts with hooks, and sharded
-    weights.
+    Use it in the forward of your own feed-forward block, converted or not. Once :func:`lightning_fp8.convert` has
+    converted its linear layers, the only pass over memory between the GEMMs is the one that casts the activation's
+    output to FP8, with the same numbers; likewise in backward. Wherever that is not possible, the parts are called one
+    by one: for plain layers, subclasses and adapters, layers that fell back, other activations, parts with hooks, and
+    sharded weights.
 
     Args:
         first: linear layer ``[K -> N]``, or a pair (gate, up) of such layers.
         activation: function or module. Fused are relu, gelu (exact, or approximated with tanh) and silu, of torch or
-            of transformers; with a pair only silu, if conversion has found that gate and up share their input.
+            of transformers; with a pair, only silu, and only if conversion has found that gate and up share their
+            input.
         second: linear layer ``[N -> K']``.
         x: fp32, bf16 or fp16.
 
@@ -90,7 +91,7 @@ def feed_forward(
 
 
 def run_block(block: FeedForward, x: Tensor) -> Tensor:
-    """The output of the block; as one where that is possible, else part by part."""
+    """The output of the block: fused where that is possible, else part by part."""
     first, activation, second = block.first, block.activation, block.second
     if reason_against_fusing(block) is None:
         if len(first) == 2:
@@ -152,7 +153,7 @@ def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: T
 
     Args:
         gate: converted linear layer ``[K -> N]``.
-        up: likewise; both record their input in the same place.
+        up: likewise; both record their input in the same row of the scaling state.
         down: converted linear layer ``[N -> K']``; all are of the same model.
         x: fp32, bf16 or fp16.
     """
@@ -163,7 +164,7 @@ def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: T
     layers = [_as_layer(part, record, dtype) for part in parts]
     with_gradients = torch.is_grad_enabled()
     x_fp8 = cast_input(rows[0], x, record, with_gradients and any(layer.weight.requires_grad for layer in layers[:2]))
-    # up takes the same cast, and with it the last layer lets go of it
+    # up takes the same cast; if it is the last layer to share the input, that releases the cast
     cast_input(rows[1], x, record, keep=False)
     with _no_evaluation(rows[0], record):
         y, *_ = ops.gated_mlp(
@@ -180,14 +181,14 @@ def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: T
 
 
 def _no_evaluation(rows: Fp8Rows, record: bool) -> AbstractContextManager[None]:
-    """For an operator in a forward with gradients: autograd runs it without, which is no sign of an evaluation."""
+    """For an operator in a forward with gradients: autograd runs it without, which must not count as an evaluation."""
     if record or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return nullcontext()
     return rows.state.notices.silent()
 
 
 def _as_layer(layer: Fp8Module, record: bool, dtype: torch.dtype) -> Layer:
-    """The weight, cast, and the bias for outputs of this dtype."""
+    """The layer's weight, its cast, and its bias for outputs of this dtype."""
     rows, bias = layer.fp8[""], cast("Tensor | None", layer.bias)
     weight, operand, is_kept = cast_weight(rows, _weight(layer), record)
     check_bias(rows, bias, weight.shape[0])
@@ -199,7 +200,7 @@ def _weight(layer: nn.Module) -> Tensor:
 
 
 def reason_against_fusing(block: FeedForward) -> str | None:
-    """Why the block has to run part by part, as it is now; None if it runs as one."""
+    """Why the block has to run part by part, as it is now; None if it runs fused."""
     layers = [*block.first, block.second]
     if any(type(layer) not in LINEAR_CLASSES for layer in layers):
         return "a linear layer is not converted, has an adapter, or is sharded by itself"
@@ -221,17 +222,17 @@ def reason_against_fusing(block: FeedForward) -> str | None:
         return "its layers were not converted together"
     if any(layer.training != layers[0].training for layer in layers):
         return "its layers differ in training mode"
-    # the very tensor, where they do
+    # layers that share their input have the very same index tensor
     if len(block.first) == 2 and rows[0].index["input"] is not rows[1].index["input"]:
         return "gate and up do not share their input"
     return _misfit([_weight(layer) for layer in layers], rows, block.packed)
 
 
 def _misfit(weights: list[Tensor], rows: list[Fp8Rows], packed: bool) -> str | None:
-    """Why these weights, the last one the second layer's, do not make a block."""
+    """Why these weights do not make a block; the last one is that of the second layer."""
     if any(isinstance(weight, DTensor) for weight in weights):
         return SHARDED
-    # weights may have been replaced since: part by part, the layer whose input does not fit raises the error
+    # weights may have been replaced since: run part by part, the layer whose input does not fit raises the error
     if any(weight.dim() != 2 for weight in weights):
         return "its weights do not fit together"
     shapes = [weight.shape[::-1] if row.k_by_n else weight.shape for weight, row in zip(weights, rows, strict=True)]

@@ -1,4 +1,4 @@
-"""The FP8 cast of a frozen weight in place of its master, and how values become it and come back."""
+"""The FP8 cast that replaces the master of a frozen weight, and conversions to and from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FROZEN_WEIGHTS: tuple[FrozenWeights, ...] = get_args(FrozenWeights)
 
 
 def check_frozen_weights(frozen_weights: object) -> None:
-    """ValueError for a value that is not one of ``FROZEN_WEIGHTS``, or None."""
+    """Raise a ValueError for a value that is neither None nor one of ``FROZEN_WEIGHTS``."""
     if frozen_weights is not None:
         check_choice("`frozen_weights`", frozen_weights, FROZEN_WEIGHTS)
 
@@ -30,13 +30,13 @@ class Content:
     """What a weight and its aliases (``weight.data``, ``weight.detach()``) share.
 
     Attributes:
-        name: of the layer, for messages.
-        dtype: that of the master.
+        name: the layer's name, for messages.
+        dtype: the dtype of the master.
         k_by_n: whether the layer stores its weight as ``[K, N]``.
         payload: ``[N, K] uint8``.
         scale_inv: ``[] float32``.
-        largest: ``[] float32``, amax of the values that were rounded. The largest codes stand for it, so that a cast of
-            the dequantized values has the same scale.
+        largest: ``[] float32``, amax of the values that were rounded. The largest codes are dequantized to it, so
+            that a cast of the dequantized values has the same scale.
         payload_t: ``[K, N] uint8``, where a GPU's GEMMs have needed it; else None.
         changed: values in the shape of the weight, after a change in place to values that FP8 would round; then the
             payload is empty. Else None.
@@ -61,7 +61,7 @@ class Content:
         return values.t() if self.k_by_n else values
 
     def take(self, values: Tensor, rounds: bool) -> None:
-        """Hold other values: as payload if that loses nothing, or if they are finite and ``rounds``."""
+        """Hold other values: as payload if that is lossless, or if ``rounds`` and they are finite; else as they are."""
         payload, scale_inv, amax = quantized(values.t() if self.k_by_n else values)
         rounded = dequantized(payload, scale_inv, amax, self.dtype)
         rounded = rounded.t() if self.k_by_n else rounded
@@ -77,7 +77,7 @@ class Content:
         self.payload_t = self.changed = None
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Content:
-        """The same with each tensor changed, as by a move to another device."""
+        """A copy with ``function`` applied to each tensor, for example to move it to another device."""
         tensors: dict[str, Any] = {
             field: function(held) for field, held in vars(self).items() if isinstance(held, Tensor)
         }

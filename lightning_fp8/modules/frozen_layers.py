@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def frozen_operand(rows: Fp8Rows, weight: FrozenWeight, record: bool) -> tuple[Tensor, Fp8Operand]:
-    """``[N, K]`` for autograd, and the operand of the GEMMs. Does in the state what a cast does, after each change."""
+    """``[N, K]`` for autograd, and the operand of the GEMMs. After each change, updates the state as a cast does."""
     if not torch.compiler.is_compiling():
         _see(rows, weight, record)
     scale_inv = weight.scale_inv
@@ -39,7 +39,7 @@ def _see(rows: Fp8Rows, weight: FrozenWeight, record: bool) -> None:
 
 
 def _note(rows: Fp8Rows, weight: FrozenWeight) -> None:
-    # the scale itself: that of `scale_inv` may differ in the last bit
+    # computed from the amax: the inverse of `scale_inv` may differ in the last bit
     rows.state.note_weight(rows.index["weight"], weight.largest, scale_of_current(weight.largest, E4M3))
 
 
@@ -59,7 +59,7 @@ def with_master(rows: Fp8Rows, weight: Tensor) -> Tensor:
 
 
 def free_masters(layer: Fp8Module) -> None:
-    """Keep only the FP8 cast of each frozen weight that is to be kept so, and has a master."""
+    """Replace the master of each frozen weight that is to be kept in FP8 only by its FP8 cast."""
     for rows, weight in layer.gemms():
         made = frozen(weight, rows.name, rows.k_by_n) if rows.fp8_only else None
         if made is not None:
@@ -67,7 +67,7 @@ def free_masters(layer: Fp8Module) -> None:
             rows.note_sharding(made)
     for rows, weight in layer.gemms():
         if isinstance(weight, FrozenWeight) and weight.is_fp8:
-            # compiled code does not
+            # compiled code does not store it in the state
             _note(rows, weight)
 
 
@@ -95,7 +95,7 @@ def frozen_parameters(layer: nn.Module) -> dict[str, FrozenWeight]:
 
 @contextmanager
 def frozen_parameters_apart(layer: nn.Module) -> Iterator[dict[str, FrozenWeight]]:
-    """Without them in the layer: ``nn.Module._apply`` would replace their ``.data``, or swap them."""
+    """Take FP8 parameters out of the layer: ``nn.Module._apply`` would replace their ``.data``, or swap them."""
     held = frozen_parameters(layer)
     layer._parameters.update(dict.fromkeys(held))
     try:
@@ -105,7 +105,7 @@ def frozen_parameters_apart(layer: nn.Module) -> Iterator[dict[str, FrozenWeight
 
 
 def replace_parameter(layer: nn.Module, former: Tensor, new: nn.Parameter) -> None:
-    """Put another parameter in the place of one of the layer's own."""
+    """Replace one of the layer's own parameters."""
     for name, parameter in layer._parameters.items():
         if parameter is former:
             layer._parameters[name] = new

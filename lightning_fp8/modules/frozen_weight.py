@@ -19,15 +19,15 @@ _aten = torch.ops.aten
 
 
 def _of_content(field: str) -> property:
-    # properties, not `__getattr__`, with which dynamo cannot read any attribute
+    # properties, because dynamo cannot read any attribute of a class with `__getattr__`
     return property(lambda weight: getattr(weight.content, field))
 
 
 class FrozenWeight(Tensor):
     """A weight without a gradient that looks like its master and holds its FP8 cast, in a :class:`Content`.
 
-    FP8 layers use the payload. Other operators get the dequantized values. What is copied into it is rounded to FP8
-    with a scale of its own; what any other operation in place leaves in it is kept as it is, unrounded.
+    FP8 layers use the payload. Other operators get the dequantized values. Values that are copied into it are
+    rounded to FP8 with their own scale; the result of any other operation in place is kept unrounded.
     """
 
     content: Content
@@ -55,7 +55,7 @@ class FrozenWeight(Tensor):
         return self.content.dequantized()
 
     def operand_payloads(self) -> tuple[Tensor, Tensor]:
-        """Those of ``[N, K]``, by rows and by columns."""
+        """The payloads of ``[N, K]``, by rows and by columns."""
         content = self.content
         if content.payload_t is not None:
             return content.payload, content.payload_t
@@ -67,12 +67,12 @@ class FrozenWeight(Tensor):
         return content.payload, payload_t
 
     def place_in_graph(self) -> Tensor:
-        """``[N, K]`` without memory of its own: what autograd is given for the weight."""
+        """A tensor ``[N, K]`` without memory of its own, which stands for the weight in the autograd graph."""
         shape = self.shape[::-1] if self.content.k_by_n else self.shape
         return torch.empty((), dtype=self.dtype, device=self.device).expand(shape)
 
     def applied(self, function: Callable[[Tensor], Tensor]) -> nn.Parameter:
-        """What ``nn.Module._apply`` makes of it: rounded again after a change of dtype, plain without values."""
+        """What ``nn.Module._apply`` makes of it: rounded again after a change of dtype; plain if it has no values."""
         made = function(self) if self.is_fp8 else function(self.dequantized())
         if isinstance(made, FrozenWeight):
             return as_parameter(made.content)
@@ -104,7 +104,7 @@ class FrozenWeight(Tensor):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """False."""
+        """Always False."""
         return False
 
     @requires_grad.setter
@@ -112,7 +112,7 @@ class FrozenWeight(Tensor):
         self.requires_grad_(requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenWeight:
-        """RuntimeError for True."""
+        """Raise a RuntimeError for True."""
         if requires_grad:
             raise RuntimeError(
                 f"The weight of {self.content.name!r} is kept in FP8 only and cannot be trained. Call"
@@ -144,7 +144,7 @@ class FrozenWeight(Tensor):
         return fields, (self.dtype, self.content.k_by_n)
 
     def _stable_hash_for_caching(self) -> str:
-        # of what a compiled graph depends on
+        # covers all that a compiled graph depends on
         return repr((type(self).__qualname__, self.shape, self.device, self.__tensor_flatten__()))
 
     @staticmethod
@@ -189,7 +189,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 
 def as_parameter(content: Content) -> nn.Parameter:
-    """A parameter with this content: torch takes any tensor with a mark for one."""
+    """A parameter with this content: torch treats any tensor marked with ``_is_param`` as one."""
     return cast(nn.Parameter, FrozenWeight(content))
 
 

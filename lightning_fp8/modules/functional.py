@@ -40,14 +40,14 @@ class Fp8Weight(NamedTuple):
     is_kept: bool = False
 
     def rows(self, rows: slice, of: Fp8Rows) -> Fp8Weight:
-        """A slice of the N rows, with the scales of the whole weight; cast by itself if it ends within blocks."""
+        """A slice of the N rows, with the scales of the whole weight; cast separately if it splits a block."""
         weight, operand = take_rows(self.weight, rows), self.operand
         if operand is None:
             return Fp8Weight(weight, None)
         if weight is self.weight:
             return self
         if of.weight_scaling.blocks and (rows.start % BLOCK or rows.stop % BLOCK):
-            # without the state, which shows what the cast of the whole weight has used
+            # without the state, which must keep the amax and scale of the whole weight
             slot = of.weight_slot(False)._replace(state=None)
             return Fp8Weight(weight, ops.cast_weight_operand(weight.detach(), slot, torch.is_grad_enabled()))
         if of.weight_scaling.blocks:
@@ -78,8 +78,8 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
             rows.weight_cache.drop()
         check_whole(rows, parameter)
         return Fp8Weight(_n_by_k(rows, parameter, part), None)
-    # Other forwards than recording ones use the cache only where somebody vouches for the weight: in evaluation,
-    # weights may be swapped (EMA, averaging) without a trace.
+    # Forwards that do not record use the cache only while a context vouches for the weight: in evaluation, weights may
+    # be swapped (EMA, averaging) without a trace.
     cache, keep_columns = rows.weight_cache, torch.is_grad_enabled()
     can_keep = rows.keeps_cast and can_keep_copies(parameter)
     is_kept = can_keep and (record or cache.vouchers > 0)
@@ -87,7 +87,7 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
     if made is not None and (not keep_columns or made.columns.dim() == 2):
         if not record:
             rows.state.weight_changes.see_reuse(rows.module)
-        # a frozen weight is cast again where its losses are counted, with those of each step
+        # while lost values are counted, a frozen weight is cast again, so that each step counts its losses
         if not record or parameter.requires_grad or rows.state.cast_counts.values is None:
             return Fp8Weight(_n_by_k(rows, parameter, part), made, True)
     if isinstance(parameter, FrozenWeight) and parameter.is_fp8:
@@ -112,7 +112,7 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
                 # many small GEMMs follow, as in generation, each of which would dequantize the whole weight
                 ops.keep_values(made)
     # The CPU's operators compare each weight that they cast. On a GPU a comparison would wait for the device, so it is
-    # made only after a change that leaves a trace, which the new address of each weight gathered by FSDP is not.
+    # made only after a change that leaves a trace. The new address of a weight gathered by FSDP does not count.
     if can_keep and is_k_major(parameter) and rows.note_trace(parameter):
         rows.group.see_changes(rows, parameter, record)
     return Fp8Weight(weight, made, is_kept)
@@ -129,7 +129,7 @@ def _needs_cast(switch: Switch) -> bool:
 
 
 def check_whole(rows: Fp8Rows, parameter: Tensor) -> None:
-    """NotImplementedError for a ``DTensor``."""
+    """Raise a NotImplementedError for a ``DTensor``."""
     if isinstance(parameter, DTensor):
         raise NotImplementedError(
             f"{rows.name!r}: the weight is distributed over processes, and only `nn.Linear` computes with a part of"
@@ -146,9 +146,9 @@ def _normal_tensors() -> Iterator[None]:
 
 
 def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool, by_rows: bool = True) -> Fp8Operand:
-    """x ``[*, K]`` in FP8; by columns too if backward needs it (``keep``), and by rows unless forward does not.
+    """x ``[*, K]`` in FP8: by rows if forward needs that (``by_rows``), by columns if backward does (``keep``).
 
-    One cast for all layers that share x.
+    All layers that share x use one cast.
     """
     shared = rows.shared_input
     if shared is None:
@@ -156,7 +156,7 @@ def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool, by_rows: bool
     if torch.compiler.is_compiling():
         return _cast_input_in_graph(rows, shared, x, record, keep)
     if x.is_inference() and rows.has_hooks:
-        # such a tensor does not count its changes; without hooks, the source has shown that there is none
+        # an inference tensor does not count its changes; without hooks, the source code has shown that there are none
         shared.drop()
         return _cast_input(rows, x, record, keep, by_rows)
     made = None if rows.is_first else shared.take(x, rows.state, record, keep, by_rows, rows.is_last)
@@ -169,7 +169,7 @@ def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool, by_rows: bool
 
 
 def _cast_input_in_graph(rows: Fp8Rows, shared: SharedInput, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
-    # with gradients, AOTAutograd makes one of several casts with the same arguments
+    # with gradients, AOTAutograd merges casts that have the same arguments
     graph = graph_being_traced() if is_dynamo_compiling() and not torch.is_grad_enabled() else None
     if graph is None:
         return _cast_input(rows, x, record, keep)
@@ -206,7 +206,7 @@ def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None,
 def _linear_in_part(
     rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The same for a layer with products that are not in FP8: all of them if it fell back."""
+    """Like :func:`fp8_linear`, for a layer with products that are not in FP8: all of them if it fell back."""
     (parameter, operand, is_kept), switch = weight, rows.switch
     with_gradients = torch.is_grad_enabled()
     if not (switch.in_fp8 and (with_gradients or switch.fprop_in_fp8)):
@@ -238,14 +238,14 @@ def _linear_in_part(
 
 def _rounded_input(rows: Fp8Rows, x: Tensor, dtype: torch.dtype) -> Tensor:
     shared = rows.shared_input
-    # a compiler makes one of several by itself
+    # a compiler merges these casts by itself
     if shared is None or x.dtype == dtype or x.is_inference() or torch.compiler.is_compiling():
         return x.detach().to(dtype)
     return shared.rounded(x, dtype, rows.is_last)
 
 
 def _let_go_of_input(rows: Fp8Rows) -> None:
-    """Where the last layer of those that share their input does not cast it."""
+    """For a layer that does not cast its input: release the shared cast if no later layer shares it."""
     if rows.is_last and rows.shared_input is not None:
         rows.shared_input.drop()
 
@@ -294,7 +294,7 @@ def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None
 
 
 def check_bias(rows: Fp8Rows, bias: Tensor | None, outputs: int) -> None:
-    """ValueError unless the bias has one element for each output: a kernel would read past its end."""
+    """Raise a ValueError unless the bias has one element for each output: a kernel would read past its end."""
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(
             f"The bias of {rows.name!r} must have the shape ({outputs},), one element for each output of the weight,"

@@ -1,6 +1,6 @@
-"""Feed-forward blocks of known classes run as one: conversion changes the class of the object that holds the parts.
+"""Feed-forward blocks of known classes, run fused: conversion changes the class of the object that holds the parts.
 
-A class is known by what its method computes, not by its name: see ``block_forms``.
+A class is recognised by what its method computes, not by its name: see ``block_forms``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations"
 
 
 class Fp8FeedForward(nn.Module):
-    """A module whose feed-forward block runs as one where that is possible, else part by part.
+    """A module whose feed-forward block runs fused where that is possible, else part by part.
 
     Never constructed: conversion changes the class of a module of a known form whose linear layers it has converted, to
     a subclass of both this and the module's own class.
 
     Attributes:
         plain_class: the class before the conversion.
-        part_classes: of a block of two modules, their classes.
+        part_classes: for a block of two modules, the classes of these modules.
         form: how the class computes the block.
     """
 
@@ -50,7 +50,7 @@ class Fp8FeedForward(nn.Module):
 
 
 def _new(plain_class: type[nn.Module], part_classes: tuple[type[nn.Module], ...]) -> nn.Module:
-    """An object to unpickle; of the plain class if that computes something else by now."""
+    """An object to unpickle into; of the plain class if its code no longer has a known form."""
     form = form_of_class(plain_class, part_classes)
     kind = plain_class if form is None else _fused_class(plain_class, part_classes, form)
     return kind.__new__(kind)
@@ -80,7 +80,7 @@ def notes(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
 
 
 def _notes_of(module: nn.Module, base: type[nn.Module], form: Form) -> dict[nn.Module, str]:
-    """The same for one module, which is of this form, or of a class derived from one that is."""
+    """Like :func:`notes`, for one module, whose class or a base class of it, ``base``, has this form."""
     found: dict[nn.Module, str] = {}
     for block in _blocks(module, form):
         reason = reason_against_fusing(block)
@@ -90,7 +90,7 @@ def _notes_of(module: nn.Module, base: type[nn.Module], form: Form) -> dict[nn.M
             reason = "built since the conversion, so call `convert` again"
         note = "feed-forward fused" if reason is None else f"feed-forward not fused: {reason}"
         if reason == SHARDED:
-            # between forwards; FSDP gathers them for one
+            # sharded only between forwards: FSDP gathers them for each forward
             note = "feed-forward fused if its weights are gathered"
         layers = [adapted_layer(part) for part in (*block.first, block.second)]
         found.update(dict.fromkeys(layers, note))
@@ -174,7 +174,7 @@ def _block_of_two_modules(module: nn.Module, form: Form) -> FeedForward:
 
 
 def _can_be_fused(block: FeedForward) -> bool:
-    """Whether conversion has made all that it can of the block: the rest may change from call to call."""
+    """Whether the block meets the conditions that conversion decides; the others may change from call to call."""
     layers = [*block.first, block.second]
     return activation_name(block.activation) is not None and all(own_class(one) in LINEAR_CLASSES for one in layers)
 

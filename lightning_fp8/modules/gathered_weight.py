@@ -18,7 +18,7 @@ class GatheredWeight(Tensor):
     Attributes:
         payload: ``uint8``, in the shape of the weight.
         scale_inv: ``[] float32``.
-        format: of the payload.
+        format: the FP8 format of the payload.
     """
 
     payload: Tensor
@@ -58,7 +58,7 @@ class GatheredWeight(Tensor):
         return _Place.apply(self)
 
     def payloads(self, k_by_n: bool) -> tuple[Tensor, Tensor]:
-        """Those of ``[N, K]``, by rows and by columns; ``k_by_n`` if the weight is stored transposed."""
+        """The payloads of ``[N, K]``, by rows and by columns; ``k_by_n`` if the weight is stored transposed."""
         payload, payload_t = (self.payload.t(), self.payload) if k_by_n else (self.payload, self.payload.t())
         if torch.is_grad_enabled() and is_k_major(payload):
             payload_t = payload_t.contiguous()

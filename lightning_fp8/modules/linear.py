@@ -11,17 +11,17 @@ from lightning_fp8.modules.tensor_parallel import parallel_linear
 
 
 class Fp8Linear(Fp8Module, nn.Linear):
-    """``y = x @ weight^T + bias`` with FP8 operands, delayed scaling and fp32 accumulation.
+    """``y = x @ weight^T + bias`` with FP8 operands and fp32 accumulation.
 
     Never constructed: :func:`lightning_fp8.convert` turns an ``nn.Linear`` into it by class, on the same object, so
     parameters, hooks, ties and ``state_dict`` keys stay what they are.
 
     Shape:
-        x ``[*, in_features]`` fp32, bf16 or fp16, any strides, any number of leading dimensions, empty ones too;
+        x ``[*, in_features]`` fp32, bf16 or fp16, any strides, any number of leading dimensions, including empty ones;
         y ``[*, out_features]``, in autocast's dtype where autocast is on, else in the dtype of ``x``.
 
     A forward records amaxes exactly when the module is in training mode and gradients are enabled; its backward records
-    exactly when its forward did. Backward keeps the FP8 input, one byte an element. Gradients come in the dtypes of
+    exactly when its forward did. Backward keeps the FP8 input, one byte per element. Gradients come in the dtypes of
     ``x``, ``weight`` and ``bias``.
 
     Raises:

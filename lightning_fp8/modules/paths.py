@@ -7,11 +7,11 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-# Wrappers add these to a module's path; without them names stay the same with and without the wrapper.
+# Wrappers add these to a module's path; removing them keeps names the same with and without the wrapper.
 _WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-# of what is not a pattern, such as a class
+# added to the error about something that is not a pattern, such as a class
 _INSTEAD = (
     "A pattern is a module's path as in `model.named_modules()`, where `*` stands for anything: 'head', '*.norm'."
     " For all modules of a class, pass `[path for path, module in model.named_modules() if isinstance(module, Class)]`."
@@ -85,7 +85,7 @@ def check_patterns(module: nn.Module, patterns: Sequence[str], argument: str) ->
 
 
 def check_patterns_among(modules: Sequence[tuple[str, nn.Module]], patterns: Sequence[str], argument: str) -> None:
-    """The same for a model that has been scanned: its modules by their paths, itself first."""
+    """Like :func:`check_patterns`, for a scanned model: its modules with their paths, the model itself first."""
     for pattern in as_patterns(patterns, argument):
         if not any(matches(path, (pattern,)) for path, _ in modules):
             own = [path for path, layer in modules if next(layer.parameters(recurse=False), None) is not None]

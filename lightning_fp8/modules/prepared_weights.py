@@ -1,9 +1,9 @@
-"""Weights cast before compiled code runs, which cannot see whether a copy is stale: once, not in each of its forwards.
+"""Casts weights once, before compiled code runs, which cannot detect stale copies and would cast in each forward.
 
 Compiled code reads the casts of prepared layers as inputs, from tensors that stay the same objects, at the same
-addresses, as long as shapes and device do. A flag of each layer, which the compiler guards, says whether they are those
-of the current weights; where it is not set, compiled code casts the weight itself. An optimizer step, a load and a move
-clear it.
+addresses, as long as shapes and device stay the same. A flag of each layer, which compiled code has a guard on, says
+whether they are the casts of the current weights; where it is not set, compiled code casts the weight itself. An
+optimizer step, a load and a move clear it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOCK = threading.Lock()
 
 
 def compiled_rows(model: nn.Module) -> list[Fp8Rows]:
-    """Those of layers in modules that ``torch.compile``, ``nn.Module.compile`` or ``generate`` has compiled."""
+    """The rows of layers in modules that ``torch.compile``, ``nn.Module.compile`` or ``generate`` has compiled."""
     found: dict[int, Fp8Rows] = {}
     for module in model.modules():
         # `_compiler_ctx` is Lightning's; `generate` of transformers keeps what it has compiled in `_compiled_call`
@@ -41,11 +41,11 @@ def prepared(rows: Sequence[Fp8Rows], record: bool, in_backward: bool = False) -
     """Cast the weights that have changed, and let compiled code in this context, in any thread, use the casts.
 
     Args:
-        rows: of layers; those that are sharded, cast no weight or compute it are left out, and in training frozen
-            ones, as one may be of a target network that changes within the step.
-        record: whether it is a step of training.
-        in_backward: it is a backward, whose recomputation reads what the forward has read: nothing is cast again, which
-            would overwrite what this backward has kept.
+        rows: the rows of layers; left out are layers whose weight is sharded, computed or not cast, and in training
+            those whose weight is frozen, as it may belong to a target network that changes within the step.
+        record: whether this is a training step.
+        in_backward: whether this is a backward. Its recomputation reads the same casts as the forward: nothing is cast
+            again, as that would overwrite what backward has kept.
     """
     ready = [(one, weight) for one in rows if (weight := _weight_to_prepare(one, record)) is not None]
     if in_backward:
@@ -125,7 +125,7 @@ def _cast(stale: list[tuple[Fp8Rows, Tensor]], record: bool) -> list[Fp8Operand]
 
 
 def _fitting(rows: Fp8Rows, weight: Tensor) -> Fp8Operand | None:
-    """The tensors that an earlier cast was written to, where this one fits."""
+    """The tensors that an earlier cast was written to, if this one fits them."""
     kept = rows.prepared
     if kept is None or kept.rows.device != weight.device or kept.rows.shape != _by_rows(rows, weight).shape:
         return None
@@ -141,7 +141,7 @@ def _as_stored(rows: Fp8Rows, operand: Fp8Operand) -> tuple[Tensor, Tensor]:
 
 
 def _check(rows: Fp8Rows) -> None:
-    """Leave a layer out for good whose weight was changed within a context, by other means than those that are seen."""
+    """Leave a layer out for good if its weight was changed within a context, by means that do not clear its flag."""
     weight = rows.weight
     if not rows.is_prepared or weight is None or _is_held(rows, weight):
         return

@@ -30,9 +30,9 @@ class _Rounded(NamedTuple):
 class SharedInput:
     """One tensor that several layers of a model take in, one after the other.
 
-    They record it in the place of the first one. Its cast waits here from the layer that makes it to the last one. A
-    layer takes it only for the very same tensor, unchanged, in the same thread and under the same scales: whatever a
-    hook or a caller gives one of the layers instead is cast for that layer.
+    They record it in the row of the first one. Its cast is held here from the layer that makes it to the last one. A
+    layer takes it only for the very same tensor, unchanged, in the same thread and under the same scales; another
+    tensor, which a hook or a caller gives one of the layers instead, is cast for that layer.
 
     Attributes:
         modules: positions of the layers in the scaling state, in the order of their calls.
@@ -51,7 +51,7 @@ class SharedInput:
     def take(
         self, x: Tensor, state: ScalingState, record: bool, keep: bool, by_rows: bool, is_last: bool
     ) -> Fp8Operand | None:
-        """The cast of ``x`` that a layer before has made, by columns if ``keep`` and by rows if ``by_rows``; None if
+        """The cast of ``x`` that an earlier layer has made, by columns if ``keep`` and by rows if ``by_rows``; None if
         there is none.
         """
         # read once: another thread may replace it
@@ -69,17 +69,17 @@ class SharedInput:
         self._made = self.in_graph = self._rounded = None
 
     def put(self, x: Tensor, state: ScalingState, record: bool, operand: Fp8Operand, is_first: bool) -> None:
-        """Keep a cast for the layers behind, for as long as ``x`` exists.
+        """Keep a cast for the later layers, for as long as ``x`` exists.
 
-        Where a layer behind the first one was given another tensor, that of the others stays.
+        If a later layer was given another tensor, the cast for the other layers stays.
         """
         made = self._made
         if is_first or made is None or made.x() is x:
             self._made = _Cast(weakref.ref(x, self._drop_with), _circumstances(x, state, record), operand)
 
     def rounded(self, x: Tensor, dtype: torch.dtype, is_last: bool) -> Tensor:
-        """``x`` in another dtype, for products that take it so: one tensor for all layers, which may wait for
-        backward.
+        """``x`` in another dtype, for products that take it in that dtype: one tensor for all layers, which may be
+        kept for backward.
         """
         # the streams of two threads do not wait for each other
         made, circumstances = self._rounded, (x._version, dtype, threading.get_ident())

@@ -28,7 +28,7 @@ class Expression(NamedTuple):
 
 
 def returned_by(method: object) -> Expression | None:
-    """What a method of assignments to local names and a ``return`` returns; None for any other.
+    """What a method returns, if it consists of assignments to local names and a ``return``; None for any other.
 
     >>> class Block:
     ...     def forward(self, hidden):
@@ -37,7 +37,7 @@ def returned_by(method: object) -> Expression | None:
     >>> returned_by(Block.forward)
     Expression(text='self.down(self.up(x))', calls=2)
     """
-    # by its code, which a wrapper does not pass on
+    # by its code, which a wrapper does not copy from the wrapped method
     return _of_code(method.__code__) if inspect.isfunction(method) else None
 
 
@@ -81,7 +81,7 @@ def _of_code(code: CodeType) -> Expression | None:
 
 
 def _is_source_of(tree: ast.Module, code: CodeType) -> bool:
-    """Whether the source, which is read from the file as it is now, is that of the code."""
+    """Whether the source, read from the file as it is now, is that of the code."""
     made = next(one for one in compile(tree, code.co_filename, "exec").co_consts if isinstance(one, CodeType))
     return (made.co_code, made.co_names) == (code.co_code, code.co_names)
 
@@ -91,7 +91,7 @@ def _is_docstring(line: ast.stmt) -> bool:
 
 
 class _Substitute(ast.NodeTransformer):
-    """Puts values in the places of local names."""
+    """Replaces local names by their values."""
 
     def __init__(self, values: dict[str, ast.expr]) -> None:
         self._values = dict(values)

@@ -16,7 +16,7 @@ def parallel_linear(rows: Fp8Rows, x: Tensor, weight: DTensor, bias: Tensor | No
     - ``RowwiseParallel``: weight split by columns, x along its last dimension; y is a partial sum.
 
     Inputs and gradients have the scale of the whole tensor: the update of histories takes the maximum over all
-    processes, and a cast by own values that of the group. Each process scales its part of the weight with the amax of
+    processes, and a cast by own values over the group. Each process scales its part of the weight with the amax of
     that part.
 
     Raises:

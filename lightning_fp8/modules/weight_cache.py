@@ -41,7 +41,7 @@ class WeightCache(Generic[T]):
 
     A copy is stale after a change in place, a new ``.data``, a move, another parameter in its place, or, unless the
     weight is frozen, an optimizer step. On the CPU a hash of the bits is compared as well, which also catches changes
-    in place through ``.data``; not while somebody vouches for the weight, see :func:`vouching`.
+    in place through ``.data``; not while a context vouches for the weight, see :func:`vouching`.
     Copies and pickles of a model start with an empty cache.
 
     Attributes:
@@ -105,7 +105,7 @@ class WeightCache(Generic[T]):
 def vouching(caches: Iterable[WeightCache[Any]]) -> Iterator[None]:
     """Declare that these weights change only in ways that leave a trace, in all threads, until all such contexts end.
 
-    It does not drop the copies made before it or in it: who vouches knows for how long they are valid.
+    It does not drop the copies made before it or in it: the caller knows for how long they are valid.
     """
     caches = list(caches)
     with _LOCK:

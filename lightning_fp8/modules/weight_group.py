@@ -56,7 +56,7 @@ class WeightGroup:
         for rows in self.members:
             weight = rows.weight
             if id(weight) in weights:
-                # compiled code casts it from now on, until somebody prepares it again
+                # compiled code casts it from now on, until it is prepared again
                 rows.is_prepared = False
             if isinstance(weight, FrozenWeight):
                 continue
@@ -72,7 +72,7 @@ class WeightGroup:
             self.states()[0].weight_changes.see_optimizer_step([*seen], ops.measure_weights([*seen.values()]))
 
     def see_changes(self, first: Fp8Rows, weight: Tensor, record: bool) -> None:
-        """Compare this weight, and all others with a trace of a change, with what they were. Waits for the device."""
+        """Compare this weight, and all others with a trace of a change, with their references. Waits for the device."""
         changed = {first.module: first.matrix(weight.detach())}
         for rows in self.members:
             other = rows.weight
@@ -126,7 +126,7 @@ def _records(rows: Fp8Rows) -> bool:
 
 
 def is_plain(weight: Tensor, device: object) -> bool:
-    """Whether a weight is a parameter with its own storage, in the state's place."""
+    """Whether a weight is a parameter with its own storage, on this device."""
     # subclasses of Parameter are sharded or computed
     if type(weight) is not nn.Parameter or weight.dtype not in CASTABLE_DTYPES or weight.device != device:
         return False

@@ -18,8 +18,8 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     """Declare that the weights of a model do not change in this context: each is cast to FP8 once, at its first use.
 
     For generation and evaluation outside of a Trainer, where otherwise each forward casts all weights, as they may have
-    been swapped without a trace. In training too it saves the comparison of each weight with what was cast. At the end
-    the casts are dropped.
+    been swapped without a trace. In training, it also saves comparing each weight with the one that was cast. At the
+    end the casts are dropped.
 
     A weight that has changed all the same is cast again if the change leaves a trace: an operation in place, an
     optimizer step, ``load_state_dict``, another parameter or another ``.data``. In this context, only a change in place
@@ -28,9 +28,9 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     Contexts may overlap, in any number of threads, and apply to all of them until the last one ends.
 
     Compiled modules of the model, or the model itself if it is what ``torch.compile`` returned, read casts that are
-    made at the beginning. They see a change only if an optimizer or ``load_state_dict`` makes it; any other that leaves
-    a trace is warned of at the end. For sharded weights, and in compiled functions, nothing is kept. What ``generate``
-    of transformers compiles itself counts as a module from the next context on.
+    made at the beginning. They see a change only if an optimizer or ``load_state_dict`` makes it; any other change
+    that leaves a trace gives a warning at the end. For sharded weights, and in compiled functions, nothing is kept.
+    What transformers' ``generate`` compiles itself counts as a compiled module from the next context on.
 
     Args:
         model: converted model, or any of its parts. One without converted layers stays as it is.
@@ -45,12 +45,12 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def all_rows(model: nn.Module) -> Iterator[Fp8Rows]:
-    """Those of all converted layers."""
+    """The rows of all converted layers."""
     return (rows for layer in model.modules() if isinstance(layer, Fp8Module) for rows in layer.fp8.values())
 
 
 def all_caches(rows: Iterable[Fp8Rows]) -> list[WeightCache[Any]]:
-    """Those of weights and biases."""
+    """The caches of weights and biases."""
     return [cache for one in rows for cache in one.caches]
 
 

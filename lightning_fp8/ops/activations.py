@@ -1,4 +1,4 @@
-"""The activations that a cast can take in, in torch's own operators: each result in the dtype of its input."""
+"""The activations that can be fused into a cast, in torch's own operators; a result has the dtype of its input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gated_gradients(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up from that of :func:`gated`."""
+    """The gradients of gate and up, given the gradient ``dy`` of :func:`gated`."""
     return torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)
 
 
@@ -42,7 +42,7 @@ def activated_width(width: int, activation: str) -> int:
 
 
 def activation_gradient(x: Tensor, dy: Tensor, activation: str) -> Tensor:
-    """The gradient of x from that of ``activation(x)``."""
+    """The gradient of x, given the gradient ``dy`` of ``activation(x)``."""
     aten = torch.ops.aten
     if activation == "none":
         return dy

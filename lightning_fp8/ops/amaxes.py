@@ -1,4 +1,4 @@
-"""From the largest values of tensors, amaxes, to their scales: in torch's own operations, on any device.
+"""Amaxes, the largest absolute values of tensors, and the scales that follow: in torch's own operations, on any device.
 
 Nothing here waits for a device.
 """
@@ -14,7 +14,7 @@ from lightning_fp8.ops.formats import Fp8Format
 from lightning_fp8.ops.operand import OwnScaling
 
 FP32_MAX = torch.finfo(torch.float32).max
-# the side of a block with a scale of its own, where a tensor has several
+# side length of a block, for tensors whose blocks each have a scale
 BLOCK = 128
 
 
@@ -27,13 +27,13 @@ def max_abs(x: Tensor) -> Tensor:
 
 
 def record_amax(amax: Tensor, index: Tensor, current: Tensor) -> None:
-    """``amax[index] = max(amax[index], current)``: index ``[1] int64``, current ``[] float32``. Waits for no device."""
+    """``amax[index] = max(amax[index], current)``: index ``[1] int64``, current ``[] float32``. Never synchronises."""
     # The bits of non-negative floats as integers: NaN > inf > every finite value, so nothing non-finite is lost.
     amax.view(torch.int32).scatter_reduce_(0, index, current.view(torch.int32)[None], "amax")
 
 
 def as_asked(amax: Tensor, own: OwnScaling) -> Tensor:
-    """The amax ``[] float32`` from which a tensor is scaled by its own values."""
+    """The amax ``[] float32`` to compute the scale from: the tensor's, or its group's largest, times ``2**margin``."""
     if not own.adjusts_amax:
         return amax
     if own.group:
@@ -41,13 +41,13 @@ def as_asked(amax: Tensor, own: OwnScaling) -> Tensor:
         # as integers, the bits of non-negative floats order as finite < inf < NaN
         dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=_resolve_process_group(own.group))  # type: ignore[arg-type]
         amax = amax[0]
-    # a finite one stays finite: a scale of 0 would turn the whole tensor into NaN
+    # a finite amax stays finite: a scale of 0 would turn the whole tensor into NaN
     return torch.where(amax.isfinite(), (amax * 2.0**own.margin).clamp(max=FP32_MAX), amax)
 
 
 def scale_of_current(amax: Tensor, fmt: Fp8Format) -> Tensor:
-    """``FP8_MAX / amax``; 1 where ``amax`` is not finite: finite elements survive."""
-    # tensor by tensor: a Python number divided by a tensor is its reciprocal times the number, rounded twice
+    """``FP8_MAX / amax``; 1 where ``amax`` is not finite, so that finite elements survive."""
+    # a tensor, because torch computes number / tensor as number * (1 / tensor), which rounds twice
     return torch.where(amax.isfinite(), (torch.full_like(amax, fmt.max) / amax).clamp(max=FP32_MAX), 1.0)
 
 
@@ -58,18 +58,18 @@ def scale_below(fp8_max: Tensor, amax: Tensor, margin_factor: float) -> Tensor:
 
 
 def power_of_2(scale: Tensor) -> Tensor:
-    """The largest power of two that is not above each scale, which is a normal number above 0."""
-    # without its mantissa
+    """Each scale, a positive normal number, rounded down to a power of two."""
+    # clears the mantissa
     return (scale.view(torch.int32) & -0x800000).view(torch.float32)
 
 
 def per_row(scale: Tensor, rows: int) -> Tensor:
-    """The scales of blocks, each row's: those of squares are ``[ceil(rows/128), *]``."""
+    """Block scales, one row of them per row of the tensor; those of squares, ``[ceil(rows/128), *]``, are repeated."""
     return scale if len(scale) == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
 
 
 def by_element(scale: Tensor, x: Tensor) -> Tensor:
-    """The scales of blocks of x, each element's."""
+    """Block scales of x, repeated to the shape of x."""
     return per_row(scale, len(x)).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
 
 

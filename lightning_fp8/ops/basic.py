@@ -16,42 +16,42 @@ from lightning_fp8.ops.library import define, implement, is_k_major
 from lightning_fp8.ops.operand import Fp8Operand, OwnScaling, Slot, WeightSlot
 
 # cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M] uint8, scale_inv [] float32)
-#   v = activation(x) in the dtype of x; payload = sat(v * scale[index]) in fp32, rounded to nearest even; where
-#   amax_history[0, index] is 0 (no history yet) with FP8_MAX / max|v| instead. `layout` is "rows", "columns" or "both"
-#   for the payloads that are made; the other is empty. The state's amax[index] becomes max(amax[index], max|v|) where
-#   the slot records.
+#   v = activation(x) in the dtype of x; payload = sat(v * scale[index]) in fp32, rounded to nearest even. Where
+#   amax_history[0, index] is 0 (no history yet), the scale is FP8_MAX / max|v| instead. `layout`, "rows", "columns" or
+#   "both", selects the payloads to make; the other is empty. If the slot records, the state's amax[index] becomes
+#   max(amax[index], max|v|).
 _CAST = define("cast(Tensor x, Slot slot, str activation, str layout) -> (Tensor, Tensor, Tensor)")
 # cast_weight: weight [N, K] -> the results of `cast`, with current scaling, FP8_MAX / max|weight|. Amax and scale are
 #   stored in the state.
 _CAST_WEIGHT = define("cast_weight(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor)")
-# cast_blocks: x [M, K] -> (payload [M, K] uint8, payload_t [K, M] uint8, scale_inv [M, ceil(K/128)] float32 of the
-#   payload, that of payload_t [K, ceil(M/128)]): each 128 elements along a row of a payload, fewer at its end, with the
-#   scale of their own values, FP8_MAX / amax, or the power of two below it; 1 where amax is not finite. `layout` and
-#   what is recorded are as of `cast`.
+# cast_blocks: x [M, K] -> (payload [M, K] uint8, payload_t [K, M] uint8, scale_inv [M, ceil(K/128)] float32 of payload,
+#   scale_inv [K, ceil(M/128)] float32 of payload_t). Every 128 elements along a row of a payload, fewer at its end,
+#   have their own scale, FP8_MAX / amax or the power of two below it; 1 where amax is not finite. `layout` and
+#   recording are as for `cast`.
 _CAST_BLOCKS = define("cast_blocks(Tensor x, Slot slot, str layout) -> (Tensor, Tensor, Tensor, Tensor)")
-# cast_weight_blocks: weight [N, K] -> (payload, payload_t, scale_inv [ceil(N/128), ceil(K/128)] float32), each square
-#   of 128 x 128 likewise; payload_t has the transposed scales. The largest amax and its scale are stored in the state.
+# cast_weight_blocks: weight [N, K] -> (payload, payload_t, scale_inv [ceil(N/128), ceil(K/128)] float32). The same for
+#   squares of 128 x 128; payload_t has the transposed scales. The largest amax and its scale are stored in the state.
 _CAST_WEIGHT_BLOCKS = define(
     "cast_weight_blocks(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor)"
 )
 # scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype. The bias is rounded to out_dtype,
 #   as autocast rounds it, then added in fp32 to the scaled sum, which is rounded once. Without `fast_accumulation`
 #   partial sums are added up in fp32 at least every 128 along K. `gemm` selects what may run it, see
-#   ops/cuda/gemm_choice.py. The shape of a scale_inv says what it is for: [] the whole operand, [M, ceil(K/128)] blocks
-#   of 128 along a row of it, [ceil(M/128), ceil(K/128)] squares; both operands are whole, or both are in blocks.
+#   ops/cuda/gemm_choice.py. The shape of a scale_inv says what each scale is for: [] the whole operand, [M,
+#   ceil(K/128)] 128 elements along a row, [ceil(M/128), ceil(K/128)] a square. Both operands are in blocks or neither.
 _SCALED_MM = define(
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, str a_format, str b_format, "
     'ScalarType out_dtype, bool fast_accumulation, str gemm="auto") -> Tensor'
 )
-# scaled_mm_add_: out [M, N] += scaled_mm(a, b), added in fp32 and rounded once: gradients of several micro-batches
+# scaled_mm_add_: out [M, N] += scaled_mm(a, b), added in fp32 and rounded once, to accumulate gradients
 _SCALED_MM_ADD = define(
     "scaled_mm_add_(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, str a_format, "
     'str b_format, bool fast_accumulation, str gemm="auto") -> ()'
 )
 # update_scales: the end of an optimizer step for all R tensors. amax, scale, fp8_max [R] float32, amax_history [H, D]
-#   float32, newest first, nonfinite_steps [R] int64. Of the first D: where amax is finite and > 0 it is pushed into the
-#   history, and scale = FP8_MAX / (m * margin_factor) with m the newest or the largest entry; amax is zeroed. Of all:
-#   where amax is not finite, nonfinite_steps goes up.
+#   float32, newest first, nonfinite_steps [R] int64. For the first D: where amax is finite and > 0 it is pushed into
+#   the history, and scale = FP8_MAX / (m * margin_factor) with m the newest or the largest entry; amax is zeroed. For
+#   all R: where amax is not finite, nonfinite_steps goes up.
 _UPDATE_SCALES = define(
     "update_scales(Tensor(a!) amax, Tensor(b!) amax_history, Tensor(c!) scale, Tensor fp8_max, "
     "Tensor(d!) nonfinite_steps, bool most_recent, float margin_factor) -> ()"
@@ -118,9 +118,9 @@ measure_weights = cuda.measure_weights
 
 
 def cast_operand(x: Tensor, slot: Slot, activation: str, keep: bool, by_rows: bool = True) -> Fp8Operand:
-    """:func:`cast` for the GEMMs of the device of ``x``; by columns too if backward needs them (``keep``).
+    """:func:`cast` for the GEMMs on the device of ``x``; by columns too if backward needs that (``keep``).
 
-    Without ``by_rows`` forward needs no FP8, and the payload by rows may be empty.
+    Without ``by_rows``, forward does not run in FP8 and the payload by rows may be empty.
     """
     layout = "rows" if not keep else "both" if by_rows else "columns"
     if slot.own.blocks:
@@ -134,7 +134,7 @@ def cast_operand(x: Tensor, slot: Slot, activation: str, keep: bool, by_rows: bo
 
 
 def cast_weight_operand(weight: Tensor, slot: WeightSlot, keep: bool) -> Fp8Operand:
-    """:func:`cast_weight` likewise."""
+    """The same for a weight, by :func:`cast_weight`."""
     layout = "both" if keep and is_k_major(weight) else "rows"
     rows, columns, scale_inv = (cast_weight_blocks if slot.own.blocks else cast_weight)(weight, slot, layout)
     columns = columns if is_k_major(weight) else rows.t()

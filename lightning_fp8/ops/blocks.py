@@ -1,9 +1,8 @@
-"""Casts in blocks, each with the scale of its own values, in torch's own operations on any device.
+"""Casts in blocks, each scaled by its own values, in torch's own operations on any device.
 
-A block is 128 elements along a row of the payload that it belongs to, or a square of 128 x 128 of a weight; at the
-edges it is smaller. So the payload by columns of an input or gradient is another cast than that by rows, with other
-scales, while a weight has one cast, whose scales by columns are the transpose of those by rows. Nothing here waits for
-a GPU.
+A block is 128 elements along a row of its payload, or a square of 128 x 128 of a weight; at the edges it is smaller. So
+the payloads by rows and by columns of an input or gradient are two casts with different scales, while a weight is cast
+once, and its scales by columns are the transpose of those by rows. Nothing here waits for a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def cast(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def count_if_asked(x: Tensor, scale_inv: Tensor, columns_scale_inv: Tensor, slot: Slot, layout: str) -> None:
-    """Counts what this cast has lost, by rows where both layouts are made."""
+    """Count what this cast loses, if requested; in the payload by rows if both are made."""
     if is_counting(slot):
         inverse, x = (scale_inv, x) if layout != "columns" else (columns_scale_inv, x.t())
         count(x, scale_to_count(inverse.reciprocal(), x), slot)
@@ -62,7 +61,7 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
 
 
 def block_scale(amax: Tensor, fmt: Fp8Format, own: OwnScaling) -> Tensor:
-    """``FP8_MAX / amax`` of each block, 1 where ``amax`` is not finite; or the power of two below it."""
+    """``FP8_MAX / amax`` of each block, or the power of two below it; 1 where ``amax`` is not finite."""
     scale = scale_of_current(amax, fmt)
     return scale if own.blocks == "float32" else power_of_2(scale)
 
@@ -88,7 +87,7 @@ def _block_amax(x: Tensor) -> Tensor:
 
 
 def _payload(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
-    """``x * scale`` of its block in fp32, saturated and rounded to nearest even, ``uint8``."""
+    """``x`` times the scale of its block in fp32, saturated and rounded to nearest even, ``uint8``."""
     payload = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     for rows in _chunks(x):
         values = (_blocks(x[rows]).float() * scale[rows, :, None]).clamp_(-fmt.max, fmt.max)
@@ -97,18 +96,18 @@ def _payload(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
 
 
 def _chunks(x: Tensor) -> list[slice]:
-    """Parts of the rows, with small temporaries, on the CPU; else, and without any row, all at once."""
+    """Slices of the rows that keep temporaries small on the CPU; one slice on a GPU, or if there are no rows."""
     return [slice(len(x))] if x.is_cuda or not len(x) else list(row_chunks(*x.shape))
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """``[rows, columns]`` -> ``[rows, ceil(columns/128), 128]``, the last one with zeros behind the row."""
+    """``[rows, columns]`` -> ``[rows, ceil(columns/128), 128]``, the last block of a row padded with zeros."""
     blocks = -(-x.shape[1] // BLOCK)
     return F.pad(x, (0, blocks * BLOCK - x.shape[1])).unflatten(1, (blocks, BLOCK))
 
 
 def scale_to_count(scale: Tensor, x: Tensor) -> Tensor:
-    """That of each element, a little smaller: the largest of a block arrives at the end of the format, or, by rounding,
-    behind it, and is not clipped.
+    """The scale of each element, reduced a little: a block's largest value is scaled to the format's maximum or, by
+    rounding, just above it, and must not count as clipped.
     """
     return by_element(scale * (1 - 2**-20), x)

@@ -12,15 +12,15 @@ _CHUNK_ELEMENTS = 1 << 18
 
 
 class CastCounts:
-    """What the casts of a model clip and turn to zero, counted while anybody requests it.
+    """How many values the casts of a model clip or turn to zero, counted while anyone requests it.
 
     Args:
         tensors: R, the number of tensors of the scaling state.
         device: where they are.
 
     Attributes:
-        values: ``[R, 4] int64`` while counting, else None: numbers, saturated ones, numbers other than zero, and those
-            of them that became zero, of all casts that recorded since :meth:`start`.
+        values: ``[R, 4] int64`` while counting, else None: how many elements were not NaN, saturated, not zero, and not
+            zero but cast to zero, over all recording casts since :meth:`start`.
     """
 
     values: Tensor | None
@@ -34,8 +34,8 @@ class CastCounts:
     def start(self, requester: object) -> None:
         """Count from now on, which takes further passes over each tensor.
 
-        There may be several requesters: the first one sets ``values`` to zero, and they are dropped when the last one
-        has stopped.
+        There may be several requesters: the first one sets ``values`` to zero, and ``values`` is dropped when the last
+        one has stopped.
         """
         if self.values is None:
             with torch.inference_mode(False):
@@ -68,9 +68,9 @@ def count(x: Tensor, scale: Tensor, slot: Slot | WeightSlot) -> None:
     """Add one tensor to the state's counts, if they are requested; never waits for the device.
 
     Args:
-        x: what is cast, after an activation.
-        scale: what it is cast with, ``[] float32``, or in the shape of x.
-        slot: its place.
+        x: the tensor that is cast, after any activation.
+        scale: the scale of the cast, ``[] float32``, or in the shape of x.
+        slot: the tensor's slot in the state.
     """
     counts = None if slot.state is None else slot.state.cast_counts.values
     if counts is None:
@@ -88,7 +88,7 @@ def is_counting(slot: Slot | WeightSlot) -> bool:
 
 
 def _counted(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
-    """Numbers, saturated ones, numbers other than zero and underflowed ones, ``[4] int64``."""
+    """The counts of one tensor, ``[4] int64``, in the order of :attr:`CastCounts.values`."""
     values = x.float()
     scaled = values * scale
     nan, zero = scaled.isnan().count_nonzero(), (values == 0).count_nonzero()

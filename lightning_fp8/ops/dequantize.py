@@ -8,9 +8,9 @@ from torch import Tensor
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import Fp8Operand
 
-# Values are left divided by these, which is cheaper than shifting exponents back.
+# Dequantized values stay divided by these factors, which is cheaper than correcting their exponents.
 DEQUANTIZED_SHIFT = {"e4m3": 256.0, "e5m2": 1.0}
-# up to so many, the number of operations counts
+# up to this size, the number of operations determines the time
 FEW_ELEMENTS = 1 << 11
 
 
@@ -18,8 +18,8 @@ def dequantize(payload: Tensor, format: str, may_have_nan: bool = True) -> Tenso
     """``uint8`` payload -> fp32 values divided by ``DEQUANTIZED_SHIFT[format]``, exactly; NaN and inf stay.
 
     An FP8 pattern shifted into the fields of fp16 is the same number with another exponent bias, denormals included.
-    torch's own conversion of ``float8_e4m3fn`` on the CPU takes seven times as long, except for a few elements, where
-    the number of operations counts.
+    torch's own conversion of ``float8_e4m3fn`` on the CPU takes seven times as long, except for small tensors, where
+    the number of operations determines the time.
     """
     if payload.numel() <= FEW_ELEMENTS:
         return payload.view(FORMATS[format].dtype).float().div_(DEQUANTIZED_SHIFT[format])

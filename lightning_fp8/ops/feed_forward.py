@@ -1,4 +1,4 @@
-"""The operators of linear - activation - linear: casts are the only passes over the hidden tensor, if any."""
+"""The operators of linear - activation - linear: the only extra passes over the hidden tensor are casts, if any."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning_fp8.ops.linear_layer import in_rows, in_shape_of, linear_backward
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, nothing
 
 # mlp: linear - activation - linear. x [*, K], weights [N', K] and [K', N]
-#   -> (y [*, K'] and, for backward, h [M, N'] the first linear's output, a_fp8_t [N, M] the second's input, its
+#   -> (y [*, K'] and, for backward: h [M, N'], the first linear's output; a_fp8_t [N, M], the second's input; and its
 #   scale_inv). N' is N, or 2 N for swiglu. The slots are those of a and of the gradients of h and y. Without `keep_a`
-#   backward needs no a_fp8_t, which may be empty then; without `keep_h` it needs no h, which is empty.
+#   backward does not need a_fp8_t, which may then be empty; without `keep_h` it does not need h, which is then empty.
 _MLP = define(
     "mlp(Tensor x, Layer first, Layer second, Fp8Operand x_fp8, Slot a, Slot dh, Slot dy, str activation, bool keep_a, "
     "bool keep_h, ScalarType out_dtype) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 # mlp_backward: dy [M, K'] -> (dx [M, K], dw_1 [N', K], db_1 [N'] float32, dw_2 [K', N], db_2 [K'] float32),
-#   both dw in one dtype. As of linear_backward: without the payload of w1 no dx, of x no dw_1, of a no
-#   dw_2, and only those of the two sums that `biases` asks for: empty tensors in their places.
+#   both dw in the same dtype. As in linear_backward, what is not needed is empty: dx without the payload of w1, dw_1
+#   without that of x, dw_2 without that of a, and each db that `biases` does not request.
 _MLP_BACKWARD = define(
     "mlp_backward(Tensor dy, Tensor h, str activation, Columns x_fp8_t, Columns w1_fp8_t, Columns a_fp8_t, "
     "Columns w2_fp8_t, Slot dh_slot, Slot dy_slot, ScalarType dx_dtype, ScalarType dw_dtype, bool[] biases) "
@@ -82,7 +82,7 @@ def _mlp_fake(
 
 
 def columns_fake(x: Tensor, width: int, keep: bool) -> Tensor:
-    """The shape of what is kept of the second linear's input ``[M, width]``, for an x ``[*, K]``."""
+    """A fake of the payload by columns kept from the second linear's input ``[M, width]``, for an x ``[*, K]``."""
     m = math.prod(x.shape[:-1])
     if not is_k_major(x):
         return x.new_empty(m, width, dtype=torch.uint8).t()
@@ -153,7 +153,7 @@ def _save_mlp_for_backward(
     needs_x, needs_1, needs_bias_1, needs_2, _ = ctx.needs
     needs_h = needs_x or needs_1 or needs_bias_1
     w1, w2 = first.operand, second.operand
-    # The activation's gradient is taken at h, in 16 bits; all other operands are kept in FP8.
+    # The activation's gradient needs h, which is kept in 16 bits; all other operands are kept in FP8.
     ctx.save_for_backward(
         h if needs_h else None,
         *(x_fp8.columns if needs_1 else None, x_fp8.columns_scale_inv),
@@ -167,7 +167,7 @@ def _save_mlp_for_backward(
 
 
 def dtypes_of(x: Tensor, *layers: Layer) -> list[torch.dtype | None]:
-    """Of x and of each weight and bias: their gradients have them too."""
+    """The dtypes of x and of each weight and bias, which are also those of their gradients."""
     tensors = [x, *(one for layer in layers for one in layer[:2])]
     return [None if tensor is None else tensor.dtype for tensor in tensors]
 
@@ -182,7 +182,7 @@ def _mlp_backward(ctx: Any, dy: Tensor, *_: Any) -> list[Tensor | None]:
         dy_slot = ctx.slots[1]
         _, dw_2, db_2 = linear_backward(in_rows(dy), None, "none", a, w2, dy_slot, dtype, dtype_2, biases[1])
         return as_needed(ctx, None, None, None, dw_2, db_2)
-    # of two dtypes the wider one: what is rounded to the other afterwards has not been rounded before
+    # the wider of the weights' two dtypes, so that a gradient in the narrower one is rounded only once
     dtypes = (dtype, torch.promote_types(dtype_1, dtype_2))
     operands = (x, w1, a, w2)
     return as_needed(ctx, *mlp_backward(in_rows(dy), h, ctx.activation, *operands, *ctx.slots, *dtypes, biases))

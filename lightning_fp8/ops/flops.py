@@ -24,7 +24,7 @@ Shape = Sequence[int]
 
 
 def _count(operator: Operator) -> Callable[[Callable[..., int]], None]:
-    """Register a formula of the arguments of the function behind an operator."""
+    """Register a FLOP formula for an operator; it takes the arguments of the function behind the operator."""
 
     def register(formula: Callable[..., int]) -> None:
         def of_operator(*flat: Any, **_: Any) -> int:
@@ -78,20 +78,20 @@ def _gated_backward(da: Shape, gate: Shape, up: Shape, x: Columns, w_gate: Colum
 
 
 def _rows(x: Shape) -> Shape:
-    """Of ``[*, K]`` as ``[M, K]``."""
+    """The shape ``[*, K]`` flattened to ``[M, K]``."""
     return math.prod(x[:-1]), x[-1]
 
 
 def _gemm(a: Shape, b: Shape) -> int:
-    """Of ``a [M, K] @ b [N, K]^T``: M N K multiplications and as many additions."""
+    """FLOPs of ``a [M, K] @ b [N, K]^T``: M N K multiplications and as many additions."""
     (m, k), n = a, b[0]
     return 2 * m * n * k
 
 
 def _gradients(dy: Shape, x: Columns, w: Columns) -> int:
-    """Of wgrad and dgrad of dy ``[M, N]``, whose other operands are ``[K, M]`` and ``[K, N]``, None if it is left out.
+    """FLOPs of wgrad and dgrad for dy ``[M, N]`` and payloads ``[K, M]`` and ``[K, N]``; None if a product is left out.
 
-    The rows of each are the K of its result; M and N are summed over in turn.
+    Each product has 2 M N K FLOPs, where K is the number of rows of its payload.
     """
     m, n = dy
     operands: list[Any] = [kept.payload for kept in (x, w) if kept.payload is not None]

@@ -1,4 +1,4 @@
-"""The operators of a gated feed-forward block, ``down(silu(gate(x)) * up(x))``: no pass over memory but the casts."""
+"""The operators of a gated feed-forward block, ``down(silu(gate(x)) * up(x))``: the only extra passes are casts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning_fp8.ops.linear_layer import in_rows, in_shape_of, linear_backward
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, nothing
 
 # gated_mlp: x [*, K], weights [N, K], [N, K] and [K', N]
-#   -> (y [*, K'] and, for backward, the outputs of gate and up [M, N], a_fp8_t [N, M] the input of the last one, its
-#   scale_inv). The slots are those of a and of the gradients of the three layers' outputs. `keep_a` and `keep_h` as of
-#   `mlp`.
+#   -> (y [*, K'] and, for backward: the outputs of gate and up [M, N]; a_fp8_t [N, M], the input of down; and its
+#   scale_inv). The slots are those of a and of the gradients of the three layers' outputs. `keep_a` and `keep_h` are as
+#   for `mlp`.
 _GATED_MLP = define(
     "gated_mlp(Tensor x, Layer gate, Layer up, Layer down, Fp8Operand x_fp8, Slot a, Slot d_gate, Slot d_up, Slot dy, "
     "bool keep_a, bool keep_h, ScalarType out_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 # gated_backward: da [M, N], the gradient of silu(gate) * up -> (dx [M, K], dw_gate [N, K], db_gate [N] float32, dw_up,
-#   db_up), both dw in one dtype. Without the payloads of the weights no dx, without that of x no
-#   dw, and only those of the two sums that `biases` asks for: empty tensors in their places.
+#   db_up), both dw in the same dtype. What is not needed is empty: dx without the payloads of the weights, both dw
+#   without that of x, and each db that `biases` does not request.
 _GATED_BACKWARD = define(
     "gated_backward(Tensor da, Tensor gate, Tensor up, Columns x_fp8_t, Columns w_gate, Columns w_up, Slot d_gate, "
     "Slot d_up, ScalarType dx_dtype, ScalarType dw_dtype, bool[] biases) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -54,7 +54,7 @@ def _gated_mlp(
     else:
         a_fp8 = cast_operand(gated(h_gate, h_up), a, "none", keep_a)
     if not keep_h:
-        # their memory may serve the output
+        # their memory may be reused for the output
         h_gate, h_up = nothing(x, out_dtype), nothing(x, out_dtype)
     y = fprop(a_fp8, down.operand, down.bias_value, out_dtype, a.gemm)
     return in_shape_of(x, y), h_gate, h_up, a_fp8.columns, a_fp8.columns_scale_inv
@@ -106,7 +106,7 @@ def _gated_gradients(
             for gradient, slot, w, bias in zip(gated_gradients(gate, up, da), slots, weights, biases, strict=True)
         ]
     (dx, dw_gate, db_gate), (dx_of_up, dw_up, db_up) = of_layers
-    # as autograd adds what reaches a tensor from two layers
+    # added as autograd adds the gradients of a tensor that two layers use
     return dx + dx_of_up, dw_gate, db_gate, dw_up, db_up
 
 
@@ -169,7 +169,7 @@ def _save_for_backward(
     needs_x, needs_gate, bias_gate, needs_up, bias_up, needs_down, _ = ctx.needs
     needs_h = needs_x or needs_gate or bias_gate or needs_up or bias_up
     operands = [layer.operand for layer in (gate, up, down)]
-    # The gradients of gate and up are taken at both, in 16 bits; all other operands are kept in FP8.
+    # The gradients of gate and up need both outputs, which are kept in 16 bits; all other operands are kept in FP8.
     ctx.save_for_backward(
         *((h_gate, h_up) if needs_h else (None, None)),
         *(x_fp8.columns if needs_gate or needs_up else None, x_fp8.columns_scale_inv),

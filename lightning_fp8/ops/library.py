@@ -81,15 +81,15 @@ def _assemble(kind: type[tuple[Any, ...]], values: Iterator[Any]) -> Any:
 
 
 def _arguments(kind: type[tuple[Any, ...]]) -> int:
-    """How many of the operator's arguments make one."""
+    """How many of the operator's arguments one value of this class is flattened to."""
     return _PARTS[kind].count(",") + 1
 
 
 def flattened(arguments: Iterable[Any]) -> list[Any]:
     """The operator's arguments, made from the functions'."""
-    # by `extend`: the compiler of torch 2.11 adds no named tuple to a list by `+=`
+    # `extend`, because the compiler of torch 2.11 cannot add a named tuple to a list by `+=`
     flat: list[Any] = []
-    # in another process, where an exported or traced program is loaded, the handle may be that of another model
+    # an exported or traced program may be loaded in another process, where the handle may belong to another model
     leaves_process = is_exporting() or _get_tracing_state() is not None
     for argument in arguments:
         if isinstance(argument, (Slot, WeightSlot)):
@@ -129,7 +129,7 @@ def define(schema: str) -> Signature:
 class Operator:
     """Calls the device's function directly, or torch's operator where operators are watched or traced.
 
-    torch's dispatcher takes several times as long as what a function does on the host.
+    torch's dispatcher takes several times as long as the function's own work on the host.
 
     Attributes:
         op: torch's operator.
@@ -153,7 +153,7 @@ class Operator:
         return (self._cuda if is_k_major(arguments[0]) else self._cpu)(*arguments)
 
 
-# run by dynamo rather than traced: that of torch 2.11 would take torch's function to be True in everything it compiles
+# dynamo calls this instead of tracing it: in torch 2.11 it would take torch's function to be True wherever it compiles
 @torch.compiler.assume_constant_result
 def is_exporting() -> bool:
     """Whether a program is being made by ``torch.export``."""
@@ -166,8 +166,8 @@ def is_k_major(x: Tensor) -> bool:
 
 
 def is_watched(x: Tensor) -> bool:
-    """Whether operators on x have to be torch's: under a compiler, a dispatch mode (of selective checkpointing or a
-    counter of FLOPs), a transform of ``torch.func`` or ``torch.jit.trace``; for subclasses and meta tensors.
+    """Whether calls on x must go through torch's operators: under a compiler, a dispatch mode (selective checkpointing,
+    a FLOP counter), a transform of ``torch.func`` or ``torch.jit.trace``; for subclasses and meta tensors.
     """
     return (
         # other tracers use tensor subclasses
@@ -207,7 +207,7 @@ def differentiable(
     backward: Callable[..., Sequence[Tensor | None]],
     fake: Callable[..., Any],
 ) -> Operator:
-    """The same for an operator with gradients, on any device.
+    """Register an operator with gradients, on any device; returns the callable, like :func:`implement`.
 
     Args:
         signature: of the operator.
@@ -216,7 +216,7 @@ def differentiable(
         forward: what it computes.
         save: ``(ctx, output, *arguments)``, saves tensors for backward; with layers, ``ctx.needs`` has a bool for each
             gradient.
-        backward: ``(ctx, *gradients of the output)``, all gradients in that order.
+        backward: ``(ctx, *gradients of the output)``, returns all gradients, in the order given for ``inputs``.
         fake: the shapes of what it computes.
     """
     layers = [at for at, kind in enumerate(signature.kinds) if kind is Layer]
@@ -236,12 +236,12 @@ def differentiable(
             return *backward(ctx, *gradients), *others
 
     Function.__name__ = Function.__qualname__ = f"Fp8{signature.name.title()}"
-    # `apply` of the class itself unwraps what transforms may have left in arguments; `is_watched` excludes transforms
+    # skips the unwrapping of arguments that `Function.apply` does for transforms, which `is_watched` excludes
     apply = super(torch.autograd.Function, Function).apply
     others = (None,) if layers else (None,) * (len(signature.kinds) - inputs)
 
     def apply_to_layers(*arguments: Any) -> Any:
-        # autograd sees tensors among the arguments, and none inside of them
+        # autograd sees tensors that are arguments, but not those inside an argument
         return apply(*arguments[:inputs], *(one for at in layers for one in arguments[at][:2]), arguments)
 
     flat = _flat_positions(signature, inputs)
@@ -267,7 +267,7 @@ def differentiable(
 
 
 def _flat_positions(signature: Signature, inputs: int) -> list[int]:
-    """Where the operator takes the tensors that have gradients."""
+    """The positions of the tensors that have gradients among the operator's arguments."""
     positions, at = [], 0
     for number, kind in enumerate(signature.kinds):
         positions += [at] if number < inputs else [at, at + 1] if kind is Layer else []

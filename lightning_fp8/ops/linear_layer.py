@@ -1,4 +1,4 @@
-"""The operator of a linear layer: fprop, with dgrad, wgrad and the bias gradient behind it."""
+"""The operator of a linear layer: fprop, with dgrad, wgrad and the bias gradient in its backward."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.library import define, differentiable, implement
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, gradient_layout, nothing
 
-# linear: fprop with the gradients of x [*, K], weight [N, K] and bias [N] -> y [*, N]. These three define the
-#   edges of the graph, and the shapes and dtypes of the gradients; the GEMMs use their FP8 casts, which are kept for
-#   backward, or what is in the place of a payload, see Fp8Operand. bias_value is the bias itself, or rounded to
-#   out_dtype. dy is the slot of the gradient of y.
+# linear: fprop, differentiable in x [*, K], weight [N, K] and bias [N] -> y [*, N]. These three define the edges of the
+#   graph, and the shapes and dtypes of the gradients; the GEMMs use their FP8 casts, which are kept for backward, or
+#   the tensors that replace payloads, see Fp8Operand. bias_value is the bias itself, or the bias rounded to out_dtype.
+#   dy is the slot of the gradient of y.
 _LINEAR = define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? bias_value, Fp8Operand x_fp8, Fp8Operand w_fp8, Slot dy, "
     "ScalarType out_dtype) -> Tensor"
 )
 # linear_backward: dy [M, N] -> (dx [M, K] from dgrad, dw [N, K] from wgrad, db [N] float32, the column sum of dy).
 #   Without the payload of w there is no dgrad, without that of x no wgrad, without `bias` no sum: their results are
-#   empty. With h [M, N], dy is the gradient of activation(h), and the gradient of h replaces it.
+#   empty. If h [M, N] is given, dy is the gradient of activation(h), and the gradient of h is used in its place.
 _LINEAR_BACKWARD = define(
     "linear_backward(Tensor dy, Tensor? h, str activation, Columns x_fp8_t, Columns w_fp8_t, Slot slot, "
     "ScalarType dx_dtype, ScalarType dw_dtype, bool bias) -> (Tensor, Tensor, Tensor)"
@@ -95,7 +95,7 @@ def _save_for_backward(
     out_dtype: torch.dtype,
 ) -> None:
     needs_x, needs_weight, *_ = ctx.needs_input_grad
-    # one byte per element if it is for FP8, and only what the gradients need
+    # one byte per element where the product is in FP8, and only what the gradients need
     ctx.save_for_backward(
         x_fp8.columns if needs_weight else None,
         x_fp8.columns_scale_inv,
@@ -132,7 +132,7 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None
 def _gradients(
     dy: Tensor, x: Columns, w: Columns, slot: Slot, dx_dtype: torch.dtype, dw_dtype: torch.dtype, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As of ``linear_backward``, whichever scales the operands have."""
+    """The results of ``linear_backward``, whether operands have one scale or one per block."""
     if not slot.own.blocks:
         return linear_backward(dy, None, "none", x, w, slot, dx_dtype, dw_dtype, bias)  # type: ignore[no-any-return]
     # the two products take different casts of dy
@@ -152,13 +152,13 @@ def _gradients(
 def _gradients_in_part(
     dy: Tensor, x: Columns, w: Columns, slot: Slot, dx_dtype: torch.dtype, dw_dtype: torch.dtype, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same where one of the products, or both, are not in FP8."""
+    """The same where one or both of the products are not in FP8."""
     in_fp8 = [kept if kept.payload is not None and kept.payload.dtype == torch.uint8 else None for kept in (x, w)]
     if any(in_fp8):
         of_x, of_w = (kept or other._replace(payload=None) for kept, other in zip(in_fp8, (x, w), strict=True))
         dx, dw, db = _gradients(dy, of_x, of_w, slot, dx_dtype, dw_dtype, bias)
     else:
-        # then dy is not cast, and leaves no amax
+        # dy is not cast then, and no amax is recorded
         dx, dw, db = _without_products(dy, dx_dtype, dw_dtype, bias)
     if w.payload is not None and in_fp8[1] is None:
         dx = torch.mm(dy, w.payload.t()).to(dx_dtype)
@@ -170,7 +170,7 @@ def _gradients_in_part(
 def _without_products(
     dy: Tensor, dx_dtype: torch.dtype, dw_dtype: torch.dtype, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Nothing in place of both products, and the bias gradient."""
+    """Empty tensors in place of both products, and the bias gradient."""
     db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
     return nothing(dy, dx_dtype), nothing(dy, dw_dtype), db
 

@@ -35,7 +35,7 @@ class State(Protocol):
         """Called after each cast of a weight on the CPU, where reading the amax does not wait for a device."""
 
     def see_export(self) -> None:
-        """Called where a program is exported or traced that will not know the state."""
+        """Called when a program that will not know the state is exported or traced."""
 
 
 def take_handle(state: State) -> int:
@@ -50,10 +50,10 @@ def state_of(handle: int) -> State | None:
     return _states.get(handle)
 
 
-# run by dynamo rather than traced: it would take `is_in_onnx_export` to be False, and warnings for changes of the model
+# dynamo calls this instead of tracing it: it would take `is_in_onnx_export` to be False, and warnings to be mutations
 @torch.compiler.assume_constant_result
 def see_export(handle: int, record: bool) -> None:
-    """Called for each slot where a program is exported or traced. Such a program does not know the state.
+    """Called for each slot when a program is exported or traced. Such a program does not know the state.
 
     Raises:
         RuntimeError: if it would record, or in torch's own export to ONNX.
@@ -76,14 +76,14 @@ def see_export(handle: int, record: bool) -> None:
 class Fp8Operand(NamedTuple):
     """A tensor ``[M, K]`` in FP8, an operand of GEMMs.
 
-    The dtype of a payload is the precision of its product: ``uint8`` is FP8 in ``format``; one of any other dtype is
-    the tensor itself in that dtype, in which the product is computed.
+    The dtype of a payload is the precision of its product: ``uint8`` is FP8 in ``format``; a payload of any other dtype
+    is the tensor itself, and the product is computed in that dtype.
 
     Attributes:
         rows: ``[M, K] uint8``, for fprop; empty if not requested.
         columns: ``[K, M] uint8``, for dgrad or wgrad; empty if not requested.
         scale_inv: ``[] float32``, of the payload by rows.
-        columns_scale_inv: that of the payload by columns: the same tensor where the whole tensor has one scale.
+        columns_scale_inv: of the payload by columns; the same tensor as ``scale_inv`` if the operand has one scale.
         format: ``"e4m3"`` or ``"e5m2"``.
     """
 
@@ -100,8 +100,8 @@ class Layer(NamedTuple):
     Attributes:
         weight: ``[N, K]``; with the bias it gives the graph its edges, and the gradients their shapes and dtypes.
         bias: ``[N]`` or None.
-        bias_value: what the bias adds: itself, or rounded to the output's dtype.
-        operand: the weight in FP8, which is what is computed with.
+        bias_value: the bias as it is added: unchanged, or rounded to the output's dtype.
+        operand: the weight in FP8, which the GEMMs use.
     """
 
     weight: Tensor
@@ -114,7 +114,7 @@ class Columns(NamedTuple):
     """What backward keeps of an operand ``[M, K]``.
 
     Attributes:
-        payload: ``[K, M] uint8``, or of another dtype as of :class:`Fp8Operand`; None if no gradient needs it.
+        payload: ``[K, M] uint8``, or of another dtype, see :class:`Fp8Operand`; None if no gradient needs it.
         scale_inv: ``[] float32``.
         format: ``"e4m3"`` or ``"e5m2"``.
     """
@@ -128,12 +128,12 @@ class OwnScaling(NamedTuple):
     """How a tensor is scaled by its own values.
 
     Attributes:
-        margin: powers of two kept free above the largest one.
-        blocks: the kind of scales that blocks of the tensor have, ``"float32"`` or ``"power of 2"`` in fp32; empty if
-            the whole tensor has one.
-        group: the name of the process group that the tensor is split over: the largest of all parts counts. Empty if it
-            is whole.
-        always: whether it is at every cast, not only where it has no history.
+        margin: powers of two kept free above the largest value.
+        blocks: the kind of scale that each block has, ``"float32"`` or ``"power of 2"``, both stored in fp32; empty if
+            the whole tensor has one scale.
+        group: the name of the process group that the tensor is split over; the largest amax of all parts is used. Empty
+            if the tensor is not split.
+        always: whether every cast uses this scaling, rather than only those without a history.
     """
 
     margin: int = 0
@@ -143,12 +143,12 @@ class OwnScaling(NamedTuple):
 
     @property
     def adjusts_amax(self) -> bool:
-        """Whether the scale follows from another amax than that of the tensor, or of this part of it."""
+        """Whether the scale is computed from an amax other than that of the tensor, or of this part of it."""
         return bool(self.margin or self.group)
 
 
 def how_in_words(format: str, gemm: str, own: OwnScaling) -> str:
-    """One string for an operator, of which torch allows 64 arguments; see :func:`parsed_how`."""
+    """All three in one string, as torch allows an operator at most 64 arguments; see :func:`parsed_how`."""
     return f"{format},{gemm},{own.margin},{own.blocks},{int(own.always)},{own.group}"
 
 
@@ -185,7 +185,7 @@ class Slot(NamedTuple):
         amax_history: ``[H, D] float32``, of the state, newest first; zeros for casts that use no history.
         index: ``[1] int64``, the row of the tensor in the state.
         format: the FP8 format of the cast.
-        state: its ``amax`` records the casts; None if it no longer exists, and nothing is recorded.
+        state: its ``amax`` records the casts; None if it no longer exists, so that nothing is recorded.
         record: whether casts are recorded.
         gemm: which GEMMs the model runs, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``.
         own: how the tensor is scaled by its own values, where it uses no history.
@@ -221,7 +221,7 @@ def in_layout(payload: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 
 
 def gradient_layout(x: Columns, w: Columns) -> str:
-    """In which layout the gradient of the output is cast: dgrad takes it by rows, wgrad by columns."""
+    """The layout in which the gradient of the output is cast: dgrad takes it by rows, wgrad by columns."""
     return "rows" if x.payload is None else "columns" if w.payload is None else "both"
 
 

@@ -54,7 +54,7 @@ def _scale_to_use(x: Tensor, slot: Slot) -> tuple[Tensor, Tensor | None]:
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:
     """``x * scale`` in fp32, saturated to ±max, rounded to nearest even, as contiguous ``uint8``. NaN stays NaN.
 
-    ``amax``, where it is known already, saves the saturating pass over tensors that fit.
+    ``amax``, if already known, saves the saturating pass over tensors that cannot saturate.
     """
     payload = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     saturate = _may_saturate(scale, fmt, amax)
@@ -78,7 +78,7 @@ def cast_by_content(
     layout: str,
     cast: Callable[[Tensor, Tensor, Fp8Format, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same on any device with the given cast, and without comparing the weight with its former values."""
+    """:func:`cast_weight` on any device, with the given cast, without comparing the weight with its former values."""
     fmt, amax = FORMATS[slot.format], max_abs(weight)
     used = scale_of_current(amax, fmt)
     if slot.state is not None:
@@ -218,14 +218,14 @@ def _gemm_scale_inv(a_scale_inv: Tensor, b_scale_inv: Tensor, a_format: str, b_f
 
 
 def _operand_dtype(out_dtype: torch.dtype) -> torch.dtype:
-    """bf16 holds every FP8 value exactly, so it serves where the CPU multiplies bf16; else fp32 does."""
+    """bf16, which holds every FP8 value exactly, for bf16 results if the CPU multiplies bf16; else fp32."""
     return torch.bfloat16 if out_dtype == torch.bfloat16 and _HAS_BF16_GEMM else torch.float32
 
 
 def _mm_into(out: Tensor, a: Tensor, b: Tensor, scale_inv: float, bias: Tensor | None = None) -> None:
-    """``out = (a @ b) * scale_inv + bias``: the factor and the bias meet the fp32 sums, which are rounded once.
+    """``out = (a @ b) * scale_inv + bias``: factor and bias are applied to the fp32 sums, which are rounded once.
 
-    The bias itself comes in the operands' dtype.
+    The bias must have the operands' dtype.
     Autocast, which would turn operands and results to bf16, leaves the ``out=`` form alone.
     """
     target = out if out.dtype == a.dtype else out.new_empty(out.shape, dtype=a.dtype)
@@ -236,7 +236,7 @@ def _mm_into(out: Tensor, a: Tensor, b: Tensor, scale_inv: float, bias: Tensor |
 
 
 def row_chunks(rows: int, columns: int) -> Iterator[slice]:
-    """Equal parts of the rows, together all of them."""
+    """Slices of about equal length that cover all rows."""
     chunks = max(1, rows * columns // _CHUNK_ELEMENTS)
     step = max(1, -(-rows // chunks))
     for start in range(0, rows, step):
@@ -246,8 +246,8 @@ def row_chunks(rows: int, columns: int) -> Iterator[slice]:
 def _bf16_multiply(dtype: torch.dtype) -> AbstractContextManager[None]:
     """Let oneDNN multiply fp32 operands as bf16 and accumulate in fp32: exact here, as every FP8 value is a bf16 value.
 
-    On CPUs with bf16 units it is four times as fast; the others keep their fp32 GEMM. The setting is the process's:
-    fp32 products of other threads are multiplied as bf16 meanwhile, so it is left alone where it changes nothing here.
+    On CPUs with bf16 units it is four times as fast; the others keep their fp32 GEMM. The setting is process-wide:
+    meanwhile it also changes fp32 products of other threads, so it is left alone where it changes nothing here.
     """
     return _FP32_PRECISION.at("bf16") if dtype == torch.float32 and _HAS_BF16_GEMM else nullcontext()
 

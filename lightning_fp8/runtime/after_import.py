@@ -11,10 +11,10 @@ from typing import Any
 
 
 def after_import(name: str, action: Callable[[], None]) -> Callable[[], None]:
-    """Call ``action`` now if the module ``name`` has been imported, else as soon as it has; returns what cancels this.
+    """Call ``action`` as soon as the module ``name`` has been imported, or now if it has; returns a function to cancel.
 
-    Python has no other place to learn of an import: the module may be imported at any time, and importing it here
-    would cost every user its time and memory.
+    Python has no other way to observe an import: the module may be imported at any time, and importing it here would
+    cost every user its time and memory.
     """
     if name in sys.modules:
         action()
@@ -54,7 +54,7 @@ class _Finder(MetaPathFinder):
             # the loader stays with the module, and may run it again
             loader.exec_module = run
             run(module)
-            # no longer there if it was cancelled; a loader of many modules may have been asked for a spec only
+            # the finder is gone if cancelled; a shared loader may run another module, having only found this one before
             if module.__name__ == self._name and self in sys.meta_path:
                 self.remove()
                 self._action()

@@ -24,8 +24,8 @@ def cpu_name() -> str:
 def emulates_bf16() -> bool:
     """Whether torch emulates bf16 matrix products on this CPU, which takes several times as long as in fp32.
 
-    oneDNN knows its own limit, ``ONEDNN_MAX_CPU_ISA``, but accepts bf16 on every CPU with AVX-512, where only some
-    multiply it: it converts on the others. That is read from the CPU's flags, where the system shows them.
+    oneDNN applies its own limit, ``ONEDNN_MAX_CPU_ISA``, but accepts bf16 on every CPU with AVX-512, although only some
+    of them multiply it; on the others it converts. The CPU's flags tell them apart, where the system shows them.
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return True

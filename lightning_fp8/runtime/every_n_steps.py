@@ -7,7 +7,7 @@ class EveryNSteps:
     """A batch is due if its optimizer steps bring the step count to a multiple of ``steps``, or past it.
 
     With manual optimization a batch may make several optimizer steps, so the count may pass a multiple without reaching
-    it. What has to begin before a batch assumes that the batch makes as many steps as the previous one.
+    it. :meth:`begins`, called before a batch, assumes that the batch makes as many steps as the previous one.
 
     Args:
         owner: the callback, for the message.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-# Dense FP8 with fp32 accumulation, TFLOP/s of one GPU, by the whole of the device's name. NVIDIA's data sheets mostly
-# print the number with sparsity, which is twice this.
+# Dense FP8 with fp32 accumulation, TFLOP/s of one GPU, by a pattern of the device's whole name. NVIDIA's data sheets
+# mostly print the number with sparsity, which is twice this.
 _DENSE_FP8_TFLOPS = {
     # "NVIDIA H100 Tensor Core GPU" data sheet: SXM 3,958 with sparsity, PCIe 3,026, NVL 3,341
     r"h100 (\d+gb )?hbm3|h100 sxm5?( \d+gb)?": 1979.0,

@@ -1,4 +1,4 @@
-"""Settings of torch, of the whole process or of a thread, that overlapping contexts share."""
+"""Settings of torch, per process or per thread, that overlapping contexts share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Switch(Generic[T]):
         # `torch.compile` would trace them on their own, where a compiled function enters a context
         self._get = torch.compiler.disable(get, recursive=False)
         self._set = torch.compiler.disable(set, recursive=False)
-        # reentrant, as the garbage collector may close a generator, and with it a context, while this thread holds it
+        # reentrant, as the garbage collector may close a generator, and so a context, while this thread holds the lock
         self._lock = threading.RLock()
         self._scope: _Thread[T] | _Process[T] = _Thread() if per_thread else _Process()
 

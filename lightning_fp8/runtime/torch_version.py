@@ -1,4 +1,4 @@
-"""Refuses a torch older than pyproject.toml allows, before an import or a product fails for want of something newer."""
+"""Refuses a torch older than pyproject.toml allows, before an import or a product fails for lack of a feature."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Scales: the recipe, the state where they live and change, its place in checkpoints, and what users are told of it."""
+"""Scales: the recipe, the state that holds and updates them, its form in checkpoints, and warnings about it."""
 
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.state import ScalingState

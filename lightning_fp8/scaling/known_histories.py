@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 class KnownHistories:
-    """The device is asked at each update, and answers a step or two later. So what is not known to have a history may
-    have one: whoever casts it lets the device find out.
+    """Each update asks the device, which answers a step or two later. A tensor that is not known to have a history may
+    still have one, so its cast must leave the decision to the device.
 
     Args:
         indices: the indices that casts of the D tensors are given, ``[1] int64`` each.
-        in_fp8: ``[D] bool`` on the CPU. Tensors that are never cast have no history, and none has to be waited for.
+        in_fp8: ``[D] bool`` on the CPU. Tensors that are never cast get no history, so none is waited for.
         device: where the histories are.
 
     Attributes:
-        every: whether all tensors that are cast are known to have one.
+        every: whether all tensors that are cast are known to have a history.
     """
 
     def __init__(self, indices: Sequence[Tensor], in_fp8: Tensor, device: torch.device) -> None:
@@ -33,14 +33,13 @@ class KnownHistories:
             self._seen = self._answer.numpy()
 
     def see_answer(self) -> bool:
-        """``every``, after a look at what the device has answered so far."""
+        """``every``, updated with what the device has answered so far."""
         if not self.every:
             self.every = bool(self._seen.all())
         return self.every
 
     def has(self, index: Tensor) -> bool:
-        """Whether the tensor at this index is known to have one: some never get one, as those of layers that do not
-        run."""
+        """Whether the tensor at this index is known to have one; tensors of layers that do not run never get one."""
         row = self._row_at.get(index.data_ptr())
         return row is not None and bool(self._seen[row])
 

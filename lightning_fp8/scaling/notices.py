@@ -18,7 +18,7 @@ from lightning_fp8.runtime.device import is_capturing
 if TYPE_CHECKING:
     from lightning_fp8.scaling.state import ScalingState
 
-# so many steps of one optimizer without an update of the scales give a warning
+# a warning is given after this many steps of one optimizer without an update of the scales
 _STEPS_WITHOUT_UPDATE = 3
 
 
@@ -85,8 +85,8 @@ class Notices:
         self._report_nonfinite(state)
 
     def see_load(self, state: ScalingState) -> None:
-        """The state has been loaded or copied: non-finite values from before were another run's."""
-        # `.cpu()` would give the counters themselves on the CPU
+        """The state has been loaded or copied: non-finite values counted before belong to another run."""
+        # on a CPU, `.cpu()` would return the counters themselves, not a copy
         self._nonfinite = _Nonfinite(state.nonfinite_steps.to("cpu", copy=True))
 
     def _report_nonfinite(self, state: ScalingState) -> None:
@@ -100,8 +100,9 @@ class Notices:
             self._say(
                 f"inf or NaN in {_some([state.names[row] for row in rows])} at optimizer step {step} of this model. The"
                 " cast to FP8 makes inf the largest number (NaN stays NaN), so the loss may stay finite, and other"
-                " checks see nothing. The scales of such a step are left as they were. This is said once;"
-                " `lightning_fp8.ScaleWatchdog` follows it, `nonfinite_steps` of the scaling state counts."
+                " checks see nothing. The scales of such a step are left as they were. This warning is"
+                " given once; `lightning_fp8.ScaleWatchdog` follows it up, and `nonfinite_steps` of the scaling state"
+                " counts such steps."
             )
 
     def _say(self, message: str) -> None:
@@ -117,7 +118,7 @@ class _Nonfinite:
         self._before = before
         self._copy: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
-        # updates at the time of the copy, and of the one before
+        # how many updates there had been at the time of the copy, and of the previous copy
         self._at = self._clean = 0
         self._found = False
 

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 def _names(kind: Any) -> list[str]:
-    """Those of the fields, the products last: the base class has them."""
+    """The names of the fields, products last: they would come first, as the base class defines them."""
     return sorted((field.name for field in fields(kind)), key=PRODUCTS.__contains__)
 
 
@@ -47,15 +47,15 @@ def _knows_its_fields(kind: type[_T]) -> type[_T]:
 class Recipe:
     """How scales follow the tensors: what a cast needs, what an update does, what a checkpoint holds.
 
-    A weight is scaled by what it holds under every recipe.
+    Under every recipe, a weight is scaled by its own current values.
 
     Attributes:
-        precision: the string by which Lightning makes a plugin with this recipe and its defaults.
+        precision: the string from which Lightning makes a plugin with this recipe and its defaults.
         from_history: inputs and gradients are cast with the scale of their past values, which a checkpoint holds; else
             with that of their own values, and checkpoints hold no scales.
-        fprop, dgrad, wgrad: in which precision each of the three products is computed: output, gradient of the input,
-            gradient of the weight. ``"bf16"`` stands for the dtype of the output: fp32 without autocast, if the input
-            is. Its operands are rounded to that dtype and not cast to FP8. Keyword arguments.
+        fprop, dgrad, wgrad: the precision of each of the three products: output, gradient of the input, gradient of
+            the weight. ``"bf16"`` stands for the dtype of the output, which is fp32 for an fp32 input without autocast;
+            the operands of such a product are rounded to that dtype and not cast to FP8. Keyword-only.
     """
 
     precision: ClassVar[str]
@@ -80,7 +80,7 @@ class Recipe:
 
     @property
     def own(self) -> OwnScaling:
-        """How an input or gradient is scaled by its own values; its ``blocks`` are those of weights too."""
+        """How an input or gradient is scaled by its own values; its ``blocks`` apply to weights too."""
         return OwnScaling()
 
     @property
@@ -95,7 +95,7 @@ class Recipe:
 
     @property
     def reduce_amax(self) -> bool:
-        """Whether the amaxes of an update are the largest of all processes."""
+        """Whether an update takes the maximum of each amax over all processes."""
         return True
 
     def _require_choice(self, field: str, choices: tuple[str, ...]) -> None:
@@ -116,7 +116,7 @@ class Recipe:
 
 @dataclass(frozen=True, repr=False)
 class _TensorScaling(Recipe):
-    """One scale for each tensor: ``FP8_MAX / (amax * 2**margin)``. The fields are those of the recipes below."""
+    """One scale for each tensor: ``FP8_MAX / (amax * 2**margin)``. The recipes below document the fields."""
 
     margin: int = 0
     fp8_format: FormatChoice = "HYBRID"
@@ -142,8 +142,8 @@ class _TensorScaling(Recipe):
 class DelayedScaling(_TensorScaling):
     """Scales from past steps: ``scale = FP8_MAX / (amax * 2**margin)``, with ``amax`` from a window of them.
 
-    The field names are those of the field's reference implementation, so a recipe can be copied. The default window is
-    chosen by measurement (``docs/recipes.md``); there it is 1024.
+    The fields have the names that the usual reference implementation gives them, so a recipe can be copied. The default
+    window was chosen by measurement (``docs/recipes.md``); in the reference it is 1024.
 
     Args:
         margin: powers of two kept free above the largest past value, an integer from 0 to 127.
@@ -196,16 +196,16 @@ class DelayedScaling(_TensorScaling):
 @_knows_its_fields
 @dataclass(frozen=True, repr=False)
 class CurrentScaling(_TensorScaling):
-    """Each tensor with the scale of its own values: ``scale = FP8_MAX / (amax * 2**margin)``.
+    """Scales each tensor by its own values: ``scale = FP8_MAX / (amax * 2**margin)``.
 
     A cast first measures the tensor, which is one more read of it. Nothing depends on earlier steps: no value is
-    clipped, a spike affects no later step, and an evaluation needs no scales of a training. What is logged as
-    ``scale`` and ``amax`` belongs to the largest values of the last step.
+    clipped, a spike affects no later step, and an evaluation needs no scales from training. The logged
+    ``scale`` and ``amax`` are those of the largest values of the last step.
 
     Args:
         margin: powers of two kept free above the largest value of an input or gradient, an integer from 0 to 127.
         fp8_format: ``"HYBRID"``: E4M3 forward, E5M2 for the gradient of the output. ``"E4M3"``: E4M3 everywhere.
-        fprop: as of :class:`DelayedScaling`.
+        fprop: as in :class:`DelayedScaling`.
         dgrad: likewise.
         wgrad: likewise.
 
@@ -223,12 +223,12 @@ class CurrentScaling(_TensorScaling):
 @_knows_its_fields
 @dataclass(frozen=True, repr=False)
 class BlockScaling(Recipe):
-    """Each block with the scale of its own values, ``448 / amax``: activations and gradients in blocks of 1 x 128,
-    weights in blocks of 128 x 128, all in E4M3, as DeepSeek-V3 was trained.
+    """Scales each block by its own values, ``448 / amax``: activations and gradients in blocks of 1 x 128, weights in
+    blocks of 128 x 128, all in E4M3, as in the training of DeepSeek-V3.
 
-    An outlier takes precision from its block only. As with :class:`CurrentScaling` no value is clipped, and nothing
-    depends on earlier steps. What is logged as ``amax`` and ``scale`` is the largest value of a tensor, and the scale
-    of the block that holds it.
+    An outlier costs precision only within its block. As with :class:`CurrentScaling` no value is clipped, and nothing
+    depends on earlier steps. The logged ``amax`` is the largest value of a tensor, and the logged ``scale`` that of
+    the block that holds it.
 
     Args:
         power_of_2_scales: round each scale down to a power of two.
@@ -257,14 +257,14 @@ class BlockScaling(Recipe):
         return OwnScaling(blocks="power of 2" if self.power_of_2_scales else "float32")
 
 
-# by the precision string of each
+# keyed by precision string
 RECIPES: dict[str, type[Recipe]] = {kind.precision: kind for kind in (DelayedScaling, CurrentScaling, BlockScaling)}
 
 KINDS = " or ".join(f"a {kind.__name__}" for kind in RECIPES.values())
 
 
 def as_recipe(recipe: Any) -> Recipe | None:
-    """A recipe, from one or from a mapping of its fields; ``precision`` among them says of which, else delayed."""
+    """The recipe for a recipe or a mapping of its fields, whose ``precision`` selects the class (default: delayed)."""
     if isinstance(recipe, Mapping):
         values = dict(recipe)
         precision = values.pop("precision", DelayedScaling.precision)
@@ -276,7 +276,7 @@ def as_recipe(recipe: Any) -> Recipe | None:
 
 
 def recipe_fields(text: str) -> dict[str, Any]:
-    """A precision string with fields after commas, as a command line has it -> the mapping for :func:`as_recipe`.
+    """A precision string with comma-separated fields, as on a command line -> the mapping for :func:`as_recipe`.
 
     Raises:
         ValueError: for a field that is given twice.

@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lightning_fp8.scaling.state import ScalingState
 
-# of a tensor that has not been recorded
+# the values of a tensor that has not been recorded
 _NO_SCALES = {"amax": torch.zeros(()), "amax_history": torch.zeros(0), "scale": torch.ones(())}
 TENSORS = ("amax", "amax_history", "scale", "nonfinite_steps")
 
@@ -38,7 +38,7 @@ def to_entries(state: ScalingState) -> dict[str, dict[str, Tensor]]:
 
 @torch.no_grad()
 def from_entries(state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """See :meth:`ScalingState.load_state_dict`; changes nothing where it raises."""
+    """See :meth:`ScalingState.load_state_dict`; changes nothing if it raises."""
     names = state.names[: state.delayed]
     _check_names(names, entries, of_weights=state.names[state.delayed :])
     for name in names:
@@ -53,7 +53,7 @@ def from_entries(state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]
         values = [entries[name][field].reshape(()).cpu() for name in names]
         getattr(state, field).data[: state.delayed] = torch.stack(values).to(state.device)
     for module in range(len(state.module_names)):
-        # checkpoints up to 0.3.0 do not have the first, those up to 0.5.0 and of other recipes not the second
+        # checkpoints up to 0.3.0 lack `in_fp8`; those up to 0.5.0 and those of other recipes lack `is_current`
         state.switches[module].in_fp8 = bool(entries[names[module]].get("in_fp8", True))
         state.switches[module].is_current = bool(entries[names[module]].get("is_current", False))
 

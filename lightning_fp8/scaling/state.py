@@ -57,12 +57,12 @@ class ScalingState(FormerNames):
         nonfinite_steps: ``[R] int64``, updates at which the tensor's amax was inf or NaN and was left out.
         updates: how many times :meth:`update` has run.
         changes: goes up when scales, histories or recorded amaxes change by anything other than a cast.
-        input_leaders: by the position of a module that records its input in another one's place, that of the other one.
+        input_leaders: maps each module that records its input in another module's row to that module, both by position.
         has_recorded: whether an amax has been recorded since the last update.
         has_scales: whether any history has been filled, as far as the host knows.
         switches: which modules run in FP8.
         weight_changes: which weights the histories were recorded with.
-        cast_counts: what casts clip and turn to zero, while that is requested.
+        cast_counts: how many values casts clip or turn to zero, while counting is requested.
         known_histories: which tensors have a history, as far as the host knows.
         indices: the position of each of the R tensors, ``[1] int64`` on the device: casts are given these very tensors.
         before_update: called by :meth:`update` with the amaxes of all processes, ``[R] float32``, before they are used.
@@ -125,17 +125,17 @@ class ScalingState(FormerNames):
         """How the input or gradient of a module is cast.
 
         Args:
-            switch: of the module.
+            switch: the module's switch.
             group: the name of the process group that the tensor is split over; empty for a whole one.
 
         Returns:
-            The history that their slots have, zeros ``[1, D]`` if each is scaled by its own values, and how that is
-            done. Histories are those of all processes anyway.
+            The history for the slot, zeros ``[1, D]`` if the tensor is scaled by its own values, and how that scaling
+            is done. Histories cover all processes anyway, so they need no group.
         """
         if self.recipe.from_history and not switch.is_current:
             return self.amax_history, _WITH_HISTORY
         own = self.recipe.own
-        # blocks are those of the part
+        # each process scales the blocks of its own part, which needs no group
         return self._no_history, own._replace(group="" if own.blocks else group, always=True)
 
     def row_of(self, module: int, role: Role) -> int:
@@ -174,8 +174,8 @@ class ScalingState(FormerNames):
     def use_current_scaling(self, modules: Iterable[int]) -> None:
         """Scale inputs and gradients of modules by their own values from their next cast on.
 
-        Modules that record their input in one place move together. Histories are kept up, so that a checkpoint can go
-        on with them.
+        Modules that record their input in the same row switch together. Histories are kept up to date, so that a
+        run can go on with them from a checkpoint.
         """
         inputs = {self.input_leaders.get(module, module) for module in modules}
         for module, switch in enumerate(self.switches):
@@ -189,19 +189,19 @@ class ScalingState(FormerNames):
             self._current_rows = torch.tensor(rows, dtype=torch.int64, device=self.device) if rows else None
 
     def set_products(self, in_bf16: Mapping[int, tuple[Product, ...]]) -> None:
-        """Compute these products of modules in bf16, by their positions, and their other ones in FP8."""
+        """Compute these products of modules, given by position, in bf16, and the modules' other products in FP8."""
         for module, products in in_bf16.items():
             self.switches[module].in_bf16 = products
         self._forget_histories()
 
     def share_inputs(self, leaders: Mapping[int, int]) -> None:
-        """Let modules record their input in the place of another one, whose input is the same tensor.
+        """Let modules record their input in the row of another module, their leader, whose input is the same tensor.
 
-        At each update they are given its amax, so their histories and scales are the same as if each had recorded.
+        At each update they get its amax, so their histories and scales are the same as if each had recorded its own.
 
         Args:
-            leaders: by the position of each such module, that of the module in whose place it records. All others
-                record in their own.
+            leaders: maps the position of each such module to that of its leader. All other modules record in their own
+                rows.
         """
         if leaders != self.input_leaders:
             self.fill_followers(self.amax.data)
@@ -211,7 +211,7 @@ class ScalingState(FormerNames):
             self._see_histories_replaced()
 
     def fill_followers(self, recorded: Tensor) -> Tensor:
-        """Give what casts recorded, ``[R, ...]``, also to the inputs that record in another one's place: in place."""
+        """Copy what casts recorded, ``[R, ...]``, from the rows of leaders to those of their followers, in place."""
         if self.input_leaders:
             recorded.index_copy_(0, self._followers, recorded.index_select(0, self._leaders))
         return recorded
@@ -223,14 +223,14 @@ class ScalingState(FormerNames):
 
     @torch.no_grad()
     def _join_histories(self) -> None:
-        """Give inputs that are one tensor the same history: the leader's or, where it has none, another one's.
+        """Give inputs that are the same tensor the same history: the leader's or, if that is empty, a follower's.
 
-        In a checkpoint of layers that recorded separately, that of one that has never run in FP8 is empty.
+        In a checkpoint of layers that recorded separately, the history of a layer that never ran in FP8 is empty.
         """
         pairs = list(zip(self._followers.tolist(), self._leaders.tolist(), strict=True))
         filled = (self.amax_history[0] > 0).tolist()
         for follower, leader in pairs:
-            # may be of micro-batches that wait for their update; inf and NaN stay
+            # these may be amaxes of micro-batches that wait for their update; inf and NaN stay
             self.amax.data[leader] = torch.maximum(self.amax[leader], self.amax[follower])
             if filled[follower] and not filled[leader]:
                 self._copy_row(leader, self, follower)
@@ -249,7 +249,7 @@ class ScalingState(FormerNames):
 
     @property
     def every_tensor_has_history(self) -> bool:
-        """Whether all are known to have one, see :class:`KnownHistories`."""
+        """Whether all tensors that are cast are known to have a history, see :class:`KnownHistories`."""
         return self.known_histories.see_answer()
 
     def open_cast(self, record: bool, index: Tensor | None) -> tuple[Tensor | None, bool, bool]:
@@ -257,8 +257,8 @@ class ScalingState(FormerNames):
 
         Returns:
             The ``amax`` to record in, None if the cast is not to be recorded; whether the histories may be used, see
-            :class:`WeightChanges`; and whether, in addition, the tensor at this index is known to have one: not if that
-            is None.
+            :class:`WeightChanges`; and whether, in addition, the tensor at ``index`` is known to have one: False if
+            ``index`` is None.
         """
         changes = self.weight_changes
         if changes.loaded:
@@ -275,7 +275,7 @@ class ScalingState(FormerNames):
         return self.amax if record else None, may_use_histories, has_history
 
     def see_export(self) -> None:
-        """Called where a program is exported or traced, which has the scales as constants."""
+        """Called when a program is exported or traced: the scales become constants in it."""
         if self.recipe.from_history and not self.has_scales:
             self.notices.see_export_without_scales(self)
 
@@ -314,7 +314,7 @@ class ScalingState(FormerNames):
         )
         if own.blocks == "power of 2":
             self.scale.data.copy_(power_of_2(self.scale))
-        # never for casts that do not use it
+        # casts under other recipes do not use the answer
         if self.recipe.from_history:
             self.known_histories.ask(self.amax_history[0])
             if self._current_rows is not None:
@@ -327,7 +327,7 @@ class ScalingState(FormerNames):
         self.notices.see_update(self)
 
     def _show_current_scales(self, rows: Tensor) -> None:
-        """Those of the largest values of the last step, as :class:`CurrentScaling` has them."""
+        """Set the scales of these rows to those of the last step's largest values, as under :class:`CurrentScaling`."""
         newest = self.amax_history[0].index_select(0, rows)
         shown = scale_below(self.fp8_max.index_select(0, rows), newest, 2.0**self.recipe.own.margin)
         # scale 1 where nothing has been recorded
@@ -347,7 +347,7 @@ class ScalingState(FormerNames):
     def weights_loaded(self, module: int) -> None:
         """The weights of one module have been loaded, so its histories are emptied; see :class:`WeightChanges`.
 
-        A history of its input that is that of other modules too is emptied for all of them.
+        If other modules share its input, the history of that input is emptied for all of them.
         """
         if self.weight_changes.see_weights_loaded(module):
             leader = self.input_leaders.get(module, module)
@@ -361,7 +361,7 @@ class ScalingState(FormerNames):
             self._empty_histories(slice(self.delayed))
 
     def see_weight_cast(self, row: int, amax: float, record: bool) -> None:
-        """The same for one weight, by its tensor's row."""
+        """Like :meth:`see_weights`, for one weight that is being cast, given by its row."""
         self.weight_changes.see_cast(self.module_of(row))
         self.see_weights({self.module_of(row): amax}, record)
 
@@ -387,8 +387,8 @@ class ScalingState(FormerNames):
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """A copy on the CPU, keyed by tensor name, of inputs and gradients: ``amax``, ``scale``, ``nonfinite_steps``,
-        the filled part of ``amax_history``, newest first, ``in_fp8`` and ``is_current``. Of a recipe without histories
-        only ``nonfinite_steps`` and ``in_fp8``: its casts need nothing else.
+        the filled part of ``amax_history``, newest first, ``in_fp8`` and ``is_current``. With a recipe without
+        histories, only ``nonfinite_steps`` and ``in_fp8``: its casts need nothing else.
 
         Plain dicts and tensors, so ``torch.load(weights_only=True)`` reads it.
         """
@@ -400,8 +400,8 @@ class ScalingState(FormerNames):
         A shorter window keeps the newest entries; entries of weights, which versions up to 0.5.0 wrote, are ignored.
 
         Raises:
-            ValueError: if the tensors are not the same ones, or an entry is malformed; the message names them, and
-                nothing has been changed.
+            ValueError: if the entries are not those of this model's tensors, or one is malformed; the message names
+                them, and nothing has been changed.
         """
         from_entries(self, state_dict)
         self._join_histories()

@@ -58,8 +58,8 @@ def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor]
 
 
 def cast_counts(state: ScalingState) -> Tensor:
-    """The values of ``state.cast_counts``, ``[R, 4] int64``, zeros if nobody counts; a shared input has the same ones
-    in each of its layers."""
+    """The values of ``state.cast_counts``, ``[R, 4] int64``, zeros if counting is off; a shared input has the
+    same counts in each of its layers."""
     counts = state.cast_counts.values
     if counts is None:
         return torch.zeros(len(state.names), 4, dtype=torch.int64, device=state.device)

@@ -13,9 +13,9 @@ class Switch:
     """Whether the GEMMs of one module run in FP8. Each forward reads it.
 
     Attributes:
-        in_fp8: whether any of them does: False if the module has fallen back.
-        may_fall_back: whether it can.
-        in_bf16: the products that do not, even if the module has not fallen back.
+        in_fp8: whether any of the GEMMs runs in FP8: False if the module has fallen back.
+        may_fall_back: whether the module can fall back.
+        in_bf16: the products that run in bf16 even if the module has not fallen back.
         is_current: whether its input and gradient are scaled by their own values under a recipe with histories.
     """
 
@@ -31,11 +31,11 @@ class Switch:
 
     @property
     def needs_weight(self) -> bool:
-        """Whether a product takes the weight itself, for which its FP8 cast is not enough."""
+        """Whether a product takes the weight itself, not its FP8 cast."""
         return not OPERAND_OF["weight"].isdisjoint(self.in_bf16)
 
     def check_may_fall_back(self, module_name: str) -> None:
-        """ValueError if the module cannot."""
+        """Raise a ValueError if the module cannot fall back."""
         if not self.may_fall_back:
             raise ValueError(f"{module_name!r} cannot fall back: its weight is gathered in FP8 (`fp8_all_gather`).")
 

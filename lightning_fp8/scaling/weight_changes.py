@@ -9,21 +9,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# a weight counts as another one where its amax is larger or smaller than the reference by more than this factor
+# a weight counts as different if its amax is larger or smaller than the reference by more than this factor
 _OTHER_WEIGHT = 2**0.5
 
 
 class WeightChanges:
     """The weights that a model's histories were recorded with, known by their amaxes.
 
-    If a weight has become much larger or smaller by other means than an optimizer step, the layers behind it get other
-    inputs than before. A training forward that finds such a weight empties the histories; an evaluation does not use
-    them for as long as the weight stays.
+    If something other than an optimizer step has made a weight much larger or smaller, the layers after it get
+    different inputs. A training forward that finds such a weight empties the histories; an evaluation does not use them
+    while such a weight is in place.
 
     Attributes:
         reference_amax: ``[R / 3] float32``, for each module the amax of the weight that the histories belong to; 0
             where it is not known.
-        loaded: for each module whose weights or scales were loaded since the last cast, which of them came last.
+        loaded: for each module whose weights or scales were loaded since the last cast, which of the two came last.
         different: modules whose weight is not the one that the histories belong to, as last seen by an evaluation.
     """
 
@@ -80,7 +80,7 @@ class WeightChanges:
         return True
 
     def see_scales_loaded(self) -> None:
-        """The scales of all modules have been loaded, and with them the histories of weights that are not known."""
+        """The scales of all modules have been loaded, with histories that belong to unknown weights."""
         with_weights = {module for module, part in self.loaded.items() if part == "weights"}
         self.loaded = {module: "scales" for module in range(len(self.reference_amax)) if module not in with_weights}
         self.reference_amax.zero_()
@@ -91,7 +91,7 @@ class WeightChanges:
         """Compare the amaxes of weights, by module, with the references.
 
         Returns:
-            Whether all histories must be emptied: if one differs in a forward that records, once until the next update.
+            Whether all histories must be emptied: if a weight differs in a forward that records, once per update.
         """
         found = False
         modules = [module for module in amaxes if module not in self._sharded]

@@ -1,1 +1,1 @@
-"""The operators on a CUDA device: which kernel or GEMM serves, its test at first use, torch's own operators else."""
+"""The operators on a CUDA device: choice of a kernel or GEMM, its test at first use, fallback to torch's operators."""

@@ -22,8 +22,8 @@ from lightning_fp8.runtime.switch import Switch
 
 
 class Chain(NamedTuple):
-    """The kernel of a GEMM that writes the next one's operand, how it is cut up, and which tensor the operand is, in
-    which format.
+    """The kernel of a GEMM that writes the next one's operand, its configuration, and the operand's place in the
+    scaling state and format.
     """
 
     kernel: Kernel
@@ -62,10 +62,11 @@ def find(
     activation: str,
     slot: Slot,
 ) -> Chain | None:
-    """The kernel for ``a [M, K] @ b [N, K]^T`` with a cast behind it; None if GEMM and cast must be separate.
+    """The kernel for ``a [M, K] @ b [N, K]^T`` followed by a cast; None if GEMM and cast must be separate.
 
     The scale of the cast must be known before the sums, so its tensor must have a history; and the cast must not be
-    counted. The GEMM must be one of ours in any case, without split-K or padding, and the chain must not be slower.
+    counted. The GEMM must be one that ours would run anyway, without split-K or padding, and the chain must not be
+    slower.
     """
     (_, k), n = a.shape, b.shape[0]
     if _wanted is False or slot.state is None or is_counting(slot):
@@ -77,7 +78,7 @@ def find(
         return None
     sizes = (a.shape[0], n, k)
     configuration, splits = gemm_choice.choose(a.device, slot.gemm, *sizes, promote, output)
-    # the other family stores no operands
+    # the other family has no chained epilogues
     if configuration is None or splits > 1 or configuration.family != "gemm_sm90":
         return None
     if _wanted is None and not gemm_choice.is_chained(a.device, activation, *sizes, promote, output):
@@ -91,8 +92,8 @@ def find(
 def hidden(
     chain: Chain, x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, keep_a: bool, keep_h: bool, out_dtype: torch.dtype
 ) -> tuple[Tensor, Fp8Operand]:
-    """The first linear's output h ``[M, N]`` and the cast of its activation, as of the operator ``mlp``; h and the
-    payload by columns are empty where they are not kept.
+    """The first linear's output h ``[M, N]`` and the cast of its activation, as in the operator ``mlp``; h and the
+    payload by columns are empty if they are not kept.
     """
     m, n = x.rows.shape[0], w.rows.shape[0]
     h = x.rows.new_empty((m, n) if keep_h else 0, dtype=out_dtype)

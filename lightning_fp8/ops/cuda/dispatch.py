@@ -89,25 +89,24 @@ def cast_weights(
     format: str,
     out: Sequence[tuple[Tensor, Tensor] | None] = (),
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Both payloads and scale_inv of many weights, each with the scale of what it holds: measured in one launch, cast
-    in another. On a device with a kernel for it.
+    """Both payloads and scale_inv of many weights, each scaled by its own amax: one launch measures, another casts.
 
     Args:
         state: the scaling state.
         weights: ``[rows, columns]`` each, none empty, elements of a row side by side, on the state's device.
-        indices: which tensor of the state each of them is.
-        format: what they are cast to.
-        out: for each of them, ``uint8`` tensors to write the payloads to; new ones where it is None or not given.
+        indices: the index of each weight in the state.
+        format: the FP8 format to cast to.
+        out: for each weight, ``uint8`` tensors to write the payloads to; new ones where it is None or not given.
 
     Raises:
-        RuntimeError: where the device has no kernel for it.
+        RuntimeError: if the device has no kernel that casts weights together.
     """
     device = state.amax.device
     kernel = weights_kernel(device)
     if kernel is None:
         raise RuntimeError(f"There is no kernel on {device} that casts weights together.")
     for dtype in {weight.dtype for weight in weights}:
-        # a CUDA graph casts each weight by itself, with a kernel that its capture could not load
+        # loaded here for CUDA graphs, which cast each weight by itself and cannot load a kernel during capture
         cast_kernel(device, dtype, format, "none", False)
     payloads = [
         given
@@ -125,7 +124,7 @@ def cast_weights(
 
 
 def measure_weights(weights: Sequence[Tensor]) -> Tensor:
-    """``max|w|`` of many weights on one device, ``[count] float32``: in one launch where there is a kernel for it."""
+    """``max|w|`` of many weights on one device, ``[count] float32``; in one launch if there is a kernel for it."""
     kernel = weights_kernel(weights[0].device) if is_k_major(weights[0]) else None
     if kernel is None or not all(weight.numel() for weight in weights):
         return torch.stack([max_abs(weight) for weight in weights])
@@ -220,7 +219,7 @@ def cast_gated_gradients(
 
 
 def _result(like: Tensor, row: casts.Row, layout: str, sums: bool) -> casts.Result:
-    """Memory for what a gated cast makes of one tensor ``[rows, columns]``."""
+    """Memory for the outputs of a gated cast for one tensor ``[rows, columns]``."""
     rows, columns = like.shape
     return casts.Result(
         row,
@@ -287,7 +286,7 @@ def _launch(
     row_stride, column_stride = x.stride()
     if column_stride != 1:
         if activation == "none" and not sums and row_stride == 1:
-            # column-major: the transposed cast of its transpose
+            # column-major: cast the transpose, and swap the payloads
             other = {"rows": "columns", "columns": "rows"}.get(layout, layout)
             by_columns, by_rows, scale_inv, _ = _launch(kernel, x.t(), row, other)
             return by_rows, by_columns, scale_inv, None
@@ -295,7 +294,7 @@ def _launch(
     (rows, width), device, gated = x.shape, x.device, activation == "swiglu"
     if gated and dy is None:
         width //= 2
-    # the allocation that takes the host the least time
+    # of torch's ways to allocate, the one that takes the least host time
     y = empty_strided((rows, width), (width, 1), dtype=torch.uint8, device=device) if layout != "columns" else None
     y_t = empty_strided((width, rows), (rows, 1), dtype=torch.uint8, device=device) if layout != "rows" else None
     scale_inv = empty_strided((), (), dtype=torch.float32, device=device)

@@ -15,7 +15,7 @@ from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.cuda import gemm_choice, kernels, plain
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 
-# each part of a split has at least one of these along K
+# elements of K in a step; each part of a split has at least one step
 _STEP = 128
 
 
@@ -37,7 +37,7 @@ def scaled_mm(
     promote = not fast_accumulation
     (m, k), n = a.shape, b.shape[0]
     choice = gemm_choice.choose(a.device, gemm, m, n, k, promote, out_dtype)
-    # the usual case at once, as each call counts in the host time of a layer
+    # the usual case takes a short path, because every call adds to the host time of a layer
     if choice.configuration is None and not (n | k) % plain.ALIGNMENT and m and n and k:
         return plain.aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
     return run_choice(choice, a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, promote)
@@ -114,7 +114,7 @@ def _in_blocks(
     output: torch.dtype,
     gemm: str,
 ) -> Tensor:
-    """:func:`scaled_mm` where each block has a scale. Our kernels take no squares of a, and always promote."""
+    """:func:`scaled_mm` where each block has a scale. Our kernels do not support squares in a, and always promote."""
     operands = (a, b, a_scale_inv, b_scale_inv)
     (m, k), n = a.shape, b.shape[0]
     choice = gemm_choice.choose_in_blocks(a.device, gemm, m, n, k) if len(a_scale_inv) == m else Choice(None)

@@ -17,7 +17,7 @@ from lightning_fp8.runtime.warn_once import warn_once
 
 GEMMS = ("auto", "rawkernel", "cublaslt")
 MOST_SPLITS = 16
-# of K: in a shorter part, most of the time goes into filling and draining the pipeline
+# elements of K in a step, and steps in a part: a shorter one spends most of its time filling and draining the pipeline
 _STEP, _LEAST_STEPS = 128, 8
 # measured GEMMs up to this distance count as similar: a factor of two in one of m, n, k
 _NEAR = 1.0
@@ -60,12 +60,12 @@ def check_gemm(value: str) -> None:
 def choose(device: torch.device, gemm: str, m: int, n: int, k: int, promote: bool, output: torch.dtype) -> Choice:
     """Which GEMM computes ``[m, k] x [n, k] -> [m, n]``.
 
-    ``"cublaslt"`` is always cuBLASLt, ``"rawkernel"`` always one of ours where the GPU has any. ``"auto"`` is the one
-    that was faster, by the median, in the measured GEMM that is nearest: same ``promote``, smallest
+    ``"cublaslt"`` always selects cuBLASLt, ``"rawkernel"`` one of ours if the GPU has any. ``"auto"`` selects whichever
+    had the lower median time in the nearest measured GEMM: same ``promote``, smallest
     ``sqrt(log2(m/m')^2 + log2(n/n')^2 + log2(k/k')^2)``, plus 0.5 for another dtype of the output. Up to a distance of
-    1, a factor of two in one of m, n, k, our kernel's configuration is the measured one, beyond that the
-    one of :func:`estimated`; and there ``"auto"`` is ours only if ours was faster in all of the three nearest.
-    Where no GEMM of this kind was measured ``"auto"`` is cuBLASLt, and a warning says so once.
+    1, a factor of two in one of m, n, k, our kernel runs in the measured configuration, beyond that in the one of
+    :func:`estimated`; and there ``"auto"`` selects ours only if ours was faster in all of the three nearest. If no GEMM
+    with this ``promote`` was measured, ``"auto"`` selects cuBLASLt, and a warning says so once.
 
     Args:
         device: where it runs; our kernels run on CUDA GPUs only.
@@ -106,9 +106,9 @@ def choose(device: torch.device, gemm: str, m: int, n: int, k: int, promote: boo
 
 @functools.lru_cache(maxsize=4096)
 def choose_in_blocks(device: torch.device, gemm: str, m: int, n: int, k: int) -> Choice:
-    """The same where each block of the operands has a scale: ours by :func:`estimated` where the GPU has any.
+    """:func:`choose` where each block of the operands has a scale: ours by :func:`estimated` if the GPU has any.
 
-    cuBLASLt for ``"cublaslt"``, and where there is no kernel.
+    cuBLASLt for ``"cublaslt"``, and if there is no kernel.
     """
     check_gemm(gemm)
     if gemm == "cublaslt" or device.type != "cuda" or backend() == "reference" or 0 in (m, n, k):
@@ -124,13 +124,14 @@ def is_chained(
 ) -> bool:
     """Whether one of our GEMMs should write the operand of the next GEMM, instead of a separate cast.
 
-    As measured for this activation in the nearest GEMM, up to the distance at which :func:`choose` takes over a
-    configuration; unmeasured only for relu, whose arithmetic costs less than a cast's memory traffic.
+    True if that was faster for this activation in the nearest measured GEMM, up to the distance within which
+    :func:`choose` uses a measured configuration. Without a measurement only for relu, whose arithmetic costs less than
+    a cast's memory traffic.
 
     Args:
         device: a CUDA GPU.
-        activation: between the two, or with ``promote`` the one whose gradient is.
-        m: rows of the output, see :func:`choose` for it and the others.
+        activation: the activation between the two GEMMs, or with ``promote`` the one whose gradient is.
+        m: rows of the output.
         n: columns of the output.
         k: the dimension that is summed over.
         promote: whether partial sums are added up in fp32 registers every 128 along K.
@@ -154,11 +155,11 @@ def estimated(ours: tuple[Configuration, ...], m: int, n: int, k: int, promote: 
     clusters  = ceil(m / (block_m * cluster)) * ceil(n / block_n)
     efficiency = min(1, 47 / (4096 * (block_m + block_n / cluster) / (block_m * block_n)))
 
-    A wave is as many tiles as run at a time; ragged tiles count whole, and what fills the pipeline and empties it is
-    taken as 256 elements of K. The efficiency is what the L2 cache delivers, in bytes a clock, relative to what a
-    tile needs: 128x128 without a cluster needs 64 and is held at 0.73, 128x256 in clusters of two needs 32. K is split
-    only where sums are promoted, where tiles fill less than half of the multiprocessors, and by :func:`most_splits`.
-    Ping-pong is never the estimate: what it gains, and what it loses where sums are promoted, nobody has measured.
+    A wave is as many tiles as run at a time; ragged tiles count whole, and filling and draining the pipeline counts as
+    256 elements of K. The efficiency is what the L2 cache delivers, in bytes a clock, relative to what a tile needs:
+    128x128 without a cluster needs 64 and is limited to 0.73, 128x256 in clusters of two needs 32. K is split only if
+    sums are promoted and tiles fill less than half of the multiprocessors, and into at most :func:`most_splits` parts.
+    Ping-pong is never chosen here: neither its gain nor its loss where sums are promoted has been measured.
     """
     choices = [
         Choice(one, splits)
@@ -170,7 +171,7 @@ def estimated(ours: tuple[Configuration, ...], m: int, n: int, k: int, promote: 
 
 
 def most_splits(k: int, promote: bool) -> int:
-    """How many parts K may have: of at least 8 steps of 128, at most 16, and one only without promotion."""
+    """How many parts K may have: at most 16, each of at least 8 steps of 128; only one without promotion."""
     steps = -(-k // _STEP)
     return max(1, min(steps // _LEAST_STEPS, MOST_SPLITS)) if promote else 1
 

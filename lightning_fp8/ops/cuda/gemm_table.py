@@ -88,9 +88,10 @@ def own_path(gpu: str) -> Path:
 
 @functools.cache
 def rows(gpu: str, capability: tuple[int, int]) -> tuple[Row, ...]:
-    """All that was measured on such a GPU, in order; of a GEMM that both tables have, the user's own row. Read once.
+    """All measurements of such a GPU, sorted; for a GEMM that is in both tables, the user's own row. Read once.
 
-    A file that cannot be read or is no table counts as absent, a row of an unknown configuration too, with a warning.
+    A file that cannot be read or is not a table counts as absent, with a warning; so does a row of an unknown
+    configuration.
     """
     found: dict[tuple[Any, ...], Row] = {}
     for path in (shipped_path(gpu), own_path(gpu)):
@@ -102,9 +103,9 @@ def rows(gpu: str, capability: tuple[int, int]) -> tuple[Row, ...]:
 
 
 def min_features(gpu: str) -> int | None:
-    """From which size on linear layers are faster in FP8; None where that was not measured on such a GPU.
+    """The size from which linear layers are faster in FP8; None if that was not measured on such a GPU.
 
-    Of both tables the user's own goes first. What is no size counts as absent, with a warning.
+    The user's own table has priority. An invalid size counts as absent, with a warning.
     """
     for path in (own_path(gpu), shipped_path(gpu)):
         found = _readable(path, _checked_min_features, " for `min_features`")
@@ -118,7 +119,7 @@ def write(path: Path, about: Mapping[str, Any], measured: Iterable[Mapping[str, 
 
     Args:
         path: of the table, which need not exist; its folder must.
-        about: ``gpu``, ``driver``, ``versions``, ``commit`` and ``command``, in place of what was there.
+        about: ``gpu``, ``driver``, ``versions``, ``commit`` and ``command``, which replace those in the table.
         measured: rows with the fields of :class:`Row`, ``output`` and ``configuration`` by name, and any others.
 
     Raises:
@@ -135,7 +136,7 @@ def write_min_features(path: Path, about: Mapping[str, Any], found: Mapping[str,
 
     Args:
         path: of the table, which need not exist; its folder must.
-        about: as :func:`write` takes it. It is kept with the size: rows that the table has came about otherwise.
+        about: as for :func:`write`; kept with the size, because rows in the table may come from other runs.
         found: ``features``, the size, and how it was found.
 
     Raises:
@@ -257,7 +258,7 @@ def _is_time(value: Any) -> bool:
 
 
 def _row(row: dict[str, Any], capability: tuple[int, int], path: Path) -> Row | None:
-    """None for an unknown configuration, as in the table of another version."""
+    """The row; None if its configuration is unknown, as in the table of another version."""
     name = row["configuration"]
     known = {one.name: one for one in configurations(capability, row["promote"])}
     if name is not None and name not in known:

@@ -75,8 +75,8 @@ class Attempt(NamedTuple):
 def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
     """The kernels that training with the default recipe may use on GPUs of this compute capability.
 
-    Of the GEMMs that end with a cast those in bf16 and of the first configuration, which stand for the others. With
-    ``every`` all that there are: other formats, outputs and configurations too.
+    Of the GEMMs that end with a cast, only those in bf16 and of the first configuration, which stand for the others.
+    With ``every``, all that exist: other formats, outputs and configurations too.
     """
     of_casts = [
         _cast_variant(dtype, fmt, activation, backward)
@@ -130,7 +130,7 @@ def _gemm_variants(capability: tuple[int, int], every: bool) -> list[Variant]:
 def cast_kernel(
     device: torch.device, input: torch.dtype, format: str, activation: str, backward: bool
 ) -> Kernel | None:
-    """The variant of ``cast_transpose`` for inputs of this dtype; None where torch's operators serve instead."""
+    """The variant of ``cast_transpose`` for inputs of this dtype; None where torch's operators are used instead."""
     if input not in casts.INPUTS:
         return None
     return _obtain(_cast_variant(input, format, activation, backward), device)
@@ -176,7 +176,7 @@ def block_gemm_kernel(
     output: torch.dtype,
     b_scale_rows: int,
 ) -> Kernel | None:
-    """The GEMM whose operands have a scale for each block, of b for 1 row or 128; or None."""
+    """The GEMM whose operands have a scale for each block, those of b for 1 or 128 rows; or None."""
     return _obtain(_gemm_variant(configuration, a_format, b_format, output, True, b_scale_rows), device)
 
 
@@ -275,7 +275,7 @@ def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
         )
     attempt = try_kernel(variant, device)
     if attempt.out_of_memory:
-        # as for any operator, and not cached: the next use tests the kernel again
+        # an error, as for any operator, and not cached: the next use tests the kernel again
         raise torch.OutOfMemoryError(f"There was no memory to load and test {variant.name}: {attempt.failure}")
     if attempt.unavailable:
         warn_once(f"{attempt.failure} Until then {_PLAIN}")

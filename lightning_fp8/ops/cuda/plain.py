@@ -50,7 +50,7 @@ def cast_gradient(
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:
-    """See :func:`lightning_fp8.ops.reference.saturating_cast`; ``amax`` would save a pass to a host that may ask."""
+    """See :func:`lightning_fp8.ops.reference.saturating_cast`; ``amax`` is unused, as reading it would synchronise."""
     return (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype).contiguous().view(torch.uint8)
 
 
@@ -90,7 +90,7 @@ def aligned_mm(
 ) -> Tensor:
     """The same for sizes that cuBLASLt supports: none is 0, and N and K are multiples of 16."""
     fused = None
-    # torch adds a bias in the GEMM's own epilogue, in fp32, where bias and result are of one 16-bit dtype
+    # torch adds a bias in the GEMM's own epilogue, in fp32, if bias and result have the same 16-bit dtype
     if bias is not None and out_dtype != torch.float32:
         # a `.to` that does nothing takes the host as long as an allocation
         fused = bias if bias.dtype == out_dtype else bias.to(out_dtype)
@@ -157,7 +157,7 @@ def product_of_blocks(
 
 
 def check_blocks(capability: tuple[int, int], cuda: str | None) -> None:
-    """RuntimeError unless cuBLASLt has products of operands in blocks, given the GPU and the CUDA version of torch."""
+    """RuntimeError unless cuBLASLt multiplies operands in blocks on such a GPU with this CUDA version of torch."""
     version = tuple(map(int, (cuda or "0.0").split(".")[:2]))
     if capability[0] != 9 or version < (12, 9):
         raise RuntimeError(
@@ -169,7 +169,7 @@ def check_blocks(capability: tuple[int, int], cuda: str | None) -> None:
 
 def as_torch_takes(scale_inv: Tensor, rows: int) -> tuple[Tensor, F.ScalingType]:
     """The scales of an operand with this many rows as ``torch.nn.functional.scaled_mm`` takes them, and their kind:
-    column-major; those of squares transposed, with a multiple of four along K."""
+    column-major; those of squares transposed, padded to a multiple of four along K."""
     if len(scale_inv) == rows:
         return scale_inv.t().contiguous().t(), F.ScalingType.BlockWise1x128
     return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128

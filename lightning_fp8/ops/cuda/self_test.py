@@ -18,12 +18,12 @@ from lightning_fp8.ops.formats import FORMATS
 # one shape of whole tiles, one with ragged edges on both sides
 _SHAPES = ((256, 128), (133, 71))
 _TENSORS = 3
-# Activations are rounded after functions whose last bits differ between libraries: a code may be the neighbouring one.
+# The last bits of activation functions differ between libraries, so after rounding a code may be the neighbouring one.
 _NEIGHBOURING = 0.01
 _NEARLY_ZERO = 1e-5
 # one scale leaves midpoints where they are, the other makes subnormals of the input large enough to be seen
 _ROUNDING_SCALES = (1.0, 2.0**127)
-# of the input's dtype, on both sides of a midpoint
+# how many numbers of the input's dtype are tested on each side of a midpoint
 _NEAREST = 8
 
 
@@ -48,10 +48,11 @@ def cast_transpose(
 
 
 def hard_to_round(input: torch.dtype, format: str) -> Tensor:
-    """The numbers that casts are wrong about, ``[rows, 64]``.
+    """The numbers that are easy to cast wrongly, ``[rows, 64]``.
 
-    All numbers of the format and midpoints of two of them, each with the eight nearest numbers of the input's dtype on
-    both sides; its smallest ones, subnormal and normal, and its largest; zero, inf and NaN; with both signs.
+    All numbers of the format and the midpoints between them, each with the eight nearest numbers of the input's dtype
+    on both sides; the dtype's smallest numbers, subnormal and normal, and its largest; zero, inf and NaN; with both
+    signs.
     """
     codes = torch.arange(128, dtype=torch.uint8).view(FORMATS[format].dtype).float()
     codes, info = codes[codes.isfinite()], torch.finfo(input)
@@ -84,7 +85,7 @@ def _compare_cast_of_weight(device: torch.device, x: Tensor, kernel: Kernel) -> 
     _, scale, amax, current = _state(device)
     y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in (x.shape, x.shape[::-1]))
     scale_inv, index = torch.zeros((), device=device), torch.tensor([2], device=device)
-    # what the last cast used is in place, not the largest of all
+    # a cast replaces a weight's amax, instead of raising it
     amax.fill_(1e9)
     casts.cast_transpose(kernel, x.to(device), casts.Row(scale, None, index, amax, current), scale_inv, y, y_t)
     return _compare_weight(x, y, y_t, scale_inv, scale[2], amax[2])
@@ -105,14 +106,14 @@ def _compare_cast(
     y = torch.full((rows, width), 0xA5, dtype=torch.uint8, device=device)
     y_t = torch.full((width, rows), 0xA5, dtype=torch.uint8, device=device)
     sums = None
-    # of gradients only
+    # only gradients have column sums
     if activation == "none" or dy is not None:
         sums = torch.full((casts.column_sum_tiles(rows), width), float("nan"), device=device)
     scale_inv = torch.zeros((), device=device)
     row = casts.Row(scale, newest, torch.tensor([index], device=device), amax, current)
     moved = None if dy is None else dy.to(device)
     casts.cast_transpose(kernel, x.to(device), row, scale_inv, y, y_t, sums, moved, activation == "swiglu")
-    # the recorded amax is itself compared; a first use that differs in its last bit would shift every code
+    # from the recorded amax, which is compared too: at first use, a difference in its last bit would shift every code
     used = _expected_scale(scale, newest, index, amax[index].cpu(), format)
     codes = reference.saturating_cast(values, used, FORMATS[format])
     exact = activation in ("none", "relu")
@@ -136,7 +137,7 @@ def _compare(y: Tensor, y_t: Tensor, codes: Tensor, format: str, exact: bool) ->
 
 
 def same_codes(got: Tensor, expected: Tensor, neighbouring: float) -> bool:
-    """Whether two FP8 tensors agree, but for a share of ``neighbouring`` codes and for values next to zero."""
+    """Whether two FP8 tensors agree, except for a share ``neighbouring`` of codes that are adjacent or near zero."""
     codes, expected_codes = got.view(torch.uint8), expected.view(torch.uint8)
     if torch.equal(codes, expected_codes):
         return True
@@ -160,7 +161,7 @@ def _compare_state(scale_inv: Tensor, used: Tensor, amax: Tensor, expected: Tens
 def cast_weights(device: torch.device, kernel: Kernel) -> str | None:
     """Weights of all dtypes and both shapes together; then numbers that are hard to round."""
     random = [random_values(*_SHAPES[number % len(_SHAPES)], dtype) for number, dtype in enumerate(casts.INPUTS)]
-    # without what is larger than the format's largest number, which makes the scale 1
+    # without numbers above the format's largest, so that the scale is 1
     hard = [hard_to_round(dtype, "e4m3") for dtype in casts.INPUTS]
     hard = [values.where(values.abs() <= FORMATS["e4m3"].max, 0) for values in hard]
     return _cast_weights(device, random, kernel) or _cast_weights(device, hard, kernel)
@@ -209,7 +210,7 @@ def update_scales(device: torch.device, kernel: Kernel) -> str | None:
     theirs = {name: tensor.to(device, copy=True) for name, tensor in mine.items()}
     for most_recent in (False, True):
         amax = torch.rand(tensors, generator=generator)
-        # of the last ones, which are weights, nothing changes but the counter
+        # for the last ones, which are weights, only the counter changes
         amax[3], amax[5], amax[7], amax[30] = 0, float("inf"), float("nan"), float("inf")
         mine["amax"].copy_(amax)
         theirs["amax"].copy_(amax)
@@ -229,7 +230,7 @@ def random_values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def _state(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Newest amaxes, scales, recorded amaxes and a place for a current one; tensor 1 has no history."""
+    """Newest amaxes, scales, recorded amaxes and memory for a current amax; tensor 1 has no history."""
     newest = torch.tensor([1.0, 0.0, 2.0], device=device)
     scale = torch.tensor([37.5, 1.0, 3.0], device=device)
     return newest, scale, torch.zeros(_TENSORS, device=device), torch.zeros((), device=device)

@@ -60,7 +60,7 @@ def _compare(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -
 
 def _compare_squares(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -> str | None:
     y, y_t = _payloads(x, device)
-    # what the last cast used is in place, not the largest of all
+    # a cast replaces a weight's amax, instead of raising it
     amax, scale = torch.full((3,), 1e9, device=device), torch.ones(3, device=device)
     recorded = block_casts.Recorded(torch.tensor([1], device=device), amax, scale)
     payload, payload_t, inverse = blocks.cast_weight(x, WeightSlot(torch.zeros(1), "e4m3", None, False, own), "both")

@@ -16,8 +16,9 @@ from lightning_fp8.ops.cuda.self_test import same_codes
 from lightning_fp8.ops.formats import FORMATS
 
 _A_SCALE_INV, _B_SCALE_INV = 0.05, 0.02
-# Of the sum of all terms' absolute values. Hopper's tensor cores align products before they add them, and cut all off
-# behind 13 bits: over these cases that makes at most 2^-11.1, without promotion. Let pass is a good twice that.
+# Relative to the sum of all terms' absolute values. Hopper's tensor cores align products before they add them, and
+# truncate them after 13 bits: over these cases the error is at most 2^-11.1, without promotion. A little more than
+# twice that is allowed.
 _ACCUMULATION = 2.0**-10
 _ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 # sums that differ in their last bits are rounded to neighbouring numbers now and then
@@ -33,7 +34,7 @@ def gemm(
     kernel: Kernel,
     b_scale_rows: int = 0,
 ) -> str | None:
-    """More whole tiles than run at once, and partial ones; with a bias; where blocks have scales, with those."""
+    """More whole tiles than run at once, and partial ones; with a bias; with block scales if the kernel uses them."""
     for m, n, k in _shapes(configuration, kernel):
         a, b = _operand(m, k, a_format, 1), _operand(n, k, b_format, 2)
         bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
@@ -98,7 +99,7 @@ def chained_gemm(
             failure = _difference(h.cpu(), sums + bias.cpu().to(output).float(), magnitude)
             if failure is not None:
                 return f"its self-test at {m} x {n} x {k} gave {failure}"
-            # of what was computed, so that only the activation's own last bits are left to differ
+            # from the computed h, so that only the activation's own last bits may differ
             values = activate(h.cpu(), activation)
         codes = reference.saturating_cast(values, scale[1].cpu(), FORMATS[format])
         failure = _other_codes(y.cpu(), y_t.cpu(), codes, format) or _other_state(
@@ -147,7 +148,7 @@ def _scales(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _block_scales(m: int, n: int, k: int, b_scale_rows: int) -> tuple[Tensor, Tensor]:
-    """Of several magnitudes, one of a laid out as casts do, one of b as a transposed weight's."""
+    """Scales of several magnitudes, those of a laid out as casts write them, those of b as a transposed weight's."""
     generator, steps = torch.Generator().manual_seed(4), -(-k // kernels.SCALE_ROWS)
     a, b = (torch.randn(steps, rows, generator=generator).exp() for rows in (m, -(-n // b_scale_rows)))
     return a.mul_(_A_SCALE_INV).t(), b.mul_(_B_SCALE_INV).t()
@@ -156,7 +157,7 @@ def _block_scales(m: int, n: int, k: int, b_scale_rows: int) -> tuple[Tensor, Te
 def _product_in_blocks(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, a_format: str, b_format: str
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`_product`."""
+    """:func:`_product` for operands in blocks."""
     values = [
         payload.view(FORMATS[its_format].dtype).float() * by_element(scale_inv, payload)
         for payload, scale_inv, its_format in ((a, a_scale_inv, a_format), (b, b_scale_inv, b_format))
@@ -165,7 +166,7 @@ def _product_in_blocks(
 
 
 def _product(a: Tensor, b: Tensor, a_format: str, b_format: str) -> tuple[Tensor, Tensor]:
-    """In fp32, and how far the tensor cores' sums may be from it."""
+    """The product in fp32, and how far the tensor cores' sums may be from it."""
     a_values, b_values = a.view(FORMATS[a_format].dtype).float(), b.view(FORMATS[b_format].dtype).float()
     factor = _A_SCALE_INV * _B_SCALE_INV
     return a_values @ b_values.t() * factor, a_values.abs() @ b_values.abs().t() * (factor * _ACCUMULATION)
