@@ -10,10 +10,10 @@ demo: $(INSTALLED)
 	$(BIN)/python -m lightning_fp8 fit --config configs/tiny_gpt_fp8.yaml
 	$(BIN)/python -m lightning_fp8 report runs/tiny_gpt_fp8
 
-# one thread each, as the tensors of the tests are small, in two processes for two cores: each imports all packages, and few
-# tests wait; each runs whole files, whose fixtures are then made once, in the order of collection, which has the slow ones
-# first; with bytecode kept, as a hundred programs are started that import the package
-# glibc keeps the memory of tensors that are gone: the next ones need no pages from the system, a twentieth of the time
+# Two processes for two cores, as each imports all packages and few tests wait; one thread each, as the tensors of the tests
+# are small. A process runs whole files, so that their fixtures are made only once, in the order of collection, which puts the
+# slow files first. Bytecode is kept, as the tests start a hundred programs that import the package.
+# glibc keeps freed memory, so that new tensors need no pages from the system; this saves a twentieth of the time.
 test: $(INSTALLED) browser
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MALLOC_TRIM_THRESHOLD_=536870912 MALLOC_MMAP_THRESHOLD_=33554432 \
 		$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -27,7 +27,7 @@ browser:
 		as_root=$$([ "$$(id -u)" = 0 ] || command -v sudo); \
 		$$as_root apt-get update -qq && $$as_root apt-get install -y -qq chromium; }
 
-# on a machine with a GPU, in an environment with a torch for it
+# on a machine with a GPU, in an environment whose torch supports it
 test-cuda:
 	$(PYTHON) -m pytest -m cuda
 	@if ! command -v compute-sanitizer >/dev/null; then \
@@ -43,12 +43,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# the documentation as a site, build/site/; a broken link, or a public name without a description, is an error (with
-# `--quiet` mkdocs would not count warnings)
+# the documentation as a site in build/site/; a broken link or a public name without a description is an error (no
+# `--quiet`, as mkdocs would not count warnings with it)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-# a training step of the demo's model compared with plain bf16 and torchao's emulated float8; then all precisions compared
+# a training step of the demo's model, compared with plain bf16 and torchao's emulated float8; then a comparison of all precisions
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m benchmarks.cpu_step

@@ -1,1 +1,1 @@
-"""``python -m benchmarks``: operators and layers compared with torch's own and with hardware ceilings, in one run."""
+"""``python -m benchmarks``: compares operators and layers with torch's own and with hardware ceilings, in one run."""

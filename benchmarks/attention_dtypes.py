@@ -1,11 +1,11 @@
-"""What it costs to watch the dtypes of attention operands: an eager step of the demo's model, with and without.
+"""The cost of watching the dtypes of attention operands: an eager step of the demo's model, with and without watching.
 
     python -m benchmarks.attention_dtypes [--config configs/tiny_gpt_fp8.yaml] [--rounds 20] [--out FILE]
 
-Steps with and without take turns in one process, so that both see the same machine; their losses are the same, bit for
-bit, which is checked. Their difference is smaller than what steps differ by anyway, so the cost is also measured where
-it lies: one attention call on tensors of a few bytes, and one entry into the context, times how often a step has them.
-bf16-mixed is left out on a CPU that emulates bf16 products.
+Steps with and without watching take turns in one process, so that both run under the same conditions; their losses are
+checked to be equal bit for bit. The difference is smaller than the noise between steps, so the cost is also measured
+directly: for one attention call on tensors of a few bytes and for one entry into the context, times their number per
+step. bf16-mixed is left out on a CPU that emulates bf16 products.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CALLS = 3000
 
 
 def microseconds(run: Callable[[], Any], times: int = CALLS) -> float:
-    """Median over five rounds of what one call takes."""
+    """Microseconds per call: the median of five rounds."""
     found = []
     for _ in range(5):
         start = time.perf_counter()
@@ -44,7 +44,7 @@ def microseconds(run: Callable[[], Any], times: int = CALLS) -> float:
 
 
 def cost_of_a_call_and_an_entry(plugin: PrecisionCore) -> tuple[float, float]:
-    """In microseconds: what an attention call takes more inside the context, and what entering and leaving takes."""
+    """Microseconds that the context adds to an attention call, and that entering and leaving it takes."""
     context = plugin._attention.context
     x = torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16)
     attend = torch.no_grad()(lambda: F.scaled_dot_product_attention(x, x, x))
@@ -75,7 +75,7 @@ def step(plugin: PrecisionCore, model: ByteGPT, optimizer: torch.optim.Optimizer
 
 
 def compare(precision: Any, config: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """One row: both medians, and the cost where it lies as a share of a step."""
+    """One row: both medians, and the cost measured directly as a share of a step."""
     data = config["data"]["init_args"]
     batch = torch.randint(0, 256, (data["batch_size"], data["context"] + 1), dtype=torch.uint8)
     variants: list[tuple[PrecisionCore, ByteGPT, torch.optim.Optimizer, list[float], list[float]]] = []

@@ -16,7 +16,8 @@ from lightning_fp8.ops.formats import E4M3, FORMATS
 from lightning_fp8.tools.timing import Variant, copies_for
 from lightning_fp8.tools.tune.iteration import Precision
 
-# half the distance of neighbouring E4M3 codes relative to their value, and of the smallest relative to the largest
+# rounding error of E4M3: half the distance of neighbouring codes relative to their value, and half the smallest code
+# relative to the largest
 _E4M3_RELATIVE, _E4M3_ABSOLUTE = 2.0**-4, 2.0**-10 / 448
 
 
@@ -26,7 +27,7 @@ def compiled(function: Callable[..., Any], device: torch.device) -> Callable[...
 
 
 def compiled_name(device: torch.device) -> str:
-    """``torch.compile`` with its own backend on a GPU; on the CPU without code generation, which would take minutes."""
+    """``torch.compile`` with its default backend on a GPU; on the CPU without code generation, which takes minutes."""
     return "torch.compile" if device.type == "cuda" else f"torch.compile({_backend(device)})"
 
 
@@ -52,13 +53,13 @@ def cast_gradient(
 
 
 def cast_weights(weights: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """What :func:`cast` gives for each weight, with the scale of what it holds."""
+    """What :func:`cast` gives for each weight, with a scale from its current amax."""
     amaxes = [weight.abs().amax().float() for weight in weights]
     return [_cast(weight, E4M3.max / amax, amax, "e4m3") for weight, amax in zip(weights, amaxes, strict=True)]
 
 
 def update_scales(amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, nonfinite_steps: Tensor) -> None:
-    """The end of a step with the default recipe, in place; see the operator ``lightning_fp8::update_scales``."""
+    """Update the scales in place with the default recipe; see the operator ``lightning_fp8::update_scales``."""
     plain.update_scales(amax, amax_history, scale, fp8_max, nonfinite_steps, False, 1.0)
 
 
@@ -80,7 +81,7 @@ def torchao_cast(x: Sequence[Tensor]) -> list[Variant]:
 
 
 def _once(make: Callable[[], Callable[..., Any]]) -> Callable[[], Callable[..., Any]]:
-    # made at the first call, where what it raises counts as this variant's failure
+    # made at the first call, so that an exception counts as this variant's failure
     made: list[Callable[..., Any]] = []
 
     def get() -> Callable[..., Any]:
@@ -104,10 +105,10 @@ def _torchao_function() -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
 
 
 def _torchao_difference(x: Tensor, payload: Tensor, payload_t: Tensor, scale: Tensor) -> str | None:
-    """Its scale is another, so its bytes are too: it must be the same numbers, as close as E4M3 can be."""
+    """Its scale differs, so its bytes do too: the dequantized values must match the input to E4M3's rounding error."""
     values = x.float()
     limit = _E4M3_RELATIVE * values.abs() + _E4M3_ABSOLUTE * values.abs().amax()
-    # a scale is a rounded quotient
+    # with a margin of 0.1%, as the scale is a rounded quotient
     if not bool(((payload.float() / scale - values).abs() <= 1.001 * limit).all()):
         return "other values than its input's"
     if not torch.equal(payload_t.view(torch.uint8), payload.view(torch.uint8).t()):
@@ -130,7 +131,7 @@ def copy(bytes: int, device: torch.device) -> Variant:
 
 
 def torchao_precisions(device: torch.device) -> dict[str, Precision]:
-    """torchao's tensor-wise dynamic scaling, eager, on the CPU emulated; empty where it is not installed."""
+    """torchao's tensor-wise dynamic scaling, eager, and emulated on the CPU; empty where it is not installed."""
     if find_spec("torchao") is None:
         return {}
     emulate = device.type != "cuda"

@@ -1,4 +1,4 @@
-"""The suite ``blocks``: casts in blocks, and GEMMs with a scale for each block, of the layers of suite ``gemm``."""
+"""The suite ``blocks``: casts with one scale per block, and such GEMMs for layers of the suite ``gemm``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lightning_fp8.ops.operand import OwnScaling, WeightSlot, with_scale
 from lightning_fp8.tools.timing import Variant, copies_for
 
 _OWN = OwnScaling(blocks="float32")
-# rows that are compared with fp64
+# number of rows compared with fp64
 _CHECKED_ROWS = 64
-# of the sum of the terms' sizes: tensor cores keep 13 bits behind the largest of 32 terms
+# error relative to the sum of the terms' absolute values: tensor cores keep 13 bits below the largest of 32 terms
 _ACCUMULATION = 2.0**-10
 
 
 def cases(device: torch.device) -> list[Case]:
-    """All of the suite; on the CPU tiny ones in place of those of training."""
+    """All cases of the suite; on the CPU tiny ones in place of training sizes."""
     if device.type != "cuda":
         return [Cast(200, 136), Cast(200, 136, weight=True), *_of_layer(64, 32, 48)]
     casts = [Cast(8192, 8192), Cast(8192, 4096), Cast(2048, 1024), Cast(8192, 8192, weight=True)]
@@ -46,7 +46,7 @@ def _of_layer(tokens: int, in_features: int, out_features: int) -> tuple[Gemm, G
 
 @dataclass(frozen=True)
 class Cast:
-    """A bf16 tensor into E4M3 by rows and by columns: in blocks of 1 x 128, or a weight in squares of 128 x 128."""
+    """Casts a bf16 tensor to E4M3 by rows and by columns: in blocks of 1 x 128, or a weight in squares of 128 x 128."""
 
     rows: int
     columns: int
@@ -61,16 +61,16 @@ class Cast:
 
     @property
     def bytes(self) -> int:
-        """bf16 read, both payloads and their scales written."""
+        """Reads bf16, writes both payloads and their scales."""
         scales = 4 * (1 if self.weight else 2 * 128) * -(-self.rows // 128) * -(-self.columns // 128)
         return 4 * self.rows * self.columns + scales
 
     def is_served(self, device: torch.device) -> bool:
-        """Whether there is a kernel, or none is to be expected."""
+        """Whether there is a kernel, or none is expected."""
         return device.type != "cuda" or kernels.block_cast_kernel(device, torch.bfloat16, self.weight) is not None
 
     def variants(self, device: torch.device) -> list[Variant]:
-        """``lightning_fp8``, ``torch``, which is the same in torch's operations, and a copy."""
+        """``lightning_fp8``, ``torch`` (the same cast in torch's operations), and a copy."""
         copies = copies_for(self.bytes, device)
         generator = torch.Generator(device).manual_seed(1)
         x = [
@@ -94,7 +94,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Gemm(Product):
-    """A GEMM of a layer in E4M3, a in blocks of 1 x 128; b too for wgrad, else in squares of 128 x 128."""
+    """A GEMM of a layer in E4M3: a in blocks of 1 x 128, and b too for wgrad, else in squares of 128 x 128."""
 
     @property
     def name(self) -> str:
@@ -102,7 +102,7 @@ class Gemm(Product):
         return f"{self.kind} in blocks {self.m}x{self.n}x{self.k} (MxNxK)"
 
     def is_served(self, device: torch.device) -> bool:
-        """Whether there is a kernel for it, or none is to be expected."""
+        """Whether there is a kernel for it, or none is expected."""
         if device.type != "cuda":
             return True
         choice = gemm_choice.choose_in_blocks(device, "rawkernel", self.m, self.n, self.k)
@@ -110,7 +110,7 @@ class Gemm(Product):
         return kernels_of(choice, device, "e4m3", "e4m3", self.output, True, rows) is not None
 
     def variants(self, device: torch.device) -> list[Variant]:
-        """``lightning_fp8``, ``torch``, cuBLASLt in blocks, and cuBLASLt with one scale a tensor."""
+        """``lightning_fp8``, ``torch`` (cuBLASLt in blocks), and cuBLASLt with one scale per tensor."""
         copies = copies_for((self.m + self.n) * self.k + self.m * self.n * self.output.itemsize, device)
         given = [self._operands(device, seed) for seed in range(copies)]
         rest = (None, "e4m3", "e4m3", self.output)

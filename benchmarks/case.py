@@ -1,4 +1,4 @@
-"""What a case of a suite is, and when two results of one count as the same."""
+"""What a case of a suite is, and when two of its results count as equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_fp8.ops.cuda.self_test import same_codes
 from lightning_fp8.tools.timing import Variant
 
-# what came out, by name: one tensor, or one for each weight of a model
+# the results of a case by name: one tensor, or one for each weight of a model
 Results = dict[str, Sequence[Tensor]]
 
 
@@ -21,21 +21,21 @@ class Case(Protocol):
 
     @property
     def name(self) -> str:
-        """In rows, and what ``--case`` looks in."""
+        """The name in rows, which ``--case`` matches."""
         ...
 
     @property
     def bytes(self) -> int | None:
-        """Read and written by an ideal implementation, without single numbers; None where that is not the point."""
+        """Bytes that an ideal implementation reads and writes, scalars excluded; None where they do not matter."""
         ...
 
     @property
     def flops(self) -> int | None:
-        """Of its matrix products; None where that is not the point."""
+        """FLOPs of its matrix products; None where they do not matter."""
         ...
 
     def is_served(self, device: torch.device) -> bool:
-        """Whether ``lightning_fp8`` has a kernel of its own here, or is on the CPU, where it has none."""
+        """Whether ``lightning_fp8`` has its own kernel here; true on the CPU, where it has none."""
         ...
 
     def variants(self, device: torch.device) -> list[Variant]:
@@ -45,12 +45,12 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far results may be apart; not at all if left out.
+    """How far results may differ; by default not at all.
 
     Attributes:
-        codes: share of FP8 codes that may be the neighbouring one.
-        relative: by the names of other results.
-        absolute: by the names of other results.
+        codes: share of FP8 codes that may be off by one.
+        relative: relative tolerance of the other results, by name.
+        absolute: absolute tolerance of the other results, by name.
     """
 
     codes: float = 0.0
@@ -62,7 +62,7 @@ EXACT = Tolerance()
 
 
 def difference(got: Results, expected: Results, tolerance: Tolerance = EXACT) -> str | None:
-    """None where all agree, else the first that does not: ``"another payload"``."""
+    """None if all results agree, else the first that does not: ``"another payload"``."""
     for what, tensors in expected.items():
         for number, (mine, theirs) in enumerate(zip(got[what], tensors, strict=True)):
             if not _same(what, mine, theirs, tolerance):

@@ -1,4 +1,4 @@
-"""The suite ``cast``: activations, gradients and weights, and the update of scales, at the sizes of training."""
+"""The suite ``cast``: casts of activations, gradients and weights, and the update of scales, at training sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEVIATION = 0.25
 
 
 def cases(device: torch.device) -> list[Case]:
-    """All of the suite; on the CPU with small sizes in place of those of training."""
+    """All cases of the suite; on the CPU small sizes in place of training sizes."""
     if device.type != "cuda":
         shapes = ((256, 256), (200, 136))
         weights = [Weights("a tiny model", ((96, 64), (64, 200)))]
@@ -45,7 +45,7 @@ def cases(device: torch.device) -> list[Case]:
 def _casts(
     inputs: tuple[tuple[int, int], ...], gradients: tuple[tuple[int, int], ...], gelu: tuple[int, int]
 ) -> list[Case]:
-    """Each once, where a shape comes twice."""
+    """The casts, without duplicates where a shape occurs twice."""
     made = [Cast(*shape, "e4m3") for shape in inputs]
     made += [Cast(*shape, "e5m2", gradient=True) for shape in gradients]
     made += [Cast(*gelu, "e4m3", "gelu"), Cast(*gelu, "e5m2", "gelu", gradient=True)]
@@ -54,14 +54,14 @@ def _casts(
 
 @dataclass(frozen=True)
 class Cast:
-    """A bf16 tensor into FP8 by rows and by columns, with its amax, in the steady state of training.
+    """Casts a bf16 tensor to FP8 by rows and by columns, with its amax, in the steady state of training.
 
     Attributes:
         rows: of the tensor.
         columns: of the tensor.
         format: ``"e4m3"`` or ``"e5m2"``.
-        activation: taken in before the cast.
-        gradient: cast the gradient of x from that of ``activation(x)``, with its column sums for a bias.
+        activation: applied before the cast.
+        gradient: compute the gradient of x from that of ``activation(x)`` and cast it, with column sums for a bias.
     """
 
     rows: int
@@ -82,7 +82,7 @@ class Cast:
 
     @property
     def bytes(self) -> int:
-        """bf16 read, both payloads written; an activation's gradient reads two tensors, a bias gradient is in fp32."""
+        """Reads bf16, writes both payloads; an activation's gradient reads two tensors, a bias gradient is in fp32."""
         inputs = 2 if self._takes_h else 1
         return (2 * inputs + 2) * self.rows * self.columns + (4 * self.columns if self.gradient else 0)
 
@@ -91,14 +91,14 @@ class Cast:
         return self.gradient and self.activation != "none"
 
     def is_served(self, device: torch.device) -> bool:
-        """Whether there is a kernel, or none is to be expected."""
+        """Whether there is a kernel, or none is expected."""
         if device.type != "cuda":
             return True
         kernel = kernels.cast_kernel(device, torch.bfloat16, self.format, self.activation, self._takes_h)
         return kernel is not None
 
     def variants(self, device: torch.device) -> list[Variant]:
-        """``lightning_fp8``, ``torch``, ``torch.compile``, torchao's for inputs, and a copy."""
+        """``lightning_fp8``, ``torch``, ``torch.compile``, for inputs torchao's cast, and a copy."""
         copies = copies_for(self.bytes, device)
         x, h = self._inputs(copies, device, 1), self._inputs(copies if self._takes_h else 0, device, 2)
         if self.gradient:
@@ -132,10 +132,9 @@ class Cast:
         return [values.clone() for _ in range(copies)]
 
     def _tolerance(self, codes: float, rounded_quotients: bool = True) -> Tolerance:
-        """Sums differ by their order; activations by the last bits of exp and erf, and by whether bf16 is in between.
+        """Sums differ by their order; activations by the last bits of exp and erf, and by rounding to bf16.
 
-        The compiler leaves out the rounding of an activation to bf16 and divides with an error of two units in the
-        last place.
+        The compiler does not round an activation to bf16, and its division has an error of two units in the last place.
         """
         activated = self.activation != "none"
         relative = {"amax": 2.0**-7 if activated else 0.0, "scale_inv": 0.0 if rounded_quotients else 5e-7}
@@ -153,7 +152,7 @@ class Cast:
         return _Operator(call, lambda: self._recorded(call(0), state.amax, index), state.amax)
 
     def _on_gradients(self, implementation: Callable[..., Any], dy: list[Tensor], h: list[Tensor]) -> _Operator:
-        """``cast_gradient``, by one of the implementations."""
+        """An implementation of ``cast_gradient``."""
         state, index = steady_state(1, dy[0].device), _index("grad_output", dy[0].device)
         slot = Slot(state.scale, state.amax_history, index, self.format, state, True)
 
@@ -193,7 +192,7 @@ class _Operator:
     amax: Tensor
 
     def results(self) -> Results:
-        """Of one call on the first copy, with no amax recorded before."""
+        """Results of one call on the first copy, with no amax recorded before."""
         self.amax.zero_()
         return self.read()
 

@@ -23,10 +23,10 @@ def clock(timed: str, device: torch.device) -> Clock:
     """The clock of a suite.
 
     Args:
-        timed: ``"device"``: the device as eager code runs, where it may have to wait for the host. ``"kernels"``: the
-            device without such waits, for calls with few launches. ``"host"``: the host. ``"iterations"``: iterations
-            of training, on the wall clock.
-        device: where it runs; on the CPU all but ``"host"`` are the same.
+        timed: ``"device"``: time on the device in eager code, where it may wait for the host. ``"kernels"``: time on
+            the device without such waits, for calls with few launches. ``"host"``: time on the host.
+            ``"iterations"``: training iterations on the wall clock.
+        device: where the suite runs; on the CPU all but ``"host"`` are the same.
     """
     if timed == "host":
         return Clock(timing.host_batch)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks --suite cast``: check every variant, time them in turns, show and save the rows."""
+"""``python -m benchmarks --suite cast``: check every variant, time them in turns, print and save the rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _COLUMNS = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one suite or all; exits with a message where it cannot, or if a variant did not run or was wrong."""
+    """Run one suite or all; exits with a message if that is impossible, or a variant did not run or was wrong."""
     options = _parser().parse_args(arguments)
     device = _device(options.device)
     suites = SUITES if options.suite == "all" else {options.suite: SUITES[options.suite]}
@@ -67,11 +67,11 @@ def main(arguments: Sequence[str]) -> None:
         print(f"\n{options.plot}" if drawn else "\n--plot: no case has the variant that its suite compares with.")
     failures = [failure for run in runs.values() for failure in run.failures]
     if failures:
-        sys.exit("\nThese did not run, or gave something wrong:\n" + "\n".join(failures))
+        sys.exit("\nThese did not run, or gave a wrong result:\n" + "\n".join(failures))
 
 
 def _measure(run: Run, cases: list[Case], out: Path | None, begin: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Of one suite, each case shown and kept as soon as it is done."""
+    """Measure the cases of one suite; the rows of each are printed and saved as soon as it is done."""
     found: list[dict[str, Any]] = []
     for case in [*run.ceiling(), *cases]:
         begin(f"{run.name}: {case.name}")
@@ -79,7 +79,7 @@ def _measure(run: Run, cases: list[Case], out: Path | None, begin: Callable[[str
             columns = {key: column for key, column in _COLUMNS.items() if any(row[key] is not None for row in made)}
             print(f"\n{case.name}\n{table(made, columns)}", flush=True)
             rows.append(made, out)
-            # a wrong variant is reported and kept, but nothing is compared with it
+            # the row of a wrong variant is reported and saved, but nothing is compared with it
             for row in made:
                 if row["wrong"] is not None:
                     print(f"{row['variant']} gave {row['wrong']}")
@@ -117,7 +117,7 @@ def _device(asked: str) -> torch.device:
 
 
 def _chosen(suites: dict[str, list[Case]], part: str | None) -> dict[str, list[Case]]:
-    """Of each suite the cases with this in their name, and only suites that have any."""
+    """The cases with ``part`` in their name, by suite; suites without any are left out."""
     found = {name: [case for case in cases if part is None or part in case.name] for name, cases in suites.items()}
     chosen = {name: cases for name, cases in found.items() if cases}
     if not chosen:

@@ -2,11 +2,11 @@
 
     python -m benchmarks.cpu_step [--config configs/tiny_gpt_fp8.yaml] [--rounds 3] [--steps 8] [--out FILE]
 
-Each variant trains in a separate process, as a user's would: what one leaves in the allocator would help or harm the
-next. The variants take turns, and the first steps of each process do not count. torchao's is
-``convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))``, its tensor-wise dynamic scaling with the
-GEMMs emulated, as its own tests run it on a CPU. Each variant's loss is checked against bf16's before a time is shown.
-On a CPU that emulates bf16 products fp32 takes the place of plain bf16.
+Each variant trains in a separate process, as a user's model would, so that no variant affects the allocator of the
+next. The variants take turns, and the first steps of each process do not count. torchao's variant is
+``convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))``: tensor-wise dynamic scaling with
+emulated GEMMs, as its own tests run it on a CPU. Each variant's loss is checked against bf16's before a time is shown.
+On a CPU that emulates bf16 products, fp32 replaces plain bf16.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Half an hour on a GPU that nothing has run on: four stages, each of less than ten minutes whatever hangs.
+# Half an hour on a GPU that nothing has run on yet: four stages, each less than ten minutes even if steps hang.
 #
 #     benchmarks/first_contact.sh 1|2|3|4
 #
-#   1  what the machine is; every kernel's self-test; the first GEMM and cast with a time
-#   2  the GPU tests of GEMMs; graphs, threads, no waiting
+#   1  hardware and versions; every kernel's self-test; the first GEMM and the first cast, timed
+#   2  the GPU tests of GEMMs, CUDA graphs and threads, and that the host does not wait
 #   3  GEMMs, layers and launches compared with their baselines
 #   4  tuning of more layers; profiles; a memory check
 #
-# Every step has a time limit, and a step that fails or hangs does not keep the next from running. What is found is
-# written as it is found, into four files: stageN.log, all output; stageN-summary.tsv, a line for each step; stageN.jsonl,
-# the rows of benchmarks; gemm-GPU.json, the measured table, with the last step's state.
+# Every step has a time limit, and the next step runs even if one fails or hangs. Results are written as they come, to
+# four files: stageN.log, all output; stageN-summary.tsv, a line for each step; stageN.jsonl, the rows of benchmarks;
+# gemm-GPU.json, the measured table as of the last step.
 #
-# Environment: OUT, where these files go (./first_contact). CUBINS, a folder that `doctor --compile` filled elsewhere
-# (build/cubins): a copy is used that belongs to this user and that nobody else may write in. PYTHON (python).
-# LIMIT_SCALE, by which all time limits are multiplied (1).
+# Environment, with defaults: OUT, the folder of these files (./first_contact). CUBINS, a folder that `doctor --compile`
+# filled elsewhere (build/cubins): copied into the cache, where only this user may write. PYTHON (python).
+# LIMIT_SCALE, a factor for all time limits (1).
 set -u
 umask 022
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -28,14 +28,14 @@ log=$out/stage$stage.log summary=$out/stage$stage-summary.tsv rows=$out/stage$st
 cd "$root" || exit
 cache=${LIGHTNING_FP8_CACHE_DIR:-$root/build/cache}
 export LIGHTNING_FP8_CACHE_DIR=$cache PYTHONUNBUFFERED=1 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-# bytes: so that a log stays easy to carry away
+# bytes that a log is truncated to, so that it stays easy to copy
 most=12000000
 failed=0
 private=$(mktemp -d) pipe=$private/output
 
 scaled() { awk "BEGIN { print $1 * ${LIMIT_SCALE:-1} }"; }
 
-# ended_within SECONDS PROCESS: its status; where it has not ended, that of the clock's end, which is 0 too
+# ended_within SECONDS PROCESS: the status of the process; 0, that of the clock, if it has not ended
 ended_within() {
     local clock status
     sleep "$(scaled "$1")" >/dev/null 2>&1 &
@@ -61,7 +61,7 @@ step() {
     ended_within "$((seconds + 10))" "$process"
     status=$?
     kill -0 "$process" 2>/dev/null && status=stuck
-    # what a step leaves behind may hold its output open
+    # processes that a step leaves behind may hold its output open
     ended_within 2 "$teller"
     kill "$teller" 2>/dev/null
     case $status in 0) ;; 124 | 137) status="$status (time limit)" ;; esac
@@ -72,7 +72,7 @@ step() {
     [[ $(stat -c %s "$log") -le $most ]] || truncate -s "$most" "$log"
 }
 
-# each test is named before it runs; one that hangs says where and ends its step alone
+# each test is named before it runs; one that hangs prints where, and ends its own step only
 tests() {
     local name=$1 seconds=$2 chosen=$3
     shift 3

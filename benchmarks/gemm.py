@@ -1,8 +1,8 @@
 """The suite ``gemm``: the scaled FP8 GEMMs of training compared with cuBLASLt's, and with bf16 on the same values.
 
 The 24 cases are fprop, dgrad and wgrad of eight layers: attention projections (hidden x hidden) and FFN projections
-(hidden -> 4 hidden). Of all with 2048, 8192 or 32768 tokens and a hidden width of 1024, 4096 or 8192, these have each
-number of tokens and each width in both kinds of layer, from the smallest to the largest output.
+(hidden -> 4 hidden). Both kinds of layer cover 2048, 8192 and 32768 tokens and hidden widths of 1024, 4096 and 8192,
+from the smallest to the largest output.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ LAYERS = (
 )
 _LAYERS_ON_CPU = ((64, 32, 48), (48, 64, 32))
 _CHECKED_ROWS = 64
-# neither is a power of two: one that is left out, or rounded to bf16, shows
+# neither is a power of two, so a scale that is left out or rounded to bf16 gives a wrong result
 _A_SCALE_INV, _B_SCALE_INV = 0.3717, 1.6183
-# Tensor cores add 32 products to a sum of which they keep 13 bits behind the leading one; precise GEMMs start a new
-# sum every 128 along K. A sum stays within five standard deviations.
+# Tensor cores add 32 products at a time to a sum that has 13 bits below the leading one; precise GEMMs start a new sum
+# every 128 along K. A sum stays within five standard deviations.
 _KEPT, _ADDED, _PROMOTED_EVERY, _DEVIATIONS = 2.0**-13, 32, 128, 5.0
 
 
 def cases(device: torch.device) -> list[Case]:
-    """All of the suite; on the CPU tiny ones in place of those of training."""
+    """All cases of the suite; on the CPU tiny ones in place of training sizes."""
     layers = LAYERS if device.type == "cuda" else _LAYERS_ON_CPU
     return [gemm for layer in layers for gemm in of_layer(*layer)]
 
@@ -59,7 +59,7 @@ def of_layer(tokens: int, in_features: int, out_features: int) -> tuple[Gemm, Ge
 
 
 class Operands(NamedTuple):
-    """What one call takes: payloads ``[M, K]`` and ``[N, K] uint8``, and their values in bf16, for ``matmul``."""
+    """Inputs of one call: payloads ``[M, K]`` and ``[N, K] uint8``, and their values in bf16, for ``matmul``."""
 
     a: Tensor
     b: Tensor
@@ -87,12 +87,12 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """A product and a sum for each of M N K."""
+        """``2 * M * N * K``: one multiplication and one addition each."""
         return 2 * self.m * self.n * self.k
 
     @property
     def output(self) -> torch.dtype:
-        """Of the result: a weight's gradient is summed in fp32."""
+        """Dtype of the result: a weight's gradient is in fp32."""
         return torch.float32 if self.kind == "wgrad" else torch.bfloat16
 
 
@@ -112,25 +112,25 @@ class Gemm(Product):
 
     @property
     def a_format(self) -> str:
-        """Of the gradient, or of the input."""
+        """Format of a: the gradient, or the input for fprop."""
         return "e4m3" if self.kind == "fprop" else "e5m2"
 
     @property
     def fast(self) -> bool:
-        """Whether sums stay in the tensor cores."""
+        """Whether sums stay in the tensor cores (fast accumulation)."""
         return self.kind == "fprop"
 
     def is_served(self, device: torch.device) -> bool:
-        """Whether there is a kernel for it, or none is to be expected."""
+        """Whether there is a kernel for it, or none is expected."""
         if device.type != "cuda":
             return True
         choice = gemm_choice.choose(device, "rawkernel", self.m, self.n, self.k, not self.fast, self.output)
         return kernels_of(choice, device, self.a_format, "e4m3", self.output, not self.fast) is not None
 
     def variants(self, device: torch.device) -> list[Variant]:
-        """``lightning_fp8`` (our kernels), ``auto``, ``cublaslt``, that with the other accumulation, and ``bf16``.
+        """``lightning_fp8`` (our kernels), ``auto``, ``cublaslt`` with either accumulation, and ``bf16``.
 
-        The operands of ``bf16`` lie in memory as in bf16 training: for wgrad both transposed, for dgrad the weight.
+        The operands of ``bf16`` have the memory layout of bf16 training: wgrad has both transposed, dgrad the weight.
         """
         operands = self._operands(device)
         scales = [torch.tensor(scale, device=device) for scale in (_A_SCALE_INV, _B_SCALE_INV)]
@@ -169,7 +169,7 @@ class Gemm(Product):
         generator = torch.Generator(device).manual_seed(0)
 
         def payload(rows: int, format: str) -> Tensor:
-            # four standard deviations from the end of E4M3, as a scale would have them
+            # E4M3's largest value is about four standard deviations, as with a typical scale
             values = torch.randn(rows, self.k, generator=generator, device=device)
             return values.mul_(100).clamp_(-448, 448).to(FORMATS[format].dtype)
 
@@ -181,19 +181,19 @@ class Gemm(Product):
             b_values = b_values.t().contiguous().t()
         first = Operands(a.view(torch.uint8), b.view(torch.uint8), a_values, b_values)
         size = a.nbytes + b.nbytes + self.m * self.n * self.output.itemsize
-        # a clone lies in memory as what it is of
+        # a clone keeps the strides of its source
         return [first, *(Operands(*(x.clone() for x in first)) for _ in range(copies_for(size, device) - 1))]
 
     def _expected(self, given: Operands) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of the product in fp64 without scales, how much each of its sums varies, and which rows these are."""
-        # on the CPU: the same on all devices
+        """Some rows of the unscaled product in fp64, the standard deviation of each sum, and the rows' indices."""
+        # drawn on the CPU, so that they are the same on all devices
         rows = torch.randperm(self.m, generator=torch.Generator().manual_seed(1))[:_CHECKED_ROWS].to(given.a.device)
         a = given.a[rows].view(FORMATS[self.a_format].dtype).double()
         b_t = given.b.view(FORMATS["e4m3"].dtype).double().t()
         return a @ b_t, (a.square() @ b_t.square_()).sqrt(), rows
 
     def _difference(self, got: Tensor, exact: Tensor, deviation: Tensor, rows: Tensor, fast: bool | None) -> str | None:
-        """What is wrong with a result; ``fast`` is None where operands were bf16, without scales."""
+        """What is wrong with a result; ``fast`` is None for bf16 operands, which have no scales."""
         if got.shape != (self.m, self.n):
             return f"a result of shape {tuple(got.shape)}"
         if got.dtype != (torch.bfloat16 if fast is None else self.output):
@@ -202,19 +202,19 @@ class Gemm(Product):
         error = (got[rows].double() - scale * exact).abs()
         rounding = 0.501 * torch.finfo(got.dtype).eps
         limit = scale * (rounding * exact.abs() + self._accumulation(fast) * deviation)
-        # also where a result is NaN, which is not within anything
+        # negated, so that NaN counts as outside
         outside = int((~(error <= limit)).sum())
         return f"{outside} of {limit.numel()} numbers that are not the product's" if outside else None
 
     def _accumulation(self, fast: bool | None) -> float:
         """Error of the sums, in their standard deviations."""
         if fast is None:
-            # where K is split, bf16's parts are rounded to bf16
+            # with split K, bf16's partial sums are rounded to bf16
             return _DEVIATIONS * torch.finfo(torch.bfloat16).eps
         added = _KEPT * _DEVIATIONS / _ADDED
         if fast or self.k <= _PROMOTED_EVERY:
             return added * self.k
-        # each block's part varies by as much less as there are blocks to the power of a half
+        # a block's sum has the standard deviation of the whole sum divided by sqrt(number of blocks)
         return added * _PROMOTED_EVERY * (self.k / _PROMOTED_EVERY) ** 0.5
 
 

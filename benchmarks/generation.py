@@ -1,13 +1,12 @@
-"""Time per token of greedy generation: a small converted Llama of Hugging Face and the same model in bf16.
+"""Time per token of greedy generation: a small converted Hugging Face Llama, and the same model in bf16.
 
     python -m benchmarks.generation [--rounds 5] [--tokens 64] [--device cpu]
 
-Both models are in this process and take turns, with a key-value cache and one prompt of 16 tokens, on one CPU thread;
-the first round does not count. The converted model has the scales of one training step. Generation runs under no_grad
-and autocast without a cache, as in a ``predict`` loop of a Trainer. "once" casts each weight once
-(``weights_unchanged``), "each" casts it at every forward, as a model in evaluation does where nobody knows whether its
-weights change. On a CPU that emulates bf16 products everything that is not FP8 computes in fp32, in both models, and
-the baseline is 32-true.
+Both models take turns in one process, with a key-value cache and one prompt of 16 tokens, on one CPU thread; the first
+round does not count. The converted model has the scales of one training step. Generation runs under no_grad and
+autocast without a cache, as in a Trainer's ``predict`` loop. "once" casts each weight once (``weights_unchanged``);
+"each" casts it in every forward, as a model in evaluation mode does by default, since its weights may change. On a CPU
+that emulates bf16 products, everything outside FP8 computes in fp32 in both models, and the baseline is 32-true.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def llama() -> nn.Module:
 
 
 def compare(rounds: int, tokens: int, device: str, first: str) -> dict[str, list[float]]:
-    """Milliseconds per token, of each round, of each variant; ``first`` is the baseline's precision."""
+    """Milliseconds per token of each round, by variant; ``first`` is the baseline's precision."""
     plain = llama().to(device)
     fp8 = convert(copy.deepcopy(plain))
     # scales, as training leaves them

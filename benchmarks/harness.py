@@ -22,7 +22,7 @@ __all__ = ["append", "baseline", "environment", "parser", "percentiles", "table"
 def baseline(device: str) -> str:
     """The precision that others are compared with: bf16-mixed, or 32-true on a CPU that emulates bf16 products.
 
-    Such a CPU is named on standard error. There a step in bf16 takes many times as long as in fp32.
+    Prints a note on standard error for such a CPU, where a step in bf16 takes many times as long as in fp32.
     """
     if device == "cuda" or not emulates_bf16():
         return "bf16-mixed"
@@ -45,7 +45,7 @@ def parser(description: str | None, variants: Iterable[str], steps: int) -> argp
 
 
 def take_turns(variants: Iterable[str], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """What each variant printed last, as JSON, in each round: this program's own command again, with ``--variant``."""
+    """Rerun this program with ``--variant`` for each variant in turn; gives the JSON that each run printed last."""
     runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
     for _ in range(rounds):
         for variant, results in runs.items():
@@ -58,6 +58,6 @@ def take_turns(variants: Iterable[str], rounds: int) -> dict[str, list[dict[str,
 
 
 def percentiles(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Of the ``times`` of all runs together."""
+    """Percentiles of the ``times`` of all runs together."""
     p20, p50, p80 = timing.percentiles([time for run in runs for time in run["times"]])
     return {"p20_ms": p20, "p50_ms": p50, "p80_ms": p80}

@@ -2,14 +2,14 @@
 
     python -m benchmarks.host_time
 
-The CUDA half of the package on CPU tensors of 16 features, on one thread, with kernels that do nothing: arguments are
-checked, packed and handed over, and nothing runs. Each layer is in a stack of eight, in the steady state of training
-(histories filled, weights cast), under bf16 autocast. Plain layers of torch are timed in the same run, and do compute,
-which at this size is next to nothing.
+The CUDA half of the package runs on CPU tensors of 16 features, on one thread, with kernels that do nothing: arguments
+are checked, packed and passed on, and nothing is launched. Each layer is in a stack of eight, in the steady state of
+training (histories filled, weights cast), under bf16 autocast. torch's plain layers are timed in the same run; they do
+compute, which takes next to no time at this size.
 
-Microseconds for each layer, the smallest of several repetitions, plain and converted in turns: forward, and forward
-with backward. The last two lines are the ratios of forward with backward of `Fp8Linear` to `nn.Linear`, and of a
-converted block of Llama to a plain one.
+The table has microseconds per layer, the smallest of several repetitions, plain and converted in turns: forward, and
+forward with backward. The last two lines are the ratios of forward with backward of `Fp8Linear` to `nn.Linear`, and of
+a converted Llama block to a plain one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _LlamaBlock(nn.Module):
 
 
 class _NoFunction(torch.autograd.Function):
-    """What autograd takes for any function of an input, a weight and a bias."""
+    """Autograd's own cost for any function of an input, a weight and a bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[i
 
 
 def _stack(make: Callable[[], nn.Module], shape: tuple[int, ...], to_fp8: bool) -> tuple[Callable[[], Tensor], Any]:
-    """A forward through eight layers, and them."""
+    """A forward through eight layers, and the layers."""
     torch.manual_seed(0)
     model = nn.Sequential(*(make() for _ in range(LAYERS)))
     x = torch.randn(shape, requires_grad=True)
@@ -121,7 +121,7 @@ def _step(forward: Callable[[], Tensor]) -> None:
 
 
 def _microseconds(*runs: Callable[[], object], repetitions: int, calls: int) -> list[float]:
-    """Of each, in turns, this thread's processor time: what else runs on the machine takes no part."""
+    """This thread's CPU time per call of each, measured in turns; other load on the machine does not count."""
     for run in runs:
         for _ in range(5):
             run()
@@ -199,7 +199,7 @@ def _profile(case: str) -> None:
     forward, _ = _stack(converted, shape, to_fp8=True)
     _microseconds(functools.partial(_step, forward), repetitions=3, calls=20)
     profiler = cProfile.Profile(time.thread_time)
-    # the backward in this thread, so that it is seen
+    # backward in this thread, so that the profiler sees it
     with torch.autograd.set_multithreading_enabled(False):
         profiler.enable()
         for _ in range(50):

@@ -1,4 +1,4 @@
-"""The suite ``launch``: the host's time for one launch of a small kernel, compared with the driver alone."""
+"""The suite ``launch``: host time of one launch of a small kernel, compared with the driver alone."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Launch = Callable[[int], None]
 
 
 def cases(device: torch.device) -> list[Case]:
-    """The one there is."""
+    """The only case."""
     return [UpdateArguments()]
 
 
 class UpdateArguments:
-    """A launch of one block of ``update_scales`` over three tensors: five pointers, three integers, a float."""
+    """Launches one block of ``update_scales`` over three tensors: five pointers, four integers, a float."""
 
     name = "update_scales arguments"
     bytes = None
@@ -73,7 +73,7 @@ def _arguments(tensors: Tensors) -> Arguments:
 
 
 def _launches(kernel: Kernel, tensors: Tensors) -> dict[str, Launch]:
-    """By variant, on these tensors: which the caller keeps."""
+    """Launches on these tensors, by variant; the caller must keep the tensors alive."""
     arguments = _arguments(tensors)
     return {
         "Kernel": lambda at: kernel(1, *arguments),
@@ -83,7 +83,7 @@ def _launches(kernel: Kernel, tensors: Tensors) -> dict[str, Launch]:
 
 
 def _cupy_launch(kernel: Kernel, arguments: Arguments) -> Launch:
-    """CuPy's own launch: the struct as a NumPy scalar, on torch's current stream as CuPy's."""
+    """CuPy's own launch, with the struct as a NumPy scalar, on torch's current stream."""
     cupy, numpy = import_module("cupy"), import_module("numpy")
     fields = [(f"field{number}", _NUMPY_TYPES[letter]) for number, letter in enumerate(scales.LAYOUT)]
     packed = numpy.zeros((), numpy.dtype(fields, align=True))
@@ -98,7 +98,7 @@ def _cupy_launch(kernel: Kernel, arguments: Arguments) -> Launch:
 
 
 def _driver_launch(kernel: Kernel, arguments: Arguments) -> Launch:
-    """Nothing but the driver's launch, through the same binding, with all that it takes made before."""
+    """The driver's launch alone, through the same binding, with all arguments packed in advance."""
     packed = _Packed()
     buffer, offset, pointers = packed.place
     struct.pack_into(scales.LAYOUT, buffer, offset, *arguments)
@@ -106,7 +106,7 @@ def _driver_launch(kernel: Kernel, arguments: Arguments) -> Launch:
     given = (kernel._pointer, 1, 1, 1, scales.THREADS, 1, 1, 0, stream, pointers, 0)
     launch_kernel = kernel._launch_kernel
 
-    # `given` has no more than the address of the place
+    # keep `packed` alive: `given` only has its address
     def launch(at: int, kept: _Packed = packed) -> None:
         launch_kernel(*given)
 
@@ -114,7 +114,7 @@ def _driver_launch(kernel: Kernel, arguments: Arguments) -> Launch:
 
 
 def _difference(launch: Launch, tensors: Tensors) -> str | None:
-    """Between what a launch makes of these tensors and what torch's own operators make of a copy."""
+    """The difference between a launch on these tensors and torch's own operators on a copy; None if they agree."""
     tensors[0].copy_(torch.tensor([3.0, 5.0, 7.0]))
     expected = tuple(tensor.clone() for tensor in tensors)
     baselines.update_scales(*expected)
@@ -128,7 +128,7 @@ def _named(tensors: Tensors) -> Results:
 
 
 class WithoutDriver(Kernel):
-    """A ``Kernel`` for machines without a driver: what it asks of torch and of the driver is answered at once."""
+    """A ``Kernel`` for machines without a driver: calls of torch and of the driver are replaced by stubs."""
 
     def _load(self) -> None:
         self._set_context = lambda device: None
@@ -138,7 +138,7 @@ class WithoutDriver(Kernel):
         self._pointer = 0
 
     def difference(self, arguments: Arguments) -> str | None:
-        """Between these arguments and what lies where the driver would look after a call."""
+        """What differs between these arguments and those packed for the driver by a call; None if nothing does."""
         self(1, *arguments)
         place = ctypes.cast(_packed.place[2], ctypes.POINTER(ctypes.c_void_p))[0]
         if place is None or self._layout.unpack(ctypes.string_at(place, self._layout.size)) != arguments:

@@ -1,7 +1,7 @@
 """The suite ``layer``: forward and backward of one transformer layer, eager and compiled, in each precision.
 
-The layer is the block of the example GPT, of which the models of the suite ``train`` consist. All its GEMMs are plain
-linear layers, which every variant converts: of torch's own encoder layer torchao leaves the attention's input
+The layer is the block of the example GPT, which the models of the suite ``train`` are made of. All its GEMMs are plain
+linear layers, which every variant converts; in torch's own encoder layer, torchao would leave the attention's input
 projection in bf16.
 """
 
@@ -35,7 +35,7 @@ class Layer:
         heads: of attention, causal.
         batch: number of sequences.
         time: tokens in each of them.
-        compiled: by ``torch.compile``; on the CPU without code generation.
+        compiled: whether it runs under ``torch.compile``; on the CPU without code generation.
     """
 
     width: int
@@ -54,7 +54,7 @@ class Layer:
         return f"layer {self.width} wide, {self.batch} x {self.time} tokens, {how}"
 
     def is_served(self, device: torch.device) -> bool:
-        """Whether there are kernels for all casts, or none are to be expected."""
+        """Whether there are kernels for all casts, or none are expected."""
         return device.type != "cuda" or linear.casts_are_served(device)
 
     def variants(self, device: torch.device) -> list[Variant]:
@@ -67,15 +67,15 @@ class Layer:
 
 
 class LayerTraining(Training):
-    """A layer, its input and the gradient of its output, the same for all.
+    """A layer, its input and the gradient of its output, the same for all precisions.
 
-    A step is forward and backward. For FP8 it also has what an optimizer step brings with it: other scales, and weights
-    that have changed, so that they are cast in each step.
+    A step is forward and backward. For FP8 it also includes the consequences of an optimizer step: updated scales, and
+    changed weights, which are therefore cast in each step.
 
     Args:
         case: the sizes.
         setting: the precision.
-        compiled: whether forward and backward are.
+        compiled: whether forward and backward are compiled.
         device: where it is created.
     """
 
@@ -86,7 +86,7 @@ class LayerTraining(Training):
         super().__init__(block, setting)
         shape = (case.batch, case.time, case.width)
         generator = torch.Generator(device).manual_seed(1)
-        # bf16 for all, as it would come from the layer before in two of the precisions
+        # bf16 for all, as two of the precisions would get it from the layer before
         self.x = torch.randn(shape, generator=generator, device=device).bfloat16().requires_grad_()
         self.dy = torch.randn(shape, generator=generator, device=device).mul_(1e-3).bfloat16()
         self.leaves["x"] = self.x
@@ -106,12 +106,12 @@ class LayerTraining(Training):
         return y.detach()
 
     def update(self) -> None:
-        """What an optimizer step leaves behind for the next forward."""
-        # what a change in place leaves in a tensor, and all that caches of casts go by
+        """Mark the weights as changed and update the scales, as an optimizer step does."""
+        # an in-place change increments the version, which the caches of casts check
         torch.autograd.graph.increment_version(list(self.model.parameters()))
         if self.scaling is not None:
             self.scaling.update()
 
     def loss(self, output: Tensor) -> float:
-        """There is none: in its place the mean square of what the layer adds to its input."""
+        """In place of a loss, the mean square of what the layer adds to its input."""
         return (output.float() - self.x.detach().float()).square().mean().item()

@@ -1,6 +1,6 @@
-"""The suite ``linear``: eager forward and backward of linear layers and of linear - GELU - linear, casts and all.
+"""The suite ``linear``: eager forward and backward of linear layers and of linear - GELU - linear, including casts.
 
-Whole iterations are timed on the wall clock, the host's time with them: in eager training small layers wait for it.
+Whole iterations are timed on the wall clock, including host time: in eager training, small layers wait for the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_fp8.tools.tune.iteration import Precision
 
 
 def cases(device: torch.device) -> list[Case]:
-    """All of the suite; on the CPU tiny ones in place of those of training."""
+    """All cases of the suite; on the CPU tiny ones in place of training sizes."""
     if device.type != "cuda":
         return [Linear(64, 32, 48), FeedForward(64, 32, 96)]
     attention = [Linear(tokens, hidden, hidden) for hidden in (1024, 4096) for tokens in (2048, 8192)]
@@ -33,7 +33,7 @@ def cases(device: torch.device) -> list[Case]:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer with a bias, its input and weights needing gradients.
+    """A linear layer with a bias; its input and weights require gradients.
 
     Attributes:
         tokens: rows of the input.
@@ -54,15 +54,15 @@ class Linear:
 
     @property
     def flops(self) -> int:
-        """Of its three GEMMs."""
+        """FLOPs of its three GEMMs."""
         return sum(one.flops for one in gemm.of_layer(self.tokens, self.in_features, self.out_features))
 
     def is_served(self, device: torch.device) -> bool:
-        """Whether there are kernels for all of its casts, or none are to be expected."""
+        """Whether there are kernels for all of its casts, or none are expected."""
         return device.type != "cuda" or casts_are_served(device)
 
     def variants(self, device: torch.device) -> list[Variant]:
-        """``lightning_fp8``, that with weights that have not changed since they were cast, torchao, and bf16."""
+        """``lightning_fp8``, with changed weights and with unchanged ones (already cast), torchao, and bf16."""
         precisions = {
             "lightning_fp8": Precision(convert, in_fp8=True),
             "lightning_fp8 same weights": Precision(convert, in_fp8=True, weights_change=False),
@@ -75,7 +75,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """Linear - GELU - linear with biases, its input and weights needing gradients.
+    """Linear - GELU - linear with biases; its input and weights require gradients.
 
     Attributes:
         tokens: rows of the input.
@@ -96,7 +96,7 @@ class FeedForward:
 
     @property
     def flops(self) -> int:
-        """Of its six GEMMs."""
+        """FLOPs of its six GEMMs."""
         return sum(one.flops for one in self._gemms)
 
     @property
@@ -105,14 +105,14 @@ class FeedForward:
         return (*gemm.of_layer(*up), *gemm.of_layer(*down))
 
     def is_served(self, device: torch.device) -> bool:
-        """Whether there are kernels for all of its casts and GEMMs, or none are to be expected."""
+        """Whether there are kernels for all of its casts and GEMMs, or none are expected."""
         if device.type != "cuda":
             return True
         gemms = all(one.is_served(device) for one in self._gemms)
         return gemms and casts_are_served(device, "gelu") and self._chained_is_served(device)
 
     def _chained_is_served(self, device: torch.device) -> bool:
-        """Whether the GEMMs that write the next one's operand have kernels, where there are to be any."""
+        """Whether the GEMMs that write the next GEMM's operand have kernels, where kernels are expected."""
         for promote, a_format, fmt in ((False, "e4m3", "e4m3"), (True, "e5m2", "e5m2")):
             sizes = (self.tokens, self.hidden, self.width)
             choice = gemm_choice.choose(device, "rawkernel", *sizes, promote, torch.bfloat16)
@@ -124,7 +124,7 @@ class FeedForward:
         return True
 
     def variants(self, device: torch.device) -> list[Variant]:
-        """``lightning_fp8`` with our GEMMs, the same with casts of their own between them, and with cuBLASLt's.
+        """``lightning_fp8`` with our GEMMs, with our GEMMs and separate casts, and with cuBLASLt's GEMMs.
 
         Also torchao and bf16.
         """
@@ -166,7 +166,7 @@ def _as_one(block: Block, gemm: str) -> Block:
 
 
 def casts_are_served(device: torch.device, activation: str = "none") -> bool:
-    """Whether there are kernels for the casts of inputs, gradients and weights, and through an activation."""
+    """Whether there are kernels for the casts of inputs, gradients and weights, also through an activation."""
     between = set() if activation == "none" else {("e4m3", activation, False), ("e5m2", activation, True)}
     casts = {("e4m3", "none", False), ("e5m2", "none", False)} | between
     served = all(kernels.cast_kernel(device, torch.bfloat16, *cast) is not None for cast in sorted(casts))

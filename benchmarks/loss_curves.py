@@ -1,7 +1,7 @@
 """The losses of a comparison, without its times: a row for each variant as JSON, and a picture of the curves.
 
-Reads what ``python -m lightning_fp8 compare`` has left in its folder, and writes ``OUT.jsonl`` and ``OUT.png``. Rows
-that ``OUT.jsonl`` has of other variants stay in it.
+Reads the folder that ``python -m lightning_fp8 compare`` wrote, and writes ``OUT.jsonl`` and ``OUT.png``. Rows of other
+variants that are already in ``OUT.jsonl`` stay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from lightning_fp8.tools.compare import MEASURED_FILE
 from lightning_fp8.tools.report.pictures import COLOURS, STYLE
 
-# times and memory, which depend on the machine and on what else it does
+# times and memory, which depend on the machine and its load
 _LEFT_OUT = ("_ms", "_per_s", "_bytes", "wall_s")
 
 
@@ -30,7 +30,7 @@ def losses_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write a picture of all curves; later ones are dashed, so that those below them can be seen."""
+    """Write a picture of all curves; all but the first are dashed, so that curves below them stay visible."""
     import matplotlib
     from matplotlib.figure import Figure
 

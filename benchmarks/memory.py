@@ -22,7 +22,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def weight_copies(model: nn.Module) -> list[Tensor]:
-    """What layers keep of their weights until the next optimizer step: bf16 copies, or FP8 ones with their scales."""
+    """Copies of weights that layers keep until the next optimizer step: in bf16, or in FP8 with scales."""
     caches: list[WeightCache[Any]] = []
     for module in model.modules():
         if isinstance(module, WeightCopyModule):
@@ -34,7 +34,7 @@ def weight_copies(model: nn.Module) -> list[Tensor]:
 
 
 def saved_bytes(model: nn.Module, forward: Callable[[], Any]) -> int:
-    """What a forward leaves for its backward, without parameters, kept copies of weights and the FP8 state."""
+    """Bytes that a forward saves for backward, without parameters, kept copies of weights and the FP8 state."""
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The CUDA half of the package on CPU tensors, with kernels that do nothing: what the host does, and how often."""
+"""The CUDA half of the package on CPU tensors, with kernels that do nothing, to measure the host's work."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_fp8 import ops, scaling_state
 from lightning_fp8.ops import library
 from lightning_fp8.ops.cuda import kernels
 
-# those that differ between devices
+# the operators that differ between devices
 _OPERATORS = (ops.cast, ops.cast_weight, ops.scaled_mm, ops.scaled_mm_add_, ops.linear_backward, ops.update_scales)
-# by which compiled graphs find it
+# the registration that compiled graphs call
 _OVERRIDES = torch.library.Library("lightning_fp8", "IMPL")
 
 
 class NoKernel(Kernel):
-    """Packs its arguments as any kernel does, and launches nothing."""
+    """Packs its arguments like any kernel, but launches nothing."""
 
     def _load(self) -> None:
         self._launch_kernel = self._set_context = lambda *_: None
@@ -31,13 +31,13 @@ class NoKernel(Kernel):
 def no_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: object, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
-    """The shape and dtype of ``torch._scaled_mm``, and no numbers."""
+    """An uninitialized tensor with the shape and dtype of ``torch._scaled_mm``'s result."""
     columns = b.shape[1]
     return torch.empty_strided((a.shape[0], columns), (columns, 1), dtype=out_dtype, device=a.device)
 
 
 def no_kernel(variant: kernels.Variant, device: torch.device) -> Kernel:
-    """In the place of every kernel."""
+    """The replacement of every kernel."""
     return NoKernel(None, variant.layout, variant.block, 0, variant.shared_bytes)
 
 
@@ -60,7 +60,7 @@ def serve_cpu(
 
 
 def set_steady_state(model: nn.Module) -> None:
-    """What a step of training leaves behind: every tensor has a history, which kernels that do nothing do not write."""
+    """Fill every tensor's history as a training step does; kernels that do nothing do not write it."""
     state = scaling_state(model)
     state.amax_history.fill_(1)
     state.known_histories.every = True

@@ -1,18 +1,19 @@
-"""What a block costs besides its GEMMs: how often tensors are read in order to be cast, and what waits for backward.
+"""What a block costs besides its GEMMs: how often casts read its tensors, and what is kept for backward.
 
     python -m benchmarks.passes [--blocks Llama GPT-2 ...] [--out FILE]
 
 One block each of Hugging Face's Llama, GPT-2, BERT and ViT, ``nn.TransformerEncoderLayer`` and the package's example,
 eager and compiled, with one and with two micro-batches per optimizer step; width 64, feed-forward 256, 96 tokens,
 dropout 0, under bf16 autocast. The CUDA half of the package runs on the CPU with kernels that are counted and do
-nothing, in the steady state of training: histories filled, one optimizer step before. The compiled ones are compiled
-with ``fullgraph=True`` as far as the partition into forward and backward, behind which inductor changes no number here.
+nothing, in the steady state of training: histories filled, after one optimizer step. Compiled blocks use
+``fullgraph=True`` and stop after the partition into forward and backward; inductor, which follows, would change no
+number here.
 
-Of one optimizer step: tensors cast as inputs, as gradients and as weights; launches of the cast kernels; bytes that
-these launches read and write (KiB); passes of torch's own element-wise operators over tensors of the feed-forward's
-inner width (of a compiled block the operators of its graph, which inductor fuses); GEMMs. Of one micro-batch: the bytes
-kept for backward (KiB), as operands of linear layers, inputs and weights, and all others. "least" is derived below;
-"bf16-mixed" is the same block, not converted, under autocast.
+Counted per optimizer step: tensors cast as inputs, as gradients and as weights; launches of the cast kernels; bytes
+that these launches read and write (KiB); passes of torch's own element-wise operators over tensors of the
+feed-forward's inner width (in a compiled block, operators of its graph, which inductor fuses); GEMMs. Counted per
+micro-batch: bytes kept for backward (KiB), as inputs and weights of linear layers, and the rest. "least" is derived
+below; "bf16-mixed" is the unconverted block under autocast.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from kernels_cuda import casts
 from lightning_fp8 import convert, scaling_state
 from lightning_fp8.ops.cuda import kernels
 
-# no width of a layer, so that it tells tensors of the batch from weights
+# TOKENS is no layer's width, so it tells tensors of the batch from weights
 BATCH, TIME = 2, 48
 TOKENS = BATCH * TIME
 WIDTH, HIDDEN, HEADS = 64, 256, 4
-# of one optimizer step
+# per optimizer step
 MICRO_BATCHES = (1, 2)
 
 
@@ -47,10 +48,10 @@ class Block(NamedTuple):
     """One case.
 
     Attributes:
-        make: the block.
-        call: block and x ``[BATCH, TIME, WIDTH]`` -> y likewise.
-        inputs: width and bytes read per element of each distinct tensor that linear layers take in.
-        gradients: width, bytes read per element, and how many linear layers it is of, of each gradient that they get.
+        make: creates the block.
+        call: block and x ``[BATCH, TIME, WIDTH]`` -> y, of the same shape.
+        inputs: for each distinct input of linear layers, its width and the bytes read per element.
+        gradients: for each output gradient, its width, the bytes read per element, and the number of linear layers.
         weights: shapes.
     """
 
@@ -62,13 +63,13 @@ class Block(NamedTuple):
 
 
 # The least that a step takes. Each distinct input of linear layers is read once, 2 bytes an element, and written by
-# rows (fprop) and by columns (wgrad), 1 byte each. An activation's output is never in memory in 16 bits: what the
-# activation takes is read instead, and twice as much for a gated one. Each gradient of a linear layer's output is read
-# once and written twice (dgrad, wgrad); that of an activation's input is made while it is cast, from the gradient of
-# the activation's output and what the activation took: 4 bytes read for each element; for a gated one, of which there
-# are two, 6 bytes for both. Weights in fp32 are read twice (to be measured, and to be cast), 4 bytes an element each,
-# and written twice, once per optimizer step whatever the number of micro-batches, in two launches for all of them.
-# Kept for backward: the columns of each input and each weight, 1 byte an element.
+# rows (fprop) and by columns (wgrad), 1 byte each. An activation's output is never in memory in 16 bits: the cast reads
+# the activation's input instead, and both inputs of a gated one. Each gradient of a linear layer's output is read once
+# and written twice (dgrad, wgrad). The gradient of an activation's input is computed while it is cast, from the
+# gradient of the activation's output and the activation's input, 4 bytes read per element; a gated activation has two
+# inputs, and their gradients read 6 bytes together. fp32 weights are read twice (for the amax, and for the cast), 4
+# bytes an element each time, and written twice, once per optimizer step whatever the number of micro-batches, in two
+# launches for all of them. Kept for backward: the columns of each input and each weight, 1 byte an element.
 _QKV, _OUT = (3 * WIDTH, WIDTH), (WIDTH, WIDTH)
 _UP, _DOWN = (HIDDEN, WIDTH), (WIDTH, HIDDEN)
 _ATTENTION = [(WIDTH, 2), (WIDTH, 2)]
@@ -165,7 +166,7 @@ class Count(NamedTuple):
 
 
 def least(block: Block, micro_batches: int) -> Count:
-    """As derived above; what else is kept is not the linear layers' doing."""
+    """The least count, as derived above; ``kept_rest`` is None, as it does not depend on the linear layers."""
     elements = sum(rows * columns for rows, columns in block.weights)
     read = sum(width * size for width, size, *_ in [*block.inputs, *block.gradients]) * TOKENS
     written = sum(2 * width for width, _ in block.inputs) + sum(2 * width * n for width, _, n in block.gradients)
@@ -185,7 +186,7 @@ def least(block: Block, micro_batches: int) -> Count:
 
 
 class Counted:
-    """Counts what the CUDA half does on the CPU."""
+    """Counts casts, launches and GEMMs of the CUDA half of the package, run on the CPU."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
@@ -224,7 +225,7 @@ class Counted:
     def _cast_transpose(self, kernel: Any, x: Tensor, row: casts.Row, *outputs_and_more: Any, **others: Any) -> None:
         _, y, y_t, _, dy, *gated = outputs_and_more
         if any(gated):
-            # it calls `cast_gated`
+            # counted by `cast_gated`, which it calls
             return
         role = "weights" if row.newest is None else "gradients" if "FORMAT=E5M2" in kernel.variant.defines else "inputs"
         passes = 1 if row.current_amax is None else 2
@@ -249,7 +250,7 @@ class Counted:
 
     def _weight_table(self, weights: list[casts.Weight]) -> None:
         for x, _, y, y_t in weights:
-            # of a table without results weights are measured only
+            # a table without outputs only measures the amaxes of weights
             self.now["weights"] += y is not None
             self.now["read"] += x.nbytes * (1 if y is None else 2)
             self.now["written"] += sum(tensor.nbytes for tensor in (y, y_t) if tensor is not None)
@@ -281,10 +282,10 @@ def _sizes(tensor: Tensor) -> set[int]:
 
 @contextmanager
 def _kept(model: nn.Module, is_plain: bool) -> Iterator[Counter[str]]:
-    """Bytes that forwards inside keep for backward, by kind; each memory once, and parameters not at all."""
+    """Bytes that forwards inside keep for backward, by kind; each storage once, parameters excluded."""
     found: Counter[str] = Counter()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    # the tensors are held, so that no address serves twice
+    # the tensors are held, so that no address is reused
     seen: dict[int, tuple[Tensor, str]] = {}
     inside: list[nn.Module] = []
 
@@ -314,7 +315,7 @@ def _kept(model: nn.Module, is_plain: bool) -> Iterator[Counter[str]]:
 
 
 def count_plain(block: Block, micro_batches: int) -> Count:
-    """Of the block as it is, under autocast."""
+    """Counts of the unconverted block, under autocast."""
     model, x = _made(block)
     with _hidden_passes() as hidden, _PlainCount() as count:
         for _ in range(micro_batches):
@@ -325,7 +326,7 @@ def count_plain(block: Block, micro_batches: int) -> Count:
 
 
 def count_fp8(counted: Counted, block: Block, compiled: bool) -> dict[int, Count]:
-    """Of the converted block, by micro-batches: in the second optimizer step of so many, compiled once for all."""
+    """Counts of the converted block in its second optimizer step, by number of micro-batches; compiled once for all."""
     model, x = _made(block)
     convert(model)
     state = scaling_state(model)
@@ -353,7 +354,7 @@ def count_fp8(counted: Counted, block: Block, compiled: bool) -> dict[int, Count
 
 @contextmanager
 def _hidden_passes() -> Iterator[Counter[str]]:
-    """Element-wise operators of torch, on any thread, that read a tensor of the batch of the inner width."""
+    """Counts torch's element-wise operators, on any thread, that read a tensor ``[tokens, HIDDEN]`` of the batch."""
     found: Counter[str] = Counter()
     with torch.profiler.profile(record_shapes=True) as profile:
         yield found

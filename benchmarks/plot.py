@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lightning_fp8.tools.report.pictures import COLOURS
 
-# of a bar, of what is around the bars of a suite, from its axis to the legend, and of all, in inches
+# inches: height of a bar, space around the bars of a suite, from the axis to the legend, and width of the figure
 _BAR, _AROUND, _LEGEND, _WIDTH = 0.16, 1.1, 0.42, 10.0
 Row = dict[str, Any]
 # by case and variant: low end, middle and high end of a bar
@@ -18,11 +18,12 @@ Bars = dict[str, dict[str, tuple[float, float, float]]]
 def draw(rows: Sequence[Row], baselines: Mapping[str, str], path: Path) -> bool:
     """Write a chart for each suite: a bar for each case and variant, p50 over the baseline's, with p20 and p80.
 
-    A suite that counts tokens has a second one, of tokens a second.
+    A suite that counts tokens has a second chart, of tokens per second.
 
     Args:
         rows: as the suites make them.
-        baselines: by suite, the variant to compare with: the first whose name begins so. A case without it is left out.
+        baselines: by suite, a prefix: the first variant whose name starts with it is the baseline. A case without one
+            is left out.
         path: of the picture.
 
     Returns:
@@ -39,7 +40,7 @@ def draw(rows: Sequence[Row], baselines: Mapping[str, str], path: Path) -> bool:
     if not charts:
         return False
     heights = [_AROUND + _BAR * sum(len(bars) + 1 for bars in chart.cases.values()) for chart in charts]
-    # dollar signs in names are not formulas
+    # no formulas: names may have dollar signs
     with matplotlib.rc_context({"text.parse_math": False, "font.size": 8}):
         figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
         grid = figure.subplots(len(charts), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -47,7 +48,7 @@ def draw(rows: Sequence[Row], baselines: Mapping[str, str], path: Path) -> bool:
             _bars(axes, chart.cases)
             if chart.line is not None:
                 axes.axvline(chart.line, color="black", linewidth=0.8)
-            # below the axis and its label: bars are everywhere above it
+            # below the axis and its label, as bars fill the space above
             below = axes.transAxes + ScaledTranslation(0, -_LEGEND, figure.dpi_scale_trans)
             axes.legend(loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=below, ncols=4, fontsize=7)
             axes.set(xlabel=chart.label, title=chart.title)
@@ -72,11 +73,11 @@ def _charts(rows: Sequence[Row], suite: str, baseline: str) -> list[_Chart]:
 
 
 def tokens(rows: Sequence[Row], suite: str) -> Bars:
-    """By case and variant: tokens a second at p80, at p50 and at p20."""
+    """By case and variant: tokens per second at p80, at p50 and at p20."""
     cases: Bars = {}
     for row in rows:
         if row["suite"] == suite and row.get("tokens_per_s") is not None:
-            # the ratio first: rounded, it is still on its side of 1
+            # the ratio first: rounding cannot move it past 1
             low, high = (row["tokens_per_s"] * (row["p50_us"] / row[end]) for end in ("p80_us", "p20_us"))
             cases.setdefault(row["case"], {})[row["variant"]] = (low, row["tokens_per_s"], high)
     return cases
@@ -113,6 +114,6 @@ def _bars(axes: Any, cases: Bars) -> None:
 
 
 def _look(names: Sequence[str], name: str) -> dict[str, Any]:
-    """A colour, and where all colours are taken a pattern on it."""
+    """A colour, and a pattern once all colours are used."""
     turn, number = divmod(names.index(name), len(COLOURS))
     return {"color": COLOURS[number], "hatch": "////" if turn else "", "edgecolor": "white"}

@@ -1,4 +1,4 @@
-"""Which bf16 mode is right for me: one model in fp32, the bf16 precisions and fp8-delayed, in one run.
+"""Which bf16 precision to choose: compares one model in fp32, the bf16 precisions and fp8-delayed, in one run.
 
     python -m benchmarks.precisions [--config configs/tiny_gpt_fp8.yaml] [--accumulate 4] [--rounds 3] [--steps 6]
                                     [--device auto|cpu|cuda] [--markdown] [--out FILE]
@@ -8,14 +8,14 @@ the model's own settings. Each variant trains in a separate process, the variant
 each process do not count. Before anything is timed, each variant's first loss and gradient are checked against fp32's.
 On a CPU that emulates bf16 products the bf16 precisions are left out, and times are relative to fp32.
 
-One more step, not timed, gives the figures of memory, in which each storage counts once:
+One more step, not timed, gives the other figures. In those of memory each storage counts once:
 
-- weight copies: what layers keep of their weights in another dtype, until the next optimizer step has passed.
-- saved: what one forward leaves for its backward, without parameters, kept copies and the FP8 state.
-- peak: of torch's allocator over the timed steps; torch does not count it on the CPU.
+- weight copies: copies of weights in another dtype that layers keep until the next optimizer step.
+- saved: what one forward saves for backward, without parameters, kept copies and the FP8 state.
+- peak: peak of torch's allocator over the timed steps; torch does not count it on the CPU.
 - loss: of the first micro-batch, after that step.
-- unchanged: of the parameter elements with a non-zero gradient, those that this step left as they were. In bf16 an
-  update below half a unit in the last place is lost; the smaller the learning rate, the more of them are.
+- unchanged: share of the parameter elements with a non-zero gradient that this step did not change. In bf16 an update
+  below half a unit in the last place is lost, and a smaller learning rate loses more of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.harness import append, baseline, environment, parser, percentile
 from benchmarks.memory import bytes_of, saved_bytes, weight_copies
 from lightning_fp8.examples import ByteGPT
 
-# how to make the plugin; None: no plugin
+# creates the plugin; None: no plugin
 VARIANTS: dict[str, Callable[[], Any] | None] = {
     "32-true": None,
     "bf16-true": lightning_fp8.Bf16TruePrecision,
@@ -102,7 +102,7 @@ class Training:
 
 
 def train(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Step times in ms, and the figures of one more step, of one variant in this process."""
+    """Train one variant in this process: step times in ms, and the figures of one more step."""
     on_cuda = arguments.device == "cuda"
     wait = torch.cuda.synchronize if on_cuda else lambda: None
     training = Training(variant, arguments)
@@ -122,7 +122,7 @@ def train(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_more_step(training: Training) -> dict[str, Any]:
-    """Bytes by purpose, the share of elements that the step left as they were, and the loss after it."""
+    """Bytes by purpose, the share of elements that the step did not change, and the loss after it."""
     parameters = list(training.model.parameters())
     training.accumulate()
     before = [parameter.detach().clone() for parameter in parameters]
@@ -144,7 +144,7 @@ def one_more_step(training: Training) -> dict[str, Any]:
 
 
 def check(arguments: argparse.Namespace, variants: list[str]) -> None:
-    """Each first loss is within 5 % of fp32's, as any untrained model's would be, and the gradient within 20 %."""
+    """Check that each first loss is within 5 % of fp32's, as for any untrained model, and the gradient within 20 %."""
     expected: list[Tensor] = []
     for variant in variants:
         training = Training(variant, arguments)

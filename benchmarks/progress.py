@@ -25,7 +25,7 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         rich.TimeElapsedColumn(),
         rich.TextColumn("{task.description}"),
     )
-    # no thread that draws: it would disturb the measured host times. Output to a file is not redirected
+    # no refresh thread, which would disturb the measured host times; output to a file is not redirected
     bar = rich.Progress(
         *columns, console=console, auto_refresh=False, transient=True, redirect_stdout=sys.stdout.isatty()
     )

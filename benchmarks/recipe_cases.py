@@ -1,10 +1,10 @@
-"""What recipes are compared on: trainings of small models, and events in one layer fed with random tensors.
+"""The cases that recipes are compared on: training of small models, and events in one layer fed with random tensors.
 
-Every training of a seed starts from the same weights and sees the same batches, whatever its recipe. Without FP8 it is
-in bf16, or in fp32 on a CPU that emulates bf16 products; with FP8, everything outside of the FP8 layers is.
+All trainings with the same seed start from the same weights and see the same batches, whatever the recipe. Everything
+outside FP8 layers, and the whole model without FP8, is in bf16, or in fp32 on a CPU that emulates bf16 products.
 
-The *outlier* is channel 0 of what each GPT block's linear layers read from its two norms. Its weights are zero and
-remain so: the model computes the same with an outlier of any size, and all harm is that of a scale on other numbers.
+The *outlier* is channel 0 of the norm outputs that the linear layers of each GPT block read. Its weights are zero and
+stay zero: the model computes the same with an outlier of any size, so all harm comes from its effect on the scale.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.scaling.recipe import Recipe
 
 CONTEXT = 32
-# casts are counted at every so many steps; prime, so that it meets every phase of what repeats
+# interval in steps at which casts are counted; prime, so that it meets every phase of a periodic event
 COUNT_EVERY = 7
-# the layer of the events, the steps before its event, and those after it that no window holds
+# the layer of the events: its sizes, the steps before the event, and the steps after the event has left the window
 ROWS, FEATURES, BEFORE, AFTER = 128, 64, 40, 8
 # a step counts as harmed if a larger share of a tensor is clipped or underflows
 HARMED = 0.01
@@ -41,12 +41,12 @@ class Training:
     """One training.
 
     Attributes:
-        model: makes it.
-        data: its batches: training and validation, each as tensors of one length.
+        model: creates the model.
+        data: gives training and validation data, each as tensors of one length.
         batch: examples in a step.
         steps: optimizer steps.
-        last: the final loss is the mean over so many steps.
-        cycle: steps of the learning rate's cosine, after which it starts again; all of them if None.
+        last: number of last steps that the final loss is the mean of.
+        cycle: steps of the learning rate's cosine, after which it starts again; all steps if None.
         outlier: size of the outlier at a step; None: no channel is an outlier.
     """
 
@@ -59,7 +59,7 @@ class Training:
     outlier: Callable[[int], float] | None = None
 
     def learning_rate(self, step: int) -> float:
-        """Of its peak: linear warm-up over 30 steps, then cosines from 1 to 0.1."""
+        """The learning rate relative to its peak: linear warm-up over 30 steps, then cosines from 1 to 0.1."""
         cycle = self.cycle or self.steps
         return min(1.0, (step + 1) / 30, 0.1 + 0.45 * (1 + math.cos(math.pi * (step % cycle) / cycle)))
 
@@ -86,7 +86,7 @@ TRAININGS = {
     "spikes": _GPT(300, 100, outlier=lambda step: 1e5 if step % 100 == 50 else 1.0),
     "encoder": Training(partial(EncoderClassifier, layers=1), _digits, 64, 400, 100),
 }
-# how much larger the input and the gradient of the layer are, by the steps since the event
+# the factor on the input and the gradient of the layer, by steps since the event
 EVENTS: dict[str, Callable[[int], float]] = {
     "one spike": lambda step: 1e5 if step == 0 else 1.0,
     "growth": lambda step: 100.0 if step >= 0 else 1.0,
@@ -94,7 +94,7 @@ EVENTS: dict[str, Callable[[int], float]] = {
 
 
 def train(training: Training, recipe: Recipe | None, seed: int) -> dict[str, float | None]:
-    """Losses, the accuracy of a classifier, and the shares of numbers that casts of inputs and gradients lose.
+    """Losses, the accuracy of a classifier, and the shares of values that casts of inputs and gradients lose.
 
     Args:
         training: what to train.
@@ -136,7 +136,7 @@ def train(training: Training, recipe: Recipe | None, seed: int) -> dict[str, flo
 
 
 def _loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """Of a batch, with logits: next bytes of windows ``[batch, time + 1]``, or images and labels."""
+    """Loss and logits of a batch: of the next bytes in windows ``[batch, time + 1]``, or of images and labels."""
     inputs, targets = (batch[0][:, :-1].long(), batch[0][:, 1:].long()) if len(batch) == 1 else batch
     logits = model(inputs).float()
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten()), logits
@@ -148,7 +148,7 @@ def computing() -> AbstractContextManager[Any]:
 
 
 def _outlier_gain(model: nn.Module) -> Tensor:
-    """What the channels of the norms' outputs are multiplied by, ``[width] float32``, to be changed in place."""
+    """The factors of the channels of the norms' outputs, ``[width] float32``, to be changed in place."""
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     gain = torch.ones(blocks[0].qkv.in_features)
 
@@ -168,7 +168,7 @@ def _outlier_gain(model: nn.Module) -> Tensor:
 
 @contextmanager
 def counting(state: ScalingState | None) -> Iterator[Callable[[], Tensor]]:
-    """A function: the counts of what inputs and gradients lose inside, ``[D, 4] int64`` as in :class:`CastCounts`."""
+    """Gives a function for the counts of values lost inside, ``[D, 4] int64`` as in :class:`CastCounts`."""
     found = [torch.zeros(1, 4, dtype=torch.int64)]
     if state is not None:
         state.cast_counts.start(found)
@@ -187,12 +187,12 @@ def _shares(counts: Tensor, recipe: Recipe | None) -> dict[str, float | None]:
 
 
 def watch(event: str, recipe: Recipe, seed: int) -> dict[str, Any]:
-    """What a layer's casts lose around an event: steps that are harmed, and the largest share lost in one of them.
+    """What a layer's casts lose around an event: the number of harmed steps, and the largest share lost in a step.
 
     Returns:
-        ``clipped_steps``, ``clipped_fraction`` (of the gradient) and ``zero_steps``, ``zero_fraction`` (of the input),
-        from the event on, ``steady_clipped_fraction``, the mean share that is clipped in the steps before it, and
-        ``clipped_fractions``, that of each step from ``AFTER`` steps before the event to as many after it.
+        From the event on, ``clipped_steps`` and ``clipped_fraction`` of the gradient, and ``zero_steps`` and
+        ``zero_fraction`` of the input. ``steady_clipped_fraction`` is the mean share clipped in the steps before the
+        event, ``clipped_fractions`` that of each step from ``AFTER`` steps before the event to ``AFTER`` after it.
     """
     torch.manual_seed(seed)
     layer = convert(nn.Linear(FEATURES, FEATURES, bias=False), recipe)

@@ -1,4 +1,4 @@
-"""The rows of ``python -m benchmarks.recipes`` as tables and a picture, and the recipe that they speak for."""
+"""The rows of ``python -m benchmarks.recipes`` as tables and pictures, and the recipes that they favour."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_fp8.tools.report.pictures import COLOURS, STYLE
 from lightning_fp8.tools.tables import markdown_table
 
 BASELINE = "baseline"
-# the trainings whose losses decide; a classifier that has learned all its images has next to no loss
+# the trainings whose losses decide; not the classifier, whose loss is near zero once it has learned all its images
 DECIDING = tuple(case for case in TRAININGS if case != "encoder")
-# those in the picture of a growth; without a window: current and block scaling
+# windows in the picture of the growth; 0: current and block scaling, which have none
 GROWTH_WINDOWS = (0, 1, 16, 1024)
-# Student's t for a 95% interval of so many values, from two on
+# Student's t for a 95% interval, by number of values, from two on
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Row = dict[str, Any]
 
@@ -30,32 +30,32 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def by_seed(rows: Sequence[Row], case: str, variant: str, key: str) -> dict[int, float]:
-    """One of a row's numbers."""
+    """One number of the rows of a case and variant, by seed."""
     return {row["seed"]: row[key] for row in rows if row["case"] == case and row["variant"] == variant}
 
 
 def excess(rows: Sequence[Row], case: str, variant: str, key: str) -> dict[int, float]:
-    """By seed, how far a loss is above the baseline's, in percent."""
+    """Excess of a loss over the baseline's in percent, by seed."""
     baseline = by_seed(rows, case, BASELINE, key)
     found = by_seed(rows, case, variant, key)
     return {seed: 100 * (found[seed] / baseline[seed] - 1) for seed in found if seed in baseline}
 
 
 def cost(rows: Sequence[Row], variant: str) -> dict[int, float]:
-    """By seed, the mean excess of the final training loss in percent; only seeds that every deciding training has."""
+    """Mean excess of the final training loss in percent, by seed; only seeds that every deciding training has."""
     found = [excess(rows, case, variant, "loss") for case in DECIDING]
     seeds = sorted(set.intersection(*map(set, found)))
     return {seed: mean(one[seed] for one in found) for seed in seeds}
 
 
 def harmed_steps(rows: Sequence[Row], variant: str) -> float:
-    """After one spike and after growth together, clipped and underflowed ones, as a mean over seeds."""
+    """Steps with clipping or underflow after one spike and after growth together, as a mean over seeds."""
     keys = ("clipped_steps", "zero_steps")
     return sum(mean(by_seed(rows, event, variant, key).values()) for event in EVENTS for key in keys)
 
 
 def preferred(rows: Sequence[Row]) -> list[str]:
-    """The delayed recipes that the losses do not tell from the best one, preferred ones first: the command's rule.
+    """The delayed recipes whose losses are as good as the best one's, in order of preference: the command's rule.
 
     A recipe that lacks an event, or a seed of the baseline in any deciding training, is left out.
     """
@@ -70,12 +70,12 @@ def preferred(rows: Sequence[Row]) -> list[str]:
 
 
 def variants(rows: Sequence[Row]) -> list[str]:
-    """All but the baseline."""
+    """All variants but the baseline."""
     return [name for name in dict.fromkeys(row["variant"] for row in rows) if name != BASELINE]
 
 
 def window(variant: str) -> int:
-    """Its ``amax_history_len``, or 0."""
+    """The variant's ``amax_history_len``, or 0."""
     return _number(variant, "amax_history_len")
 
 
@@ -103,7 +103,7 @@ def tables(rows: Sequence[Row]) -> str:
     return "\n\n".join([*found, markdown_table(cells)])
 
 
-# titles and keys of what an event's rows have
+# titles and keys of an event's numbers
 _LOST = {
     "steps with zeros": "zero_steps",
     "zeros": "zero_fraction",

@@ -1,21 +1,21 @@
-"""Recipes compared: what they cost in loss, and for how long a spike or a growth harms what is cast after it.
+"""Compares recipes: what they cost in loss, and for how long a spike or a growth harms the casts after it.
 
     python -m benchmarks.recipes --out docs/results/recipes-cpu.jsonl [--seeds 5] [--recipes fp8-delayed,margin=1 ...]
                                  [--cases gpt restarts outlier spikes encoder "one spike" growth]
 
-A recipe is its precision string with fields after commas. Without ``--recipes`` they are windows of 1 to 1024 steps,
-each with margins of 0 and 1, current and block scaling. Each is trained as ``recipe_cases`` says, paired by seed with
-``baseline``, the same training without FP8. ``amax_compute_algo="most_recent"`` is left out: its scales are those of a
-window of 1.
+A recipe is given as its precision string with fields after commas. The default recipes are windows of 1 to 1024 steps,
+each with margins of 0 and 1, and current and block scaling. Each is trained as described in ``recipe_cases``, paired by
+seed with ``baseline``, the same training without FP8. ``amax_compute_algo="most_recent"`` is left out: its scales are
+those of a window of 1.
 
-A row is written as soon as it is measured, and rows that ``--out`` has already are not measured again. At the end the
-tables are printed, and two pictures are written beside the rows.
+A row is written as soon as it is measured, and rows that ``--out`` already has are not measured again. At the end the
+tables are printed, and two pictures are written next to the rows.
 
-The recipe to prefer, by a rule that was written before anything was measured:
+The preferred recipe follows from a rule that was written before anything was measured:
 
 1. The cost of a recipe is the excess of its final training loss over the baseline's in percent, as a mean over the
-   trainings of the GPT (gpt, restarts, outlier, spikes). Candidates are those whose cost is not above the lowest one,
-   as far as a 95% interval over seeds of the paired difference can tell.
+   trainings of the GPT (gpt, restarts, outlier, spikes). Candidates are those whose cost is not above the lowest one
+   by a 95% interval of the paired difference over seeds.
 2. Of these, those with the fewest harmed steps after one spike and after growth together.
 3. Of these, the simplest: the smaller margin, then the shorter window.
 
@@ -68,7 +68,7 @@ def measure(case: str, variant: str, seed: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the file lacks, then print the tables and draw the picture."""
+    """Measure what the file lacks, then print the tables and draw the pictures."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.recipes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             recipe_of(text)
         except (ValueError, TypeError) as error:
             parser.error(f"--recipes: {text}: {error}")
-    # losses are those of one thread, the same on every number of cores
+    # one thread, so that losses do not depend on the number of cores
     torch.set_num_threads(1)
     about = environment(command=f"python -m benchmarks.recipes --out {options.out}")
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []

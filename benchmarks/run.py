@@ -1,4 +1,4 @@
-"""One suite's run: all variants of a case are checked, then timed in turns; a failure affects no other case."""
+"""The run of a suite: all variants of a case are checked, then timed in turns; a failure affects no other case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_fp8.runtime.peaks import dense_fp8_flops
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.timing import Variant
 
-# read and written by the copy that is the ceiling
+# bytes read and written by the copy that is the ceiling
 _CEILING_BYTES = {"cuda": 2 << 30, "cpu": 32 << 20}
 _WITH_GRADIENTS = ("iterations", "steps", "steps alone")
 # prefixes of the names of our own variants; the others are baselines
@@ -25,7 +25,7 @@ _OURS = ("lightning_fp8", "auto", "Kernel")
 
 @dataclass(frozen=True)
 class LargeCopy:
-    """One large copy, whose bandwidth all others are compared with."""
+    """One large copy, whose bandwidth is the ceiling of all cases."""
 
     bytes: int
 
@@ -37,11 +37,11 @@ class LargeCopy:
         return f"copy of {self.bytes >> 21} MiB, the ceiling"
 
     def is_served(self, device: torch.device) -> bool:
-        """Everywhere."""
+        """True on every device."""
         return True
 
     def variants(self, device: torch.device) -> list[Variant]:
-        """The one there is."""
+        """The only variant."""
         return [baselines.copy(self.bytes, device)]
 
 
@@ -49,20 +49,20 @@ class Run:
     """What all cases of one suite share: above all the ceilings, a copy's bandwidth and the GPU's FP8 peak.
 
     Attributes:
-        failures: what did not run or gave something wrong, one line each.
+        failures: variants that did not run or gave a wrong result, one line each.
     """
 
     def __init__(self, name: str, suite: Suite, device: torch.device, rounds: int, about: dict[str, Any]) -> None:
         self.name, self.suite, self.device, self.rounds, self.about = name, suite, device, rounds, about
         self.clock = clock(suite.timed, device)
-        # of data sheets: a CPU has none, nor has a GPU that is not in their table
+        # from data sheets; None for a CPU, and for a GPU that is not in the table
         peak = dense_fp8_flops(about["gpu"]) if about.get("gpu") else None
         self.ceiling_tflops = None if peak is None else peak / 1e12
         self.ceiling_gb_per_s: float | None = None
         self.failures: list[str] = []
 
     def ceiling(self) -> list[Case]:
-        """What is measured before all cases."""
+        """The case measured before all others, if any."""
         return [LargeCopy(_CEILING_BYTES[self.device.type])] if self.suite.copy_is_ceiling else []
 
     def measure(self, case: Case) -> list[dict[str, Any]]:
@@ -98,12 +98,12 @@ class Run:
         return {name: Measured(found) for name, found in times.items()}
 
     def _wrong(self, case: Case, variants: list[Variant]) -> dict[str, str | None]:
-        """Of each variant that is to be timed, by name: what is wrong with its result, or None."""
+        """By name of each variant that is to be timed: what is wrong with its result, or None."""
         found: dict[str, str | None] = {}
         for variant in variants:
             try:
                 wrong = variant.check()
-            # whatever a compiler or another package raises costs its own rows and the exit status, not the other rows
+            # an error in a compiler or another package costs this variant's row and the exit status, not other rows
             except Exception as error:
                 self.failures.append(f"{case.name}: {variant.name}: {type(error).__name__}: {str(error)[:500]}")
                 continue

@@ -1,4 +1,4 @@
-"""How steps of training are timed: by the wall clock, variants in turns, with the memory that each of them takes."""
+"""How training steps are timed: on the wall clock, variants in turns, with the memory that each of them takes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lightning_fp8.tools.timing import Times, Variant, percentiles
 
 # how often each variant is created where only one is in memory at a time
 TURNS = 3
-# of a batch on a GPU at least: its device begins idle, as it does not in training, where the host is ahead
+# least duration of a batch on a GPU: it starts on an idle device, unlike training, where the host is ahead
 _BATCH_SECONDS = 0.1
 
 
 class Measured(NamedTuple):
-    """What the rows of a variant have.
+    """The measurements of a variant.
 
     Attributes:
         times: per step.
-        peak_memory_bytes: the most that torch's allocator held during timed steps, without what belongs to other
-            variants; None on the CPU.
-        saved_bytes: what one forward leaves for its backward.
+        peak_memory_bytes: peak of torch's allocator during timed steps, without the memory of other variants; None on
+            the CPU.
+        saved_bytes: bytes that one forward saves for backward.
     """
 
     times: Times
@@ -35,14 +35,14 @@ class Measured(NamedTuple):
 
 
 def time_in_turns(variants: Sequence[Variant], rounds: int, device: torch.device, alone: bool) -> dict[str, Measured]:
-    """By name, ``rounds`` batches of each variant, or a few more.
+    """Measurements by name, from ``rounds`` batches of each variant, or a few more.
 
     Args:
-        variants: in their order.
-        rounds: a round has one batch of each.
+        variants: in this order.
+        rounds: number of batches of each variant.
         device: where they run.
-        alone: only one variant is in memory at a time: each is created and warmed up ``TURNS`` times, in turns;
-            otherwise all stay in memory from start to end, and their batches take turns.
+        alone: whether only one variant is in memory at a time: each is created and warmed up ``TURNS`` times, in turns.
+            Otherwise all stay in memory from start to end, and their batches take turns.
     """
     turns = min(TURNS, rounds)
     each = [([variant], math.ceil(rounds / turns)) for _ in range(turns) for variant in variants]
@@ -65,14 +65,14 @@ class _Seat:
         spent = self._spent()
         if device.type == "cuda":
             self.steps = max(1, math.ceil(_BATCH_SECONDS / spent))
-        # what stays between steps is its own, all the rest there was before
+        # memory that stays allocated between steps; the rest belongs to other variants
         self.own = self._allocated() - before
         self.times: list[float] = []
         self.peaks: list[int] = []
         self.saved_bytes: int | None = None
 
     def batch(self) -> None:
-        """Some steps, from an idle device on until it is idle again."""
+        """Time some steps, from an idle device until it is idle again."""
         before = self._allocated()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -94,7 +94,7 @@ class _Seat:
 
 def _sit(variants: Sequence[Variant], rounds: int, device: torch.device) -> list[_Seat]:
     with ExitStack() as stack:
-        # also where this fails: compiled code and memory are for those who come next
+        # also after a failure, so that compiled code and memory are released for the next sitting
         stack.callback(timing.release)
         seats = [_Seat(variant, device, stack) for variant in variants]
         for _ in range(rounds):

@@ -16,13 +16,13 @@ class Suite(NamedTuple):
     """A suite of cases, and how they are timed.
 
     Attributes:
-        cases: all of them, by device; on the CPU small ones.
+        cases: gives all cases for a device; small ones on the CPU.
         timed: ``"device"``, ``"kernels"``, ``"host"`` or ``"iterations"``, see
             :func:`benchmarks.clock.clock`; ``"steps"`` or ``"steps alone"``, see
             :func:`benchmarks.steps.time_in_turns`. Iterations and steps run with gradients, the others do not.
-        baseline: what a plot compares with: the variant whose name starts with this.
+        baseline: prefix of the name of the variant that a plot compares with.
         copy_is_ceiling: whether the ceiling is the bandwidth of one large copy.
-        summary: all rows -> a last line, or None where they say nothing.
+        summary: all rows -> a last line, or None if there is nothing to summarize.
     """
 
     cases: Callable[[torch.device], list[Case]]

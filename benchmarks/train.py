@@ -23,18 +23,18 @@ from lightning_fp8.tools.timing import Variant
 
 _LEARNING_RATE = 1e-4
 _CLIPPED_TO = 1.0
-# whose text is kept on the device, and comes again and again
+# number of steps whose text is kept on the device and repeated
 _STEPS_OF_TEXT = 4
 
 
 def cases(device: torch.device) -> list[Case]:
     """Eager and compiled GPTs of 1.3B, 124M and 350M parameters; on the CPU a tiny one.
 
-    Sizes, and sequences in a step, are those of ``configs/``, but what a backward needs is kept, never computed again:
-    it is where precisions differ. So that it fits a GPU of 80 GB, the 16 sequences of 2048 bytes of the 1.3B model come
-    in 4 micro-batches of 4. For ``bf16-mixed`` the estimate is 21 GB for parameters, gradients and the optimizer's two
-    moments, 3 GB for weights cast to bf16, and 17 GB for activations. The smaller models take their 16 sequences of
-    1024 bytes at once.
+    Sizes and sequences per step are those of ``configs/``, but without activation checkpointing, as precisions differ
+    in what they keep for backward. To fit on a GPU of 80 GB, the 16 sequences of 2048 bytes of the 1.3B model are split
+    into 4 micro-batches of 4. For ``bf16-mixed`` the estimate is 21 GB for parameters, gradients and the optimizer's
+    two moments, 3 GB for weights cast to bf16, and 17 GB for activations. The smaller models take their 16 sequences
+    of 1024 bytes at once.
     """
     if device.type != "cuda":
         models = [Model("tiny", 1, 64, 2, 32, 4, 2)]
@@ -52,7 +52,7 @@ class Model:
     """A GPT and the sequences of a step.
 
     Attributes:
-        name: how to call its size.
+        name: of its size.
         layers: number of blocks.
         width: of the residual stream.
         heads: of attention.
@@ -76,7 +76,7 @@ class Train:
 
     Attributes:
         model: sizes.
-        compiled: by ``torch.compile``, from bytes to the loss; on the CPU without code generation.
+        compiled: whether it runs under ``torch.compile``, from bytes to the loss; on the CPU without code generation.
     """
 
     model: Model
@@ -93,7 +93,7 @@ class Train:
         return f"GPT {of.name}, {of.accumulate} x {of.batch} x {of.context} tokens, {how}"
 
     def is_served(self, device: torch.device) -> bool:
-        """Whether there are kernels for all casts, or none are to be expected."""
+        """Whether there are kernels for all casts, or none are expected."""
         return device.type != "cuda" or linear.casts_are_served(device)
 
     def variants(self, device: torch.device) -> list[Variant]:
@@ -107,12 +107,12 @@ class Train:
 
 
 class GptTraining(Training):
-    """A GPT, its optimizer and its text, the same for all.
+    """A GPT, its optimizer and its text, the same for all precisions.
 
     Args:
         of: the sizes.
         setting: the precision.
-        compiled: whether forward and backward are.
+        compiled: whether forward and backward are compiled.
         device: where it is created.
     """
 
@@ -142,7 +142,7 @@ class GptTraining(Training):
         return torch.stack(losses).mean()
 
     def update(self) -> None:
-        """In the order of a Trainer."""
+        """Update the scales, clip the gradients and step the optimizer, in the order of a Trainer."""
         if self.scaling is not None:
             self.scaling.update()
         nn.utils.clip_grad_norm_(self.model.parameters(), _CLIPPED_TO)

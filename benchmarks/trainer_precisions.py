@@ -16,11 +16,11 @@ OURS, REFERENCE = "lightning_fp8", "bf16-mixed"
 
 
 class Setting(NamedTuple):
-    """A Trainer's precision, and what is done to a model before.
+    """A Trainer's precision, and how a model is prepared for it.
 
     Attributes:
-        plugin: makes the plugin, which serves one model.
-        prepare: changes the model in place, or makes another of it.
+        plugin: creates the plugin, one for each model.
+        prepare: changes the model in place, or returns another one.
     """
 
     plugin: Callable[[], Precision]
@@ -28,7 +28,7 @@ class Setting(NamedTuple):
 
 
 def settings(device: torch.device) -> dict[str, Setting]:
-    """By name of the variant; torchao, which trains under autocast as it is meant to, only where it is installed.
+    """Settings by name of the variant; torchao, which runs under autocast as intended, only where it is installed.
 
     ``lightning_fp8`` is ``fp8-delayed`` with its defaults; ``bf16-mixed`` and ``bf16-true`` are Lightning's own.
     """
@@ -47,7 +47,7 @@ def settings(device: torch.device) -> dict[str, Setting]:
 def summary(rows: list[dict[str, Any]]) -> str | None:
     """``lightning_fp8`` compared with ``bf16-mixed`` and torchao, eager with eager and compiled with compiled.
 
-    Speed is that of the medians; peak memory is left out where none is known.
+    Speeds are ratios of medians; peak memory is left out where it is unknown.
     """
     cases: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""A model and its steps of training as variants to time, each checked against the first steps in ``bf16-mixed``."""
+"""Training steps of a model as variants to time, each checked against the first steps in ``bf16-mixed``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.timing import Variant
 
-# of the losses of the first steps, and of all gradients of the first one as a single vector
+# relative error of the losses of the first steps, and cosine of all gradients of the first step as a single vector
 LOSS_LIMIT, COSINE_LIMIT = 0.02, 0.98
 WARM_UP = 3
 _STEPS_CHECKED = 3
@@ -33,9 +33,9 @@ class Training(ABC):
 
     Attributes:
         model: in the precision.
-        plugin: the precision's.
-        scaling: its scales, if any.
-        leaves: whose gradients a step takes, by name: the parameters, and inputs where subclasses add them.
+        plugin: of the precision.
+        scaling: the scaling state, if any.
+        leaves: tensors whose gradients a step computes, by name: the parameters, and inputs that subclasses add.
     """
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
@@ -47,19 +47,19 @@ class Training(ABC):
 
     @abstractmethod
     def forward(self) -> Tensor:
-        """Of one micro-batch, in the precision."""
+        """Forward of one micro-batch, in the precision."""
 
     @abstractmethod
     def backward(self) -> Tensor:
-        """Take the gradients of a step; gives an output for :meth:`loss`."""
+        """Compute the gradients of a step; gives an output for :meth:`loss`."""
 
     @abstractmethod
     def update(self) -> None:
-        """What is left of the step."""
+        """The rest of the step, after :meth:`backward`."""
 
     @abstractmethod
     def loss(self, output: Tensor) -> float:
-        """The number that has to be about the same in all precisions."""
+        """A number that must be about the same in all precisions."""
 
     def step(self) -> Tensor:
         """A whole step."""
@@ -91,7 +91,7 @@ def start_of(training: Training) -> Start:
 
 
 def difference(start: Start, reference: Start) -> str | None:
-    """None where losses and gradients are close enough, else what is not."""
+    """None if losses and gradients are close enough, else what is not."""
     for number, (loss, expected) in enumerate(zip(start.losses, reference.losses, strict=True)):
         error = abs(loss - expected) / abs(expected)
         # NaN is not close either
@@ -124,9 +124,9 @@ def variants(
     """Each precision, checked against eager ``bf16-mixed``.
 
     Args:
-        make: a new training in a precision, compiled or not; the same weights and data at each call.
-        compiled: whether what is timed is.
-        tokens: of a step.
+        make: creates a training in a precision, compiled or not; the same weights and data at each call.
+        compiled: whether the timed variants are compiled.
+        tokens: per step.
         device: where they train.
     """
     every = settings(device)
@@ -146,7 +146,7 @@ class Work:
     """A training that is created when it is needed and released afterwards.
 
     Args:
-        make: makes one.
+        make: creates one.
         reference: gives the first steps to compare with.
     """
 
@@ -155,14 +155,14 @@ class Work:
         self.training: Training | None = None
 
     def check(self) -> str | None:
-        """Compare the first steps of a new one."""
+        """Compare the first steps of a new training with the reference."""
         expected = self.reference()
         with _compiling():
             return difference(_freed(lambda: start_of(self.make())), expected)
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """In here there is one, in the steady state.
+        """Create a training in the steady state, for use inside.
 
         Raises:
             RuntimeError: if an FP8 state does not know its histories after the warm-up.
@@ -181,11 +181,11 @@ class Work:
                 self.training = None
 
     def step(self, at: int) -> None:
-        """One step of the training there is."""
+        """One step of the current training."""
         self._there.step()
 
     def saved_bytes(self) -> int:
-        """What one forward of the training there is leaves for its backward."""
+        """Bytes that one forward of the current training saves for backward."""
         return saved_bytes(self._there.model, self._there.forward)
 
     @property
@@ -203,7 +203,7 @@ def _freed(start: Callable[[], Start]) -> Start:
 
 @contextmanager
 def created_on(device: torch.device, seed: int) -> Iterator[None]:
-    """Create modules on the device, from a seed and without a touch of the generators outside."""
+    """Create modules on the device from a seed, leaving the generators outside unchanged."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
         yield
@@ -211,7 +211,7 @@ def created_on(device: torch.device, seed: int) -> Iterator[None]:
 
 @contextmanager
 def _without_notes() -> Iterator[None]:
-    # of how many layers were converted, for each model again
+    # silences the note on how many layers were converted, which each model repeats
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
@@ -222,6 +222,6 @@ def _without_notes() -> Iterator[None]:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    # the precisions run the same code, each compiled for itself; what would go on without compiling has to fail
+    # each precision recompiles the same code; past the limit it fails, rather than running eagerly unnoticed
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         yield

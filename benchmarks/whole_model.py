@@ -1,4 +1,4 @@
-"""Cases over all weights or all scales of a model at once, and the state that casts are timed in."""
+"""Cases over all weights or all scales of a model at once, and the scaling state in which casts are timed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _QUOTIENTS = Tolerance(relative=(("scale_inv", 5e-7), ("scale", 5e-7)))
 
 
 def steady_state(modules: int, device: torch.device, length: int = 1024) -> ScalingState:
-    """A state as after the first steps: every tensor has a history, and that is known on the host."""
+    """A scaling state as after the first steps: every tensor has a history, and the host knows it."""
     state = ScalingState(
         [f"layer{number}" for number in range(modules)], DelayedScaling(amax_history_len=length), device
     )
@@ -41,10 +41,10 @@ def steady_state(modules: int, device: torch.device, length: int = 1024) -> Scal
 
 @dataclass(frozen=True)
 class Weights:
-    """All linear weights of a model, fp32 into E4M3 by rows and by columns, with their amaxes.
+    """Casts all linear weights of a model from fp32 to E4M3 by rows and by columns, with their amaxes.
 
     Attributes:
-        model: how to call it.
+        model: its name.
         shapes: of the weights.
     """
 
@@ -60,15 +60,15 @@ class Weights:
 
     @property
     def bytes(self) -> int:
-        """fp32 read to measure and read to cast, both payloads written."""
+        """Reads fp32 twice, for the amax and for the cast, and writes both payloads."""
         return 10 * sum(rows * columns for rows, columns in self.shapes)
 
     def is_served(self, device: torch.device) -> bool:
-        """Whether there is a kernel, or none is to be expected."""
+        """Whether there is a kernel, or none is expected."""
         return device.type != "cuda" or kernels.weights_kernel(device) is not None
 
     def variants(self, device: torch.device) -> list[Variant]:
-        """``lightning_fp8``, ``torch``, ``torch.compile`` and a copy; on the CPU ours casts weight by weight."""
+        """``lightning_fp8``, ``torch``, ``torch.compile`` and a copy; ours casts weight by weight on the CPU."""
         generator = torch.Generator(device).manual_seed(0)
         first = [torch.randn(*shape, generator=generator, device=device).mul_(0.25) for shape in self.shapes]
         copies = [first, *([x.clone() for x in first] for _ in range(copies_for(self.bytes, device) - 1))]
@@ -122,11 +122,11 @@ def _of_weights(made: Sequence[tuple[Tensor, ...]]) -> Results:
 
 @dataclass(frozen=True)
 class UpdateScales:
-    """The end of an optimizer step for all tensors of a model, each of which has run.
+    """Updates the scales of all tensors of a model after an optimizer step; every tensor has a new amax.
 
     Attributes:
-        modules: of three tensors each, two of them with a history.
-        size: how to call their number.
+        modules: number of modules, with three tensors each, two of them with a history.
+        size: name of the number of tensors.
         length: of the history.
     """
 
@@ -143,17 +143,17 @@ class UpdateScales:
 
     @property
     def bytes(self) -> int:
-        """The histories read and written, amax read and zeroed, fp8_max read, scale written."""
+        """Reads and writes the histories, reads and zeroes amax, reads fp8_max and writes scale."""
         return (8 * self.length * len(DELAYED_ROLES) + 16 * len(LAYOUT)) * self.modules
 
     def is_served(self, device: torch.device) -> bool:
-        """Whether there is a kernel, or none is to be expected."""
+        """Whether there is a kernel, or none is expected."""
         return device.type != "cuda" or kernels.update_kernel(device) is not None
 
     def variants(self, device: torch.device) -> list[Variant]:
         """``lightning_fp8``, ``torch``, ``torch.compile`` and a copy.
 
-        An update uses its amaxes up, and one without has less to do. So each copy is updated once in a batch.
+        An update clears the amaxes, and one without amaxes has less to do. So each copy is updated once per batch.
         """
         state = steady_state(self.modules, device, self.length)
         generator = torch.Generator(device).manual_seed(0)

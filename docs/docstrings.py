@@ -1,4 +1,4 @@
-"""A griffe extension: the package's docstrings, which use roles of reStructuredText, as Markdown."""
+"""A griffe extension that converts the package's docstrings, which use reStructuredText roles, to Markdown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _exports(module: str) -> set[str]:
 
 
 def wrong_in_api(markdown: str) -> list[str]:
-    """Of the API page: public names that it lacks or has twice, and names that are not public or have no docstring."""
+    """Errors of the API page: public names missing or listed twice, and names not public or without a docstring."""
     paths = re.findall(r"^::: (\S+)$", markdown, re.MULTILINE)
     shown = Counter(path.rpartition(".")[2] for path in paths)
     public = Counter(name for module in PUBLIC for name in _exports(module))
@@ -47,7 +47,7 @@ def _link(role: re.Match[str]) -> str:
 
 
 def as_markdown(text: str) -> str:
-    """Roles become links to the API where it has the name, else code; doctests and double quotes become code."""
+    """Convert roles to links if the API has the name, else to code; doctests and double backticks become code too."""
     text = _ROLE.sub(_link, text.replace("``", "`"))
     return _DOCTEST.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", text)
 

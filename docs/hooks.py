@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: the pages that lie outside of `docs/`, the links to them, nothing of other hosts.
+"""Hooks of the documentation site: add pages from outside `docs/`, rewrite links, refuse content from other hosts.
 
 On disk every link is relative to its file, so that it works in a checkout and on a code host.
 """
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from docstrings import wrong_in_api
 
 ROOT = Path(__file__).parent.parent
-# files of the repository that are pages of the site too, and where: `README.md` would be its home page
+# repository files that are also pages of the site, and their names there: `README.md` would be the home page
 OUTSIDE = {
     "README.md": "about.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -37,14 +37,14 @@ _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages from outside."""
+    """Add the pages from outside `docs/`."""
     for path, on_site in OUTSIDE.items():
         files.append(File.generated(config, on_site, abs_src_path=str(ROOT / path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Without badges, and with links for the site; other files of the repository that a page links to are downloads."""
+    """Remove badges and rewrite links for the site; other repository files that a page links to become downloads."""
     name = page.file.src_uri
     if name == "api.md" and (wrong := wrong_in_api(markdown)):
         raise PluginError(f"api.md: missing, twice, not public or without a docstring: {', '.join(wrong)}")

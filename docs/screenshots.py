@@ -1,4 +1,4 @@
-"""The pictures of the report in `callbacks.md`, taken by Chromium from the page of a real run.
+"""Takes the screenshots of the report in `callbacks.md` with Chromium, from the page of a real run.
 
 OMP_NUM_THREADS=1 make demo
 python docs/screenshots.py
@@ -15,7 +15,7 @@ from playwright.sync_api import Page, sync_playwright
 ROOT = Path(__file__).parent.parent
 REPORT = ROOT / "runs" / "tiny_gpt_fp8" / "report.html"
 IMAGES = ROOT / "docs" / "images"
-# by file name: the section of the page, and the last element of it that is shown
+# by file name: a section of the page, and its last element that is shown
 PICTURES = {
     "report-scales": ("scales", "heatmap"),
     "report-lost-numbers": ("roles", "roles-charts"),
@@ -24,7 +24,7 @@ PICTURES = {
 
 
 def take(page: Page, section: str, last: str, path: Path) -> None:
-    """Photograph a section from its top to the bottom of one of its elements."""
+    """Take a screenshot of a section, from its top to the bottom of one of its elements."""
     whole, end = (page.locator(f"#{place}").bounding_box() for place in (section, last))
     if whole is None or end is None:
         sys.exit(f"The page does not show #{section} and #{last}.")
@@ -34,7 +34,7 @@ def take(page: Page, section: str, last: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Take all pictures."""
+    """Take all screenshots."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if not REPORT.is_file():
         sys.exit(f"There is no {REPORT}: run `OMP_NUM_THREADS=1 make demo` first.")

@@ -1,4 +1,4 @@
-"""Train in a loop of one's own with Lightning Fabric: on one device or several, saving and loading the scales.
+"""Train in a custom loop with Lightning Fabric: on one device or several, saving and loading the scales.
 
 python examples/fabric_loop.py
 python examples/fabric_loop.py --epochs 4 --resume runs/fabric_loop.ckpt
@@ -45,7 +45,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def read(path: str, context: int) -> Tensor:
-    """A text as ``[windows, context + 1] int64``; windows overlap by a byte, the first to be read and not predicted."""
+    """A text as ``[windows, context + 1] int64``; windows overlap by one byte, as the first is not predicted."""
     text = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
     if len(text) < 10 * context + 1:
         raise ValueError(f"{path} has {len(text)} bytes: --context {context} needs {10 * context + 1} or more.")

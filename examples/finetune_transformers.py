@@ -1,6 +1,6 @@
-"""Fine-tune a causal language model of transformers in a Trainer, as a whole or by LoRA adapters on a base in FP8.
+"""Fine-tune a causal language model of transformers in a Trainer: all weights, or LoRA adapters on a base in FP8.
 
-Without --model, a small random Llama over bytes stands for the model: it downloads nothing.
+Without --model, the model is a small random Llama over bytes, and nothing is downloaded.
 
 python examples/finetune_transformers.py
 python examples/finetune_transformers.py --lora
@@ -41,7 +41,7 @@ class FineTuning(pl.LightningModule):
         self.log("val_loss", self.model(input_ids=batch, labels=batch).loss, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # with LoRA only the adapters
+        # with LoRA, only the adapters
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.learning_rate)
 
 
@@ -54,12 +54,12 @@ def load(name: str | None, text: str) -> tuple[Any, Tensor]:
             intermediate_size=192,
             num_hidden_layers=2,
             num_attention_heads=2,
-            # larger than usual: LoRA leaves the embeddings and the head as they are
+            # larger than usual, because LoRA does not train the embeddings and the head
             initializer_range=0.1,
         )
         return LlamaForCausalLM(config), torch.tensor(list(text.encode()))
     tokens = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids[0]
-    # loaded models are in evaluation mode, and a Trainer leaves them so: no scales would be recorded
+    # loaded models are in evaluation mode, and a Trainer does not change that: no scales would be recorded
     return AutoModelForCausalLM.from_pretrained(name).train(), tokens
 
 

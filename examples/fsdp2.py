@@ -1,4 +1,4 @@
-"""Train a model that is sharded by FSDP2, on all devices of a machine; on a CPU in two processes.
+"""Train a model sharded by FSDP2 on several devices of a machine, or in two processes on a CPU.
 
 python examples/fsdp2.py
 python examples/fsdp2.py --devices 8 --fp8-all-gather --text corpus.txt --layers 24 --width 1024 --context 1024
@@ -24,7 +24,7 @@ from lightning_fp8 import Fp8Precision, fsdp2_policy
 
 
 class Sharded(pl.LightningModule):
-    """A language model over bytes, in blocks of torch's encoder, each of which is sharded by itself."""
+    """A language model over bytes, made of torch's encoder layers, each sharded separately."""
 
     def __init__(self, layers: int, width: int, context: int, policy: MixedPrecisionPolicy) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Sharded(pl.LightningModule):
 
 
 def read(path: str, context: int) -> Tensor:
-    """A text as ``[windows, context + 1] int64``; windows overlap by a byte, the first to be read and not predicted."""
+    """A text as ``[windows, context + 1] int64``; windows overlap by one byte, as the first is not predicted."""
     text = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
     if len(text) < 10 * context + 1:
         raise ValueError(f"{path} has {len(text)} bytes: --context {context} needs {10 * context + 1} or more.")

@@ -76,7 +76,7 @@ class GPT(pl.LightningModule):
 
 
 def read(path: str, context: int) -> Tensor:
-    """A text as ``[windows, context + 1] int64``, shuffled once, so that a resumed run is exact."""
+    """A text as ``[windows, context + 1] int64``; shuffled once, so that a resumed run is exact."""
     text = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
     if len(text) < 10 * context + 1:
         raise ValueError(f"{path} has {len(text)} bytes: --context {context} needs {10 * context + 1} or more.")

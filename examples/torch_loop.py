@@ -1,6 +1,6 @@
 """Train in plain PyTorch, without Lightning: convert, update the scales at each step, save and load them.
 
-The model predicts a byte of a text from those before it.
+The model predicts a byte of a text from the bytes before it.
 
 python examples/torch_loop.py
 python examples/torch_loop.py --steps 300 --resume runs/torch_loop.pt
@@ -22,7 +22,7 @@ from lightning_fp8 import convert, describe, scaling_state, weights_unchanged
 
 
 def read(path: str, context: int) -> Tensor:
-    """All windows of a text, ``[windows, context + 1] uint8``; the last byte of a window is to be predicted."""
+    """All windows of a text, ``[windows, context + 1] uint8``; the model predicts the last byte of a window."""
     text = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
     if len(text) < 20 * (context + 1):
         raise ValueError(f"{path} has {len(text)} bytes: --context {context} needs {20 * (context + 1)} or more.")
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             part.load_state_dict(checkpoint[name])
 
     for step in range(start, arguments.steps):
-        # a resumed run draws the batches of an uninterrupted one
+        # a resumed run draws the same batches as an uninterrupted one
         generator = torch.Generator().manual_seed(step)
         for _ in range(arguments.accumulate):
             batch = training[torch.randint(len(training), (arguments.batch_size,), generator=generator)]

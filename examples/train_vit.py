@@ -25,7 +25,7 @@ import lightning_fp8  # noqa: F401  registers the precision
 
 
 class ViT(pl.LightningModule):
-    """Patches ``[patch, patch]`` of an image are the tokens; the mean of the encoder's outputs is classified."""
+    """Patches ``[patch, patch]`` of an image are the tokens; the head classifies the mean of the encoder's outputs."""
 
     def __init__(
         self, shape: Sequence[int], classes: int, patch: int, layers: int, width: int, learning_rate: float

@@ -45,8 +45,8 @@ from lightning_fp8.scaling import recipe
 from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from lightning_fp8.scaling.state import ScalingState
 
-# A recipe among hyperparameters holds only plain values, so checkpoints with one load with `weights_only=True` too.
-# Versions up to 0.5.0 had it in `lightning_fp8.recipe`, and checkpoints refer to it by that name.
+# A recipe among hyperparameters holds only plain values, so such checkpoints also load with `weights_only=True`.
+# Versions up to 0.5.0 had recipes in `lightning_fp8.recipe`, and checkpoints refer to them by that name.
 sys.modules["lightning_fp8.recipe"] = recipe
 torch.serialization.add_safe_globals(
     [*recipe.RECIPES.values(), (DelayedScaling, "lightning_fp8.recipe.DelayedScaling")]

@@ -23,7 +23,7 @@ _NEEDED = ("jsonargparse", "docstring_parser", "typeshed_client")
 
 
 def run() -> None:
-    """Run one of our commands or Lightning's command line, or say which package that needs."""
+    """Run one of our commands or Lightning's command line, or say which packages are missing."""
     command, arguments = (sys.argv[1] if sys.argv[1:] else "--help"), sys.argv[2:]
     if command in ("--help", "-h"):
         print(_help())
@@ -82,7 +82,7 @@ def _check_needed() -> None:
     if missing:
         sys.exit(
             f"The command line needs {' and '.join(missing)}: pip install 'jsonargparse[signatures]>=4.41'."
-            " doctor, report and tune run without."
+            " doctor, report and tune run without them."
         )
 
 

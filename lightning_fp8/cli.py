@@ -23,22 +23,22 @@ from lightning_fp8.scaling.statistics import scales_in_words
 
 
 class Fp8CLI(LightningCLI):
-    """A ``LightningCLI`` for any model and data, which reports progress, and after a run metrics, scales and logs."""
+    """A ``LightningCLI`` for any model and data. It reports progress, and after a run metrics, scales and logs."""
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """A parser with the program's name, which says more about what it refuses."""
+        """A parser with the program's name and more helpful errors."""
         parser = super().init_parser(**{"prog": program(), **kwargs})
         parser.error = partial(_error, parser.error)  # type: ignore[method-assign]
         return parser
 
     def _instantiate_trainer(self, config: Any, callbacks: list[Callback]) -> Trainer:
-        # the bar of rich draws nothing until the end where there is no terminal
+        # without a terminal, the bar of rich draws nothing until the end
         if not sys.stdout.isatty() and config.get("enable_progress_bar") is not False:
             callbacks = [*callbacks, ProgressLines(write=partial(print, flush=True))]
         return super()._instantiate_trainer(config, callbacks)
 
     def before_fit(self) -> None:
-        """Seed again, as ``compare`` does: the order of the data follows the seed alone, not how the model was made."""
+        """Seed again, as ``compare`` does, so that the order of the data depends only on the seed, not on the model."""
         seed = self.config.fit.seed_everything
         if seed is not False:
             seed_everything(seed, workers=True, verbose=False)
@@ -84,7 +84,7 @@ class ProgressLines(Callback):
             self._last_line = (trainer.global_step, time.monotonic())
             speed = (self._last_line[0] - steps) / max(self._last_line[1] - began, 1e-9)
             of_all = f"/{trainer.max_steps}" if trainer.max_steps > 0 else ""
-            # Lightning divides the loss of a micro-batch by their number
+            # Lightning divides the loss of a micro-batch by the number of micro-batches
             parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             said = "" if loss is None else f" loss {float(loss) * parts:.4f},"
             self._write(f"step {trainer.global_step}{of_all}:{said} {speed:.2g} steps/s")
@@ -94,7 +94,7 @@ class ProgressLines(Callback):
         if trainer.is_global_zero and not trainer.sanity_checking:
             metrics = [f"{name} {float(value):.4f}" for name, value in sorted(trainer.callback_metrics.items())]
             self._write(f"validation after step {trainer.global_step}: {', '.join(metrics)}")
-        # its time is not that of steps
+        # the time of a validation is not that of steps
         self._last_line = (trainer.global_step, time.monotonic())
 
 
@@ -117,5 +117,5 @@ def _error(original: Any, message: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 def main(args: list[str] | None = None) -> Any:
     """Run a subcommand (``fit``, ``validate``, ``test``, ``predict``) on ``args``, by default those of the process."""
-    # any model, and any data or the model's own
+    # accepts any model, with any data module or its own data
     return Fp8CLI(seed_everything_default=0, args=args)

@@ -1,4 +1,4 @@
-"""Whether the dtypes of a run are those that its precision calls for."""
+"""Checks whether the dtypes of a run are those that its precision requires."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class DtypeAudit(Callback):
 
     After set-up it checks parameters and buffers. After the first optimizer step it checks these again, the gradients
     that the step used, and the optimizers' state; then it prints the table, once per run. :func:`lightning_fp8.audit`
-    says which dtypes are expected. Under one of Lightning's own precisions nothing is expected: the table only lists.
+    says which dtypes are expected. Under one of Lightning's own precisions no dtype is expected: the table only lists.
 
     Logs nothing to loggers; writes ``fp8_dtypes.json`` into ``trainer.log_dir`` after the first optimizer step, on rank
     0, for ``python -m lightning_fp8 report``: ``rows`` with ``kind``, ``name``, ``actual``, ``expected`` (null where
-    any dtype is right) and ``elements`` of each tensor, and ``violations``, the rows whose dtypes differ. The attribute
-    ``report`` holds the last report.
+    any dtype is allowed) and ``elements`` of each tensor, and ``violations``, the rows whose dtypes differ. The
+    attribute ``report`` holds the last report.
 
     Args:
         on_violation: ``"warn"``, or ``"raise"`` for a ``RuntimeError``, in both cases with the table.

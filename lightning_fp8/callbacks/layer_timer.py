@@ -35,8 +35,8 @@ class LayerTimer(RunWatcher):
 
     Training is unaffected: no loss, gradient, scale or random number changes, and nothing is added to the graph. Steps
     that are not timed cost nothing. While a layer is watched, its feed-forward block does not run fused (see
-    :func:`lightning_fp8.feed_forward`): the timed step shows its parts, and is slower there than other steps. The
-    exception to the numbers is ``gelu_new`` of transformers, whose parts round more often. Layers inside
+    :func:`lightning_fp8.feed_forward`): the timed step shows its parts, and is slower there than other steps. Only
+    for ``gelu_new`` of transformers does this change numbers, because its parts round more often. Layers inside
     ``torch.compile`` cannot be watched; if no layer can, it warns once. A ``QuantizationProbe`` that probes the same
     step runs its comparison of ``out_proj`` inside the attention's forward.
 

@@ -30,8 +30,8 @@ class QuantizationProbe(RunWatcher):
       precision less.
 
     The layers with the lowest values are the first candidates for ``ignore_modules``; :meth:`suggest_ignore_modules`
-    prints the setting. Training is unaffected: no scale, gradient or random number changes. A probed step takes about
-    one forward longer and one device-to-host copy; other steps cost nothing. With several processes, the sums are over
+    prints the setting. Training is unaffected: no scale, gradient or random number changes. A probed step costs about
+    one extra forward and one device-to-host copy; other steps cost nothing. With several processes, the sums are over
     all of them. Under another precision it warns once and does nothing.
 
     Args:
@@ -115,7 +115,7 @@ class QuantizationProbe(RunWatcher):
         """Print the settings that exclude the layers below ``below_db`` in the newest probe, worst first.
 
         Returns:
-            The paths of these layers; empty if there are none, which is printed.
+            The paths of these layers; empty if there are none, and then a message says so.
 
         Raises:
             RuntimeError: if nothing has been probed yet.

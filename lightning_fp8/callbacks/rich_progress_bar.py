@@ -32,10 +32,10 @@ class Fp8RichProgressBar(RichProgressBar):
 
     Args:
         every_n_steps: optimizer steps between two readings.
-        refresh_rate: as Lightning's: redraws of the bars per second; 0 shows none.
-        leave: as Lightning's: whether each epoch's finished bar stays in the terminal.
-        theme: as Lightning's: styles of the parts; the column has the style of ``metrics``.
-        console_kwargs: as Lightning's: arguments for the ``rich.console.Console``.
+        refresh_rate: as in Lightning: redraws of the bars per second; 0 shows none.
+        leave: as in Lightning: whether each epoch's finished bar stays in the terminal.
+        theme: as in Lightning: styles of the parts; the column has the style of ``metrics``.
+        console_kwargs: as in Lightning: arguments for the ``rich.console.Console``.
 
     Attributes:
         headroom_bits: of the newest reading; None where there is none.
@@ -122,7 +122,7 @@ def _smallest_headroom(state: ScalingState, amax: Tensor) -> Tensor:
 
 def _headroom_column(bar: Fp8RichProgressBar) -> Any:
     """A column that draws what ``bar`` has read. Another thread draws it, so it reads nothing from the device."""
-    # here, because the package also imports without rich
+    # imported here, because the package also works without rich
     from rich.progress import ProgressColumn, Task
     from rich.text import Text
 

@@ -44,13 +44,13 @@ class ScaleFactorLogger(RunWatcher):
 
     With ``histograms``, for loggers that support them (TensorBoard): ``fp8/<role>/log2_scale``, no unit.
 
-    One device-to-host copy per logging step, none in between; fractions are counted in logging steps only. With several
+    It takes one device-to-host copy per logging step; fractions are counted in logging steps only. With several
     processes, fractions are over all of them, and rank 0 logs. Under another precision it warns once and does nothing.
 
     Args:
         every_n_steps: optimizer steps between two logging steps.
-        patterns: ``fnmatch`` patterns on tensor names; a tensor is logged if any of them matches; ``()`` logs the
-            summaries alone.
+        patterns: ``fnmatch`` patterns on tensor names; a tensor is logged if any of them matches; ``()`` logs
+            only the summaries.
         summaries: whether to log them.
         histograms: whether to draw them.
 

@@ -23,26 +23,26 @@ Action = Literal["warn", "raise", "fallback", "current"]
 
 
 class ScaleWatchdog(RunWatcher):
-    """Watches the scales of an ``fp8-delayed`` run and reports, by name, the tensors that are in trouble.
+    """Watches the scales of an ``fp8-delayed`` run and reports, by name, the tensors that have problems.
 
     - *stale*: an active tensor's scale has not been updated for ``stale_steps``. A tensor is active if its layer's
       weight gets gradients, if its layer has other tensors that are updated, or if it records amaxes that no update
       uses. This finds a training loop that steps its optimizer without the Trainer, and a layer that trains in eval
       mode.
-    - *nonfinite*: it held inf or NaN in ``nonfinite_steps`` optimizer steps in a row.
-    - *saturated*, *underflowed*: at ``checks_in_a_row`` checks the share of all numbers that its casts clipped, or of
-      the nonzero numbers that they turned into zero, was above the threshold. Fewer than ten such numbers at a check
-      never count: one number of 64 is no sign that a scale is wrong.
+    - *nonfinite*: the tensor held inf or NaN in ``nonfinite_steps`` optimizer steps in a row.
+    - *saturated*, *underflowed*: at ``checks_in_a_row`` checks in a row, the share of all numbers that the tensor's
+      casts clipped, or of the nonzero numbers that they turned into zero, was above the threshold. Fewer than ten such
+      numbers at a check never count: one number of 64 does not show that a scale is wrong.
 
-    Each problem is reported once, and again if it returns. With ``action="fallback"`` the layers concerned run in bf16
-    from then on, each separately; checkpoints keep that, whether or not the callback is present when they are loaded,
-    and ``lightning_fp8.describe`` shows it. If tensors are stale or non-finite in more than half of the layers that
-    run, the layers are not the cause: it is reported, and none of them is moved.
+    Each problem is reported once, and again if it returns. With ``action="fallback"`` each affected layer runs in bf16
+    from then on. Checkpoints record this, also for runs that load them without the callback, and
+    ``lightning_fp8.describe`` shows it. If tensors are stale or non-finite in more than half of the layers that run,
+    the layers are not the cause: the problem is reported, but no layer is moved because of it.
 
     With ``action="current"`` such a layer first moves to current scaling: its inputs and gradients are scaled by their
-    own values, as under :class:`~lightning_fp8.CurrentScaling`, and those of layers with the same input with them. The
-    next time it is in trouble it moves to bf16; at once for inf or NaN, and for a weight, which that does not help.
-    Checkpoints and ``describe`` keep and show it likewise. Under a recipe without histories the action is
+    own values, as under :class:`~lightning_fp8.CurrentScaling`, and layers with the same input move with it. At its
+    next problem it moves to bf16; for inf or NaN, or a problem of its weight, at once, because current scaling does not
+    help there. Checkpoints record this and ``describe`` shows it too. Under a recipe without histories the action is
     ``"fallback"``, and a warning says so.
 
     At each check it logs, to all loggers:
@@ -53,7 +53,7 @@ class ScaleWatchdog(RunWatcher):
       its own weight counts as one).
     - ``fp8/watchdog/current``: number of layers that have moved to current scaling, and have not fallen back.
 
-    A check takes a few device-to-host copies, and the optimizer step before it counts what its casts lose; in between
+    A check takes a few device-to-host copies, and the optimizer step before it counts the lost numbers; between checks
     nothing synchronises with the device. With several processes, each sees the sums over all of them, so all act alike.
     Under another precision it warns once and does nothing.
 
@@ -71,7 +71,7 @@ class ScaleWatchdog(RunWatcher):
 
     Raises:
         ValueError: for another action, a number out of its range, a pattern that matches no tensor of the model, or
-            fallbacks, which ``"current"`` may end in, together with ``fp8_all_gather``.
+            ``"fallback"`` or ``"current"``, which may move layers to bf16, together with ``fp8_all_gather``.
         TypeError: if ``patterns`` is a single string.
         RuntimeError: in training, with ``action="raise"``.
     """
@@ -173,12 +173,12 @@ class ScaleWatchdog(RunWatcher):
             rank_zero_warn(message)
 
     def _move(self, state: ScalingState, in_trouble: set[tuple[str, int]]) -> str:
-        """Move the layers of these tensors; what to say of it."""
+        """Move the layers of these tensors, and return the message about it."""
         to_current = {
             state.module_of(row)
             for condition, row in in_trouble
             if self.action == "current" and state.recipe.from_history and condition != "nonfinite"
-            # a weight is scaled by what it holds already
+            # a weight is scaled by its own values already
             if row < state.delayed and not state.switches[state.module_of(row)].is_current
         }
         to_bf16 = {state.module_of(row) for _, row in in_trouble} - to_current

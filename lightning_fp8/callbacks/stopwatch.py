@@ -48,7 +48,7 @@ class CudaClock:
     """Marks are events on the current stream; setting one does not synchronise."""
 
     def mark(self) -> torch.cuda.Event:
-        """An event after the work that the stream has been given."""
+        """An event after the work that is queued on the stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -97,7 +97,7 @@ class Stopwatch:
             backwards: list[_Span] = []
             self._spans.append((forwards, backwards))
             enter, leave = self._hooks_for(forwards, backwards)
-            # innermost, so that the work of other hooks is not the layer's
+            # innermost, so that the work of other hooks does not count as the layer's
             self._hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
             # always: recomputation may end a forward with an exception, as soon as it has what it needs
             self._hooks.append(layer.register_forward_hook(leave, prepend=True, always_call=True))
@@ -124,7 +124,7 @@ class Stopwatch:
         calls: list[tuple[_Span, set[Node], int]] = []
 
         def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # a graph that is compiled in this step would keep the hook for good
+            # a graph that is compiled in this step would keep the hook permanently
             if torch.compiler.is_compiling():
                 return
             span = _Span()
@@ -158,7 +158,7 @@ class Stopwatch:
             if node in seen or node.name().endswith("AccumulateGrad"):
                 continue
             seen.add(node)
-            # written on the node: nodes listed here would keep the graph alive
+            # stored on the node: a list of nodes here would keep the graph alive
             claims = cast(dict[Any, int], node.metadata)
             if claims.setdefault(self, self._claims) < claims_before:
                 continue

@@ -1,9 +1,9 @@
-"""Throughput, and model FLOPs utilisation (MFU) against the peak of the precision that really runs.
+"""Throughput, and model FLOPs utilisation (MFU) against the peak of the precision that actually runs.
 
-Lightning's ``ThroughputMonitor`` takes the peak of the dtype that it infers from the precision plugin. What it takes
-for the plugins of this package (Lightning 2.6.6), with its own numbers for an H100 SXM in TFLOP/s:
+Lightning's ``ThroughputMonitor`` takes the peak of the dtype that it infers from the precision plugin. For this
+package's plugins it takes (Lightning 2.6.6, with its own numbers for an H100 SXM in TFLOP/s):
 
-| plugin               | under FSDP | dtype taken | its peak | right would be |
+| plugin               | under FSDP | dtype taken | its peak | correct peak   |
 |----------------------|------------|-------------|----------|----------------|
 | `Fp8Precision`       | no         | float32     | 66.9     | 1979           |
 | `Bf16MixedPrecision` | no         | bfloat16    | 989.4    | 989.4          |
@@ -12,16 +12,16 @@ for the plugins of this package (Lightning 2.6.6), with its own numbers for an H
 | either of bf16       | yes        | float32     | 66.9     | 989.4          |
 
 A plugin that it does not know counts as fp32: in FP8, MFU comes out 30 times too high (4 times where TF32 is allowed,
-whose peak it then takes). An FSDP plugin counts as its ``reduce_dtype``, in which gradients are summed but nothing is
-multiplied: with ``reduce_dtype="bfloat16"`` the bf16 plugins come out right, and FP8 twice too high.
+because it then takes the TF32 peak). An FSDP plugin counts as its ``reduce_dtype``, in which gradients are summed but
+nothing is multiplied: with ``reduce_dtype="bfloat16"`` MFU is correct for the bf16 plugins, and twice too high for FP8.
 
-Its table of chips has no FP8, and its int8 numbers are no substitute: they equal dense FP8 for the H100 SXM and PCIe
-and the L4, but include sparsity for the H200, count two GPUs for the H100 NVL, and are twice the FP8 rate with fp32
-accumulation for a GeForce. An L40S is taken for an L4; H200, GH200 and B200 are not found under the names that their
-drivers give. So FP8 has its own table: ``lightning_fp8.runtime.peaks``.
+Lightning's table of chips has no FP8, and its int8 numbers are no substitute: they equal dense FP8 for the H100 SXM and
+PCIe and the L4, but include sparsity for the H200, count two GPUs for the H100 NVL, and are twice the FP8 rate with
+fp32 accumulation for a GeForce. An L40S is taken for an L4; H200, GH200 and B200 are not found under the names that
+their drivers give. So FP8 has its own table: ``lightning_fp8.runtime.peaks``.
 
-Its bf16 peaks are used unchanged, even where they are doubtful: two GPUs for the H100 NVL, an L4 for the L40S, no
-matrix units for a GeForce. Set ``peak_flops`` for these.
+Lightning's bf16 peaks are used unchanged, even where they are doubtful: two GPUs for the H100 NVL, an L4 for the L40S,
+no matrix units for a GeForce. Set ``peak_flops`` for these.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from lightning_fp8.scaling.recipe import RECIPES
 class Fp8ThroughputMonitor(ThroughputMonitor):
     """Lightning's ``ThroughputMonitor`` with MFU relative to the peak of this package's precisions.
 
-    - ``fp8-delayed``, whatever its ``compute_dtype``: the device's dense FP8 peak. For a chip that is not in this
-      package's table, twice Lightning's bf16 peak, with one warning; no MFU where Lightning does not know that peak
-      either, nor on the CPU.
+    - The ``"fp8-"`` precisions, whatever their ``compute_dtype``: the device's dense FP8 peak. For a chip that is not
+      in this package's table, twice Lightning's bf16 peak, with one warning; no MFU where Lightning does not know that
+      peak either, nor on the CPU.
     - ``bf16-mixed`` and ``bf16-true``: Lightning's peak of the compute dtype, bf16, under FSDP too.
     - Lightning's own precisions: the peak that Lightning takes.
 
@@ -57,9 +57,9 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
     ``validate``, ``test`` or ``predict``, and ``/`` is the ``separator``; rates are averages over the last
     ``window_size`` batches and appear once there are that many:
 
-    - ``<stage>/time``: seconds since the stage began, training without its validations.
+    - ``<stage>/time``: seconds since the stage began; for training, without its validations.
     - ``<stage>/batches``, ``<stage>/samples``: number of batches and samples of one device since then; a second
-      ``trainer.validate`` or ``test`` goes on counting.
+      ``trainer.validate`` or ``test`` continues the count.
     - ``<stage>/lengths``: number of items of one device, likewise; with ``length_fn``.
     - ``<stage>/device/batches_per_sec``, ``<stage>/device/samples_per_sec``: batches or samples per second, of one
       device.
@@ -67,9 +67,9 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
     - ``<stage>/device/flops_per_sec``: FLOP/s of one device; where the ``LightningModule`` has ``flops_per_batch``.
     - ``<stage>/device/mfu``: that divided by the peak, 0 to 1, no unit; where the peak is known as well.
     - ``<stage>/batches_per_sec``, ``<stage>/samples_per_sec``, ``<stage>/items_per_sec``,
-      ``<stage>/flops_per_sec``: the same of all devices together; with more than one.
+      ``<stage>/flops_per_sec``: the same over all devices; with more than one.
 
-    Under ``fp8-delayed``, MFU is the model's FLOPs over the FP8 peak. Only the matrix products of converted layers can
+    In FP8, MFU is the model's FLOPs over the FP8 peak. Only the matrix products of converted layers can
     run at that peak: attention itself and layers that are not converted compute in bf16, at half of it or less. So MFU
     is a lower bound on how well the device is used, and cannot reach 1.
 
@@ -83,7 +83,7 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
         window_size: number of batches to average over.
         separator: between the parts of a key.
         peak_flops: FLOP/s of one device, in place of any table and under any precision; for a slice of a GPU (MIG), a
-            lower power limit, or a chip about which a table is wrong.
+            lower power limit, or a chip for which a table is wrong.
 
     Raises:
         ValueError: if ``peak_flops`` is not a positive finite number, or ``window_size`` is below 2.
@@ -113,9 +113,9 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
         plugin = trainer.precision_plugin
         if not isinstance(plugin, Precision):
             raise TypeError(
-                f"Fp8ThroughputMonitor: {type(plugin).__name__} is a precision of `pytorch_lightning`, of which this"
-                " callback knows none. Import `lightning.pytorch` in place of `pytorch_lightning`, or use a precision"
-                " of lightning_fp8."
+                f"Fp8ThroughputMonitor: {type(plugin).__name__} is a precision of `pytorch_lightning`, which this"
+                " callback does not support. Import `lightning.pytorch` in place of `pytorch_lightning`, or use a"
+                " precision of lightning_fp8."
             )
         if self.peak_flops is None and not isinstance(plugin, PrecisionCore):
             super().setup(trainer, pl_module, stage)

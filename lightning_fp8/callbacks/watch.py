@@ -1,4 +1,4 @@
-"""Finds the tensors that are in trouble: stale scales, numbers lost in casts, steps with inf or NaN."""
+"""Finds tensors with problems: stale scales, numbers lost in casts, steps with inf or NaN."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_fp8.scaling.state import LAYOUT, ScalingState
 from lightning_fp8.scaling.statistics import cast_counts
 
 CONDITIONS = ("stale", "nonfinite", "saturated", "underflowed")
-# One number is a large share of a small tensor: fewer lost numbers than this, at one check, are never above a limit.
+# One number is a large share of a small tensor: fewer lost numbers than this at one check never exceed a limit.
 MIN_LOST = 10
 
 
@@ -27,7 +27,7 @@ class Limits:
         nonfinite_steps: optimizer steps in a row at which a tensor held inf or NaN.
         saturated_above: share of clipped numbers; fewer than ``MIN_LOST`` of them are never too much.
         underflowed_above: share of the nonzero numbers that became zero; with the same exception.
-        checks_in_a_row: for how many checks in a row a share has to be above its limit.
+        checks_in_a_row: number of consecutive checks at which a share has to be above its limit.
     """
 
     stale_steps: int | None
@@ -54,7 +54,7 @@ class Findings:
     any_update: bool = False
 
     def keep(self, rows: set[int]) -> None:
-        """Forget the tensors of other rows."""
+        """Drop the tensors of all other rows."""
         self.tensors = {
             condition: {row: number for row, number in numbers.items() if row in rows}
             for condition, numbers in self.tensors.items()
@@ -64,7 +64,7 @@ class Findings:
 class Watch:
     """Follows the updates of a scaling state, and compares its counts with limits.
 
-    A weight is scaled by what it holds, so the only trouble it can be in is to hold inf or NaN.
+    A weight is scaled by its current values, so its only possible problem is inf or NaN.
 
     The amax alone does not show whether a tensor is active, because a lost amax is one of the faults to find. A tensor
     is active if its layer's weight got a gradient, if another tensor of its layer was updated (input and weight only),
@@ -103,10 +103,10 @@ class Watch:
 
     @torch.no_grad()
     def see_gradients(self, model: nn.Module) -> None:
-        """Note which layers have a gradient; before the optimizer step."""
+        """Note which layers have a gradient; to be called before the optimizer step."""
         layers = (layer for layer in model.modules() if isinstance(layer, Fp8Module))
         gemms = (gemm for layer in layers for gemm in layer.gemms())
-        # of experts in one parameter, those without a token have a gradient of zeros
+        # where one parameter holds several experts, those without a token have a gradient of zeros
         held = {
             rows.module: None if weight.grad is None else rows.matrix(weight.grad)
             for rows, weight in gemms
@@ -120,11 +120,11 @@ class Watch:
 
     @torch.no_grad()
     def check(self, step: int, sum_over_processes: Callable[[Tensor], Tensor]) -> Findings:
-        """What is wrong now.
+        """Find the tensors that have problems now.
 
         Args:
-            step: steps that have been made, in the unit of ``stale_steps``.
-            sum_over_processes: the sum of a tensor over all processes, which all have to check at the same time.
+            step: number of steps so far, in the unit of ``stale_steps``.
+            sum_over_processes: sums a tensor over all processes, all of which have to check at the same time.
         """
         counts = self._lost_numbers(sum_over_processes)
         updated = (self._updates > 0) & self._is_delayed
@@ -141,7 +141,7 @@ class Watch:
         if self.limits.stale_steps is not None:
             age = step - self._last_update
             # a scale that inf or NaN keeps unchanged is reported as `nonfinite`
-            # nor is one stale that is not used
+            # a scale that is not used is not stale
             is_current = torch.tensor([switch.is_current for switch in self.state.switches]).repeat(len(LAYOUT))
             is_used = active & in_fp8 & self._is_delayed.cpu() & ~is_current
             stale = is_used & ~nonfinite & (age >= self.limits.stale_steps)
@@ -157,7 +157,7 @@ class Watch:
         return findings
 
     def forgive(self, modules: Iterable[int]) -> None:
-        """Count the checks of these modules' tensors from now on: something has been done about them."""
+        """Restart the counts of checks in a row for these modules' tensors: their scaling has been changed."""
         for above in self._above.values():
             above.view(len(LAYOUT), -1)[:, list(modules)] = 0
 
@@ -201,5 +201,5 @@ def _any(gradient: Tensor | None, nothing: Tensor) -> Tensor:
     if gradient is None:
         return nothing
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    # NaN is not zero
+    # NaN counts as nonzero
     return (local != 0).any()

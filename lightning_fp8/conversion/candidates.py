@@ -21,7 +21,7 @@ from lightning_fp8.ops.formats import CASTABLE_DTYPES
 
 
 def fp8_classes(layers: Iterable[nn.Module] = ()) -> dict[type[nn.Module], type[Fp8Module]]:
-    """What each kind of layer becomes, those of the experts among ``layers`` included."""
+    """The FP8 class for each class of layer, including the expert classes among ``layers``."""
     classes: dict[type[nn.Module], type[Fp8Module]] = {
         nn.Linear: Fp8Linear,
         nn.MultiheadAttention: Fp8MultiheadAttention,
@@ -62,7 +62,7 @@ def reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_outp
 
 
 def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The weights that a layer, converted or plain, holds itself, by the names of their GEMMs."""
+    """The GEMM weights that a layer, converted or plain, holds itself, by GEMM name."""
     if is_experts(layer):
         return Fp8Experts.gemm_weights(layer)
     kind = Fp8MultiheadAttention if isinstance(layer, nn.MultiheadAttention) else Fp8Module
@@ -70,7 +70,7 @@ def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def sizes(layer: nn.Module) -> list[Sizes]:
-    """The sizes of these weights, whether the layer stores them as ``[N, K]`` or ``[K, N]``."""
+    """The sizes of a layer's GEMM weights, whether it stores them as ``[N, K]`` or ``[K, N]``."""
     kind = type(layer) if isinstance(layer, Fp8Module) else fp8_classes().get(own_class(layer), Fp8Module)
     return [
         Sizes(*(weight.shape if kind.weight_is_k_by_n else reversed(weight.shape[-2:])))

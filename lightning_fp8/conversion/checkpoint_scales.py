@@ -22,9 +22,9 @@ from lightning_fp8.scaling.state import ScalingState
 
 # Lightning's sharded checkpoints are folders; this file holds what is not sharded
 _META_FILE = "meta.pt"
-# those of transformers.Trainer too; in this file callbacks save what they declare, as plain values
+# so are those of transformers.Trainer; its callbacks save their state in this file, as plain values
 _CALLBACKS_FILE = "trainer_state.json"
-# the attribute of the callback that holds the scales, as text
+# the attribute of the callback that holds the scales as text
 SCALES = "fp8_scales"
 
 
@@ -33,15 +33,15 @@ def load_scales(
 ) -> nn.Module:
     """Load the scales of inputs and gradients, and which layers fell back, from a checkpoint of the same model.
 
-    For a model whose weights were loaded manually, or by ``load_from_checkpoint``; ``Trainer.validate(ckpt_path=...)``
-    and ``Trainer.fit(ckpt_path=...)`` load the scales themselves. If the model is not converted yet, the layers for
-    which the checkpoint has scales are converted.
+    Use it for a model whose weights were loaded manually, or by ``load_from_checkpoint``;
+    ``Trainer.validate(ckpt_path=...)`` and ``Trainer.fit(ckpt_path=...)`` load the scales themselves. If the model is
+    not converted yet, the layers for which the checkpoint has scales are converted.
 
     Args:
-        model: a model with the module paths of the one that was saved.
-        checkpoint: a file or folder of the Trainer, of Fabric, of ``transformers.Trainer`` or of ``torch.save``, or
-            what was loaded from one. The scales are what the precision plugin or ``Fp8Callback`` wrote, or
-            ``scaling_state(model)`` under any key.
+        model: a model with the same module paths as the saved one.
+        checkpoint: a file or folder written by the Trainer, Fabric, ``transformers.Trainer`` or ``torch.save``, or
+            the object loaded from one. The scales are those that the precision plugin or ``Fp8Callback`` wrote, or a
+            ``scaling_state(model)`` saved under any key.
         recipe: for a model that is not converted yet; see :func:`lightning_fp8.convert`.
 
     Returns:
@@ -82,14 +82,14 @@ def _loaded(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Any:
 
 
 def as_text(state: ScalingState) -> str:
-    """A scaling state as one string, for JSON; exact, and shorter than its numbers in decimal."""
+    """A scaling state as one string, for JSON; exact, and shorter than decimal numbers."""
     buffer = io.BytesIO()
     torch.save(state.state_dict(), buffer)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def scales_of_callback(saved: Any) -> Any:
-    """What :func:`as_text` wrote, in what a callback of ``transformers.Trainer`` has saved; None if it is not there."""
+    """The scales that :func:`as_text` wrote into the state of a ``transformers.Trainer`` callback; None if absent."""
     attributes = saved.get("attributes", {}) if isinstance(saved, Mapping) else {}
     if SCALES not in attributes:
         return None
@@ -97,14 +97,14 @@ def scales_of_callback(saved: Any) -> Any:
 
 
 def scales_of_callbacks(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The same from the checkpoint folder of a ``transformers.Trainer``, by the name of the callback's class."""
+    """The scales of all callbacks in a checkpoint folder of ``transformers.Trainer``, by callback class name."""
     text = (Path(folder) / _CALLBACKS_FILE).read_text(encoding="utf-8")
     found = {name: scales_of_callback(saved) for name, saved in json.loads(text)["stateful_callbacks"].items()}
     return {name: scales for name, scales in found.items() if scales is not None}
 
 
 def _entries(loaded: Any, checkpoint: Any) -> Mapping[str, Any]:
-    """The scaling state in a checkpoint, as of :meth:`ScalingState.state_dict`."""
+    """The scaling state in a checkpoint, in the form of :meth:`ScalingState.state_dict`."""
     parts = [loaded, *loaded.values()] if isinstance(loaded, Mapping) else []
     found = [part for part in parts if _is_scaling_state(part)]
     if len(found) != 1:

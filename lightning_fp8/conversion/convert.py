@@ -28,7 +28,7 @@ from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.state import ScalingState
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# layers by other libraries, which may have replaced ours
+# layers of other libraries, which may have replaced ours
 _OTHER_FP8 = ("torchao.float8", "transformer_engine")
 
 
@@ -43,24 +43,24 @@ def convert(
     overrides: Overrides | None = None,
     bf16_blocks: tuple[int, int] | None = None,
 ) -> ModuleT:
-    """Run a model's linear and attention layers in FP8 from now on: in place, by class, on the same objects.
+    """Convert a model's linear and attention layers to FP8 in place: the objects stay the same, their classes change.
 
-    Converted are ``nn.Linear``, ``nn.MultiheadAttention`` with its ``out_proj``, and of Hugging Face ``Conv1D`` and the
-    experts of transformers 5, each expert with scales of its own. Routers stay as they are.
+    It converts ``nn.Linear``, ``nn.MultiheadAttention`` with its ``out_proj``, Hugging Face's ``Conv1D``, and the
+    experts of transformers 5, each expert with its own scales. Routers stay as they are.
     Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied; subclasses are left
     alone (:func:`describe` names them). Converting a converted model again keeps its scales and converts layers that
     have been added since.
 
-    A module whose method computes a feed-forward block of a known form, such as an ``nn.Sequential`` or the MLPs of
-    GPT-2, Llama, BERT and ViT in transformers, runs it as one where nothing needs its parts; see
+    A module that computes a feed-forward block of a known form, such as an ``nn.Sequential`` or the MLPs of GPT-2,
+    Llama, BERT and ViT in transformers, runs the block fused unless something needs its parts; see
     :func:`lightning_fp8.feed_forward`.
 
     Args:
         module: the model; converted in place.
-        recipe: how scales follow the tensors; ``DelayedScaling()``, or for a converted model the one it has.
-        ignore_modules: ``fnmatch`` patterns on module paths; what they match, and everything inside it, stays (or
-            becomes again) plain.
-        gemm: what runs the FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster there; ``"rawkernel"``,
+        recipe: how scales are computed. Default ``DelayedScaling()``, or for a converted model its current recipe.
+        ignore_modules: ``fnmatch`` patterns on module paths; matching modules, and everything inside them, stay (or
+            become again) plain.
+        gemm: the backend of FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster there; ``"rawkernel"``,
             the kernels of this package; ``"cublaslt"``, those of ``torch._scaled_mm``. Default ``"auto"``, or for a
             converted model its current setting.
         min_features: layers with fewer features in or out, in any of their weights, stay (or become again) plain;
@@ -70,26 +70,26 @@ def convert(
         adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too; the
             layers that they adapt always do. Default False, or for a converted model its current setting.
         frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights (``requires_grad=False``) of converted
-            layers, one byte per parameter, and frees their masters; on a GPU a second byte where gradients pass
-            through to the input. Outputs and gradients stay bit-identical. ``"master"`` keeps masters, and gives them
-            back, with rounded values, to weights that have none. Tied and sharded weights always keep theirs;
+            layers and frees their masters: one byte per parameter, or two on a GPU where gradients pass through to the
+            input. Outputs and gradients stay bit-identical. ``"master"`` keeps masters, and restores them, with rounded
+            values, for weights that have none. Tied and sharded weights always keep theirs;
             :func:`describe` says so. Default ``"master"``, or for a converted model its current setting.
-        overrides: the precision, ``"fp8"`` or ``"bf16"``, of the products of some layers, where it is not the recipe's:
-            by ``fnmatch`` pattern on module paths, for all products or for some, as in ``{"blocks.0": "bf16",
-            "*.down": {"wgrad": "bf16"}}``. A pattern includes everything inside what it matches, and later ones win,
+        overrides: the precision, ``"fp8"`` or ``"bf16"``, of the products of some layers, in place of the recipe's: by
+            ``fnmatch`` pattern on module paths, for all products or for some, as in ``{"blocks.0": "bf16",
+            "*.down": {"wgrad": "bf16"}}``. A pattern also applies inside the modules that it matches; later ones win,
             product by product. A layer without a product in FP8 stays (or becomes again) plain. Default: none, or for a
             converted model its current precisions.
-        bf16_blocks: how many of the first and of the last blocks stay in bf16: of the longest ``nn.ModuleList`` that is
-            in no other one. Counts as the first of the overrides; of the two arguments, one alone replaces both.
+        bf16_blocks: how many of the first and of the last blocks stay in bf16, in the longest ``nn.ModuleList`` that is
+            not inside another. It applies before ``overrides``; passing either argument replaces both settings.
 
     Returns:
         The same object.
 
     Raises:
         ValueError: if nothing is left to convert, a pattern matches no module, a converted model has another recipe,
-            ``gemm``, ``min_features``, ``frozen_weights``, ``overrides`` or ``bf16_blocks`` has any other value, the
-            longest ``nn.ModuleList`` is not one alone or has fewer blocks, or a weight that is gathered in FP8 would be
-            multiplied in bf16.
+            ``gemm``, ``min_features``, ``frozen_weights``, ``overrides`` or ``bf16_blocks`` has an invalid value,
+            there is no single longest ``nn.ModuleList`` or it has fewer blocks, or a weight that is gathered in FP8
+            would be multiplied in bf16.
         TypeError: if a layer to convert has parameters that are not fp32, bf16 or fp16.
         RuntimeError: if a converted layer that would become plain again has been parametrized since.
 
@@ -106,7 +106,7 @@ def convert(
 
 
 def carry_out(plan: ConversionPlan) -> ScalingState:
-    """Convert what the plan has chosen, in place.
+    """Convert the layers that the plan has chosen, in place.
 
     Returns:
         The scaling state of the model.
@@ -128,8 +128,8 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
 def carry_out_for_run(plan: ConversionPlan, selects: bool) -> ScalingState:
     """Convert a model at the start of a run.
 
-    Converted by the user or by an earlier run, it stays as it is, unless the run ``selects`` layers. Only the GEMM
-    backend is always that of the plan.
+    If the user or an earlier run has converted it, its layers stay as they are, unless the run ``selects`` layers.
+    The GEMM backend and ``frozen_weights`` are always those of the plan.
 
     Returns:
         The scaling state of the model.
@@ -170,7 +170,7 @@ def give_settings(plan: ConversionPlan) -> None:
 def unconvert(module: ModuleT) -> ModuleT:
     """Make every converted layer a plain one again, in place. The scaling state is dropped.
 
-    Weights that were kept in FP8 only become plain parameters with rounded values, and a warning says so.
+    Weights that have no masters become plain parameters with rounded values, with a warning.
 
     Raises:
         RuntimeError: if a layer has been parametrized since it was converted; nothing is changed then.
@@ -193,14 +193,14 @@ def describe(
     bf16_blocks: tuple[int, int] | None = None,
     recipe: Recipe | None = None,
 ) -> list[Candidate]:
-    """A row for each layer that could run in FP8: converted, or why not. ``print(*describe(model), sep="\\n")``.
+    """A row for each layer that could run in FP8: whether it does, and why. ``print(*describe(model), sep="\\n")``.
 
     After them comes a row for each large parameter of 2 or more dimensions outside such layers and outside torch's
     embeddings, convolutions and normalisations, such as stacked experts of other libraries. A parameter is
-    large if it makes up at least 1% of the model, together with those of the same path in other layers of a stack.
+    large if it and those at the same path in other layers of a stack make up at least 1% of the model's parameters.
 
-    The row of a converted layer in a feed-forward block of a known form says whether the block runs as one in the
-    model's present mode, and otherwise why not.
+    The row of a converted layer in a feed-forward block of a known form says whether the block runs fused in the
+    model's current mode, and if not, why.
 
     The arguments are those of :func:`convert`; all but ``ignore_modules`` default to those of the last conversion.
     """
@@ -227,14 +227,14 @@ def scaling_state(module: nn.Module) -> ScalingState:
         ValueError: if the model is not converted, or consists of parts that were converted separately.
     """
     layers = list(named_modules(module))
-    # called at each step of a loop of one's own: most programs have imported neither
+    # custom loops call this at each step; most programs have imported neither library
     are_loaded = any(name in sys.modules for name in _OTHER_FP8)
     others = [path for path, layer in layers if are_loaded and type(layer).__module__.startswith(_OTHER_FP8)]
     if others:
         warn_once(
             f"{len(others)} layers ({', '.join(others[:3])}{', ...' if others[3:] else ''}) run in the FP8 of another"
             ' library, the others in that of lightning_fp8. `Accelerator(mixed_precision="fp8")` replaces converted'
-            ' layers so: choose "bf16" for FP8 by lightning_fp8 alone.'
+            ' layers like this: choose "bf16" for FP8 by lightning_fp8 alone.'
         )
     return state_of(module, (layer for _, layer in layers if isinstance(layer, Fp8Module)))
 

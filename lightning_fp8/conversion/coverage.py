@@ -1,4 +1,4 @@
-"""How much of a converted model runs in FP8, and its largest parts that do not."""
+"""How much of a converted model runs in FP8, and the largest parts that do not."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MOST_NAMED = 3
 
 
 def coverage(plan: ConversionPlan) -> str:
-    """How many layers of a converted model run in FP8, their share of its parameters, and the largest others.
+    """How many layers of a converted model run in FP8, their share of its parameters, and the largest other parts.
 
-    Each parameter counts once, tied ones too. The others are what :func:`lightning_fp8.describe` lists as not
-    converted, if at least 1% of the model's parameters; paths that differ only in numbers are combined, with ``*`` for
-    a number. Embeddings are not among them: they are looked up, not multiplied. Adapters of PEFT that stay out of
-    FP8 are counted by themselves.
+    Each parameter counts once, even if tied. The other parts are those that :func:`lightning_fp8.describe` lists as not
+    converted and that hold at least 1% of the model's parameters; paths that differ only in numbers are combined, with
+    ``*`` for the number. Embeddings are excluded: they are looked up, not multiplied. PEFT adapters that stay out of
+    FP8 are counted separately.
 
     Raises:
         ValueError: if the model is not converted.

@@ -1,4 +1,4 @@
-"""Single layers of a converted model that go on without FP8."""
+"""Moves single layers of a converted model out of FP8."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_fp8.conversion.convert import scaling_state
 def fall_back(module: nn.Module, name: str) -> None:
     """Run one layer's GEMMs without FP8 from its next forward on: in bf16 under autocast, else in its input's dtype.
 
-    The layer keeps its scales. Checkpoints record that it fell back. The way back is to convert the model anew.
+    The layer keeps its scales. Checkpoints record the fallback. To undo it, call ``unconvert`` and then ``convert``.
 
     Args:
         module: a converted model.
-        name: path of the layer; of an attention, that of one projection, such as ``"blocks.3.attn.in_proj"``.
+        name: path of the layer; for an attention, that of one projection, such as ``"blocks.3.attn.in_proj"``.
 
     Raises:
         ValueError: if the model is not converted, no converted layer has this name, or its weight is gathered in FP8.

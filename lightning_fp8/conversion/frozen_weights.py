@@ -16,7 +16,7 @@ from lightning_fp8.runtime.warn_once import warn_once
 
 
 def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
-    """Keep only the FP8 cast of all frozen weights of converted layers for which nothing speaks against it.
+    """Keep only the FP8 cast of the frozen weights of converted layers, except where that is not possible.
 
     Args:
         modules: all modules of the model.
@@ -38,7 +38,7 @@ def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
 
 
 def restore_masters(layers: Iterable[Fp8Module]) -> None:
-    """Give a master, with rounded values, to each weight that is kept in FP8 only. A warning says so."""
+    """Give a master, with rounded values, to each weight that is kept in FP8 only, with a warning."""
     layers = list(layers)
     rounded = what_was_rounded(weight for layer in layers for _, weight in layer.gemms())
     if rounded is not None:
@@ -53,7 +53,7 @@ def restore_masters(layers: Iterable[Fp8Module]) -> None:
 
 
 def notes_on_weights(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """For each converted layer of a model with ``frozen_weights="fp8"``, what became of its weights."""
+    """For each converted layer with ``frozen_weights="fp8"``, how its weights are kept."""
     uses = _uses(modules)
     return {
         layer: ", ".join(dict.fromkeys(_note(rows, weight, uses) for rows, weight in layer.gemms()))

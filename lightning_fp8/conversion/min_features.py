@@ -1,4 +1,4 @@
-"""The setting ``min_features``: the size from which a linear layer runs in FP8, as a number or by measurement."""
+"""The setting ``min_features``: the smallest size of a linear layer that runs in FP8, given or measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sizes(NamedTuple):
     """The sizes of one GEMM weight.
 
     Attributes:
-        inputs: K, what is summed over.
+        inputs: K, the dimension that is summed over.
         outputs: N.
     """
 
@@ -41,10 +41,10 @@ def check_min_features(value: Any) -> None:
 
 
 def as_number(min_features: MinFeatures) -> int:
-    """``"auto"`` as the number measured on the current CUDA device, or estimated; without a CUDA device as 0.
+    """The setting as a number: ``"auto"`` is measured or estimated for the current CUDA device, and 0 without one.
 
-    It is the current device, not the model's, because a model is converted before it is moved. An estimate gives one
-    warning.
+    It uses the current device, not the model's, because a model is converted before it is moved. An estimate warns
+    once.
 
     Raises:
         ValueError: for a value that :func:`check_min_features` refuses.
@@ -59,8 +59,9 @@ def as_number(min_features: MinFeatures) -> int:
     measured = gemm_table.min_features(gpu)
     if measured is None:
         warn_once(
-            f'`min_features="auto"` is {ESTIMATE} on {gpu}, an estimate from the speeds of an H200: from which size on'
-            " FP8 is faster is not measured on this GPU; `python -m lightning_fp8 tune --min-features` measures it."
+            f'`min_features="auto"` is {ESTIMATE} on {gpu}, an estimate from the speeds of an H200: the size from'
+            " which FP8 is faster has not been measured on this GPU; `python -m lightning_fp8 tune --min-features`"
+            " measures it."
         )
         return ESTIMATE
     return measured
@@ -80,6 +81,6 @@ def as_agreed_number(min_features: MinFeatures) -> int:
 
 
 def too_small(sizes: Sequence[Sizes], min_features: int) -> str | None:
-    """Which of a layer's weights are too small for FP8, as a reason not to convert it; None where none is."""
+    """Which of a layer's weights are too small for FP8, as a reason not to convert it; None if none are."""
     below = [str(one) for one in sizes if min(one) < min_features]
     return f"{' and '.join(below)}: below min_features={min_features}" if below else None

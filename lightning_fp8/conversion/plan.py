@@ -37,17 +37,17 @@ class NothingToConvertError(ValueError):
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What :func:`lightning_fp8.convert` makes of a model. :func:`conversion_plan` makes it, and changes nothing.
+    """What :func:`lightning_fp8.convert` will do to a model. :func:`conversion_plan` makes it and changes nothing.
 
     Attributes:
         modules: path and module of the model and of everything inside it, parents before children.
-        layers: those of them that do matrix multiplications.
-        large_parameters: each large matrix, or stack of matrices, that is in none of these layers, with its row.
+        layers: the modules that do matrix multiplications.
+        large_parameters: each large matrix, or stack of matrices, outside these layers, with its row.
         size: number of elements of all parameters; tied ones count once, those not initialised yet not at all.
         ignore_modules: patterns of the modules that will be plain.
-        overrides: patterns of the modules for whose layers this call chooses precisions of products.
+        overrides: patterns of the modules for which this call sets the precisions of products.
         recipe: the requested one, else that of the model, else the default.
-        settings: those of the layers, by the same rule.
+        settings: those of the layers, chosen by the same rule.
     """
 
     modules: tuple[tuple[str, nn.Module], ...]
@@ -66,12 +66,12 @@ class ConversionPlan:
 
     @property
     def converted(self) -> list[tuple[str, Fp8Module]]:
-        """Path and layer of each layer that is converted now, those that have fallen back among them."""
+        """Path and layer of each layer that is converted now, including those that have fallen back."""
         return [(one.path, one.layer) for one in self.layers if isinstance(one.layer, Fp8Module)]
 
     @property
     def restored(self) -> list[tuple[str, Fp8Module]]:
-        """Those of them that will be plain again."""
+        """Path and layer of each converted layer that will be plain again."""
         return [(one.path, one.layer) for one in self.layers if not one.becomes and isinstance(one.layer, Fp8Module)]
 
     @property
@@ -116,8 +116,8 @@ class ConversionPlan:
         recipe = self.recipe
         if recipe.own.blocks and self.settings.frozen_weights == "fp8":
             raise ValueError(
-                f"`frozen_weights='fp8'` keeps one scale for each weight, and {recipe} gives each block of it a scale"
-                " of its own. Leave the argument out, or use another recipe."
+                f"`frozen_weights='fp8'` keeps one scale for each weight, but {recipe} has one scale for each block"
+                " of it. Leave the argument out, or use another recipe."
             )
         for path, layer in self.converted:
             existing = layer.scaling_state.recipe
@@ -134,7 +134,7 @@ class ConversionPlan:
                     rows.switch.check_may_fall_back(rows.name)
 
     def _of_what_size(self) -> str:
-        """The end of the message that FP8 needs a linear layer: it names the largest of those that are too small."""
+        """The end of the message that FP8 needs a linear layer; it names the largest layer that is too small."""
         small = [(one.path, min(sizes(one.layer), key=min)) for one in self.layers if one.is_too_small]
         if not small:
             return "."
@@ -157,13 +157,13 @@ def conversion_plan(
     bf16_blocks: tuple[int, int] | None = None,
     default: type[Recipe] = DelayedScaling,
 ) -> ConversionPlan:
-    """Scan a model. The arguments are those of :func:`lightning_fp8.convert`, and which recipe a plain model gets.
+    """Scan a model. The arguments are those of :func:`lightning_fp8.convert`, and the default recipe of a plain model.
 
     Raises:
         ValueError: for an invalid ``gemm``, ``min_features``, ``frozen_weights``, ``overrides`` or ``bf16_blocks``;
             :meth:`ConversionPlan.check` raises all other errors.
-        TypeError: for another kind of recipe, if ``ignore_modules`` is not a sequence of strings, or ``overrides`` no
-            mapping of them.
+        TypeError: for another kind of recipe, if ``ignore_modules`` is not a sequence of strings, or ``overrides`` is
+            not a mapping of them.
     """
     check_frozen_weights(frozen_weights)
     if gemm is not None:
@@ -186,7 +186,7 @@ def conversion_plan(
         raise TypeError(f"`recipe` must be {KINDS}, got {type(recipe).__name__}: {recipe!r}.")
     products = products_in_bf16(modules, recipe, settings.overrides)
     if not chooses_products:
-        # the patterns may be of paths in a larger model
+        # the patterns may refer to paths in a larger model
         products |= {layer: (layer.in_bf16, "") for _, layer in modules if isinstance(layer, Fp8Module)}
     parameters = (parameter for _, layer in modules for parameter in layer.parameters(recurse=False))
     elements = {parameter: 0 if is_lazy(parameter) else parameter.numel() for parameter in parameters}

@@ -1,4 +1,4 @@
-"""Which layers of a model a conversion takes, and why it leaves the others."""
+"""Which layers of a model are converted, and why the others are not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IN_ADAPTER = "belongs to an adapter of PEFT: pass `adapters=True` to convert it
 
 
 class PlannedLayer(NamedTuple):
-    """A layer that does matrix multiplications, and what a conversion makes of it.
+    """A layer that does matrix multiplications, and what a conversion does to it.
 
     Attributes:
         path: module path.
@@ -29,7 +29,7 @@ class PlannedLayer(NamedTuple):
         becomes: its class after the conversion; None if it will be plain.
         reason: why it stays plain, or becomes plain again; None for a layer to convert.
         in_bf16: its products that do not run in FP8 even if it is converted.
-        is_too_small: whether that reason is ``min_features``.
+        is_too_small: whether the reason is ``min_features``.
         in_adapter: whether it belongs to an adapter of PEFT, converted or not.
     """
 
@@ -54,7 +54,7 @@ def planned_layers(
         modules: path and module of the model and of everything inside it.
         ignore_modules: patterns.
         settings: of the layers.
-        products: by layer, its products in bf16, and what has put them there.
+        products: by layer, its products in bf16, and the setting that put them there.
     """
     classes = fp8_classes(layer for _, layer in modules)
     routers = set(find_routers(layer for _, layer in modules))

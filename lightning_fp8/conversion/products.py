@@ -1,4 +1,4 @@
-"""Which products of which layers run in bf16: by the recipe, ``bf16_blocks`` and ``overrides``."""
+"""Which products of which layers run in bf16, as set by the recipe, ``bf16_blocks`` and ``overrides``."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def as_bf16_blocks(value: Any) -> tuple[int, int]:
 def all_overrides(
     modules: Sequence[tuple[str, nn.Module]], overrides: Overrides, bf16_blocks: tuple[int, int]
 ) -> tuple[Override, ...]:
-    """In the order in which they apply: ``bf16_blocks``, then ``overrides``.
+    """All overrides in the order in which they apply: ``bf16_blocks``, then ``overrides``.
 
     Raises:
-        TypeError, ValueError: for invalid ones; where there is no single list of so many blocks.
+        TypeError, ValueError: for invalid ones, or if there is no single longest list with enough blocks.
     """
     by_blocks = _of_blocks(modules, as_bf16_blocks(bf16_blocks))
     by_pattern = as_overrides(overrides).items()
@@ -82,7 +82,7 @@ def all_overrides(
 def products_in_bf16(
     modules: Sequence[tuple[str, nn.Module]], recipe: Recipe, overrides: Sequence[Override]
 ) -> dict[nn.Module, tuple[tuple[Product, ...], str]]:
-    """By module, the products in bf16 of the layer that it is, or of those inside it, and what has put them there.
+    """By module, the products in bf16 of it or of the layers inside it, and the setting that put them there.
 
     Later overrides win over earlier ones, product by product.
     """
@@ -100,7 +100,7 @@ def _of_blocks(modules: Sequence[tuple[str, nn.Module]], bf16_blocks: tuple[int,
     if not first + last:
         return
     lists = {path: module for path, module in modules if isinstance(module, nn.ModuleList)}
-    # such as the experts of each block
+    # nested modules, such as the experts of each block
     inside = {part for module in lists.values() for block in module for part in block.modules()}
     lengths = {path: len(module) for path, module in lists.items() if module not in inside}
     most = max(lengths.values(), default=0)
@@ -110,7 +110,7 @@ def _of_blocks(modules: Sequence[tuple[str, nn.Module]], bf16_blocks: tuple[int,
         raise ValueError(f"{asked}: {type(modules[0][1]).__name__} has no `nn.ModuleList` of blocks. {instead}")
     if len(longest) > 1:
         raise ValueError(
-            f"{asked} is of the longest `nn.ModuleList`, and {len(longest)} have {most} blocks:"
+            f"{asked} applies to the longest `nn.ModuleList`, but {len(longest)} have {most} blocks:"
             f" {', '.join(map(repr, longest))}. {instead}"
         )
     (path,) = longest

@@ -1,4 +1,4 @@
-"""The rows of :func:`lightning_fp8.describe`: of layers, and of large parameters that belong to none."""
+"""The rows of :func:`lightning_fp8.describe`: layers, and large parameters outside of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.paths import numbered
 
-# the smallest share of the model's parameters that is worth naming where it is not in FP8
+# the smallest share of the model's parameters that is reported if it is not in FP8
 LARGE_SHARE = 0.01
 # lookups, convolutions, and the normalisations whose parameters can have 2 dimensions: none is a matrix product
 _WITHOUT_GEMMS = (nn.Embedding, nn.EmbeddingBag, _ConvNd, nn.LayerNorm, nn.RMSNorm)
@@ -26,7 +26,7 @@ _WITHOUT_GEMMS = (nn.Embedding, nn.EmbeddingBag, _ConvNd, nn.LayerNorm, nn.RMSNo
 class Candidate(NamedTuple):
     """A row of :func:`lightning_fp8.describe`: a layer that does matrix multiplications, and whether they run in FP8.
 
-    Or a large parameter of another module, which FP8 does not reach.
+    It may also be a large parameter of another module, which stays out of FP8.
 
     Attributes:
         path: module path, as ``ignore_modules`` patterns see it; for a parameter, its name in the model.
@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
 
 
 def row_of(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
-    """A layer's row, with what is to be said of its fused block and of its weights."""
+    """A layer's row, with the remarks on its fused block and on its weights."""
     layer, in_bf16 = one.layer, f"{' and '.join(one.in_bf16)} in bf16" if one.in_bf16 else ""
     if not isinstance(layer, Fp8Module):
         then = f"; then {in_bf16}" if in_bf16 else ""

@@ -1,9 +1,8 @@
 """Finds converted layers that are given the same tensor, such as the projections of an attention.
 
-Conversion does not run a model, so the source of the forward that calls the layers has to show it: ``self.<layer>(x)``
-several times in one straight line, with one local name ``x``, or :func:`lightning_fp8.feed_forward` with two of them.
-In between nothing assigns ``x``, gives it to any other
-function, or changes any tensor in place.
+Conversion does not run the model, so it reads the source of the ``forward`` that calls the layers: straight-line code
+that calls ``self.<layer>(x)`` several times with one local name ``x``, or :func:`lightning_fp8.feed_forward` with two
+layers. Between the calls, nothing may assign ``x``, pass it to another function, or change any tensor in place.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from lightning_fp8.modules.fused_blocks import plain_class
 from lightning_fp8.modules.shared_input import SharedInput
 from lightning_fp8.modules.straight_line import parsed
 
-# what runs less often, more often or later than the code around it
+# code that may run less often, more often or later than the code around it
 _BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
 _NOT_ALWAYS = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-# these may assign names that are no `ast.Name`
+# these may assign names without an `ast.Name` node
 _MAY_CHANGE_ANYTHING = (ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.AugAssign)
 
 
@@ -41,13 +40,12 @@ class _Call(NamedTuple):
 
 
 class _Change(NamedTuple):
-    # None: of any tensor, in place
+    # None: an in-place change of any tensor
     name: str | None
 
 
 def share_inputs(modules: Sequence[nn.Module]) -> None:
-    """Let the converted layers of a model that are given the same tensor share its cast, as :func:`find_shared_inputs`
-    finds them, and no others.
+    """Let converted layers that get the same tensor share its cast: the groups of :func:`find_shared_inputs` only.
 
     Args:
         modules: the model and everything inside it; its converted layers have one scaling state.
@@ -67,9 +65,9 @@ def share_inputs(modules: Sequence[nn.Module]) -> None:
 
 
 def find_shared_inputs(modules: Iterable[nn.Module]) -> list[list[Fp8Module]]:
-    """The groups of converted layers that are given the same tensor, each in the order of the calls.
+    """The groups of converted layers that get the same tensor, each in call order.
 
-    A layer in several places of the model is in none of them, nor is one that its parent may call elsewhere. A layer
+    A layer in several places of the model is in no group, nor is one that its parent may call elsewhere. A layer
     with LoRA adapters is called through its wrapper.
 
     Args:
@@ -88,7 +86,7 @@ def find_shared_inputs(modules: Iterable[nn.Module]) -> list[list[Fp8Module]]:
             and own_class(layer) in kinds
             and places[child] == places[layer] == 1
         }
-        # a forward that was replaced on the object has another source
+        # a forward replaced on the object has different source code
         if len(layers) < 2 or "forward" in vars(parent):
             continue
         for names in _calls_of_one_name(plain_class(parent).forward):
@@ -100,7 +98,7 @@ def find_shared_inputs(modules: Iterable[nn.Module]) -> list[list[Fp8Module]]:
 
 @functools.cache
 def _calls_of_one_name(forward: Callable[..., Any]) -> list[list[str]]:
-    """Attributes of ``self`` that a function calls with the same name as their only argument, by group."""
+    """Groups of attributes of ``self`` that a function calls with the same local name as their only argument."""
     tree = parsed(inspect.unwrap(forward))
     function = None if tree is None else next((part for part in tree.body if isinstance(part, ast.FunctionDef)), None)
     parts = [] if function is None else list(ast.walk(function))
@@ -122,7 +120,7 @@ def _calls_of_one_name(forward: Callable[..., Any]) -> list[list[str]]:
 
 
 def _groups(block: Sequence[ast.stmt], own: str) -> Iterator[list[str]]:
-    """The layers called in a block and in those inside it, by argument."""
+    """The layers called in a block and in its nested blocks, grouped by argument."""
     found: dict[str, list[str]] = {}
     for statement in block:
         for inner in _inner_blocks(statement):
@@ -147,7 +145,7 @@ def _inner_blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
 
 
 def _events(node: ast.AST, own: str, always: bool = True) -> Iterator[_Call | _Change]:
-    """What a piece of code does, in the order in which it runs; of code that may not run exactly once, the changes."""
+    """The calls and changes of a piece of code, in execution order; only its changes if it may not run exactly once."""
     always = always and not isinstance(node, (*_BLOCKS, *_NOT_ALWAYS))
     # a value is computed before its targets are assigned
     for child in sorted(ast.iter_child_nodes(node), key=lambda child: child is not getattr(node, "value", None)):
@@ -165,7 +163,7 @@ def _events(node: ast.AST, own: str, always: bool = True) -> Iterator[_Call | _C
 
 
 def _calls_of_layers(call: ast.Call, own: str) -> list[_Call]:
-    """Of ``self.<layer>(<name>)``, and of the two layers of ``feed_forward((self.<gate>, self.<up>), ..., <name>)``."""
+    """The call ``self.<layer>(<name>)``, or the two in ``feed_forward((self.<gate>, self.<up>), ..., <name>)``."""
     function, arguments = call.func, call.args
     if call.keywords or not arguments or not isinstance(arguments[-1], ast.Name):
         return []
@@ -179,7 +177,7 @@ def _calls_of_layers(call: ast.Call, own: str) -> list[_Call]:
 
 
 def _names_among_arguments(call: ast.Call) -> Iterator[str]:
-    """Names of what any other function is given, which it may change."""
+    """Names that are passed to any other function, which may change their tensors."""
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
     while given:
         argument = given.pop()
@@ -197,7 +195,7 @@ def _is_in_place(call: ast.Call) -> bool:
 
 
 def _is_place(node: ast.AST, own: str) -> bool:
-    """Whether it is assigned to or deleted as an element of a tensor, or as an attribute of anything but ``self``."""
+    """Whether a node assigns or deletes an element of a tensor, or an attribute of anything but ``self``."""
     if isinstance(node, ast.Attribute) and _is_name(node.value, own):
         return False
     return isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load)

@@ -1,4 +1,4 @@
-"""Models and data to try the package with; ordinary Lightning classes that know nothing of FP8."""
+"""Example models and data: ordinary Lightning classes without FP8 code."""
 
 from lightning_fp8.examples.byte_gpt import ByteGPT
 from lightning_fp8.examples.classifiers import EncoderClassifier, VisionTransformer

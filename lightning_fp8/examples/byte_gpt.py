@@ -18,10 +18,10 @@ VOCABULARY = 256
 
 
 class ByteGPT(LightningModule):
-    """A decoder-only transformer that predicts the next byte. The defaults make 0.9 million parameters.
+    """A decoder-only transformer that predicts the next byte. The defaults give 0.9 million parameters.
 
-    ``layers * (12 * width**2 + 13 * width) + (2 * 256 + context + 2) * width`` parameters: the blocks are
-    GPT-2's, and the embedding of 256 byte values is small. The weight of ``head`` is not shared with it.
+    It has ``layers * (12 * width**2 + 13 * width) + (2 * 256 + context + 2) * width`` parameters: the blocks are
+    GPT-2's, and the embedding of 256 byte values is small. ``head`` does not share the embedding's weight.
 
     Args:
         layers: number of blocks.
@@ -30,12 +30,12 @@ class ByteGPT(LightningModule):
         context: longest input, in bytes.
         learning_rate: peak of AdamW's learning rate; linear warm-up, then cosine down to a tenth at the last step.
         warmup_steps: optimizer steps of warm-up.
-        checkpoint_activations: keep only the inputs of blocks for backward, and compute a block again there.
-        create_on_device: create the parameters in ``configure_model``, which a Trainer calls: on its device and in the
-            dtype of its precision from the start, not on the CPU in fp32 by the constructor.
+        checkpoint_activations: keep only the inputs of blocks for backward, which recomputes each block.
+        create_on_device: create the parameters in ``configure_model``, on the Trainer's device and in its precision's
+            dtype from the start, rather than in the constructor, on the CPU in fp32.
 
     Raises:
-        ValueError: if ``width`` is no multiple of ``heads``.
+        ValueError: if ``width`` is not a multiple of ``heads``.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ByteGPT(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Create the parameters where Lightning says, if the constructor has not; once, whatever runs follow."""
+        """Create the parameters, if the constructor has not; only once, however many runs follow."""
         if not hasattr(self, "blocks"):
             self._create()
 

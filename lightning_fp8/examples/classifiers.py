@@ -15,7 +15,7 @@ from lightning_fp8.examples.transformer_block import Block, check_heads, initial
 
 
 class Classifier(LightningModule):
-    """How a model of images ``[batch, height, width]`` -> logits ``[batch, classes]`` trains; subclasses are models.
+    """Base class for training a model of images ``[batch, height, width]`` -> logits ``[batch, classes]``.
 
     Logs ``train_loss``, ``val_loss`` (cross-entropy, nats) and ``val_accuracy`` (share of images).
     """
@@ -44,9 +44,9 @@ class Classifier(LightningModule):
 
 
 class EncoderClassifier(Classifier):
-    """``nn.TransformerEncoder`` over an image's rows, one token each; the mean of its outputs is classified.
+    """``nn.TransformerEncoder`` over an image's rows, one token each; the head classifies the mean of its outputs.
 
-    The defaults make 0.1 million parameters.
+    The defaults give 0.1 million parameters.
 
     Args:
         size: edge of an image in pixels.
@@ -59,7 +59,7 @@ class EncoderClassifier(Classifier):
         warmup_steps: optimizer steps of warm-up.
 
     Raises:
-        ValueError: if ``width`` is no multiple of ``heads``.
+        ValueError: if ``width`` is not a multiple of ``heads``.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class EncoderClassifier(Classifier):
         check_heads("EncoderClassifier", width, heads)
         self.save_hyperparameters()
         self.embedding = nn.Linear(size, width)
-        # about as large as an embedded row: what a row means depends on where it is
+        # about as large as an embedded row, as the meaning of a row depends on its position
         self.positions = nn.Parameter(0.5 * torch.randn(size, width))
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, "gelu", batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers)
@@ -90,9 +90,9 @@ class EncoderClassifier(Classifier):
 
 
 class VisionTransformer(Classifier):
-    """Square patches of a one-channel image, embedded by a linear layer, through blocks; a class token is classified.
+    """A transformer over square patches of a one-channel image, embedded by a linear layer, with a class token.
 
-    The defaults make 0.8 million parameters.
+    The defaults give 0.8 million parameters.
 
     Args:
         size: edge of an image in pixels, a multiple of ``patch``.
@@ -105,7 +105,7 @@ class VisionTransformer(Classifier):
         warmup_steps: optimizer steps of warm-up.
 
     Raises:
-        ValueError: if ``width`` is no multiple of ``heads``, or ``size`` none of ``patch``.
+        ValueError: if ``width`` is not a multiple of ``heads``, or ``size`` not a multiple of ``patch``.
     """
 
     def __init__(

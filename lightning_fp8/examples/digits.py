@@ -18,7 +18,7 @@ class Digits(LightningDataModule):
     Pixels are in [-1, 1]. Every fourth image, 449 of them, is held out for validation.
 
     Args:
-        size: edge of an image in pixels; 8 as they come, more by bilinear interpolation.
+        size: edge of an image in pixels; the originals have 8, other sizes are interpolated bilinearly.
         batch_size: images per batch.
     """
 

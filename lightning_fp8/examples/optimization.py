@@ -11,8 +11,8 @@ from torch import nn
 
 
 def adamw(module: nn.Module, learning_rate: float, device: torch.device) -> torch.optim.AdamW:
-    """Over all parameters, which are on this device."""
-    # on a GPU one kernel for many parameters, in place of several for each operation
+    """AdamW over all parameters, which are on this device."""
+    # on a GPU, one fused kernel updates many parameters
     fused = device.type == "cuda" or None
     return torch.optim.AdamW(module.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=fused)
 
@@ -21,7 +21,7 @@ def adamw_with_cosine(module: LightningModule, learning_rate: float, warmup_step
     """What ``configure_optimizers`` returns: AdamW, linear warm-up, then a cosine down to a tenth at the last step.
 
     Args:
-        module: whose parameters are trained; its Trainer knows how many steps there are.
+        module: whose parameters are trained; its Trainer knows the number of steps.
         learning_rate: peak.
         warmup_steps: optimizer steps of warm-up.
     """

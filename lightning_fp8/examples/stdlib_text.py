@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the source of Python's own standard library."""
+"""Real text that comes with Python: the source of its standard library."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class StdlibText(LightningDataModule):
 
     Every tenth file, in alphabetical order, is held out for validation.
 
-    There are 4.7 million bytes in the single modules of Python 3.11. With its packages there are 31 million, or 11
-    million where they come without their tests, as from Debian. A model of 124 million parameters reads 33 million in
-    2,000 steps of 16 windows of 1,024 bytes: these once, or three times.
+    Python 3.11's top-level modules have 4.7 million bytes. With its packages there are 31 million, or 11 million where
+    they come without their tests, as from Debian. A model of 124 million parameters reads 33 million bytes in 2,000
+    steps of 16 windows of 1,024 bytes: the text about once, or three times.
 
     Args:
         context: input length of the model, in bytes; a window has one more, the last target.
         batch_size: windows per batch.
         val_windows: windows in the validation set, taken evenly from the held-out files.
         max_bytes: read at most this much training text.
-        packages: read the modules inside packages too, not the single ones alone.
+        packages: also read the modules inside packages, not only top-level modules.
 
     Raises:
-        RuntimeError: where Python came without the source of its library.
+        RuntimeError: if Python came without the source of its library.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StdlibText(LightningDataModule):
 def _files(library: Path) -> Iterator[Path]:
     yield from library.glob("*.py")
     for folder in library.iterdir():
-        # what was installed there is no part of the library
+        # installed packages are not part of the library
         if folder.is_dir() and folder.name not in ("site-packages", "dist-packages"):
             yield from folder.rglob("*.py")
 

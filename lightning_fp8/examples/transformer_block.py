@@ -47,7 +47,7 @@ def check_heads(model: str, width: int, heads: int) -> None:
 
 
 def initialize(model: nn.Module) -> None:
-    """GPT-2's initialization: standard deviation 0.02, those into the residual stream ``0.02 / sqrt(2 * blocks)``."""
+    """GPT-2's initialization: weights have standard deviation 0.02, output projections ``0.02 / sqrt(2 * blocks)``."""
     model.apply(_initialize)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:

@@ -51,7 +51,7 @@ def check_dtypes(file: Path, tensors: Tensors) -> None:
 
 
 def check_scales(file: Path, in_fp8: Sequence[str], tensors: Tensors, dynamic: bool) -> None:
-    """Each FP8 weight has a scale, a single valid number; its input has one unless it is scaled by its own values."""
+    """Each FP8 weight has a scale, a single valid number, and so has its input unless scaled by its own values."""
     if dynamic:
         of_inputs = (name for weight in in_fp8 for name in scale_names(weight)[1:] if name in tensors)
         _refuse(file, "are static scales, where the config has activation_scheme='dynamic'", of_inputs)
@@ -120,7 +120,7 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, bool, bool, bool]:
 
 
 def check_convertible(file: Path, model: nn.Module, gemms: Gemms, plain: Sequence[str]) -> None:
-    """Each of these GEMMs belongs to a layer that is converted when the layers that ``plain`` matches are left out.
+    """Each of these GEMMs belongs to a layer that is converted if the layers that ``plain`` matches are left out.
 
     Raises:
         ValueError: for any other GEMM, and for a shared layer with different scales under its names.
@@ -141,7 +141,7 @@ def check_convertible(file: Path, model: nn.Module, gemms: Gemms, plain: Sequenc
 
 
 def check_values(file: Path, own: Tensors, tensors: Tensors, gemms: Gemms) -> None:
-    """In the model's dtypes, weights keep their values and are cast to the codes that they came from."""
+    """In the model's dtypes, weights keep their values and are cast back to the codes of the file."""
     _refuse(
         file,
         "do not keep the values of the file in the model's dtype (call `model.float()` first)",
@@ -171,7 +171,7 @@ def check_values(file: Path, own: Tensors, tensors: Tensors, gemms: Gemms) -> No
 
 
 def rounded_again(own: Tensors, tensors: Tensors, gemms: Gemms) -> list[str]:
-    """Weights that are not cast to the codes that they came from, because these do not reach the largest code."""
+    """Weights that are not cast back to the codes of the file, because these do not reach the largest code."""
     held = {
         name: _held(own[name], dequantized(name, tensors, gemms))
         for name, scales in gemms.items()

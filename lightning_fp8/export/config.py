@@ -33,13 +33,13 @@ _METHOD_OF_BLOCKS = {**_DYNAMIC, "weight_block_size": [BLOCK, BLOCK]}
 def config_of(
     model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | None, of: Scales | OwnScaling
 ) -> dict[str, Any]:
-    """The Hugging Face config where the model has one, and ``quantization_config``.
+    """The Hugging Face config, if the model has one, with ``quantization_config`` added.
 
     Args:
         model: the converted model.
         in_fp8: names of the weights that are FP8 in the file.
         dtype: of the other weights; None if they keep the dtype in which they are stored.
-        of: the scales of any of its layers in FP8.
+        of: the scales of any FP8 layer of the model.
     """
     root = _without_wrappers(model)
     to_dict = getattr(getattr(root, "config", None), "to_dict", None)
@@ -57,7 +57,7 @@ def config_of(
 
 
 def is_dynamic(folder: Path) -> bool:
-    """Whether inputs are scaled by their own values, by a config that describes an FP8 model with scales per tensor.
+    """Whether the config of an FP8 model with one scale per tensor has inputs scaled by their own values.
 
     Raises:
         FileNotFoundError: if there is no ``config.json``.
@@ -97,7 +97,7 @@ def _without_wrappers(model: nn.Module) -> nn.Module:
 
 
 def _plain_layers(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
-    """Paths of the linear layers whose weights are not FP8 in the file; of an attention ``<path>.<projection>``."""
+    """Paths of the linear layers whose weights are not FP8 in the file; for an attention, ``<path>.<projection>``."""
     plain: list[str] = []
     for path, layer, *_ in conversion_plan(model).layers:
         gemms: Iterable[str] = ("",)

@@ -1,24 +1,24 @@
 """The layout of exported models: files, names of tensors, and the exact scales in the metadata.
 
-What vLLM reads for ``quant_method: fp8`` with ``activation_scheme: static``, one FP8 matrix and two numbers per layer:
+For ``quant_method: fp8`` with ``activation_scheme: static`` vLLM reads one FP8 matrix and two numbers per layer:
 
 ========================  =====================  ==========================================================
 ``<layer>.weight``        float8_e4m3fn [N, K]   codes; the weight is ``code * weight_scale``
-``<layer>.weight_scale``  float32 []             reciprocal of the state's scale of the weight
-``<layer>.input_scale``   float32 []             the same of the input: ``code = sat(x / input_scale)``
+``<layer>.weight_scale``  float32 []             reciprocal of the weight's scale in the state
+``<layer>.input_scale``   float32 []             the same for the input: ``code = sat(x / input_scale)``
 ========================  =====================  ==========================================================
 
 Layers that keep their weights under other names follow one rule, see :func:`scale_names`; ``Conv1D`` keeps its
 ``[K, N]``, as vLLM's GPT-2 expects.
 
-Of a model with current scaling, with ``activation_scheme: dynamic``, there is no ``input_scale``: readers scale an
-input by its own values.
+A model with current scaling has ``activation_scheme: dynamic`` and no ``input_scale``: readers scale an input by its
+own values.
 
-Of a model in blocks, with ``activation_scheme: dynamic`` and ``weight_block_size: [128, 128]``:
+A model with block scaling has ``activation_scheme: dynamic`` and ``weight_block_size: [128, 128]``:
 
 ==============================  =======================================  ======================================
-``<layer>.weight``              float8_e4m3fn [N, K]                     codes; a square is ``code * scale_inv``
-``<layer>.weight_scale_inv``    float32 [ceil(N / 128), ceil(K / 128)]   what the codes of each square are times
+``<layer>.weight``              float8_e4m3fn [N, K]                     codes; a block is ``code * scale_inv``
+``<layer>.weight_scale_inv``    float32 [ceil(N / 128), ceil(K / 128)]   multiplier of each block's codes
 ==============================  =======================================  ======================================
 
 Sources: vllm-project/vllm, ``model_executor/layers/quantization/fp8.py`` (``Fp8Config``, ``Fp8LinearMethod``) and
@@ -53,9 +53,9 @@ SCALE_RULE = "a finite number above 0 in float32, and so must be its reciprocal"
 
 
 class Scales(NamedTuple):
-    """Multipliers before the cast of a GEMM's operands, each ``[] float32`` on the CPU.
+    """Multipliers of a GEMM's operands before the cast, each ``[] float32`` on the CPU.
 
-    That of the input is None if it is scaled by its own values.
+    The input's is None if the input is scaled by its own values.
     """
 
     weight: Tensor
@@ -63,7 +63,7 @@ class Scales(NamedTuple):
 
     @property
     def static(self) -> dict[str, Tensor]:
-        """Those that there are, by the names of their fields."""
+        """The scales that are not None, by field name."""
         return {role: scale for role, scale in self._asdict().items() if scale is not None}
 
 
@@ -83,7 +83,7 @@ def scale_names(weight: str) -> tuple[str, str]:
 
 
 def in_file(name: str, weight: Tensor, scales: Scales | OwnScaling) -> tuple[Tensor, dict[str, Tensor]]:
-    """The codes of a weight, and by name the scales that the file has with it: static ones, or those of its blocks."""
+    """The codes of a weight, and by name the scales stored with it: static ones, or those of its blocks."""
     if isinstance(scales, Scales):
         found = zip(scale_names(name), (scale.reciprocal() for scale in scales.static.values()))
         return codes_of(weight, scales.weight), dict(found)
@@ -93,7 +93,7 @@ def in_file(name: str, weight: Tensor, scales: Scales | OwnScaling) -> tuple[Ten
 
 
 def joined(*parts: str) -> str:
-    """Parts of a name with dots between them, without the empty ones."""
+    """The nonempty parts of a name, joined by dots."""
     return ".".join(filter(None, parts))
 
 
@@ -152,7 +152,7 @@ def memory_of(tensor: Tensor) -> Hashable:
 def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
     """``sat(weight * scale)`` as ``float8_e4m3fn`` on the CPU, in the weight's own shape; scale ``[] float32``.
 
-    The codes of a weight that is kept in FP8 only are written as they are.
+    A weight kept only in FP8 keeps its codes if it has this scale.
     """
     if isinstance(weight, FrozenWeight):
         if weight.is_fp8 and torch.equal(weight.scale_inv, scale.to(weight.device).reciprocal()):
@@ -165,7 +165,7 @@ def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def to_metadata(gemms: Mapping[str, Scales | OwnScaling | None]) -> dict[str, str]:
-    """The exact static scales: ``1 / (1 / scale)`` may differ in the last bit. See :func:`from_metadata`."""
+    """The exact static scales, because ``1 / (1 / scale)`` may differ in the last bit. See :func:`from_metadata`."""
     if any(isinstance(scales, OwnScaling) for scales in gemms.values()):
         return {"format": "pt"}
     scales = {
@@ -176,9 +176,9 @@ def to_metadata(gemms: Mapping[str, Scales | OwnScaling | None]) -> dict[str, st
 
 
 def from_metadata(metadata: Mapping[str, str] | None, dynamic: bool) -> dict[str, Scales | None] | None:
-    """What :func:`to_metadata` has written; None for a file that this package did not export.
+    """The scales that :func:`to_metadata` has written; None for a file that this package did not export.
 
-    With ``dynamic`` inputs have no scales.
+    If ``dynamic``, inputs have no scales.
 
     Raises:
         ValueError: for anything else under the same key; the message says what is wrong.
@@ -219,14 +219,14 @@ def is_scale(scale: Tensor) -> bool:
 
 
 def scales_of(weight: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """The scales of a weight and, if there is one, of its input as they are in a file, ``[] float32`` each."""
+    """The scales stored in a file for a weight and, if present, for its input, ``[] float32`` each."""
     return [tensors[name].float().reshape(()) for name in scale_names(weight) if name in tensors]
 
 
 def dequantized(name: str, tensors: Mapping[str, Tensor], gemms: Gemms) -> Tensor:
     """A tensor of a file; for an FP8 tensor ``code * weight_scale`` in fp32.
 
-    Its largest codes become the amax from which its scale was computed, so that a cast gives the same scale again.
+    The largest codes become the amax from which its scale was computed, so that a cast gives the same scale again.
     """
     tensor, scales = tensors[name], gemms.get(name)
     if tensor.dtype != E4M3.dtype or scales is None:
@@ -237,7 +237,7 @@ def dequantized(name: str, tensors: Mapping[str, Tensor], gemms: Gemms) -> Tenso
 
 
 def amax_of_scale(scale: Tensor) -> Tensor:
-    """An amax, ``[] float32``, that gives this scale; of several, one that bf16 or fp16 represents exactly."""
+    """An amax, ``[] float32``, that gives this scale, preferably one that bf16 or fp16 represents exactly."""
     below = above = nearest = (E4M3.max / scale.double()).float()
     near = [nearest]
     for _ in range(4):

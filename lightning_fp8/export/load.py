@@ -1,4 +1,4 @@
-"""Loading of an exported model, to evaluate it with the outputs that it had."""
+"""Loads an exported model for evaluation, with the outputs that it had."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from lightning_fp8.scaling.state import tensor_name
 
 
 def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Read what :func:`lightning_fp8.export` has written into a model of the same architecture, for evaluation.
+    """Load an export of :func:`lightning_fp8.export` into a model of the same architecture, for evaluation.
 
-    The layers that ran in FP8 when the model was exported are converted, and only these; those that had fallen back do
-    so again. The weight of an FP8 layer becomes ``code * weight_scale``, and its cast, with the scale of its own amax,
-    gives the same codes. In ``eval()`` and under the same autocast the outputs are bit-identical to those of the
-    exported model, if it was exported in its own dtypes. Files that others wrote in the same layout are read too; their
-    scales are ``1 / weight_scale`` and ``1 / input_scale``, accurate up to the last bit. If the codes of such a
+    The layers that ran in FP8 when the model was exported are converted, and only these; those that had fallen back
+    fall back again. The weight of an FP8 layer becomes ``code * weight_scale``, and its cast, with the scale of its own
+    amax, gives the same codes. In ``eval()`` and under the same autocast the outputs are bit-identical to those of the
+    exported model, if it was exported in its own dtypes. Files of other programs in the same layout are read too;
+    their scales are ``1 / weight_scale`` and ``1 / input_scale``, accurate up to the last bit. If the codes of such a
     weight do not reach the largest one, 448, the weight is rounded a second time, with a warning.
 
     An input's scale is used only with a history, so each input gets a history of one entry: the amax of its scale.
-    Training may continue from there. Where the file has no scales of inputs (``activation_scheme: dynamic``), a plain
+    Training may continue from there. If the file has no input scales (``activation_scheme: dynamic``), a plain
     model is converted with :class:`~lightning_fp8.CurrentScaling`.
 
     Args:
@@ -161,7 +161,7 @@ def _set_scales(model: nn.Module, gemms: Gemms) -> None:
 
 
 def _entry(scale: Tensor | None, margin: float) -> dict[str, Tensor]:
-    """A tensor's part of the scaling state's ``state_dict``, without a history for None.
+    """A tensor's part of the scaling state's ``state_dict``, without a history if ``scale`` is None.
 
     The history is the amax from which ``update`` would have computed this scale, up to rounding: the cast uses the
     scale itself, and checks only whether there is a history.

@@ -1,7 +1,7 @@
 """The package's operators in ONNX, for models in evaluation: casts, GEMMs, and the activations of fused blocks.
 
-A payload is a tensor of type FLOAT8E4M3FN, and everything between two of them is computed in fp32, rounded where the
-operators round. What only backward reads is left to the removal of dead code.
+Payloads are tensors of type FLOAT8E4M3FN. Everything between them is computed in fp32, rounded where the operators
+round. Results that only backward reads are removed as dead code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_fp8.ops.operand import Fp8Operand, Layer, Slot
 
 # numbers of ONNX's TensorProto.DataType
 FLOAT, FLOAT8 = 1, 17
-# the first one with Gelu; FP8 came with 19
+# the first opset with Gelu; FP8 came with 19
 OPSET = 20
 
 
@@ -37,7 +37,7 @@ def import_opset() -> Any:
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """By operator, what ``torch.onnx.export`` takes as ``custom_translation_table``."""
+    """The translation of each operator, as ``custom_translation_table`` of ``torch.onnx.export``."""
     op = import_opset()
     by_operator: dict[Operator, Callable[..., Any]] = {
         ops.cast: _cast,
@@ -77,7 +77,7 @@ def _gated_mlp(
 
 
 def _second(op: Any, x: Any, a: Any, slot: Slot, layer: Layer, dtype: int, results: int) -> tuple[Any, ...]:
-    """The layer that follows an activation; in place of the results that only backward reads, its input."""
+    """The layer that follows an activation; its payload stands in for the results that only backward reads."""
     payload, scale_inv = _quantized(op, a, slot)
     y = _product(op, Fp8Operand(payload, payload, scale_inv, scale_inv, slot.format), layer.operand, layer.bias_value)
     unused = (op.Identity(payload) for _ in range(results - 1))
@@ -87,8 +87,8 @@ def _second(op: Any, x: Any, a: Any, slot: Slot, layer: Layer, dtype: int, resul
 def _quantized(op: Any, x: Any, slot: Slot) -> tuple[Any, Any]:
     """``sat(x * scale)`` of an x in fp32, and scale_inv, a scalar.
 
-    QuantizeLinear would divide by scale_inv, which may round to the other one of two codes. And without the product in
-    between, onnxruntime leaves out a ReLU before QuantizeLinear, which is right only for unsigned integers.
+    QuantizeLinear would divide by scale_inv, which may round to a neighbouring code. Also, without the product in
+    between, onnxruntime drops a ReLU before QuantizeLinear, which is correct only for unsigned integers.
     """
     scale = op.Squeeze(op.Gather(slot.scale, slot.index, axis=0))
     one = op.Constant(value_float=1.0)
@@ -103,7 +103,7 @@ def _product(op: Any, x: Fp8Operand, w: Fp8Operand, bias: Any) -> Any:
 
 
 def _zero(op: Any) -> Any:
-    # its type is that of the payload
+    # its type sets the type of the payload
     return op.Cast(op.Constant(value_float=0.0), to=FLOAT8)
 
 

@@ -1,8 +1,8 @@
 """Export of a trained model to ONNX with FP8 weights and static scales.
 
-An input is multiplied by its scale and goes through QuantizeLinear, a weight is stored as its FP8 codes, and each GEMM
-is a MatMul in fp32 of two such operands, each behind DequantizeLinear with one scale for the tensor. So the codes are
-those of the converted model, bit for bit, and results differ by the order of summation in fp32.
+An input is multiplied by its scale and quantized by QuantizeLinear, and a weight is stored as its FP8 codes. Each GEMM
+is an fp32 MatMul of two such operands, each dequantized by DequantizeLinear with one scale for the tensor. So the codes
+are bit-identical to those of the converted model, and results differ by the order of summation in fp32.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def export_onnx(
     opset_version: int = OPSET,
     **options: Any,
 ) -> ONNXProgram:
-    """Write a trained model to an ONNX file with FP8 weights and static scales; see the module for the form.
+    """Write a trained model to an ONNX file with FP8 weights and static scales, in the form that the module describes.
 
-    Scales are those that an evaluation would use now, as of :func:`lightning_fp8.export`. Layers that fell back
-    or have fprop in bf16 are written as plain ones. Under autocast the dtypes are autocast's.
+    Scales are those that an evaluation would use now, as in :func:`lightning_fp8.export`. Layers that fell back
+    or have fprop in bf16 are written as plain ones. Under autocast the dtypes are those of autocast.
 
     Args:
-        model: a converted model after at least one optimizer step, in evaluation.
+        model: a converted model after at least one optimizer step, in eval mode.
         args: example inputs.
-        path: of the file.
+        path: the file to write.
         kwargs: example inputs by name.
-        dynamic_shapes: as of ``torch.export.export``.
+        dynamic_shapes: as in ``torch.export.export``.
         opset_version: at least 20.
-        **options: of ``torch.onnx.export``, such as ``input_names``.
+        **options: further options of ``torch.onnx.export``, such as ``input_names``.
 
     Returns:
         What ``torch.onnx.export`` returns.
@@ -56,9 +56,9 @@ def export_onnx(
     Raises:
         ImportError: without ``onnx`` and ``onnxscript``.
         TypeError: for an entry of the ``state_dict`` that is sharded or not a tensor.
-        ValueError: for a model in training, without FP8 layers, with tensors without a history, with parameters that
-            are not finite, weights that are computed or kept in FP8 only, or a recipe whose forward is not E4M3; for an
-            older opset.
+        ValueError: for a model in training mode or without FP8 layers, tensors without a history, parameters that are
+            not finite, weights that are computed or kept in FP8 only, a recipe whose forward is not E4M3, or an older
+            opset.
     """
     import_opset()
     if opset_version < OPSET:
@@ -89,14 +89,14 @@ def export_onnx(
 
 @contextmanager
 def _weights_as_constants(model: nn.Module) -> Iterator[None]:
-    """Let an export see the casts of the weights in place of the operator that casts them."""
+    """Make an export see the cast weights as constants, in place of the operator that casts them."""
     rows = [one for one in all_rows(model) if one.switch.fprop_in_fp8]
     with prepared(rows, record=False):
         without = [one.name for one in rows if not one.is_prepared]
         if without:
             raise ValueError(
                 f"export_onnx: the weights of {', '.join(without[:6])}{', ...' if len(without) > 6 else ''} are not"
-                " stored as parameters of their own with two dimensions. Leave the layers out with `ignore_modules`."
+                " stored as separate parameters with two dimensions. Leave the layers out with `ignore_modules`."
             )
         yield
     for one in rows:
@@ -105,7 +105,7 @@ def _weights_as_constants(model: nn.Module) -> Iterator[None]:
 
 
 def _as_fp8(program: Any) -> None:
-    """Give payloads the type FP8: torch's operators take them as ``uint8``."""
+    """Set the type of payloads to FP8; torch's operators take them as ``uint8``."""
     from onnx_ir import DataType, tensor
     from onnxscript.optimizer import fold_constants
 

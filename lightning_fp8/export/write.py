@@ -1,4 +1,4 @@
-"""Export of a trained model with FP8 weights and their scales, as vLLM reads it."""
+"""Export of a trained model with FP8 weights and their scales, in the layout that vLLM reads."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def export(
 
     The layout is that of :mod:`lightning_fp8.export.layout`; :func:`lightning_fp8.load_exported` reads it. Scales are
     those that an evaluation would use now: for inputs from the training history, for weights from their own amax. A
-    model with :class:`~lightning_fp8.CurrentScaling` is written without scales of inputs, which a reader scales by
-    their own values. So is one with :class:`~lightning_fp8.BlockScaling`, with a scale for each block of a weight, as
-    DeepSeek-V3 is published; ``load_exported`` does not read that.
+    model with :class:`~lightning_fp8.CurrentScaling` is written without input scales, because readers scale inputs by
+    their own values. The same holds for :class:`~lightning_fp8.BlockScaling`, which has a scale for each block of a
+    weight, as in the published DeepSeek-V3; ``load_exported`` does not read that layout.
 
     Some weights are not written in FP8 even if they run in FP8 here: weights that something else reads too (such as an
     embedding tied to the head), and the output embedding of a Hugging Face model, which vLLM does not quantize
@@ -60,8 +60,8 @@ def export(
     Args:
         model: a converted model after at least one optimizer step.
         path: a folder; created if needed.
-        dtype: of floating point tensors that are not FP8: float32, bfloat16 or float16; None keeps the stored dtypes,
-            and with them bit-identical outputs.
+        dtype: dtype of floating point tensors that are not FP8: float32, bfloat16 or float16; None keeps the stored
+            dtypes, and with them bit-identical outputs.
         overwrite: replace an existing export.
 
     Returns:
@@ -72,8 +72,8 @@ def export(
         FileExistsError: if the folder holds a model already.
         TypeError: for another ``dtype``, or an entry that is sharded or not a tensor.
         ValueError: for a model without FP8 layers, tensors without a history, parameters that are not finite, a recipe
-            whose forward is not E4M3, one that scales inputs by their own values with a margin, or two tensors of one
-            name; the message names them.
+            whose forward is not E4M3, one that scales inputs by their own values with a margin, or two tensors with
+            the same name; the message names them.
     """
     import_safetensors()
     if dtype is not None and dtype not in CASTABLE_DTYPES:
@@ -91,7 +91,7 @@ def export(
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str], config: dict[str, Any]) -> None:
-    """Both files, written next to their final place and renamed."""
+    """Write both files in a temporary folder inside ``folder``, then move them to their final paths."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as unfinished:
         made = Path(unfinished)
@@ -223,7 +223,7 @@ def _input_scale(rows: Fp8Rows) -> Tensor | None:
 
 def _weight_scale(weight: Tensor) -> Tensor:
     amax = max_abs(weight.detach())
-    # for zeros any scale will do; the largest scale would have a subnormal reciprocal, which some devices flush
+    # for zeros any scale will do; the largest scale would have a subnormal reciprocal, which some devices flush to zero
     return torch.where(amax > 0, scale_of_current(amax, E4M3), 1.0).cpu()
 
 
@@ -241,7 +241,7 @@ def _tensors(
     plain: set[str],
     dtype: torch.dtype | None,
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """The tensors of the file, and the names of weights that are FP8 in it: all names of each."""
+    """The tensors of the file, and all names of the weights that are FP8 in it."""
     together: dict[object, list[str]] = {}
     for name, tensor in by_name.items():
         together.setdefault(memory_of(tensor), []).append(name)
@@ -269,5 +269,5 @@ def _stored(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     stored = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
     if isinstance(tensor, nn.Parameter):
         _check_finite(name, stored)
-    # a view would write the memory of other tensors too
+    # saving a view would also write the rest of its storage
     return stored.clone() if stored.untyped_storage().nbytes() != stored.nbytes else stored

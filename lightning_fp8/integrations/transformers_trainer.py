@@ -32,25 +32,25 @@ if not hasattr(TrainerCallback, "on_pre_optimizer_step"):
 class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Trains in FP8 with ``transformers.Trainer``: ``Trainer(model, args, callbacks=[Fp8Callback()])``.
 
-    It converts the model when the Trainer is made, before it is wrapped or compiled, and updates the scales once per
+    It converts the model when the Trainer is created, before it is wrapped or compiled, and updates the scales once per
     optimizer step, after backward. Each checkpoint holds the scales, in its ``trainer_state.json``; a resumed run and
     ``load_best_model_at_end`` load them with the weights. What does not run in FP8 has the dtypes that the Trainer's
     arguments ask for: ``bf16=True`` is usual.
 
     Args:
-        recipe: as of :func:`lightning_fp8.convert`, or a mapping of its fields.
-        ignore_modules: as of ``convert``. A model that is converted already keeps its layers, unless this argument,
-            ``min_features``, ``adapters``, ``overrides`` or ``bf16_blocks`` chooses some.
-        gemm: as of ``convert``.
-        min_features: as of ``convert``.
-        adapters: as of ``convert``.
-        frozen_weights: as of ``convert``.
-        overrides: as of ``convert``.
-        bf16_blocks: as of ``convert``.
+        recipe: as in :func:`lightning_fp8.convert`, or a mapping of its fields.
+        ignore_modules: as in ``convert``. A model that is converted already keeps its layers, unless this argument,
+            ``min_features``, ``adapters``, ``overrides`` or ``bf16_blocks`` is given.
+        gemm: as in ``convert``.
+        min_features: as in ``convert``.
+        adapters: as in ``convert``.
+        frozen_weights: as in ``convert``.
+        overrides: as in ``convert``.
+        bf16_blocks: as in ``convert``.
 
     Raises:
-        ImportError: at the import, without transformers.
-        ValueError: for an invalid argument; in the Trainer, see :func:`lightning_fp8.convert`, and for DeepSpeed,
+        ImportError: at import, without transformers.
+        ValueError: for an invalid argument; in the Trainer, as in :func:`lightning_fp8.convert`, and for DeepSpeed,
             ``nn.DataParallel``, ``mixed_precision="fp8"``, and a checkpoint with the scales of another model.
         RuntimeError: in training, if anything else updates the scales too, such as a second ``Fp8Callback``.
     """
@@ -80,7 +80,7 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.overrides = None if overrides is None else as_overrides(overrides)
         self.bf16_blocks = None if bf16_blocks is None else as_bf16_blocks(bf16_blocks)
         self._scaling: ScalingState | None = None
-        # so many updates of the scales were made before this optimizer step
+        # number of updates of the scales before this optimizer step
         self._updates = 0
 
     def state(self) -> dict[str, Any]:
@@ -104,10 +104,10 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._convert(kwargs["model"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Convert a model that the Trainer has made since, and load the scales of the checkpoint that it resumes."""
+        """Convert a model that the Trainer has created since, and load the scales of the checkpoint that it resumes."""
         scaling = self._convert(kwargs["model"])
         note_sharded_weights(kwargs["model"])
-        # of a step that an earlier call of `train` abandoned: its gradients are dropped too
+        # drop what was recorded in a step that an earlier call of `train` abandoned: its gradients are dropped too
         scaling.discard()
         self._updates = scaling.updates
         # the Trainer requires an entry, which a checkpoint of a run without this callback lacks

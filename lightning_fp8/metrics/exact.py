@@ -12,8 +12,8 @@ from torchmetrics import Metric
 class ExactMetric(Metric):
     """A metric whose sums stay float64 or int64, whatever dtype the model that owns it is cast to.
 
-    torchmetrics shields states from ``.half()`` and ``.bfloat16()``, yet ``.to(torch.bfloat16)``, which is how a model
-    gets its bf16 parameters, casts them: a sum in bf16 soon stops growing. ``set_dtype`` leaves them alone as well.
+    torchmetrics protects states from ``.half()`` and ``.bfloat16()``, but ``.to(torch.bfloat16)``, which gives a model
+    its bf16 parameters, casts them: a sum in bf16 soon stops growing. ``set_dtype`` leaves them alone as well.
     """
 
     full_state_update = False

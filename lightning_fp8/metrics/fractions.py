@@ -43,7 +43,7 @@ class CastFraction(ExactMetric):
         """Add the elements of one tensor.
 
         Args:
-            x: ``[...] float32, bfloat16 or float16``, what is cast.
+            x: ``[...] float32, bfloat16 or float16``, the tensor that is cast.
             scale: the cast's multiplier, a number or a ``[]`` tensor of a floating dtype, taken as float32. A number
                 must be positive and finite. A tensor's value is not checked, because that would synchronise with its
                 device.
@@ -87,7 +87,7 @@ class SaturationFraction(CastFraction):
 
     ``count(|x * scale| > max) / count(x is not NaN)`` over all updates, the product in fp32 as in the cast itself, with
     ``max`` 448 for E4M3 and 57344 for E5M2. inf is clipped too. NaN stays NaN in the cast: such elements are in neither
-    count. What merely rounds to ``max`` from below is not clipped.
+    count. A value that only rounds up to ``max`` is not clipped.
 
     The result is ``[] float64``, from 0 to 1; 0 where nothing was counted.
 
@@ -108,7 +108,7 @@ class SaturationFraction(CastFraction):
     """
 
     def parts(self, x: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
-        """Clipped: beyond the largest value, which NaN is not."""
+        """Clipped: beyond the largest value. NaN is not."""
         return saturated(scaled, self.format), ~x.isnan()
 
 

@@ -176,7 +176,7 @@ def _cast_input_in_graph(rows: Fp8Rows, shared: SharedInput, x: Tensor, record: 
     made = shared.in_graph
     if rows.is_first or rows.has_hooks or made is None or made[0] != graph or made[1] is not x:
         made = graph, x, _cast_input(rows, x, record, keep)
-    # a compiler sees changes of x only later
+    # a trace does not show in-place changes of x, and hooks may make some: a layer with hooks shares no cast
     shared.in_graph = None if rows.is_last or rows.has_hooks else made
     return made[2]
 

@@ -82,11 +82,11 @@ class WeightGroup:
         first.state.see_weights(dict(zip(changed, amaxes, strict=True)), record)
 
     def cast_stale(self, first: Fp8Rows, weight: Tensor) -> Fp8Operand | None:
-        """Cast ``weight``, which is needed now, and with it every other stale weight whose last copy was used.
+        """Cast ``weight``, the weight of ``first``, together with every other stale weight whose last copy was used.
 
-        Returns the operand of the first layer; None if nothing was cast: on a device without a kernel, and for a weight
-        that is not a plain parameter with its own storage (a shard, a view of a flat buffer), whose values may not have
-        arrived yet, or may belong to others.
+        Returns the operand of ``first``, or None if nothing was cast: on a device without a kernel, and for a weight
+        that is not a plain parameter with its own storage. The values of a shard or of a view of a flat buffer may not
+        have been gathered yet, or may have been replaced by another layer's.
         """
         state = first.state
         if not is_plain(weight, state.device) or not ops.casts_weights_together(weight, first.weight_scaling):
@@ -96,7 +96,7 @@ class WeightGroup:
             other = rows.weight if rows is not first and _records(rows) else None
             if other is None or not is_plain(other, state.device):
                 continue
-            # experts take turns: the first one to run casts all that are in its parameter
+            # experts run one after the other: the first to run casts all slices of its parameter
             if not (rows.weight_cache.was_used(other) or (other is weight and rows.weight_cache.part is not None)):
                 continue
             if rows.weight_cache.get(other) is None:

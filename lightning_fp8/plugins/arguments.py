@@ -63,7 +63,7 @@ def _check(name: str, precisions: Sequence[str], args: tuple[Any, ...], kwargs: 
 
 
 def _with_recipe(asked: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, and the recipe that another precision string than the class's default stands for."""
+    """The arguments, and the recipe that ``asked`` stands for if it is not the default of the class."""
     kind = RECIPES.get(asked, DelayedScaling)
     return dict(given) if kind is DelayedScaling else {"recipe": kind(), **given}
 

@@ -1,4 +1,4 @@
-"""``"bf16-mixed"`` and ``"bf16-true"``: Lightning's own two precisions, with what this package adds."""
+"""``"bf16-mixed"`` and ``"bf16-true"``: Lightning's own two precisions, with this package's additions."""
 
 from __future__ import annotations
 

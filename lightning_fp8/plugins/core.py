@@ -1,4 +1,4 @@
-"""Shared by the precision plugins of all modes, for the Trainer and for Fabric."""
+"""The base classes of the precision plugins of all modes, for the Trainer and for Fabric."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PrecisionCore(Precision):
     """
 
     precision: Any
-    # all strings that make a plugin of this class, where there are others than `precision`
+    # all strings that select this class, if there are others than `precision`
     precisions: tuple[str, ...] = ()
     param_dtype: torch.dtype
     compute_dtype = torch.bfloat16
@@ -108,7 +108,7 @@ class PrecisionCore(Precision):
 
     @contextmanager
     def recomputation_context(self) -> Iterator[None]:
-        """For a forward that runs inside backward; checkpointing itself restores autocast."""
+        """The same without autocast, for a forward inside backward: checkpointing itself restores autocast."""
         with layers_own_forwards(), self._attention.context():
             yield
 

@@ -45,7 +45,7 @@ class Fp8Core(PrecisionCore):
     def __init__(
         self,
         *,
-        # the classes by name: for their base, jsonargparse would make one of that
+        # each class by name: for their base class, jsonargparse would create an instance of the base
         recipe: DelayedScaling | CurrentScaling | BlockScaling | dict[str, Any] | None = None,
         ignore_modules: Sequence[str] = (),
         param_dtype: torch.dtype | str | None = None,
@@ -92,7 +92,7 @@ class Fp8Core(PrecisionCore):
     @override
     def _prepare(self, module: nn.Module) -> None:
         self._refuse_float64(module)
-        # before parameters get their storage dtype, which may be wider: masters that are freed do not take it
+        # before `store_parameters`, whose dtype may be wider: masters that are freed are never cast to it
         state = self._convert(module)
         store_parameters(module, self.param_dtype, self.keep_fp32)
         if state is not None:
@@ -160,7 +160,7 @@ class Fp8Core(PrecisionCore):
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
-        """Keep what was recorded in a step that fails out of the next update."""
+        """If a step fails, discard what it recorded, so that the next update does not use it."""
         try:
             yield
         except BaseException:

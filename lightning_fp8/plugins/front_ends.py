@@ -1,8 +1,8 @@
 """The front ends of Lightning that take a precision: the Trainer and Fabric, each under both of its names.
 
 Lightning is published twice, from one source: as ``lightning``, and as ``pytorch_lightning`` with ``lightning_fabric``.
-The classes of the two are different ones. What :mod:`lightning_fp8.plugins.registration` replaces is listed here, once
-for both names.
+The two have different classes. This module lists what :mod:`lightning_fp8.plugins.registration` replaces, once for both
+names.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from lightning_fp8.plugins.settings import FP8_PRECISIONS, suggestion
 from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
 from lightning_fp8.scaling.state import ScalingState
 
-# a module of the package, the path of a value in it, and what makes the new value of the old one
+# a module of the package, the path of a value in it, and a function from the old value to the new one
 _Place = tuple[str, str, Callable[[Any], Any]]
 
-# the precision strings for which our plugins are made; `register` sets them
+# the precision strings that select our plugins; `register` sets them
 ours: set[str] = set()
 
 
@@ -38,11 +38,11 @@ class FrontEnd(NamedTuple):
     """The names that differ between the Trainer and Fabric, and our plugins for each.
 
     Attributes:
-        name: of the class.
-        package: that has the class.
-        connector: the module and the class that make the plugin.
-        string_attribute: of the connector: the precision string that the user passed.
-        plugin_attribute: of the connector: the plugin that the user passed.
+        name: name of its class.
+        package: the package that has the class.
+        connector: module and class of the connector, which creates the plugin.
+        string_attribute: attribute of the connector with the precision string that the user passed.
+        plugin_attribute: attribute of the connector with the plugin that the user passed.
         foreign_strategies: classes of strategies that have their own precision.
         plugins: ours, by precision string.
         fsdp_plugins: ours under ``FSDPStrategy``.
@@ -78,7 +78,7 @@ class FrontEnd(NamedTuple):
             *owners, name = path.split(".")
             owner: Any = _module(f"{self.package}.{module}".removesuffix("."))
             for part in owners:
-                # what is annotated is the function inside of its decorators
+                # the annotations are those of the function inside its decorators
                 owner = getattr(inspect.unwrap(owner), part, None)
             old = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
             yield f"{module}.{path}".removeprefix("."), old, owner, name, make
@@ -98,7 +98,7 @@ def _suggesting(original: Callable[..., None]) -> Callable[..., None]:
             original(connector, *args, **kwargs)
         except ValueError as error:
             precision = inspect.signature(original).bind(connector, *args, **kwargs).arguments["precision"]
-            # not where the error is about another argument
+            # leave an error about another argument as it is
             if not str(error).startswith(f"Precision {precision!r}"):
                 raise
             raise ValueError(f"{error}{suggestion(precision)}") from None
@@ -150,7 +150,7 @@ def _saying_at_load(original: Callable[..., dict[str, Any]]) -> Callable[..., di
         asked = dict(state) if isinstance(state, Mapping) else {}
         rest = original(fabric, path, state, *args, **kwargs)
         for key, value in asked.items():
-            # Strategies that load sharded checkpoints replace an object that is not a model with what was saved.
+            # Strategies that load sharded checkpoints replace objects that are not models with their saved values.
             if isinstance(value, ScalingState) and state[key] is not value:
                 value.load_state_dict(state[key])
                 state[key] = value

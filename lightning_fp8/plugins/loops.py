@@ -1,4 +1,4 @@
-"""FP8 copies of weights, over one loop of a Trainer: an epoch of training, ``validate``, ``test`` or ``predict``."""
+"""FP8 copies of weights, kept for a loop of a Trainer: an epoch of training, ``validate``, ``test`` or ``predict``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_fp8.modules.weights_unchanged import all_caches, all_rows, drop_u
 
 
 class LoopWeights:
-    """The weights of one model, which may be swapped without a trace between two loops, but not within one.
+    """The weights of one model. Between two loops they may be swapped undetectably, but not within one.
 
-    Each run of a loop makes a data fetcher, so another one means that a loop has begun; the sanity check is one too.
-    Where Lightning has none, nobody vouches, and evaluation casts the weights in each forward.
+    Each run of a loop, the sanity check included, creates a data fetcher, so a new fetcher means that a loop has begun.
+    Without a fetcher nothing vouches for unchanged weights, and evaluation casts them in each forward.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -36,7 +36,7 @@ class LoopWeights:
 
     @contextmanager
     def in_step(self, trainer: pl.Trainer | None, record: bool) -> Iterator[None]:
-        """For one step of training (``record``) or evaluation; the first step of a loop drops all copies."""
+        """Context of one step of training (``record``) or evaluation; the first step of a loop drops all copies."""
         fetcher = getattr(getattr(trainer, "_active_loop", None), "_data_fetcher", None)
         if fetcher is None or self._fetcher is None or self._fetcher() is not fetcher:
             self.drop()
@@ -51,7 +51,7 @@ class LoopWeights:
             yield
 
     def in_backward(self) -> AbstractContextManager[None]:
-        """For a forward that is recomputed inside backward."""
+        """Context of a forward that is recomputed inside backward."""
         return prepared(self._compiled, record=True, in_backward=True)
 
     def drop(self) -> None:

@@ -20,7 +20,7 @@ from lightning_fp8.scaling.state import ScalingState, tensor_name
 
 
 def warn_of_trainer(model: pl.LightningModule, plugin: Precision) -> None:
-    """Warn if layers run in FP8 although the Trainer has another precision, at each run."""
+    """At each run, warn if layers run in FP8 although the Trainer has another precision."""
     in_fp8 = _in_fp8("Trainer", model, plugin)
     if in_fp8 is None:
         return
@@ -39,7 +39,7 @@ def warn_of_trainer(model: pl.LightningModule, plugin: Precision) -> None:
 
 
 def warn_of_fabric(model: nn.Module, plugin: Precision) -> None:
-    """Warn if layers run in FP8 although Fabric has another precision, whenever a model is set up."""
+    """Whenever a model is set up, warn if layers run in FP8 although Fabric has another precision."""
     in_fp8 = _in_fp8("Fabric", model, plugin)
     if in_fp8 is not None:
         rank_zero_warn(
@@ -67,7 +67,7 @@ def warn_of_unsaved_scales(saved: Any) -> None:
 def warn_of_unloaded_scales(asked: Any, rest: Mapping[str, Any]) -> None:
     """Warn, once, about scales that ``fabric.load`` does not load: not asked for, or not in the checkpoint.
 
-    A load without an optimizer needs none: it may be the beginning of a training.
+    A load without an optimizer does not warn about missing scales: it may begin a new training run.
 
     Args:
         asked: what ``fabric.load`` is given: a dictionary of models, optimizers and values.

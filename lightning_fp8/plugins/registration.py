@@ -1,18 +1,18 @@
-"""The one place that patches Lightning: where a precision string or a plugin becomes the plugin of a strategy.
+"""The only place that patches Lightning, so that its precision strings can select this package's plugins.
 
 Lightning has no registry for precisions. This module replaces, and :func:`unregister` restores exactly:
 
 - ``_check_and_init_precision`` of the Trainer's and of Fabric's connector, which creates the plugin;
-- ``_check_config_and_set_final_flags`` of both, which in addition says which string was probably meant;
-- ``_PRECISION_INPUT_STR`` in Fabric's connector, the strings that both accept (and list when they refuse another one);
+- ``_check_config_and_set_final_flags`` of both, to name in its error the string that was probably meant;
+- ``_PRECISION_INPUT_STR`` in Fabric's connector, the strings that both accept (and list if they reject another);
 - the annotation of ``Trainer(precision=...)``, by which the Lightning CLI checks a configuration;
 - ``Strategy.setup_precision_plugin`` of the Trainer, and ``setup``, ``setup_module``, ``save`` and ``load`` of Fabric:
   in addition they warn where the scales of a converted model would not be updated or would be lost. The classes are
-  patched rather than plugins, which are copied and pickled and may be the user's own. ``load`` also restores a
-  ``ScalingState`` from a sharded checkpoint, as it does from any other.
+  patched rather than plugins, because plugins are copied and pickled and may be the user's own. ``load`` also restores
+  a ``ScalingState`` from a sharded checkpoint, as it does from any other.
 
-The same is done for ``pytorch_lightning`` and ``lightning_fabric``, Lightning's other name, when somebody imports them.
-There our plugins and callbacks also get Lightning's base classes of that name.
+The same is done for ``pytorch_lightning`` and ``lightning_fabric``, Lightning's other names, when they are imported.
+Our plugins and callbacks then also get Lightning's base classes of that name.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _undo: list[Callable[[], None]] = []
 
 
 def register(bf16: bool | None = None) -> None:
-    """Register the ``"fp8-"`` precisions with Lightning, and make its bf16 strings ours. Idempotent.
+    """Register the ``"fp8-"`` precisions with Lightning, and replace its bf16 plugins. Idempotent.
 
     Importing the package calls it.
 
     Args:
-        bf16: whether the bf16 strings make this package's plugins. With False they make Lightning's own, even if an
+        bf16: whether the bf16 strings select this package's plugins. With False they select Lightning's own, even if an
             earlier call replaced them; a ``Bf16MixedPrecision`` passed as a plugin still works. With None: False if
             ``LIGHTNING_FP8_REPLACE_BF16=0`` is in the environment, else True.
 
@@ -77,12 +77,12 @@ def _patch() -> None:
     for front_end in FRONT_ENDS:
         _replace(front_end)
     for mirror, front_end in zip(MIRRORS, FRONT_ENDS, strict=True):
-        # Importing it takes a second, which nobody should spend who uses the other name.
+        # Importing it takes a second, so it is patched only once the user has imported it.
         _undo.append(after_import(mirror.package, partial(_patch_mirror, mirror, front_end.package)))
 
 
 def _patch_mirror(mirror: FrontEnd, package: str) -> None:
-    """Patch a front end of Lightning's other name, which has been imported; ``package`` is the name that we use."""
+    """Patch a front end under Lightning's other name, after its import; ``package`` is the name that we use."""
     done = len(_undo)
     try:
         missing = mirror.missing()
@@ -90,7 +90,7 @@ def _patch_mirror(mirror: FrontEnd, package: str) -> None:
             raise LookupError(f"it has no {', no '.join(missing)}")
         _replace(mirror)
         _share_bases(package, mirror.package)
-    # of any kind: it would end the user's own `import pytorch_lightning`
+    # any error, which would otherwise break the user's own `import pytorch_lightning`
     except Exception as error:
         _undo_to(done)
         version = getattr(import_module(mirror.package), "__version__", "")
@@ -102,8 +102,8 @@ def _patch_mirror(mirror: FrontEnd, package: str) -> None:
 
 
 def _share_bases(package: str, mirror: str) -> None:
-    """Make our plugins and callbacks subclasses of Lightning's classes of the other name too: its Trainer and its
-    command line check for them. Lightning's of the name that we use come first, so these are never called.
+    """Make our plugins and callbacks subclasses of the other package's classes too, because its Trainer and command
+    line check for these. The bases of the package that we use come first, so the others are never called.
     """
     kinds = list(_our_subclasses(Callback))
     for front_end in FRONT_ENDS:
@@ -112,13 +112,13 @@ def _share_bases(package: str, mirror: str) -> None:
         base = next((base for base in kind.__mro__ if base.__module__.startswith(f"{package}.")), None)
         if base is None:
             continue
-        # Of callbacks, only what is checked for: more constructors would call each other, with wrong arguments.
+        # For callbacks, only the checked base: constructors of further bases would be called with wrong arguments.
         base = next((checked for checked in (ProgressBar, Callback) if issubclass(base, checked)), base)
         other = getattr(import_module(mirror + base.__module__.removeprefix(package)), base.__name__)
         if not issubclass(kind, other):
             _undo.append(partial(setattr, kind, "__bases__", kind.__bases__))
             mine = [base for base in kind.__bases__ if not base.__module__.startswith("lightning_fabric.")]
-            # before its own base class
+            # `other` has to come before its own base class
             kind.__bases__ = (*mine, other, *(base for base in kind.__bases__ if base not in mine))
 
 
@@ -141,7 +141,7 @@ def _undo_to(length: int) -> None:
 
 
 def registered() -> frozenset[str]:
-    """The precision strings that make this package's plugins now."""
+    """The precision strings that currently select this package's plugins."""
     return frozenset(ours if _undo else ())
 
 

@@ -18,18 +18,18 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def suggestion(precision: Any) -> str:
-    """The one of our precision strings that was probably meant, as a sentence after a space; else empty."""
+    """A sentence, after a space, with the one of our precision strings that was probably meant; empty if none was."""
     if not isinstance(precision, str):
         return ""
     if precision.lower().startswith(("fp8", "float8")):
         return f" Did you mean {closest(precision, FP8_PRECISIONS) or FP8_PRECISIONS[0]!r}?"
-    # with Lightning's own: what is closer to one of them is left to its message
+    # Lightning's own are among the choices: if one of them is closer, Lightning's message suffices
     found = closest(precision, (*PRECISIONS, "16-mixed", "16-true", "32-true", "64-true"))
     return f" Did you mean {found!r}?" if found in PRECISIONS else ""
 
 
 def as_torch_dtype(argument: str, dtype: torch.dtype | str) -> torch.dtype:
-    """``torch.float32`` or ``torch.bfloat16``, from itself or its name."""
+    """``torch.float32`` or ``torch.bfloat16``, from the dtype or its name."""
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise ValueError(f"`{argument}` must be torch.float32 or torch.bfloat16, got {dtype!r}.")

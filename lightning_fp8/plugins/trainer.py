@@ -37,7 +37,7 @@ class _TrainerPrecision(PrecisionCore, Precision):
         clip_val: int | float | None = None,
         gradient_clip_algorithm: GradClipAlgorithmType | None = None,
     ) -> None:
-        # Lightning's clips only for its own LightningModule, and does nothing for that of `pytorch_lightning`
+        # Lightning's method clips only for its own LightningModule, and does nothing for that of `pytorch_lightning`
         if model.automatic_optimization:
             values: dict[str, Any] = {"gradient_clip_val": clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
             call._call_lightning_module_hook(model.trainer, "configure_gradient_clipping", optimizer, **values)
@@ -68,7 +68,7 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     @override
     @contextmanager
     def train_step_context(self) -> Iterator[None]:  # type: ignore[override]
-        # teachers and target networks are evaluated before the first update as well
+        # no warning about evaluation before the first update: teachers and target networks run that early
         with self._silent(), self._loop_weights.in_step(self._trainer, record=True), super().train_step_context():
             yield
 
@@ -168,24 +168,24 @@ class Fp8Precision(_Fp8TrainerPrecision):
     :class:`Bf16TruePrecision`.
 
     Args:
-        recipe: how scales follow the tensors: a :class:`~lightning_fp8.DelayedScaling` (the default), a
-            :class:`~lightning_fp8.CurrentScaling`, a :class:`~lightning_fp8.BlockScaling`, or a mapping of the fields
-            of the first; with ``precision`` among them, such as ``{"precision": "fp8-current", "margin": 1}``, of that
-            one's recipe.
-        ignore_modules: ``fnmatch`` patterns on module paths; what they match, and everything inside it, is not
+        recipe: how scales are computed: a :class:`~lightning_fp8.DelayedScaling` (the default), a
+            :class:`~lightning_fp8.CurrentScaling`, a :class:`~lightning_fp8.BlockScaling`, or a mapping of
+            fields: those of ``DelayedScaling``, unless ``precision`` selects another recipe, as in
+            ``{"precision": "fp8-current", "margin": 1}``.
+        ignore_modules: ``fnmatch`` patterns on module paths; matching modules, and everything inside them, are not
             converted.
         param_dtype: dtype in which parameters are stored, ``torch.float32`` (the default) or ``torch.bfloat16``.
         compute_dtype: dtype of everything that is not FP8, ``torch.bfloat16`` or ``torch.float32``.
-        keep_fp32: patterns on module paths; what they match is stored and runs in fp32, is not converted, and gives
-            its outputs in the dtype of its input.
+        keep_fp32: patterns on module paths; matching modules are stored and run in fp32, are not converted, and
+            return outputs in the dtype of their inputs.
         dtype_mismatch: what to do where query, key, value or mask of ``scaled_dot_product_attention`` differ in dtype:
             ``"align"`` casts them to the compute dtype, ``"warn"`` also says where, ``"error"`` raises.
         reduce_dtype: dtype in which FSDP sums gradients over the ranks.
         fp8_all_gather: under ``ModelParallelStrategy`` with ``fully_shard``, gather the weights of converted layers in
             FP8: half the bytes of bf16, bit-identical numbers. These layers cannot fall back.
-        gemm: what runs the FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster
-            (``python -m lightning_fp8 tune`` measures); ``"rawkernel"``, the kernels of this package; ``"cublaslt"``,
-            those of ``torch._scaled_mm``.
+        gemm: the backend of FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster
+            (``python -m lightning_fp8 tune`` measures it); ``"rawkernel"``, the kernels of this package;
+            ``"cublaslt"``, those of ``torch._scaled_mm``.
         min_features: layers with fewer features in or out, in any of their weights, are not converted; 0 leaves a model
             that was converted before as it is. ``"auto"`` is the size from which FP8 was measured to be faster on the
             process's GPU (``python -m lightning_fp8 tune --min-features`` measures), an estimate of 1024 if it was not
@@ -195,9 +195,9 @@ class Fp8Precision(_Fp8TrainerPrecision):
             False leaves a model that was converted before as it is.
         frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights of converted layers, one byte per parameter,
             and frees their masters: for adapters on a frozen base. Checkpoints hold the rounded values. ``"master"``
-            keeps masters; None, the default, is that too, or for a converted model its current setting. See
+            keeps masters; None, the default, means ``"master"``, or for a converted model its current setting. See
             :func:`lightning_fp8.convert`. Not under FSDP.
-        overrides: by pattern on module paths, the precision of a layer's products where it is not the recipe's, such as
+        overrides: by pattern on module paths, the precision of a layer's products in place of the recipe's, such as
             ``{"blocks.0": "bf16", "*.down": {"wgrad": "bf16"}}``; see :func:`lightning_fp8.convert`. None leaves a
             model that was converted before as it is.
         bf16_blocks: how many of the first and of the last blocks of the longest ``nn.ModuleList`` stay in bf16, for
@@ -219,9 +219,9 @@ class Bf16MixedPrecision(_TrainerPrecision, Bf16MixedCore, MixedPrecision):  # t
 
     Args:
         param_dtype: dtype in which parameters are stored, ``torch.float32`` or ``torch.bfloat16``; by default they
-            keep theirs.
-        keep_fp32: as of :class:`Fp8Precision`.
-        dtype_mismatch: as of :class:`Fp8Precision`.
+            keep their dtypes.
+        keep_fp32: see :class:`Fp8Precision`.
+        dtype_mismatch: see :class:`Fp8Precision`.
         weight_copy: keep a bf16 copy of linear and attention weights, made once per optimizer step: one
             cast per step under gradient accumulation, for two more bytes per parameter.
         reduce_dtype: dtype in which FSDP sums gradients over the ranks.
@@ -243,7 +243,7 @@ class Bf16MixedPrecision(_TrainerPrecision, Bf16MixedCore, MixedPrecision):  # t
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        # Lightning's refuses fused optimizers, which would unscale gradients themselves: in bf16 none are scaled
+        # Lightning's method rejects fused optimizers, which unscale gradients themselves: in bf16 none are scaled
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
 
@@ -254,8 +254,8 @@ class Bf16TruePrecision(_TrainerPrecision, Bf16TrueCore, HalfPrecision):  # type
     (:func:`lightning_fp8.register`). Parameters are stored in bf16, and everything computes in it.
 
     Args:
-        keep_fp32: as of :class:`Fp8Precision`.
-        dtype_mismatch: as of :class:`Fp8Precision`.
+        keep_fp32: see :class:`Fp8Precision`.
+        dtype_mismatch: see :class:`Fp8Precision`.
         reduce_dtype: dtype in which FSDP sums gradients over the ranks.
 
     Raises:

@@ -1,1 +1,1 @@
-"""The commands of ``python -m lightning_fp8``. Nothing that trains imports them."""
+"""The commands of ``python -m lightning_fp8``. Training code does not import them."""

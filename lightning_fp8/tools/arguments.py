@@ -1,4 +1,4 @@
-"""What the command lines of the tools have in common."""
+"""Argument types shared by the command lines of the tools."""
 
 from __future__ import annotations
 

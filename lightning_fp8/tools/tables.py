@@ -1,4 +1,4 @@
-"""Numbers as a table of text."""
+"""Numbers as a text table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, float, str]], markdown: bool = False) -> str:
-    """The rows, aligned; ``columns`` has title, unit and format of each number, None becomes ``-``."""
+    """The rows, aligned; ``columns`` has the title, unit and format of each number. None is shown as ``-``."""
     cells = [["variant", *(title for title, _, _ in columns.values())]]
     for row in rows:
         numbers = [(row[key], unit, form) for key, (_, unit, form) in columns.items()]
@@ -18,7 +18,7 @@ def table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, float, str]]
 
 
 def markdown_table(cells: Sequence[Sequence[str]]) -> str:
-    """The first line as titles, the first column left-aligned and the others right-aligned."""
+    """A Markdown table with the first line as titles, the first column left-aligned and the others right-aligned."""
     first, *lines = aligned(cells, words=1)
     rule = ["-" * len(first[0]), *("-" * (len(title) - 1) + ":" for title in first[1:])]
     return "\n".join(f"| {' | '.join(line)} |" for line in (first, rule, *lines))

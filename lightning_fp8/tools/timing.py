@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-# of one batch: long compared with the resolution of events and the latency of a first launch
+# duration of a batch: long compared with the resolution of events and the latency of the first launch
 BATCH_US = 2000.0
-# of a batch of iterations, which begins on an idle device; in training the host runs ahead
+# duration of a batch of iterations: longer, as it starts on an idle device, while in training the host runs ahead
 ITERATIONS_US = 20_000.0
 _MOST_CALLS = 20000
-# A stream takes about a thousand launches before it makes the host wait.
+# A stream queues about a thousand launches before the host has to wait.
 _MOST_WAITING = 400
-# A call may be many launches, the more the longer it takes: for the host's time, one call of a batch that has few.
+# A long call may be many launches, so host time is measured over a 20th of a batch's calls, and at most 20.
 _HOST_SHARE, _MOST_HOST_CALLS = 20, 20
 
-# of the device's clock in a microsecond, at the most
+# cycles of the device's clock per microsecond, at most
 _CYCLES = 2000
 
 
@@ -33,13 +33,13 @@ class Variant:
 
     Attributes:
         name: in rows and messages.
-        call: does the work once, on this copy of the inputs, and gives what must not be freed at once.
-        check: does it once more and gives None, or what is wrong.
-        copies: of the inputs, which calls take in turn.
-        refill: makes all copies fit for one more call each, where a call uses them up.
-        around: entered before and left after the calls of a step of training; what is made there is gone afterwards.
-        tokens: that a call trains on, where it is a step of training.
-        saved_bytes: tells what one forward of it leaves for its backward.
+        call: does the work once, on the copy of the inputs with this number, and returns what must stay allocated.
+        check: does the work once and returns None, or what is wrong with the result.
+        copies: number of copies of the inputs, which calls use in turn.
+        refill: prepares all copies for one more call each, if a call uses them up.
+        around: context for the calls of a training step; what it creates is released at its end.
+        tokens: that a call trains on, if it is a training step.
+        saved_bytes: gives the bytes that one forward saves for backward.
     """
 
     name: str
@@ -57,14 +57,14 @@ Batch = Callable[[Variant, int], float]
 
 
 class Times(NamedTuple):
-    """Microseconds per call: percentiles over batches, and medians of what else was measured in each round.
+    """Microseconds per call: percentiles over batches, and medians of the other times measured in each round.
 
     Attributes:
         p20_us: 20th percentile.
         p50_us: median.
         p80_us: 80th percentile.
-        host_us: of the host alone, where calls do not wait for the device.
-        events_us: between two CUDA events, where the percentiles are of the wall clock.
+        host_us: time on the host alone, for calls that do not wait for the device.
+        events_us: time between two CUDA events, if the percentiles are of the wall clock.
     """
 
     p20_us: float
@@ -75,12 +75,12 @@ class Times(NamedTuple):
 
 
 def kernel_batch(device: torch.device) -> Batch:
-    """Times calls with few launches by what the device takes for them; on the CPU by the wall clock."""
+    """The batch function for calls with few launches: times the device; on the CPU the wall clock."""
     return queued_batch if device.type == "cuda" else wall_batch
 
 
 def copies_for(bytes: int, device: torch.device) -> int:
-    """So many copies of inputs and outputs that they exceed twice the L2 cache; two at least, as memory allows."""
+    """Number of copies of inputs and outputs that exceeds twice the L2 cache, as memory allows; at least two."""
     if device.type != "cuda":
         return 2
     wanted = 2 * torch.cuda.get_device_properties(device).L2_cache_size // bytes + 1
@@ -99,11 +99,11 @@ def time_in_turns(
     """Times by name; each round runs one batch of each variant.
 
     Args:
-        variants: in their order.
+        variants: in this order.
         rounds: batches of each.
-        batch: what the percentiles are of.
-        host: for ``host_us``, if any.
-        events: for ``events_us``, if any.
+        batch: times a batch, for the percentiles.
+        host: times a batch for ``host_us``, if any.
+        events: times a batch for ``events_us``, if any.
         batch_us: a batch has enough calls to take at least this many microseconds.
     """
     calls = {variant.name: _calls_for(variant, batch, batch_us) for variant in variants}
@@ -122,7 +122,7 @@ def time_in_turns(
 
 
 def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """The 20th, 50th and 80th."""
+    """The 20th, 50th and 80th percentiles."""
     if len(times) == 1:
         return times[0], times[0], times[0]
     p20, p50, p80 = statistics.quantiles(times, n=10, method="inclusive")[1::3]
@@ -130,18 +130,18 @@ def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 def queued_batch(variant: Variant, calls: int) -> float:
-    """Between two CUDA events, of calls that all wait when the device comes to the first; of fewer where they are many.
+    """Time between two CUDA events around at most ``_MOST_WAITING`` calls, all queued before the device starts.
 
     A small GEMM takes the device less time than the host takes to launch it.
     """
     calls = min(calls, _MOST_WAITING)
-    # twice what the host is expected to take
+    # twice the expected host time
     head_start_us = 2 * calls * host_batch(variant, min(calls, _MOST_HOST_CALLS))
     return device_batch(variant, calls, head_start_us)
 
 
 def device_batch(variant: Variant, calls: int, head_start_us: float = 0.0) -> float:
-    """Between two CUDA events around the calls; the device idles before for as long as the head start is."""
+    """Time between two CUDA events around the calls; before them the device sleeps for ``head_start_us``."""
     kept = _warmed_up(variant)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     synchronize()
@@ -155,7 +155,7 @@ def device_batch(variant: Variant, calls: int, head_start_us: float = 0.0) -> fl
 
 
 def wall_batch(variant: Variant, calls: int) -> float:
-    """On the wall clock, from an idle device until it is idle again; on the CPU calls return when they are done."""
+    """Wall-clock time from an idle device until it is idle again; on the CPU calls return when they are done."""
     kept = _warmed_up(variant)
     synchronize()
     start = time.perf_counter()
@@ -165,7 +165,7 @@ def wall_batch(variant: Variant, calls: int) -> float:
 
 
 def host_batch(variant: Variant, calls: int) -> float:
-    """The host's time, from an idle device on, without waiting for it; of fewer calls where they are many."""
+    """Host time of at most ``_MOST_WAITING`` calls, from an idle device on, without waiting for the device."""
     calls = min(calls, _MOST_WAITING)
     kept = _warmed_up(variant)
     synchronize()
@@ -177,13 +177,13 @@ def host_batch(variant: Variant, calls: int) -> float:
 
 
 def synchronize() -> None:
-    """Wait for all that has been launched."""
+    """Wait until all launched work is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def release() -> None:
-    """Give back what the last case had in memory."""
+    """Release the memory and the compiled code of the last case."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -194,14 +194,14 @@ def _calls_for(variant: Variant, batch: Batch, batch_us: float) -> int:
     if variant.refill is not None:
         return variant.copies
     calls = 1
-    # what the first batch says has a launch's whole way to the device in it, so a second one may say another number
+    # the first batch includes the latency of a launch to the device, so a second one may give another number
     while (spent := calls * batch(variant, calls)) < batch_us and calls < _MOST_CALLS:
         calls = min(_MOST_CALLS, math.ceil(1.2 * calls * batch_us / max(spent, 1.0)))
     return calls
 
 
 def _warmed_up(variant: Variant) -> list[Any]:
-    """One call on each copy: the allocator then has what the results of all copies take."""
+    """Run one call on each copy, so that the allocator holds the memory for the results of all copies."""
     kept: list[Any] = [None] * variant.copies
     _rotate(variant, variant.copies, kept)
     if variant.refill is not None:
@@ -210,7 +210,7 @@ def _warmed_up(variant: Variant) -> list[Any]:
 
 
 def _rotate(variant: Variant, calls: int, kept: list[Any]) -> None:
-    # results stay alive for a turn, so that the outputs lie in as many places as the inputs
+    # results stay alive until the copy's next call, so that there are as many outputs in memory as inputs
     for number in range(calls):
         at = number % variant.copies
         kept[at] = variant.call(at)

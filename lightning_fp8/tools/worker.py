@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 
 Job = dict[str, Any]
 _SECONDS_TO_END = 10
-# Python and torch; a busy machine takes its time
+# for importing Python and torch, also on a busy machine
 _SECONDS_TO_START = 120
 _READY = "ready\n"
 _PR_SET_PDEATHSIG = 1
@@ -25,8 +25,8 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def held_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C until the end: during the start of a process it would leave that running, unknown to anyone."""
-    # elsewhere none arrives
+    """Delay Ctrl-C until the end: while a process is being started, it would leave that process running unnoticed."""
+    # other threads get no signals
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -43,7 +43,7 @@ def held_interrupts() -> Iterator[None]:
 def run(command: Sequence[str], output: IO[str]) -> int:
     """Run a program to its end, with its output in ``output``, and return its status.
 
-    On Ctrl-C it is first asked to end, so that it can end what it has started elsewhere.
+    On Ctrl-C it first gets SIGTERM, so that it can end processes that it has started in other groups.
     """
     process: subprocess.Popen[bytes] | None = None
     try:
@@ -55,21 +55,21 @@ def run(command: Sequence[str], output: IO[str]) -> int:
     except BaseException:
         if process is not None:
             _end(process, signal.SIGTERM)
-            # what it started may still be there
+            # processes that it started may still be there
             _end(process)
         raise
 
 
 def why_it_ended(status: int, printed: str) -> str:
-    """In one line: the signal, or the status and the last line that was printed."""
+    """One line with the signal, or with the status and the last line that was printed."""
     last = printed.strip().rpartition("\n")[2]
     return f"ended by signal {-status}" if status < 0 else f"ended with status {status}: {last[:500]}"
 
 
 def _end(process: subprocess.Popen[Any], by: signal.Signals = signal.SIGKILL) -> None:
-    """Signal the process and what it has started: each is the leader of a process group.
+    """Signal the process and its children: each process is the leader of a process group.
 
-    The wait is short, as a driver may take long to release a process.
+    The wait for its end is limited, as a driver may take long to release a process.
     """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, by)
@@ -78,7 +78,7 @@ def _end(process: subprocess.Popen[Any], by: signal.Signals = signal.SIGKILL) ->
 
 
 class Answer(NamedTuple):
-    """The result of a job, or in one line why there is none."""
+    """The result of a job, or one line that says why there is none."""
 
     found: dict[str, Any] | None
     failure: str | None
@@ -87,8 +87,8 @@ class Answer(NamedTuple):
 class Worker:
     """Runs jobs in another process, one after the other; a context manager.
 
-    A process that ends early, or takes longer over a job than its limit, is killed; the job has failed, and a new
-    process is started for the next.
+    A process that ends early, or exceeds a job's time limit, is killed: the job has failed, and the next one gets a new
+    process.
 
     Args:
         command: starts a process that answers as :func:`serve` does.
@@ -123,12 +123,12 @@ class Worker:
 def serve(work: Callable[[Job], dict[str, Any]]) -> None:
     """Run in the worker's process: answer each line of JSON on standard input with one on standard output.
 
-    It ends with the process that started it, however that ends.
+    On Linux the process ends with its parent, however the parent ends.
     """
     if sys.platform == "linux":
-        # or a kernel that hangs would occupy the device forever
+        # otherwise a kernel that hangs would occupy the device forever
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # what libraries print goes elsewhere
+    # only answers go to standard output; what libraries print goes to standard error
     with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)
         output.write(_READY)
@@ -142,7 +142,7 @@ class _Child:
     """A process, and a thread that waits for its answers."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        # a file, not a pipe: nobody need read for the process to go on
+        # a file, not a pipe, which would block the process once it is full
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, start_new_session=True
@@ -159,8 +159,8 @@ class _Child:
         self._lines.put(None)
 
     def answer(self, job: Job, limit_s: float) -> Answer:
-        """Of one job."""
-        # one that has ended does not read; why it ended is said below
+        """The answer to one job."""
+        # a process that has ended does not read; the reason is returned below
         with suppress(BrokenPipeError):
             if self._process.stdin is not None:
                 self._process.stdin.write(f"{json.dumps(job)}\n")

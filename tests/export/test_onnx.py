@@ -172,7 +172,7 @@ def frozen() -> nn.Module:
         (lambda: trained(MODELS["plain"])[0].train(), {}, "export_onnx: the model is in training"),
         (lambda: trained(MODELS["plain"])[0], {"opset_version": 18}, "`opset_version` must be at least 20, got 18"),
         (lambda: MODELS["plain"]().eval(), {}, "has no layers that run in FP8"),
-        (computed_weight, {}, "the weights of 0 are not stored as parameters of their own"),
+        (computed_weight, {}, "the weights of 0 are not stored as separate parameters"),
         (frozen, {}, r'convert\(model, frozen_weights="master"\)'),
     ],
 )

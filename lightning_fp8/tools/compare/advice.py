@@ -1,14 +1,14 @@
 """Which precision to choose, and why: rules for the rows of a comparison.
 
-1. Losses are compared with the baseline's, the mean of the last steps and the validation loss where both have one. A
-   precision with either of them worse by more than 1%, or not finite, is never recommended. Near zero 0.1% of the
-   first step's loss counts in place of 1% of what is left of it. The baseline is bf16-mixed, or 32-true on a CPU that
+1. Two losses are compared with the baseline's: the mean of the last steps, and the validation loss if both have one. A
+   precision with either loss worse by more than 1%, or not finite, is never recommended. Near zero the limit is 0.1% of
+   the baseline's first loss, if that is more than 1% of its loss. The baseline is bf16-mixed, or 32-true on a CPU that
    emulates bf16 products.
-2. On a CUDA GPU: of the precisions whose losses pass, the fastest by median step time, if that is at least 5% less
-   than bf16-mixed's and the times of the two do not overlap between their 20th and 80th percentiles. Of those within
-   2% of the fastest, the one with the least peak memory. Otherwise bf16-mixed.
-3. On the CPU speed is ignored: bf16-mixed, and for those short of memory the precision with the fewest bytes of
-   parameters, gradients and optimizer state, which are the same on a GPU, if that is at least 5% less.
+2. On a CUDA GPU: of the precisions whose losses pass, the fastest by median step time is recommended, if that is at
+   least 5% less than bf16-mixed's and the times of the two do not overlap between their 20th and 80th percentiles. Of
+   those within 2% of the fastest, the one with the least peak memory is. Otherwise bf16-mixed is.
+3. On the CPU speed is ignored: bf16-mixed is recommended, and if memory is short the precision with the fewest bytes of
+   parameters, gradients and optimizer state (the same as on a GPU), if those are at least 5% fewer.
 """
 
 from __future__ import annotations

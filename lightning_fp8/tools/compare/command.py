@@ -34,7 +34,7 @@ WARMUP = 10
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Compare; exits with 1 if a precision failed, with 2 and a line that says why where nothing could run."""
+    """Compare; exits with 1 if a precision failed, or with 2 and a message if nothing could run."""
     parser = _parser()
     options, further = parser.parse_known_args(arguments)
     for path in options.config:
@@ -87,7 +87,7 @@ def _run_all(variants: list[str], folder: Path, steps: int, warmup: int, fit: li
         start = time.perf_counter()
         try:
             row = {"variant": variant, **run(variant, folder / variant, steps, warmup, fit)}
-        # the line is not finished
+        # end the unfinished line
         except BaseException:
             print(flush=True)
             raise
@@ -98,7 +98,7 @@ def _run_all(variants: list[str], folder: Path, steps: int, warmup: int, fit: li
 
 
 def _about_emulation(variants: Sequence[str]) -> str:
-    """What is said once on a CPU that emulates bf16 products."""
+    """The note for a CPU that emulates bf16 products."""
     slow = ", ".join(name for name in BF16 if name in variants)
     rest = (
         f"Steps of {slow} take many times as long as in fp32; `--precisions {' '.join(by_default(emulated=True))}`"
@@ -132,7 +132,7 @@ def _show(rows: list[dict[str, Any]], baseline: str, folder: Path) -> None:
 
 
 def _without_class(configs: Sequence[Path]) -> list[str]:
-    """The parts of a configuration that name no class, as for a ``LightningCLI`` with a model or data of its own."""
+    """The parts of a configuration that name no class, as for a ``LightningCLI`` with a fixed model or data class."""
     found = {part: [value for path in configs if (value := _read(path).get(part))] for part in ("model", "data")}
     return [
         part
@@ -150,7 +150,7 @@ def _how_to_adapt(unnamed: Sequence[str]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A configuration, as far as it can be read without the command line that checks it; `fit` says what is wrong."""
+    """A configuration, unchecked; empty if it cannot be read, in which case `fit` says what is wrong."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -159,7 +159,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _on_gpu(configs: Sequence[Path], further: Sequence[str]) -> bool:
-    """Whether a GPU will be used, as far as it can be told without the command line that reads the configuration."""
+    """Whether a GPU will be used, as far as the configuration and arguments tell before `fit` parses them."""
     accelerator = "auto"
     for path in configs:
         trainer = _read(path).get("trainer")

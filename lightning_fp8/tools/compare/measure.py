@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_fp8.callbacks.stopwatch import Clock, HostClock, clock_for
 from lightning_fp8.tools.timing import percentiles
 
-# the loss at the end is the mean over so much of the steps
+# the final loss is the mean over this share of the steps
 LAST_SHARE = 0.1
 _LOSS_KEYS = ("train_loss", "loss")
 # more than anyone accumulates
@@ -31,20 +31,20 @@ _BATCHES_WITHOUT_STEP = 10_000
 class Measure(Callback):
     """Measures a run from the end of its warm-up to its last optimizer step, and ends training there.
 
-    A step is what happens between the ends of two batches that moved the weights: loading data, all accumulated
-    batches, the optimizer. On CUDA its time is that between two events on the stream, and the device is waited for only
-    at both ends of the measured stretch; elsewhere it is the host's. Logs nothing.
+    A step lasts from the end of one batch that updated the weights to the end of the next: loading data, all
+    accumulated batches, the optimizer. On CUDA its time is that between two events on the stream, and the host waits
+    for the device only at the start and the end of the measured steps; elsewhere it is the host's time. Logs nothing.
 
-    - A sample is what Lightning's ``extract_batch_size`` counts.
-    - Tokens are the elements of a batch that is a 2-D tensor of integers, or of the first item of a tuple or list, or
-      of ``input_ids`` of a mapping, where that is one. There are none of other batches.
-    - The loss of a step is the mean over its batches of what ``training_step`` returns, without it of what it logs as
-      ``train_loss`` or ``loss``.
-    - Peak memory is, on CUDA, that of torch's allocator until the last step; on the CPU the process's resident memory
-      at its highest, less what it had when fitting started.
+    - Samples are what Lightning's ``extract_batch_size`` counts.
+    - Tokens are the elements of a 2-D tensor of integers: the batch, the first item of a batch that is a tuple or list,
+      or ``input_ids`` of a batch that is a mapping. Other batches have no tokens.
+    - The loss of a step is the mean over its batches of what ``training_step`` returns, or, if it returns none, of what
+      it logs as ``train_loss`` or ``loss``.
+    - Peak memory on CUDA is that of torch's allocator until the last step; on the CPU it is the process's peak resident
+      memory, less its resident memory when fitting started.
 
     Args:
-        warmup: steps at the start that are in no time and no rate, at least 1.
+        warmup: number of first steps that are excluded from times and rates, at least 1.
     """
 
     def __init__(self, warmup: int) -> None:
@@ -68,7 +68,7 @@ class Measure(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # only here, as it waits for the device
+        # only during the warm-up, as it waits for the device
         if self._steps < self.warmup:
             self._digest = _digest(batch, self._digest)
 
@@ -111,7 +111,7 @@ class Measure(Callback):
             self._open()
         if is_last:
             self._close(trainer, model)
-            # where there is validation data, this is what makes Lightning validate now
+            # makes Lightning validate now, if there is validation data
             trainer.should_stop = True
 
     def _open(self) -> None:
@@ -135,7 +135,7 @@ class Measure(Callback):
         """The numbers of the run, once it is over.
 
         Raises:
-            RuntimeError: if nothing was left to measure behind the warm-up.
+            RuntimeError: if no step was left to measure after the warm-up.
         """
         count = len(self._marks) - 1
         if count < 1 or not self._seconds:
@@ -202,7 +202,7 @@ def _loss(trainer: Trainer, outputs: Any) -> Tensor | None:
     found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if isinstance(found, Tensor):
         model = trainer.lightning_module
-        # Lightning has divided it; manual optimization does that by itself, if at all
+        # with automatic optimization, Lightning has divided it by the number of accumulated batches
         parts = trainer.accumulate_grad_batches if model.automatic_optimization else 1
         return found.detach().float().mean() * parts
     for key in _LOSS_KEYS:
@@ -218,7 +218,7 @@ def _val_loss(trainer: Trainer) -> float | None:
 
 
 def _digest(batch: Any, before: int) -> int:
-    """A checksum of a batch and those before it, in bf16: under ``bf16-true`` a batch is rounded before it is seen."""
+    """A checksum of a batch and those before it; in bf16, as ``bf16-true`` rounds a batch before callbacks see it."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             plain = leaf.detach().bfloat16() if leaf.is_floating_point() else leaf.detach()
@@ -227,7 +227,7 @@ def _digest(batch: Any, before: int) -> int:
 
 
 def _bytes_of(tensors: list[Any]) -> int:
-    """Of all storages, each once; a shard counts as what this process has of it."""
+    """Bytes of all storages, each counted once; of a sharded tensor, only this process's shard."""
     local = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
     storages = {(x.device, x.untyped_storage().data_ptr()): x.untyped_storage().nbytes() for x in local}
     return sum(storages.values())
@@ -235,7 +235,7 @@ def _bytes_of(tensors: list[Any]) -> int:
 
 def _resident(field: str) -> int:
     """Bytes of this process in memory: now (``VmRSS``) or at most so far (``VmHWM``)."""
-    # where this exists, not getrusage's number, which a process inherits from the one that started it
+    # preferred to getrusage, whose peak a process inherits from its parent
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -22,10 +22,10 @@ class UsageError(Exception):
 
 
 def run(variant: str, folder: Path, steps: int, warmup: int, args: Sequence[str]) -> dict[str, Any]:
-    """What a run measured, or ``{"error": why}`` in one line.
+    """What a run measured, or ``{"error": why}`` with one line.
 
     Raises:
-        UsageError: if the command line is refused, which then holds for every variant.
+        UsageError: if the command line is refused, as it then is for every variant.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in (MEASURED_FILE, LOG_FILE, CSV_FILE, HPARAMS_FILE, RUN_FILE):
@@ -41,7 +41,7 @@ def run(variant: str, folder: Path, steps: int, warmup: int, args: Sequence[str]
         return found
     printed = log.read_text(errors="replace").strip()
     if status == _USAGE and not found:
-        # behind the usage, which is long
+        # only the message after the long usage
         raise UsageError(printed.rpartition("\nerror: ")[2])
     why = found.get("error") or worker.why_it_ended(status, printed)
     return {"error": f"{why} (see {log})"}

@@ -28,7 +28,7 @@ Row = Mapping[str, Any]
 
 
 def as_table(rows: Sequence[Row], markdown: bool = False) -> str:
-    """The table; a number that no row has gets no column, and a run that failed has dashes."""
+    """The table; columns without any number are left out, and a run that failed has dashes."""
     columns = {key: about for key, about in _COLUMNS.items() if any(row.get(key) is not None for row in rows)}
     return table(
         [{"variant": row["variant"], **{key: row.get(key) for key in columns}} for row in rows], columns, markdown
@@ -41,7 +41,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 
 def write(rows: Sequence[Row], advice: Sequence[str], folder: Path) -> list[Path]:
-    """Write ``compare.jsonl``, ``compare.md`` and, with matplotlib, ``compare.png``; in place of earlier ones."""
+    """Write ``compare.jsonl``, ``compare.md`` and, with matplotlib, ``compare.png``, replacing earlier ones."""
     lines, page = folder / "compare.jsonl", folder / "compare.md"
     lines.write_text(
         "".join(json.dumps({key: value for key, value in row.items() if key != "losses"}) + "\n" for row in rows),
@@ -58,7 +58,7 @@ def write(rows: Sequence[Row], advice: Sequence[str], folder: Path) -> list[Path
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Loss curves of all, and bars of step times (lines from the 20th to the 80th percentile) and peak memory.
+    """Draw all loss curves, and bars of step times (lines from the 20th to the 80th percentile) and peak memory.
 
     Raises:
         ModuleNotFoundError: without matplotlib.

@@ -23,14 +23,14 @@ from lightning_fp8.tools.compare import MEASURED_FILE
 from lightning_fp8.tools.compare.measure import Measure
 from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings, precision_of
 
-# they end runs early, write checkpoints, take time themselves, or choose other settings for each precision
+# callbacks that end runs early, write checkpoints, take time, or choose different settings for each precision
 _LEFT_OUT = (
     *(lightnings.BatchSizeFinder, lightnings.LearningRateFinder, lightnings.Checkpoint, lightnings.EarlyStopping),
     *(lightnings.DeviceStatsMonitor, lightnings.ThroughputMonitor, lightnings.ModelSummary, lightnings.ProgressBar),
     lightnings.Timer,
 )
 _NEVER = 10**9
-# how many lines a run logs where reading a metric makes the host wait for the device
+# number of lines that a run logs on a GPU, where reading a metric makes the host wait for the device
 _LOGGED_ON_GPU = 20
 
 
@@ -42,7 +42,7 @@ class CompareCLI(Fp8CLI):
         folder: for the logs and the measured numbers.
         steps: optimizer steps.
         warmup: how many of them are not timed.
-        args: of the command line, ``fit`` and its own.
+        args: of the command line: ``fit`` and its arguments.
     """
 
     def __init__(self, variant: str, folder: Path, steps: int, warmup: int, args: list[str]) -> None:
@@ -62,7 +62,7 @@ class CompareCLI(Fp8CLI):
         logs_rarely = trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         for name, value in {
             "max_steps": self.steps,
-            # the number of steps decides alone
+            # only the number of steps ends the run
             "max_epochs": -1,
             "min_steps": None,
             "min_epochs": None,
@@ -92,11 +92,11 @@ class CompareCLI(Fp8CLI):
             if not issubclass(_class_of(plugin), Precision):
                 others.append(plugin)
             elif _class_of(plugin).__module__.startswith("lightning_fp8."):
-                # not `items()`, which are the leaves: a recipe's fields by dotted names
+                # not `items()`, which flattens a recipe's fields to dotted names
                 own = dict(vars(plugin.init_args)) if "init_args" in plugin else {}
         if isinstance(own.get("recipe"), Namespace):
             own["recipe"] = vars(own["recipe"])
-        # not the string: it may make Lightning's own plugin
+        # a plugin, not a precision string, which may create Lightning's own plugin
         trainer.precision = None
         class_path, _ = VARIANTS[precision_of(self.variant)]
         trainer.plugins = [*others, _part(class_path, plugin_settings(self.variant, own))]
@@ -111,7 +111,7 @@ class CompareCLI(Fp8CLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The configuration's Trainer, with our logger and callbacks."""
         trainer = super().instantiate_trainer(logger=CSVLogger(self.folder.parent, self.folder.name, ""), **kwargs)
-        # last: what the user's callbacks do after a batch is part of its step
+        # last, so that the work of the user's callbacks after a batch is part of its step
         trainer.callbacks += [RunRecord(), self.measure]  # type: ignore[attr-defined]
         return trainer
 
@@ -126,7 +126,7 @@ class CompareCLI(Fp8CLI):
 
 
 def main() -> None:
-    """Run; a run that fails leaves its reason behind and its traceback in what it prints."""
+    """Run; a run that fails writes the reason to ``MEASURED_FILE`` and prints its traceback."""
     parser = argparse.ArgumentParser()
     parser.add_argument("variant")
     parser.add_argument("folder", type=Path)
@@ -149,12 +149,12 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _part(class_path: str, arguments: dict[str, Any]) -> Any:
-    made: Any = Namespace  # which has no annotations
+    made: Any = Namespace  # its constructor has no annotations
     return made(class_path=class_path, init_args=made(**arguments))
 
 
 def _class_of(part: Any) -> type:
-    """The class of a part of a configuration; of a function, which may make anything, ``object``."""
+    """The class of a part of a configuration; ``object`` for a function, which may return anything."""
     module, _, name = part.class_path.rpartition(".")
     found = getattr(import_module(module), name)
     return found if isinstance(found, type) else object

@@ -1,4 +1,4 @@
-"""The precisions that are compared, and what of a user's own plugin holds for which."""
+"""The precisions that are compared, and which settings of a user's plugin apply to each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.scaling.recipe import RECIPES, as_recipe, recipe_fields
 
 BASELINE = "bf16-mixed"
-# in its place on a CPU that emulates bf16 products
+# the baseline on a CPU that emulates bf16 products
 EMULATED_BASELINE = "32-true"
 # class and arguments of the plugin; an FP8 precision also runs with fields of its recipe, as "fp8-delayed,margin=1"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -25,7 +25,7 @@ BF16 = tuple(name for name in VARIANTS if name.startswith("bf16-"))
 
 
 def by_default(emulated: bool) -> list[str]:
-    """What is compared where nothing is named; ``emulated`` is whether bf16 products are.
+    """The variants compared by default; ``emulated`` is whether bf16 products are emulated.
 
     >>> by_default(emulated=True)
     ['32-true', 'fp8-delayed']
@@ -34,7 +34,7 @@ def by_default(emulated: bool) -> list[str]:
 
 
 def baseline_of(variants: Sequence[str], emulated: bool) -> str:
-    """The variant that the others are compared with: where bf16 products are emulated, ``32-true`` if it runs."""
+    """The variant that the others are compared with: ``32-true`` if it runs and bf16 products are emulated."""
     return EMULATED_BASELINE if emulated and EMULATED_BASELINE in variants else BASELINE
 
 
@@ -68,11 +68,12 @@ def checked(text: str) -> str:
 
 
 def plugin_settings(variant: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a variant's plugin, with those of the user's ``own`` that hold for it.
+    """Arguments of a variant's plugin, including those of the user's ``own`` that apply to it.
 
-    Those that all plugins have hold for all, and all that its plugin has for the FP8 precisions, except a recipe of
-    another one; fields that the variant names come before those of the user's recipe. Dtypes hold for FP8 only: the
-    bf16 precisions are to be what their names say. ``32-true`` is Lightning's own, without arguments.
+    Arguments that all plugins have apply to all variants. Arguments of ``Fp8Precision`` apply to all FP8 precisions,
+    except the recipe of another precision; fields that the variant names override those of the user's recipe. Dtypes
+    apply to FP8 only, so that the bf16 precisions are what their names say. ``32-true`` is Lightning's own, without
+    arguments.
 
     >>> plugin_settings("bf16-true", {"keep_fp32": ["norm"], "ignore_modules": ["head"]})
     {'keep_fp32': ['norm']}

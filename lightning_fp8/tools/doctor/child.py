@@ -1,4 +1,4 @@
-"""``python -m lightning_fp8.tools.doctor.child``: tests one kernel for each of the jobs of :func:`job`."""
+"""``python -m lightning_fp8.tools.doctor.child``: tests one kernel per job, see :func:`job`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_fp8.tools.worker import Job, serve
 
 
 def command() -> list[str]:
-    """What starts a process that works on jobs."""
+    """The command that starts a process for the jobs."""
     return [sys.executable, "-m", "lightning_fp8.tools.doctor.child"]
 
 
 def job(device: torch.device, kernel: str) -> Job:
-    """Is answered by ``cached``, whether it had been compiled before, and the fields of an
-    :class:`~lightning_fp8.ops.cuda.kernels.Attempt`, all but the kernel itself.
+    """A job for one kernel. The answer has ``cached``, whether it had been compiled before, and the fields of an
+    :class:`~lightning_fp8.ops.cuda.kernels.Attempt` except the kernel itself.
     """
     return {"device": str(device), "kernel": kernel}
 

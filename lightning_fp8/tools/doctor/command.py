@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     architectures = options.compile
     if architectures is not None:
         architectures = list(dict.fromkeys(architectures)) or ARCHITECTURES
-    # as it goes: where a machine is taken away, or hangs, what has been said is all there is
+    # printed at once, so that the output so far remains if the machine hangs or is lost
     progress = partial(print, end="", file=sys.stderr if options.json else sys.stdout, flush=True)
     diagnosis = examine(
         compile=not options.quick, architectures=architectures, limit_s=options.time_limit, progress=progress

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# exit statuses, and how much each problem matters
+# exit statuses, also the severities of problems
 FINE, SLOWER, CANNOT = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table of the page; every row has a cell for each column."""
+    """A table of the output page; every row has a cell for each column."""
 
     title: str
     columns: tuple[str, ...]
@@ -23,8 +23,8 @@ class Problem:
     """Something to fix.
 
     Attributes:
-        status: 1 where `fp8-delayed` still runs, but slower or on torch's operators, or not on every GPU; 2 where it
-            cannot run.
+        status: 1 if `fp8-delayed` still runs, but slower or on torch's operators, or not on every GPU; 2 if it cannot
+            run.
         what: what is wrong.
         do: what to do about it, with the exact command where there is one.
     """
@@ -36,13 +36,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """How one kernel compiled, and tested itself.
+    """How compiling and self-testing one kernel went.
 
     Attributes:
         kernel: family and definitions.
         place: the device that it was compiled for, loaded and tested on; or the architecture alone.
         compiled: ``"compiled"``, ``"from the cache"`` or ``"failed"``.
-        compile_s: seconds that compiling or reading the cache took, with loading where it was loaded.
+        compile_s: seconds that compiling or reading the cache took, including loading if it was loaded.
         self_test: ``"passed"``, ``"failed"``, or ``"not run: "`` and why.
         self_test_s: seconds that the self-test took, or None.
         failure: what went wrong, or None.
@@ -80,6 +80,6 @@ class Diagnosis:
         self.problems.append(Problem(status, what, do))
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it: rows by the names of their columns."""
+        """Plain values for JSON, with rows keyed by the names of their columns."""
         rows = {section.title: [dict(zip(section.columns, row)) for row in section.rows] for section in self.sections}
         return {**asdict(self), "sections": rows}

@@ -1,4 +1,4 @@
-"""The examination: each part on its own, so that what fails in one is a line of the page and not its end."""
+"""The examination. Its parts are independent: a failure in one is a line of the page, and the others still run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from lightning_fp8.tools.doctor import hardware, kernel_checks, precisions, software
 from lightning_fp8.tools.doctor.diagnosis import CANNOT, FINE, SLOWER, Diagnosis, Section
 
-# includes starting the process, which takes seconds
+# for one kernel, including CUDA's initialization for the first one, but not the start of the process
 LIMIT_S = 60.0
 _Result = TypeVar("_Result")
 
@@ -32,8 +32,8 @@ def examine(
     Args:
         device: one GPU; every visible one if left out; ``"cpu"`` leaves GPUs out.
         compile: whether to compile, load and test the package's kernels.
-        architectures: what else to compile every kernel for, such as ``"sm_90a"``, without testing; if left out, where
-            there is no GPU, those of the default recipe for that one.
+        architectures: other architectures to compile every kernel for, without testing, such as ``"sm_90a"``. If left
+            out and there is no GPU, the kernels of the default recipe are compiled for ``"sm_90a"``.
         limit_s: seconds for compiling, loading and testing one kernel on a GPU.
         progress: called with pieces of text before and after each kernel is tried.
     """
@@ -70,7 +70,7 @@ def _examine(
         kernels = partial(_kernels, findings, fit, bool(devices), architectures, limit_s, progress)
         _guarded(findings, "Kernels", kernels, None)
     else:
-        why = "--quick compiles nothing" if not compile else "NVRTC does not serve, see above"
+        why = "--quick compiles nothing" if not compile else "NVRTC cannot be used, see above"
         findings.sections.append(Section("Kernels", kernel_checks.NOT_TRIED, ((why,),)))
     _guarded(findings, "Precisions", lambda: precisions.describe(findings, devices, unfit, ready, compile), None)
 
@@ -103,7 +103,7 @@ def _devices(device: torch.device | str | None) -> list[torch.device]:
 def _guarded(findings: Diagnosis, title: str, part: Callable[[], _Result], otherwise: _Result) -> _Result:
     try:
         return part()
-    # a machine in a bad state raises anything anywhere, and the other parts say why
+    # any exception is possible on a machine in a bad state, and the other parts may show the cause
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         findings.sections.append(Section(title, ("this part failed",), ((cause,),)))

@@ -22,7 +22,7 @@ def gpus() -> list[torch.device]:
 
 
 def describe(findings: Diagnosis, devices: list[torch.device]) -> bool:
-    """GPUs, driver and toolchain; whether the package's kernels can be compiled (and, with a GPU, loaded)."""
+    """Add GPUs, driver and toolchain; gives whether the kernels can be compiled (and, with a GPU, loaded)."""
     rows = [(str(gpu), asked(partial(_description, gpu))) for gpu in devices] or [("GPU", "none")]
     driver, number = driver_cuda(), driver_version()
     cuda = f"CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "no CUDA"
@@ -59,7 +59,7 @@ def _description(gpu: torch.device) -> str:
 
 
 def _cupy(driver: int) -> str:
-    """The CuPy for this driver, or without one for torch's CUDA."""
+    """The CuPy package for this driver, or, without a driver, for torch's CUDA version."""
     built_for = int((torch.version.cuda or "13").split(".")[0])
     return f"cupy-cuda{'12' if (driver // 1000 or built_for) < 13 else '13'}x"
 
@@ -71,10 +71,10 @@ def _toolchain(findings: Diagnosis, has_gpu: bool, has_cupy: bool, driver: int) 
             check_driver(driver, version)
     except KernelsUnavailable as error:
         if not has_cupy and not has_gpu:
-            return False, "not looked for: it is compiled through CuPy, which only a GPU needs"
+            return False, "not looked for: it is loaded through CuPy, which only a GPU needs"
         what, do = _parted(str(error))
         findings.problem(SLOWER, what, do if has_cupy else f"pip install {_cupy(driver)}")
-        return False, f"does not serve: {str(error).split('. ')[0]}"
+        return False, f"cannot be used: {str(error).split('. ')[0]}"
     except Exception as error:
         findings.problem(SLOWER, f"CuPy or NVRTC is broken: {type(error).__name__}: {error}", _reinstall(driver))
         return False, f"broken: {type(error).__name__}"
@@ -120,8 +120,8 @@ def unfit(devices: list[torch.device]) -> dict[torch.device, str]:
 
 
 def note_unfit(findings: Diagnosis, devices: list[torch.device], reasons: dict[torch.device, str]) -> None:
-    """A problem for each GPU that cannot run FP8; more serious where no other GPU can."""
-    # torch counts the visible ones
+    """Add a problem for each GPU that cannot run FP8; it is more serious if no other GPU can."""
+    # torch's indices count visible GPUs only
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     indices = [device.index or 0 for device in devices if device not in reasons]
     fit = ",".join(visible[index].strip() if index < len(visible) and visible[0] else str(index) for index in indices)

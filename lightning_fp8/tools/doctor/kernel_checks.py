@@ -1,4 +1,4 @@
-"""Compiles and tests every kernel with the functions that the package uses at first use, and times them."""
+"""Compiles and tests every kernel with the functions that the package calls at first use, and times both."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a", "sm_120a")
 NOT_TRIED = ("not compiled or tested",)
 _NOT_LOADED = "not run: not loaded"
 _COLUMNS = ("where", "kernels", "compiling", "self-tests")
-# names of kernels in one problem; all are in the list of kernels
+# number of kernels that a problem names; the list of kernels has all
 _NAMED = 4
 _MOST_LOST = 2
 Progress = Callable[[str], None]
 
 
 def on_device(device: torch.device, limit_s: float, progress: Progress) -> list[KernelCheck]:
-    """Compile or find in the cache, load and test every kernel there; ends early where the toolchain does not work.
+    """Compile or find in the cache, load and test every kernel on a GPU; ends early if the toolchain does not work.
 
-    They run in another process, so that one that hangs costs no more than its time limit. After two kernels of a family
-    in a row that hung or crashed, the rest of the family is not tried.
+    Kernels run in another process, so that one that hangs costs no more than its time limit. After two kernels of a
+    family in a row have hung or crashed, the rest of the family is not tried.
     """
     checks: list[KernelCheck] = []
     lost: Counter[str] = Counter()
@@ -62,10 +62,10 @@ def for_architecture(arch: str, why_no_test: str, every: bool, progress: Progres
     """Compile every kernel, or find it in the cache; needs no GPU.
 
     Args:
-        arch: as ``"sm_90a"``.
-        why_no_test: of the self-tests, that do not run.
-        every: also those of other recipes, dtypes and configurations than the default ones.
-        progress: is told, in pieces of text.
+        arch: such as ``"sm_90a"``.
+        why_no_test: why the self-tests do not run.
+        every: whether to compile also the kernels of non-default recipes, dtypes and configurations.
+        progress: called with pieces of text.
     """
     checks = []
     for variant in kernels.variants(capability(arch), every):
@@ -74,7 +74,7 @@ def for_architecture(arch: str, why_no_test: str, every: bool, progress: Progres
         try:
             how = "from the cache" if is_cached(variant.family, arch, variant.defines) else "compiled"
             compiled(variant.family, arch, variant.defines)
-        # a refused source, a full disk, a broken library: each is the result
+        # any error is a result: a source that does not compile, a full disk, a broken library
         except Exception as error:
             failure, how = f"{type(error).__name__}: {error}", "failed"
         seconds = time.perf_counter() - began
@@ -91,7 +91,7 @@ def _said(check: KernelCheck) -> str:
 
 
 def gemm(device: torch.device) -> str | None:
-    """What is wrong with a small FP8 product by the function that layers use; None if it equals the product in fp32.
+    """What is wrong with a small FP8 product from the function that layers use; None if it equals the fp32 product.
 
     Source: :func:`lightning_fp8.ops.cuda.plain.scaled_mm`.
     """
@@ -99,13 +99,13 @@ def gemm(device: torch.device) -> str | None:
     a, b = (torch.randint(-4, 5, (size, 64), generator=generator).float() for size in (48, 32))
     one = torch.ones((), device=device)
     codes = [x.to(E4M3.dtype).view(torch.uint8).to(device) for x in (a, b)]
-    # whole numbers of at most 64 * 16: sums are exact, and rounded to bf16 once
+    # sums are integers of at most 64 * 16: exact, and rounded to bf16 once
     got = plain.scaled_mm(codes[0], codes[1], one, one, None, "e4m3", "e4m3", torch.bfloat16, False)
     return None if torch.equal(got.cpu(), (a @ b.t()).bfloat16()) else "another result than the same product in fp32"
 
 
 def note(findings: Diagnosis, checks: Sequence[KernelCheck]) -> None:
-    """Add the checks, their table, and one problem for each way to fail."""
+    """Add the checks, their table, and one problem for each kind of failure."""
     findings.kernels += checks
     groups, failures = defaultdict(list), defaultdict(list)
     for check in checks:

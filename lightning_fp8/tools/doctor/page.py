@@ -1,4 +1,4 @@
-"""The page as text."""
+"""The output page as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NARROWEST = 8
 
 
 def page(diagnosis: Diagnosis, width: int) -> str:
-    """The page, at most ``width`` characters wide; commands stay on one line, to be copied."""
+    """The page, at most ``width`` characters wide; commands stay on one line, so that they can be copied."""
     lines = [line for section in diagnosis.sections for line in _table(section, width)]
     lines += textwrap.wrap(f"Status {diagnosis.status}: {diagnosis.verdict}", width)
     for number, problem in enumerate(diagnosis.problems, start=1):

@@ -23,7 +23,7 @@ _TORCH, _OWN, _REFERENCE, _CUBLASLT = "torch's operators", "own kernels", "refer
 def describe(
     findings: Diagnosis, devices: Sequence[torch.device], unfit: Mapping[torch.device, str], ready: bool, compile: bool
 ) -> None:
-    """The table, from what has been found about toolchain and kernels."""
+    """Add the table of precisions, from the results for toolchain and kernels."""
     rows = []
     for device in devices:
         capability = torch.cuda.get_device_capability(device)
@@ -45,7 +45,7 @@ def _fp8(
         return f"no: compute capability {major}.{minor}", "-", "-", "-"
     try:
         trouble = gemm(device)
-    # what cuBLAS, the driver or torch raises
+    # cuBLAS, the driver or torch may raise anything
     except Exception as error:
         trouble = f"{type(error).__name__}: {error}"
     if trouble is not None:
@@ -90,7 +90,7 @@ def _served(checks: Sequence[KernelCheck], device: torch.device, ready: bool, co
 
 
 def _gemms(device: torch.device, ready: bool) -> str:
-    """What ``gemm="auto"`` runs, by the GPU's table."""
+    """What ``gemm="auto"`` runs, according to the GPU's table."""
     capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
     if not ready or _backend() != "auto" or not configurations(capability, promote=False):
         return _CUBLASLT
@@ -101,7 +101,7 @@ def _gemms(device: torch.device, ready: bool) -> str:
 
 
 def _backend() -> str | None:
-    """What ``LIGHTNING_FP8_BACKEND`` says; None for what it may not say."""
+    """The value of ``LIGHTNING_FP8_BACKEND``; None if it is not valid."""
     try:
         return kernels.backend()
     except ValueError:

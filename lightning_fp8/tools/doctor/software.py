@@ -20,9 +20,9 @@ from lightning_fp8.runtime.environment import package_version
 from lightning_fp8.runtime.version import __version__
 from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Diagnosis, Section
 
-# how much it matters that one is too old
+# severity if a required package is too old
 _REQUIRED = {"torch": CANNOT, "lightning": SLOWER, "torchmetrics": SLOWER}
-# and how pip is asked for it
+# optional packages, with pip's arguments to install them
 _OPTIONAL = {
     "jsonargparse": "'jsonargparse[signatures]'",
     **{name: name for name in ("rich", "plotly", "matplotlib", "safetensors", "torchao")},
@@ -30,11 +30,11 @@ _OPTIONAL = {
 
 
 def asked(question: Callable[[], object]) -> str:
-    """The answer, or how asking failed: no question ends the examination."""
+    """The answer, or why there is none: a failed question does not end the examination."""
     try:
         answer = question()
         return "not installed" if answer is None else str(answer)
-    # whatever a package or a driver in a bad state raises is what the page is to say
+    # a package or driver in a bad state may raise anything, which the page then shows
     except Exception as error:
         return f"not known ({' '.join(f'{type(error).__name__}: {error}'.split())})"
 
@@ -63,7 +63,7 @@ def _built_for() -> str:
 
 def _registration(findings: Diagnosis) -> str:
     try:
-        # importing the package has done it, or has failed: then this says why
+        # importing the package registers them; if that failed, this raises the reason
         if not registered():
             register()
     except Exception as error:
@@ -80,7 +80,7 @@ def _registration(findings: Diagnosis) -> str:
 
 
 def requirements() -> dict[str, str]:
-    """What this package's own metadata asks for: package to requirement. Empty where it is not installed."""
+    """Requirements in this package's metadata, by package. Empty if the package is not installed."""
     from packaging.requirements import Requirement
 
     try:
@@ -95,7 +95,7 @@ def _check_requirements(findings: Diagnosis) -> None:
 
     for package, text in requirements().items():
         requirement = Requirement(text)
-        # not torch's metadata: it lacks what torch was built for, and does not exist for a build from source
+        # not torch's metadata, which lacks what torch was built for and does not exist for a build from source
         version = torch.__version__ if package == "torch" else package_version(package)
         if version is not None and requirement.specifier.contains(str(version), prereleases=True):
             continue
@@ -144,7 +144,7 @@ def _cache(findings: Diagnosis) -> str:
         findings.problem(SLOWER, f"{error} Until then every process compiles and tests kernels again.", fix)
         return f"{folder}{origin}: not trusted"
     except OSError:
-        # said below
+        # reported below
         pass
     trouble = _why_not_writable(folder)
     if trouble is None:
@@ -164,7 +164,7 @@ def _why_not_writable(folder: Path) -> str | None:
         place = folder.absolute()
         while not place.exists():
             place = place.parent
-        # a file that is gone at once: permissions alone say too little, and the folder itself may not exist yet
+        # try a temporary file: permissions alone do not tell, and the folder itself may not exist yet
         with tempfile.TemporaryFile(dir=place):
             return None
     except OSError as error:

@@ -14,7 +14,7 @@ _NEEDED = ("matplotlib", "plotly")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Make a report; exits with a line that says why where it cannot."""
+    """Make a report; exits with a message if it cannot."""
     options = _parser().parse_args(arguments)
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(str(error))
     for run in runs:
         print(f"{run.name}: {run.note or run.folder}")
-    # in the folder that was given, even where a version inside it was read
+    # in the given folder, even if a version_N inside it was read
     page = options.out or options.runs[0] / "report.html"
     pictures = options.png or page.with_name(f"{page.stem}_png")
     try:

@@ -28,7 +28,7 @@ def curve_keys(runs: Sequence[Run]) -> list[str]:
 
 
 def loss_keys(keys: Sequence[str]) -> list[str]:
-    """What is shown at first: ``train_loss`` and ``val_loss``, without them the first of ``keys``."""
+    """Keys shown at first: ``train_loss`` and ``val_loss``, or else the first of ``keys``."""
     return [key for key in keys if key in _FIRST] or list(keys[:1])
 
 

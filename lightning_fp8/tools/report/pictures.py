@@ -1,4 +1,4 @@
-"""The report's charts as PNG files, for places that show no pages."""
+"""The report's charts as PNG files, for places that cannot show HTML."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lightning_fp8.tools.report.curves import curve_keys, loss_keys, thinned
 from lightning_fp8.tools.report.runs import Floats, Run, Series
 from lightning_fp8.tools.report.tensors import Tensors, role_curves, tensors_of
 
-# Okabe and Ito's colours, which most colour-blind people tell apart; the page has the same
+# Okabe and Ito's colours, which most colour-blind people can tell apart; the page uses the same
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-# a dollar sign in a name is no formula
+# names may have dollar signs, which must not start a formula
 STYLE: dict[Any, Any] = {"text.parse_math": False, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}
 _LABELLED_ROWS = 60
 
 
 def write_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Write a PNG for each chart there are numbers for, and return their paths.
+    """Write a PNG for each chart that has data, and return the paths.
 
     Raises:
         ModuleNotFoundError: without matplotlib.
@@ -50,14 +50,14 @@ def write_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def _figure(width: float, height: float) -> Any:
-    # not pyplot, which has a state of the whole process and looks for a screen
+    # not pyplot, which has process-wide state and looks for a display
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def _shown(series: Series) -> Floats:
-    """As on the page, what is too large for float32 is a gap: no axes reach to the end of float64."""
+    """Values too large for float32 become gaps, as on the page, so that no axis extends to the end of float64."""
     return np.where(np.abs(series.values) <= np.finfo(np.float32).max, series.values, np.nan)
 
 

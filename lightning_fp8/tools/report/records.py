@@ -1,4 +1,4 @@
-"""Files next to a run's logs, checked: what is wrong with one is said, with its name."""
+"""Reads and checks the files next to a run's logs; errors name the file and what is wrong."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import yaml
 
-# what a page shows of one file: characters of text and other values, and how deep they may lie
+# limits for one file: characters of text plus other values, and depth of nesting
 _MOST_VALUES, _DEEPEST = 1_000_000, 50
-# of a whole number, far beyond a count or a seed, and short enough to be written out
+# limit for an integer: far beyond a count or a seed, and short enough to print
 _MOST_BITS = 1024
 Check = Callable[[Any], bool]
-# by field: what its value must be, in words and as a check
+# by field: the rule for its value, in words and as a check
 Rules = Mapping[str, tuple[str, Check]]
 
 
@@ -26,19 +26,19 @@ class ReadError(Exception):
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What ``RunRecord`` wrote; empty where it wrote nothing.
+    """What ``RunRecord`` wrote; empty if there is no file.
 
     Raises:
-        ReadError: for anything else.
+        ReadError: if the file is not valid.
     """
     return _read(path, json.loads, _RECORD)
 
 
 def read_dtypes(path: Path) -> dict[str, Any]:
-    """What ``DtypeAudit`` wrote, with the names of version 0.6; empty where it wrote nothing.
+    """What ``DtypeAudit`` wrote, with the names of version 0.6; empty if there is no file.
 
     Raises:
-        ReadError: for anything else.
+        ReadError: if the file is not valid.
     """
     names = {"dtype": "actual", "promised": "expected"}
     read = partial(json.loads, object_hook=lambda row: {names.get(name, name): value for name, value in row.items()})
@@ -49,7 +49,7 @@ def read_hparams(path: Path) -> dict[str, Any]:
     """The hyperparameters that Lightning saved; empty where there are none.
 
     Raises:
-        ReadError: for what is not a mapping, or too large for a page, as aliases of aliases can be.
+        ReadError: if the file is not a mapping, or too large for a page, as aliases of aliases can be.
     """
     return _read(path, lambda text: {} if (content := yaml.load(text, _PlainLoader)) is None else content, {})
 
@@ -59,7 +59,7 @@ def _read(path: Path, parse: Callable[[str], Any], rules: Rules, required: Itera
         return {}
     try:
         content = parse(path.read_text(encoding="utf-8"))
-    # what the YAML reader raises for a damaged file is not documented: IndexError, KeyError, RecursionError, ...
+    # the exceptions of the YAML reader for a damaged file are not documented: IndexError, KeyError, RecursionError, ...
     except Exception as error:
         raise _error(path, f"{type(error).__name__}: {error}") from error
     wrong = _why_too_much(content)
@@ -78,10 +78,10 @@ def _error(path: Path, why: str) -> ReadError:
 
 
 class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML in which objects of Python's are their tags, not made; and without merges, which multiply as aliases do."""
+    """YAML with tags in place of Python objects, and without merges, which multiply values as aliases do."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Leave ``<<`` alone: it is refused as an unknown tag then."""
+        """Do not merge ``<<``, which is then refused as an unknown tag."""
 
 
 _PlainLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, tag, node: f"({tag})")
@@ -111,7 +111,7 @@ def _why_too_much(content: Any) -> str | None:
 
 
 def _wrong_field(content: Mapping[str, Any], rules: Rules) -> str | None:
-    """The first field that is not what it should be, with its value."""
+    """The first field that breaks its rule, with its value."""
     for name, (rule, is_right) in rules.items():
         if name in content and not is_right(content[name]):
             got = content[name]

@@ -1,4 +1,4 @@
-"""Runs as their loggers left them: from a folder to series by key."""
+"""Reads runs from the folders that loggers wrote: series by key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_fp8.tools.report.records import ReadError, read_dtypes, read_hpar
 CSV_FILE = "metrics.csv"
 HPARAMS_FILE = "hparams.yaml"
 _EVENTS = "events.out.tfevents.*"
-# what the page's own numbers are exact up to
+# JavaScript's numbers are exact up to this
 _LARGEST_STEP = 2**53
 Floats = npt.NDArray[np.float64]
 
@@ -38,10 +38,10 @@ class Run:
     """What one run left behind.
 
     Attributes:
-        name: short, and no other run of a report has it.
+        name: short, and unique in a report.
         folder: where the logs are.
         source: name of the file that the series are from.
-        note: what a reader should know about how they were found; empty for nothing.
+        note: what a reader should know about how the logs were found; may be empty.
         scalars: series by key.
         record: what ``RunRecord`` wrote; empty without it.
         dtypes: what ``DtypeAudit`` wrote; empty without it.
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def precision(self) -> str:
-        """Of the record, else what the logs show."""
+        """The precision in the record, or else the one that the logs imply."""
         told = self.record.get("precision")
         return str(told) if told else "fp8-delayed" if any(key.endswith("/scale") for key in self.scalars) else ""
 
@@ -68,7 +68,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read a run from each folder, and give each a unique name.
 
     Raises:
-        ReadError: for a folder that is missing or has no logs, and a file that cannot be read.
+        ReadError: for a folder that is missing or has no logs, or a file that cannot be read.
     """
     runs = [_read(folder) for folder in folders]
     for run, name in zip(runs, _names([run.folder for run in runs]), strict=True):
@@ -131,7 +131,7 @@ def read_csv(path: Path) -> dict[str, Series]:
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ReadError(f"{path} cannot be read: {error}.") from error
-    # the run may be writing it, or have been stopped while it was
+    # the run may be writing the last line, or have been stopped while writing it
     text = text[: text.rfind("\n") + 1]
     lines = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
@@ -145,7 +145,7 @@ def read_csv(path: Path) -> dict[str, Series]:
 
 
 def _columns(header: list[str], lines: Any, path: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and numbers of each column; cells that are empty or hold words are no numbers."""
+    """Steps and numbers of each column; cells that are empty or hold words are skipped."""
     found: dict[str, tuple[list[int], list[float]]] = {key: ([], []) for key in header if key != "step"}
     columns = [(position, *found[key]) for position, key in enumerate(header) if key != "step"]
     at = header.index("step") if header else 0
@@ -166,14 +166,14 @@ def _columns(header: list[str], lines: Any, path: Path) -> dict[str, tuple[list[
 def _step(value: str | int, place: str) -> int:
     with contextlib.suppress(ValueError, OverflowError):
         number = value if isinstance(value, int) else float(value)
-        # no NaN is smaller than anything
+        # false for NaN
         if abs(number) <= _LARGEST_STEP:
             return int(number)
     raise ReadError(f"{place}: the step is {reprlib.repr(value)}, not a number of at most 2**53.")
 
 
 def _series(steps: Sequence[int], values: Sequence[float]) -> Series:
-    """In order of steps; of two numbers for one step the later."""
+    """A series sorted by step; of several values for one step, the last."""
     order = np.argsort(np.asarray(steps, np.int64), kind="stable")
     sorted_steps, sorted_values = np.asarray(steps, np.int64)[order], np.asarray(values, np.float64)[order]
     last = np.append(sorted_steps[1:] != sorted_steps[:-1], True)
@@ -189,7 +189,7 @@ def _read_events(folder: Path) -> dict[str, Series]:
     try:
         events.Reload()
         found = {key: events.Scalars(key) for key in events.Tags()["scalars"]}
-    # what a damaged file makes of the reader is not documented
+    # the reader's exceptions for a damaged file are not documented
     except Exception as error:
         raise ReadError(f"The event files in {folder} cannot be read: {error}.") from error
     place = f"The event files in {folder}"
@@ -197,7 +197,7 @@ def _read_events(folder: Path) -> dict[str, Series]:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """The shortest endings of the paths that differ; a ``version_N`` always with its experiment."""
+    """The shortest path endings that are unique; a ``version_N`` always includes its experiment."""
     parts = [folder.resolve().parts for folder in folders]
     least = 2 if any(part[-1].startswith("version_") for part in parts) else 1
     for length in range(least, max(map(len, parts)) + 1):

@@ -1,4 +1,4 @@
-"""The tables of a report, as plain values: what a reader sees, and by what a column is sorted."""
+"""The tables of a report, as plain values: the text of each cell, and the value by which a column is sorted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_fp8.tools.report.curves import curve_keys
 from lightning_fp8.tools.report.runs import Run
 from lightning_fp8.tools.report.tensors import Tensors, layer_of, sqnr_of, times_of
 
-# of each quantity in the table of the worst: title, format and unit
+# title and format, with unit, of each quantity in the table of the worst values
 _WORST = {
     "headroom_bits": ("lowest headroom", "{:.2f} bits"),
     "saturated_fraction": ("highest saturation", "{:.3%}"),
@@ -23,7 +23,7 @@ _WORST = {
 
 
 class Cell(NamedTuple):
-    """One cell: its text, what it is sorted by, and whether it is marked."""
+    """One cell: its text, its sort value, and whether it is marked."""
 
     text: str
     sort: float | None = None
@@ -34,9 +34,9 @@ class Table(NamedTuple):
     """A table.
 
     Attributes:
-        columns: titles; a trailing ``<`` or ``>`` is no part of it, and says which end comes first when sorted.
-        rows: a cell each; the first names what the row is about.
-        note: a line above it; without rows it says what would fill it.
+        columns: titles. A trailing ``<`` or ``>`` is not shown: it says whether the lowest or highest comes first.
+        rows: one cell per column; the first cell names the row.
+        note: a line above the table; if there are no rows, it says how to get them.
         by_layer: whether the first cells are module paths.
     """
 
@@ -47,7 +47,7 @@ class Table(NamedTuple):
 
 
 def final_values(runs: Sequence[Run]) -> Table:
-    """The last value of each curve in each run, and how far it is from the first run's."""
+    """The last value of each curve in each run, and its relative difference from the first run's."""
     columns = [
         "metric",
         *(f"{run.name}<" for run in runs),
@@ -72,7 +72,7 @@ def _nonfinite_note(runs: Sequence[Run]) -> str:
 
 
 def worst_layers(run: Run, tensors: Tensors | None) -> Table:
-    """The lowest and highest numbers of each layer over the run, and its newest signal to noise ratio."""
+    """The worst values of each layer over the run, and its newest signal-to-noise ratio."""
     sqnr = sqnr_of(run)
     if tensors is None and not sqnr:
         return Table([], [], "Nothing was logged about tensors: add lightning_fp8.ScaleFactorLogger to an FP8 run.")
@@ -123,7 +123,7 @@ def watchdog(run: Run) -> Table:
             cells = [_number(float(series.values[most])), Cell(f"{series.steps[most]:,}", float(series.steps[most]))]
             name = Cell(key.removeprefix("fp8/watchdog/"), mark=series.values[most] > 0)
             rows.append([name, *cells, _number(float(series.values[-1]))])
-    note = "" if rows else "No watch was kept: add lightning_fp8.ScaleWatchdog."
+    note = "" if rows else "Nothing was watched: add lightning_fp8.ScaleWatchdog."
     return Table(["tensors, and layers that fell back", "most>", "first at step<", "newest>"], rows, note)
 
 
@@ -144,7 +144,7 @@ def slowest_layers(runs: Sequence[Run]) -> Table:
         rows.append([Cell(path or "(root)"), *cells, *(_formatted(ratio, "{:.2f}") for ratio in ratios)])
     rows.sort(key=lambda cells: -max(cell.sort or 0.0 for cell in cells[1 : 1 + len(timed)]))
     untimed = [run.name for position, run in enumerate(runs) if position not in timed]
-    note = "Of the newest step that was timed: together, and forward + backward."
+    note = "At the newest timed step: total (forward + backward)."
     note += f" No layer times of {', '.join(untimed)}: add lightning_fp8.LayerTimer." if untimed else ""
     return Table(columns, rows, note, by_layer=True)
 
@@ -175,7 +175,7 @@ def layers(run: Run) -> Table:
 
 
 def dtypes(run: Run) -> tuple[Table, Table]:
-    """The dtypes of tensors, by kind; and the tensors whose dtype is not the expected one."""
+    """A table of the dtypes of tensors by kind, and one of the tensors whose dtype is not the expected one."""
     if not run.dtypes:
         return Table([], [], "Not recorded: add lightning_fp8.DtypeAudit."), Table([], [])
     violations = {(row["kind"], row["name"]) for row in run.dtypes["violations"]}
@@ -241,7 +241,7 @@ def _formatted(value: float | None, form: str) -> Cell:
 
 
 def _text(value: float, form: str) -> str:
-    """The number, without a sign where nothing is left of it."""
+    """The formatted number, without a sign if it rounds to zero."""
     text = form.format(value)
     return text if re.search("[1-9a-z]", text.partition(" ")[0]) else text.lstrip("+-")
 

@@ -31,11 +31,11 @@ class Tensors:
 
     Attributes:
         names: ``<module path>.<role>``, R of them.
-        steps: at which any of them was logged, ``[S]``.
-        values: ``[R, S]`` by quantity of ``PLANES``, NaN where there is none.
-        nonfinite_steps: the newest number of each, ``[R]``.
-        sqnr_db: of the layer of each, newest, ``[R]``.
-        milliseconds: of the layer of each, forward and backward, newest, ``[R]``.
+        steps: at which any tensor was logged, ``[S]``.
+        values: ``[R, S]`` by quantity of ``PLANES``, NaN where nothing was logged.
+        nonfinite_steps: newest count of each tensor, ``[R]``.
+        sqnr_db: newest SQNR of each tensor's layer, ``[R]``.
+        milliseconds: newest time of each tensor's layer, forward and backward together, ``[R]``.
     """
 
     names: list[str]
@@ -47,7 +47,7 @@ class Tensors:
 
     @cached_property
     def roles(self) -> list[str]:
-        """The role of each."""
+        """The role of each tensor."""
         return [name.rpartition(".")[2] for name in self.names]
 
     @cached_property
@@ -58,12 +58,12 @@ class Tensors:
 
     @cached_property
     def columns(self) -> dict[str, Floats]:
-        """``values`` with at most ``MAX_COLUMNS`` columns: the last scale of several, and the worst of the others."""
+        """``values`` with at most ``MAX_COLUMNS`` columns: of several steps the last scale, else the worst value."""
         return {quantity: _reduced(self.values[quantity], self.bounds, how) for quantity, how in PLANES.items()}
 
     @cached_property
     def worst(self) -> dict[str, tuple[Floats, npt.NDArray[np.int64]]]:
-        """The worst of each tensor over the whole run, ``[R]``, NaN where there is none, and its first step."""
+        """The worst value of each tensor over the run, ``[R]``, NaN where there is none, and its first step."""
         found = {}
         for quantity, how in PLANES.items():
             values = self.values[quantity]
@@ -113,7 +113,7 @@ def tensors_of(run: Run) -> Tensors | None:
 
 
 def in_model_order(names: Iterable[str], run: Run) -> list[str]:
-    """Tensor names as the record has their modules, without one by name, where 10 comes after 2."""
+    """Tensor names in the record's order of modules; without a record by name, with 10 after 2."""
     known = {module: position for position, module in enumerate(run.record.get("modules") or [])}
 
     def place(name: str) -> tuple[Any, ...]:
@@ -125,13 +125,13 @@ def in_model_order(names: Iterable[str], run: Run) -> list[str]:
 
 
 def _by_size(digits: str) -> tuple[int, str]:
-    # no `int`, which Python does not make of thousands of digits
+    # not `int`, which refuses thousands of digits
     digits = digits.lstrip("0")
     return len(digits), digits
 
 
 def layer_of(name: str, run: Run, sqnr: dict[str, float]) -> str:
-    """The layer that a tensor belongs to: its module, or for a projection of an attention the attention."""
+    """The layer that a tensor belongs to: its module, or the attention module for an attention's projection."""
     module = name.rpartition(".")[0]
     parent = module.rpartition(".")[0]
     layers = {row["path"] for row in run.record.get("layers") or []} | sqnr.keys()
@@ -139,7 +139,7 @@ def layer_of(name: str, run: Run, sqnr: dict[str, float]) -> str:
 
 
 def sqnr_of(run: Run) -> dict[str, float]:
-    """What ``QuantizationProbe`` measured newest, in dB by module path."""
+    """The newest SQNR that ``QuantizationProbe`` measured, in dB, by module path."""
     ending = "/sqnr_db"
     return {
         key[len("fp8/") : -len(ending)]: float(series.values[-1])
@@ -149,18 +149,18 @@ def sqnr_of(run: Run) -> dict[str, float]:
 
 
 def times_of(run: Run) -> dict[str, tuple[float, float]]:
-    """What ``LayerTimer`` measured newest: milliseconds of forward and backward, by module path."""
+    """The newest times that ``LayerTimer`` measured: milliseconds of forward and backward, by module path."""
     newest: dict[str, dict[str, float]] = {}
     for key, series in run.scalars.items():
         path, _, quantity = key.removeprefix("timing/").rpartition("/")
         if key.startswith("timing/") and quantity in ("forward_ms", "backward_ms"):
             newest.setdefault(path, {})[quantity] = float(series.values[-1])
-    # a layer without gradient has no backward
+    # a layer without gradients has no backward
     return {path: (found.get("forward_ms", 0.0), found.get("backward_ms", 0.0)) for path, found in newest.items()}
 
 
 def role_curves(run: Run, tensors: Tensors | None) -> dict[str, dict[str, dict[str, Series]]]:
-    """By quantity, role and statistic, over steps: what was logged as summaries, else from the tensors."""
+    """Series by quantity, role and statistic: the logged summaries, or else computed from the tensors."""
     curves: dict[str, dict[str, dict[str, Series]]] = {}
     for quantity in PLANES:
         for role in ROLES:

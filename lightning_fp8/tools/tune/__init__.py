@@ -1,1 +1,1 @@
-"""Measures which GEMM is the fastest for which shape on this GPU, for ``gemm="auto"`` to choose by."""
+"""Measures which GEMM is fastest for each shape on this GPU; ``gemm="auto"`` chooses by the results."""

@@ -24,16 +24,16 @@ from lightning_fp8.tools.tune.shapes import Gemm
 from lightning_fp8.tools.tune.trial import Operands, Run
 
 CHAINED, SEPARATE = "chained", "separate"
-# share of codes: sums of integers are exact, the last bits of an activation need not be
+# share of codes that may be off by one: sums of integers are exact, but an activation's last bits may differ
 _NEIGHBOURING = 0.05
 
 
 class Inputs(NamedTuple):
-    """What a GEMM with a cast behind it takes.
+    """The inputs of a GEMM followed by a cast.
 
     Attributes:
         operands: of the GEMM.
-        h: ``[m, n]``, the activation's input, where a gradient passes through it; else None.
+        h: ``[m, n]``, the activation's input, if its gradient is computed; else None.
         row: the scale that the cast uses.
     """
 
@@ -42,14 +42,14 @@ class Inputs(NamedTuple):
     row: Row
 
 
-# gives the payload by rows ``[m, n]`` and by columns ``[n, m]``, and anything else
+# returns the payload by rows ``[m, n]`` and by columns ``[n, m]``, and possibly other tensors
 Way = Callable[[Inputs], tuple[Tensor, ...]]
 
 
 def activations(gemm: Gemm, row: dict[str, Any]) -> tuple[str, ...]:
-    """Those whose cast may be chained to a GEMM, by its row of the table.
+    """The activations whose cast may be chained to a GEMM, given its row of the table.
 
-    In a model that are the GEMMs inside of a feed-forward block: fprop into something wider, dgrad out of it.
+    In a model, such GEMMs are inside a feed-forward block: fprop into the hidden layer, and dgrad back into it.
     """
     inside = gemm.output == torch.bfloat16 and gemm.n > gemm.k
     return CHAINED_ACTIVATIONS if inside and row["configuration"] is not None and row["splits"] == 1 else ()
@@ -62,11 +62,11 @@ def measured(
 
     Args:
         gemm: what is computed.
-        choice: ours, for the chained one.
-        separate: the fastest GEMM there is, which a separate cast follows.
-        activation: behind the GEMM; its gradient where sums are promoted, as in dgrad.
+        choice: our GEMM, which is chained to the cast.
+        separate: the fastest GEMM, followed by a separate cast.
+        activation: applied after the GEMM; its gradient if sums are promoted, as in dgrad.
         rounds: batches of each, taken in turns.
-        device: where.
+        device: the GPU.
         run: computes a choice.
     """
     ways = {

@@ -18,22 +18,22 @@ from lightning_fp8.tools.worker import Job, serve
 
 
 def command() -> list[str]:
-    """What starts a process that works on jobs."""
+    """The command that starts a process for the jobs."""
     return [sys.executable, "-m", "lightning_fp8.tools.tune.child"]
 
 
 def trial_job(gemm: Gemm, choice: Choice) -> Job:
-    """Is answered by ``{"wrong": None}``, or by what is wrong."""
+    """A job that checks a choice's result; the answer is ``{"wrong": None}``, or says what is wrong."""
     return {"kind": "trial", "gemm": gemm.as_json(), "choices": _named([choice])}
 
 
 def timing_job(gemm: Gemm, choices: Sequence[Choice], rounds: int) -> Job:
-    """Is answered by a row of the table."""
+    """A job that times choices; the answer is a row of the table."""
     return {"kind": "timing", "gemm": gemm.as_json(), "choices": _named(choices), "rounds": rounds}
 
 
 def chain_job(gemm: Gemm, row: dict[str, Any], activation: str, rounds: int) -> Job:
-    """Is answered as :func:`.chain.measured` says: the row's choice, compared with its fastest GEMM."""
+    """A job that compares the row's choice, chained, with its fastest GEMM; the answer is :func:`.chain.measured`'s."""
     own, theirs = row["p50_us"], row["cublaslt_p50_us"]
     ours = [[row["configuration"], row["splits"]]]
     separate = ours if theirs is None or own < theirs else [[None, 1]]
@@ -60,7 +60,7 @@ def _try(job: Job) -> dict[str, Any]:
 def _time(job: Job) -> dict[str, Any]:
     gemm, choices, device = _read(job)
     served = [choice for choice in choices if trial.unserved(gemm, choice, device) is None]
-    # how many copies of inputs are taken goes by the memory that is free
+    # the number of copies of the inputs depends on the free memory
     timing.release()
     return trial.timed(gemm, served, job["rounds"], device, run_choice)
 

@@ -42,7 +42,7 @@ _SIZE_COLUMNS = ("features in and out", "FP8, us", "bf16, us", "FP8 / bf16")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, keep and show; exits with a message where it cannot, and where a GEMM could not be measured."""
+    """Measure, save and print; exits with a message if it cannot, or if a GEMM could not be measured."""
     options = _parser().parse_args(arguments)
     device = _device(for_gemms=False) if options.min_features else _device()
     gpu = torch.cuda.get_device_name(device)
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _find_min_features(device: torch.device, rounds: int, path: Path, about: dict[str, Any]) -> None:
-    """Measure all sizes, show them, and only then keep what follows."""
+    """Measure all sizes, print them, and only then save the result."""
     sizes, tokens = min_features.SIZES, min_features.TOKENS
     print(f"{about['gpu']}: {len(sizes)} sizes of linear layers, {tokens} tokens, into {path}", flush=True)
     measured = []
@@ -136,7 +136,7 @@ def _cells(gemm: Gemm, row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _chained(row: dict[str, Any]) -> str:
-    """``"relu 1.120, gelu 0.913"``: how much faster the chained one is."""
+    """``"relu 1.120, gelu 0.913"``: the speedup of the chained GEMM."""
     separate = row.get("separate_p50_us", {})
     return ", ".join(f"{name} {separate[name] / us:.3f}" for name, us in row.get("chained_p50_us", {}).items()) or "-"
 
@@ -146,7 +146,7 @@ def _tflops(gemm: Gemm, us: float | None) -> str:
 
 
 def _device(for_gemms: bool = True) -> torch.device:
-    """The GPU; exits where there is none with kernels to measure: GEMM kernels, or any."""
+    """The current GPU; exits if there is none, or it has no kernels to measure (GEMM kernels if ``for_gemms``)."""
     if not torch.cuda.is_available():
         least = "{}.{}".format(*MIN_CAPABILITY)
         sys.exit(f"tune measures on a CUDA GPU of compute capability {least} or newer, and none was found.")

@@ -23,13 +23,13 @@ class Precision:
     """The precision of a block, and how close to fp32 its results must be.
 
     Attributes:
-        make: turns a block in fp32, in place or not, into what is timed.
-        in_fp8: whether that is a converted block, to be timed in the steady state of training.
+        make: converts a block in fp32, in place or not, to the block that is timed.
+        in_fp8: whether that is an FP8 block, which is timed in the steady state of training.
         autocast: whether it runs under autocast to bf16.
         weights_change: whether the weights change before each iteration, as by an optimizer step.
         forward_db: lowest SQNR of the output, compared with fp32.
         backward_db: lowest SQNR of each gradient.
-        around: what forward and backward run in.
+        around: context in which forward and backward run.
     """
 
     make: Callable[[Any], nn.Module]
@@ -42,7 +42,7 @@ class Precision:
 
 
 def bf16_precisions() -> dict[str, Precision]:
-    """fp32 weights under autocast, and weights in bf16."""
+    """Two precisions: fp32 weights under autocast, and weights in bf16."""
     return {
         "bf16 autocast": Precision(lambda block: block, forward_db=40.0, backward_db=40.0),
         "bf16": Precision(lambda block: block.bfloat16(), autocast=False, forward_db=40.0, backward_db=40.0),
@@ -67,7 +67,7 @@ class Iteration:
 
     @functools.cached_property
     def parameters(self) -> dict[str, Tensor]:
-        """Of the block, by name."""
+        """The block's parameters by name."""
         return dict(self.block.named_parameters())
 
     def run(self) -> Tensor:
@@ -76,7 +76,7 @@ class Iteration:
         for parameter in self.parameters.values():
             parameter.grad = None
         if self.precision.weights_change:
-            # what an optimizer's change in place leaves in a tensor, and all that caches of casts go by
+            # an optimizer's in-place change increments the version, which the caches of casts check
             torch.autograd.graph.increment_version(list(self.parameters.values()))
         with self.precision.around():
             with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.precision.autocast):
@@ -85,7 +85,7 @@ class Iteration:
         return y
 
     def results(self) -> dict[str, Tensor]:
-        """Of one iteration: the output and all gradients."""
+        """Run one iteration; gives the output and all gradients."""
         y = self.run().detach()
         gradients = {"x": self.x, **self.parameters}
         return {
@@ -95,10 +95,10 @@ class Iteration:
 
 
 def reach_steady_state(iteration: Iteration) -> None:
-    """Run steps of a converted block until every tensor has a history, and the host knows it.
+    """Run two steps of a converted block, after which every tensor has a history, and the host knows it.
 
     Raises:
-        RuntimeError: if it is not.
+        RuntimeError: if the host does not know of all histories afterwards.
     """
     state = scaling_state(iteration.block)
     for _ in range(2):
@@ -129,7 +129,7 @@ def variants(block: nn.Module, x: Tensor, dy: Tensor, precisions: dict[str, Prec
         made: list[Iteration] = []
 
         def prepared() -> list[Iteration]:
-            # at the check, where what it raises counts as this variant's failure
+            # created at the check, so that an exception counts as this variant's failure
             while len(made) < copies:
                 own = precision.make(copy.deepcopy(block))
                 made.append(Iteration(own, x.clone().requires_grad_(), dy.clone(), precision))
@@ -145,10 +145,10 @@ def variants(block: nn.Module, x: Tensor, dy: Tensor, precisions: dict[str, Prec
 def variants_of(
     make: Callable[[], nn.Module], sizes: tuple[int, int, int], precisions: dict[str, Precision], device: torch.device
 ) -> list[Variant]:
-    """A new block in each precision, on normal values; ``sizes`` are tokens, features in and features out."""
+    """A new block in each precision, on normally distributed values; ``sizes``: tokens, features in, features out."""
     tokens, columns_in, columns_out = sizes
     with torch.random.fork_rng(devices=[]):
-        # on the CPU: the same on all devices
+        # created on the CPU, so that it is the same on all devices
         torch.manual_seed(0)
         block = make().to(device)
     generator = torch.Generator(device).manual_seed(1)
@@ -159,12 +159,12 @@ def variants_of(
 
 
 def _run(iteration: Iteration) -> None:
-    # nothing outlives an iteration but gradients, as in training
+    # only gradients outlive an iteration, as in training
     iteration.run()
 
 
 def difference(iteration: Iteration, exact: dict[str, Tensor]) -> str | None:
-    """None where the output and each gradient are close enough to fp32, else the first that is not."""
+    """None if the output and each gradient are close enough to fp32, else the first that is not."""
     found = iteration.results()
     for name, target in exact.items():
         least = iteration.precision.forward_db if name == "y" else iteration.precision.backward_db

@@ -1,4 +1,4 @@
-"""From which size on a linear layer's forward and backward are faster in FP8 than in bf16: for ``min_features``."""
+"""Measures the size from which a linear layer's forward and backward are faster in FP8, for ``min_features``."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Timed(NamedTuple):
 
     @property
     def speedup(self) -> float:
-        """Of FP8, by the medians."""
+        """Speedup of FP8 over bf16, from the medians."""
         return self.bf16.p50_us / self.fp8.p50_us
 
     def as_json(self) -> dict[str, Any]:
-        """For the table."""
+        """The row for the table."""
         times = {"fp8": self.fp8, "bf16": self.bf16}
         percentiles = {
             f"{name}_{which}": getattr(times[name], which) for name in times for which in ("p20_us", "p50_us", "p80_us")
@@ -48,7 +48,7 @@ class Timed(NamedTuple):
 
 
 def variants(device: torch.device) -> Variants:
-    """A square layer with a bias and fp32 weights that change from one iteration to the next, given 8192 tokens."""
+    """Square layers with a bias, given 8192 tokens; their fp32 weights change in each iteration."""
 
     def of_size(features: int) -> list[Variant]:
         precisions = {FP8: Precision(convert, in_fp8=True), BF16: bf16_precisions()[BF16]}
@@ -58,13 +58,13 @@ def variants(device: torch.device) -> Variants:
 
 
 def timed(sizes: Iterable[int], variants: Variants, rounds: int, batch: timing.Batch) -> Iterator[Timed]:
-    """Each size, its variants checked and then timed in turns.
+    """For each size, check the variants and time them in turns.
 
     Args:
         sizes: features of the layers.
-        variants: makes those of a size, with the names :data:`FP8` and :data:`BF16`.
+        variants: creates the variants of a size, named :data:`FP8` and :data:`BF16`.
         rounds: batches of each variant.
-        batch: times one.
+        batch: times a batch.
 
     Raises:
         RuntimeError: for a variant whose check fails; the message names it.
@@ -77,13 +77,13 @@ def timed(sizes: Iterable[int], variants: Variants, rounds: int, batch: timing.B
                 raise RuntimeError(f"{variant.name} at {features} features gave {wrong}")
         times = timing.time_in_turns(made, rounds, batch, batch_us=timing.ITERATIONS_US)
         yield Timed(features, times[FP8], times[BF16])
-        # what this size has in memory, before the next one is made
+        # free this size's memory before the next size is created
         del made, variant
         timing.release()
 
 
 def smallest_that_pays(measured: Sequence[Timed]) -> int:
-    """The smallest size at which FP8 is faster, as it is at all larger ones; above the largest where there is none."""
+    """The smallest size from which FP8 is faster at all measured sizes; the largest plus 1 if there is none."""
     smallest = max(one.features for one in measured) + 1
     for one in sorted(measured, key=lambda one: one.features, reverse=True):
         if one.speedup <= 1:

@@ -1,4 +1,4 @@
-"""For each GEMM: tries all candidates in another process, times the right ones in turns, then chains the fastest."""
+"""For each GEMM: tries all candidates in another process, times the correct ones in turns, then chains the fastest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_LOST = 2
 
 
 class Tried(NamedTuple):
-    """A candidate for a GEMM, with the name of its activation where it is chained, and why it is left out."""
+    """A candidate for a GEMM, its name (with the activation, if chained), and why it is left out, or None."""
 
     gemm: Gemm
     name: str
@@ -24,7 +24,7 @@ class Tried(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A GEMM's row for the table; or None, and why there is none. It comes again where more has been measured."""
+    """A GEMM's row for the table; or None, and why there is none. It is repeated when more has been measured."""
 
     gemm: Gemm
     row: dict[str, Any] | None
@@ -61,7 +61,7 @@ def measure(
 def _chains(
     worker: Worker, gemm: Gemm, row: dict[str, Any], rounds: int, limit_s: float, lost: Counter[str]
 ) -> Iterator[Tried | Measured]:
-    """With each activation behind the GEMM; its row, with what came of it."""
+    """Try each activation chained to the GEMM; gives the row again with the results so far."""
     times: dict[str, dict[str, float]] = {"chained": {}, "separate": {}}
     faster: dict[str, bool] = {}
     for activation in chain.activations(gemm, row):
@@ -70,7 +70,7 @@ def _chains(
         answer = _answer(worker, job, 2 * limit_s, lost, f"{name} {gemm.promote}")
         failure = _failure(answer)
         yield Tried(gemm, name, failure)
-        # what is not right must not run
+        # a chain whose result is wrong must not be chosen
         faster[activation] = False
         if answer.found is not None and failure is None:
             faster[activation] = answer.found["chained_us"] < answer.found["separate_us"]

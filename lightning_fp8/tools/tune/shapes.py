@@ -11,9 +11,9 @@ from kernels_cuda.gemm_variants import Configuration
 from lightning_fp8.ops.cuda.gemm_choice import Choice, clusters, most_splits
 from lightning_fp8.ops.formats import dtype_name
 
-# the most important first, as time may be short
+# the most important sizes first, as a run may be interrupted
 _TOKENS, _HIDDEN = (8192, 2048, 32768), (4096, 1024, 8192)
-# in and out, in units of the hidden size: the feed-forward's two, attention's output, its query, key and value
+# in and out, in units of the hidden size: the two of the feed-forward; attention's output; its query, key and value
 _PROJECTIONS = ((1, 4), (4, 1), (1, 1), (1, 3))
 
 
@@ -23,7 +23,7 @@ class Gemm(NamedTuple):
     Attributes:
         m: rows of the output.
         n: columns of the output.
-        k: what is summed over.
+        k: length of the sums.
         promote: whether partial sums are added up in fp32 registers every 128 along K.
         output: dtype of the output.
         a_format: of the first operand.
@@ -55,7 +55,7 @@ class Gemm(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A linear layer and the tokens that it is given at a time."""
+    """A linear layer and the number of tokens in its input."""
 
     tokens: int
     inputs: int
@@ -86,7 +86,7 @@ def parse_layers(text: str) -> tuple[Layer, ...]:
     Layer(tokens=8192, inputs=4096, outputs=16384)
 
     Raises:
-        ValueError: for anything else; the message names the part that is wrong.
+        ValueError: if the text is not valid; the message names the part that is wrong.
     """
     layers = []
     for part in text.split(","):
@@ -103,12 +103,12 @@ def gemms_of(layers: Iterable[Layer]) -> list[Gemm]:
 
 
 def candidates(gemm: Gemm, ours: Sequence[Configuration], multiprocessors: int) -> list[Choice]:
-    """Every configuration, with K whole and, as long as the parts' tiles fit on the GPU together, split.
+    """Every configuration without splits, and with K split as long as the tiles of all parts fit on the GPU at once.
 
     Args:
         gemm: what is computed.
         ours: the configurations that the GPU has for it.
-        multiprocessors: of the GPU.
+        multiprocessors: number of multiprocessors of the GPU.
     """
     made = []
     for one in ours:

@@ -1,4 +1,4 @@
-"""One GEMM: whether a candidate's result is right, and times of candidates compared with ``torch._scaled_mm``."""
+"""One GEMM: checks a candidate's result, and times candidates compared with ``torch._scaled_mm``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_fp8.tools.tune.shapes import Gemm
 Run = Callable[..., Tensor]
 # a race condition may not show in a single run
 _CHECKS = 3
-# products of whole numbers up to this, and their sums, are exact in every way of adding them up
+# products of integers up to this, and their sums, are exact in any order of summation
 _LARGEST = 2
 _SCALES_INV = (0.5, 0.25)
 
@@ -38,7 +38,7 @@ class Operands(NamedTuple):
 
 
 def unserved(gemm: Gemm, choice: Choice, device: torch.device) -> str | None:
-    """Why there is no kernel for a choice, where torch would replace it; None where there is one."""
+    """Why there is no kernel for a choice, so that torch would replace it; None if there is one."""
     if choice.configuration is None:
         return None
     with warnings.catch_warnings(record=True) as said:
@@ -52,7 +52,7 @@ def unserved(gemm: Gemm, choice: Choice, device: torch.device) -> str | None:
 def wrong(gemm: Gemm, choice: Choice, device: torch.device, run: Run) -> str | None:
     """What is wrong with a choice's result, compared with torch's product of the same integers; None if nothing.
 
-    The result must be equal to the last bit, three times.
+    The results of three runs must be bitwise equal to it.
     """
     given = operands(gemm, device, whole=True)
     expected = _product(gemm, given)
@@ -72,9 +72,9 @@ def timed(gemm: Gemm, choices: Sequence[Choice], rounds: int, device: torch.devi
 
     Args:
         gemm: what is computed.
-        choices: ours, all known to be right; may be empty.
+        choices: ours, all known to give the right result; may be empty.
         rounds: batches of each, taken in turns.
-        device: where.
+        device: the GPU.
         run: computes a choice.
     """
     size = gemm.m * gemm.k + gemm.n * gemm.k + gemm.m * gemm.n * gemm.output.itemsize
@@ -102,7 +102,7 @@ def _call(run: Run, choice: Choice, gemm: Gemm, inputs: Sequence[Operands], at: 
 
 
 def computed(run: Run, choice: Choice, operands: Operands, gemm: Gemm) -> Tensor:
-    """``[m, n]``: what a choice gives."""
+    """The result of a choice, ``[m, n]``."""
     return run(choice, *operands, None, gemm.a_format, gemm.b_format, gemm.output, gemm.promote)
 
 
@@ -111,7 +111,7 @@ def _torch_if_it_can(run: Run, gemm: Gemm, operands: Operands) -> list[Choice]:
         computed(run, Choice(None), operands, gemm)
     except torch.OutOfMemoryError:
         raise
-    # "not supported", in the words of torch or of cuBLASLt
+    # "not supported", as torch or cuBLASLt reports it
     except RuntimeError:
         return []
     return [Choice(None)]
@@ -122,7 +122,7 @@ def _percentiles(prefix: str, times: timing.Times | None) -> dict[str, float | N
 
 
 def operands(gemm: Gemm, device: torch.device, whole: bool = False) -> Operands:
-    """Normal values, whose bits change from one to the next as in training; or whole numbers."""
+    """Operands with normally distributed values, whose bits vary as in training, or with integers if ``whole``."""
     payloads = []
     for rows, name in ((gemm.m, gemm.a_format), (gemm.n, gemm.b_format)):
         if whole:
