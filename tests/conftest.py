@@ -16,13 +16,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-# xdist's own process reads this file before it starts the others: nothing here imports torch or Lightning for it
+# xdist's main process reads this file before it starts the workers: nothing here may import torch or Lightning for it
 if TYPE_CHECKING:
     from host_kernels import HostKernel
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # files with slow tests come first, so that no process is left with them when the others have ended
+    # files with slow tests come first, so that no worker is left with one when the others have finished
     slow = {item.path for item in items if "slow" in item.keywords}
     items.sort(key=lambda item: item.path not in slow)
     import torch
@@ -37,12 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure() -> None:
-    # imports and compilers make objects by the million, few of which are garbage
+    # imports and compilers create millions of objects, few of them garbage
     gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_collection_finish() -> None:
-    # half a million objects that stay: no later collection has to look at them again
+    # half a million objects that stay alive: later collections skip them
     gc.collect()
     gc.freeze()
 
@@ -51,7 +51,7 @@ def pytest_collection_finish() -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    # a machine with a GPU need not have what the other tests import
+    # a machine with a GPU may lack what the other tests import
     report = yield
     missing = re.search(r"ModuleNotFoundError: (No module named .*)", str(report.longrepr))
     if report.failed and missing and collector.config.option.markexpr == "cuda":
@@ -69,18 +69,18 @@ def _seed() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _leave_nothing_behind() -> Iterator[None]:
     yield
-    # what one file compiled, or kept from being compiled, as a counter of FLOPs does, is none of the next one's
+    # what one file compiled, or prevented from being compiled, like a FLOP counter does, must not affect the next file
     if "torch._dynamo" in sys.modules:
         import torch
 
         torch.compiler.reset()
-    # glibc keeps what small models leave in pieces: hundreds of megabytes in a process that runs many files
+    # glibc keeps the freed memory of small models in fragments: hundreds of megabytes in a process that runs many files
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _usual_umask() -> None:
-    # under 002, which some systems have, the tests' own folders would be no kernel caches: their group may write there
+    # with umask 002, a default of some systems, the tests' folders could be no kernel caches: groups may write there
     os.umask(0o022)
 
 
@@ -88,7 +88,7 @@ def _usual_umask() -> None:
 def _seeds_of_devices_that_are_there() -> None:
     import torch
 
-    # for the others, each call of `torch.manual_seed` would keep the text of its stack: 3 ms of every test, and memory
+    # for absent backends, each `torch.manual_seed` would format and keep its caller's stack: 3 ms per test, and memory
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
             device.manual_seed_all = lambda seed: None  # type: ignore[assignment]
@@ -98,7 +98,7 @@ def _seeds_of_devices_that_are_there() -> None:
 def _packages_are_searched_once() -> None:
     from lightning.fabric.utilities import registry
 
-    # every Trainer reads the metadata of all installed packages, which may have callbacks for it: 15 ms
+    # every Trainer searches the metadata of all installed packages for callbacks: 15 ms
     registry.entry_points = functools.cache(registry.entry_points)
 
 
@@ -124,7 +124,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The CUDA functions with kernels that run on the CPU from their sources; names of those loaded."""
+    """The CUDA functions, with kernels that run on the CPU from their sources; gives the names of those loaded."""
     from host_kernels import HostKernel
 
     from lightning_fp8.ops.cuda import gemm_choice, kernels
@@ -157,7 +157,7 @@ def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.fixture
 def cuda_half(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Turns CPU tensors over to ``ops.cuda``; counts the launches of each kernel."""
+    """Runs CPU tensors through ``ops.cuda``; counts the launches of each kernel."""
     import torch
     from host_kernels import HostKernel
 

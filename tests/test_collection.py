@@ -1,4 +1,4 @@
-"""What the tests import: nothing of each other, and on a GPU nothing that such a machine need not have."""
+"""What the tests import: never each other, and on a GPU nothing that such a machine may lack."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from repository import ROOT
 
 INSTALLED = ("torch", "lightning", "torchmetrics", "cupy-cuda13x", "numpy", "pytest", "transformers")
-# For a new interpreter, where neither the other packages nor their metadata are to be found, and a GPU seems to be.
+# For a new interpreter that cannot find the other packages or their metadata, and seems to have a GPU.
 COLLECT = """
 import json, sys
 from importlib.machinery import PathFinder
@@ -55,7 +55,7 @@ sys.exit(status)
 
 
 def imports_of_tests(folder: Path) -> list[str]:
-    """Lines that import a test module or conftest, also in scripts that tests hold as text."""
+    """Lines that import a test module or conftest, including those in scripts that tests hold as text."""
     found = []
     for file in sorted(folder.rglob("*.py")):
         for number, line in enumerate(file.read_text().splitlines(), 1):
@@ -77,7 +77,7 @@ def test_no_test_imports_another(tmp_path: Path) -> None:
 def test_folders_mirror_the_package() -> None:
     folders = {folder.name for folder in (ROOT / "tests").iterdir() if any(folder.glob("test_*.py"))}
     packages = {file.parent.name for file in (ROOT / "lightning_fp8").glob("*/__init__.py")}
-    # across rooms: kernels are a package of their own, processes are many, benchmarks and docs are not in the package
+    # tests across rooms: kernels are a separate package, benchmarks and docs are not in the package
     assert folders <= packages | {"kernels", "distributed", "benchmarks", "docs"}
 
 
@@ -87,7 +87,7 @@ def test_support_says_what_it_holds(file: Path) -> None:
 
 
 def with_requirements(names: tuple[str, ...]) -> set[str]:
-    """These packages and all that they need."""
+    """These packages and all their requirements."""
     found: set[str] = set()
     left = [Requirement(name) for name in names]
     while left:
@@ -106,7 +106,7 @@ def with_requirements(names: tuple[str, ...]) -> set[str]:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="importlib.metadata finds few of the modules of packages")
 @pytest.mark.slow
 def test_the_gpu_tests_and_the_package_need_few_packages() -> None:
-    # transformers needs rich for its command line only
+    # transformers needs rich only for its command line
     there = {*with_requirements(INSTALLED), "lightning-fp8"} - {"rich"}
     packages_of = {module: {*map(canonicalize_name, found)} for module, found in packages_distributions().items()}
     hidden = {
@@ -116,11 +116,11 @@ def test_the_gpu_tests_and_the_package_need_few_packages() -> None:
     assert {"playwright", "torchdata", "x_transformers", "jsonargparse", "matplotlib"} <= {*hidden["modules"]}
     files = [*(ROOT / "tests").rglob("test_*.py")]
     expected = {file.name for file in files if re.search(r"pytest\.mark\.cuda\n|, DEVICES\)", file.read_text())}
-    # and one that imports what is hidden
+    # and one that imports a hidden package
     chosen = [str(file) for file in files if file.name in {*expected, "test_report_page.py"}]
     program, environment = [sys.executable, "-c", COLLECT, json.dumps(hidden), *chosen], {**os.environ}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    # options of a user would change what is printed
+    # a user's options would change the output
     environment.pop("PYTEST_ADDOPTS", None)
     ran = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]

@@ -1,7 +1,7 @@
 """What goes wrong in long runs: killed processes, bad batches, checkpoints from elsewhere, and memory that grows.
 
-Processes of their own start from a server that has imported everything already. ``tests/kernels/test_compile.py`` has
-eight processes of one version that share a kernel cache, and one that is killed while it writes there.
+Processes start from a server that has imported everything already. ``tests/kernels/test_compile.py`` has eight
+processes of one version that share a kernel cache, and one that is killed while it writes there.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ SAVED_EVERY = 2
 
 
 def shuffled() -> StatefulDataLoader[Any]:
-    """Twelve batches, so the kill comes in the middle of an epoch.
+    """Twelve batches, so that the kill comes in the middle of an epoch.
 
-    One epoch: torchdata does not bring back the order of the next one.
+    One epoch, because torchdata does not restore the order of the next one.
     """
     return StatefulDataLoader(dataset(96), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5))
 
@@ -70,7 +70,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Regression:
 
 
 class StandStill(pl.Callback):
-    """Says so in the middle of a step, and waits there to be killed."""
+    """Announces the middle of a step, and waits there to be killed."""
 
     def __init__(self, place: str, said: Connection) -> None:
         self.place, self.said = place, said
@@ -123,7 +123,7 @@ def kill_when_it_says(target: Callable[..., None], *arguments: Any) -> Any:
 
 
 def resumed(path: Path, ckpt_path: str | Path) -> tuple[Regression, int]:
-    """The model of a run resumed from there, and at which step it began."""
+    """The model of a run resumed from there, and the step at which it began."""
     first: list[int] = []
 
     class First(pl.Callback):
@@ -132,7 +132,7 @@ def resumed(path: Path, ckpt_path: str | Path) -> tuple[Regression, int]:
 
     model = seeded()
     with torch.no_grad():
-        # nothing of it is to survive
+        # nothing of it may survive
         for parameter in model.parameters():
             parameter.zero_()
     saving_trainer(path, First()).fit(model, shuffled(), ckpt_path=ckpt_path)
@@ -152,12 +152,12 @@ def test_killed_in_training(tmp_path: Path, uninterrupted: Regression, place: st
 
 
 def train_and_stand_still_in_writing(path: Path, name: str, how: str, said: Connection) -> None:
-    """Stops in the middle of the checkpoint of step 6, or of ``last.ckpt`` after it."""
+    """Stops in the middle of writing the checkpoint of step 6, or ``last.ckpt`` after it."""
     folder = path / "temporary"
     folder.mkdir()
     tempfile.tempdir = str(folder)
     write, move, rename = LocalFileOpener.write, shutil.move, os.rename
-    # `last.ckpt` is written each time: the third time it is that of step 6
+    # `last.ckpt` is written each time: the third one is that of step 6
     times = {"step=6.ckpt": 1, "last.ckpt": 3}[name]
     seen: list[Path] = []
 
@@ -201,7 +201,7 @@ def train_and_stand_still_in_writing(path: Path, name: str, how: str, said: Conn
 @pytest.mark.parametrize("name", ["step=6.ckpt", "last.ckpt"])
 def test_killed_in_writing_a_checkpoint(tmp_path: Path, uninterrupted: Regression, name: str, how: str) -> None:
     assert kill_when_it_says(train_and_stand_still_in_writing, tmp_path, name, how) == how
-    # what was being written lies elsewhere, under another name
+    # the unfinished file has another name and place
     assert len(list((tmp_path / "temporary").iterdir())) == 1
     assert (tmp_path / "saved" / "step=6.ckpt").exists() == (name == "last.ckpt")
     for file in (tmp_path / "saved").iterdir():
@@ -212,7 +212,7 @@ def test_killed_in_writing_a_checkpoint(tmp_path: Path, uninterrupted: Regressio
 
 
 def test_killed_in_writing_a_checkpoint_to_another_file_system(tmp_path: Path, uninterrupted: Regression) -> None:
-    """fsspec moves from ``$TMPDIR``, and a move between file systems is a copy: not atomic, but not taken for whole."""
+    """fsspec moves from ``$TMPDIR``, and a move between file systems copies: not atomic, but detected if incomplete."""
     kill_when_it_says(train_and_stand_still_in_writing, tmp_path, "last.ckpt", "half copied")
     with pytest.raises((RuntimeError, OSError)):
         resumed(tmp_path, "last")
@@ -232,7 +232,7 @@ class Ends(pl.Callback):
 
     def at(self, place: str, trainer: pl.Trainer) -> None:
         if place == self.place and trainer.global_rank == self.rank and trainer.global_step == 2:
-            # the other one is to be through with what came before
+            # let the other rank finish the preceding work
             time.sleep(0.5)
             os.kill(os.getpid(), self.number)
 
@@ -268,7 +268,7 @@ def test_a_rank_stops_answering(tmp_path: Path) -> None:
         processes[0].join(PATIENCE)
         assert processes[0].exitcode == 1
         assert processes[1].exitcode is None
-    # gloo's own words for it; a thread of its own may come first with others
+    # gloo's own words for it; one of its threads may print others first
     error = (tmp_path / "error0").read_text()
     assert "Timed out waiting 6000ms" in error or "Application timeout" in error
 
@@ -277,7 +277,7 @@ def test_a_rank_stops_answering(tmp_path: Path) -> None:
 
 
 class LeavesOut(Regression):
-    """Changes no weights by gradients that are not finite, as many training scripts do."""
+    """Skips updates by gradients that are not finite, as many training scripts do."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not all(p.grad.isfinite().all() for p in self.parameters() if p.grad is not None):
@@ -285,7 +285,7 @@ class LeavesOut(Regression):
 
 
 class Steps(pl.Callback):
-    """What the scaling state was before the first update, and after each; the amaxes that each update began from."""
+    """The scaling state before the first update and after each; and the amaxes that each update started from."""
 
     def __init__(self, *fields: str) -> None:
         self.fields = fields or ("scale", "amax_history", "nonfinite_steps")
@@ -306,10 +306,10 @@ class Steps(pl.Callback):
 
 EVERYTHING_BUT_WEIGHTS = {"net.0.input", "net.2.input", "net.0.grad_output", "net.2.grad_output"}
 BAD = {
-    # (which tensor of the batch, what stands in one of its elements): who sees something that is not finite
+    # (which tensor of the batch, the value of one of its elements): which tensors see a non-finite value
     ("x", "nan"): EVERYTHING_BUT_WEIGHTS,
     ("y", "nan"): {"net.0.grad_output", "net.2.grad_output"},
-    # a cast turns inf into the largest number of its format, so what follows is finite
+    # a cast turns inf into the largest number of its format, so later values are finite
     ("x", "inf"): {"net.0.input"},
     ("y", "inf"): {"net.2.grad_output"},
 }
@@ -330,7 +330,7 @@ def check_only_they_stay(steps: Steps, names: tuple[str, ...], bad_step: int, sa
         stays = saw_it[:4].nonzero().flatten()
         for field in ("scale", "amax_history"):
             assert torch.equal(after[field][..., stays], before[field][..., stays])
-        # the others, and all of them in other steps, move on
+        # the other tensors, and in other steps all of them, keep updating
         moves = (~saw_it[:4]).nonzero().flatten()
         assert torch.equal(after["amax_history"][0, moves], amax[moves])
         # weights have no history
@@ -343,7 +343,7 @@ def check_only_they_stay(steps: Steps, names: tuple[str, ...], bad_step: int, sa
 @pytest.mark.parametrize(("where", "what"), BAD)
 def test_a_bad_batch(tmp_path: Path, where: str, what: str, accumulate: int) -> None:
     model, steps = seeded(LeavesOut), Steps()
-    # batch 3 of 8: with two micro-batches a step it is the second of step 1
+    # batch 3 of 8: with two micro-batches per step, it is the second of step 1
     data = DataLoader(spoiled(where, what, row=29), batch_size=8)
     make_trainer(tmp_path, callbacks=[steps], accumulate_grad_batches=accumulate).fit(model, data)
     names = scaling_state(model).names
@@ -390,7 +390,7 @@ SPIKE_AT = 9
 
 
 class Spiky(Regression):
-    """Under gradient clipping, the loss of one step times a factor."""
+    """With gradient clipping, multiplies the loss of one step by a factor."""
 
     def __init__(self, factor: float) -> None:
         super().__init__(lr=0.1)
@@ -405,7 +405,7 @@ class Spiky(Regression):
 
 
 class Clipped(pl.Callback):
-    """How much of each tensor was saturated in the step of the spike, and the gradients before they were clipped."""
+    """Records how much of each tensor was saturated in the step of the spike, and the gradients before clipping."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == SPIKE_AT:
@@ -435,7 +435,7 @@ def test_a_loss_spike(tmp_path: Path, factor: float) -> None:
     model, steps, clipped = with_spike(tmp_path, factor, history)
     names = scaling_state(model).names
     spiked = torch.tensor([name == "net.2.grad_output" for name in names])
-    # until then nothing differs
+    # no difference before that step
     assert torch.equal(steps.after[SPIKE_AT]["scale"], calm_steps.after[SPIKE_AT]["scale"])
     assert torch.equal(torch.stack(model.losses[: SPIKE_AT + 1]), torch.stack(calm.losses[: SPIKE_AT + 1]))
     # in that step: saturated, finite
@@ -444,7 +444,7 @@ def test_a_loss_spike(tmp_path: Path, factor: float) -> None:
     assert all(gradient.isfinite().all() for gradient in clipped.gradients)
     ratio = [after["scale"] / before["scale"] for after, before in zip(steps.after, calm_steps.after, strict=True)]
     for step in range(SPIKE_AT + 1, SPIKE_AT + 1 + history):
-        # the scale has followed for as long as the spike is in the history; what is behind its cast has seen little
+        # the scale follows for as long as the spike is in the history; layers after the cast see little of it
         assert 1e-7 < ratio[step][spiked] < 1e-5
         assert ((ratio[step][~spiked] > 0.25) & (ratio[step][~spiked] < 4)).all()
     for step in range(SPIKE_AT + 1 + history, len(ratio)):
@@ -472,7 +472,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def resumed_from(start: dict[str, Tensor], end: dict[str, Tensor]) -> bool:
-    """Inputs and gradients go on as they ended; no weight has been cast yet."""
+    """Inputs and gradients continue from the end of the run; no weight has been cast yet."""
     delayed = [{name: value[..., :4] for name, value in fields.items()} for fields in (start, end)]
     return equal(*delayed) and bool((start["scale"][4:] == 1).all() and (start["amax"][4:] == 0).all())
 
@@ -507,7 +507,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 class Longer(Regression):
-    """Has a layer that the checkpoint's model has not."""
+    """Has a layer that the checkpoint's model lacks."""
 
     def __init__(self, strict: bool) -> None:
         super().__init__()
@@ -534,7 +534,7 @@ def test_a_checkpoint_of_another_width_or_depth_is_refused_by_name(tmp_path: Pat
 
 @pytest.mark.parametrize("kind", ["more layers", "fewer in FP8"])
 def test_scales_of_another_model_are_refused_by_name(tmp_path: Path, checkpoint: Path, kind: str) -> None:
-    """Weights come first in Lightning: they are the checkpoint's then, all of them; no scale is."""
+    """Lightning loads weights first: all are then those of the checkpoint, and no scale is."""
     model = seeded(Longer, strict=False) if kind == "more layers" else seeded()
     plugin = Fp8Precision(ignore_modules=["net.2"] if kind == "fewer in FP8" else [])
     message = {
@@ -550,7 +550,7 @@ def test_scales_of_another_model_are_refused_by_name(tmp_path: Path, checkpoint:
     saved = torch.load(checkpoint, weights_only=True)["state_dict"]
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in saved.items())
     assert model.losses == []
-    # and the weights alone can be had
+    # and the weights can be loaded alone
     model.load_state_dict(saved, strict=False)
     make_trainer(tmp_path, plugins=plugin).fit(model, loader())
     assert torch.stack(model.losses).isfinite().all()
@@ -562,7 +562,7 @@ def test_a_truncated_checkpoint_changes_nothing(tmp_path: Path, checkpoint: Path
     checkpoint.write_bytes(content[: int(part * len(content))])
     model = seeded()
     before = values(model)
-    # what torch says of it depends on where it ends
+    # torch's message depends on where the file ends
     with pytest.raises((RuntimeError, OSError, EOFError)):
         make_trainer(tmp_path, max_epochs=2).fit(model, loader(), ckpt_path=checkpoint)
     assert all(map(torch.equal, before, values(model)))
@@ -570,7 +570,7 @@ def test_a_truncated_checkpoint_changes_nothing(tmp_path: Path, checkpoint: Path
 
 
 class Malicious:
-    """Would make a file of this name when unpickled."""
+    """Would create a file of this name when unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -608,7 +608,7 @@ RECIPE = DelayedScaling(margin=1)
 
 
 class WithEverything(Regression):
-    """Hyperparameters, a schedule and a logged metric: all that a checkpoint usually holds."""
+    """Hyperparameters, a schedule and a logged metric: the usual contents of a checkpoint."""
 
     def __init__(self, width: int = 32, lr: float = 1e-2, name: str = "tiny", recipe: Any = RECIPE) -> None:
         super().__init__(width, lr)
@@ -694,7 +694,7 @@ def compile_in_a_shared_folder(folder: Path, version: int, goes: Any, result: Pa
 
 
 def test_runs_of_two_versions_share_a_kernel_cache(tmp_path: Path) -> None:
-    """Started at once on an empty folder: each finds its own kernels, and leaves those of the other version alone."""
+    """Started at the same time on an empty folder, each finds its own kernels, and leaves the other version's alone."""
     folder, goes = tmp_path / "cache", PROCESSES.Event()
     results = [tmp_path / f"result{number}" for number in range(4)]
     processes = [
@@ -714,7 +714,7 @@ def test_runs_of_two_versions_share_a_kernel_cache(tmp_path: Path) -> None:
 
 
 class Memory:
-    """What grows with each tensor, Python object or piece of memory that is never let go."""
+    """Counts tensors, Python objects and memory, to find what is never freed."""
 
     def __init__(self) -> None:
         for _ in range(3):
@@ -732,7 +732,7 @@ MEASURED = (500, 1_000, 1_500, 2_000)
 
 
 def growths(path: Path, target: Callable[..., None]) -> list[dict[str, int]]:
-    """Between one measurement and the next."""
+    """Differences between consecutive measurements."""
     process = start(target, path)
     process.join(2 * PATIENCE)
     assert process.exitcode == 0
@@ -742,8 +742,8 @@ def growths(path: Path, target: Callable[..., None]) -> list[dict[str, int]]:
 
 
 def check_no_growth(windows: list[dict[str, int]]) -> None:
-    # something that a library makes once is in one of them, what every step leaves behind is in all: of anything one a
-    # step would be 500; a small tensor has some 500 bytes
+    # what a library creates once is in one interval, and what every step leaves behind is in all: one object per step
+    # would be 500; a small tensor has some 500 bytes
     assert min(growth["tensors"] for growth in windows) < 10, windows
     assert min(growth["blocks"] for growth in windows) < 250, windows
     assert min(growth["bytes"] for growth in windows) < 125_000, windows

@@ -1,4 +1,4 @@
-"""How the project is laid out, in numbers: CONTRIBUTING.md has them as a table. `-s` prints what is counted."""
+"""The layout of the project in numbers, with the limits of the table in CONTRIBUTING.md. `-s` prints the counts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def lines(*folders: str) -> int:
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """As a caller counts them."""
+    """Parameters as a caller counts them."""
     given = function.args
     names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
 def rooms() -> int:
-    """Packages of the package, at any depth, and loose files."""
+    """Packages inside the package, at any depth, and loose files."""
     return len([*PACKAGE.glob("**/__init__.py")]) - 1 + loose_files()
 
 
@@ -40,7 +40,7 @@ def loose_files() -> int:
 
 
 def share_of_tooling() -> float:
-    """Of the package's lines, in percent."""
+    """The share of the package's lines, in percent."""
     return 100 * lines("lightning_fp8/tools", "lightning_fp8/examples") / lines("lightning_fp8")
 
 
@@ -52,7 +52,7 @@ def long_signatures() -> int:
 
 
 def unformatted() -> int:
-    """Statements that the formatter is told to leave alone."""
+    """Statements that are exempt from the formatter."""
     texts = (path.read_text(encoding="utf-8") for path in sources("lightning_fp8", "kernels_cuda", "benchmarks"))
     return sum(len(re.findall(r"#\s*fmt:\s*(?:skip|off)", text)) for text in texts)
 
@@ -63,7 +63,7 @@ def flat_tests() -> int:
 
 
 def shown_tree() -> dict[str, list[str]]:
-    """The folders of the package in CONTRIBUTING.md, and the files and folders that it names in them."""
+    """The package's folders in CONTRIBUTING.md, and the files and folders that it names in them."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     tree = text[text.index("\nlightning_fp8/\n") : text.index("\ntests/ ")]
     found = {}

@@ -1,4 +1,4 @@
-"""Which package may import which: arrows go one way, by what the files say and not by what happens to be loaded."""
+"""Which package may import which: dependencies go one way, by the source, not by what happens to be loaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MAY_IMPORT = {
 }
 COMMANDS = {"compare", "doctor", "report", "tune"}
 IMPORTS_LIGHTNING = {"plugins", "callbacks", "cli", "tools.compare", "examples"}
-# is the only place that asks for an operator by its name
+# the only place that calls an operator by its name
 NAMES_OPERATORS = {"lightning_fp8.ops.library"}
 
 
@@ -56,9 +56,9 @@ def _nodes(text: str) -> list[ast.AST]:
 
 
 def imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    """What a file imports, wherever in it, in full: the module where a name is one, else where the name is from."""
+    """What a file imports, anywhere in it, by full name: the module, or the module that a name is imported from."""
     nodes = _nodes(path.read_text(encoding="utf-8"))
-    # these are not run: two files may know each other's types
+    # these are not run: two files may import each other's types
     of_types = {
         id(part)
         for node in nodes
@@ -81,7 +81,7 @@ def package_of(module: str) -> str:
     top, *inside = module.split(".")
     if top == "kernels_cuda" or not inside:
         return top
-    # each command is a package; what they share is `tools`
+    # each command is a package; `tools` has what they share
     return ".".join(inside[:2]) if inside[0] == "tools" and inside[1:2] and inside[1] in COMMANDS else inside[0]
 
 
@@ -99,7 +99,7 @@ def package_graph(root: Path) -> Graph:
 
 
 def floors(graph: Graph) -> list[list[str]]:
-    """Nodes by the length of the longest way down; a ValueError that names the nodes in and above a cycle."""
+    """Nodes by the length of the longest path below them; a ValueError that names the nodes in and above a cycle."""
     found: list[list[str]] = []
     left = {node: set(below) for node, below in graph.items()}
     while left:
@@ -112,7 +112,7 @@ def floors(graph: Graph) -> list[list[str]]:
 
 
 def check(root: Path) -> None:
-    """ValueError for whatever breaks a rule."""
+    """ValueError for any violation of a rule."""
     graph = package_graph(root)
     wrong = {f"{package} -> {name}" for package, names in graph.items() for name in names - MAY_IMPORT[package]}
     known = module_files(root)

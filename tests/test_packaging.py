@@ -47,7 +47,7 @@ def test_wheel_trains_two_steps_in_a_clean_environment(tmp_path: Path) -> None:
         sources = {path.name for path in (ROOT / "kernels_cuda").glob(f"*{ending}")}
         assert len(sources) >= 3
         assert sources == {Path(name).name for name in packed if name.endswith(ending)}
-    # A clean environment of its own; the dependencies, gigabytes of them, are lent by this one.
+    # A clean environment; its dependencies, gigabytes of them, are taken from the current one.
     venv.create(tmp_path / "clean", with_pip=False)
     python = tmp_path / "clean" / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--quiet", str(wheel)]

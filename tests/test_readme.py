@@ -1,4 +1,4 @@
-"""README and documentation: their code runs, their commands and links exist, and their numbers are those measured."""
+"""README and documentation: their code runs, their commands and links exist, and their numbers are as measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FOLDERS = (
 MARKDOWN = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 # without the changelog, which also has commands and tests of earlier versions
 CURRENT = [page for page in MARKDOWN if page.name != "CHANGELOG.md"]
-# "" is for formulas, trees and messages; commands are read, the rest is run
+# "" is for formulas, trees and messages; commands are only parsed, everything else is run
 LANGUAGES = {"", "console", "python", "yaml"}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -47,7 +47,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def python_of(page: Path) -> str:
-    """All Python of a page, on the lines that it has there; as a reader runs it, from top to bottom."""
+    """All Python code of a page at its original line numbers, which a reader runs from top to bottom."""
     code = []
     inside = False
     for line in page.read_text(encoding="utf-8").splitlines():
@@ -57,7 +57,7 @@ def python_of(page: Path) -> str:
 
 
 def fences(text: str) -> list[str]:
-    """The opening lines of blocks of code, wherever they stand in a line."""
+    """The opening lines of code blocks, at any indentation."""
     return re.findall(r"^[ >*-]*(?:```|~~~).*$", text, re.MULTILINE)[::2]
 
 
@@ -85,7 +85,7 @@ def test_yaml(page: Path, position: int, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-3000:]
 
 
-# --- commands: read, not run ---
+# --- commands: parsed, not run ---
 
 OWN_COMMANDS = ("fit", "validate", "compare", "doctor", "report", "tune")
 
@@ -96,7 +96,7 @@ def commands(page: Path) -> Iterator[list[str]]:
     for code in blocks(page, "console"):
         for line in code.splitlines():
             words = shlex.split(line, comments=True)
-            # after variables of the environment
+            # skipping environment variables
             yield list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words))
     for code in re.findall(r"`(?:[A-Z_]+=\S+ )*((?:python|pip|make) [^`]+)`", BLOCK.sub("", text)):
         yield shlex.split(code)
@@ -107,7 +107,7 @@ def sources(path: Path) -> str:
 
 
 def wrong_in(words: Sequence[str]) -> str | None:
-    """What a command names that does not exist; None where all does. Lightning's own options are not looked at."""
+    """The part of a command that does not exist; None if all parts do. Lightning's own options are not checked."""
     for word in words:
         if re.match(r"(configs|tests|benchmarks|docs)/[^<>]*$", word) and not (ROOT / word).parent.exists():
             return word
@@ -162,7 +162,7 @@ def test_a_wrong_command_is_found() -> None:
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """What GitHub calls the headings of a page."""
+    """GitHub's anchors for the headings of a page."""
     counted: Counter[str] = Counter()
     found = []
     for heading in re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE):
@@ -204,7 +204,7 @@ def test_tests_that_they_name_exist() -> None:
     assert [(page, path) for page, path in found if not [*(ROOT / "tests").rglob(path)]] == []
 
 
-# --- what is said ---
+# --- the text ---
 
 
 def test_size_of_the_readme() -> None:
@@ -214,7 +214,7 @@ def test_size_of_the_readme() -> None:
 
 
 def left_out(text: str) -> list[str]:
-    """Blocks that no test reads: indented, quoted or in another language."""
+    """Code blocks that no test reads: indented, quoted or in another language."""
     return [fence for fence in fences(text) if not fence.startswith("```") or fence[3:] not in LANGUAGES]
 
 
@@ -247,7 +247,7 @@ def test_every_callback_and_every_argument_is_on_the_page_with_its_default() -> 
         kind = getattr(callbacks, path.split(".")[1])
         parameters = dict(inspect.signature(kind).parameters)
         if kind is callbacks.Fp8RichProgressBar:
-            # objects of rich
+            # rich objects
             del parameters["theme"], parameters["console_kwargs"]
         defaults = {name: parameter.default for name, parameter in parameters.items()}
         if kind is callbacks.Fp8ThroughputMonitor:

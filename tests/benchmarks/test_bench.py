@@ -64,7 +64,7 @@ ONE = "200x136 bf16->e4m3 cast_transpose"
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], str]:
-    """The rows and the output of the whole suite on the CPU, as a user runs it."""
+    """The rows and the output of the whole suite, run on the CPU as a user would."""
     out = tmp_path_factory.mktemp("bench") / "rows.jsonl"
     arguments = ["--suite", "cast", "--device", "cpu", "--rounds", "2", "--out", str(out)]
     ran = run_warm("-m", "benchmarks", *arguments)
@@ -117,7 +117,7 @@ def run(path: Path, *arguments: str, suite: str = "cast", case: str = ONE) -> No
 
 
 def changed(function: Callable[..., Any], change: Callable[..., None]) -> Callable[..., Any]:
-    """The function, after which something is done to its arguments and results."""
+    """A wrapper that applies ``change`` to the function's arguments and results after each call."""
 
     def wrong(*arguments: Any) -> Any:
         made = function(*arguments)
@@ -132,7 +132,7 @@ def flip(payload: torch.Tensor) -> None:
 
 
 def compiled_as(number: int) -> Callable[..., Any]:
-    """In place of the compiler: the function itself, with a wrong byte in one of its results."""
+    """A stand-in for the compiler: the function itself, with a wrong byte in one of its results."""
 
     def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
         def change(arguments: Any, made: Any) -> None:
@@ -168,7 +168,7 @@ def test_a_wrong_result_of_ours_is_not_timed(wrong: str, tmp_path: Path, monkeyp
     said = str(ended.value).splitlines()[-1]
     assert words in said
     assert case in said.partition(" gave ")[0]
-    # but the ceiling's, which is another case
+    # except those of the ceiling, which is a separate case
     assert all("the ceiling" in row["case"] for row in written(tmp_path / "rows.jsonl"))
 
 
@@ -292,7 +292,7 @@ SERVED = {
 def test_plain_torch_is_never_timed_as_ours(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, name, expected = SERVED[served]
     asked: list[tuple[Any, ...]] = []
-    # a list's append gives None, as does a kernel that is not there
+    # `list.append` returns None, like the lookup of a missing kernel
     monkeypatch.setattr(kernels, name, lambda *arguments: asked.append(arguments))
     made = Run("cast", SUITES["cast"], GPU, 1, {})
     assert made.measure(case) == []
@@ -374,7 +374,7 @@ def test_what_else_is_measured_in_a_round() -> None:
     )  # fmt: skip
     times = timing.time_in_turns(variants, 3, *clock)["a"]
     assert times == pytest.approx((1.4, 2.0, 2.6, 5.0, 8.0))
-    # 1.2 times as many as fill 500 microseconds; the host's time is that of few
+    # 1.2 times the calls that fill 500 microseconds; host time is measured over a few calls
     assert calls == {"batch": [1, 60, 60, 60, 60], "host": [3, 3, 3], "events": [60, 60, 60]}
 
 
@@ -402,7 +402,7 @@ def test_iterations_count_until_the_device_is_done(waits: bool, monkeypatch: pyt
 
 @pytest.mark.parametrize(("calls", "counted"), [(3, 3), (1000, 400)])
 def test_kernels_wait_for_the_device(calls: int, counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches go behind a head start that outlasts them: microseconds of the host as host_batch gives them."""
+    """Launches are queued behind a head start that is longer than their host time as ``host_batch`` gives it."""
     events: list[Any] = []
 
     class Event:
@@ -428,7 +428,7 @@ def test_kernels_wait_for_the_device(calls: int, counted: int, monkeypatch: pyte
     assert asked == [min(calls, 20)]
     head_start = 2 * 50 * counted * 2000
     assert events == ["call", "idle", head_start, "record", *counted * ["call"], "record", "wait"]
-    # and none where the host's part belongs to what is measured
+    # and no head start if host time is part of the measurement
     events.clear()
     timing.device_batch(variant, 1)
     assert events == ["call", "idle", "record", "call", "record", "wait"]
@@ -468,7 +468,7 @@ def test_a_batch_goes_over_all_copies_and_fills_up_what_calls_use(batch: timing.
         assert batch(variant, 3) > 0
         assert met[-3:] == [(0, 1), (1, 1), (2, 1)]
     timing.time_in_turns([variant], 4, batch, None)
-    # nothing to try out: as many calls as copies
+    # nothing to calibrate: as many calls as copies
     assert len(met) == (2 + 4) * 6
 
 
@@ -484,7 +484,7 @@ def test_results_stay_alive_for_a_turn() -> None:
             alive[0] -= 1
 
     timing.wall_batch(Variant("a", lambda at: Result(), lambda: None, copies=5), 20)
-    # the new one is there before the old one goes
+    # the new one is written before the old one is removed
     assert most == [6]
     assert alive == [0]
 
@@ -548,7 +548,7 @@ def test_the_kernels_own_way_for_gradients(activation: str) -> None:
 
 def test_all_ways_to_launch_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     class WithDriver(HostKernel):
-        """Launched by its pointer and by CuPy too."""
+        """A kernel that is launched by its pointer and also by CuPy."""
 
         _pointer = 11
 

@@ -1,4 +1,4 @@
-"""The suite of casts and GEMMs in blocks, on the CPU."""
+"""The suite of casts and GEMMs with block scales, on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_whole_suite_on_the_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fprop", "wgrad"])
 def test_a_wrong_product_is_seen(kind: str) -> None:
-    """One number, or the scales of one step."""
+    """A single wrong number is found, and so are wrong scales of one step."""
     case = Gemm(kind, 40, 150, 300)
     a, b, a_inv, b_inv = case._operands(CPU, 0)
     (ours, *_) = case.variants(CPU)

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Nothing:
-    """A case without any work."""
+    """A case that does no work."""
 
     bytes = None
 
@@ -43,7 +43,7 @@ class Nothing:
 
 @pytest.fixture
 def suites(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
-    """Two suites in place of those there are, by name their cases."""
+    """Two suites that replace the real ones; returns their cases by name."""
     cases: dict[str, list[Any]] = {"small": [Nothing("a"), Nothing("b", 10**6)], "other": [Nothing("c")]}
 
     def summary(rows: list[dict[str, Any]]) -> str:
@@ -76,7 +76,7 @@ def test_all_suites_in_one_file(
     assert len({frozenset(row) for row in rows}) == 1
     printed = capsys.readouterr().out
     assert printed.index("in all: a:ours a:theirs b:ours b:theirs\n") < printed.index("\nc\n")
-    # no cases, no lines and no ceiling of a suite that has none of them
+    # no cases, lines or ceiling are printed for a suite without matching cases
     run("--suite", "all", "--case", "c")
     assert "in all" not in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"--case: no name has 'z' in it. There are:\n  a\n  b\n  c$"):
@@ -137,7 +137,7 @@ def test_failures_of_all_suites_are_told_at_the_end(
         run("--suite", "all", "--plot", str(picture))
     lines = [f"{case}: failing: RuntimeError: not here" for case in ("first", "last")]
     assert str(ended.value).splitlines()[-2:] == lines
-    # what did run is drawn
+    # the variants that ran are plotted
     assert picture.exists()
     assert "\nc\n" in capsys.readouterr().out
 
@@ -243,7 +243,7 @@ def test_a_second_chart_where_tokens_are_counted(tmp_path: Path, monkeypatch: py
         ("cast", "p50 relative to ours: lower is faster"), ("train", "p50 relative to bf16: lower is faster"),
         ("train, tokens/s", "tokens per second: higher is faster"),
     ]  # fmt: skip
-    # where the baseline is, and nowhere among tokens
+    # in the columns that compare with the baseline, and not among the tokens
     assert [[line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 2] for axes in drawn[0].axes] == [
         [1], [1], [],
     ]  # fmt: skip
@@ -290,7 +290,7 @@ def test_a_bar_on_a_terminal(suites: dict[str, list[Any]], monkeypatch: pytest.M
     suites["small"][0].name = "[bold]a"
     run("--suite", "all")
     shown = terminal.getvalue()
-    # what is measured now is not done yet
+    # the case being measured is not counted as done
     places = [shown.index(text) for text in ("0/3", "small: [bold]a", "1/3", "small: b", "2/3", "other: c")]
     assert places == sorted(places)
     assert "3/3" not in shown
@@ -330,7 +330,7 @@ def test_output_passes_the_bar_by_where_it_goes_to_a_file(on_terminal: bool, mon
         begin("a case")
         print("a table")
     assert ("a table" in output.getvalue()) is not on_terminal
-    # else the bar would be in the middle of it
+    # otherwise the progress bar would be in the middle of it
     assert ("a table" in terminal.getvalue()) is on_terminal
 
 

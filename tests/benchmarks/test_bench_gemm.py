@@ -43,7 +43,7 @@ def test_the_whole_suite_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixtur
             m, n, k = map(int, name.split()[1].split("x"))
             assert row["flops"] == 2 * m * n * k
             assert row["tflops"] == pytest.approx(2 * m * n * k / (row["p50_us"] * 1e-6) / 1e12)
-            # a data sheet says nothing about the CPU
+            # no data sheet is used on the CPU
             assert (row["ceiling_tflops"], row["share_of_ceiling"], row["ceiling_gb_per_s"]) == (None, None, None)
             assert (row["suite"], row["checked"], row["bytes"], row["gb_per_s"]) == ("gemm", True, None, None)
     ratios = [times["cublaslt"]["p50_us"] / times["lightning_fp8"]["p50_us"] for times in found.values()]
@@ -74,7 +74,7 @@ def test_operands(case: Gemm) -> None:
         decoded = code_values(fmt)[payload.numpy()]
         assert np.array_equal(values.double().numpy(), decoded)
         assert 80 < decoded.std() < 120
-    # of the layer's tensors bf16 training has x, w and dy, and no transpose of them
+    # bf16 training stores the layer's x, w and dy, and no transpose of them
     assert [values.stride(1) == 1 for values in first[2:]] == {
         "fprop": [True, True], "dgrad": [True, False], "wgrad": [False, False],
     }[case.kind]  # fmt: skip
@@ -117,7 +117,7 @@ SPOILED = {
 }
 
 
-# all are checked by one function: every fault in one of them, and one of each kind in the others
+# one function checks all results: every fault is tried in one result, and one fault of each kind in the others
 @pytest.mark.parametrize(
     ("whose", "what"),
     [
@@ -146,7 +146,7 @@ def test_a_wrong_result_ends_the_run(whose: str, what: str, tmp_path: Path, monk
     assert message.startswith(f"{FPROP.name}: {whose} gave ")
     assert words.format(64 * 48) in message
     wrong = {row["variant"]: row["wrong"] for row in written(tmp_path) if not row["checked"]}
-    # ours is not timed, nor anything beside it; of cuBLASLt's the row says it
+    # if ours is wrong, nothing is timed; if cuBLASLt is wrong, its row says so
     assert list(wrong) == ([] if whose in ("lightning_fp8", "auto") else [whose])
     assert len(written(tmp_path)) == (5 if wrong else 0)
 
@@ -162,7 +162,7 @@ def test_a_wrong_bf16_result_is_seen() -> None:
 
 
 def sums_as_tensor_cores(a: np.ndarray, b: np.ndarray, promoted_every: int) -> np.ndarray:
-    """``a @ b^T`` as Hopper's units add: 32 products to a sum cut off 13 bits behind the leading one."""
+    """``a @ b^T`` as Hopper's units add: 32 products to a sum that is truncated 13 bits below the leading term."""
     total = np.zeros((a.shape[0], b.shape[0]))
     for block in range(0, a.shape[1], promoted_every):
         partial = np.zeros_like(total)
@@ -191,7 +191,7 @@ def test_the_bound_takes_tensor_cores_sums_and_no_missing_step(kind: str, fast: 
 
 
 def test_the_bound_in_numbers() -> None:
-    # fast: 5 * 2^-13 for each 32; precise: the same for 128, times the square root of the number of blocks
+    # fast: 5 * 2^-13 for each 32; precise: the same for each 128, times the square root of the number of blocks
     assert Gemm("fprop", 1, 1, 8192)._accumulation(True) == pytest.approx(5 * 256 / 8192)
     assert Gemm("dgrad", 1, 1, 8192)._accumulation(False) == pytest.approx(5 * 4 * 8 / 8192)
     for fast in (True, False):
@@ -245,7 +245,7 @@ def test_what_counts_as_served(served: str, missing: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(kernels, "sum_splits_kernel", sum_splits_kernel, raising=False)
     is_missing = missing in [what for what, *_ in expected]
     assert case.is_served(GPU) is not is_missing
-    # nothing is asked for behind what is missing
+    # no further kernel is requested after the missing one
     assert asked == expected[: {"choose": 1, "gemm": 2}.get(missing)]
     assert case.is_served(CPU)
 

@@ -75,7 +75,7 @@ def test_the_whole_suite_on_the_cpu(
 
     def counting(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
         compiled.append("compiled")
-        # the layers of the other suite are
+        # the layers of the other suite are also converted
         return real(function, device) if suite == "layer" else function
 
     monkeypatch.setattr(baselines, "compiled", counting)
@@ -98,7 +98,7 @@ def test_the_whole_suite_on_the_cpu(
     for case in cases:
         assert 0 < saved[case, "bf16-true"] < saved[case, "bf16-mixed"]
         assert 0 < saved[case, "lightning_fp8"] < saved[case, "bf16-mixed"]
-    # in the compiled case each variant to check it and to time it, and never the reference
+    # the compiled case creates each variant for the check and for the timing, but never the reference
     assert len(compiled) == 2 * len(variants)
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
     line = next(line for line in printed.splitlines() if line.startswith("lightning_fp8 compared with others"))
@@ -115,7 +115,7 @@ def test_the_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, mixed, true = (setting.plugin() for setting in found.values())
     assert isinstance(ours, Fp8Precision)
     assert ours.precision == "fp8-delayed"
-    # Lightning's own, of which ours are subclasses
+    # Lightning's own plugins, which ours subclass
     assert (type(mixed), type(true)) == (MixedPrecision, HalfPrecision)
     assert (mixed.precision, mixed.device, true.precision) == ("bf16-mixed", "cpu", "bf16-true")
     assert type(trainer_precisions.settings(GPU)["bf16-mixed"].plugin()) is MixedPrecision
@@ -158,7 +158,7 @@ def test_the_layers_numbers_are_those_of_the_block_in_fp64() -> None:
     expected = {"x": x.grad, **{name: parameter.grad for name, parameter in block.named_parameters()}}
     assert set(start.gradients) == set(expected)
     for name, gradient in start.gradients.items():
-        # a bias of the keys has no gradient but noise
+        # a bias of the keys has no gradient except noise
         assert (gradient - expected[name]).norm() < 1e-5 * expected[name].norm()
     assert start.losses == pytest.approx(3 * [(y - x).square().mean().item()], rel=1e-5)
     assert made.x.shape == (2, 32, 64)
@@ -183,7 +183,7 @@ def test_steps_of_the_gpt_are_those_of_a_trainer(monkeypatch: pytest.MonkeyPatch
     losses = []
     for batches in train.text_of(TRAIN.model)[:2]:
         optimizer.zero_grad()
-        # micro-batches are equally long: the mean of their losses is that of all windows
+        # all micro-batches have the same length, so the mean of their losses is that of all windows
         loss = model.loss(batches.flatten(0, 1))
         loss.backward()
         norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
@@ -318,7 +318,7 @@ def test_what_does_not_run_costs_its_own_rows(tmp_path: Path, monkeypatch: pytes
 
 
 class Fake:
-    """A training without a model."""
+    """A training run without a model."""
 
     scaling: Any = None
 
@@ -357,7 +357,7 @@ def test_first_steps_are_never_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Workplace:
-    """Variants whose calls take microseconds that are given, on a clock and in a memory of their own."""
+    """Variants whose calls take given numbers of microseconds, with a simulated clock and memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float], own: dict[str, int]) -> None:
         self.events: list[str] = []
@@ -396,7 +396,7 @@ def test_variants_take_turns_in_one_sitting(monkeypatch: pytest.MonkeyPatch) -> 
     assert place.events == ["+a", "a", "+b", "b", "a", "b", "a", "b", "-b", "-a", "release"]
     assert found["a"].times[:3] == pytest.approx((0.5e6, 0.5e6, 0.5e6))
     assert found["b"].times.p50_us == pytest.approx(0.25e6)
-    # what it has between steps and the most that it takes besides, without what others have
+    # the memory held between steps plus the peak during a step, without that of the other variants
     assert {name: one.peak_memory_bytes for name, one in found.items()} == {"a": 77, "b": 55}
     assert {name: one.saved_bytes for name, one in found.items()} == {"a": 8, "b": 6}
 
@@ -445,9 +445,9 @@ def test_what_is_kept_anyway_is_not_saved() -> None:
     for _ in range(2):
         model(x).float().sum().backward()
         scaling_state(model).update()
-    # the input in FP8 with its inverse scale in fp32
+    # the FP8 input with its inverse scale in fp32
     assert memory.saved_bytes(model, lambda: model(x)) == 8 * 16 + 4
-    # the weight with its inverse scale, in the one order that the CPU has, and the bias in 16 bits
+    # the weight with its inverse scale, in the only layout used on a CPU, and the bias in 16 bits
     assert memory.bytes_of(memory.weight_copies(model)) == 256 + 4 + 32
 
 
@@ -456,7 +456,7 @@ def row(case: str, variant: str, tokens_per_s: float, peak: int | None) -> dict[
 
 
 def test_bars_of_equal_times_have_no_negative_error() -> None:
-    # 7733 * 54.08 / 54.08 is more than 7733
+    # 7733 * 54.08 / 54.08 is more than 7733 in floating point
     equal = {**row("x", "y", 7733.0, None), "suite": "train", "p20_us": 54.08, "p50_us": 54.08, "p80_us": 54.08}
     assert plot.tokens([equal], "train") == {"x": {"y": (7733.0, 7733.0, 7733.0)}}
 

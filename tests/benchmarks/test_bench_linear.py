@@ -60,7 +60,7 @@ def made(precision: Precision, block: nn.Module | None = None) -> Iteration:
 
 
 def exact(given: Iteration) -> dict[str, Tensor]:
-    """By hand: output and gradients of the linear layer in fp64."""
+    """Reference in fp64: output and gradients of the linear layer."""
     layer, x, dy = given.block, given.x.detach().double(), given.dy.double()
     weight, bias = layer.weight.detach().double(), layer.bias.detach().double()
     return {
@@ -79,13 +79,13 @@ def test_results_are_those_of_the_layer(precision: Precision) -> None:
     given = made(precision)
     expected = exact(given)
     for _ in range(2):
-        # gradients of another iteration are not in them
+        # gradients of an earlier iteration are not accumulated
         results = given.results()
         assert set(results) == set(expected)
         assert iteration.difference(given, expected) is None
     assert results["y"].dtype == torch.bfloat16
     assert not results["y"].requires_grad
-    # and they are those of the precision that was asked for
+    # and they have the requested precision
     noise = (results["y"].double() - expected["y"]).norm() / expected["y"].norm()
     assert 0.01 < noise < 0.1 if precision.in_fp8 else noise < 0.01
 
@@ -195,7 +195,7 @@ def test_the_gemms_of_linear_gelu_linear(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [precisions[name].around for name in OURS[:2]] == [chained.taken, chained.left_out]
     assert precisions[OURS[2]].around not in (chained.taken, chained.left_out)
     assert not linear.Block(8, 16).as_one
-    # the linear layer's are those that a user gets
+    # the linear layer runs as users call it
     assert (
         conversion_plan(precisions_of(LINEAR, monkeypatch)["lightning_fp8"].make(nn.Linear(8, 16))).settings.gemm
         == "auto"
@@ -236,7 +236,7 @@ def test_copies_are_blocks_of_their_own_and_in_the_steady_state(monkeypatch: pyt
     block = nn.Linear(32, 48)
     x, dy = torch.randn(64, 32).bfloat16(), torch.randn(64, 48).bfloat16()
     (variant,) = iteration.variants(block, x, dy, {"ours": Precision(make, in_fp8=True)}, 3)
-    # at the check, where a failure is the variant's own
+    # created at the check, where a failure counts as the variant's own
     assert blocks == []
     assert variant.check() is None
     assert variant.check() is None
@@ -290,7 +290,7 @@ GELU = [("e4m3", "gelu", False), ("e5m2", "gelu", True)]
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What was asked for; ``missing`` is what there is not, ``configuration`` and ``splits`` what is chosen."""
+    """Records what is requested; ``missing`` has no kernel, and ``configuration`` and ``splits`` are chosen."""
     found: dict[str, Any] = {"missing": None, "configuration": Configuration("gemm_sm90", 256, 128, 4), "splits": 1}
     found["asked"] = []
 
@@ -337,7 +337,7 @@ def test_linear_gelu_linear_is_served_by_casts_gemms_and_chains(asked: dict[str,
     needed = {*(("cast", *cast) for cast in (*CASTS, *GELU)), ("weights",), *gemms, *chains}
     assert set(asked["asked"]) == needed
     up, down = [(64, 96, 32), (64, 32, 96), (96, 32, 64)], [(64, 32, 96), (64, 96, 32), (32, 96, 64)]
-    # six GEMMs, and the two with a cast behind them: fprop of the first, dgrad of the second
+    # six GEMMs, and two of them chained to a cast: fprop of the first layer, dgrad of the second
     assert asked["sizes"] == [*up, *down, (64, 96, 32), (64, 96, 32)]
     for missing in needed:
         asked["missing"] = missing

@@ -1,4 +1,4 @@
-"""What the scripts of ``benchmarks/`` share: variants take turns, each in a process of its own."""
+"""Code shared by the scripts of ``benchmarks/``: variants take turns, each in a separate process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(json.dumps({"told": sys.argv[1:]}))
 
 
 def test_each_variant_runs_the_same_command_again_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    # as the interpreter was called: of `python -m` the arguments alone do not say how
+    # the interpreter's original command: with `python -m`, the arguments alone do not show how it was called
     monkeypatch.setattr(sys, "orig_argv", ["python", "-c", CHILD, "--steps", "2"])
     told = {name: {"told": ["--steps", "2", "--variant", name]} for name in ("a", "b c")}
     assert take_turns(told, rounds=2) == {name: [one, one] for name, one in told.items()}
@@ -43,7 +43,7 @@ SAID = "This CPU emulates bf16 products: bf16 precisions are left out, and 32-tr
 
 @pytest.fixture(params=[True, False], ids=["emulated", "multiplied"])
 def first(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The baseline of a CPU that emulates bf16 products, and of one that does not."""
+    """The baseline on a CPU that emulates bf16 products, and on one that does not."""
     monkeypatch.setattr(harness, "emulates_bf16", lambda: request.param)
     return "32-true" if request.param else "bf16-mixed"
 

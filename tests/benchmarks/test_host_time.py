@@ -1,4 +1,4 @@
-"""``benchmarks/host_time.py``: every case runs, through the CUDA half, and the ratios are those of the columns."""
+"""``benchmarks/host_time.py``: every case runs through the CUDA half, and the ratios match the columns."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_losses_are_kept_and_times_are_not(
     assert [row.pop("losses") for row in written] == [[3.0, 2.0, 1.5], [3.0, 2.25, 1.75]]
     assert written == [kept for kept, _ in rows]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    # measured again, and with another variant
+    # a variant is measured again, and another one is added
     (tmp_path / "fp8-delayed").rename(tmp_path / "fp8-block")
     rows[1][1].update(variant="fp8-block", loss=1.5)
     (tmp_path / "compare.jsonl").write_text("".join(json.dumps({**row, "seed": 1}) + "\n" for _, row in rows))

@@ -1,4 +1,4 @@
-"""``benchmarks/passes.py`` counts what happens: against sums by hand, of the package's example block and of Llama's."""
+"""``benchmarks/passes.py`` counts the casts that run: compared with sums by hand, for the example block and Llama's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WEIGHTS = 3 * WIDTH * WIDTH + WIDTH * WIDTH + 2 * WIDTH * HIDDEN
 @pytest.fixture(scope="module")
 def all_rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     file = tmp_path_factory.mktemp("passes") / "rows.jsonl"
-    # in a process of its own, which it leaves with kernels that do nothing
+    # in a separate process, which keeps the kernels that do nothing
     run_warm("-m", "benchmarks.passes", "--blocks", "example", "Llama", "--out", str(file), check=True)
     return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
@@ -40,11 +40,11 @@ def test_casts_of_the_example(rows: dict[tuple[str, int], dict[str, Any]], micro
     eager, least = rows["eager", micro_batches], rows["least", micro_batches]
     assert (eager["inputs"], eager["gradients"], eager["weights"]) == (4 * micro_batches, 4 * micro_batches, 4)
     assert eager["gemms"] == least["gemms"] == 12 * micro_batches
-    # both layouts of each, of the weights once
+    # both layouts of each tensor; weights are cast once
     assert eager["written"] == 2 * TOKENS * micro_batches * (sum(INPUTS) + sum(GRADIENTS)) + 2 * WEIGHTS
-    # between the GEMMs of its feed-forward block nothing but these casts
+    # between the GEMMs of its feed-forward block there is nothing except these casts
     assert eager["hidden"] == rows["compiled", micro_batches]["hidden"] == 0
-    # what backward needs: all inputs and weights by columns
+    # for backward: all inputs and weights by columns
     assert (eager["kept_inputs"], eager["kept_weights"]) == (TOKENS * sum(INPUTS), WEIGHTS)
 
 
@@ -58,6 +58,6 @@ def test_plain_bf16(rows: dict[tuple[str, int], dict[str, Any]]) -> None:
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_llama_casts_and_keeps_each_input_once(what: str, micro_batches: int, all_rows: list[dict[str, Any]]) -> None:
     row = of_block("Llama", all_rows)[what, micro_batches]
-    # of the attention, its output, the feed-forward, and its last layer
+    # of the attention, its output, the feed-forward block, and that block's last layer
     assert row["inputs"] == 4 * micro_batches
     assert row["kept_inputs"] == TOKENS * sum(INPUTS)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.recipes``: what it measures, its tables and the rule that chooses."""
+"""``python -m benchmarks.recipes``: its measurements, its tables and the rule that chooses the default."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_another_recipe_is_refused(text: str, tmp_path: Path, capsys: pytest.Cap
 
 
 def lost(values: np.ndarray, scale: np.float32, fmt: str) -> tuple[float, float]:
-    """Shares of clipped numbers and of those that become zero, from the format's definition."""
+    """Shares of clipped numbers and of numbers that become zero, from the format's definition."""
     beyond = np.abs(values.astype(np.float64) * np.float64(scale)) > DEFINITIONS[fmt][3]
     zero = code_values(fmt)[saturating_cast(values, scale, fmt)] == 0
     return beyond.mean().item(), zero.mean().item()
@@ -51,7 +51,7 @@ def lost(values: np.ndarray, scale: np.float32, fmt: str) -> tuple[float, float]
 @pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize("margin", [0, 1])
 def test_events_in_a_layer(window: int, margin: int) -> None:
-    """Against histories, scales and casts in NumPy."""
+    """Compared with histories, scales and casts in NumPy."""
     for event, size in recipe_cases.EVENTS.items():
         torch.manual_seed(3)
         torch.nn.Linear(recipe_cases.FEATURES, recipe_cases.FEATURES, bias=False)
@@ -82,13 +82,13 @@ def test_events_in_a_layer(window: int, margin: int) -> None:
 def test_nothing_is_clipped_by_growth_without_a_history(recipe: Recipe) -> None:
     found = watch("growth", recipe, 3)
     assert found["clipped_steps"] == 0
-    # the largest number of a block times its scale may be rounded up
+    # the largest number of a block, times its scale, may be rounded up
     assert len(found["clipped_fractions"]) == 16
     assert max(found["clipped_fractions"]) < 1 / recipe_cases.FEATURES
 
 
 def test_a_training_with_an_outlier() -> None:
-    """It changes the losses of FP8, and none without FP8; the same seed gives the same numbers."""
+    """The outlier changes the losses of FP8 only; the same seed gives the same numbers."""
     short = replace(TRAININGS["spikes"], steps=8, last=4, outlier=lambda step: 1e5 if step == 5 else 1.0)
     without = replace(short, outlier=lambda step: 1.0)
     assert train(short, None, 1) == train(without, None, 1)
@@ -96,10 +96,10 @@ def test_a_training_with_an_outlier() -> None:
     found, plain = train(short, recipe, 1), train(without, recipe, 1)
     assert found == train(short, recipe, 1)
     assert found["loss"] != plain["loss"]
-    # untrained: an embedding of 256 bytes
+    # the loss of an untrained model over 256 byte values
     assert all(abs(row[key] - np.log(256)) < 0.8 for row in (found, plain) for key in ("loss", "val_loss"))
     assert found["val_accuracy"] is None
-    # two of eight steps were counted, 0 and 7, of which the last one came after the spike
+    # two of eight steps were counted: 0 and 7, the latter after the spike
     assert found["underflowed_fraction"] > 10 * plain["underflowed_fraction"]
 
 
@@ -119,7 +119,7 @@ def test_learning_rates() -> None:
 
 
 def made(costs: dict[str, list[float]], steps: dict[str, int]) -> list[dict[str, Any]]:
-    """Rows whose excesses are these percents in each training, with so many harmed steps after each event."""
+    """Rows with these excess losses in percent for each training, and these counts of harmed steps after each event."""
     rows = []
     for case in TRAININGS:
         for seed in range(3):
@@ -142,7 +142,7 @@ def test_the_rule() -> None:
     costs = {long: [0.1, 0.2, 0.3], short: [0.15, 0.1, 0.4], free: [0.1, 0.2, 0.31], bad: [0.4, 0.5, 0.6]}
     rows = made({**costs, "fp8-current": [0.0, 0.0, 0.0]}, {long: 16, short: 4, free: 4, bad: 1, "fp8-current": 0})
     assert preferred(rows) == [short, free, long]
-    # one that has not been measured on everything
+    # a recipe that has not been measured in every case
     rows = [row for row in rows if (row["case"], row["variant"], row["seed"]) != ("spikes", short, 1)]
     assert preferred(rows) == [free, long]
     rows = [row for row in rows if (row["case"], row["variant"]) != ("growth", free)]
@@ -200,6 +200,6 @@ def test_the_picture_of_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     first = rows[-5:]
     draw_growth([*rows, *({**row, "seed": 1, "clipped_fractions": [0.0] * 16} for row in first)], tmp_path / "x.png")
     assert bars.keys() == {"fp8-delayed, a window of 1", "fp8-current", "fp8-block"}
-    # percent, the mean of two seeds
+    # in percent, the mean of two seeds
     assert bars["fp8-delayed, a window of 1"] == pytest.approx([0.0] * 8 + [5.0] + [0.0] * 7)
     assert bars["fp8-current"] == [0.0] * 16

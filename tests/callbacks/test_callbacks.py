@@ -47,7 +47,7 @@ def test_logs_scale_and_amax_of_every_tensor_to_every_logger(tmp_path: Path) -> 
     events = EventAccumulator(loggers[1].log_dir).Reload()
     for position, name in enumerate(state.names):
         assert float(logged[-1][f"fp8/{name}/scale"]) == pytest.approx(state.scale[position].item(), rel=1e-6)
-        # of a weight, what its last cast found
+        # for a weight, the values at its last cast
         amax = (state.amax_history[0] if position < state.delayed else state.amax)[position].item()
         assert float(logged[-1][f"fp8/{name}/amax"]) == pytest.approx(amax, rel=1e-6)
         assert events.Scalars(f"fp8/{name}/scale")[-1].value == pytest.approx(state.scale[position].item(), rel=1e-6)
@@ -86,14 +86,14 @@ def test_one_copy_from_the_device_per_logging_step(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copied.append(self.shape) or original(self))
     callback = ScaleFactorLogger(every_n_steps=2)
     make_trainer(tmp_path, logger=CSVLogger(tmp_path), callbacks=[callback]).fit(seeded(), loader())
-    # nine numbers of six tensors, at two of four steps
+    # nine numbers for each of six tensors, at two of four steps
     assert copied.count(torch.Size([9, 6])) == 2
 
 
 def quantities_by_hand(state: ScalingState, row: int) -> dict[str, float]:
     scale = state.scale[row].item()
     if row >= state.delayed:
-        # scaled by what it held in its last cast: no window, and no headroom
+        # scaled by its values at the last cast: no window, and no headroom
         nonfinite = state.nonfinite_steps[row].item()
         return {"scale": scale, "amax": 448 / scale, "nonfinite_steps": nonfinite}
     history = state.amax_history[:, row].tolist()
@@ -133,7 +133,7 @@ def test_every_quantity_and_its_summaries(tmp_path: Path) -> None:
 
 
 def known_counts() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """A layer whose tensors all have scale 448 or 57344, an input and a gradient, both with what a cast can meet."""
+    """A layer whose tensors all have scale 448 or 57344, and an input and a gradient with every kind of value."""
     model = convert(nn.Linear(8, 8))
     state = scaling_state(model)
     state.amax[: state.delayed] = 1.0
@@ -157,8 +157,8 @@ def test_counts_are_those_of_the_codes(half: str, request: pytest.FixtureRequest
     state = scaling_state(model)
     state.cast_counts.start(request)
     model(x).backward(dy)
-    # numbers, saturated, other than zero, underflowed; a NaN has no part in any of them
-    # of the weight nothing is lost: its scale is that of the 7
+    # numbers, saturated, nonzero, underflowed; a NaN is counted in none of them
+    # no weight values are lost: its scale follows from its amax of 7
     assert state.cast_counts.values.tolist() == [[16, 3, 15, 2], [16, 1, 15, 1], [64, 0, 64, 0]]
     codes = fp8_numpy.saturating_cast(x.numpy(), state.scale[0].numpy(), "e4m3")
     assert ((codes & 0x7F == 0) & (x.numpy() != 0)).sum() == 2
@@ -171,7 +171,7 @@ def test_counts_of_a_feed_forward_block(request: pytest.FixtureRequest) -> None:
         torch.manual_seed(0)
         model = convert(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 8)))
         state = scaling_state(model)
-        # of the activation's output, and of the gradient of its input, a part is beyond the range and a part zero
+        # part of the activation's output, and part of the gradient of its input, is out of range, and part becomes zero
         state.amax[: state.delayed] = torch.tensor([1.0, 0.5, 1e-3, 1e-2])
         state.update()
         state.cast_counts.start(model)
@@ -181,7 +181,7 @@ def test_counts_of_a_feed_forward_block(request: pytest.FixtureRequest) -> None:
 
     expected = counts()
     request.getfixturevalue("cuda_half")
-    # sums in another order make a few products zero, or not
+    # sums in a different order make a few products zero or nonzero
     assert (counts() - expected).abs().max() <= 5
     of_hidden, of_its_gradient = expected[1].tolist(), expected[2].tolist()
     assert 0 < of_hidden[1] < of_hidden[2] < of_hidden[0] == 40 * 24
@@ -288,7 +288,7 @@ def test_histograms_and_several_loggers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     class Recording(CSVLogger):
-        """As W&B and MLflow: a dictionary of plain numbers at a step."""
+        """Receives metrics as W&B and MLflow do: a dictionary of plain numbers per step."""
 
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
             assert all(type(value) is float for value in metrics.values())
@@ -305,7 +305,7 @@ def test_histograms_and_several_loggers(tmp_path: Path) -> None:
         drawn = (histogram.num, histogram.min, histogram.max)
         assert drawn == pytest.approx((2, scales.min().item(), scales.max().item()), rel=1e-6)
     names = {key for row in rows(loggers[1]) for key in row if key.startswith("fp8/")}
-    # without patterns the summaries alone
+    # without patterns, only the summaries
     assert names == {
         f"fp8/{role}/{q}/{s}" for role in ROLES for q in QUANTITIES_OF[role] for s in ("min", "median", "max")
     }

@@ -24,14 +24,14 @@ from lightning_fp8.callbacks.stopwatch import NOTHING_RAN, CudaClock, HostClock,
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other work on the machine takes no time here; processes of their own have the real clock."""
+    """A simulated clock, on which other load takes no time; other processes use the real clock."""
     told = slow_layers.ToldClock()
     for module in (slow_layers, stopwatch):
         monkeypatch.setattr(module, "time", told)
 
 
 def timed(model: Regression, tmp_path: Path, every_n_steps: int = 2, **kwargs: Any) -> LayerTimer:
-    """Of the second step: in the first one a process does for the first time what takes longer then."""
+    """Times of the second step, as the first one includes one-time work of the process."""
     timer = LayerTimer(every_n_steps)
     make_trainer(tmp_path, callbacks=[timer], max_steps=2, **kwargs).fit(model, loader())
     return timer
@@ -46,10 +46,10 @@ def test_time_is_that_of_the_layer_that_takes_it(precision: str, tmp_path: Path)
             self.parts = nn.ModuleList([nn.Linear(32, 32), Slow(32, 32), nn.Linear(32, 32)])
 
         def forward(self, x: Tensor) -> Tensor:
-            # no layer's: between two of them, on both ways
+            # time between two layers, forward and backward, which belongs to neither
             x = Sleep.apply(self.before(x), BACKWARD, BACKWARD)
             x = self.behind(self.slow(self.slow(x)))
-            # three that share an input, whose gradients are summed
+            # three layers that share an input, whose gradients are summed
             q, k, v = (part(x) for part in self.parts)
             return self.net(q * k + v)
 
@@ -72,16 +72,16 @@ def test_recomputation_is_forward_work(reentrant: bool, tmp_path: Path) -> None:
             self.first, self.slow, self.last = nn.Linear(32, 32), Slow(32, 32), nn.Linear(32, 32)
 
         def block(self, x: Tensor) -> Tensor:
-            # the nodes of `last` ask for the recomputation of all this
+            # the backward nodes of `last` trigger the recomputation of all of this
             return self.last(Sleep.apply(self.slow(self.first(x)), BACKWARD, 0.0))
 
         def forward(self, x: Tensor) -> Tensor:
             x = checkpoint(self.block, x.requires_grad_(), use_reentrant=reentrant)
-            # what is asked for last is in the middle of a layer, at which recomputation stops
+            # the last saved tensor is needed in the middle of a layer, where recomputation stops
             return self.net(checkpoint(self.slow, x, use_reentrant=reentrant))
 
     timer = timed(seeded(Model), tmp_path)
-    # two calls and two recomputations, but that the last half of a sleep may not be asked for
+    # two calls and two recomputations, except that the last half of a sleep may not be recomputed
     assert 3.5 * FORWARD <= timer.forward_ms["slow"] / 1e3 < 5 * FORWARD
     assert 2 * BACKWARD <= timer.backward_ms["slow"] / 1e3 < 3 * BACKWARD
     for path in ("first", "last"):
@@ -90,12 +90,12 @@ def test_recomputation_is_forward_work(reentrant: bool, tmp_path: Path) -> None:
 
 
 class Mixed(Regression):
-    """Layers that are shared, frozen, called twice, not called, called without gradients, and worked on in place."""
+    """Layers that are shared, frozen, called twice, never called, called without gradients, and changed in place."""
 
     def __init__(self, wrap: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
         self.encoder = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True)
-        # whose feed-forward block runs as one in other steps
+        # its feed-forward block is fused in other steps
         self.fused = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
         names = ("first", "twice", "unused", "teacher", "frozen", "aside")
         self.layers = nn.ModuleDict({name: nn.Linear(32, 32) for name in names})
@@ -114,7 +114,7 @@ class Mixed(Regression):
         x += 1
         x = F.relu_(layers["twice"](x))
         x = layers["twice"](x).add_(1)
-        # backward never comes here
+        # backward never reaches this layer
         layers["aside"](x)
         with torch.no_grad():
             taught = layers["teacher"](x)
@@ -151,7 +151,7 @@ def test_training_is_not_touched(precision: str, wrap: str, accumulate: int, tmp
     assert len(runs[0]) == len(runs[1])
     assert all(map(torch.equal, *runs))
     paths = {row.path for row in describe(model)}
-    # torch's own attention reads the weight of this layer, and never calls it
+    # torch's own attention reads this layer's weight, and never calls the layer
     outputs = set() if precision == "fp8-delayed" else {f"{name}.self_attn.out_proj" for name in ("encoder", "fused")}
     assert set(timer.forward_ms) == paths - outputs - {"layers.unused"}
     without_backward = {"layers.first", "layers.teacher", "layers.aside"}
@@ -166,7 +166,7 @@ def test_an_attention_includes_its_output_projection(tmp_path: Path) -> None:
 
 
 class Ticking:
-    """A clock that goes on by one at each mark."""
+    """A clock that advances by one at each mark."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -183,7 +183,7 @@ class Ticking:
 
 
 def nodes_behind(output: Tensor, layer: nn.Module) -> int:
-    """How many nodes there are in all, without those that accumulate gradients."""
+    """The number of autograd nodes, without those that accumulate gradients."""
     found, waiting = set(), [output.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -202,7 +202,7 @@ def test_a_node_counts_once(autocast: bool) -> None:
         y = layer(layer(torch.randn(2, 8)))
     expected = nodes_behind(y, layer)
     y.sum().backward()
-    # between start and end of a node there is nothing to mark, nor between those of a forward
+    # nothing is marked between the start and the end of a node, nor inside a forward
     assert stopwatch.milliseconds() == [[2.0, float(expected)]]
 
 
@@ -252,7 +252,7 @@ def test_on_a_gpu_times_are_those_between_events(monkeypatch: pytest.MonkeyPatch
     calls: list[str] = []
 
     class Event:
-        """Counts milliseconds by the events recorded so far."""
+        """An event whose time in milliseconds is the number of events recorded so far."""
 
         def __init__(self, enable_timing: bool = False) -> None:
             assert enable_timing
@@ -324,7 +324,7 @@ def test_a_batch_that_the_model_skips_leaves_no_hook(tmp_path: Path) -> None:
             return -1 if batch_idx == 1 else None
 
     model = seeded(Skipping)
-    # with this answer an epoch is over, before the second step is made
+    # returning this ends the epoch before the second step is made
     make_trainer(tmp_path, callbacks=[LayerTimer(every_n_steps=2)], max_epochs=2).fit(model, loader())
     assert model.watched == [False, False]
     assert not model.net[0]._forward_hooks
@@ -348,7 +348,7 @@ def test_two_optimizers_in_one_batch(tmp_path: Path) -> None:
 
     model = seeded(Two)
     make_trainer(tmp_path, callbacks=[LayerTimer(every_n_steps=4)]).fit(model, loader(rows=16 * 6))
-    # steps 4, 8 and 12 are made in these
+    # steps 4, 8 and 12 are made in these batches
     assert [batch for batch, on in enumerate(model.watched) if on] == [1, 3, 5]
 
 
@@ -375,7 +375,7 @@ def test_a_compiled_model_is_named_and_keeps_no_hook(tmp_path: Path) -> None:
             return self.compiled(x)
 
         def configure_model(self) -> None:
-            # without its name, which a module in an attribute would be called by
+            # without the name under which a module in an attribute would be called
             self.compiled = lambda x: self.graph[0](x)
             self.graph = (torch.compile(self.net, fullgraph=True, backend="eager"),)
 
@@ -441,6 +441,6 @@ def test_times_are_the_slowest_process(tmp_path: Path) -> None:
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
     assert first == second
     for times, sleep in zip(first, (FORWARD, BACKWARD), strict=True):
-        # each of the first two has run on one of the ranks
+        # each of the first two layers ran on only one of the ranks
         assert set(times) == {"net.0", "net.2", "slow", "only_one"}
         assert times["slow"] / 1e3 >= sleep > times["only_one"] / 1e3

@@ -1,4 +1,4 @@
-"""What the callbacks log is what the loggers of others keep: read back from the files of each."""
+"""Logged values reach each third-party logger unchanged: they are read back from the logger's files."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from torch import nn
 
 from lightning_fp8 import LayerTimer, QuantizationProbe, ScaleFactorLogger, ScalingState, scaling_state
 
-# by key and step
+# values by key and step
 Numbers = dict[str, dict[int, float]]
 
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """W&B and MLflow without a server, a network, or a file outside of the test's folder."""
+    """W&B and MLflow without a server, a network, or files outside the test's folder."""
     import wandb
 
     for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "wandb_own"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    # MLflow 3 has left its store of files behind, and mlflow-skinny has no other without a server
+    # MLflow 3 has deprecated its file store, and mlflow-skinny has no other store without a server
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     yield
@@ -84,7 +84,7 @@ def from_mlflow(logger: MLFlowLogger) -> Numbers:
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """A W&B file is LevelDB's log behind seven bytes of its own: blocks of 32 KiB, of records in one or more parts."""
+    """A W&B file is a LevelDB log after a header of seven bytes: blocks of 32 KiB with records in one or more parts."""
     data, at, parts = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         left = 32768 - at % 32768
@@ -94,7 +94,7 @@ def records(path: Path) -> Iterator[bytes]:
         _, length, kind = struct.unpack_from("<IHB", data, at)
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
-        # whole, first, middle, last
+        # record types: whole, first, middle, last
         if kind in (1, 4):
             yield parts
             parts = b""
@@ -106,7 +106,7 @@ def from_wandb(logger: WandbLogger) -> Numbers:
 
     folder = Path(logger.experiment.dir).parent
     wandb.finish()
-    # the file is written by another process, which is done with it only when it ends
+    # another process writes the file, and finishes it only when it ends
     wandb.teardown()
     (file,) = folder.glob("*.wandb")
     numbers: Numbers = {}
@@ -130,7 +130,7 @@ LOGGERS: dict[str, tuple[Callable[[Path], Logger], Callable[[Any], Numbers]]] = 
 
 
 class Kept(ScaleFactorLogger):
-    """Keeps the state as it was logged."""
+    """Keeps the scaling state at each logged step."""
 
     def __init__(self) -> None:
         super().__init__(every_n_steps=2)
@@ -142,10 +142,10 @@ class Kept(ScaleFactorLogger):
 
 
 def of_states(states: dict[int, dict[str, dict[str, torch.Tensor]]]) -> Numbers:
-    """The quantities that follow from the scaling state alone, by hand."""
+    """The quantities that follow from the scaling state alone, computed by hand."""
     numbers: Numbers = {}
     for step, tensors in states.items():
-        # weights have no entry; what is logged of them is in test_callbacks
+        # weights have no entry; test_callbacks covers what is logged of them
         for name, entry in tensors.items():
             scale, history = entry["scale"].item(), entry["amax_history"].tolist()
             largest = 57344 if name.endswith("grad_output") else 448
@@ -182,9 +182,9 @@ def test_every_logger_keeps_every_number(tmp_path: Path, offline: None) -> None:
     for name, numbers in read.items():
         for key, by_step in expected.items():
             for step, value in by_step.items():
-                # TensorBoard keeps fp32
+                # TensorBoard stores fp32
                 assert numbers[key][step] == pytest.approx(value, rel=1e-6, abs=1e-6), (name, key, step)
-    # nothing is lost on the way, and no key has another name: fractions and summaries as well
+    # nothing is lost on the way and all keys are unchanged, including fractions and summaries
     keys = set(read["csv"])
     assert {"fp8/net.0.input/saturated_fraction", "fp8/weight/scale/median"} <= keys
     for name, numbers in read.items():
@@ -195,7 +195,7 @@ def test_every_logger_keeps_every_number(tmp_path: Path, offline: None) -> None:
 
 
 class Named(Regression):
-    """A layer in a dictionary, by a name that only some loggers take."""
+    """A layer in a dictionary, under a name that only some loggers accept."""
 
     def __init__(self, name: str = "a+b") -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def test_names_that_mlflow_does_not_take(name: str, in_mlflow: str, tmp_path: Pa
     assert f"fp8/parts.{name}.input/scale" in read["csv"]
     assert f"timing/parts.{name}/forward_ms" in read["csv"]
     assert set(read["tensorboard"]) == set(read["wandb"]) == set(read["csv"])
-    # Lightning leaves out the characters that MLflow refuses, and warns
+    # Lightning removes the characters that MLflow refuses, with a warning
     assert set(read["mlflow"]) == {key.replace(name, in_mlflow) for key in read["csv"]}
 
 
@@ -230,7 +230,7 @@ def test_records_in_parts(tmp_path: Path) -> None:
     room = 32768 - len(blocks) - 7
     blocks += part(2, second[:room]) + part(3, second[room : room + 32761]) + part(4, second[room + 32761 :])
     blocks += part(1, third)
-    # four bytes are left in the block, too few for a header
+    # only four bytes are left in the block, too few for a header
     fourth = b"d" * (32768 - len(blocks) % 32768 - 7 - 4)
     blocks += part(1, fourth) + bytes(4) + part(1, third)
     (tmp_path / "run.wandb").write_bytes(blocks)

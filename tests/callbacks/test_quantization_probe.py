@@ -19,7 +19,7 @@ from lightning_fp8.callbacks import quantization_probe
 
 
 class Encoder(Regression):
-    """A transformer layer in front; ``dropout`` in its attention too."""
+    """A transformer layer first; ``dropout`` also applies to its attention."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_numbers_are_those_of_the_layer_itself(tmp_path: Path) -> None:
     logger, probe = CSVLogger(tmp_path), QuantizationProbe(every_n_steps=2)
     make_trainer(tmp_path, logger=logger, callbacks=[probe]).fit(seeded(Watched), loader())
     logged = [float(row["fp8/net.0/sqnr_db"]) for row in rows(logger) if row.get("fp8/net.0/sqnr_db")]
-    # of the second and the fourth step; the first use of a tensor has the scale of its own amax, as measured here too
+    # the second and the fourth step; the first use of a tensor has the scale of its own amax, as in this reference
     assert logged == pytest.approx([expected[1], expected[3]], abs=1e-3)
     assert 24 < min(logged) < max(logged) < 36
     assert probe.sqnr_db["net.0"] == logged[-1]
@@ -78,7 +78,7 @@ def test_an_attention_with_dropout_is_compared_without(tmp_path: Path) -> None:
         *(f"encoder.{name}" for name in ("self_attn", "self_attn.out_proj", "linear1", "linear2")),
     }
     assert set(probe.sqnr_db) == names
-    # with masks of their own the two runs would differ by about 0 dB
+    # with different dropout masks the two runs would differ by about 0 dB
     assert min(probe.sqnr_db.values()) > 15
     assert model.encoder.self_attn.dropout == 0.5
 
@@ -87,7 +87,7 @@ def test_the_layer_that_fp8_costs_most_is_found(tmp_path: Path, caplog: pytest.L
     class Wild(Regression):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.net[1](self.net[0](x))
-            # one huge element: all others lie far below the range of E4M3, and the product needs them
+            # one huge element: all others are far below the range of E4M3, and the product depends on them
             return self.net[2](torch.cat([hidden[:, :-1], torch.full_like(hidden[:, -1:], 3e5)], dim=1))
 
     model = seeded(Wild)

@@ -28,7 +28,7 @@ def smallest_by_hand(state: ScalingState) -> float:
 
 
 class Shrink(Callback):
-    """Scales of whatever size for a step; the next update makes them anew."""
+    """Sets arbitrary scales for one step; the next update computes them anew."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         state = scaling_state(pl_module)
@@ -36,7 +36,7 @@ class Shrink(Callback):
 
 
 class Keep(Callback):
-    """After the bar's own hook: what it has read, and what there was to read before the scales were updated."""
+    """Runs after the bar's own hook: keeps what the bar read, and what could be read before the scales were updated."""
 
     def __init__(self) -> None:
         self.read: list[float | None] = []
@@ -77,16 +77,16 @@ def test_read_at_the_second_step_and_then_when_due(tmp_path: Path, monkeypatch: 
     trainer.fit(seeded(), loader())
     first, second, third = (keep.there[step - 1] for step in (2, 5, 8))
     expected = [first] * 3 + [second] * 3 + [third]
-    # a step without a history has nothing to show
+    # a step without a history shows nothing
     assert keep.read[0] is None
     assert keep.read[1:] == pytest.approx(expected, abs=1e-5)
     assert len(set(expected)) == 3
-    # nothing else is copied for it
+    # nothing else is copied from the device for it
     assert [value for value in readings if value in keep.read] == [keep.read[1], keep.read[4], keep.read[7]]
 
 
 def unread(function: Any, readings: list[float]) -> Any:
-    """Without what a function reads itself."""
+    """The state without the values that the function itself reads."""
 
     def call(*args: Any) -> None:
         before = len(readings)
@@ -106,7 +106,7 @@ def test_accumulated_batches_are_not_steps(tmp_path: Path) -> None:
 
     trainer = make_trainer(tmp_path, callbacks=[bar, See()], enable_progress_bar=True, accumulate_grad_batches=2)
     trainer.fit(seeded(), loader())
-    # in the first step nothing had a history
+    # in the first step no tensor had a history
     assert seen == [True, True, True, False]
 
 
@@ -184,7 +184,7 @@ def test_from_yaml(tmp_path: Path) -> None:
         "every_n_steps": 2,
         "leave": True,
         "theme": {"metrics": "bold", "metrics_format": ".1f"},
-        # through a pipe rich would show nothing
+        # into a pipe, rich would print nothing
         "console_kwargs": {"force_terminal": True, "width": 200},
     }
     bar = {"class_path": "lightning_fp8.Fp8RichProgressBar", "init_args": arguments}

@@ -1,4 +1,4 @@
-"""Each trouble is found by name when it is there, and not when it is not."""
+"""Each problem is reported by name when it exists, and only then."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def fit(path: Path, watchdog: ScaleWatchdog, model: Regression | None = None, **
 
 
 class EvalLayer(Regression):
-    """Its last layer trains in eval mode."""
+    """A model whose last layer trains in eval mode."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.net[2].eval()
 
 
 class AroundTheTrainer(Regression):
-    """Steps torch's optimizer, not Lightning's: nobody updates scales."""
+    """Steps torch's optimizer instead of Lightning's, so that nothing updates the scales."""
 
     automatic_optimization = False
 
@@ -46,7 +46,7 @@ class AroundTheTrainer(Regression):
 
 
 class LosesGradients(Regression):
-    """What its last layer records of gradients is lost before the update, as where recomputation swallows it."""
+    """The amaxes of its last layer's gradients are lost before the update, as if recomputation had discarded them."""
 
     def on_after_backward(self) -> None:
         state = scaling_state(self)
@@ -54,7 +54,7 @@ class LosesGradients(Regression):
 
 
 class Poisoned(Regression):
-    """From batch 6 on its first layer's weight gradient and bias are finite, but its input is not."""
+    """From batch 6 on, its first layer's weight and bias gradients are finite, but its input is not."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.trainer.global_step >= 6 and self.training:
@@ -64,7 +64,7 @@ class Poisoned(Regression):
 
 
 class Growing(Regression):
-    """Multiplies its input by 4 at each step, which a scale from the past always clips."""
+    """Multiplies its input by 4 at each step, so that a scale from past steps always clips."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * 4.0**self.trainer.global_step if self.training else x)
@@ -123,7 +123,7 @@ def test_a_layer_that_does_not_run_is_not_stale(set_to_none: bool, tmp_path: Pat
             self.spare = nn.Linear(32, 32)
 
         def forward(self, x: Tensor) -> Tensor:
-            # in use at first, so that it has a history, and gradients that are zeros later
+            # used at first, so that it has a history, with gradients that are zeros later
             return super().forward(self.spare(x) if self.trainer.global_step < 2 else x)
 
         def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
@@ -139,7 +139,7 @@ def test_inf_and_nan_in_a_row(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="step 12: ") as error:
         fit(tmp_path, ScaleWatchdog("raise", every_n_steps=4, **options), seeded(Poisoned))
     assert "inf or NaN in 3 optimizer steps in a row or more: net.0.input (6)" in str(error.value)
-    # a scale that inf or NaN keep where it is has not been forgotten
+    # a scale that inf or NaN prevent from changing is not stale
     assert "not updated" not in str(error.value)
 
 
@@ -147,7 +147,7 @@ def test_a_single_bad_batch_is_no_row(tmp_path: Path) -> None:
     class Once(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             x, y = batch
-            # two in a row, then good, then two in a row
+            # two bad checks in a row, then a good one, then two bad ones
             bad = self.trainer.global_step in (2, 3, 5, 6)
             return super().training_step((x * float("inf"), y) if bad else batch, batch_idx)
 
@@ -177,7 +177,7 @@ def test_underflow_that_stays(tmp_path: Path) -> None:
 
 
 class WithOutliers(Regression):
-    """The first numbers of each batch grow by 16 from step to step, which a scale from the past always clips."""
+    """The first numbers of each batch grow by 16 from step to step, so that past scales always clip them."""
 
     def __init__(self, outliers: int) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def fit_with_outliers(path: Path, outliers: int, batch_size: int) -> None:
 
 
 def test_a_share_of_a_few_numbers_is_no_sign(tmp_path: Path) -> None:
-    # 1 of 64 and 9 of 640 are more than one percent too
+    # 1 of 64 and 9 of 640 are also more than one percent
     fit_with_outliers(tmp_path, outliers=1, batch_size=2)
     fit_with_outliers(tmp_path, outliers=9, batch_size=20)
     with pytest.raises(RuntimeError, match=r"2 checks in a row: net\.0\.input 12 of 640 \(1\.88%\)\.") as error:
@@ -217,7 +217,7 @@ def test_ten_numbers_at_each_check(condition: str) -> None:
         state.cast_counts.start(watch)
         assert state.cast_counts.values is not None
         for row, number in enumerate(lost):
-            # of forty numbers each, 80 with zeros, of which eight may be lost
+            # of forty numbers each: 80 together, with zeros, of which eight may be lost
             state.cast_counts.values[row] = torch.tensor(
                 [40, number, 40, 0] if condition == "saturated" else [80, 0, 40, number]
             )
@@ -229,7 +229,7 @@ def test_ten_numbers_at_each_check(condition: str) -> None:
     found = check(10, 8, 9, 11)
     assert found.tensors[condition] == {0: 10 / 40}
     assert found.lost == {condition: {0: (10, 40)}}
-    # what was not cast says nothing, and ends no row
+    # a check without casts counts for nothing, and does not interrupt a sequence of bad checks
     assert check().tensors[condition] == {}
     assert check(8, 11, 40, 40).lost == {condition: {3: (40, 40)}}
 
@@ -367,7 +367,7 @@ def test_beside_the_logger_each_counts_for_itself(tmp_path: Path) -> None:
 
 
 def test_amaxes_of_several_updates_a_batch_and_a_pause() -> None:
-    """Rows of bad steps, taken apart by hand."""
+    """Sequences of bad steps, worked out by hand."""
     model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     state = scaling_state(model)
     watch = Watch(state, Limits(None, 3, None, None, 1))
@@ -381,12 +381,12 @@ def test_amaxes_of_several_updates_a_batch_and_a_pause() -> None:
 
     nan, inf = float("nan"), float("inf")
     update(nan, nan), update(0.0, 1.0), update(inf, nan), update(nan, nan)
-    # a step in which it did not run does not end a row; a good one does
+    # a step in which the layer did not run does not end a sequence of bad steps; a good one does
     assert check().tensors["nonfinite"] == {0: 3}
     update(nan, nan)
     assert check().tensors["nonfinite"] == {0: 4, 3: 3}
     update(1.0, 1.0)
-    # the row went on into this window
+    # the sequence continued in this window
     assert check().tensors["nonfinite"] == {0: 4, 3: 3}
     update(nan, 1.0)
     assert check().tensors["nonfinite"] == {}
@@ -402,7 +402,7 @@ def test_a_scale_that_stops_after_a_while() -> None:
     ages = []
     for step in range(10, 60, 10):
         state.amax.fill_(1.0)
-        # the input of the second layer is not recorded any more, and its weight has no gradient that would tell
+        # the input of the second layer is no longer recorded, and its weight has no gradient that would show it
         state.amax[1] = 0.0 if step > 20 else 1.0
         state.update()
         ages.append(watch.check(step, lambda tensor: tensor).tensors["stale"])
@@ -412,13 +412,13 @@ def test_a_scale_that_stops_after_a_while() -> None:
 def test_an_amax_that_waits_for_its_update_is_not_stale() -> None:
     state, watch = watched(10)
     for step in (10, 20):
-        # the first layer runs for the first time, in the middle of an accumulation
+        # the first layer runs for the first time, during an accumulation
         first, second = [[state.row_of(module, role) for role in DELAYED_ROLES] for module in (0, 1)]
         state.amax[second] = 1.0
         state.update()
         state.amax[first] = 1.0 if step == 20 else 0.0
         assert watch.check(step, lambda tensor: tensor).tensors["stale"] == {}
-    # but with no update at all
+    # but without any update
     assert watch.check(30, lambda tensor: tensor).tensors["stale"] == dict.fromkeys(first, 30)
 
 
@@ -453,7 +453,7 @@ torch.save((fallbacks(model) + state.current_modules, state.scale, model.net[0].
 @pytest.mark.slow
 def test_processes_act_alike(tmp_path: Path) -> None:
     run_script(SCRIPT.format(path=str(tmp_path)), tmp_path)
-    # 31 of 64 numbers, of both processes together, are lost
+    # 31 of 64 numbers of both processes together are lost
     assert "net.0.input 496 of 1024 (48.4%)" in (tmp_path / "warnings").read_text()
     (mine, scale, weight), (theirs, their_scale, their_weight) = (
         torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)

@@ -30,7 +30,7 @@ FLOPS = 1_234_567
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Gives the GPU of this machine, which has none, a name."""
+    """Pretends that this machine has a GPU with the given name."""
 
     def name_it(name: str, matmul: str = "highest") -> None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
@@ -41,7 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def set_up(monitor: ThroughputMonitor, plugin: Precision, device: str = "cuda:0", stage: str = "fit") -> float | None:
-    """The peak after ``setup``, the same in the attribute and in all that computes with it."""
+    """The peak after ``setup``, which is the same in the attribute and wherever it is used."""
     running = RunningStage.TRAINING if stage == "fit" else RunningStage.VALIDATING
     trainer: Any = SimpleNamespace(
         precision_plugin=plugin,
@@ -91,7 +91,7 @@ def test_tf32_changes_the_stock_peak_and_not_ours(gpu: Any) -> None:
 
 
 def test_lightnings_table_has_no_fp8() -> None:
-    # where it gets one, it is to be looked at whether that is the dense one
+    # once Lightning has an FP8 peak for it, check whether that is the dense one
     columns = {str(dtype) for chip in lightnings._CUDA_FLOPS.values() for dtype in chip}
     assert "torch.int8" in columns
     assert not [column for column in columns if "float8" in column or "fp8" in column]
@@ -120,7 +120,7 @@ def test_lightnings_table_has_no_fp8() -> None:
 )
 def test_fp8_peak_by_the_name_of_the_device(name: str, tflops: float, gpu: Any) -> None:
     gpu(name)
-    # and none of Lightning's warnings, which does not know an H200
+    # and without Lightning's warnings, although it does not know an H200
     assert peak_and_warnings(Fp8ThroughputMonitor(len), Fp8Precision()) == (pytest.approx(tflops * 1e12), [])
 
 
@@ -182,7 +182,7 @@ class Counted(Regression):
 
 
 def logged(path: Path, monitor: ThroughputMonitor, **kwargs: Any) -> list[dict[str, float]]:
-    """What a run on the CPU logs, row by row without empty columns."""
+    """The logged rows of a run on the CPU, without empty columns."""
     logger = CSVLogger(path)
     trainer = make_trainer(path, callbacks=[monitor], logger=logger, log_every_n_steps=1, **kwargs)
     trainer.fit(seeded(Counted), loader(), loader(32))
@@ -206,7 +206,7 @@ def test_mfu_in_a_run_is_flops_per_second_over_the_peak(precision: str, tmp_path
     for stage, batches in (("train", 4), ("validate", 2), ("test", 3)):
         of_stage = [row for row in rows if f"{stage}/time" in row]
         assert len(of_stage) == batches
-        assert f"{stage}/device/mfu" not in of_stage[0]  # no difference of times yet
+        assert f"{stage}/device/mfu" not in of_stage[0]  # no time differences yet
         for before, row in itertools.pairwise(of_stage):
             seconds = row[f"{stage}/time"] - before[f"{stage}/time"]
             assert row[f"{stage}/device/flops_per_sec"] == FLOPS / seconds
@@ -224,7 +224,7 @@ def test_keys_are_those_of_the_stock_monitor(tmp_path: Path) -> None:
 
     stock, ours = keys(ThroughputMonitor), keys(Fp8ThroughputMonitor, peak_flops=1e12)
     assert {"train|device|mfu", "test|device|mfu"} <= set().union(*ours)
-    # no peak of a CPU is known
+    # there is no known peak for a CPU
     assert [{key for key in row if not key.endswith("|mfu")} for row in ours] == stock
     assert keys(Fp8ThroughputMonitor) == stock
 

@@ -1,4 +1,4 @@
-"""``ScaleWatchdog(action="current")``: a layer in trouble goes on with the scales of its own values, then in bf16."""
+"""``ScaleWatchdog(action="current")``: a layer with problems moves to current scaling, then to bf16."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_fp8.callbacks.watch import Limits, Watch
 
 
 class Growing(Regression):
-    """Its input grows fourfold from step to step, which a scale from the past always clips."""
+    """Its input grows fourfold from step to step, so that a scale from past steps always clips."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * 4.0 ** min(self.trainer.global_step, 20) if self.training else x)
@@ -65,7 +65,7 @@ def test_a_tensor_that_grows_is_clipped_no_more(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="numbers clipped") as caught:
         trainer.fit(model, loader())
     said = [str(warning.message) for warning in caught if "ScaleWatchdog" in str(warning.message)]
-    # nothing is said again
+    # no second message
     assert len(said) == 1
     assert said[0].endswith("\n  With current scaling from now on: net.0.")
     assert logged(logger) == [(1, 0, 1, 0), (0, 0, 1, 0), (0, 0, 1, 0)]
@@ -73,7 +73,7 @@ def test_a_tensor_that_grows_is_clipped_no_more(tmp_path: Path) -> None:
     rows = {row.path: row for row in describe(model)}
     assert "moved to current scaling: net.0" in rows["net.0"].reason
     assert "current" not in rows["net.2"].reason
-    # what is shown is what the last step used, not what the largest of the window would give
+    # the scale shown is the one that the last step used, not one from the largest amax of the window
     state = scaling_state(model)
     newest = state.amax_history[0, 0]
     assert torch.equal(state.scale[0], 448 / newest)
@@ -168,12 +168,12 @@ def test_the_moved_layers_are_those_of_current_scaling(half: str, request: pytes
         step(models[0], 1.0)
     state = scaling_state(delayed)
     assert state.every_tensor_has_history
-    # a scale from the past would clip
+    # a scale from past steps would clip
     state.use_current_scaling([0, 1])
     for size in (100.0, 1e4, 1.0):
         assert all(torch.equal(one, other) for one, other in zip(*(step(model, size) for model in models), strict=True))
         assert torch.equal(state.scale, scaling_state(current).scale)
-    # in a copy and an evaluation too
+    # the same in a copy and in evaluation
     clone = copy.deepcopy(delayed)
     assert scaling_state(clone).current_modules == ("0", "1")
     x = torch.randn(8, 32) * 1e3

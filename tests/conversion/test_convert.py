@@ -198,7 +198,7 @@ def test_modules_are_ignored_by_path_and_the_error_says_how(ignored: Any, conver
     model = nn.ModuleDict({"body": small_mlp(), "head": nn.Linear(4, 2)})
     with pytest.raises(TypeError, match=r"`ignore_modules` must be a sequence of patterns, got .*LayerNorm") as error:
         convert_with(model, ignore_modules=ignored)
-    # what the message says to pass
+    # the argument that the message recommends
     expression = str(error.value).split("`")[-2]
     paths = eval(expression, {"model": model, "Class": nn.Linear})
     assert paths == ["body.0", "body.2", "head"]

@@ -1,4 +1,4 @@
-"""Which experts run in FP8, and which do not and why; routers stay out; training and export of a whole model."""
+"""Which experts run in FP8, and why others do not; routers stay out; training and export of a whole model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Holder(nn.Module):
 
 
 def reasons(model: nn.Module, **settings: Any) -> dict[str, str]:
-    """By path, with ``fp8`` for what is converted."""
+    """Reasons by path, with ``fp8`` for converted layers."""
     return {row.path: ("fp8 " if row.converted else "") + row.reason for row in describe(model, **settings)}
 
 

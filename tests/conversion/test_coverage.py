@@ -1,4 +1,4 @@
-"""How much of a model runs in FP8: its share of the parameters, and large ones that are in no layer known here."""
+"""How much of a model runs in FP8: its share of the parameters, and large parameters outside the supported layers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_parameter_multiplied_by_hand(caplog: pytest.LogCaptureFixture) -> Non
         f" others: blocks.*.*.up ({others / total:.0%}), blocks.*.*.down ({others / total:.0%}), head (2%)."
     )
     assert f"{(16 * 8 + 8) / total:.0%}" == "2%"
-    # nothing hides a parameter that lies in an ignored part, or among layers that are too small
+    # a parameter inside an ignored part, or among layers that are too small, is still listed
     assert len(unknown(convert(model, min_features=16, ignore_modules=("blocks.1",)))) == 4
     assert "1 of 3 linear layers run in FP8 (min_features=16), with" in coverage(conversion_plan(model))
 
@@ -183,7 +183,7 @@ def test_ties() -> None:
         "2 of 2 linear layers run in FP8, with 31% of the parameters;"
         " the largest others: one.up (23%), one.down (23%), two.down (23%)"
     )
-    # an embedding that something else has, too, is more than looked up
+    # an embedding that is used elsewhere, too, is not only looked up
     lookup = nn.Embedding(50, 16)
     model = nn.ModuleList([lookup, nn.ParameterList([lookup.weight]), nn.Linear(4, 4)])
     assert list(unknown(model)) == ["1.0"]
@@ -226,7 +226,7 @@ def test_other_models() -> None:
     assert coverage(conversion_plan(convert(attention))).startswith(
         "4 of 4 linear layers run in FP8, with 97% of the parameters"
     )
-    # the outermost module is the parameter's own
+    # the outermost module owns the parameter
     root = Experts()
     assert list(unknown(root)) == ["up", "down"]
     with pytest.raises(ValueError, match=r"(?s)nothing to convert in Experts.*-   up \(Parameter\): \[4, 16, 24\]"):
@@ -236,7 +236,7 @@ def test_other_models() -> None:
     assert describe(nn.ReLU()) == []
 
 
-# what reads `describe`
+# readers of `describe`
 
 
 class Tokens(pl.LightningModule):

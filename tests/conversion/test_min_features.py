@@ -1,4 +1,4 @@
-"""The setting ``min_features``: which layers stay plain, by which number, and how that number is measured."""
+"""The setting ``min_features``: which layers stay plain, at which size, and how that size is measured."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ROW = {
 
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An H200 as far as names go, and tables of its own."""
+    """An H200 by name only, with its own tables."""
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.setattr(gemm_table, "_SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -205,7 +205,7 @@ def test_nothing_left_names_the_number_and_the_largest() -> None:
     )
     assert "-   long (Linear): 64 -> 96: below min_features=256" in map(str.strip, rows)
     assert type(model["long"]) is nn.Linear
-    # a model that is converted already stays so
+    # a model that is already converted keeps its setting
     convert(model)
     state = scaling_state(model)
     with pytest.raises(ValueError, match="The largest here is ignored, 512 -> 520"):
@@ -237,7 +237,7 @@ def test_other_values_are_refused_by_name(value: Any) -> None:
         assert type(model[0]) is nn.Linear
 
 
-# what "auto" is
+# the value of "auto"
 
 
 def test_without_a_gpu_auto_converts_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_unmeasured_auto_is_an_estimate_and_says_so_once(gpu: Path) -> None:
 
 
 def test_the_estimate_has_a_margin() -> None:
-    # square layers: GEMM time saved per token = time that casts of x and dy, 4 bytes an element, take
+    # square layers: GEMM time saved per token = time of the casts of x and dy, which move 4 bytes per element
     even = (4 * 2 / 4.3e12) / (6 * (1 / 790e12 - 1 / 1400e12))
     assert 560 < even < 565
     assert 1.5 * even < min_features.ESTIMATE < 2 * even
@@ -287,7 +287,7 @@ def test_what_is_no_size_is_left_out_of_account(gpu: Path, features: Any) -> Non
     own.write_text(json.dumps({**json.loads(own.read_text()), "min_features": {"features": features}}))
     with pytest.warns(UserWarning, match=r"left out of account for `min_features`: `min_features` is .*'features'"):
         assert gemm_table.min_features(NAME) == 48
-    # its rows are right
+    # its rows are correct
     assert len(gemm_table.rows(NAME, (9, 0))) == 1
 
 
@@ -326,7 +326,7 @@ def test_a_table_may_have_a_size_alone(gpu: Path) -> None:
     assert gemm_table.min_features(NAME) == 768
 
 
-# the setting's ways
+# the ways to set it
 
 
 def test_a_plugin_converts_by_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -336,7 +336,7 @@ def test_a_plugin_converts_by_it(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "fp8-delayed: 1 of 2 linear layers run in FP8 (min_features=32), with 89% of the parameters" in caplog.text
     assert scaling_state(model).module_names == ("net.0",)
     assert type(model.net[2]) is nn.Linear
-    # a run that does not say otherwise leaves the model as it is; another number takes in, or leaves out
+    # a run without the argument leaves the model unchanged; another number converts more layers, or fewer
     for plugin, names in (
         (Fp8Precision(), ["net.0"]),
         (Fp8Precision(min_features=2), ["net.0", "net.2"]),
@@ -446,7 +446,7 @@ def test_an_exported_model_has_the_layers_of_its_run(tmp_path: Path) -> None:
     model(x).sum().backward()
     scaling_state(model).update()
     export(model.eval(), tmp_path / "exported")
-    # into one that has left more layers alone
+    # into a model that has left more layers plain
     loaded = load_exported(convert(small_mlp(), min_features=32), tmp_path / "exported")
     assert kinds(loaded) == ["Fp8Linear"] * 2
 
@@ -467,7 +467,7 @@ def sized(features: int, fp8: float, bf16: float) -> Timed:
     [
         ({128: 0.5, 256: 0.9, 512: 1.1, 1024: 1.4}, 512),
         ({128: 1.1, 256: 1.2, 512: 1.3}, 128),
-        # faster once and then not: not from there on
+        # faster at one size but not at the next: that size is not the limit
         ({128: 0.5, 256: 1.2, 512: 0.9, 1024: 1.1}, 1024),
         ({128: 0.5, 256: 1.0, 512: 1.1}, 512),
         ({1024: 1.2, 128: 0.5, 512: 1.1, 256: 0.7}, 512),
@@ -496,7 +496,7 @@ def test_every_size_is_checked_and_timed_in_both(monkeypatch: pytest.MonkeyPatch
     taken = {FP8: 50_000.0, BF16: 20_000.0}
 
     def batch(variant: Variant, calls: int) -> float:
-        # FP8 at a cost of its own, whatever the size
+        # FP8 with a fixed extra cost per layer, independent of the size
         return taken[FP8] if variant.name == FP8 else taken[BF16] * variant.call(0)
 
     found = list(timed((1, 2, 4), lambda features: fakes(features, checked), 3, batch))
@@ -549,7 +549,7 @@ def test_the_sizes() -> None:
 
 @pytest.fixture
 def tune(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """The command, with layers that take in FP8 what is said, and in bf16 as many microseconds as features."""
+    """The command, with layers that take the given times in FP8, and in bf16 one microsecond per feature."""
 
     def run(fp8_us: float, *arguments: str, wrong: str | None = None) -> None:
         def batch(variant: Variant, calls: int) -> float:
@@ -619,7 +619,7 @@ def test_gpus_that_can_be_measured(gpu: Path, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(kernels, "backend", lambda: "auto")
     monkeypatch.setattr(command, "nvrtc_version", lambda: (13, 0))
     if said is None:
-        # no GEMM kernel of ours is needed
+        # none of our GEMM kernels is needed
         assert command._device(for_gemms=False) == torch.device("cuda", 0)
     else:
         with pytest.raises(SystemExit, match=said):

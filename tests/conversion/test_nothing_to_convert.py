@@ -1,4 +1,4 @@
-"""Models in which no layer can run in FP8, or the settings leave none: they train without, and a warning says why."""
+"""Models in which no layer can run in FP8, or whose settings leave none: they train without FP8, with a warning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_LAYER = "fp8-delayed: no layer runs in FP8, and the model computes in torch.b
 
 
 class Convolution(Regression):
-    """32 numbers as an image of one row; no linear layer."""
+    """A convolution on 32 numbers, as an image of one row; no linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def test_trains_as_bf16_mixed_does(tmp_path: Path, model: Any, settings: dict[st
     with pytest.warns(UserWarning, match=f'(?s){NO_LAYER}.*`precision="bf16-mixed"`.*{reason}'):
         trainer.fit(without, loader(), loader())
     with warnings.catch_warnings():
-        # it has been said
+        # the warning has been given
         warnings.filterwarnings("error", "fp8-delayed")
         trainer.validate(without, loader(), verbose=False)
     make_trainer(tmp_path, precision="bf16-mixed").fit(reference, loader(), loader())
@@ -150,7 +150,7 @@ def test_a_checkpoint_with_scales_is_refused_by_name(tmp_path: Path) -> None:
     without = make_trainer(tmp_path, max_epochs=2, plugins=Fp8Precision(ignore_modules=["net"]))
     with pytest.raises(ValueError, match=r"FP8 scales \(net\.0\.input, .*no layer runs in FP8.*`ignore_modules`"):
         without.fit(seeded(), loader(), ckpt_path=path)
-    # bf16 has no use for scales
+    # bf16 does not use scales
     make_trainer(tmp_path, max_epochs=2, precision="bf16-mixed").fit(seeded(), loader(), ckpt_path=path)
     FSDP_PLUGINS["bf16-mixed"]().load_state_dict(torch.load(path, weights_only=True)["Fp8Precision"])
 

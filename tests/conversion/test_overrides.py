@@ -1,4 +1,4 @@
-"""Precisions of products by layer: which ones ``overrides`` and ``bf16_blocks`` give, and what they refuse."""
+"""Precision of single products by layer: what ``overrides`` and ``bf16_blocks`` set, and what they refuse."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from lightning_fp8.modules.base import Fp8Module
     [
         ({}, {}),
         ({"*.down": {"wgrad": "bf16"}}, dict.fromkeys([f"blocks.{at}.down" for at in range(4)], "w")),
-        # everything inside of what a pattern matches
+        # everything inside a module that a pattern matches
         ({"blocks.1": "bf16"}, {"blocks.1.up": "fdw", "blocks.1.down": "fdw", **experts_of(1)}),
-        # the later one wins, product by product
+        # the later override wins, product by product
         (
             {"blocks.1": {"fprop": "bf16", "wgrad": "bf16"}, "blocks.1.*": {"fprop": "fp8", "dgrad": "bf16"}},
             dict.fromkeys(("blocks.1.up", "blocks.1.down", *experts_of(1)), "dw"),
@@ -49,7 +49,7 @@ def test_an_override_is_of_the_recipe_too() -> None:
     found = products(model)
     assert found.pop("head") == "f"
     assert set(found.values()) == {"w"}
-    # and one in bf16 leaves the layers that an override puts into FP8
+    # and a bf16 override leaves the layers in FP8 that another override sets to FP8
     few = convert(Blocks(), DelayedScaling(fprop="bf16", dgrad="bf16", wgrad="bf16"), overrides={"head": "fp8"})
     assert scaling_state(few).module_names == ("head",)
 
@@ -109,12 +109,12 @@ def test_a_layer_is_described_with_its_products() -> None:
     assert after["blocks.0.up"] == "converted, 32 -> 48"
     assert after["head"] == before["head"] == "all three products in bf16 by `overrides`, 'head'"
     assert [row.path for row in describe(model) if not row.converted] == ["head"]
-    # nothing else changes them, nor does a part of the model for which the patterns mean something else
+    # nothing else changes them, not even converting a part of the model, where the patterns have a different meaning
     convert(model, gemm="cublaslt")
     convert(model.blocks[0])
     assert products(model) == {"blocks.0.down": "fw", "head": "fdw"}
     assert copy.deepcopy(model).blocks[0].down.in_bf16 == ("fprop", "wgrad")
-    # one of the two arguments replaces both
+    # one of the two arguments replaces both settings
     convert(model, bf16_blocks=(0, 0))
     assert products(model) == {}
     unconvert(model)
@@ -131,7 +131,7 @@ def test_other_products_keep_the_scales_and_no_cast() -> None:
     convert(model, overrides={})
     assert scaling_state(model) is state
     assert torch.equal(state.amax_history[:, 1:], history)
-    # the input of the first layer has none yet, and the host waits for it
+    # the input of the first layer has no history yet, and the host waits for it
     assert not state.every_tensor_has_history
     other = convert(small_mlp())
     other.load_state_dict(model.state_dict())

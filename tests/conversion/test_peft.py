@@ -1,4 +1,4 @@
-"""Adapters of the real ``peft``: the layers that they adapt run in FP8, and everything else is as on a plain model."""
+"""Adapters of the real ``peft``: the layers that they adapt run in FP8, and all else works as on a plain model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_adapters_stay_out_unless_requested(name: str, order: str) -> None:
     convert(model, adapters=True)
     assert is_fp8(adapter_layers(model)) == {True}
     assert "of adapters" not in coverage(conversion_plan(model))
-    # the setting of the model, until another one is requested
+    # the model's setting, unless another one is requested
     convert(model, min_features=1)
     assert is_fp8(adapter_layers(model)) == {True}
     convert(model, adapters=False)
@@ -113,7 +113,7 @@ def test_both_orders_train_alike(name: str, kind: str) -> None:
     for one, other in zip(*runs, strict=True):
         assert all(map(torch.equal, one, other))
     (one, _), (other, _) = models
-    # the path at the time of the conversion
+    # the path at conversion time
     assert scaling_state(one).module_names != scaling_state(other).module_names
     assert torch.equal(scaling_state(one).scale, scaling_state(other).scale)
     assert torch.equal(scaling_state(one).amax_history, scaling_state(other).amax_history)
@@ -156,7 +156,7 @@ def test_the_input_of_adapted_layers_is_cast_once(order: str, monkeypatch: pytes
     model, batch = adapted("llama", order)
     step(model, batch)
     parts = [name.replace(".base_layer", "") for name in casts if name.startswith("0.") and name.endswith(".input")]
-    # of seven layers: k and v take that of q, and up that of gate
+    # of seven layers: k and v share the input cast of q, and up that of gate
     assert parts == [
         f"0.{part}.input" for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
     ]
@@ -193,7 +193,7 @@ def test_nothing_is_kept_or_computed_for_a_frozen_weight(frozen: bool) -> None:
     x = torch.randn(24, 32, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = layer(x)
-    # the weight by columns, for dgrad, and for wgrad the input by columns
+    # for dgrad the weight by columns, and for wgrad the input by columns
     assert sorted(shape for dtype, shape in found if dtype == torch.uint8) == [(32, 24), (32, 64)][frozen:]
     with FlopCounterMode(display=False) as flops:
         y.sum().backward()
@@ -202,7 +202,7 @@ def test_nothing_is_kept_or_computed_for_a_frozen_weight(frozen: bool) -> None:
     assert x.grad is not None
 
 
-# --- what PEFT does with a model ---
+# --- what PEFT does to a model ---
 
 
 @every_model
@@ -219,7 +219,7 @@ def test_merged_weights_are_those_of_a_plain_model(name: str, kind: str, order: 
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     before = base(name)[0].state_dict()
     assert any(not torch.equal(found[key], before[key]) for key in wanted)
-    # the whole model in FP8 again, by its own names, and with the scales that it had
+    # the whole model is in FP8 again, under its original names, and with its previous scales
     scales = scaling_state(merged).scale.clone()
     convert(merged)
     assert scaling_state(merged).module_names == scaling_state(convert(expected)).module_names
@@ -246,7 +246,7 @@ def test_training_after_a_merge_sees_the_merged_weights(name: str, kind: str, or
         for path, layer in layers.items():
             row = state.row_of(layer.fp8[""].module, "weight")
             assert state.scale[row] == torch.tensor(448.0) / plain.get_submodule(path).weight.abs().max()
-        # a copy begins with casts of its own
+        # a copy makes its own casts
         assert torch.equal(loss, copy.deepcopy(model)(**batch).loss)
         assert abs(loss - plain(**batch).loss) < 0.05 * loss
 
@@ -265,7 +265,7 @@ def test_disabled_adapters_leave_the_converted_model(name: str, kind: str, order
         with model.disable_adapter():
             assert torch.equal(model(**batch).logits, expected)
         model.merge_adapter()
-        # which PEFT takes out of the weights again, with a rounding of its own
+        # PEFT subtracts the adapter from the weights again, which adds a rounding error
         with model.disable_adapter():
             torch.testing.assert_close(model(**batch).logits, expected, rtol=0.05, atol=0.02)
 

@@ -1,4 +1,4 @@
-"""A conversion is a plan first: one scan of the model, and what it says is what is done."""
+"""Conversion starts with a plan: one scan of the model, which is then carried out exactly."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_is_described_before_is_what_is_converted(name: str, settings: dict
     convert(model, ignore_modules=ignored, min_features=limit)
     after = describe(model, ignored, limit)
     announced = {row.path for row in before if row.reason == "not converted yet: call `convert`"}
-    # the classes are what was done, and no row of any table
+    # the classes show what was done, independently of the plan's rows
     done = {plain_path(path) for path, layer in model.named_modules() if isinstance(layer, Fp8Module)}
     assert done
     assert announced == done == {row.path for row in after if row.converted}
@@ -76,7 +76,7 @@ def test_a_plan_changes_nothing(name: str) -> None:
 
 
 def scans_of(model: nn.Module, run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Where the conversion has the whole model walked through while this runs, by function."""
+    """Counts, by function, how often conversion traverses the whole model while this runs."""
     found: list[str] = []
     walk = nn.Module.named_modules
 

@@ -1,4 +1,4 @@
-"""Which layers share an input: what the source of a forward shows, and what a conversion makes of it."""
+"""Which layers share an input cast: what is found in the source of a forward, and what conversion does with it."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_models_of_hugging_face(name: str) -> None:
     model = convert(HUGGING_FACE[name]()[0])
     of_all = leaders(model)
     assert {path.rpartition(".")[2]: leader.rpartition(".")[2] for path, leader in of_all.items()} == OF_BLOCK[name]
-    # again, now that feed-forward blocks have classes of their own
+    # the same after feed-forward blocks have been given their own classes
     convert(model)
     assert leaders(model) == of_all
     # in the same module, in every block
@@ -275,13 +275,13 @@ def test_conversion_again_and_back() -> None:
     state = scaling_state(model)
     assert (leaders(model), state.input_leaders) == ({"k": "q", "v": "q"}, {1: 0, 2: 0})
     assert scaling_state(convert(model)) is state
-    # the leader becomes plain: the others record in the place of the next one
+    # the leader becomes plain: the next layer records for the group
     convert(model, ignore_modules=["q"])
     assert (leaders(model), scaling_state(model).input_leaders) == ({"v": "k"}, {1: 0})
     convert(model)
     assert leaders(model) == {"k": "q", "v": "q"}
     assert leaders(copy.deepcopy(model)) == {"k": "q", "v": "q"}
-    # a part alone
+    # only a part of the model
     unconvert(model.q)
     assert leaders(model) == {"v": "k"}
     model(torch.randn(4, 8)).sum().backward()

@@ -1,4 +1,4 @@
-"""DDP in real processes on the CPU: what is reduced and how often, and that ranks agree whatever runs where."""
+"""DDP in real processes on the CPU: what is reduced and how often, and that ranks agree whichever layers run where."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ long_window = DelayedScaling(amax_history_len=8)
 
 
 def assert_agree(ranks: list[dict[str, torch.Tensor]], not_run: Sequence[Sequence[int]]) -> None:
-    """``not_run``: for each rank, the layers that did not run there, whose weights it has not cast."""
+    """``not_run``: for each rank, the layers that did not run there, and whose weights it has therefore not cast."""
     for rank, layers in zip(ranks, not_run, strict=True):
         casts = rank["casts"].clone()
         casts[list(layers)] = 1
@@ -92,7 +92,7 @@ def assert_agree(ranks: list[dict[str, torch.Tensor]], not_run: Sequence[Sequenc
         assert torch.equal(rank["casts"], ranks[0]["casts"])
         assert torch.equal(rank["history"], ranks[0]["history"])
         assert all(map(torch.equal, rank["weights"], ranks[0]["weights"]))
-        # on other data
+        # on different data
         assert not torch.equal(rank["losses"], ranks[0]["losses"])
 
 
@@ -117,7 +117,7 @@ for name, sometimes, options, micro in (
         filled = (ranks[0][name]["history"] > 0).sum(0).view(2, 5)
         # inputs and gradients of: first, second, some, never, last
         assert filled.tolist() == [[4, 4, 4, 0, 4]] * 2, name
-    # what the layer saw where it ran is what all have
+    # all ranks have the amaxes of the rank on which the layer ran
     inputs = [rank["on some ranks"]["history"][:, 2] for rank in ranks]
     assert all(torch.equal(mine, inputs[1]) for mine in inputs)
 
@@ -205,5 +205,5 @@ for kind in (Shared, Separate):
         assert (rank["Shared leaders"], rank["Separate leaders"]) == (4, 0)
         assert all(map(torch.equal, rank["Shared"], rank["Separate"]))
         assert torch.equal(rank["Shared history"], ranks[0]["Shared history"])
-    # on other data
+    # on different data
     assert not torch.equal(ranks[0]["Shared"][0], ranks[1]["Shared"][0])

@@ -55,7 +55,7 @@ torch.save(
 def test_scales_agree_on_every_rank(kind: str, tmp_path: Path) -> None:
     source = SCRIPT.format(support=str(ROOT / "tests" / "support"), path=str(tmp_path))
     if kind == "ddp":
-        # one of them by Lightning's own launcher, which runs the script again for the second rank
+        # one of them with Lightning's own launcher, which runs the script again for the second rank
         script = tmp_path / "train.py"
         script.write_text(source)
         run = run_warm(str(script), kind)
@@ -68,7 +68,7 @@ def test_scales_agree_on_every_rank(kind: str, tmp_path: Path) -> None:
     assert torch.equal(first["scale"], second["scale"])
     assert torch.equal(first["amax_history"], second["amax_history"])
     assert torch.equal(first["weight"], second["weight"])
-    # the ranks saw different data, so agreement is not an accident
+    # the ranks saw different data, so they do not agree by accident
     assert not torch.equal(first["losses"], second["losses"])
     assert (first["amax_history"] > 0).sum(0).tolist() == [4] * 4
     for rank in (first, second):

@@ -1,4 +1,4 @@
-"""Frozen weights that are kept in FP8 only, in real processes: DDP broadcasts them, and shards have masters."""
+"""Frozen weights that are stored in FP8 only, in real processes: DDP broadcasts them; sharded ones keep masters."""
 
 from __future__ import annotations
 

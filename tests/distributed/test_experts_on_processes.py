@@ -1,4 +1,4 @@
-"""Experts in real processes on the CPU, each of which routes its own tokens: sharded by FSDP2, and replicated."""
+"""Experts in real processes on the CPU, where each process routes its own tokens: sharded by FSDP2, and replicated."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_sharded_experts_train_like_replicated_ones(tmp_path: Path) -> None:
     first, second = run_processes(BODY, tmp_path)
     assert first["gathered"] == ["first"]
     expected = first["replicated"]
-    # scales are those of both processes' tokens
+    # the scales follow from the tokens of both processes
     assert torch.equal(expected["scale"], second["replicated"]["scale"])
     assert (expected["history"][:3] > 0).all()
     for found in (first["sharded False"], second["sharded True"]):

@@ -116,7 +116,7 @@ def run(api: str, precision: str, reduce_dtype: str, path: Path) -> list[dict[st
 @pytest.mark.cuda
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_lightnings_fsdp_strategy_on_a_gpu(precision: str, tmp_path: Path) -> None:
-    """World size 1: a process group, a flat parameter and its mixed precision, all the same."""
+    """With a world size of 1 there is still a process group, a flat parameter and mixed precision."""
     model = seeded()
     trainer = make_trainer(tmp_path, precision=precision, strategy="fsdp", accelerator="cuda", devices=1, max_epochs=2)
     trainer.fit(model, loader(), loader())
@@ -149,7 +149,7 @@ def test_fsdp2(precision: str, reduce_dtype: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_fsdp1(precision: str, tmp_path: Path) -> None:
-    """torch's own wrapper with the plugin's configuration; Lightning's strategy around it asks for a GPU."""
+    """torch's own wrapper with the plugin's configuration, because Lightning's strategy requires a GPU."""
     first, second = run("fsdp1", precision, "float32", tmp_path)
     assert not torch.equal(first["losses"], second["losses"])
     for rank in (first, second):

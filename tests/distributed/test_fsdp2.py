@@ -1,6 +1,6 @@
 """FSDP2 in real processes on the CPU: sharded modules converted, weights gathered in FP8, checkpoints, hybrid sharding.
 
-Each test writes what every process saw, and looks at it here.
+Each test collects the values of every process, and checks them here.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ result["calls"] = calls
         assert found["notes"] == [["feed-forward fused if its weights are gathered"], [of_layers]]
 
 
-# one is what a machine with a single GPU can try
+# world size 1 is what a machine with a single GPU can test
 @pytest.mark.parametrize(("micro", "processes"), [(1, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize("device", DEVICES)
 def test_gathering_in_fp8_changes_no_bit(micro: int, processes: int, device: str, tmp_path: Path) -> None:
@@ -206,11 +206,11 @@ result["kinds"] = sorted(kinds)
         assert rank["kinds"] == ["GatheredWeight"]
         assert_same(rank["fp8"], rank["bf16"])
         assert torch.equal(rank["fp8"]["scale"], ranks[0]["fp8"]["scale"])
-    # behind the weight of zeros there is no gradient in the first step
+    # below the weight of zeros there is no gradient in the first step
     names, fp8 = ranks[0]["names"], ranks[0]["fp8"]
     filled = (fp8["history"] > 0).sum(dim=0)
     assert filled.tolist() == [4] * 7 + [4 - (name == "first") for name in names]
-    # the last cast was in evaluation, after the last step: of whole weights, in bf16
+    # the last cast was made in evaluation after the last step: of whole weights, in bf16
     weights = [fp8["weights"].get(f"{name}.weight", fp8["weights"].get(f"{name}_weight")) for name in names]
     assert torch.equal(
         fp8["scale"][14:], torch.stack([torch.tensor(448.0) / w.bfloat16().float().abs().max() for w in weights])
@@ -269,12 +269,12 @@ for name in ("bf16", "fp8"):
 """
     first, _ = run(body, tmp_path, device=device)
     weights = 2 * 64 * 128
-    # each of two micro-batches gathers for forward and for backward; inputs and gradients of two layers are reduced
+    # two micro-batches each gather for forward and backward; amaxes of inputs and gradients of two layers are reduced
     assert first["bf16"] == [(4 * 2 * weights, [4])] * 3
     assert first["bf16 evaluated"] == [(2 * 2 * weights, [])]
-    # and the amaxes of both weights, once for each optimizer step
+    # and the amaxes of both weights, once per optimizer step
     assert first["fp8"] == [(4 * weights, [2, 4])] * 3
-    # in evaluation once for each forward
+    # in evaluation, once per forward
     assert first["fp8 evaluated"] == [(2 * weights, [2, 2])]
 
 
@@ -299,11 +299,11 @@ for name, around in {{
     for rank in run(body, tmp_path, device=device):
         for name in ("reentrant", "not reentrant", "nested"):
             assert_same(rank[name], rank["plain"])
-        # each tensor once per step (those of the zero weight's gradient once)
+        # each tensor once per step (those of the zero weight's gradient once in all)
         assert rank["plain history"].max() == 2
 
 
-# FP8 weights come from outside of the graphs, as gathered ones do
+# graphs take FP8 weights as inputs, as they take gathered ones
 @pytest.mark.parametrize(("gather", "ways"), [(False, ["by layer"]), (True, ["by layer", "whole"])])
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_under_fsdp2(gather: bool, ways: list[str], device: str, tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ result.update(read, weight=whole(model.first.weight), error=repr(model.first.wei
         assert rank["dtype"] == "torch.bfloat16"
         assert torch.equal(rank["norm"], rank["values"].norm())
         error = (rank["values"].float() - rank["weight"]).abs() / rank["weight"].abs().clamp(min=1e-3)
-        # E4M3 keeps three bits behind the point
+        # E4M3 keeps three bits after the binary point
         assert 0 < error.max() <= 2**-4 * 1.01
 
 
@@ -476,7 +476,7 @@ train(model, steps=1)
 
 
 class Sharded(Regression):
-    """Keeps what it starts with in ``start``."""
+    """Keeps its initial values in ``start``."""
 
     def configure_model(self) -> None:
         if not isinstance(self.net, FSDPModule):
@@ -487,7 +487,7 @@ class Sharded(Regression):
         self.start = self.whole()
 
     def whole(self) -> dict[str, Any]:
-        # a forward without gradients leaves some of them gathered
+        # after a forward without gradients, some weights stay gathered
         for part in self.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -538,12 +538,12 @@ def test_a_sharded_checkpoint_of_four_resumed_on_two(gather: bool, device: str, 
         assert torch.equal(rank["start"]["scale"][:4], saved[0]["end"]["scale"][:4])
         assert all(map(torch.equal, rank["start"]["weights"], saved[0]["end"]["weights"]))
         assert rank["start"]["fallbacks"] == (() if gather else ("net.2",))
-        # and training goes on
+        # and training continues
         assert len(rank["losses"]) == 4
         assert torch.isfinite(rank["losses"]).all()
         entries = rank["end"]["entries"] - rank["start"]["entries"]
         assert entries.tolist() == [4, 4 * gather] * 2
-        # the sanity check has cast what was loaded, the last validation what training ended with
+        # the sanity check cast the loaded weights, and the last validation those at the end of training
         for found in (rank["start"], rank["end"]):
             largest = [found["weights"][index].bfloat16().float().abs().max() for index in (0, 2)]
             first, second = torch.tensor(448.0) / torch.stack(largest)
@@ -574,7 +574,7 @@ def test_payloads_of_a_gathered_weight_are_laid_out_for_the_device(
         assert torch.equal(payload, kept.t() if k_by_n else kept)
         assert torch.equal(payload_t, payload.t())
         assert payload.is_contiguous()
-        # FP8 GEMMs of a GPU take no other
+        # FP8 GEMMs on a GPU accept no other sizes
         assert payload_t.is_contiguous() or not k_major
 
 
@@ -604,5 +604,5 @@ for kind in (Shared, Separate):
 """
     for rank in run(body, tmp_path, device=device):
         assert all(map(torch.equal, rank["Shared"], rank["Separate"]))
-        # three of four inputs are one tensor; FSDP gives each layer that it shards a tensor object of its own
+        # three of four layers share one input tensor; FSDP passes a new tensor object to each layer that it shards
         assert (rank["Shared casts"], rank["Separate casts"]) == (6 * 2 * (4 if leaves else 2), 6 * 2 * 4)

@@ -1,4 +1,4 @@
-"""Every recipe on two processes: what one process gives that accumulates the gradients of both parts of the batch."""
+"""Every recipe on two processes gives the results of one process that accumulates the gradients of both halves."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ def test_two_processes_train_as_one(device: str, tmp_path: Path) -> None:
         assert len(rank) == 4
         for recipe, found in rank.items():
             ddp, whole = found.pop("gradients")
-            # the parts of a batch have the blocks of the whole one, but another scale where there is one for all of it
+            # a part's blocks are those of the whole batch, but a single scale for the tensor differs
             nearest = min(sqnr(mine, expected) for mine, expected in zip(ddp, whole, strict=True))
             assert (nearest > 60) == ("Block" in recipe)
             assert nearest > 10
-            # each process casts its part of the batch as one process casts a micro-batch
+            # each process casts its part of the batch as a single process casts a micro-batch
             in_bf16 = found.pop("in bf16")
             for name, trained in found.items():
                 expected = in_bf16 if name == "in bf16 in fp8" else found["alone"]

@@ -81,11 +81,11 @@ for recipe in (DelayedScaling(), CurrentScaling(), BlockScaling()):
 def check_split(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["calls"] == ["Fp8Linear", "GELU", "Fp8Linear", "Fp8Linear"]
-        # the first input is the same in both, bit for bit; the last weight is whole
+        # the first input is bit-identical in both; the last weight is whole
         assert torch.equal(rank["split history"][:, 0], rank["alone history"][:, 0])
         assert torch.allclose(rank["split history"], rank["alone history"], rtol=0.1, atol=1e-8)
         assert torch.equal(rank["split scale"][:6], ranks[0]["split scale"][:6])
-        # each process scales what it holds of a weight by itself
+        # each process scales its own part of a weight
         assert torch.equal(rank["split scale"][6:], rank["casts"])
         assert torch.equal(rank["alone scale"][6:], rank["whole casts"])
     assert not torch.equal(ranks[0]["casts"], ranks[1]["casts"])
@@ -166,7 +166,7 @@ result["casts"] = casts(net(), 2, mesh.get_local_rank(), torch.bfloat16)
         assert torch.equal(rank["scale"][6:], rank["casts"])
         assert sqnr(rank["split"]["y"], rank["alone"]["y"]) > 24
         alone, split = rank["history"]
-        # FSDP gathers the weights, and hands on the input, in bf16
+        # FSDP gathers the weights, and passes on the input, in bf16
         assert torch.allclose(split, alone, rtol=2**-8)
 
 

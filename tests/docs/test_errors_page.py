@@ -1,4 +1,4 @@
-"""The page of errors and warnings: its messages are those of the package."""
+"""The page of errors and warnings quotes the package's messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from repository import ROOT
 
 
 def messages() -> Iterator[str]:
-    """All texts of the package, with ``...`` for what is put into them."""
+    """All message texts of the package, with ``...`` for formatted values."""
     for file in (*(ROOT / "lightning_fp8").rglob("*.py"), *(ROOT / "kernels_cuda").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
@@ -28,7 +28,7 @@ def test_messages_on_the_page_are_those_of_the_package() -> None:
 
 
 def occurs(row: str, message: str) -> bool:
-    """Whether the parts of a row, between the ``...``, are in a message in this order."""
+    """Whether a message contains all parts of a row (separated by ``...``) in this order."""
     at = 0
     for part in (part.strip() for part in row.split("...")):
         at = message.find(part, at)

@@ -1,4 +1,4 @@
-"""The README's order, and that its badges claim what is true."""
+"""The order of the README's first screen, and whether its badges are correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses in the documentation are those of the rows in ``docs/results``, with the commands that measured them."""
+"""Losses in the documentation match the rows in ``docs/results`` and the commands that measured them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_command_and_the_thread_of_each_row(name: str) -> None:
 
 
 def test_the_commands_that_reproduce() -> None:
-    # of the comparison; a row may have been measured with other ones, which changes nothing in it
+    # the arguments of the comparison; a row may have been measured along with other variants, which does not affect it
     (command,) = {f"OMP_NUM_THREADS=1 {row['command'].partition(' --precisions')[0]}" for row in DEMO.values()}
     for page in ("README.md", "docs/results/README.md"):
         first, second = commands_of(page)[:2]
@@ -99,7 +99,7 @@ def test_the_demo_is_the_fp8_run_of_the_comparison() -> None:
     assert "fit --config configs/tiny_gpt_fp8.yaml\n" in makefile
     assert f"--config {FP8['case']} --steps {config['trainer']['max_steps']}" in FP8["command"]
     assert (config["trainer"]["precision"], config["seed_everything"]) == (FP8["variant"], FP8["seed"])
-    # which loss a reader finds at its end
+    # the loss that a reader sees at the end of the run
     assert f"ends with {FP8['val_loss']:.4f} as its validation loss" in " ".join(
         text_of("docs/results/README.md").split()
     )

@@ -1,4 +1,4 @@
-"""The page that compares recipes: its tables are those of the rows, and the default is what the rows speak for."""
+"""The page that compares recipes: its tables match the rows, and the default is the one that the rule selects."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ROWS: list[dict[str, Any]] = [json.loads(line) for line in (ROOT / FILE).read_te
 GPT = ("gpt", "restarts", "outlier", "spikes")
 SEEDS = {row["seed"] for row in ROWS}
 OTHERS = {"current scaling": "fp8-current", "block scaling": "fp8-block"}
-# of Student's t, for five seeds
+# quantile of Student's t for five seeds
 T95 = 2.7764
 
 
 def of(case: str, variant: str, key: str) -> list[float]:
-    """One number of the rows, in the order of the seeds; empty where it was not run for all of them."""
+    """One number of the rows, in the order of the seeds; empty if some seed was not run."""
     found = {row["seed"]: row[key] for row in ROWS if (row["case"], row["variant"]) == (case, variant)}
     return [found[seed] for seed in sorted(found)] if found.keys() == SEEDS else []
 
@@ -34,7 +34,7 @@ def excess(case: str, variant: str, key: str) -> list[float]:
 
 
 def between(values: list[float], digits: int, sign: str = "") -> str:
-    """Mean, and half the width of its 95% interval."""
+    """Mean and half-width of its 95% interval."""
     return f"{mean(values):{sign}.{digits}f} ± {T95 * stdev(values) / len(values) ** 0.5:.{digits}f}"
 
 
@@ -43,7 +43,7 @@ def said(values: list[float]) -> str:
 
 
 def variant_of(line: dict[str, str]) -> str:
-    """As the benchmark calls it: the page has ``window`` and ``margin``."""
+    """The benchmark's name of a variant: the page says ``window`` and ``margin``."""
     if line["window"] in OTHERS:
         return OTHERS[line["window"]]
     return f"fp8-delayed,amax_history_len={line['window']},margin={line['margin']}"
@@ -67,7 +67,7 @@ def test_losses() -> None:
         found = {case: excess(case, variant_of(line), "loss") for case in GPT}
         for case in GPT:
             assert line[case] == said(found[case]), line
-        # none where one of the trainings was not run
+        # None if one of the trainings was not run
         assert line["cost"] == said(cost(variant_of(line)))
         assert line["encoder"] == said(excess("encoder", variant_of(line), "loss"))
 

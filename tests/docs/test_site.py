@@ -1,4 +1,4 @@
-"""The documentation as a site: what `make docs` finds, besides mkdocs' own checks of links."""
+"""The documentation site: what `make docs` checks, in addition to mkdocs' own checks of links."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_api_page_has_every_public_name_once() -> None:
         ("::: lightning_fp8.convert\n", "", "convert"),
         ("::: lightning_fp8.convert\n", "::: lightning_fp8.convert\n::: lightning_fp8.convert\n", "convert"),
         ("::: lightning_fp8.metrics.SQNR\n", "", "SQNR"),
-        # there, but not public
+        # exists, but is not public
         ("::: lightning_fp8.convert\n", "::: lightning_fp8.convert\n::: lightning_fp8.callbacks\n", "callbacks"),
     ],
 )
@@ -83,7 +83,7 @@ def test_pictures_of_the_report() -> None:
         assert set(places) <= ids
         content = (IMAGES / f"{name}.png").read_bytes()
         assert len(content) < 150_000
-        # the header: a chunk of width and height
+        # the header: a PNG chunk with width and height
         width, height = struct.unpack(">II", content[16:24])
         assert width > 900
         assert height > 400

@@ -1,4 +1,4 @@
-"""The page on bf16 modes: its bytes, dtypes and measured numbers are those of the rows, the plugins and Lightning."""
+"""The page on bf16 modes: its bytes, dtypes and measured numbers match the rows, the plugins and Lightning."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_fp8.tools.compare.variants import by_default
 
 PAGE = "docs/which-bf16.md"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "as they are": None}
-# of the demo's model
+# the demo's model
 PARAMETERS = 1_743_872
 GEMM_WEIGHTS = 2 * 12 * 256**2 + 256 * 256
 MIB = 2**20
 
 
 def variant(named: str) -> str:
-    """``bf16-mixed, weight_copy=True`` as the benchmark calls it."""
+    """``bf16-mixed, weight_copy=True`` under the benchmark's name."""
     return named.removesuffix("=True")
 
 
@@ -33,7 +33,7 @@ def test_bytes_per_parameter_are_those_measured() -> None:
     assert sorted(variant(line["precision"]) for line in said) == sorted(rows)
     for line in said:
         row = rows[variant(line["precision"])]
-        # AdamW also counts the steps of each tensor, in fp32
+        # AdamW also stores each tensor's step count, in fp32
         moments = row["optimizer_bytes"] - 4 * len(list(demo().parameters()))
         for column, size in {
             "weights": row["parameter_bytes"],
@@ -92,7 +92,7 @@ def test_lightnings_own_dtypes_under_fsdp(precision: str) -> None:
     )
     assert (summed, buffers) == ("bf16", "cast to bf16")
     assert config.reduce_dtype == config.buffer_dtype == torch.bfloat16
-    # what the strategy is given takes precedence over any plugin
+    # the strategy's own setting takes precedence over any plugin
     strategy = FSDPStrategy(mixed_precision=torch.distributed.fsdp.MixedPrecision(reduce_dtype=torch.float16))
     assert strategy.mixed_precision_config.reduce_dtype == torch.float16
 

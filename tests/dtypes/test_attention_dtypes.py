@@ -44,7 +44,7 @@ def test_every_combination(precision: Any, query: torch.dtype, key: torch.dtype,
     with PLUGINS[precision]().forward_context():
         for function in functions:
             y = function(*operands)
-            # where all agree they stay as they are, unless autocast wills otherwise
+            # if all operands agree they are unchanged, unless autocast requires another dtype
             assert y.dtype == (query if query == key == value and precision == "bf16-true" else torch.bfloat16)
             assert sqnr(y, expected) > 40
     if not query == key == value:
@@ -91,7 +91,7 @@ def test_gradients_come_in_the_dtypes_of_the_operands() -> None:
 
 
 class Rotary(nn.Module):
-    """Attention whose query leaves its rotation in fp32, as rotary embeddings do."""
+    """Attention whose query leaves its rotary embedding in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def prepared(precision: Any, mismatch: Any) -> tuple[PrecisionCore, nn.Module]:
     return plugin, plugin.convert_module(Stack())
 
 
-# what is captured is the same for every backend; Inductor takes attention in test_attention.py
+# the captured graph is the same for every backend; test_attention.py compiles attention with Inductor
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_warn_names_each_place_once(precision: Any, backend: str | None) -> None:
@@ -183,7 +183,7 @@ def test_outside_of_modules_the_line_is_named() -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_training_and_validation_under_the_trainer(tmp_path: Path, precision: str, recompute: bool) -> None:
-    """With recomputation too, whose forwards run inside backward."""
+    """Also with recomputation, which runs forwards inside backward."""
 
     class Rotated(Regression):
         def __init__(self) -> None:
@@ -212,7 +212,7 @@ def test_bad_words_and_pickling() -> None:
 
 
 def test_only_attention_calls_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of ours runs for any other operator; `benchmarks/attention_dtypes.py` measures what a call costs."""
+    """Nothing of ours runs for any other operator; `benchmarks/attention_dtypes.py` measures the cost of a call."""
     calls: list[int] = []
     original = attention_dtypes._agreed
     monkeypatch.setattr(attention_dtypes, "_agreed", lambda *args: (calls.append(1), original(*args))[1])

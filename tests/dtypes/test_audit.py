@@ -130,7 +130,7 @@ def test_a_mismatch_is_reported(tmp_path: Path, when: str) -> None:
 
 
 class Late(DtypeAudit):
-    """Looks after the module's own hook has run."""
+    """Audits after the module's own hook has run."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         pl_module.on_train_batch_end(outputs, batch, batch_idx)

@@ -1,4 +1,4 @@
-"""An LSTM under autocast on a CPU whose oneDNN has no bf16 LSTM: it runs in fp32, and says so once."""
+"""An LSTM under autocast on a CPU whose oneDNN has no bf16 LSTM runs in fp32, with one warning."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def runs_in_fp32(layer: nn.Module) -> bool:
 
 @pytest.mark.parametrize("lstm", [nn.LSTM(16, 16), nn.LSTM(16, 8, 2, bidirectional=True, batch_first=True)])
 def test_the_probe_agrees_with_torch(lstm: nn.LSTM) -> None:
-    """On every CPU: a larger LSTM in training raises exactly where the probe says so."""
+    """On every CPU, training a larger LSTM raises exactly where the probe says so."""
     raised = False
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -60,7 +60,7 @@ def test_the_probe_agrees_with_torch(lstm: nn.LSTM) -> None:
 
 
 def test_a_cpu_without_bf16_units() -> None:
-    """oneDNN told to use AVX2 only: training an LSTM raises in torch there, and not with the plugin."""
+    """With oneDNN limited to AVX2, training an LSTM raises in torch, but not with the plugin."""
     program = """
 import torch
 from torch import nn
@@ -93,7 +93,7 @@ print("LSTM raises under autocast:", raised)
 @pytest.mark.usefixtures("without_bf16_lstm")
 @pytest.mark.parametrize("precision", AUTOCASTING)
 def test_numbers_of_fp32(precision: Any) -> None:
-    """Outputs and gradients are those of torch's LSTM without autocast, bit by bit."""
+    """Outputs and gradients equal those of torch's LSTM without autocast bit for bit."""
     plain = two_lstms()
     model, plugin = converted(copy.deepcopy(plain), precision)
     for path in ("first", "recurrent.0"):
@@ -105,7 +105,7 @@ def test_numbers_of_fp32(precision: Any) -> None:
         assert {t.dtype for t in (y, h, c)} == {torch.float32}
         expected_y, (expected_h, expected_c) = expected(x)
         assert all(map(torch.equal, (y, h, c), (expected_y, expected_h, expected_c)))
-        # the dtype that came in goes out
+        # the output has the input's dtype
         in_fp32, _ = expected(x.bfloat16().float(), (expected_h.bfloat16().float(), expected_c))
         assert torch.equal(again, in_fp32.bfloat16())
         y.square().sum().backward()
@@ -158,7 +158,7 @@ def test_on_another_device_the_layer_runs_under_autocast(monkeypatch: pytest.Mon
     x = torch.randn(5, 3, 16, dtype=torch.bfloat16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model["first"](x.float())  # outside of a run there is no autocast to keep it from
+        model["first"](x.float())  # outside a run there is no autocast to disable
         with torch.autocast("cpu", dtype=torch.bfloat16):
             copy.deepcopy(model).to("meta")["first"](x.to("meta"))
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(UserWarning, match="LSTM layers 'first'"):
@@ -169,7 +169,7 @@ def test_on_another_device_the_layer_runs_under_autocast(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("without_bf16_lstm")
 def test_parameters_gathered_in_bf16() -> None:
-    """As by sharding in mixed precision: stored in fp32, they arrive in bf16."""
+    """As with sharding in mixed precision: parameters stored in fp32 arrive in bf16."""
     model, plugin = converted(two_lstms(), "bf16-mixed")
     model["first"].bfloat16()
     expected = copy.deepcopy(model["first"])

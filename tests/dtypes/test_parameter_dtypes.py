@@ -1,4 +1,4 @@
-"""Parameters have the dtype that was asked for, from their creation on, and inputs agree with them."""
+"""Parameters have the requested dtype from their creation on, and inputs are cast to match."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IN_BF16: dict[str, dict[str, Any]] = {
 
 
 class Everything(nn.Module):
-    """Weights, biases, norm scales, an embedding, a free parameter; buffers floating and not; running statistics."""
+    """Weights, biases, norm scales, an embedding, a free parameter; float and other buffers; running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_configure_model(tmp_path: Path, precision: Any, asked: Any, expected: t
     trainer = make_trainer(tmp_path, plugins=PLUGINS[precision](**asked))
     trainer.fit(model, loader(), loader())
     assert model.created == {expected}
-    # `net` was made in the constructor, before anybody knew; set-up brings it to that dtype
+    # `net` was created in the constructor, before the precision was known; `setup` casts it to that dtype
     assert set(dtypes(model).values()) == {expected}
     optimizer = trainer.optimizers[0]
     floating = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
@@ -136,7 +136,7 @@ def test_every_kind_of_layer_trains_and_evaluates(precision: Any, asked: Any, ex
     assert torch.equal(model.positions, positions)
     assert model.positions.dtype == torch.float32
     assert (model.steps.dtype, model.batch_norm.num_batches_tracked.dtype) == (torch.int64, torch.int64)
-    # torch refuses running statistics in another dtype than the weight beside them
+    # torch refuses running statistics whose dtype differs from that of the weight
     assert model.batch_norm.running_mean.dtype == expected
     with plugin.forward_context():
         loss = model(TOKENS).float().square().mean()
@@ -151,7 +151,7 @@ def test_every_kind_of_layer_trains_and_evaluates(precision: Any, asked: Any, ex
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_keep_fp32(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What matches is stored and runs in fp32, is not converted, and hands on the dtype it was given."""
+    """A matching module is stored and runs in fp32, is not converted, and returns the dtype of its input."""
     patterns = ("*.norm*", "head")
     plugin = PLUGINS[precision](keep_fp32=patterns, **IN_BF16[precision])
     model = plugin.convert_module(Everything())
@@ -346,7 +346,7 @@ def test_compute_dtype_fp32_takes_other_inputs() -> None:
 
 
 def test_weights_that_are_no_parameters() -> None:
-    """As under FSDP with flat parameters, or behind a parametrization."""
+    """Plain tensors as weights, as under FSDP with flat parameters, or with a parametrization."""
     plugin = Bf16TruePrecision()
     model = nn.Sequential(
         nn.Linear(8, 8, bias=False), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))

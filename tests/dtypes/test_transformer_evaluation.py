@@ -1,4 +1,4 @@
-"""Evaluation is training with dropout off, for every transformer module of torch, in every mode and precision."""
+"""Evaluation equals training with dropout off, for every transformer module of torch, in every mode and precision."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def padding(kind: str, length: int = LENGTH) -> Tensor | None:
 def agree(
     plugin: PrecisionCore, model: nn.Module, call: Callable[[], Any], gemms: list[str], expected_gemms: int
 ) -> None:
-    """All six ways to call the model give the same numbers, in one dtype, by the same FP8 GEMMs."""
+    """All six ways to call the model give the same results, in one dtype, by the same FP8 GEMMs."""
     outputs: list[Tensor] = []
     for training, mode in itertools.product((True, False), GRAD_MODES):
         model.train(training)
         gemms.clear()
         with plugin.forward_context(), mode():
             output = call()
-            # attention gives its weights as well
+            # attention also returns its weights
             outputs.extend(part for part in (output if isinstance(output, tuple) else [output]) if part is not None)
         assert len(gemms) == expected_gemms
     assert torch.backends.mha.get_fastpath_enabled()
@@ -93,7 +93,7 @@ def agree(
         assert first.isfinite().all()
         for output in outputs[kind::kinds]:
             assert output.dtype == first.dtype
-            # one path for all; the fused attention kernels for training and inference may round differently
+            # the same path for all; the fused attention kernels for training and inference may round differently
             torch.testing.assert_close(output.clone(), first, rtol=2**-7, atol=2**-7)
 
 
@@ -105,10 +105,10 @@ def inputs(batch_first: bool, length: int, dtype: torch.dtype) -> Tensor:
 DTYPES = (torch.float32, torch.bfloat16)
 BOTH = (True, False)
 MASKS = ("none", "bool", "float")
-# with what the caller says about its being causal
+# with the caller's `is_causal` argument
 HINTED_MASKS = (("none", None), *itertools.product(("bool", "float"), (None, False, True)))
 KINDS = ("relu", "gelu", squared_relu)
-# each pair of the options of a call, in each precision with each kind of layer; recipes of FP8 share their layers
+# each pair of the call's options, in each precision with each kind of layer; FP8 recipes share the kinds of layers
 LAYERS = [
     (precision, norm_first, activation)
     for precision in PRECISIONS
@@ -137,7 +137,7 @@ def test_encoder(precision: Any, norm_first: bool, activation: Any, gemms: list[
             agree(plugin, one, partial(one, x, src_mask, kpm, is_causal=bool(hint)), gemms, count)
 
 
-# what follows has an encoder's layers, each with each option: here the kinds of layers are among the pairs
+# the following models have encoder layers, with each option; here the kinds of layers are among the pairs
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -249,7 +249,7 @@ def test_outside_the_context_a_prepared_model_is_torchs_own(precision: Any) -> N
         prepared = PLUGINS[precision]().convert_module(encoder)
         actual = prepared(x.to(dtype), src_key_padding_mask=mask)
     if precision.startswith("fp8-"):
-        # padded positions: torch's fast path gives zeros, the layers' own forward what it computes
+        # at padded positions, torch's fast path gives zeros, and the layers' own forward the computed values
         assert expected[0, -1].abs().max() == 0
         assert actual[0, -1].abs().max() > 0
     else:

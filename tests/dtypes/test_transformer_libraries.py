@@ -1,4 +1,4 @@
-"""Models of other people's libraries train and validate in the three precisions."""
+"""Models of third-party libraries train and validate in the three precisions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOLDERS = ("linear", "attention", "conv1d", "feed_forward")
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    # the tensors are too small to share; beside other work two threads take ten times as long
+    # the tensors are too small to split; under other load, two threads take ten times as long
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -69,7 +69,7 @@ def test_trains_and_validates(tmp_path: Path, name: str, precision: str) -> None
     if precision == "fp8-delayed":
         state = scaling_state(model)
         assert not state.amax[: state.delayed].any()
-    # with gradients torch chooses another kernel for a mask that is learned, such as a position bias
+    # with gradients, torch chooses another kernel for a learned mask, such as a position bias
     with sdpa_kernel(SDPBackend.MATH):
         for trained, evaluated in zip(forward(True, True), forward(False, False), strict=True):
             assert torch.equal(trained, evaluated)
@@ -86,7 +86,7 @@ def test_validation_runs_the_fp8_gemms_of_training(tmp_path: Path, name: str, mo
         calls.append((rows.name, record))
         return original(rows, parameter, record)
 
-    # whether a layer runs by itself or in a fused block, its weight is asked for
+    # whether a layer runs by itself or in a fused block, its weight is requested
     for module in HOLDERS:
         monkeypatch.setattr(f"lightning_fp8.modules.{module}.cast_weight", counting)
     make_trainer(tmp_path, num_sanity_val_steps=0).fit(model, loader(batch), loader(batch))
@@ -96,7 +96,7 @@ def test_validation_runs_the_fp8_gemms_of_training(tmp_path: Path, name: str, mo
     assert len(training) > 0
     assert validation == training
     assert sorted(training) == sorted(linear)
-    # without the position embedding of ViT, a parameter of its own
+    # without ViT's position embedding, a free parameter
     rows = [row for row in describe(model) if row.is_layer]
     assert all(row.converted for row in rows)
     assert [row.path for row in rows] == linear

@@ -1,4 +1,4 @@
-"""The sizes that configurations promise, and a step of each in every precision."""
+"""The model sizes that configurations state, and a step of each in every precision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.tools.compare import run as compare_run
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-# parameters that the name promises, blocks, width, heads, context
+# the parameters that the name states, blocks, width, heads, context
 SIZES = {
     "gpt_124m_fp8": (124e6, 17, 768, 12, 1024),
     "gpt_350m_fp8": (350e6, 28, 1024, 16, 1024),
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(enable_nested_tensor|args par
 
 
 def parsed(config: str) -> Fp8CLI:
-    """The configuration as its command line makes it, without a run."""
+    """The configuration as its command line parses it, without a run."""
     return Fp8CLI(
         LightningModule,
         LightningDataModule,
@@ -44,7 +44,7 @@ def parsed(config: str) -> Fp8CLI:
 
 
 def reduced(config: str) -> tuple[LightningModule, LightningDataModule]:
-    """Model and data of a configuration; of a GPT one block, a fraction as wide, with heads of its own width."""
+    """Model and data of a configuration; a GPT has one narrow block, with heads of the original width."""
     settings = yaml.safe_load((ROOT / "configs" / f"{config}.yaml").read_text())
     model, data = settings["model"], settings["data"]
     if config in SIZES:
@@ -59,7 +59,7 @@ def reduced(config: str) -> tuple[LightningModule, LightningDataModule]:
 @pytest.fixture(autouse=True)
 def _let_go() -> Iterator[None]:
     yield
-    # a Trainer, its model and the windows of its text hold each other
+    # a Trainer, its model and the windows of its text reference each other
     gc.collect()
 
 
@@ -70,7 +70,7 @@ def _let_go() -> Iterator[None]:
 def test_parameters_of_the_large_models(config: str) -> None:
     promised, layers, width, heads, context = SIZES[config]
     cli = parsed(config)
-    # neither memory nor time for a billion numbers
+    # no memory or time for a billion numbers
     with torch.device("meta"):
         cli.model.configure_model()
     assert (len(cli.model.blocks), cli.model.blocks[0].heads) == (layers, heads)

@@ -1,4 +1,4 @@
-"""The data that the example models train on, and their optimizer."""
+"""The example models' data and optimizer."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def test_digits() -> None:
     np.testing.assert_array_equal(held_out.numpy(), original.images[3::4] / 8 - 1)
     np.testing.assert_array_equal(held_out_labels.numpy(), original.target[3::4])
     np.testing.assert_array_equal(labels.numpy(), np.delete(original.target, np.s_[3::4]))
-    # all ten, about as often, on both sides
+    # all ten digits, about equally often, in both parts
     for some in (labels, held_out_labels):
         assert (some.bincount(minlength=10) / len(some)).sub(0.1).abs().max() < 0.02
-    # a drawn zero is dark in its middle, a one is not
+    # a handwritten zero is dark in its middle, a one is not
     middle = images[:, 3:5, 3:5].mean((1, 2))
     assert middle[labels == 0].mean() < -0.5 < 0.3 < middle[labels == 1].mean()
     large = Digits(size=32)
     large.setup("fit")
     enlarged = large.train_set.tensors[0]
-    # where a large image's pixels lie among the small one's
+    # where the pixels of a large image are in the small one
     at = np.clip((np.arange(32) + 0.5) / 4 - 0.5, 0, 7)
     weights = np.stack([np.interp(at, np.arange(8), row) for row in np.eye(8)], 1)
     expected = weights @ images.double().numpy() @ weights.T

@@ -1,4 +1,4 @@
-"""What the example models compute, where they are created, and how their weights start."""
+"""What the example models compute, where they are created, and how their weights are initialized."""
 
 from __future__ import annotations
 

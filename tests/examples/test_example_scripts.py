@@ -1,6 +1,6 @@
-"""The scripts of ``examples/`` on little data, as a user runs them: they train in FP8, to the loss of bf16.
+"""The scripts of ``examples/`` on little data, run as by a user: they train in FP8 to bf16's loss.
 
-A model that knows nothing has a loss of ``ln(256)`` on the bytes of a text, and of ``ln(10)`` on the ten digits.
+An untrained model has a loss of ``ln(256)`` on the bytes of a text, and of ``ln(10)`` on the ten digits.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lightning_fp8 import describe
 
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-# a CPU without bf16 units takes ten times as long for bf16 products as for fp32 ones
+# a CPU without bf16 instructions takes ten times as long for bf16 products as for fp32 ones
 BASELINE = "bf16-mixed" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "32-true"
 NO_CONTEXT, NO_DIGIT = math.log(256), math.log(10)
 
-# linear layers, counted by hand: in a block of the GPTs and of the ViT, and in one of Llama; and a head
+# linear layers, counted by hand: per block of the GPTs and of the ViT, and per block of Llama; plus a head
 BLOCKS_AND_HEAD = 2 * 4 + 1
 LLAMA = 2 * 7 + 1
 
@@ -52,7 +52,7 @@ def test_fabric(run: Runner) -> None:
 def test_vit(run: Runner) -> None:
     found = run("train_vit", "--epochs", "1")
     assert found.loss < NO_DIGIT - 0.4
-    assert float(found.printed.split()[-1]) > 0.25  # the share of each digit is a tenth
+    assert float(found.printed.split()[-1]) > 0.25  # each digit is a tenth of the data
     assert found.fp8_layers == 1 + BLOCKS_AND_HEAD
 
 
@@ -98,12 +98,12 @@ def test_lora_on_a_base_in_fp8(run: Runner, monkeypatch: pytest.MonkeyPatch) -> 
     assert found.fp8_layers == LLAMA
     assert sum("weight in FP8 only" in str(row) for row in describe(fitted[0])) == LLAMA
     with safe_open("runs/adapters/adapter_model.safetensors", "pt") as file:
-        # two matrices for each layer but the head
+        # two matrices for each layer except the head
         assert sum("lora_" in key for key in file.keys()) == len(file.keys()) == 2 * (LLAMA - 1)  # noqa: SIM118
 
 
 def test_a_pretrained_model_with_its_tokenizer(run: Runner) -> None:
-    """From a folder, as from the hub."""
+    """Loaded from a folder, as from the hub."""
     import tokenizers
     import transformers
 
@@ -171,7 +171,7 @@ def test_fsdp2_in_two_processes(run: Runner, tmp_path: Path) -> None:
     printed = (tmp_path / "out0").read_text()
     losses = re.findall(r"validation loss ([\d.]+)", printed)
     assert float(losses[0]) < NO_CONTEXT - 1.5
-    # gathered in FP8 the weights are the same
+    # gathered in FP8, the weights are the same
     assert losses == [losses[0]] * 2
     assert "validation loss" not in (tmp_path / "out1").read_text()
     log = (tmp_path / "log0").read_text()
@@ -201,7 +201,7 @@ def test_wrong_images_and_arguments(run: Runner, capsys: pytest.CaptureFixture[s
 
 
 def test_images_from_a_file(run: Runner) -> None:
-    """Whose class is the colour, and whose height is not their width."""
+    """Images with one class per colour, whose height and width differ."""
     labels = np.arange(128) % 3
     images = np.random.default_rng(0).integers(0, 100, (128, 8, 12, 3), np.uint8)
     images[np.arange(128), :, :, labels] += 150
@@ -213,7 +213,7 @@ def test_images_from_a_file(run: Runner) -> None:
     assert float(found.printed.split()[-1]) == 1
 
 
-# --- what is said about them ---
+# --- descriptions ---
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -32,7 +32,7 @@ def test_stdlib_text_is_text_and_held_out_text_is_other_text() -> None:
 
 
 def small(config: Path, tmp_path: Path) -> Path:
-    """The configuration as it stands, but for a few steps of few texts, and of a large model two narrow blocks."""
+    """The configuration unchanged, except for few steps on few texts, and two narrow blocks for a large model."""
     parsed = yaml.safe_load(config.read_text())
     if "context" in parsed["data"]["init_args"]:
         parsed["data"]["init_args"].update(batch_size=4, max_bytes=100_000)
@@ -64,7 +64,7 @@ def test_every_configuration_runs(
     with (tmp_path / log_dir[1] / "metrics.csv").open(newline="") as file:
         scales = [row["fp8/weight/scale/median"] for row in csv.DictReader(file) if row["fp8/weight/scale/median"]]
     assert len(scales) == 2
-    # weights begin below one, so FP8 makes them larger
+    # weights start below one, so FP8 makes them larger
     assert all(float(scale) > 448 for scale in scales)
 
 

@@ -1,4 +1,4 @@
-"""Exported models: their files, a reader of vLLM's rule beside ours, and outputs that come back bit for bit."""
+"""Exported models: their files, a reader by vLLM's rule as well as ours, and bit-identical outputs after loading."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Run = Callable[[nn.Module], Tensor]
 
 
 def trained(model: nn.Module, run: Run, steps: int = 2, **options: Any) -> nn.Module:
-    """The model converted, after some steps of training whose last one has changed the weights."""
+    """The model converted, after some steps of training, of which the last has changed the weights."""
     convert(model, DelayedScaling(amax_history_len=4), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(steps):
@@ -74,7 +74,7 @@ def round_trip(path: Path, make: Callable[[], nn.Module], run: Run, **options: A
 
 
 def back(path: Path, model: nn.Module, make: Callable[[], nn.Module], run: Run) -> nn.Module:
-    """What is read into another model is that model, with the same outputs and in FP8 where it was."""
+    """The export read into another model gives the same model, with the same outputs, and in FP8 where it was."""
     assert export(model, path / "out") == path / "out"
     fresh = make()
     for parameter in fresh.parameters():
@@ -107,7 +107,7 @@ def quantization(path: Path) -> Any:
 def test_mlp(tmp_path: Path) -> None:
     # with a window in which the loaded scale stays
     model, loaded = round_trip(tmp_path, lambda: convert(small_mlp(), DelayedScaling(amax_history_len=4)), on(16, 32))
-    # the model that was exported is as before, and the other's scales agree with its histories
+    # the exported model is unchanged, and the other's scales agree with its histories
     assert model[0].weight.dtype == torch.float32
     state, other = scaling_state(model), scaling_state(loaded)
     # two inputs, two gradients, two weights: these have been cast in both models since
@@ -118,7 +118,7 @@ def test_mlp(tmp_path: Path) -> None:
     assert quantization(tmp_path / "out") == {
         "quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "ignored_layers": [],
     }  # fmt: skip
-    # training may go on: with a smaller input the scale stays what the history says
+    # training can continue: with a smaller input, the scale still follows the history
     loaded.train()(1e-3 * torch.randn(16, 32)).sum().backward()
     other.update()
     assert torch.allclose(other.scale[:2], state.scale[:2], rtol=1e-6)
@@ -137,7 +137,7 @@ def test_byte_gpt(tmp_path: Path, tied: bool) -> None:
 
     model, loaded = round_trip(tmp_path, make, lambda model: model(tokens))
     tensors = tensors_of(tmp_path / "out")
-    # the embedding is looked up in it: it cannot be FP8, though the head's GEMM is
+    # the embedding looks up rows in it: it cannot be stored in FP8, although the head's GEMM runs in FP8
     assert ("head.weight" in tensors) is not tied
     assert ("head.weight_scale" in tensors) is not tied
     assert quantization(tmp_path / "out")["ignored_layers"] == (["head"] if tied else [])
@@ -228,7 +228,7 @@ def test_llama_as_vllm_reads_it(tmp_path: Path) -> None:
     assert others == {torch.bfloat16}
     assert quantization(tmp_path)["ignored_layers"] == ["lm_head"]
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    # q, k and v read the same tensor, so their static input scales agree, as vLLM's fused layer wants
+    # q, k and v read the same tensor, so their static input scales agree, as vLLM's fused layer requires
     scales = {tensors[f"model.layers.1.self_attn.{name}_proj.input_scale"].item() for name in "qkv"}
     assert len(scales) == 1
     assert metadata_of(tmp_path)["format"] == "pt"
@@ -237,11 +237,11 @@ def test_llama_as_vllm_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("k_by_n", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_independent_reader_agrees(tmp_path: Path, dtype: torch.dtype, k_by_n: bool) -> None:
-    """vLLM's rule with nothing of ours: codes by definition, ``x / input_scale`` in FP8, sums in fp64."""
+    """vLLM's rule without our code: codes by definition, ``x / input_scale`` in FP8, sums in fp64."""
     model = nn.Sequential(Conv1D(24, 40) if k_by_n else nn.Linear(40, 24))
     export(trained(model, on(16, 40)), tmp_path)
     tensors = tensors_of(tmp_path)
-    # an input that saturates in places, as it is larger than any in training
+    # an input that saturates in places, because it is larger than any in training
     x = 1.5 * torch.randn(7, 40).to(dtype)
     weight_scale, input_scale = (tensors[f"0.{name}_scale"].double().numpy() for name in ("weight", "input"))
     values = fp8_numpy.code_values("e4m3")
@@ -261,16 +261,16 @@ def test_static_scales_are_those_of_the_history(tmp_path: Path) -> None:
     export(model, tmp_path)
     tensors = tensors_of(tmp_path)
     assert tensors["0.input_scale"].item() == pytest.approx(x.abs().max().item() / 448, rel=1e-6)
-    # with the scale of what it holds by now, after the last optimizer step, as an evaluation casts it
+    # with the scale of its current values, after the last optimizer step, as an evaluation casts it
     weight = model[0].weight.detach().numpy()
     expected = fp8_numpy.saturating_cast(weight, np.float32(448) / np.abs(weight).max(), "e4m3")
     assert np.array_equal(tensors["0.weight"].view(torch.uint8).numpy(), expected)
 
 
 def test_every_code_comes_back() -> None:
-    """``code * (1 / scale)``, stored in fp32, is cast to the same code again, for every scale there can be.
+    """``code * (1 / scale)``, stored in fp32, is cast back to the same code, for every possible scale.
 
-    In bf16 too, where the smallest value is a normal number of that.
+    In bf16 too, if the smallest value is a normal bf16 number.
     """
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     finite = codes[~codes.float().isnan()][None]
@@ -309,7 +309,7 @@ def test_ignored_modules_stay_plain(tmp_path: Path) -> None:
     _, loaded = round_trip(tmp_path, make, run, ignore_modules=("head[[]0]", "body.0"))
     assert type(loaded["head[0]"]) is nn.Linear
     assert quantization(tmp_path / "out")["ignored_layers"] == ["body.0", "head[0]"]
-    # also of a model that was converted as a whole
+    # also for a model that was converted as a whole
     again = load_exported(convert(make()), tmp_path / "out")
     assert type(again["head[0]"]) is nn.Linear
     same_outputs(loaded, again, run)
@@ -390,7 +390,7 @@ def test_shared_layers_and_weights(tmp_path: Path) -> None:
     model, loaded = round_trip(tmp_path, Shared, on(8, 16))
     tensors = tensors_of(tmp_path / "out")
     assert {name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn} == {"a.weight"}
-    # where one of them reads the weight without FP8, the weight itself is kept
+    # if one of them reads the weight without FP8, the weight itself is kept
     fall_back(model, "b")
     export(model, tmp_path / "out", overwrite=True)
     assert not any(t.dtype == torch.float8_e4m3fn for t in tensors_of(tmp_path / "out").values())
@@ -427,7 +427,7 @@ def test_another_dtype_rounds_only_what_is_not_fp8(tmp_path: Path) -> None:
 
 
 def test_a_file_of_somebody_elses(tmp_path: Path) -> None:
-    """Without our metadata, and with scales as ``[1]``, which is how `compressed-tensors` keeps them."""
+    """Without our metadata, and with scales of shape ``[1]``, as in `compressed-tensors`."""
     run = on(8, 32)
     model = trained(small_mlp(), run, ignore_modules=("2",))
     export(model, tmp_path)
@@ -436,17 +436,17 @@ def test_a_file_of_somebody_elses(tmp_path: Path) -> None:
     loaded = load_exported(small_mlp(), tmp_path)
     assert [row.converted for row in describe(loaded)] == [True, False]
     with torch.no_grad():
-        # only where 1 / (1 / scale) is not the scale can a code differ
+        # a code can differ only where 1 / (1 / scale) is not the scale
         assert torch.allclose(run(loaded), run(model.eval()), atol=1e-2)
     (scale,), state = (scaling_state(model).scale[:1], scaling_state(loaded))
     assert torch.equal(state.scale[:1], scale.reciprocal().reciprocal()[None])
-    # the weight's own, to the last bit but one
+    # the weight's own scale, except for the last bit
     theirs = scaling_state(model).scale[-1]
     assert state.scale[-1].item() == pytest.approx(theirs.item(), rel=3e-7)
 
 
 def test_a_weight_of_somebody_elses_that_is_rounded_again_is_named(tmp_path: Path) -> None:
-    """Its scale leaves room above its largest code, as where several layers share a scale."""
+    """Its scale leaves room above its largest code, as when several layers share a scale."""
     run = on(8, 32)
     model = trained(small_mlp(), run)
     export(model, tmp_path)
@@ -461,7 +461,7 @@ def test_a_weight_of_somebody_elses_that_is_rounded_again_is_named(tmp_path: Pat
         loaded = load_exported(small_mlp(), tmp_path)
     assert len(said) == 1
     with torch.no_grad():
-        # two roundings of the weight that the other has not had, of about 28 dB each
+        # two more roundings of the weight than in the other, of about 28 dB each
         assert sqnr(run(loaded), run(model.eval())) > 22
 
 
@@ -504,7 +504,7 @@ def test_every_scale_of_a_weight_has_an_amax_that_gives_it(dtype: torch.dtype) -
         scale = torch.tensor(448.0) / amax
         found = amax_of_scale(scale)
         assert torch.tensor(448.0) / found == scale
-        # so that a model in this dtype holds it
+        # so that a model in this dtype can hold it
         assert found.to(dtype) == found
 
 
@@ -512,7 +512,7 @@ def test_every_scale_of_a_weight_has_an_amax_that_gives_it(dtype: torch.dtype) -
 def test_current_scaling_needs_no_scales_of_inputs(tmp_path: Path, dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
     model = convert(nn.ModuleDict({"a": small_mlp(), "head": nn.Linear(4, 64)}), CurrentScaling(wgrad="bf16"))
-    # the head's weight is that of another layer, which is not in FP8: its scale is in the metadata
+    # the head's weight is shared with a layer outside FP8: its scale is in the metadata
     model["tied"] = nn.Embedding(64, 4)
     model["tied"].weight = model["head"].weight
     fall_back(model, "a.0")
@@ -643,14 +643,14 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = (target / "model.safetensors").read_bytes()
     (target / "tokenizer.json").write_text("{}")
     trained(model, on(8, 32), 1)
-    # an export that dies on the way leaves what was there, and nothing else
+    # an interrupted export leaves the earlier files, and nothing else
     monkeypatch.setattr(Path, "write_text", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export(model, target, overwrite=True)
     monkeypatch.undo()
     assert (target / "model.safetensors").read_bytes() == before
     assert sorted(os.listdir(target)) == ["config.json", "model.safetensors", "tokenizer.json"]
-    # one that dies between its two files leaves nothing that would be loaded
+    # one interrupted between its two files leaves nothing that could be loaded
     replace = Path.replace
     monkeypatch.setattr(Path, "replace", lambda self, to: 1 / 0 if to.name == "config.json" else replace(self, to))
     with pytest.raises(ZeroDivisionError):
@@ -743,7 +743,7 @@ def test_models_that_do_not_fit(tmp_path: Path) -> None:
         load_exported(other, tmp_path)
     with pytest.raises(ValueError, match=r"0\.weight is on the meta device"):
         load_exported(small_mlp().to("meta"), tmp_path)
-    # 2**-20 / 448 and its neighbours are no fp16 numbers
+    # 2**-20 / 448 and its neighbours are not fp16 numbers
     tiny = trained(small_mlp(), lambda model: model(torch.ones(2, 32)))
     state = scaling_state(tiny)
     with torch.no_grad():
@@ -758,7 +758,7 @@ def test_part_of_a_model_that_was_converted_as_a_whole(tmp_path: Path) -> None:
     model = trained(nn.Sequential(small_mlp(), nn.Linear(4, 2)), on(8, 32))
     export(model[0], tmp_path)
     same_outputs(model[0], load_exported(small_mlp(), tmp_path), on(8, 32))
-    # into a part: it gets scales of its own, and converting the whole joins them
+    # loaded into a part, which gets its own scales; converting the whole model joins them
     whole = convert(nn.Sequential(small_mlp(), nn.Linear(4, 2)))
     load_exported(whole[0], tmp_path)
     same_outputs(model[0], whole[0], on(8, 32))

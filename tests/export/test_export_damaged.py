@@ -1,4 +1,4 @@
-"""Damaged and hostile files: ``load_exported`` refuses them by name, and the model stays as it was."""
+"""Damaged and hostile files: ``load_exported`` refuses them by name, and the model is unchanged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Before:
-    """All of a model that loading changes."""
+    """The complete state of a model that loading can change."""
 
     def __init__(self, model: nn.Module) -> None:
         self.classes = [type(layer) for layer in model.modules()]
@@ -74,7 +74,7 @@ def refused(model: nn.Module, folder: Path, message: str) -> None:
 
 
 def loaded_or_refused(model: nn.Module, folder: Path) -> bool:
-    """Whether it was loaded: then all is finite. Any other error than the documented ones fails the test."""
+    """Whether it was loaded, with finite values only. Any error other than the documented ones fails the test."""
     loading = copy.deepcopy(model)
     before = Before(loading)
     message: str | None = None
@@ -100,7 +100,7 @@ def rewrite(folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) 
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", metadata)
 
 
-# --- what is wrong is named ---
+# --- the fault is named ---
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_tensors(model: nn.Module, folder: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("value", [torch.ones(3, dtype=torch.bool), torch.ones(3) * 1j], ids=["bool", "complex64"])
 def test_a_buffer_of_another_kind(folder: Path, value: Tensor) -> None:
-    """What copying would change without a word."""
+    """Copying would silently change these."""
     tensors, metadata = parts(folder)
     rewrite(folder, {**tensors, "positions": value}, metadata)
     model = small_mlp()
@@ -277,7 +277,7 @@ def test_one_tensor_of_two_values_and_one_layer_of_two_scales(tmp_path: Path) ->
     refused(Shared(), tmp_path, r"have different scales for one layer: again\.weight")
 
 
-# --- whatever else ---
+# --- any other damage ---
 
 
 def test_any_config(model: nn.Module, folder: Path) -> None:
@@ -288,7 +288,7 @@ def test_any_config(model: nn.Module, folder: Path) -> None:
     for content in (*texts(whole), *changed):
         file.write_bytes(content)
         results.append(loaded_or_refused(model, folder))
-    # what is not read may be anything
+    # entries that are not read may be anything
     assert {True, False} == set(results)
 
 
@@ -302,7 +302,7 @@ def test_any_metadata(model: nn.Module, folder: Path) -> None:
 
 
 def test_any_header(model: nn.Module, folder: Path) -> None:
-    """The JSON that a safetensors file begins with, whose length stands before it."""
+    """The JSON header of a safetensors file, which starts with the header's length."""
     file = folder / "model.safetensors"
     content = file.read_bytes()
     (length,) = struct.unpack_from("<Q", content)
@@ -323,7 +323,7 @@ def test_any_bytes(model: nn.Module, folder: Path) -> None:
 
 
 def test_any_tensor(model: nn.Module, folder: Path) -> None:
-    """Each tensor by each of these, with and without metadata."""
+    """Each tensor replaced by each of these, with and without metadata."""
     tensors, metadata = parts(folder)
     odd = [torch.ones(()), torch.zeros(0), torch.ones(2, 3, dtype=torch.int8), torch.full((1,), float("nan")),
            torch.ones(64, 32, dtype=torch.float8_e5m2), torch.ones(64, 32).to(torch.float8_e4m3fn),

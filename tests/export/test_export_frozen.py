@@ -1,4 +1,4 @@
-"""Export of weights that are kept in FP8 only: the file holds their payloads as they are."""
+"""Export of weights that are kept in FP8 only: the file has their payloads unchanged."""
 
 from __future__ import annotations
 

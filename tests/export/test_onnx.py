@@ -1,4 +1,4 @@
-"""Converted models in ONNX, run by ONNX's own evaluator and by onnxruntime, and as programs of ``torch.export``."""
+"""Converted models in ONNX, run by ONNX's evaluator and by onnxruntime, and as programs of ``torch.export``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:.*legacy 
 
 @pytest.fixture(autouse=True, scope="module")
 def _operators_are_read_once() -> Iterator[None]:
-    # torch reads the source of each of its operators for every export, half a second
+    # torch reads the source of each of its operators for every export, which takes half a second
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onnxscript_apis, "get_torchlib_ops", functools.cache(onnxscript_apis.get_torchlib_ops))
         yield
@@ -43,7 +43,7 @@ class Gated(nn.Module):
 
 
 class Cross(nn.Module):
-    # its weight is too large for the optimizer's own folding of constants
+    # its weight is too large for the optimizer's own constant folding
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
@@ -67,13 +67,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8)),
     "conv1d": conv1d,
     "cross": Cross,
-    # onnxruntime leaves out a ReLU that QuantizeLinear follows
+    # onnxruntime removes a ReLU followed by QuantizeLinear
     "relu": lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)),
 }
 
 
 def trained(build: Callable[[], nn.Module], shape: tuple[int, ...] = (2, 5, 32)) -> tuple[nn.Module, Tensor]:
-    """A converted model with scales, in evaluation, and an input of which a part is beyond the scales."""
+    """A converted model with scales, in evaluation, and an input that partly exceeds the scales' range."""
     torch.manual_seed(0)
     model = convert(build())
     x = torch.randn(shape)
@@ -88,7 +88,7 @@ def run(path: Path, x: Tensor, by: str) -> Tensor:
         (y,) = ReferenceEvaluator(str(path)).run(None, {"x": x.numpy()})
     else:
         options = onnxruntime.SessionOptions()
-        # its own passes take every quantized operand for an integer
+        # onnxruntime's own passes take every quantized operand for an integer
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         (y,) = session.run(None, {"x": x.numpy()})
@@ -134,7 +134,7 @@ def test_under_autocast_results_are_rounded_as_in_torch(tmp_path: Path) -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         y = model(x)
         export_onnx(model, (x,), path, input_names=["x"])
-    # a sum in another order may be rounded to the neighbour, and a cast of it to the next code
+    # a sum in another order may round to the neighbouring number, and its cast to the next code
     assert (run(path, x, "onnx") - y.float()).norm() < 2e-3 * y.float().norm()
 
 
@@ -189,7 +189,7 @@ def test_torchs_own_export_names_ours(dynamo: bool, tmp_path: Path) -> None:
     model, x = trained(MODELS["plain"])
     with pytest.raises(Exception, match=r"`lightning_fp8.export_onnx\(model, args, path\)`"):
         torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=dynamo, verbose=False)
-    # the old exporter leaves it off after an error
+    # the old exporter leaves it disabled after an error
     torch.set_autocast_cache_enabled(True)
     assert not [*tmp_path.iterdir()]
 
@@ -211,7 +211,7 @@ def test_a_program_is_the_model_and_knows_no_other(name: str, strict: bool, tmp_
         state = scaling_state(model)
         scale, amax = state.scale.clone(), state.amax.clone()
         assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(x), y)
-    # the handle of a state may be that of any other model where a program is loaded
+    # in the process that loads the program, the handle of a state may be that of any other model
     assert torch.equal(state.scale, scale)
     assert torch.equal(state.amax, amax)
 

@@ -34,12 +34,12 @@ WIDTH = 16
 VOCABULARY = 16
 STEPS = 6
 RECIPE = DelayedScaling(amax_history_len=4)
-# falls back in the middle of the run, in versions that have that
+# falls back in the middle of the run, in versions that support it
 FALLS_BACK = "again"
 
 
 class Golden(pl.LightningModule):
-    """Every kind of layer that a version has converted, with weights tied to an embedding and to another layer."""
+    """Every kind of layer that some version has converted, with weights tied to an embedding and to another layer."""
 
     def __init__(self, recipe: DelayedScaling = RECIPE) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Golden(pl.LightningModule):
         self.again.weight = self.hidden.weight
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
-        # Branches smaller than what they are added to, as with GPT-2's initialization, keep FP8's noise small.
+        # Branches smaller than the tensors they are added to, as with GPT-2's initialization, keep FP8's noise small.
         block = self.encoder.layers[0]
         with torch.no_grad():
             for end in (self.embedding, block.self_attn.out_proj, block.linear2, self.attention.out_proj, self.again):
@@ -80,7 +80,7 @@ class Golden(pl.LightningModule):
         return self.loss(batch)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Mean over ``[4, 8] int64`` tokens, the next one to be told from those before; kept in ``losses``."""
+        """Mean over ``[4, 8] int64`` tokens of predicting the next token; kept in ``losses``."""
         logits = self(batch[:, :-1]).float()
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         self.losses.append(loss.detach().clone())
@@ -124,12 +124,12 @@ def trainer(folder: Path, epochs: int = 1, ignore_modules: Sequence[str] = (), *
 
 
 def batches(tokens: Tensor) -> torch.utils.data.DataLoader[Tensor]:
-    """Each ``[4, 8]`` of ``[N, 4, 8] int64`` as it is."""
+    """Returns each ``[4, 8]`` of ``[N, 4, 8] int64`` unchanged."""
     return torch.utils.data.DataLoader(list(tokens), batch_size=None)
 
 
 def tokens(count: int) -> Tensor:
-    """``[count, 4, 8] int64``: counting up from anywhere in steps of 1 to 3."""
+    """``[count, 4, 8] int64``: counting up from any number in steps of 1 to 3."""
     start, step = torch.randint(VOCABULARY, (count, 4, 1)), torch.randint(1, 4, (count, 4, 1))
     return (start + step * torch.arange(8)) % VOCABULARY
 
@@ -145,10 +145,10 @@ def of_inputs_and_gradients(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def write(folder: Path) -> Path:
-    """Train, save, and add what this version makes of the checkpoint."""
+    """Train, save, and add this version's results from the checkpoint."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    # since 0.4.0 the package does that
+    # since 0.4.0 the package does this
     torch.serialization.add_safe_globals([DelayedScaling])
     path = folder / f"{lightning_fp8.__version__}.ckpt"
     model, before, after = Golden(), tokens(STEPS), tokens(3)

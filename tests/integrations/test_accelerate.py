@@ -1,4 +1,4 @@
-"""A loop of one's own with the real Accelerate: the three lines that FP8 needs."""
+"""A custom loop with the real Accelerate: the three lines that FP8 needs."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_forgotten_update_is_said_once() -> None:
 
 
 def test_the_fp8_of_accelerate_is_said_once() -> None:
-    """Its `prepare` replaces layers, converted ones too, by those of torchao."""
+    """Its `prepare` replaces layers, including converted ones, with those of torchao."""
     runner = accelerate.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])
     torch.manual_seed(0)
     layers = [nn.Linear(32, 32) for _ in range(4)]

@@ -29,7 +29,7 @@ from lightning_fp8.modules.frozen_weight import FrozenWeight
 
 
 class Regressor(nn.Module):
-    """A model that is not of transformers."""
+    """A model that is not from transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path: Path, bf16: bool, accumulate: int
 
 
 def test_a_skipped_step_leaves_no_trace_in_the_scales(tmp_path: Path) -> None:
-    """As with a loss scaler: the gradients of one step are not finite, and the optimizer leaves it out."""
+    """As with a loss scaler: the gradients of one step are not finite, and the optimizer skips it."""
 
     class Skipping(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:
@@ -128,7 +128,7 @@ def test_a_skipped_step_leaves_no_trace_in_the_scales(tmp_path: Path) -> None:
     assert state.updates == 6
     assert (state.amax_history > 0).sum(0).tolist() == [5] * 4
     assert state.nonfinite_steps[: state.delayed].tolist() == [1] * 4
-    # the input's history is that of the other steps, newest first
+    # the input's history has the other steps, newest first
     recorded = [batch["x"].abs().max().item() for batch in calls[:6]]
     del recorded[2]
     assert state.amax_history[:5, 0].tolist() == recorded[::-1]
@@ -157,7 +157,7 @@ def test_evaluation_uses_the_scales_and_moves_none(tmp_path: Path) -> None:
     evaluating.train()
     assert losses(plain) == losses(evaluating)
     assert all(map(torch.equal, *(model.parameters() for model in models)))
-    # of inputs and gradients: the last evaluation has cast the weights once more
+    # for inputs and gradients: the last evaluation has cast the weights once more
     one, other = (scaling_state(model).state_dict() for model in models)
     assert all(torch.equal(entry[field], other[name][field]) for name, entry in one.items() for field in entry)
     logits = torch.from_numpy(evaluating.predict(texts()[:8]).predictions)
@@ -165,7 +165,7 @@ def test_evaluation_uses_the_scales_and_moves_none(tmp_path: Path) -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         tokens = torch.stack([row["input_ids"] for row in texts()[:8]])
         assert torch.equal(model(tokens).logits.float(), logits)
-        # without the scales of training each batch is scaled by itself
+        # without the scales of training, each batch is scaled by its own values
         scaling_state(model).load_state_dict(scaling_state(convert(llama())).state_dict())
         assert not torch.equal(model(tokens).logits.float(), logits)
 
@@ -266,9 +266,9 @@ def test_a_checkpoint_without_scales_is_said_once(tmp_path: Path) -> None:
     resumed = trainer(tmp_path, second, Fp8Callback(), save_strategy="steps", save_steps=3)
     (message,) = warned("Fp8Callback", lambda: resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3")))
     assert message.startswith("Fp8Callback: The checkpoint of step 3 has weights but no FP8 scales.")
-    # it is another run
+    # the run differs
     assert not same(whole, second)
-    # whose own checkpoints have scales
+    # and its checkpoints have scales
     assert load_scales(llama(), tmp_path / "checkpoint-6") is not None
 
 
@@ -315,7 +315,7 @@ def test_a_best_model_without_scales_is_said(tmp_path: Path) -> None:
 
 
 def test_a_model_made_by_the_trainer_and_a_callback_that_it_restores(tmp_path: Path) -> None:
-    """Then the callback is made anew from what the checkpoint says of its arguments."""
+    """The restored callback is created from the arguments stored in the checkpoint."""
     recipe = DelayedScaling(amax_history_len=4, margin=1)
     kwargs: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "model_init": lambda: llama()}
     kwargs["restore_callback_states_from_checkpoint"] = True

@@ -1,6 +1,6 @@
-"""What lies in the cache is used only where no other user may have put it there, and what is left out is named.
+"""Cached files are used only where no other user could have written them; files that are refused are named.
 
-Other owners are made by ``chown`` where the tests run as root; elsewhere the system is made to tell of them.
+As root, the tests make other owners by ``chown``; otherwise the system call is made to report them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.tools.doctor.diagnosis import Diagnosis
 from lightning_fp8.tools.doctor.software import settings
 
-# what compiling gives, and what somebody else would have the GPU run
+# the compiled code, and code that someone else would have the GPU run
 OURS, THEIRS = b"\x7fELF ours", b"\x7fELF theirs"
 NAME, OTHER_USER = "NVIDIA H200", 12345
 MARK = ("update_scales", (), 0)
@@ -35,7 +35,7 @@ MARK = ("update_scales", (), 0)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache of this user's, a compiler that needs no time, and an H200 as far as torch tells."""
+    """The current user's empty cache, a compiler that takes no time, and an H200 as far as torch can tell."""
     (tmp_path / "cache").mkdir(mode=0o755)
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(kernels_compile, "_private_folders", {})
@@ -60,7 +60,7 @@ def said() -> Iterator[list[str]]:
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a file or folder belong to somebody else."""
+    """Changes the owner of a file or folder."""
     if os.geteuid() == 0:
         os.chown(path, OTHER_USER, -1)
     else:
@@ -81,7 +81,7 @@ def tell_owners(monkeypatch: pytest.MonkeyPatch, owner: Callable[[os.stat_result
 
 
 def planted(folder: Path, content: bytes = THEIRS) -> Path:
-    """A whole file that the cache would take for the kernel: source, options and sum fit its name."""
+    """A valid file that the cache would accept for the kernel: source, options and checksum match its name."""
     stem = kernels_compile._stem(
         "update_scales", "sm_90a", kernels_compile.source("update_scales"), kernels_compile.headers(), ()
     )
@@ -95,7 +95,7 @@ def mode(path: Path) -> int:
 
 
 def test_a_planted_file_would_be_used(folder: Path) -> None:
-    """In a folder and a file of the user's own: else the tests below would prove nothing."""
+    """It is used in the user's own folder and file; otherwise the tests below would prove nothing."""
     path = planted(folder)
     with said() as messages:
         assert compiled("update_scales", "sm_90a") == (path, THEIRS)
@@ -115,7 +115,7 @@ FOLDERS: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], None], str, bool]]
 
 @pytest.fixture(params=FOLDERS)
 def untrusted(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, bool]:
-    """Why the folder is not used, and whether ``chmod`` would mend that. A kernel lies there."""
+    """Why the folder with a kernel is not used, and whether ``chmod`` would make it usable."""
     spoil, why, can_be_mended = FOLDERS[request.param]
     planted(folder)
     spoil(folder, monkeypatch)
@@ -177,7 +177,7 @@ def test_the_doctor_names_an_untrusted_folder(folder: Path, untrusted: tuple[str
 
 
 def test_a_folder_of_roots_serves_everybody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an administrator shares one: another user reads there, and cannot write."""
+    """Shared by an administrator: another user reads there, but cannot write."""
     path = planted(folder)
     load.remember_pass(*MARK)
     me = os.geteuid()
@@ -191,7 +191,7 @@ def test_a_folder_of_roots_serves_everybody(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_a_link_to_a_folder_is_followed(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Caches lie behind links where home folders are small; the target of the link decides."""
+    """Caches are links where home folders are small; the target of the link decides."""
     (tmp_path / "link").symlink_to(folder)
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "link"))
     assert compiled("update_scales", "sm_90a").path.parent == tmp_path / "link"
@@ -230,7 +230,7 @@ FILES: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], None], str]] = {
 @pytest.mark.parametrize("kind", FILES)
 def test_untrusted_files_are_named_and_compiled_anew(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil, why = FILES[kind]
-    # of the same name as what is compiled, so that it would have to be replaced; and of another
+    # with the name of the compiled file, so that it would have to be replaced; and with another name
     paths = [planted(folder, content) for content in (OURS, THEIRS)]
     for path in paths:
         spoil(path, monkeypatch)
@@ -295,7 +295,7 @@ def test_a_file_of_somebody_elses_is_not_read(folder: Path, monkeypatch: pytest.
 
 
 def test_the_file_that_is_looked_at_is_the_one_that_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another is put in its place between the two: at worst the old content is read, and never the new."""
+    """The file is replaced between check and read: at worst the old content is read, and never the new."""
     path, fstat = planted(folder, OURS), os.fstat
     (folder / "other").write_bytes(THEIRS)
 
@@ -368,7 +368,7 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (None, "/standard", Path("/standard/lightning_fp8")),
         (None, "", default),
         (None, None, default),
-        # the specification has relative ones ignored
+        # the XDG specification ignores relative paths
         (None, "standard", default),
         (None, "./standard", default),
         (None, "~/standard", default),
@@ -393,7 +393,7 @@ def test_a_relative_folder_stays_where_it_was_first(monkeypatch: pytest.MonkeyPa
 
 
 def test_without_user_numbers(folder: Path) -> None:
-    """As on Windows, which has none, and no such flags."""
+    """As on Windows, which has no user numbers and no such flags."""
     planted(folder).chmod(0o666)
     folder.chmod(0o777)
     script = f"""

@@ -1,4 +1,4 @@
-"""The casts in blocks from their own source on the CPU, compared bit for bit with FP8 from its definition."""
+"""The block casts from their own source on the CPU, compared bit for bit with FP8's definition."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kernels_cuda.casts import column_sum_tiles
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT_MAX = np.finfo(np.float32).max
 INF, NAN = math.inf, math.nan
-# two of each thing that is written: what differs afterwards has not been
+# two buffers per output, with different initial bytes: an element that differs afterwards was not written
 POISONS = (0x11, 0xEE)
 ALL = (True, True, True)
 
@@ -31,7 +31,7 @@ def kernel(dtype: torch.dtype, square: bool) -> HostKernel:
 
 
 class Blocks(NamedTuple):
-    """Payloads, their scale_inv, and column sums of tiles; None where not asked for."""
+    """Payloads, their scale_inv, and column sums of tiles; None if not requested."""
 
     y: Tensor | None
     scale_inv: Tensor | None
@@ -53,7 +53,7 @@ def run(
     outputs: tuple[bool, bool, bool] = ALL,
     offset: int = 0,
 ) -> Blocks:
-    """One cast, twice, with different bytes in all that it is to write and guards around it."""
+    """One cast, run twice, with different initial bytes in all outputs and guards around them."""
     (rows, columns), results = x.shape, []
     across, down = -(-columns // BLOCK), -(-rows // BLOCK)
     by_rows, by_columns, sums = outputs
@@ -109,10 +109,10 @@ CANONICAL = np.where(np.isnan(code_values("e4m3")), 0x7F, np.arange(256)).astype
 
 
 def check(x: Tensor, blocks: Blocks, power_of_two: bool = False, square: bool = False) -> None:
-    """Codes and scales of what there is, bit for bit; of NaN codes all count as one."""
+    """Codes and scales of the requested outputs, bit for bit; all NaN codes count as equal."""
     values = x.float().numpy()
     one = cast_in_blocks(values, "e4m3", BLOCK if square else 1, power_of_2=power_of_two)
-    # the payload by columns is another cast, and of squares the same one
+    # the payload by columns is a separate cast, except for squares
     other = tuple(part.T for part in one) if square else cast_in_blocks(values.T, "e4m3", 1, power_of_2=power_of_two)
     for (codes, scale_inv), payload, inverse in (
         (one, blocks.y, blocks.scale_inv),
@@ -128,7 +128,7 @@ def check(x: Tensor, blocks: Blocks, power_of_two: bool = False, square: bool = 
 
 
 def spread(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Blocks of all magnitudes that the dtype has room for, by rows and by columns."""
+    """Blocks of all magnitudes of the dtype, by rows and by columns."""
     most = 3 if dtype == torch.float16 else 12
     factors = [2.0 ** torch.randint(-most, most, shape) for shape in ((rows, 1), (1, columns))]
     return (torch.randn(rows, columns) * factors[0] * factors[1]).to(dtype)
@@ -139,7 +139,7 @@ def spread(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 def test_ragged_shapes_distances_and_addresses(square: bool, power_of_two: bool) -> None:
     shapes = [(1, 1), (128, 128), (129, 127), (40, 300), (257, 16), (256, 384)]
     for number, (rows, columns) in enumerate(shapes):
-        # fp32 in both kinds, bf16 in one and fp16 in the other: each variant takes long to compile
+        # fp32 in both kinds, bf16 in one and fp16 in the other, because each variant takes long to compile
         dtype = DTYPES[2 * (number % 2) if square else number % 2]
         wider, shift, offset = [(0, 0, 0), (8, 0, 8), (7, 3, 1)][number % 3]
         storage = spread(rows + 1, columns + wider, dtype).flatten()
@@ -148,13 +148,13 @@ def test_ragged_shapes_distances_and_addresses(square: bool, power_of_two: bool)
         check(x, run(x, record, power_of_two, square, offset=offset), power_of_two, square)
         largest = x.float().abs().max()
         assert record.amax.tolist() == [0.25, largest.item(), 0.25]
-        # what the whole of a weight would be scaled by; the others have none
+        # the scale of the weight as a whole; the others have none
         whole = cast_in_blocks(largest.numpy()[None, None], "e4m3", 1, power_of_2=power_of_two)[1].item()
         assert 1 / record.scale[1] == (whole if square else np.float32(1) / 7)
 
 
 def test_every_bf16_number() -> None:
-    """In rows of neighbours, so that all but two rows are finite; their columns hold inf and NaN."""
+    """In rows of neighbouring values, so that all but two rows are finite; their columns have inf and NaN."""
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
     blocks = run(x)
     check(x, blocks._replace(sums=None))
@@ -162,7 +162,7 @@ def test_every_bf16_number() -> None:
 
 @pytest.mark.parametrize("square", [False, True])
 def test_special_blocks(square: bool) -> None:
-    """Each kind of block beside a plain one: zeros, inf, NaN, the smallest and the largest numbers."""
+    """Each kind of block next to a normal one: zeros, inf, NaN, the smallest and the largest numbers."""
     for special in (0.0, -0.0, INF, -INF, NAN, 1e-45, 1e-38, float(FLOAT_MAX)):
         for power_of_two in (False, True)[: 1 + (special == 0)]:
             x = torch.randn(140, 260)
@@ -172,7 +172,7 @@ def test_special_blocks(square: bool) -> None:
             blocks = run(x, record, power_of_two, square)
             check(x, blocks._replace(sums=None), power_of_two, square)
             largest = np.abs(x.numpy()).max()
-            # an input's maximum is added to that of the step, a weight's is what it holds now
+            # an input's maximum is combined with that of the step, a weight's is its current one
             np.testing.assert_equal(
                 record.amax[1].item(), largest.item() if square else np.maximum(largest, 2.0).item()
             )

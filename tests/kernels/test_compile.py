@@ -1,4 +1,4 @@
-"""Compiling by NVRTC: options, errors, the cache, and what is said of an unfit toolchain. No GPU takes part."""
+"""Compiling with NVRTC: options, errors, the cache, and the messages about an unsuitable toolchain. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ kernels_compile.headers = dict
 
 
 class Compiler:
-    """Counts what is compiled, and has one family, ``twice``, whose text can be changed."""
+    """Counts compilations, and has one family, ``twice``, whose source can be changed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
@@ -64,7 +64,7 @@ class Compiler:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(kernels_compile, "_private_folders", {})
-    # where a folder that is named "~" would appear
+    # where a folder named "~" would appear
     monkeypatch.chdir(tmp_path)
     return tmp_path / "cache"
 
@@ -118,7 +118,7 @@ def test_architecture_without_fp8(capability: tuple[int, int]) -> None:
 def test_cubin_is_a_complete_elf(arch: str) -> None:
     cubin, log = compile_source("twice", KERNEL, arch)
     assert cubin.startswith(b"\x7fELF")
-    # by the ELF header: where program and section headers start, and how many of which size there are
+    # from the ELF header: where program and section headers start, and their sizes and counts
     program_headers, section_headers = struct.unpack_from("<QQ", cubin, 32)
     size, count, section_size, section_count = struct.unpack_from("<HHHH", cubin, 54)
     assert max(program_headers + size * count, section_headers + section_size * section_count) == len(cubin)
@@ -246,7 +246,7 @@ def test_key_names_all_that_a_cubin_follows_from(compiler: Compiler, monkeypatch
         source_key("twice", "sm_89", ["A=1"]),
         source_key("twice", "sm_89", ["A=2"]),
     }
-    # the same letters, differently divided
+    # the same letters, divided differently
     keys |= {source_key("twice", "sm_89", ["A", "B"]), source_key("twice", "sm_89", ["A -DB"])}
     compiler.headers = {"a.cuh": "x"}
     keys.add(key())
@@ -340,7 +340,7 @@ def test_eight_processes_at_once(folder: Path) -> None:
 
 
 def test_a_process_killed_while_writing(compiler: Compiler, folder: Path) -> None:
-    """It leaves a temporary file at most, which the next process does not read."""
+    """At most it leaves a temporary file, which the next process does not read."""
     script = """
 from pathlib import Path
 import os
@@ -388,7 +388,7 @@ def test_unusable_folder(compiler: Compiler, folder: Path, monkeypatch: pytest.M
             folder.write_text("")
             said = "File exists"
         elif trouble == "disk full":
-            # as the real thing: the file exists, its content does not fit
+            # as in reality: the file exists, but its content does not match
             write, full = Path.write_bytes, folder
             patched.setattr(
                 Path,
@@ -422,7 +422,7 @@ def test_unusable_folder(compiler: Compiler, folder: Path, monkeypatch: pytest.M
             warnings.simplefilter("error")
             assert compiled("twice", "sm_89").path == path
             assert compiler.calls == 1
-            # another kernel says nothing again
+            # another kernel gives no second message
             assert compiled("twice", "sm_90a").path.parent == path.parent
         assert {found.suffix for found in path.parent.iterdir()} == {".cubin"}
     assert not folder.is_dir() or not list(folder.iterdir())
@@ -441,7 +441,7 @@ def test_a_cubin_in_a_read_only_folder_is_used(compiler: Compiler, monkeypatch: 
 
 
 def test_private_folder_goes_with_its_process(tmp_path: Path) -> None:
-    """And not with a child that was forked from it, which has a folder of its own for what it compiles."""
+    """A forked child does not remove it, and gets its own folder for what it compiles."""
     (tmp_path / "file").write_text("")
     script = """
 import os, warnings
@@ -516,7 +516,7 @@ def test_without_nvrtc(
     [
         (12090, (12, 3), "pip install --upgrade cupy-cuda12x nvidia-cuda-nvrtc-cu12"),
         (11080, (11, 8), "pip install --upgrade cupy-cuda12x nvidia-cuda-nvrtc-cu12"),
-        # CuPy takes an older NVRTC where it finds no newer one
+        # CuPy takes an older NVRTC if it finds no newer one
         (13020, (12, 3), "pip install --upgrade cupy-cuda13x nvidia-cuda-nvrtc"),
     ],
 )

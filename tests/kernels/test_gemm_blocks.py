@@ -1,7 +1,7 @@
-"""The GEMMs of both generations with a scale for each block, from their own sources on the CPU. No GPU takes part.
+"""The GEMMs of both generations with block scales, from their own sources on the CPU. No GPU is needed.
 
-Codes are small integers and scales powers of two, so that every sum is exact and results are equal bit for bit; which
-stage, barrier or column is read is what the tests of the plain GEMMs show too.
+Codes are small integers and scales powers of two, so that every sum is exact and results are bit-identical. Stages,
+barriers and columns are also covered by the tests of the plain GEMMs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kernels_cuda.gemm_variants import Configuration, configurations
 BLOCK, POISON = 128, 0xFF
 LARGE, SMALL = (configurations((9, 0), True, in_blocks=True)[at] for at in (0, -1))
 (ADA,) = configurations((8, 9), True, in_blocks=True)
-# which configuration, what shares a scale of b, and the output: each takes long to compile
+# few, because each takes long to compile: the configuration, the dimension over which b shares a scale, the output
 CASES = [
     (LARGE, 128, torch.bfloat16),
     (LARGE, 1, torch.float32),
@@ -50,12 +50,12 @@ class Operands(NamedTuple):
     b_scale_inv: Tensor
 
     def product(self, part: slice = slice(None)) -> Tensor:
-        """In fp64."""
+        """The product in fp64."""
         a, b = self.values()
         return a[:, part] @ b[:, part].t()
 
     def values(self) -> tuple[Tensor, Tensor]:
-        """In fp64, each times the scale of its block."""
+        """The operands in fp64, multiplied by the scales of their blocks."""
         return of_elements(self.a, self.a_scale_inv), of_elements(self.b, self.b_scale_inv)
 
 
@@ -66,14 +66,14 @@ def of_elements(codes: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def exact(m: int, n: int, k: int, b_rows: int) -> Operands:
-    """Sums of integers of at most 4, times powers of two from 1 to 64. Scales lie up to a page."""
+    """Sums of integers of at most 4, times powers of two from 1 to 64. Scales end right before a page."""
     draw = torch.Generator().manual_seed(m + 3 * n + 5 * k)
     codes = (
         torch.randint(-2, 3, (rows, k), generator=draw).to(torch.float8_e4m3fn).view(torch.uint8) for rows in (m, n)
     )
     steps = -(-k // BLOCK)
     scales = [2.0 ** torch.randint(0, 4, shape, generator=draw) for shape in ((steps, m), (steps, -(-n // b_rows)))]
-    # as casts lay them out: rows side by side, but of a weight the steps
+    # as casts lay them out: rows are contiguous, except for a weight, where steps are
     a_scale_inv = at_the_edge(scales[0]).t()
     return Operands(*codes, a_scale_inv, at_the_edge(scales[1]).t() if b_rows == 1 else at_the_edge(scales[1].t()))
 
@@ -118,7 +118,7 @@ def run(
     return out.clone()
 
 
-# Ada's copies are early or late by a macro, and so in another variant: test_gemm_sm89.py has both
+# a macro makes Ada's copies early or late, and thus another variant: test_gemm_sm89.py has both
 @pytest.mark.parametrize(
     ("chosen", "late"),
     [(case, late) for case in CASES for late in (False, True)[: 2 - (case[0] is ADA)]],
@@ -126,7 +126,7 @@ def run(
 )
 def test_each_step_is_multiplied_by_its_scales(chosen: tuple[Configuration, int, torch.dtype], late: bool) -> None:
     configuration, b_rows, output = chosen
-    # a tile and some; a single row; more steps than stages; a last step of 16
+    # a tile and a remainder; a single row; more steps than stages; a last step of 16
     shapes = [(300, 200, 400), (1, 1, 16), (65, 129, 128), (130, 130, 128 * (configuration.stages + 1) + 16)]
     for m, n, k in shapes:
         case = exact(m, n, k, b_rows)
@@ -143,7 +143,7 @@ def test_parts_begin_with_the_scales_of_their_steps(chosen: tuple[Configuration,
 
 @pytest.mark.parametrize("chosen", CASES, ids=named)
 def test_any_codes_and_scales(chosen: tuple[Configuration, int, torch.dtype]) -> None:
-    """Of many magnitudes, in memory as a weight's transposed scales are, within the sums of the tensor cores."""
+    """Many magnitudes, with scales laid out as a transposed weight's, within the error of the tensor cores' sums."""
     case = exact(150, 140, 400, chosen[1])
     codes = [torch.randn(one.shape).mul_(4).to(torch.float8_e4m3fn).view(torch.uint8) for one in case[:2]]
     scales = [(0.01 * torch.randn(one.shape[::-1]).exp()).t() for one in case[2:]]

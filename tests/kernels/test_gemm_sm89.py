@@ -1,6 +1,6 @@
-"""``gemm_sm89`` from its own source as host C++ against fp64, and compiled for its GPUs. No GPU takes part.
+"""``gemm_sm89`` from its own source as host C++ against fp64, and compiled for its GPUs. Needs no GPU.
 
-Its asynchronous copies are made as late as the kernel's waits allow, and once more as early as they can be: see
+Its asynchronous copies are made as late as the kernel's waits allow, and in another run as early as possible: see
 ``host_shim/instructions_sm89.cuh``. The device's own accumulation, which keeps fewer bits, is not tested here.
 """
 
@@ -22,13 +22,13 @@ from kernels_cuda.gemm import Split, gemm, split_gemm, split_rows
 from kernels_cuda.gemm_variants import Configuration, configurations, variant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# formats are read where products begin and outputs are made where they end: each of either is enough
+# formats are read where products start, and outputs are written where they end: each value of both is enough
 OUTPUT_OF = dict(zip(PAIRS, DTYPES, strict=True))
 # NaN in every dtype: what is left unwritten is no number
 POISON = 0xFF
 NAN_CODE = 0x7F
 INF, NAN = np.inf, np.nan
-# of operands of normal numbers; no powers of two, so that scaling rounds
+# for normally distributed operands; not powers of two, so that scaling rounds
 A_SCALE, B_SCALE = 37.0, 13.0
 
 
@@ -59,7 +59,7 @@ def placed(codes: np.ndarray, apart: int) -> Tensor:
 
 
 class Problem:
-    """Operands of normal numbers, and what they give in fp64."""
+    """Normally distributed operands, and their results in fp64."""
 
     def __init__(self, m: int, n: int, k: int, formats: tuple[str, str], apart: int = 0) -> None:
         draw = np.random.default_rng([m, n, k])
@@ -70,7 +70,7 @@ class Problem:
         self.place()
 
     def place(self) -> None:
-        """Codes into memory, and their values."""
+        """Copies codes into memory, and gives their values."""
         self.a, self.b = placed(self.a_codes, self.apart), placed(self.b_codes, 2 * self.apart)
         self.scales = torch.tensor(1 / A_SCALE), torch.tensor(1 / B_SCALE)
         self.a_values = code_values(self.formats[0])[self.a_codes]
@@ -84,7 +84,7 @@ class Problem:
         configuration: Configuration | None = None,
         **device: int,
     ) -> Tensor:
-        """What the kernel gives."""
+        """The kernel's result."""
         configuration = configuration or chosen(promote)
         kernel = host_kernel(configuration, self.formats, output, promote, **device)
         # the next multiple of 16 bytes, and 16 more
@@ -97,14 +97,14 @@ class Problem:
         return out.contiguous()
 
     def check(self, out: Tensor, bias: Tensor | None = None, part: slice = slice(None)) -> None:
-        """``out`` is the fp64 result of ``part`` of K, up to fp32 additions and one rounding to its dtype."""
+        """``out`` is the fp64 result of ``part`` of K, up to errors of fp32 additions and one rounding to its dtype."""
         a, b = self.a_values[:, part], self.b_values[:, part]
         scale = float(self.scales[0].double() * self.scales[1].double())
         addends = [torch.zeros(())] if bias is None else [bias.to(out.dtype)]
         addends = [one.double().numpy() for one in addends]
         exact = a @ b.T * scale + sum(addends)
         terms = np.abs(a) @ np.abs(b).T * scale + sum(map(np.abs, addends))
-        # an mma adds up 32 products, promotion four mma; scales and bias are one each
+        # an mma adds 32 products, promotion adds four mma; scales and bias take one operation each
         additions = a.shape[1] / 32 + a.shape[1] / 128 + 6
         in_fp32 = additions * 2.0**-24 * terms
         info = torch.finfo(out.dtype)
@@ -132,7 +132,7 @@ ROWS, DEPTHS = (1, 7, 64, 129, 200), (16, 48, 128, 144, 400)
 
 @pytest.mark.parametrize("m", ROWS)
 def test_ragged_shapes(m: int, late: bool) -> None:
-    """All pairs of sizes, each with three of the depths."""
+    """All pairs of sizes, each with three depths."""
     for i, n in enumerate(ROWS):
         for j in range(3):
             k = DEPTHS[(ROWS.index(m) + 2 * i + j) % len(DEPTHS)]
@@ -141,7 +141,7 @@ def test_ragged_shapes(m: int, late: bool) -> None:
 
 
 def test_tiles_in_groups_of_rows_of_tiles() -> None:
-    """Seventeen rows of tiles: two whole groups and one of a single row."""
+    """Seventeen rows of tiles: two whole groups, and one with a single row."""
     for m in (16 * 128 + 1, 8 * 128):
         problem = Problem(m, 258, 16, PAIRS[0])
         problem.check(problem.run(torch.float32, False))
@@ -167,7 +167,7 @@ def rounded(sums: np.ndarray) -> np.ndarray:
 
 
 def in_few_bits(a: np.ndarray, b: np.ndarray, promote: bool) -> np.ndarray:
-    """Sums as of tensor cores that keep ``BITS`` bits after every 32 of K, with fp32 sums of every 128 if promoted."""
+    """Sums of tensor cores that keep ``BITS`` bits after every 32 of K, with fp32 sums of every 128 if promoted."""
     total = np.zeros((len(a), len(b)), np.float32)
     every = 128 if promote else a.shape[1]
     for start in range(0, a.shape[1], every):
@@ -187,7 +187,7 @@ def test_partial_sums_are_promoted_every_128(k: int, promote: bool) -> None:
     expected, other = (in_few_bits(problem.a_values, problem.b_values, one) for one in (promote, not promote))
     scale = (problem.scales[0] * problem.scales[1]).numpy()
     np.testing.assert_array_equal(out.numpy(), expected * scale)
-    # the two ways differ as soon as there are two partial sums
+    # the two modes differ as soon as there are two partial sums
     assert (k <= 128) == np.array_equal(expected, other)
 
 
@@ -222,10 +222,10 @@ def test_splits(m: int, n: int, k: int, splits: int, promote: bool) -> None:
 @pytest.mark.parametrize("output", DTYPES)
 @pytest.mark.parametrize("bias_dtype", [None, *DTYPES])
 def test_epilogue_is_exact(bias_dtype: torch.dtype | None, output: torch.dtype) -> None:
-    """A single mma, so every operation and every rounding is known: bit for bit, with even and odd n."""
+    """With a single mma every operation and rounding is known, so results are bit-identical, with even and odd n."""
     for n in (140, 141):
         problem = Problem(150, n, 32, PAIRS[0])
-        # as large as the products: where they cancel, a bias that is not rounded shows
+        # as large as the products: if they cancel, an unrounded bias shows
         bias = None if bias_dtype is None else (5 * torch.randn(n)).to(bias_dtype)
         out = problem.run(output, False, bias)
         problem.check(out, bias)
@@ -249,7 +249,7 @@ def test_nothing_behind_out_and_bias_is_read(output: torch.dtype) -> None:
 
 
 def test_scales_of_a_finite_product() -> None:
-    """Scales are multiplied with each other first: sums times one of them would leave fp32."""
+    """Scales are multiplied with each other first: the sums times one of them would overflow fp32."""
     problem = Problem(3, 3, 16, PAIRS[0])
     problem.scales = torch.tensor(2.0**125), torch.tensor(2.0**-125)
     problem.check(problem.run(torch.float32, False))
@@ -262,7 +262,7 @@ SPECIAL = {"e4m3": (0x7F, 0xFF), "e5m2": (0x7C, 0xFC, 0x7D, 0xFF)}
 @pytest.mark.parametrize("formats", PAIRS)
 @pytest.mark.parametrize("k", [48, 144])
 def test_nan_and_inf_stay_in_their_rows_and_columns(k: int, formats: tuple[str, str], promote: bool) -> None:
-    """As in fp64. Their neighbours, what K is filled up with and the memory between rows leave no trace."""
+    """As in fp64. Their neighbours, the padding of K and the memory between rows have no effect."""
     problem = Problem(150, 140, k, formats, apart=32)
     for codes, format, first in ((problem.a_codes, formats[0], 0), (problem.b_codes, formats[1], 5)):
         for i, code in enumerate(SPECIAL[format]):
@@ -286,7 +286,7 @@ def test_nan_and_inf_stay_in_their_rows_and_columns(k: int, formats: tuple[str, 
 # --- for its GPUs -----------------------------------------------------------------------------------------------------
 
 ARCHITECTURES = ("sm_89", "sm_120a")
-# registers depend on what is stored and on promotion; a format changes the name of one instruction
+# registers depend on the output and on promotion; a format changes the name of one instruction
 EVERY = [(PAIRS[at % 3], *of) for at, of in enumerate(itertools.product(DTYPES, (False, True)))]
 REGISTERS, SHARED_BYTES = 1 << 16, 100 << 10
 Chosen = tuple[tuple[str, str], torch.dtype, bool]
@@ -301,7 +301,7 @@ def definitions(formats: tuple[str, str], output: torch.dtype, promote: bool) ->
 def test_compiles_without_spills(one: Chosen, arch: str) -> None:
     registers, static_bytes = resources(compiled(("gemm_sm89", definitions(*one)), arch)[1])
     configuration = chosen(one[2])
-    # two blocks on a multiprocessor, with PROMOTE one; 1 KB of a block's shared memory is the system's
+    # two blocks per multiprocessor, with PROMOTE one; 1 KB of a block's shared memory is reserved by the system
     blocks = 1 if one[2] else 2
     assert registers * configuration.threads * blocks <= REGISTERS
     assert (configuration.shared_bytes + static_bytes + 1024) * blocks <= SHARED_BYTES
@@ -310,7 +310,7 @@ def test_compiles_without_spills(one: Chosen, arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("b_scale_rows", [1, 128])
 def test_blocks_compile_without_spills(b_scale_rows: int, arch: str) -> None:
-    # the end of a tile is that of the others
+    # the epilogue is the same as in the others
     defines = variant(chosen(True), "e4m3", "e4m3", torch.float32, True, b_scale_rows)
     registers, static_bytes = resources(compiled(("gemm_sm89", defines), arch)[1])
     assert registers * chosen(True).threads <= REGISTERS
@@ -322,7 +322,7 @@ def test_blocks_compile_without_spills(b_scale_rows: int, arch: str) -> None:
 def test_instructions(one: Chosen, arch: str) -> None:
     (a_format, b_format), output, _ = one
     found = instructions(("gemm_sm89", definitions(*one)), arch)
-    # a warp's 64 x 32 x 64 in mma of 16 x 8 x 32, as often as the compiler unrolls the main loop
+    # a warp's 64 x 32 x 64 in mma of 16 x 8 x 32, times the unrolling of the main loop
     products = count(found, rf"QMMA\.16832\.F32\.{a_format.upper()}\.{b_format.upper()}")
     assert products > 0, found
     assert products % 32 == 0, found
@@ -330,7 +330,7 @@ def test_instructions(one: Chosen, arch: str) -> None:
     assert not count(found, r"(HMMA|LDL|STL|CALL)\b.*"), "emulated, or local memory"
     # 64 x 64 bytes of a and 32 x 64 of b, 512 at once
     assert count(found, r"LDSM\.16\.M(T)?88\.4") == count(found, r"LDSM\..*") == products // 32 * 12, found
-    # past L1 and the registers, 16 bytes of four rows a thread
+    # past L1 and the registers, 16 bytes of four rows per thread
     copies = count(found, r"LDGSTS\.E\.BYPASS\.LTC128B\.128")
     assert copies > 0, found
     assert copies % 4 == 0, found

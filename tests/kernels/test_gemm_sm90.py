@@ -1,6 +1,6 @@
-"""Hopper's GEMM from its own source on the CPU: pipeline, tiles, every end of a tile. No GPU takes part.
+"""Hopper's GEMM from its own source on the CPU: pipeline, tiles, every epilogue. No GPU is needed.
 
-Copies and products happen as early or as late as the device may do them, see host_shim/instructions_sm90.cpp.
+Copies and products happen as early or as late as on the device, see host_shim/instructions_sm90.cpp.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def run(
         gemm.split_gemm(kernel, configuration, split, case.a, case.b, out, *scales, bias)
         assert parts.unharmed()
     assert memory.unharmed()
-    # columns that only fill a row up belong to nobody: the copy engine never writes past the matrix it was told of
+    # the padding columns of a row must stay unchanged: the copy engine never writes outside the matrix
     assert (memory.tensor[:, n:].contiguous().view(torch.uint8) == POISON).all()
     return out.clone()
 
@@ -117,7 +117,7 @@ def check(
     assert_close(result, expected, magnitude, ACCUMULATION[promote])
 
 
-# formats are read where products begin and outputs are made where they end: each of either is enough
+# formats are read where products start, and outputs are written where they end: each value of both is enough
 @pytest.mark.parametrize(("pair", "output"), zip(FORMAT_PAIRS, (torch.float16, torch.bfloat16, torch.float32)))
 def test_formats_and_outputs(pair: tuple[str, str], output: torch.dtype) -> None:
     check(operands(200, 136, 400, *pair), PROMOTED[-1], output, promote=True)
@@ -136,7 +136,7 @@ def test_every_configuration(configuration: Configuration, promote: bool, late: 
     check(case, configuration, promote=promote, late=late, multiprocessors=2)
 
 
-# one tile, of which a consumer has none; an odd number; a third turn; whole rounds of the ring, and ends inside of one
+# one tile, so that one consumer has none; an odd number; a third turn; whole rounds of the ring, and ends inside one
 @pytest.mark.parametrize("tiles", [1, 3, 7])
 @pytest.mark.parametrize("steps", [1, 2, 6, 7])
 @pytest.mark.parametrize("configuration", PING_PONG, ids=lambda one: one.name)
@@ -147,7 +147,7 @@ def test_consumers_take_turns(configuration: Configuration, steps: int, tiles: i
     handovers = ctypes.c_int.in_dll(load(configuration, defines)._library, "handovers")
     handovers.value = 0
     check(case, configuration, late=late, multiprocessors=cluster)
-    # each block goes from one consumer to the other once for each tile but the first
+    # each block switches consumers once per tile, except for the first
     assert handovers.value == cluster * (tiles - 1)
 
 
@@ -178,14 +178,14 @@ def test_any_number_of_multiprocessors(multiprocessors: int) -> None:
 
 
 def test_tiles_in_groups() -> None:
-    # more rows of tiles than a group has, and a group that is not full
+    # more rows of tiles than a group has, and an incomplete group
     check(operands(128 * 35, 130, 16), SMALL)
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("dtype", OUTPUTS)
 def test_bias(dtype: torch.dtype, output: torch.dtype) -> None:
-    # of another order than the sums: rounded on its own, and then with them
+    # of another magnitude than the sums: rounded by itself, and then together with them
     bias = (torch.randn(135) * 100).to(dtype)
     check(operands(70, 135, 48), SMALL, output, bias=bias)
 
@@ -194,7 +194,7 @@ def test_bias(dtype: torch.dtype, output: torch.dtype) -> None:
 def test_splits(splits: int, output: torch.dtype, late: bool) -> None:
     case = operands(140, 67, 8 * 128 - 48, "e5m2")
     check(case, PROMOTED[0], output, promote=True, splits=splits, late=late)
-    # parts of different lengths: each consumer passes over the other's
+    # parts of different lengths: each consumer skips those of the other
     check(case, PING_PONG[0], output, promote=True, splits=splits, late=late, multiprocessors=2)
     check(case, PROMOTED[-1], output, torch.randn(67), promote=True, splits=splits, late=late)
 
@@ -212,10 +212,10 @@ def test_parts_are_those_of_their_steps() -> None:
 
 
 def tensor_core_sums(case: Operands, promote: bool) -> Tensor:
-    """Sums without the factors, fp64, by the model of host_shim/instructions_sm90.cpp: 13 bits behind the largest term.
+    """Sums without the factors, fp64, by the model of host_shim/instructions_sm90.cpp: 13 bits below the largest term.
 
-    Every 32 of K are added to the sum, all terms cut off towards zero at the same bit, and the result once more; with
-    ``promote`` the sum begins anew every 128, and what the parts make is added up in fp32.
+    Every 32 of K are added to the sum, with all terms truncated at the same bit, and then the result; with
+    ``promote``, the sum starts anew every 128, and the partial sums are added in fp32.
     """
     a, b = case.values()
     a_exponents, b_exponents = exponents(a, case.a_format), exponents(b, case.b_format)
@@ -233,7 +233,7 @@ def tensor_core_sums(case: Operands, promote: bool) -> Tensor:
 
 
 def exponents(values: Tensor, fmt: str = "") -> Tensor:
-    """Of the leading bit, or of a format's subnormal the smallest one; of zero less than any other."""
+    """The exponent of the leading bit, for subnormals the format's smallest one; for zero less than any other."""
     smallest = {"e4m3": -6.0, "e5m2": -14.0, "": -126.0}[fmt]
     found = (torch.frexp(values).exponent - 1).double().clamp(min=smallest)
     return torch.where(values == 0, -500.0, found)
@@ -248,7 +248,7 @@ def test_sums_are_those_of_the_tensor_cores(pair: tuple[str, str]) -> None:
     fast, promoted = (tensor_core_sums(case, promote) for promote in (False, True))
     assert torch.equal(run(case, SMALL, torch.float32), fast.float() * factor)
     assert torch.equal(run(case, PROMOTED[-1], torch.float32, promote=True), promoted.float() * factor)
-    # neither is what exact sums, rounded at the end, would be
+    # neither equals the exact sum rounded at the end
     a, b = case.values()
     assert not any(torch.equal(sums.float(), (a @ b.t()).float()) for sums in (fast, promoted))
 
@@ -256,14 +256,14 @@ def test_sums_are_those_of_the_tensor_cores(pair: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("terms", "expected"),
     [
-        # 2^13 leaves no bit behind the point
+        # 2^13 leaves no bit after the binary point
         ([2.0**13, 1.5], 8193),
         ([2.0**13, -1.5], 8191),
         ([2.0**13, 0.5, 0.5], 8192),
         ([-(2.0**13), 0.5, -0.5], -8192),
-        # and the sum, where it needs one bit more, loses its last
+        # and the sum loses its last bit where it needs one more
         ([2.0**13, 2.0**13, 1.0], 16384),
-        # 1.5 * 1.5 is aligned as 1 * 1 is, not by its own leading bit: 2^-13 is kept
+        # 1.5 * 1.5 is aligned like 1 * 1, not by its own leading bit: 2^-13 is kept
         ([2.25, 2.0**-13, 2.0**-13], 2.25 + 2.0**-12),
         ([2.0, 2.0**-13, 2.0**-13], 2.0),
         ([1.0, 2.0**-13], 1 + 2.0**-13),
@@ -280,17 +280,17 @@ def test_what_the_tensor_cores_keep(terms: list[float], expected: float) -> None
     assert run(case, SMALL, torch.float32).item() == expected
 
 
-# those of `tests/ops/test_cuda_gemm.py`, and of them those that do not take long here
+# the cases of `tests/ops/test_cuda_gemm.py`, and those of them that do not take long here
 PROBLEMS = [*random_problems(FAST, PROMOTED)]
 SOME = [problem for problem in PROBLEMS if problem.m * problem.n * problem.k < 1e6]
 
 
 @pytest.mark.parametrize(("number", "row", "column"), [(197, 156, 143), (90, 273, 893)])
 def test_the_worst_sums(number: int, row: int, column: int) -> None:
-    """Of all sums of the random shapes, promoted and not: what the tolerances of GEMMs on Hopper follow from."""
+    """Of all sums of the random shapes, with and without promotion; the tolerances of Hopper's GEMMs follow from it."""
     problem = next(problem for problem in PROBLEMS if problem.number == number)
     case = problem.case._replace(a=problem.case.a[row : row + 1], b=problem.case.b[column : column + 1])
-    # which kernel it is makes no difference, see `test_sums_are_those_of_the_tensor_cores`
+    # the kernel makes no difference, see `test_sums_are_those_of_the_tensor_cores`
     result = run(case, PROMOTED[-1] if problem.promote else SMALL, torch.float32, problem.promote)
     error = ((result.double() - case.product()).abs() / case.magnitude()).item()
     assert error == pytest.approx(LARGEST[problem.promote], rel=0.005)
@@ -349,7 +349,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column(value: float) -> None:
 
 
 class Chained:
-    """What one chained GEMM has written."""
+    """The outputs of one chained GEMM."""
 
     def __init__(
         self,
@@ -390,7 +390,7 @@ class Chained:
         self.format = format
 
     def check_codes(self, values: Tensor, exact: bool, neighbouring: float = 0.001) -> None:
-        """y, y_t and amax of what was to be cast."""
+        """y, y_t and amax of the tensor to be cast."""
         codes = reference.saturating_cast(values, torch.tensor(11.5), FORMATS[self.format])
         assert torch.equal(self.y_t.t(), self.y)
         dtype = FORMATS[self.format].dtype
@@ -400,7 +400,7 @@ class Chained:
 
 # whole pieces; rows of y and y_t at any address; less than a piece
 CHAINED_SHAPES = [(256, 256, 272), (201, 136, 400), (40, 24, 16)]
-# one whose values are exact and one whose values are not; all are tested in the casts, whose functions these are
+# one activation with exact values and one without; the casts' tests cover all activations, which use the same functions
 FEW_ACTIVATIONS = ("relu", "gelu")
 
 
@@ -411,7 +411,7 @@ def test_forward_chain(activation: str, shape: tuple[int, int, int]) -> None:
     configuration = LARGE if activation == "gelu" else SMALL
     one = Chained(case, configuration, activation, "e4m3", bias=bias)
     assert_close(one.h, case.product() + bias.bfloat16().double(), case.magnitude() + bias.abs(), ACCUMULATION[False])
-    # from h as it was stored: between the two nothing but the activation is left
+    # from h as stored: only the activation is left in between
     one.check_codes(activate(one.h, activation), exact=activation == "relu")
 
 
@@ -421,7 +421,7 @@ def test_backward_chain(activation: str, shape: tuple[int, int, int]) -> None:
     case = operands(*shape, "e5m2")
     h = torch.randn(shape[:2]).bfloat16()
     configuration = PROMOTED[0] if activation == "gelu" else PROMOTED[-1]
-    # the plain kernel's output is what is rounded in between
+    # the plain kernel's output is the intermediate rounded result
     da = run(case, configuration, torch.bfloat16, promote=True)
     values = activation_gradient(h, da, activation)
     one = Chained(case, configuration, activation, "e5m2", h=h)
@@ -479,14 +479,14 @@ def test_chains_leave_out_what_nobody_needs() -> None:
 
 
 def test_no_amax_from_outside_of_the_matrix() -> None:
-    # row 0 of a tile that reaches past the matrix: all sums inside cancel the bias, outside there is nothing to cancel
+    # row 0 of a tile that exceeds the matrix: inside, all sums cancel the bias; outside, there is nothing to cancel
     case = operands(70, 24, 16)
     case.a.view(torch.float8_e4m3fn).fill_(1.0)
     case.b.view(torch.float8_e4m3fn).fill_(-1.0)
     bias = -case.product()[0].float()
     one = Chained(case, SMALL, "relu", "e4m3", bias=bias)
     assert one.amax[1] < 0.01 < bias.min()
-    # nor NaN from b, which meets the zeros outside of a
+    # nor NaN from b, multiplied by the zeros outside a
     case.b.view(torch.float8_e4m3fn)[3] = NAN
     backward = Chained(case._replace(a_format="e5m2"), PROMOTED[-1], "relu", "e5m2", h=torch.ones(70, 24).bfloat16())
     assert backward.amax[1].isnan()

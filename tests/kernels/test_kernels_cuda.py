@@ -1,6 +1,6 @@
-"""The kernels' own ``.cu`` sources run as host C++ and equal the reference bit for bit. No GPU takes part.
+"""The kernels' own ``.cu`` sources, run as host C++, equal the reference bit for bit. No GPU is needed.
 
-Activations are the exception: torch's and the C library's ``exp``, ``erf`` and ``tanh`` differ in their last places.
+Activations are the exception: torch's and the C library's ``exp``, ``erf`` and ``tanh`` differ in the last bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_fp8.ops.formats import FORMATS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT_MAX = torch.finfo(torch.float32).max
 INF, NAN = math.inf, math.nan
-# two of each thing that is written: what differs afterwards has not been
+# two buffers per output, with different initial bytes: an element that differs afterwards was not written
 POISONS = (0x11, 0xEE)
 
 
@@ -59,16 +59,16 @@ def run(
     outputs: tuple[bool, bool, bool] = (True, True, False),
     offset: int = 0,
 ) -> Outputs:
-    """One variant over x, twice, with different bytes in all that it is to write and guards around it.
+    """One variant over x, run twice, with different initial bytes in all outputs and guards around them.
 
     Args:
-        x: what is cast.
-        fmt: to which format.
-        row: as of ``cast_transpose``.
+        x: the tensor to cast.
+        fmt: the FP8 format.
+        row: as in ``cast_transpose``.
         activation: of the variant.
-        dy: of a backward variant.
+        dy: for a backward variant.
         outputs: whether to write by rows, by columns, and column sums.
-        offset: bytes by which both payloads miss a 16-byte boundary.
+        offset: bytes by which both payloads are off a 16-byte boundary.
     """
     gated, backward = activation == "swiglu", dy is not None
     rows, width = x.shape[0], x.shape[1] // 2 if gated and not backward else x.shape[1]
@@ -98,7 +98,7 @@ def delayed(scale: float, amax: Tensor | None = None) -> Row:
 
 
 def assert_codes(payload: Tensor, x: Tensor, scale: float | Tensor, fmt: str) -> None:
-    """Equal to FP8 from its definition, by ``ml_dtypes``, and to the reference; all NaN codes count as one."""
+    """Codes equal those of FP8's definition, by ``ml_dtypes``, and of the reference; all NaN codes count as equal."""
     canonical = torch.from_numpy(np.where(np.isnan(code_values(fmt)), 0x7F, np.arange(256)).astype(np.uint8))
     from_definition, by_ml_dtypes = (
         torch.from_numpy(oracle(x.float().numpy(), np.float32(scale), fmt))
@@ -114,7 +114,7 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_sums(sums: Tensor, v: Tensor) -> None:
-    """Each row of sums is that of 128 rows of v, in fp32: 127 additions, each off by half a unit at most."""
+    """Each row of sums adds 128 rows of v in fp32: 127 additions, each with an error of at most half a unit."""
     for partial, block in zip(sums, v.double().split(casts.TILE_ROWS), strict=True):
         bound = block.abs().sum(0) * len(block) * 2.0**-24
         assert ((partial.double() - block.sum(0)).abs() <= bound).all()
@@ -129,8 +129,9 @@ def random_bits(rows: int, columns: int) -> Tensor:
 
 
 def around_boundaries() -> Tensor:
-    """Every E4M3 and E5M2 value, every midpoint between two, the region in which saturation begins, each with both
-    neighbours in fp32 and both signs, and what is special in fp32."""
+    """Every E4M3 and E5M2 value, every midpoint between two, and the region where saturation begins, each with both
+    fp32 neighbours and both signs; and the special values of fp32.
+    """
     centres = [np.linspace(448, 480, 129), np.linspace(57344, 61440, 129)]
     for fmt in DEFINITIONS:
         values = code_values(fmt)[:128]
@@ -168,7 +169,7 @@ ALIGNED = ((128, 64), (256, 128), (384, 192))
 
 @pytest.mark.parametrize("rows", [*SIZES, "aligned"])
 def test_ragged_shapes(rows: int | str) -> None:
-    """All pairs of sizes, each with a draw of dtype, format, distance between rows, and addresses."""
+    """All pairs of sizes, each with a random choice of dtype, format, distance between rows, and addresses."""
     draw = np.random.default_rng(SIZES.index(rows) if isinstance(rows, int) else 99)
     shapes = ALIGNED if isinstance(rows, str) else tuple((rows, columns) for columns in SIZES)
     for shape in shapes:
@@ -255,7 +256,7 @@ def test_first_use_of_a_tensor_so_small_that_its_scale_would_be_infinite() -> No
 
 
 def test_a_history_leaves_nothing_to_measure() -> None:
-    """One launch measures, on the device's own word whether it is needed, and one casts."""
+    """One launch measures, unless the device's flag says that it is not needed, and one casts."""
     kernel, launches = cast_kernel(torch.float32, "e4m3"), []
 
     def spied(grid: int, *arguments: int | float) -> None:
@@ -322,7 +323,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swiglu": swiglu,
 }
-# Codes in a million that may differ, where the result is close to a boundary; 310, 110, 0 and 0 were seen.
+# Codes per million that may differ, as the result is close to a rounding boundary; 310, 110, 0 and 0 were observed.
 DIFFERENT = {"gelu": 500, "gelu_tanh": 250, "silu": 50, "swiglu": 50}
 
 
@@ -334,7 +335,7 @@ def _activations_compiled() -> None:
 
 @pytest.fixture
 def _torch_formulas() -> Iterator[None]:
-    """oneDNN's ``gelu`` on the CPU is NaN for inf and differs in its tail; torch's own has the formula of the GPU's."""
+    """oneDNN's ``gelu`` on the CPU is NaN for inf and differs in the tail; torch's own uses the GPU's formula."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     yield
@@ -349,7 +350,7 @@ def by_torch(x: Tensor, activation: str, dy: Tensor | None) -> Tensor:
 
 
 def tolerance(x: Tensor, activation: str, dy: Tensor | None, like: Tensor) -> Tensor:
-    """How far off a result in fp32 may be where it is the small difference of larger numbers, before it is rounded."""
+    """The error that an fp32 result may have before rounding, if it is the small difference of larger numbers."""
     gated = x.chunk(2, dim=1)[1].float().abs() if activation == "swiglu" else None
     if dy is None:
         return 2.0**-20 * (torch.ones(like.shape) if gated is None else gated)
@@ -358,14 +359,15 @@ def tolerance(x: Tensor, activation: str, dy: Tensor | None, like: Tensor) -> Te
 
 
 def in_order(codes: Tensor) -> Tensor:
-    """Codes as integers that order as their values; -0 and 0 are the same."""
+    """Codes as integers in the order of their values; -0 and 0 are equal."""
     signed = codes.to(torch.int16)
     return torch.where(signed > 127, 128 - signed, signed)
 
 
 def close_codes(got: Tensor, v: Tensor, slack: Tensor, scale: float, fmt: str, exact: Tensor | None = None) -> float:
-    """Asserts that each code is that of a value at most one place of v's dtype, or ``slack``, from v; where v is NaN, a
-    NaN's. Returns the share of codes that differ from v's and from those of ``exact``."""
+    """Asserts that each code is that of a value within one unit in the last place of v's dtype, or ``slack``, of v; NaN
+    for NaN. Returns the share of codes that differ from v's, and from those of ``exact``.
+    """
     low, high = (torch.nextafter(v, torch.full((), limit, dtype=v.dtype)).float() for limit in (-INF, INF))
     low, high = torch.minimum(low, v.float() - slack), torch.maximum(high, v.float() + slack)
     wanted = (low, v, high, v if exact is None else exact)
@@ -387,7 +389,7 @@ def test_activations(dtype: torch.dtype, fmt: str, activation: str, backward: bo
     dy = torch.randn(512, 256).to(dtype) if backward else None
     v = by_torch(x, activation, dy)
     slack = tolerance(x, activation, dy, v)
-    # in the tails torch's fp32 formulas cancel, of which ours has less
+    # in the tails torch's fp32 formulas suffer from cancellation, ours less
     exact = by_torch(x.double(), activation, None if dy is None else dy.double()).to(dtype)
     for scale in (1.0, 3.7):
         y = run(x, fmt, delayed(scale), activation, dy, (True, False, False)).y
@@ -401,9 +403,9 @@ def test_activations(dtype: torch.dtype, fmt: str, activation: str, backward: bo
 @pytest.mark.usefixtures("_activations_compiled", "_torch_formulas")
 @pytest.mark.parametrize(("dtype", "fmt", "activation", "backward"), FEW_VARIANTS)
 def test_outputs_of_activations(dtype: torch.dtype, fmt: str, activation: str, backward: bool) -> None:
-    """By columns as by rows, with the amax, the column sums and the first scale of the activation's result."""
+    """Outputs by rows and by columns agree, with the amax, column sums and first scale of the activation's result."""
     gated = activation == "swiglu"
-    # of the second, rows begin at multiples of 16 bytes, but of swiglu's second half none does
+    # in the second shape rows begin at multiples of 16 bytes, but in swiglu's second half none does
     for rows, columns, wider in ((128, 64, 0), (128, 64 + 8 // dtype.itemsize, 0), (131, 77, 3)):
         x = (3 * torch.randn(rows, columns * (1 + gated) + wider)).to(dtype)[:, : columns * (1 + gated)]
         dy = torch.randn(rows, columns + wider).to(dtype)[:, :columns] if backward else None
@@ -413,7 +415,7 @@ def test_outputs_of_activations(dtype: torch.dtype, fmt: str, activation: str, b
         y, y_t, sums, scale_inv = run(x, fmt, row, activation, dy, (True, True, backward))
         assert torch.equal(y_t.t(), y)
         assert torch.equal(amax[0], current)
-        # the place of the largest is the same, so it is off by as much as a result may be
+        # the largest value is at the same position, so its error is within that of any result
         slack = tolerance(x, activation, dy, v)
         atol = 0.0 if activation == "relu" else slack.max().item()
         torch.testing.assert_close(current, max_abs(v), rtol=torch.finfo(dtype).eps, atol=atol)
@@ -426,7 +428,7 @@ def test_outputs_of_activations(dtype: torch.dtype, fmt: str, activation: str, b
 
 @pytest.mark.parametrize("outputs", list(itertools.product((False, True), repeat=3)))
 def test_outputs_of_two_halves_alone(outputs: tuple[bool, bool, bool]) -> None:
-    """The halves of swiglu's gradient share a block's memory: the second waits until the first has been written out."""
+    """The halves of swiglu's gradient share a block's memory: the second waits until the first has been written."""
     x, dy = torch.randn(140, 140), torch.randn(140, 70)
     every = run(x, "e5m2", delayed(9.0), "swiglu", dy, (True, True, True))
     for chosen, alone, beside in zip(outputs, run(x, "e5m2", delayed(9.0), "swiglu", dy, outputs), every):
@@ -436,7 +438,7 @@ def test_outputs_of_two_halves_alone(outputs: tuple[bool, bool, bool]) -> None:
 @pytest.mark.parametrize("firsts", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("columns", [64, 77])
 def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool]) -> None:
-    """Each gradient by its own scale and at its own place; codes, sums and amaxes as those of halves of one tensor."""
+    """Each gradient has its own scale and place; codes, sums and amaxes equal those of the halves of one tensor."""
     rows, fmt = 140, "e5m2"
     gate, up, dy = (torch.randn(rows, columns) * factor for factor in (2, 30, 1))
     amax, kernel = torch.zeros(3), cast_kernel(torch.float32, fmt, "swiglu", True)
@@ -444,7 +446,7 @@ def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool]) -> 
     results, places = [], (1, 0)
     for place, first in zip(places, firsts):
         newest[place] = 0.0 if first else 1.0
-        # where every tensor has a history, nothing is measured
+        # if every tensor has a history, nothing is measured
         row = Row(scale, newest, torch.tensor([place]), amax, torch.zeros(()) if any(firsts) else None)
         payloads = (torch.full(shape, 0xA5, dtype=torch.uint8) for shape in ((rows, columns), (columns, rows)))
         sums = torch.full((column_sum_tiles(rows), columns), float("nan"))
@@ -472,7 +474,7 @@ def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool]) -> 
 
 
 def run_weights(xs: list[Tensor], indices: list[int]) -> Tensor:
-    """Casts all weights, checks each against the reference, and returns the amaxes that are left in the arena."""
+    """Casts all weights, checks each against the reference, and returns the amaxes left in the arena."""
     kernel, results, untouched = weights_kernel(), [], -7.0
     arena = 3 * len(xs)
     for poison in POISONS:
@@ -507,7 +509,7 @@ def run_weights(xs: list[Tensor], indices: list[int]) -> Tensor:
 def weights_of_all_kinds() -> list[Tensor]:
     shapes = [(1, 1), (128, 64), (129, 65), (256, 128), (300, 200), (16, 200), (200, 16), (3, 500), (500, 3)]
     xs = [(torch.randn(shape) * 2.0 ** (n - 4)).to(DTYPES[n % 3]) for n, shape in enumerate(shapes)]
-    # a slice of a wider one, whose rows are no multiple of 16 bytes apart; and one off its boundary
+    # a slice of a wider tensor, whose row distance is not a multiple of 16 bytes; and a misaligned tensor
     xs.append(torch.randn(130, 100)[:, 1:71])
     xs.append(torch.randn(64 * 128 + 1).bfloat16()[1:].view(128, 64))
     xs.append(torch.zeros(20, 30))
@@ -533,7 +535,7 @@ def test_weights_are_measured_alone() -> None:
 def test_a_weight_alone_leaves_what_was_used(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for factor in (2.0**-5, 8.0):
         x = (torch.randn(shape) * factor).to(dtype)
-        # a larger amax from before, and a scale that would clip
+        # a larger earlier amax, and a scale that would clip
         scale, amax, current = torch.tensor([3.0, 1e9, 5.0]), torch.tensor([2.0, 1e6, 4.0]), torch.zeros(())
         row = Row(scale, None, torch.tensor([1]), amax, current)
         y, y_t, _, scale_inv = run(x, "e4m3", row, outputs=(True, True, False))
@@ -571,7 +573,7 @@ FIELDS = ("amax", "amax_history", "scale", "nonfinite_steps")
 
 
 def update_by_kernel(tensors: dict[str, Tensor], fp8_max: Tensor, most_recent: bool, margin: int) -> dict[str, Tensor]:
-    """One step on copies that lie between guards."""
+    """One step on copies between guards."""
     guarded = {name: Guarded(tuple(tensor.shape), tensor.dtype, 0) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         guarded[name].tensor.copy_(tensor)
@@ -592,8 +594,8 @@ def update_by_kernel(tensors: dict[str, Tensor], fp8_max: Tensor, most_recent: b
 
 
 def compare_updates(count: int, recipe: DelayedScaling, steps: int) -> None:
-    """Steps of a state of at least ``count`` tensors and of the kernel on the first ``count`` of them: where these are
-    more than the delayed ones, the others are weights.
+    """Compares steps of a state with at least ``count`` tensors with steps of the kernel on the first ``count``;
+    tensors beyond the delayed ones are weights.
     """
     state = ScalingState([str(n) for n in range(-(-count // 3))], recipe)
     special = torch.tensor([0.0, 0.0, INF, NAN, -NAN, 1e-45, 1e-30, 1e30, FLOAT_MAX, 1.0])

@@ -1,4 +1,4 @@
-"""Launching and loading, up to the call of the driver, which is recorded."""
+"""Launching and loading up to the driver call, which is recorded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def current_stream(device: int) -> int:
 
 
 class Recorded(Kernel):
-    """Keeps what the driver would get: function, sizes, stream, and the arguments read through its pointers."""
+    """Records what the driver would receive: function, sizes, stream, and the arguments read through its pointers."""
 
     def _load(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
@@ -50,14 +50,14 @@ class Recorded(Kernel):
         time.sleep(0)  # lets other threads run, as the driver's call does
         address = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))[0]
         arguments = struct.unpack(LAYOUT, ctypes.string_at(address, struct.calcsize(LAYOUT)))
-        # as tensor maps ask for
+        # alignment that tensor maps require
         assert address % 64 == 0
         self.launches.append((function, tuple(sizes), shared, stream, extra, arguments))
 
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The devices that were switched to."""
+    """The devices that were made current."""
     switched: list[int] = []
 
     @contextmanager
@@ -107,10 +107,10 @@ def test_threads_do_not_mix_their_arguments() -> None:
 
 
 class Driver:
-    """Refuses what comes from a thread that has no context, as CUDA's does; a context comes from the runtime.
+    """Refuses calls from a thread without a context, as CUDA's driver does; the runtime creates contexts.
 
     Attributes:
-        contexts: what each thread has got from the runtime, in order: thread and device.
+        contexts: created by the runtime, in order: thread and device.
         row_bytes: of each tensor map.
     """
 
@@ -147,7 +147,7 @@ class Driver:
 
 
 def in_a_thread(work: Callable[[], None]) -> int:
-    """Does it in a new thread, whose number it returns."""
+    """Calls the function in a new thread, whose number it returns."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work).result()
         return pool.submit(threading.get_ident).result()
@@ -188,7 +188,7 @@ def test_the_first_tensor_map_of_a_thread_sets_the_context(devices: list[int], m
     del devices[:]
     a, b, out = *torch.zeros(2, 64, 128, dtype=torch.uint8), torch.zeros(64, 64)
     thread = in_a_thread(lambda: gemm.gemm(kernel, HOPPER, a, b, out, torch.ones(()), torch.ones(())))
-    # the context of the kernel's device, though another one is current: that one's is not to be made
+    # the context of the kernel's device, although another is current, and no context for the current one
     assert stub.contexts == [(thread, 1)]
     assert set(devices) == {1}
 
@@ -197,7 +197,7 @@ def test_the_first_tensor_map_of_a_thread_sets_the_context(devices: list[int], m
 def test_a_single_row_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = Driver(monkeypatch)
     kernel = Kernel(SimpleNamespace(ptr=77), HOPPER.layout, HOPPER.threads, 0)
-    # contiguous by torch's rule, with rows one element apart
+    # contiguous by torch's rule, with a row stride of one element
     a, b = (torch.zeros(144, 1, dtype=torch.uint8).t() for _ in range(2))
     assert a.is_contiguous()
     assert a.stride(0) == 1
@@ -214,7 +214,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: list[int]) -> SimpleNamespace:
-    """A CuPy that records what it is asked to load."""
+    """A CuPy stand-in that records what it is asked to load."""
     record = SimpleNamespace(cubins=[], names=[], devices=[], attributes=[], driver=13000)
 
     class Module:
@@ -251,7 +251,7 @@ def test_loading_compiles_for_the_device_and_takes_the_function_there(
     assert kernel._current_device is torch.cuda.current_device
     assert cupy.names == ["update_scales"]
     assert cupy.cubins == [compiled("update_scales", "sm_90a").content]
-    # once for the module and once for its function: both belong to the device
+    # once for the module and once for its function: both need the device's context
     assert devices == cupy.devices == [1, 1]
 
 
@@ -286,7 +286,7 @@ def test_a_cast_reads_words_of_16_bytes_where_all_rows_begin_with_one(
     x: tuple[int, int], dy: tuple[int, int] | None
 ) -> None:
     memory = torch.zeros(400, dtype=torch.bfloat16)
-    # by the offset of the first element and the distance between rows
+    # by the offset of the first element and the row stride
     tensors = [None if at is None else memory.as_strided((8, 16), (at[1], 1), at[0]) for at in (x, dy)]
     launches: list[tuple[int, ...]] = []
     row = casts.Row(torch.ones(1), torch.ones(1), torch.tensor([0]))

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture, without spills, into the instructions that were meant. Needs no GPU."""
+"""Every kernel compiles for every architecture, without spills, into the intended instructions. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVERY_CAST = [casts(*chosen) for chosen in VARIANTS]
 IN_BLOCKS: list[Family] = [
     ("cast_blocks", block_casts.variant(dtype, square)) for dtype in INPUTS for square in (False, True)
 ]
-# one of each shape of code, to be disassembled
+# one kernel of each structure, to be disassembled
 CHOSEN = [
     casts(torch.bfloat16, "e4m3"),
     casts(torch.float32, "e5m2"),
@@ -40,7 +40,7 @@ CHOSEN = [
 
 
 def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
-    """How many blocks of how many threads a kernel asks room for in its launch bounds."""
+    """The numbers of blocks and threads that a kernel requests in its launch bounds."""
     if family == UPDATE:
         return 1, 1024
     if family in IN_BLOCKS:
@@ -51,8 +51,8 @@ def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
     return 4 if plain and "INPUT=Fp32" not in family[1] else 3, 256
 
 
-# with each dtype in one format for one architecture, as a format changes the name of one instruction; for the others
-# what takes the most registers, in bf16; `doctor` compiles all for whichever is there
+# each dtype in one format for one architecture, because a format only changes the name of one instruction; for the
+# others the kernels with the most registers, in bf16; `doctor` compiles all kernels for the GPU at hand
 OTHERS = [WEIGHTS, *IN_BLOCKS, UPDATE]
 EVERY = [*EVERY_CAST, *OTHERS]
 LARGE = [
@@ -73,7 +73,7 @@ def test_compiles_without_spills(family: Family, arch: str) -> None:
     registers, static_bytes = resources(compiled(family, arch)[1])
     blocks, threads = blocks_per_multiprocessor(family)
     assert registers * blocks * threads <= REGISTERS_PER_MULTIPROCESSOR
-    # of one block more than 48 KB would have to be asked for; a multiprocessor has at least 100 KB
+    # more than 48 KB per block would need an opt-in; a multiprocessor has at least 100 KB
     assert static_bytes <= 48 << 10
     assert (static_bytes + 1024) * blocks <= 100 << 10
 
@@ -98,38 +98,38 @@ EACH = [
 def test_instructions(family: Family, arch: str) -> None:
     found = instructions(family, arch)
     assert not count(found, r"(LDL|STL)\b.*"), "local memory"
-    # bf16 and fp16 are packed by F2FP, two at once, where F2F makes one
+    # F2FP packs two bf16 or fp16 numbers at once, while F2F converts one
     assert not count(found, r"(F2F|DMUL|DADD|DFMA)\b.*"), "slow conversions, or arithmetic in fp64"
     if family == UPDATE:
         return
-    # each thread: four rows of eight elements, from one tensor, two or three; 8 words at once where they are fp32
+    # each thread reads four rows of eight elements, from one to three tensors; fp32 takes 8 words at once
     words = {"Fp32": 8, "Bf16": 4, "Fp16": 4}
     inputs = [word.removeprefix("INPUT=") for word in family[1] if word.startswith("INPUT=")] or list(words)
     gated, backward = "GATED=1" in family[1], "BACKWARD=1" in family[1]
     loads = sum(4 * words[one] // 4 for one in inputs) * (1 + gated + backward)
     assert count(found, r"LDG\.E\.NA\.128\.CONSTANT") == loads, found
-    # cast_weights has its addresses from a table, of which the compiler does not know that they are global memory
+    # cast_weights reads its addresses from a table, so the compiler does not know that they are in global memory
     store = r"ST\.E" if family == WEIGHTS else r"STG\.E"
     tiles = len(inputs) * (1 + (gated and backward))
     assert count(found, rf"{store}\.64") == 4 * tiles, found
     assert count(found, rf"{store}\.128") == 2 * tiles, found
     assert count(found, r"LDS\.128") >= 2 * tiles, found
-    # two elements each, of 32 a thread
+    # two elements each, of 32 per thread
     fp8 = "E5M2" if "FORMAT=E5M2" in family[1] else "E4M3"
     assert count(found, rf"F2FP\.SATFINITE\.{fp8}\.F32\..*") == 16 * tiles, found
     assert count(found, r"F2FP\.SATFINITE\..*") == 16 * tiles, found
     assert count(found, r"C?REDUX\.MAX\b.*") >= 1, found
-    # one maximum of each tensor that is cast: of the gradients of gate and up one each
+    # one maximum for each tensor that is cast: the gradients of gate and up have one each
     maxima = 1 + (gated and backward)
     assert count(found, rf"{ATOMIC}\.E\.MAX\..*") == count(found, rf"{ATOMIC}\..*") == maxima, found
 
 
 @pytest.mark.parametrize(("activation", "most"), [("none", 12.5), ("relu", 13.5), ("gelu", 25), ("silu", 17.5)])
 def test_a_cast_costs_an_element_at_most(activation: str, most: float) -> None:
-    """Instructions of a thread in a whole tile, with all outputs, where the scale is known; it casts 32 elements."""
+    """Instructions per thread in a whole tile, with all outputs, if the scale is known; a thread casts 32 elements."""
     lines, labels = program(casts(torch.bfloat16, "e4m3", activation), "sm_90a")
     passed, place = 0, 0
-    # what only a whole tile passes, in order; in between the shortest way
+    # landmarks that only a whole tile passes, in order; between them the shortest path is taken
     for landmark in (r"LDG\.E\.NA\.128", r"F2FP\.SATFINITE", r"STG\.E\.64", r"STG\.E\.128", r"REDUX", r"EXIT"):
         place, between = shortest_way(lines, labels, place, landmark)
         passed += between
@@ -137,7 +137,7 @@ def test_a_cast_costs_an_element_at_most(activation: str, most: float) -> None:
 
 
 def shortest_way(lines: list[str], labels: dict[str, int], start: int, landmark: str) -> tuple[int, int]:
-    """Where behind ``start`` the next instruction is that has the landmark, and how many instructions lead there."""
+    """The next instruction after ``start`` with the landmark, and the length of the shortest path to it."""
     steps = {start: 0}
     for place in (queue := [start]):
         line = lines[place]
@@ -159,21 +159,21 @@ def shortest_way(lines: list[str], labels: dict[str, int], start: int, landmark:
 def test_casts_in_blocks(arch: str, family: Family) -> None:
     found = instructions(family, arch)
     assert not count(found, r"(LDL|STL|F2F|DMUL|DADD|DFMA)\b.*"), found
-    # bf16: four rows of eight elements a thread, 16 bytes at once, read once
+    # bf16: four rows of eight elements per thread, 16 bytes at once, read once
     assert count(found, r"LDG\.E\.NA\.128\.CONSTANT") == 4, found
     assert count(found, r"STG\.E\.64") == 4, found
     assert count(found, r"STG\.E\.128") == 2, found
-    # by rows and by columns other codes, of a square the same
+    # codes by rows and by columns differ, except for squares
     squares = "SQUARE=1" in family[1]
     assert count(found, r"F2FP\.SATFINITE\.E4M3\.F32\..*") == count(found, r"F2FP\.SATFINITE\..*") == 16 * (2 - squares)
     # maxima over a row in half a warp, and over two halves for columns and for their sums
     assert count(found, r"SHFL\.BFLY") == (0 if squares else 4 * 4 + 8 + 8), found
-    # the tensor's maximum, of a square also the number of those that are done, and the last one's look at both
+    # the tensor's maximum; for squares also the count of finished ones, and the last one's read of both
     assert count(found, rf"{ATOMIC}\..*") == (3 if squares else 1), found
 
 
 def test_a_cast_in_blocks_costs_an_element_at_most() -> None:
-    """As below, for a thread that divides for no scale."""
+    """As below, for a thread that computes no scale."""
     lines, labels = program(IN_BLOCKS[2], "sm_90a")
     passed, place = 0, 0
     for landmark in (r"LDG\.E\.NA\.128", "SHFL", "BAR", "BAR", r"STG\.E\.64", r"STG\.E\.128", "EXIT"):
@@ -184,7 +184,7 @@ def test_a_cast_in_blocks_costs_an_element_at_most() -> None:
 
 def test_update_scales_moves_words() -> None:
     found = instructions(UPDATE, "sm_90a")
-    # eight rows of the history a thread, all in registers before the first is written, and no atomic
+    # eight rows of the history per thread, all in registers before the first is written, and no atomic
     assert count(found, r"LDG\.E\b.*") >= 8
     assert count(found, r"STG\.E\b.*") >= 8
     assert not count(found, rf"{ATOMIC}\..*")

@@ -1,4 +1,4 @@
-"""Hopper's GEMMs compile without spills, into the instructions that were meant. Needs no GPU."""
+"""Hopper's GEMMs compile without spills, into the intended instructions. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels_cuda import gemm_variants
 from kernels_cuda.gemm_variants import Configuration, configurations
 
 FAST, PROMOTED = (configurations((9, 0), promote) for promote in (False, True))
-# what a block may have on a Hopper, and the registers it has at its start
+# the limits of a block on Hopper, and its registers at the start
 SHARED_BYTES, REGISTERS = 227 << 10, 168
 Chosen = tuple[Configuration, Family]
 
@@ -41,7 +41,7 @@ BLOCKS = [
     for rows in (1, 128)
     for output in ((torch.float32,) if rows == 1 else (torch.bfloat16,))
 ]
-# every configuration with each end of a tile; every format, output and activation with one of them, and of those below
+# every configuration with each epilogue; every format, output and activation with one of them, and some of those below
 # promotion with fp32
 EVERY = [
     *(plain(one, "e4m3", "e4m3", torch.bfloat16, False) for one in FAST),
@@ -66,7 +66,7 @@ def named(chosen: Chosen) -> str:
 def test_compiles_without_spills(chosen: Chosen) -> None:
     configuration, family = chosen
     registers, static_bytes = resources(compiled(family, "sm_90a")[1])
-    # 384 threads start with what they divide evenly; the loading ones give theirs away
+    # 384 threads start with an equal share of registers; the loading warpgroup gives its own away
     assert registers == REGISTERS
     assert static_bytes == 0
     assert configuration.shared_bytes <= SHARED_BYTES
@@ -96,31 +96,31 @@ def test_instructions(chosen: Chosen) -> None:
     chain, fp32 = settings.get("CHAIN"), settings["OUTPUT"] == "OutFp32"
     a, b = settings["A_FORMAT"].upper(), settings["B_FORMAT"].upper()
     assert not count(found, r"(LDL|STL)\b.*"), "local memory"
-    # products: 4 of 32 bytes a step and piece, in a loop that may be unrolled
+    # products: 4 of 32 bytes per step and piece, in a loop that may be unrolled
     pieces = configuration.block_m // (64 if configuration.ping_pong else 128)
     words = configuration.block_n // 8 * pieces
     products = count(found, rf"QGMMA\.64x{configuration.block_n}x32\.F32\.{a}\.{b}")
     assert products == count(found, r"QGMMA.*") > 0
     assert products % (4 * pieces) == 0
-    # a wait for each group of products: were they serialised, for each product
+    # one wait per group of products; if they were serialised, one per product
     assert count(found, r"WARPGROUP\.DEPBAR.*") <= products // 4 + 1
     assert count(found, r"USETMAXREG.*") == 2
-    # barriers: two of each stage, and one for each consumer's turn
+    # barriers: two per stage, and one for each consumer's turn
     assert count(found, r"SYNCS\.EXCH\.64") == 2 * configuration.stages + 2 * configuration.ping_pong
-    # loads: of a by each block for itself, of b for the cluster
+    # loads: a by each block for itself, b for the cluster
     assert count(found, r"UTMALDG\.2D") > 0
     multicast = count(found, r"UTMALDG\.2D\.MULTICAST")
-    # and of h, boxes of 64 rows and columns
+    # and h, in boxes of 64 rows and columns
     of_h = configuration.block_m * configuration.block_n // 64**2 if chain == "BACKWARD" else 0
     assert multicast == (count(found, r"UTMALDG\.2D") - of_h if configuration.cluster > 1 else 0)
     assert count(found, r"LDSM\.16\.M88\.4") == (words // 2 if of_h else 0)
-    # stores: two boxes for every 256 bytes of a piece's rows
+    # stores: two boxes per 256 bytes of a piece's rows
     stored = 0 if chain == "BACKWARD" else pieces * configuration.block_n * (4 if fp32 else 2) // 128
     assert count(found, r"UTMASTG\.2D") == stored
     # four matrices hold 16 rows of 16 columns of 16 bits, or of 32 columns of codes
     matrices = (0 if fp32 or chain == "BACKWARD" else words // 2) + (0 if chain is None else words // 4)
     assert count(found, r"STSM\.16\.M88\.4") == matrices
-    # the whole device is waited for where a cluster ends, nowhere else; a single block has no cluster's barriers
+    # a full memory fence only at the end of a cluster; a single block has no cluster barriers
     clustered = configuration.cluster > 1
     assert count(found, r"MEMBAR\.\w+\.GPU") == clustered
     assert count(found, r"UCGABAR_ARV") == count(found, r"UCGABAR_WAIT") == 2 * clustered
@@ -130,7 +130,7 @@ def test_instructions(chosen: Chosen) -> None:
         return
     assert count(found, r"STSM\.16\.MT88\.4") == words // 4
     assert count(found, rf"F2FP\.SATFINITE\.{settings['FORMAT']}\.F32\..*") == 2 * words
-    # 16 codes at once, by rows and by columns; nothing is read but through shared memory
+    # 16 codes at once, by rows and by columns; everything is read through shared memory
     assert count(found, r"STG\.E\.128") == words // 2
     assert count(found, r"(REDG|ATOMG)\.E\.MAX\..*") == 1
 
@@ -142,12 +142,12 @@ def test_the_turn_is_given_while_products_run() -> None:
         rest = lines[max(place for place, line in enumerate(lines) if "QGMMA" in line) :]
         waits = next(place for place, line in enumerate(rest) if re.search(r"DEPBAR\.LE gsb0, 0x0", line))
         given.append(sum("SYNCS.ARRIVE" in line for line in rest[:waits]))
-    # both release the stage before
+    # both release the previous stage
     assert given == [2, 1]
 
 
 def step_instructions(family: Family) -> list[str]:
-    """Of a thread that computes, for 128 along K: the innermost loop around all products."""
+    """Instructions of a computing thread for 128 along K: the innermost loop around all products."""
     lines, labels = program(family, "sm_90a")
     products = [place for place, line in enumerate(lines) if "QGMMA" in line]
     jumps = ((place, re.search(r"BRA.*`\((\.L_\w+)\)", line)) for place, line in enumerate(lines))
@@ -162,35 +162,36 @@ def test_a_step_with_scales_costs_at_most(b_scale_rows: int, most: int) -> None:
     step = step_instructions(family)
     found = Counter(LINE.findall("\n".join(step)))
     assert len(step) <= most, found
-    # of 64 x 128 sums twice, 64 a thread, an addition each or a multiply-add
+    # 64 x 128 sums twice, 64 per thread, with an addition or a multiply-add each
     assert count(found, "FADD") == (0 if b_scale_rows else 128), found
     assert count(found, "FFMA") == (128 if b_scale_rows else 0), found
-    # of a thread's four rows and one column, for the next step
+    # scales of a thread's four rows and of one column, for the next step
     assert count(found, r"LDG\.E") == (5 if b_scale_rows else 0), found
-    # a wait for each piece's products: were they serialised, for each product
+    # one wait per piece's products; if they were serialised, one per product
     assert sum("DEPBAR" in line for line in step) == 2, found
     by_columns = b_scale_rows == 1
     assert count(found, r"LDS\..*") == (32 if by_columns else 0), found
     assert count(found, r"BAR\.SYNC.*") == (2 if by_columns else 0), found
 
 
-# --- what the end of a tile costs ------------------------------------------------------------------------------------
+# --- cost of the epilogue -------------------------------------------------------------------------------------------
 
 
 def epilogue_instructions(family: Family) -> int:
-    """Of a thread that computes, for a tile: from the last product of the main loop to where the next tile begins, with
-    all that lies in between, such as what is done only at the edges of a matrix."""
+    """Instructions of a computing thread for a tile, from the last product of the main loop to the start of the next
+    tile, including those that run only at the edges of a matrix.
+    """
     lines, labels = program(family, "sm_90a")
     products = [place for place, line in enumerate(lines) if "QGMMA" in line]
     jumps = {
         place: labels[jump[1]] for place, line in enumerate(lines) if (jump := re.search(r"BRA.*`\((\.L_\w+)\)", line))
     }
-    # the loop over tiles is the outermost one around all products
+    # the loop over tiles is the outermost loop around all products
     end = min((target, place) for place, target in jumps.items() if target < products[0] and place > products[-1])[1]
     return end - products[-1]
 
 
-# README.md has these figures: at most, for 128 sums of a thread
+# README.md has these figures: at most this many per 128 sums of a thread
 FORWARD = {"relu": 1900, "gelu": 3313, "gelu_tanh": 2650, "silu": 2400}
 BACKWARD = {"relu": 2400, "gelu": 4300, "gelu_tanh": 4050, "silu": 3550}
 COSTS = {

@@ -1,4 +1,4 @@
-"""The metrics against FP8 from its definition in numpy, and what torchmetrics promises for every metric."""
+"""The metrics compared with FP8's definition in numpy, and torchmetrics' general requirements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FRACTIONS = [SaturationFraction, UnderflowFraction]
 
 
 def all_bf16() -> Tensor:
-    """Every bf16 pattern: zeros, subnormals, inf and NaN of both signs included."""
+    """Every bf16 pattern, including zeros, subnormals, inf and NaN of both signs."""
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
 
 
@@ -43,14 +43,14 @@ def all_fp16() -> Tensor:
 
 
 def boundaries(fmt: str) -> Tensor:
-    """The thresholds of a format, which are the tie and the largest value, with their fp32 neighbours."""
+    """The thresholds of a format, i.e. the tie and the largest value, with their fp32 neighbours."""
     edges = np.float32([SMALLEST[fmt] / 2, SMALLEST[fmt], DEFINITIONS[fmt][3]])
     near = np.concatenate([edges, np.nextafter(edges, np.float32(0)), np.nextafter(edges, np.float32(np.inf))])
     return torch.from_numpy(np.concatenate([near, -near, np.float32([0.0, -0.0])]))
 
 
 def random_fp32(fmt: str, scale: float) -> Tensor:
-    """Values of all magnitudes of the format, spread by the scale, with the boundaries divided by it."""
+    """Values of all magnitudes of the format, divided by the scale, including its boundaries."""
     low, high = math.log2(SMALLEST[fmt]) - 4, math.log2(DEFINITIONS[fmt][3]) + 4
     exponents = torch.empty(20000, dtype=torch.float64).uniform_(low, high)
     values = torch.exp2(exponents) * torch.randn(20000).sign() / scale
@@ -59,12 +59,12 @@ def random_fp32(fmt: str, scale: float) -> Tensor:
 
 
 def expected_counts(x: Tensor, scale: float, fmt: str) -> dict[type[Metric], tuple[int, int]]:
-    """Hits and elements, out of the codes that a cast by definition gives."""
+    """Hits and elements, from the codes that a cast by definition gives."""
     values = x.float().numpy()
     codes = saturating_cast(values, np.float32(scale), fmt) & 0x7F
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = np.abs(values * np.float32(scale)).astype(np.float64)
-    # clipped: the largest code stands for a value that was not its own, and not below it
+    # clipped: the largest code represents a value above it
     clipped = (codes == LARGEST_CODE[fmt]) & ~np.isnan(values) & (scaled > DEFINITIONS[fmt][3])
     nonzero = ~np.isnan(values) & (values != 0)
     return {
@@ -98,7 +98,7 @@ def test_boundaries_at_scale_1(fmt: str) -> None:
     saturation, underflow = SaturationFraction(fmt), UnderflowFraction(fmt)
     saturation.update(x)
     underflow.update(x)
-    # of 20 elements the two beyond the largest value; of 18 that are not zero the two ties and the two below them
+    # of 20 elements, the two above the largest value; of 18 nonzero ones, the two ties and the two below them
     assert counts(saturation) == (2, 20)
     assert counts(underflow) == (4, 18)
 
@@ -114,14 +114,14 @@ def test_fractions_follow_the_reference_cast(fmt: str) -> None:
 
 
 def test_the_product_is_rounded_to_fp32() -> None:
-    # 448 * (1 + 2**-36), exactly, from two numbers that fp32 holds; 448 in fp32
+    # 448 * (1 + 2**-36) exactly, as the product of two fp32 numbers; 448 in fp32
     x, scale = torch.tensor([448 * (1 + 2.0**-12)]), 1 - 2.0**-12 + 2.0**-24
     assert x.double().item() * torch.tensor(scale).double().item() > 448
     assert SaturationFraction()(x, scale) == SaturationFraction()(x, torch.tensor(scale)) == 0
     assert SaturationFraction()(x, torch.tensor(scale, dtype=torch.float64)) == 0
     # a product below fp32's smallest subnormal is zero
     assert UnderflowFraction("e5m2")(torch.tensor([1e-30]), 1e-30) == 1
-    # a scale in double precision is the cast's fp32 scale: 1 + 2**-30 is 1
+    # a scale in double precision is rounded to fp32 as in the cast: 1 + 2**-30 is 1
     for x in (torch.tensor([448.0]), torch.tensor(448.0)):
         assert SaturationFraction()(x, torch.tensor(1 + 2.0**-30, dtype=torch.float64)) == 0
     assert SaturationFraction()(torch.tensor([448.0]), 1 + 2.0**-23) == 1
@@ -156,7 +156,7 @@ def test_sqnr_does_not_lose_small_noise_beside_a_large_signal() -> None:
         metric.update(torch.tensor([0.0]), torch.tensor([0.0]))
     noise = 100 * float(np.float32(1e-3)) ** 2
     assert metric.compute().item() == pytest.approx(10 * math.log10(1e11 / noise), rel=1e-13)
-    large = torch.tensor([1e30], dtype=torch.float32)  # whose square float32 does not hold
+    large = torch.tensor([1e30], dtype=torch.float32)  # its square overflows float32
     assert SQNR()(large * 2, large).item() == pytest.approx(0, abs=1e-5)
 
 
@@ -180,7 +180,7 @@ def test_sqnr_at_its_ends() -> None:
 
 
 def every_metric() -> list[tuple[Metric, list[tuple[Tensor, Any]]]]:
-    """Each metric with the batches of three updates, of different sizes and values."""
+    """Each metric with batches for three updates, of different sizes and values."""
     spread = [torch.randn(size) * 10.0**power for size, power in ((7, 2), (100, 6), (31, -6))]
     pairs = [(x.to(torch.bfloat16), x) for x in spread]
     scaled = list(zip(spread, (1.0, 0.5, torch.tensor(1.5))))
@@ -266,10 +266,10 @@ def test_sums_keep_their_dtype_where_the_owner_is_cast(which: int) -> None:
 
 
 def test_a_collection_keeps_the_formats_apart() -> None:
-    """Metrics with equal states after the first update would share one from then on."""
+    """If their states are equal after the first update, torchmetrics would let metrics share one state from then on."""
     fractions = MetricCollection({f"{kind.__name__}/{fmt}": kind(fmt) for kind in FRACTIONS for fmt in FORMATS})
     alone = {name: metric.clone() for name, metric in fractions.items()}
-    # nothing clipped or lost by either format at first; then something by one of them, and by both
+    # at first neither format clips or loses anything; then one of them does, and then both
     for x in (torch.ones(4), torch.tensor([500.0, 600.0, 700.0, 1e-4, 1.0]), torch.tensor([1e6, 1e-9, 1e-9])):
         fractions.update(x, scale=1.0)
         for metric in alone.values():
@@ -294,7 +294,7 @@ def test_plot_gives_a_figure_and_an_axis(which: int) -> None:
         assert isinstance(axis, Axes)
         assert np.ravel(axis.lines[0].get_ydata()).tolist() == [value.item() for value in expected]
         assert axis.get_ylabel() == type(metric).__name__
-        # a fraction's axis goes from 0 to 1, with torchmetrics' margin
+        # a fraction's axis goes from 0 to 1, plus torchmetrics' margin
         assert (axis.get_ylim() == (-0.1, 1.1)) is not isinstance(metric, SQNR)
         assert metric.plot(given, ax=axis)[1] is axis
         plt.close(figure)
@@ -373,7 +373,7 @@ dist.destroy_process_group()
 
 
 def test_two_processes_have_the_value_over_all_data(tmp_path: Path) -> None:
-    # unequal in number and size, and each rank with another distribution
+    # different numbers of batches and sizes, and a different distribution on each rank
     batches = [torch.randn(size) * 10.0**power for size, power in ((50, 3), (9, -3), (400, 4), (1000, -5), (3, 1))]
     batches.append(torch.randn(20) * 2000)
     torch.save(batches, tmp_path / "batches.pt")

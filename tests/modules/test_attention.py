@@ -1,4 +1,4 @@
-"""``Fp8MultiheadAttention`` beside torch's own module."""
+"""``Fp8MultiheadAttention`` compared with torch's own module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def module(**options: Any) -> nn.MultiheadAttention:
     torch.manual_seed(1)
     made = nn.MultiheadAttention(WIDTH, HEADS, **options)
     for name, parameter in made.named_parameters():
-        if name.endswith("bias"):  # torch begins with zeros, which would hide a bias that is left out
+        if name.endswith("bias"):  # torch initializes it with zeros, which would hide a missing bias
             nn.init.normal_(parameter, std=0.5)
     return made
 
@@ -71,8 +71,8 @@ CASES = {
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("batched", [True, False])
 def test_forward_is_torchs_with_plain_projections(case: str, batch_first: bool, batched: bool) -> None:
-    """The part that is not FP8: the same class with exact projections beside torch, gradients too, in fp32."""
-    # each pair of options in each of the cases that the test is called with
+    """The non-FP8 part: the same class with exact projections equals torch's module in fp32, including gradients."""
+    # each pair of options occurs in one of the cases of the test
     kinds, bools = ("none", "bool", "float"), (True, False)
     for bias, extra, need_weights, each_head, kind, pad in pairwise(bools, bools, bools, bools, kinds, kinds):
         plain = module(bias=bias, add_bias_kv=extra, add_zero_attn=extra, batch_first=batch_first)
@@ -278,7 +278,7 @@ def test_bad_input_is_named() -> None:
 
 
 def test_plain_loop_evaluates_what_it_trains() -> None:
-    """Outside our contexts too a converted encoder stays off torch's fast path, which would go around its layers."""
+    """Outside our contexts, too, a converted encoder stays off torch's fast path, which would bypass its layers."""
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, 0.0, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2)
     x, pad = operands(True)[0].detach(), torch.zeros(BATCH, LENGTH, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Averages of weights, by Lightning's callbacks: training goes on as without, and averages evaluate right."""
+"""Weight averages by Lightning's callbacks: training is unaffected, and averages evaluate correctly."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def averaging(kind: str) -> pl.Callback:
 
 
 def shadow(kind: str) -> AveragedModel:
-    """The same average of a plain model, kept beside."""
+    """The same average of a plain model, for comparison."""
     return AveragedModel(seeded().net, avg_fn=None if kind == "mean" else get_ema_avg_fn(DECAY))
 
 
 class Follows(pl.Callback):
-    """Weights and scales after each optimizer step, an average of its own, and both beside each validation's loss."""
+    """Records weights and scales after each optimizer step, their average, and both and the loss at each validation."""
 
     def __init__(self, kind: str = "mean") -> None:
         self.shadow = shadow(kind)
@@ -70,7 +70,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def evaluated(weights: dict[str, Tensor], scales: dict[str, Any] | None) -> float:
-    """The validation's loss of these weights in a model made just now: with these scales in FP8, without in fp32."""
+    """The validation loss of these weights in a new model: with these scales in FP8, without them in fp32."""
     model = seeded().eval()
     model.net.load_state_dict(weights)
     if scales is not None:
@@ -100,7 +100,7 @@ def fit(path: Path, *extra: pl.Callback, model: Regression | None = None, **kwar
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_as_without(tmp_path: Path, kind: str, accumulate: int) -> None:
-    """Weights are swapped for each validation: after each batch, so in the middle of an accumulation too."""
+    """Weights are swapped for each validation, here after each batch and so also during an accumulation."""
     alone, beside = Follows(), Follows()
     plain = fit(tmp_path, alone, accumulate_grad_batches=accumulate)
     averaged = fit(tmp_path, averaging(kind), beside, accumulate_grad_batches=accumulate)
@@ -111,7 +111,7 @@ def test_training_goes_on_as_without(tmp_path: Path, kind: str, accumulate: int)
     assert torch.equal(one.scale[:4], other.scale[:4])
     assert torch.equal(one.amax_history, other.amax_history)
     assert other.amax[:4].count_nonzero() == 0
-    # but for what is in the model afterwards, and was cast last, in validation
+    # except for the weights left in the model, whose last cast was in validation
     assert not equal(values(plain), values(averaged))
     for model in (plain, averaged):
         largest = torch.stack([model.net[layer].weight.detach().abs().max() for layer in (0, 2)])
@@ -126,7 +126,7 @@ def test_validation_casts_the_average(tmp_path: Path, kind: str) -> None:
     for number, seen in enumerate(follows.validated):
         assert seen["loss"] == pytest.approx(evaluated(seen["average"], seen["scales"]), abs=1e-7)
         if number > 2:
-            # far enough from the weights that are trained, and near what fp32 makes of the average
+            # far enough from the trained weights, and close to the averaged model in fp32
             assert abs(evaluated(named(seen["latest"]), seen["scales"]) - seen["loss"]) > 1e-4
             assert seen["loss"] == pytest.approx(evaluated(seen["average"], None), rel=0.03)
 
@@ -183,7 +183,7 @@ def test_a_resumed_run_is_the_same(tmp_path: Path, kind: str) -> None:
 
 @needs_averaging
 def test_the_average_has_a_scaling_state_of_its_own(tmp_path: Path) -> None:
-    """Of a model that is converted already; of another one Lightning copies the plain model."""
+    """This holds for a model that is already converted; of others, Lightning copies the plain model."""
     callback, first = Averaging(), Follows()
     model = fit(tmp_path, callback, first, plugins=long_window())
     assert callback._average_model is not None
@@ -200,7 +200,7 @@ def test_the_average_has_a_scaling_state_of_its_own(tmp_path: Path) -> None:
             training = scaling_state(module)
             assert training is before
             amax, scale = training.amax.clone(), training.scale.clone()
-            # whoever trains the copy moves its state, and no other
+            # training the copy updates its own state only
             average = copy.deepcopy(callback._average_model.module).train()
             state = scaling_state(average)
             average.step(next(iter(loader()))).backward()
@@ -213,7 +213,7 @@ def test_the_average_has_a_scaling_state_of_its_own(tmp_path: Path) -> None:
     fit(tmp_path, callback, Looks(), model=model, plugins=long_window())
     assert len(seen) == 12
     assert all(own is seen[0] and own is not before for own in seen)
-    # as it was copied, while the training's went on
+    # still as it was copied, although that of the training has changed
     kept = seen[0].state_dict()
     assert all(torch.equal(kept[name][field], value) for name in kept for field, value in scales[name].items())
     assert (before.amax_history > 0).sum(0).tolist() == [24] * 4
@@ -230,11 +230,11 @@ def test_an_average_that_was_copied_in_fp8_evaluates_right(tmp_path: Path) -> No
         def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
             assert callback._average_model is not None
             average = callback._average_model.module
-            # by now the swapped one: the latest weights of the training, in the copy
+            # now swapped: the latest weights of the training are in the copy
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
                 losses.append(float(torch.stack([average.eval().step(batch) for batch in loader()]).mean()))
 
-    # after the average's own hook, so weights are swapped back
+    # after the average's own hook, so the weights are swapped back
     fit(tmp_path, callback, follows, Evaluates(), model=model)
     assert callback._average_model is not None
     scales = scaling_state(callback._average_model).state_dict()
@@ -246,7 +246,7 @@ def test_an_average_that_was_copied_in_fp8_evaluates_right(tmp_path: Path) -> No
 
 
 class Normalized(Regression):
-    """With statistics to be computed anew for the average: one more epoch without backward."""
+    """A model with running statistics, which are recomputed for the average in an extra epoch without backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Normalized(Regression):
 
 
 class FollowsEpochs(pl.Callback):
-    """Weights that the callback averages: those at the start of each epoch from the second on."""
+    """Records the weights that the callback averages: those at the start of each epoch from the second on."""
 
     def __init__(self) -> None:
         self.weights: list[list[Tensor]] = []
@@ -272,7 +272,7 @@ class FollowsEpochs(pl.Callback):
 
 
 def swa() -> StochasticWeightAveraging:
-    # anneals at once, to the rate that it had
+    # anneals at once, to the current learning rate
     return StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=1, annealing_strategy="linear")
 
 
@@ -280,7 +280,7 @@ def test_swa(tmp_path: Path) -> None:
     follows, alone = FollowsEpochs(), FollowsEpochs()
     plain = fit(tmp_path, alone, max_epochs=4)
     model = fit(tmp_path, swa(), follows, max_epochs=4)
-    # the same rate throughout, so the same training
+    # a constant learning rate, so the training is the same
     assert torch.equal(torch.stack(plain.losses), torch.stack(model.losses))
     assert all(map(equal, follows.weights, alone.weights))
     assert torch.equal(scaling_state(plain).amax_history, scaling_state(model).amax_history)
@@ -309,7 +309,7 @@ def test_swa_of_a_converted_model_copies_its_state(tmp_path: Path) -> None:
 def test_swa_computes_batch_norm_anew(tmp_path: Path) -> None:
     follows = FollowsEpochs()
     model = fit(tmp_path, swa(), follows, model=seeded(Normalized), max_epochs=4, plugins=long_window())
-    # the fifth epoch has no backward, and one optimizer step, at its end: of what has run forward
+    # the fifth epoch has no backward and a single optimizer step at its end, which sees the amaxes of its forwards
     assert follows.entries == [*range(1, 17), 16, 16, 16, 17]
     assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [17, 17, 16, 16]
     assert scaling_state(model).amax[:4].count_nonzero() == 0

@@ -1,4 +1,4 @@
-"""Experts in 3-D parameters: each one is an FP8 linear layer of its own, bit for bit."""
+"""Experts in 3-D parameters: each expert is a separate FP8 linear layer, bit for bit."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def assert_same_state(one: Any, other: Any) -> None:
 
 
 def train_both(in_bf16: bool, recipe: DelayedScaling | None = None) -> Iterator[tuple[Any, Any]]:
-    """Experts and their separate layers, after each of four steps that have been compared bit for bit."""
+    """Compares experts and equivalent separate layers bit for bit in four steps, after each of which it gives both."""
     stacked = experts()
     separate = convert(Separate(stacked), recipe)
     convert(stacked, recipe)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (stacked, separate)]
-    # in the second step expert 1 has no token, in the third both micro-batches have none for expert 2
+    # in the second step expert 1 has no token; in the third, expert 2 has none in either micro-batch
     for number, without in enumerate([(), (1,), (2,), ()]):
         for micro_batch in range(2):
             x = torch.randn(TOKENS, WIDTH) * 2.0**number
@@ -96,7 +96,7 @@ def test_equal_separate_linear_layers_bit_for_bit(half: str, in_bf16: bool, requ
             for weight, layer in zip(getattr(stacked, name), getattr(separate, name), strict=True):
                 assert torch.equal(weight, layer.weight)
     state = scaling_state(stacked)
-    # every expert has a scale of its own, in each of the three roles
+    # every expert has its own scale in each of the three roles
     assert len({*state.scale.tolist()}) > 0.9 * len(state.names) == 0.9 * 3 * 2 * EXPERTS
     assert "gate_up_proj.3.input" in state.names
 
@@ -107,7 +107,7 @@ def test_products_in_bf16(products: tuple[str, ...]) -> None:
     for stacked, _ in train_both(True, recipe):
         assert stacked.in_bf16 == products
     for row, name in enumerate(scaling_state(stacked).names):
-        # the first of a product that is in FP8 for fprop, and the only one for wgrad
+        # the first expert of a product, in FP8 for fprop, and the only one for wgrad
         assert bool(scaling_state(stacked).scale[row] != 1) is not ("dgrad" in products and name.endswith("weight"))
 
 
@@ -176,7 +176,7 @@ def test_flops_are_those_of_the_definition(device: str) -> None:
         y = model(*(tensor.to(device).requires_grad_(tensor.is_floating_point()) for tensor in given))
         y.sum().backward()
     assert y.shape == (TOKENS, WIDTH)
-    # each token has two experts, with a product for gate and up and one back; backward does it twice again
+    # each token has two experts, each with a product for gate and up and one for down; backward has twice as many
     assert counter.get_total_flops() == 3 * TOKENS * 2 * (2 * WIDTH * 2 * HIDDEN + 2 * HIDDEN * WIDTH)
 
 
@@ -213,7 +213,7 @@ def test_evaluation_uses_the_scales_of_training() -> None:
     with torch.no_grad():
         together = model(x, index, weights)
         alone = [model(x[[row]], index[[row]], weights[[row]]) for row in range(TOKENS)]
-    # with scales of its own, each batch would round differently; the order of fp32 sums may differ
+    # with separate scales, each batch would round differently; the order of fp32 sums may differ
     assert sqnr(together, torch.cat(alone)) > 100
     after = state.state_dict()
     assert all(torch.equal(after[name][key], before[name][key]) for name in before for key in before[name])
@@ -286,7 +286,7 @@ def test_one_experts_new_weight_empties_the_histories() -> None:
     for _ in range(3):
         train()
     assert (state.amax_history[:3] > 0).all()
-    # an optimizer may do so, whatever the factor
+    # an optimizer may change a weight by any factor
     model.down_proj.grad = -10 * model.down_proj.detach() / 1e-3
     optimizer.step()
     optimizer.zero_grad()
@@ -446,11 +446,11 @@ def test_errors_name_the_experts_and_the_rule() -> None:
 
 
 def test_all_experts_are_cast_together(cuda_half: Counter[str]) -> None:
-    """The CUDA half, on its kernels for the host."""
+    """The CUDA half, with its kernels compiled for the host."""
     model = convert(experts())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for launches in (4, 2, 2):
-        # one measures and one casts: first for each of the two parameters, later for all weights of the model
+        # one launch measures and one casts: at first per parameter, later for all weights of the model
         before = cuda_half["cast_weights"]
         for micro_batch in range(2):
             step(model, torch.randn(TOKENS, WIDTH), *routing(0, seed=micro_batch), False)

@@ -1,4 +1,4 @@
-"""Layers that fall back from FP8: what they compute, what stays, and what a checkpoint keeps."""
+"""Layers that fall back from FP8: what they compute, what they keep, and what a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_linear_layer_gives_the_numbers_of_a_plain_one() -> None:
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, expected)
     assert all(map(torch.equal, gradients, expected_gradients))
-    # nothing is recorded, and nothing moves
+    # nothing is recorded, and no scale changes
     state = scaling_state(model)
     assert state.amax.eq(0).all()
     state.update()
@@ -67,7 +67,7 @@ def test_only_the_layer_that_fell_back_leaves_fp8(backend: str | None, monkeypat
     scaling_state(model).update()
     fall_back(model, "2")
     assert fallbacks(model) == ("2",)
-    # the same history for the layer that stays
+    # the same history for the layer that stays in FP8
     fresh, other = scaling_state(model), scaling_state(reference)
     other.copy_module(0, fresh, 0)
     for _ in range(2):
@@ -180,7 +180,7 @@ def test_state_dict_and_back_and_what_older_versions_saved() -> None:
     loaded.load_state_dict(saved)
     assert loaded.switches.fallbacks == ("2",)
     assert not other[2].in_fp8
-    # a state loaded later says what holds, in the other direction too
+    # a state loaded later decides, also in the other direction
     loaded.load_state_dict(convert_fresh().state_dict())
     assert loaded.switches.fallbacks == ()
     assert other[2].in_fp8
@@ -243,7 +243,7 @@ def test_a_weight_that_fell_back_is_not_cast_with_the_others(cuda_half: Counter[
         assert state.amax[[0, 2, 3, 5, 6, 8]].gt(0).all()
         state.update()
     assert torch.equal(state.scale[left], scales)
-    # of its last cast
+    # the amax at its last cast
     assert state.amax[7] == amax_of_weight == model[1].weight.detach().abs().max()
     assert model[1].fp8[""].weight_cache._entry is None
 

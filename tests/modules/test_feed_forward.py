@@ -1,4 +1,4 @@
-"""Linear - activation - linear as one gives the numbers of its parts, and steps aside where it would not."""
+"""A fused linear - activation - linear gives the results of its parts, and is not used where it would not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_fp8.modules.fused_blocks import Fp8FeedForward
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The activations of the blocks that ran as one."""
+    """The activations of the blocks that ran fused."""
     calls: list[str] = []
 
     def counting(first: Any, activation: str, second: Any, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def test_nothing_is_computed_for_a_frozen_first_layer_behind_data(frozen: tuple[
             model.get_parameter(name).requires_grad_(False)
     parts[1](F.gelu(parts[0](x))).sum().backward()
     fp8_feed_forward(whole[0], "gelu", whole[1], x).sum().backward()
-    # no amax of the gradient of h, unless its sum is the gradient of a bias
+    # the gradient of h has no amax, unless it is summed for the gradient of a bias
     one, two = scaling_state(parts).amax, scaling_state(whole).amax
     assert torch.equal(one, two)
     assert (two[2] > 0) == ("0.bias" not in frozen)
@@ -246,7 +246,7 @@ def test_bad_input_is_named() -> None:
 
 
 def test_weights_of_another_width(fused: list[str]) -> None:
-    """As one block with the numbers of its parts; and where the parts do not fit, the error is that of the part."""
+    """A fused block has the results of its parts; if the parts do not fit together, the error is that of the part."""
     layer = convert(nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True))
     layer.linear1.weight, layer.linear1.bias = nn.Parameter(torch.randn(80, 32) / 4), nn.Parameter(torch.randn(80))
     layer.linear2.weight, layer.linear2.bias = nn.Parameter(torch.randn(24, 80) / 4), nn.Parameter(torch.randn(24))

@@ -1,4 +1,4 @@
-"""Frozen weights that are kept as their FP8 cast only: the same numbers as with masters, and what becomes of them."""
+"""Frozen weights that are stored only in FP8: the same results as with masters, and what happens when they change."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def train(model: nn.Module, run: Callable[[Tensor], Tensor], steps: int = 3, autocast: bool = True) -> list[Tensor]:
-    """Outputs and gradients of the input of some steps, the parameters after them, and an evaluation."""
+    """Outputs and input gradients of some steps, the parameters after them, and an evaluation."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer, found = torch.optim.AdamW(parameters, lr=1e-2), []
     for step in range(steps):
@@ -68,7 +68,7 @@ def train(model: nn.Module, run: Callable[[Tensor], Tensor], steps: int = 3, aut
     return [*found, *(p.detach().clone() for p in parameters), evaluated]
 
 
-# --- the same numbers ---
+# --- the same results ---
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_a_weight_is_never_cast_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for how, model in models.items():
         casts.clear()
         train(model, model, steps=2, autocast=False)
-        # of the attention and of the feed-forward block: no input has these shapes
+        # no input of the attention or of the feed-forward block has these shapes
         of_base = [casts[shape] for shape in ((96, 32), (64, 32), (32, 64))]
-        # with masters, once for training and once for the evaluation
+        # with masters, once for training and once for evaluation
         assert of_base == ([0, 0, 0] if how == "fp8" else [2, 2, 2])
         assert casts[10, 32] > 0
 
@@ -203,7 +203,7 @@ def test_columns_are_kept_where_a_gpu_needs_them(cuda_half: Counter[str]) -> Non
 
 
 def bytes_of(model: nn.Module, names: tuple[str, ...] = BASE) -> int:
-    """All storages behind these parameters."""
+    """The size of all storages of these parameters."""
     tensors = []
     for name, parameter in model.named_parameters():
         if name in names:
@@ -222,7 +222,7 @@ def test_bytes_per_parameter(dtype: torch.dtype, size: int) -> None:
     assert len(masters) == len(BASE)
     assert bytes_of(model) == size * FROZEN
     convert(model, ignore_modules=ADAPTERS, frozen_weights="fp8")
-    # two numbers of fp32 for each weight
+    # two fp32 numbers per weight
     assert bytes_of(model) == FROZEN + 8 * len(BASE)
     assert all(master.expired() for master in masters)
     train(model, model, steps=1, autocast=False)
@@ -306,7 +306,7 @@ def test_state_dict_is_plain_and_loads_back(dtype: torch.dtype, assign: bool) ->
     assert not same(payloads(other), before)
     other.load_state_dict(saved, assign=assign)
     assert same(payloads(other), before)
-    # nothing is rounded any more
+    # nothing is rounded again
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert same(other.state_dict(), saved)
@@ -411,7 +411,7 @@ def test_a_change_in_place_is_not_rounded(how: str) -> None:
 
 
 def test_a_change_that_fp8_holds_exactly_stays_in_fp8() -> None:
-    # averaging and broadcasts write the same values again
+    # averaging and broadcasts write the same values back
     model = converted("fp8")
     before = payloads(model)
     with torch.no_grad():
@@ -431,7 +431,7 @@ def test_averaging() -> None:
     assert same(payloads(averaged.module), payloads(model))
 
 
-# --- moves, copies, and what is refused ---
+# --- moves, copies, and refused uses ---
 
 
 def test_copies_and_dtypes() -> None:
@@ -474,7 +474,7 @@ def test_training_such_a_weight_is_refused_by_name() -> None:
     assert model.conv.weight.is_fp8
     assert same(model.conv.weight.dequantized(), model.query.base.weight.dequantized())
     model.requires_grad_(False)
-    # an optimizer that is given such weights leaves them alone
+    # an optimizer ignores such weights
     before = payloads(model)
     model.head.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)

@@ -124,7 +124,7 @@ def test_merged_weights_are_not_rounded(make: Callable[[], PreTrainedModel], saf
     convert(unmerged, ignore_modules=ADAPTERS)
     assert all(weight.is_fp8 for weight in held(unmerged).values())
     assert torch.allclose(logits(unmerged), before, rtol=0, atol=1e-3)
-    # what is saved is the sum, in the masters' dtype, and loads into a plain model
+    # the sum is saved in the masters' dtype, and loads into a plain model
     model.unmerge_adapter()
     sums = {name: held(model)[name].dequantized() + delta for name, delta in deltas.items()}
     merged = model.merge_and_unload(safe_merge=safe)
@@ -135,7 +135,7 @@ def test_merged_weights_are_not_rounded(make: Callable[[], PreTrainedModel], saf
     for name, expected in sums.items():
         path = name.removeprefix("base_model.model.").replace(".base_layer", "")
         assert torch.equal(plain.get_parameter(path), expected)
-    # and the adapter loads onto another base in FP8
+    # and the adapter loads onto another FP8 base
     torch.manual_seed(0)
     again = peft.PeftModel.from_pretrained(make(), tmp_path / "adapter")
     again = convert(again, ignore_modules=ADAPTERS, frozen_weights="fp8")

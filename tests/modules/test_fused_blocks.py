@@ -1,4 +1,4 @@
-"""Feed-forward blocks of models people use run as one, with the numbers of their parts, and step aside otherwise."""
+"""Feed-forward blocks of widely used models run fused, with the results of their parts, and unfused otherwise."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from lightning_fp8.modules.straight_line import returned_by
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operators' names of the activations of blocks that ran as one."""
+    """The operators' names of the activations of blocks that ran fused."""
     calls: list[str] = []
 
     def counting(first: Any, activation: str, second: Any, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def assert_same_steps(
     one: nn.Module, two: nn.Module, steps: int = 3, autocast: bool = False, batch: tuple[int, ...] = (2, 7, WIDTH)
 ) -> None:
-    """Outputs, gradients, scales and amaxes of training steps: the first use of every tensor, then delayed scales."""
+    """Outputs, gradients, scales and amaxes agree, at the first use of every tensor and with delayed scales."""
     dtype = next(one.parameters()).dtype
     for _ in range(steps):
         x = torch.randn(batch, dtype=dtype)
@@ -88,7 +88,7 @@ def test_gelu_new_is_computed_as_torchs_gelu_with_tanh(fused: list[str]) -> None
     parts = part_by_part(model)
     parts[0].act = nn.GELU("tanh")
     assert_same_steps(parts, model)
-    # the formula, operator by operator, is rounded otherwise
+    # the formula, operator by operator, rounds differently
     written_out = part_by_part(model)(x := torch.randn(3, WIDTH))
     torch.testing.assert_close(model(x), written_out, rtol=0, atol=0.05 * written_out.abs().max().item())
     assert fused == ["gelu_tanh"] * 4
@@ -154,7 +154,7 @@ def test_recomputation_changes_nothing(block: str, reentrant: bool) -> None:
         assert all(map(torch.equal, one, two))
 
 
-# one of each way to write a block: the others differ in the activation or in biases
+# one block of each form: the others differ only in the activation or in biases
 @pytest.mark.parametrize("block", ["gelu", "GPT-2", "Llama", "Phi-3", "BERT", "encoder layer"])
 def test_compiled_without_a_graph_break(block: str, fused: list[str]) -> None:
     model = converted(BLOCKS[block])
@@ -186,7 +186,7 @@ def test_copies_pickles_and_the_way_back(block: str, fused: list[str]) -> None:
     assert [type(module) for module in unconvert(model).modules()] == classes
 
 
-# stepping aside
+# running unfused
 
 
 def hook(part: nn.Module) -> None:
@@ -198,7 +198,7 @@ def own_forward(part: nn.Module) -> None:
 
 
 class Adapter(nn.Module):
-    """Around a linear layer, as adapters are."""
+    """Wraps a linear layer, as adapters do."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def test_it_steps_aside(case: str, fused: list[str]) -> None:
 
 
 def test_hooks_are_called_and_change_what_they_should(fused: list[str]) -> None:
-    """A hook that changes the output of a part: as one, the block would not notice."""
+    """A hook that changes the output of a part: a fused block would not call it."""
     for block, parts in {"Llama": ["gate_proj", "up_proj", "act_fn", "down_proj"], "ViT": ["fc1", "fc2"]}.items():
         for part in parts:
             model = converted(BLOCKS[block])
@@ -304,7 +304,7 @@ def test_gate_and_up_are_not_exchanged() -> None:
     assert torch.equal(packed(x), packed.down_proj(F.silu(gate) * up))
 
 
-# what is known
+# known forms
 
 
 def test_classes_of_transformers() -> None:
@@ -336,7 +336,7 @@ def test_classes_of_transformers() -> None:
 
 
 class Mine(nn.Module):
-    """A user's own, of the form of ViT's."""
+    """A user's class with the form of ViT's MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ def test_a_class_is_known_by_what_it_computes(kind: type[nn.Module], fused: list
     model = converted(kind)
     assert_same_steps(part_by_part(model), model, steps=2)
     assert fused == ["relu"] * 2
-    # an argument by name is for the class itself
+    # a keyword argument is part of the class's own signature
     x = torch.randn(2, WIDTH)
     assert torch.equal(model(hidden=x), model(x))
     with pytest.raises(TypeError, match="other"):
@@ -449,7 +449,7 @@ def test_a_class_changed_since_conversion_is_no_longer_known(monkeypatch: pytest
 
 
 def test_source_that_is_not_that_of_the_code(tmp_path: Any) -> None:
-    """A file edited since it was imported."""
+    """A file edited after it was imported."""
     file = tmp_path / "edited.py"
     file.write_text("def forward(self, x):\n    return self.a(self.b(x))\n")
     found: dict[str, Any] = {}
@@ -476,7 +476,7 @@ def test_expressions() -> None:
             return one * two
 
         def nothing(self, x: Any) -> None:
-            """Only this."""
+            """Docstring only."""
 
         def stores(self, x: Any) -> Any:
             self.seen = x
@@ -513,11 +513,11 @@ def test_activations() -> None:
     assert activation_name(functools.partial(F.gelu)) is None
 
 
-# what `describe` says
+# rows of `describe`
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """What the rows say about the block, by path."""
+    """The remarks of the rows on the block, by path."""
     rows = {row.path: row.reason.split("; ") for row in describe(model)}
     return {path: remarks[-1] for path, remarks in rows.items() if "feed-forward" in remarks[-1]}
 
@@ -604,7 +604,7 @@ def test_the_public_function(gated: bool, activation: Any, fused: list[str]) -> 
     torch.manual_seed(0)
     model = (OwnGated if gated else Own)(gated, activation)
     x = torch.randn(4, 5, WIDTH)
-    # plain layers, and in bf16
+    # plain layers, and bf16
     assert torch.equal(model(x), model.parts(x))
     half = copy.deepcopy(model).bfloat16()
     assert torch.equal(half(x.bfloat16()), half.parts(x.bfloat16()))

@@ -1,4 +1,4 @@
-"""``generate`` of transformers on a converted model: the tokens of teacher forcing, each weight cast once."""
+"""transformers' ``generate`` on a converted model: the tokens of teacher forcing, with each weight cast once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ every_model = pytest.mark.parametrize("name", MODELS)
 
 
 def trained(name: str, layers: int | None = None) -> nn.Module:
-    """A converted model with the scales of two steps, in evaluation; of a Llama the first ``layers``."""
+    """A converted model in evaluation with the scales of two steps; of a Llama, only the first ``layers``."""
     model, batch = base(name.partition(" ")[0])
     model.generation_config.eos_token_id = None
     if layers is not None:
@@ -63,7 +63,7 @@ def forced(model: Any, sequences: Tensor) -> Tensor:
 
 @pytest.fixture
 def exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums in fp64, rounded once: the same whatever their order, so that a token alone and in its sequence agree.
+    """Sums in fp64, rounded once: independent of their order, so that a token alone and in its sequence agree.
 
     A sum of products of FP8 numbers is exact in fp64.
     """
@@ -114,7 +114,7 @@ def test_greedy_tokens_are_those_of_teacher_forcing(name: str, declared: bool, c
     model = trained(name)
     casts.clear()
     found = generated(model, prompts(), weights_unchanged(model) if declared else None)
-    # in each forward, of the prompt and of each token but the last one, unless the weights are declared unchanged
+    # in each forward, of the prompt and of each token except the last, unless the weights are declared unchanged
     assert sorted(casts.values()) == [1 if declared else NEW] * layers_of(model)
     logits = forced(model, found.sequences)
     assert torch.equal(torch.stack(found.logits, 1), logits)
@@ -124,7 +124,7 @@ def test_greedy_tokens_are_those_of_teacher_forcing(name: str, declared: bool, c
 
 @pytest.mark.usefixtures("exact_sums")
 def test_another_scale_gives_other_logits() -> None:
-    """The comparison above would find it."""
+    """Shows that the comparison above would find a difference."""
     model = trained("llama")
     found = generated(model, prompts())
     state = scaling_state(model)
@@ -169,7 +169,7 @@ def test_beam_search(name: str) -> None:
 
 
 class Compiled:
-    """A backend that counts the casts of weights in the graphs that have run."""
+    """A backend that counts the casts of weights in the graphs that ran."""
 
     def __init__(self) -> None:
         self.runs = self.casts = 0
@@ -196,8 +196,8 @@ def backend() -> Iterator[Compiled]:
 
 
 def static(backend: Compiled) -> dict[str, Any]:
-    """``generate`` compiles the steps after the prompt itself: on a GPU always with this cache, here on request."""
-    # which transformers copies, but not a function in it
+    """``generate`` compiles the steps after the prompt itself: with this cache always on a GPU, and here on request."""
+    # transformers copies the configuration, but not a function in it
     settings = transformers.CompileConfig(backend=lambda *graph: backend(*graph), mode=None)  # type: ignore[arg-type]
     settings._compile_all_devices = True
     return {"cache_implementation": "static", "compile_config": settings}
@@ -207,7 +207,7 @@ def static(backend: Compiled) -> dict[str, Any]:
 def test_compiled_by_generate(backend: Compiled, casts: Counter[int]) -> None:
     model = trained("llama", layers=1)
     expected = generated(model, prompts())
-    # the first one compiles after the context has begun, and its graphs cast the weights
+    # the first call compiles inside the context, and its graphs cast the weights
     for graph_casts in ((NEW - 1) * layers_of(model), 0):
         casts.clear()
         backend.runs = backend.casts = 0
@@ -243,7 +243,7 @@ def test_in_training_it_moves_no_scale(name: str) -> None:
     generated(model, prompts())
     for key, tensor in before.items():
         rows = state.delayed if key != "amax_history" else None
-        # weights have the scale of their last cast
+        # weights have the scales of their last cast
         assert torch.equal(getattr(state, key)[..., :rows], tensor[..., :rows])
 
 

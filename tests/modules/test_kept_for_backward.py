@@ -1,4 +1,4 @@
-"""What waits for backward: only what the gradients that are asked for are computed from."""
+"""A forward keeps only what the requested gradients are computed from."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LAST, HIDDEN_OUTPUT = (FP8, (HIDDEN, WIDTH)), (OUTPUT, (ROWS, HIDDEN))
 
 
 def kept(model: nn.Module, x_needs: bool, frozen: list[str]) -> Counter[tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtypes and shapes of all matrices that a forward keeps."""
+    """Dtypes and shapes of all matrices that a forward keeps for backward."""
     found: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
 
     def pack(tensor: Tensor) -> Tensor:
-        # an empty one stands for a result that was not asked for
+        # an empty tensor stands for a result that was not requested
         if tensor.dim() == 2 and tensor.numel():
             found[tensor.dtype, tuple(tensor.shape)] += 1
         return tensor
@@ -50,7 +50,7 @@ def test_linear(x: bool, weight: bool, bias: bool) -> None:
 def test_feed_forward(x: bool, first: bool, bias: bool, second: bool) -> None:
     model = converted(vit)
     frozen = ["fc2.bias", *["fc1.weight"][first:], *["fc1.bias"][bias:], *["fc2.weight"][second:]]
-    # from the gradient of the activation's output: what the activation took, and the weight behind it
+    # for the gradient of the activation's output: the activation's input, and the weight of the layer after it
     needs_hidden = x or first or bias
     assert kept(model, x, frozen) == counted(
         (first, [X]), (x, [FIRST]), (second, [OF_HIDDEN]), (needs_hidden, [LAST, HIDDEN_OUTPUT])

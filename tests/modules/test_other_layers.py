@@ -1,4 +1,4 @@
-"""Linear layers in the hands of other code: parametrized, wrapped for LoRA, lazily initialised, normalised."""
+"""Linear layers modified by other code: parametrized, wrapped for LoRA, lazily initialised, normalised."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_weight_norm_by_hook_runs_in_fp8() -> None:
 
 
 class LoraLinear(nn.Module):
-    """As PEFT wraps a layer: the frozen base beside a product of two narrow ones."""
+    """Wraps a layer as PEFT does: the frozen base plus a product of two narrow layers."""
 
     def __init__(self, base: nn.Linear, rank: int = 4) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_lora(precision: Any, ignored: tuple[str, ...]) -> None:
         y = trains(model, x)
     assert sqnr(y, plain(x)) > (22 if precision in RECIPES else 40)
     assert model[0].base_layer.weight.grad is None
-    # lora_b starts at zero, so only it has a gradient at first, but the one behind a base layer reaches the front
+    # lora_b starts at zero, so at first only it has a gradient, but gradients through the base reach the first layer
     assert model[0].lora_b.weight.grad.abs().max() > 0
     if precision in RECIPES:
         scaling_state(model).update()

@@ -1,4 +1,4 @@
-"""Products in bf16 beside products in FP8: each is bit for bit what it is where all three have its precision."""
+"""Products in bf16 and in FP8 in one layer: each equals the one of a layer with all in its precision, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_fp8.scaling.recipe import Recipe
 
 # more than one block of inputs
 ROWS, INPUTS, OUTPUTS = (3, 16), 144, 48
-# all but the one that leaves the layer plain
+# all choices except the one that leaves the layer plain
 CHOICES = [chosen for count in range(3) for chosen in itertools.combinations(PRODUCTS, count)]
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "delayed": DelayedScaling,
@@ -55,7 +55,7 @@ def step(model: nn.Module, seed: int, run: Callable[[Tensor], Tensor] | None = N
 
 
 def in_plain_bf16(model: nn.Linear, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """y, dx and dw by torch's own products."""
+    """y, dx and dw from torch's own products."""
     x, dy = batch(seed)
     x, dy, w = x.detach().bfloat16(), dy.flatten(0, 1), model.weight.detach().bfloat16()
     y = F.linear(x, w, None if model.bias is None else model.bias.detach().bfloat16())
@@ -74,11 +74,11 @@ def check_layer(in_bf16: tuple[str, ...], bias: bool, kind: str, run: Any = lamb
         if bias:
             assert torch.equal(found[3], batch(seed)[1].float().sum((0, 1))) or torch.equal(found[3], of_fp8[3])
             torch.testing.assert_close(found[3], of_fp8[3], rtol=1e-6, atol=1e-5)
-        # what no product takes in FP8 is not cast, and leaves no amax
+        # a tensor that no product takes in FP8 is not cast, and leaves no amax
         for role, row in (("input", 0), ("grad_output", 1)):
             assert bool(state.amax_history[0, row] > 0) is not OPERAND_OF[role].issubset(in_bf16)  # type: ignore[index]
         assert bool(state.amax[2] > 0) is not OPERAND_OF["weight"].issubset(in_bf16)
-        # the host waits for no history that never comes
+        # the host does not wait for histories that never come
         assert state.every_tensor_has_history is (kind == "delayed")
 
 
@@ -140,7 +140,7 @@ def test_wgrad_in_bf16_is_far_nearer_to_the_truth() -> None:
             model(x).backward(dy.bfloat16())
         assert model.weight.grad is not None
         found[wgrad] = sqnr(model.weight.grad, expected)
-    # E4M3 times E5M2 has 25 dB; bf16 operands and a bf16 result 51 dB
+    # E4M3 times E5M2 gives 25 dB; bf16 operands and a bf16 result give 51 dB
     assert found["fp8"] < 30
     assert found["bf16"] > 48
 

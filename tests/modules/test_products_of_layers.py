@@ -1,4 +1,4 @@
-"""``wgrad`` in bf16 in layers of all kinds, what it keeps for backward, and inputs that layers share."""
+"""``wgrad`` in bf16 in all kinds of layers, what it keeps for backward, and inputs that layers share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPES: list[Callable[..., Recipe]] = [DelayedScaling, CurrentScaling, BlockSca
 
 
 class Calls:
-    """Input, weight and gradient of the output of every call of the operator."""
+    """Input, weight and output gradient of every call of the operator."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from lightning_fp8 import ops
@@ -38,7 +38,7 @@ class Calls:
         monkeypatch.setattr(ops, "linear", noting)
 
     def weight_gradient(self, leaf: Tensor) -> Tensor:
-        """Of a parameter, by plain products in bf16."""
+        """The weight gradient of a parameter, from plain products in bf16."""
         total = torch.zeros_like(leaf)
         for x, parameter, (dy,) in self.made:
             dw = (dy.flatten(0, -2).t() @ x.bfloat16().flatten(0, -2)).to(parameter.dtype)
@@ -66,7 +66,7 @@ def attention(**kwargs: Any) -> nn.Module:
 
 
 class Shared(nn.Module):
-    """Three layers with one input, of which conversion knows."""
+    """Three layers with one input, which conversion detects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_layers_of_all_kinds(name: str, recipe: Callable[..., Recipe], monkeypat
         y.float().square().sum().backward()
         found.append((y, x.grad))
         monkeypatch.undo()
-    # the forward and dgrad are in FP8 as before: those of layers that are fused differ in roundings between operators
+    # the forward and dgrad are in FP8 as before; fused layers differ in roundings between operators
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)  # type: ignore[arg-type]
     weights = [parameter for parameter in model.parameters() if parameter.dim() == 2]
@@ -120,7 +120,7 @@ def test_layers_of_all_kinds(name: str, recipe: Callable[..., Recipe], monkeypat
 
 
 def kept_bytes(model: nn.Module, x: Tensor) -> int:
-    """Of all tensors that a forward under autocast keeps, each part of memory once; parameters are there anyway."""
+    """Bytes of all tensors that a forward under autocast keeps, each storage counted once, without parameters."""
     found: dict[int, int] = {}
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
 
@@ -151,7 +151,7 @@ def test_bytes_kept_for_backward(make: Any, x_dtype: torch.dtype, of_fp8: int, o
         wgrad: kept_bytes(convert(make(), DelayedScaling(wgrad=wgrad)).requires_grad_(), x.clone().requires_grad_())
         for wgrad in ("fp8", "bf16")
     }
-    # all else is the same
+    # everything else is unchanged
     assert results["bf16"] - results["fp8"] == (of_bf16 - of_fp8) * x.numel()
 
 
@@ -161,7 +161,7 @@ def test_bytes_kept_for_backward(make: Any, x_dtype: torch.dtype, of_fp8: int, o
 def test_layers_of_one_input_may_differ_in_their_products(
     names: tuple[str, str, str], half: str, recipe: Callable[..., Recipe], request: pytest.FixtureRequest
 ) -> None:
-    """A cast that one of them has made is taken by another one only in the layouts in which it has been made."""
+    """Another layer takes a cast only in the layouts in which it has been made."""
     if half == "kernels":
         request.getfixturevalue("cuda_half")
     choices = [{"fprop": "bf16"}, {"wgrad": "bf16"}, {"fprop": "bf16", "wgrad": "bf16"}]

@@ -19,7 +19,7 @@ from lightning_fp8.examples import ByteGPT
 
 
 class Stack(nn.Module):
-    """Residual blocks, each through ``around``, which may checkpoint it."""
+    """Residual blocks, each called through ``around``, which may checkpoint it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,14 +78,14 @@ def test_activation_checkpointing_changes_nothing(inner: bool | None, outer: boo
     if outer is not None:
         recomputed.outer = use(outer)
     assert_same(train(recomputed, recomputed), train(plain, plain))
-    # every tensor once per step, whatever was computed twice
+    # every tensor once per step, however often it is computed
     assert (scaling_state(recomputed).amax_history > 0).sum(0).unique().tolist() == [3]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_training_changes_nothing(backend: str) -> None:
     torch._dynamo.reset()
-    # without LayerNorm, which inductor computes in another order than torch
+    # without LayerNorm, which inductor computes in a different order than torch
     eager = convert(small_mlp(32))
     compiled = copy.deepcopy(eager)
     call = torch.compile(compiled, fullgraph=True, backend=backend)
@@ -122,14 +122,14 @@ def test_all_layers_of_a_kind_share_one_graph() -> None:
     for layer in model:
         layer.compile(fullgraph=True, backend=counter)
     train(model, model, steps=2)
-    # one for the first layer, whose input takes part in the graph otherwise than those of the rest
+    # one graph for the first layer, whose input has a different role in it than those of the others
     assert counter.frame_count <= 3
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_forwards_before_their_backwards_and_an_update_between(backend: str) -> None:
     torch._dynamo.reset()
-    # ReLU: inductor computes GELU in fp32 by another formula than torch
+    # ReLU, because inductor computes GELU in fp32 with a different formula than torch
     eager = convert(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)))
     compiled = copy.deepcopy(eager)
     call = torch.compile(compiled, fullgraph=True, backend=backend)
@@ -138,7 +138,7 @@ def test_compiled_forwards_before_their_backwards_and_an_update_between(backend:
         run(x[0]).sum().backward()
         scaling_state(model).update()
         outputs = [run(x[1]), run(2 * x[2])]
-        scaling_state(model).update()  # as by another optimizer's step
+        scaling_state(model).update()  # a change like that of another optimizer's step
         for y in outputs:
             y.sum().backward()
         scaling_state(model).update()
@@ -153,7 +153,7 @@ def test_compiled_gpt_trains() -> None:
     assert all(row.converted for row in describe(model))
     batch = torch.randint(0, 256, (2, 17), dtype=torch.uint8)
     other = copy.deepcopy(model)
-    # Inductor takes an encoder's layer in test_attention: here the whole model is captured, to the bit
+    # test_attention.py compiles an encoder layer with Inductor; here the whole model is captured, bit for bit
     call: Any = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
     losses = []
     for run, state in ((other.loss, scaling_state(other)), (call, scaling_state(model))):
@@ -168,7 +168,7 @@ def test_compiled_gpt_trains() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_two_iterations_as_reported(reentrant: bool) -> None:
-    """TransformerEngine#1190: with recomputation the scales of backward were not updated after the first iteration."""
+    """TransformerEngine#1190: with recomputation, backward scales were not updated after the first iteration."""
     torch.manual_seed(0)
     plain = convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), DelayedScaling(amax_history_len=4))
     recomputed = copy.deepcopy(plain)
@@ -185,7 +185,7 @@ def test_two_iterations_as_reported(reentrant: bool) -> None:
             state.update()
             seen += [state.scale.clone(), state.amax_history.clone()]
         found.append(seen)
-        # every tensor, the gradients' among them, once in each of the two iterations
+        # every tensor, including the gradients, once in each of the two iterations
         assert (state.amax_history > 0).sum(0).tolist() == [2] * 4
     assert_same(found[1], found[0])
     backward_scales = found[0][-2][2:4]
@@ -221,7 +221,7 @@ OPERATORS = torch.ops.lightning_fp8
 
 @pytest.mark.parametrize("saved", ["nothing", "linear layers", "casts", "everything"])
 def test_selective_checkpointing(saved: str) -> None:
-    """What a policy saves is not computed again; what it does not save is, and records nothing twice."""
+    """What a policy saves is not computed again; everything else is, and records nothing twice."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     chosen = {

@@ -45,7 +45,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.fixture
 def input_casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the casts of inputs by the layer in whose place they are recorded."""
+    """Counts the casts of inputs by the layer in whose row they are recorded."""
     casts: Counter[str] = Counter()
     original = basic.cast
 
@@ -58,7 +58,7 @@ def input_casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return casts
 
 
-# the same numbers, from fewer casts
+# the same results, from fewer casts
 
 
 def test_training_gives_the_numbers_of_separate_casts(input_casts: Counter[str]) -> None:
@@ -82,7 +82,7 @@ def test_cuda_half(cuda_half: Counter[str]) -> None:
     cuda_half.clear()
     assert_same(train(shared), of_separate)
     saved = casts - sum(count for kernel, count in cuda_half.items() if kernel.startswith("cast_transpose"))
-    # two of each block in six forwards; in the two of the first step, each is measured before
+    # two of each block in six forwards; in the two of the first step, each is measured first
     assert saved == 2 * 2 * (6 + 2)
 
 
@@ -90,7 +90,7 @@ def test_llama(input_casts: Counter[str]) -> None:
     model, batch = llama()
     convert(model)
     model(**batch).loss.backward()
-    # attention, its output, the feed-forward and its second layer of each block; the head
+    # attention, its output, the feed-forward block and its second layer, per block; and the head
     assert sum(input_casts.values()) == 2 * 4 + 1
     assert {path.rpartition(".")[2] for path in input_casts} == {
         "q_proj",
@@ -135,7 +135,7 @@ def test_evaluation_with_one_weight_changed() -> None:
         with torch.no_grad():
             model.blocks[0].k.weight.mul_(4)
     for _ in range(2):
-        # histories are not used from the layer on whose weight differs
+        # histories are not used from the layer whose weight differs onwards
         assert torch.equal(shared(x), separate(x))
 
 
@@ -174,10 +174,10 @@ def test_what_one_layer_is_given_instead_is_cast_for_it(
     change(shared), change(separate)
     with mode():
         x = torch.randn(ROWS, WIDTH)
-        # without histories each cast has its own scale, so the numbers are those of separate casts
+        # without histories each cast has its own scale, so the results are those of separate casts
         found, casts = shared(x), input_casts["blocks.1.q"]
         assert torch.equal(found, separate(x))
-    # two layers share a cast; not around one with hooks where nothing counts the changes of a tensor
+    # two layers share a cast; not across one with hooks if nothing counts the changes of a tensor
     alone = mode is torch.inference_mode and change in (changed_by_a_hook, changed_in_place)
     assert casts == (3 if alone else 2)
     if mode is torch.enable_grad:
@@ -201,11 +201,11 @@ def test_nothing_survives_into_the_next_forward(input_casts: Counter[str]) -> No
     state = scaling_state(model)
     fall_back(model, "v")
     for step in range(3):
-        # the last layer, which does not run in FP8, lets go of nothing
+        # the last layer, which does not run in FP8, releases nothing
         model(x)
         state.update()
         if step:
-            # the first one does not run
+            # the first layer does not run
             model.k(x)
             assert state.amax[state.names.index("q.input")] == x.abs().max()
             state.update()
@@ -277,7 +277,7 @@ def test_threads() -> None:
 
 
 def test_another_thread_casts_for_itself(input_casts: Counter[str]) -> None:
-    # its stream on a GPU would not wait for that of this one
+    # on a GPU, its stream would not wait for the current one
     model, x = convert(Shared()), torch.randn(ROWS, WIDTH)
     thread = threading.Thread(target=model.q, args=(x,))
     thread.start(), thread.join()
@@ -296,7 +296,7 @@ def test_nothing_is_kept_alive() -> None:
     assert payload() is not None
     del x
     assert payload() is None
-    # there is no cycle, which would keep the copies of weights until the next collection
+    # there is no reference cycle, which would keep the weights' copies until the next collection
     rows = weakref.ref(model.q.fp8[""])
     gc.disable()
     try:
@@ -310,7 +310,7 @@ def test_nothing_is_kept_alive() -> None:
 
 
 def counting(casts: list[int]) -> Callable[..., Any]:
-    """Inductor up to the graphs that it would compile, whose numbers of casts are appended."""
+    """Inductor up to the graphs that it would compile; appends their numbers of casts."""
 
     def inner(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         casts.append(sum(node.target is torch.ops.lightning_fp8.cast.default for node in graph.graph.nodes))
@@ -333,7 +333,7 @@ def test_compiled_graphs_cast_it_once() -> None:
     call = torch.compile(model, backend=counting(casts), fullgraph=True)
     x = torch.randn(ROWS, WIDTH)
     call(x).sum().backward()
-    # that of the last layer is another input
+    # the input of the last layer differs
     assert casts == [1 + 1, 0]
     casts.clear()
     with torch.no_grad():
@@ -385,7 +385,7 @@ def test_compiled_after_a_fallback(fallen: str) -> None:
 @pytest.mark.usefixtures("no_caches")
 def test_compiled_in_parts() -> None:
     shared, separate = pair()
-    # each layer alone, and a graph that breaks between two layers
+    # each layer alone, and a graph break between two layers
     for name in MEMBERS:
         getattr(shared.blocks[0], name).compile(backend="aot_eager", fullgraph=True)
     shared.blocks[1].between = torch._dynamo.graph_break
@@ -452,7 +452,7 @@ def test_activation_checkpointing(kind: str, input_casts: Counter[str]) -> None:
     shared.around = partial(recomputed, **CHECKPOINTS[kind])
     input_casts.clear()
     assert_same(train(shared), expected)
-    # each block once more; where casts are saved, they are asked for, but not made again
+    # each block once more; if casts are saved, they are dispatched but not computed again
     assert input_casts["blocks.0.q"] == 3 * 2 * 2
 
 
@@ -571,7 +571,7 @@ def test_moves() -> None:
     assert model.q.fp8[""].index["input"].tolist() == [0]
 
 
-# what is said of a tensor
+# the warning about a tensor
 
 
 def test_fractions_of_a_shared_input() -> None:
@@ -594,7 +594,7 @@ def test_what_a_watch_finds() -> None:
         watch = Watch(state, Limits(2, 1, 0.0, 0.0, 1))
         state.cast_counts.start(watch)
         train(model)
-        # what follows waits for an update that never comes
+        # the next part waits for an update that never comes
         checks = [watch.check(3, lambda counts: counts)]
         model(x)
         found.append([*checks, watch.check(8, lambda counts: counts)])

@@ -57,7 +57,7 @@ def test_the_state_shows_what_the_last_cast_used() -> None:
 
 
 class DataSGD(torch.optim.Optimizer):
-    """As older optimizers do it: no trace in the parameter's version counter."""
+    """Updates weights as older optimizers do, which leaves no trace in the parameter's version counter."""
 
     def __init__(self, params: object) -> None:
         super().__init__(params, {})  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def negate_through_data(fp8: Fp8Linear) -> None:
 
 
 def permute_within_rows_and_columns(fp8: Fp8Linear) -> None:
-    # four corners of a rectangle, so that sums over rows and over columns stay what they are
+    # four corners of a rectangle, so that the sums over rows and columns do not change
     fp8.weight.data[:2, :2] += torch.tensor([[1.0, -1.0], [-1.0, 1.0]]) * 2**-10
 
 
@@ -152,7 +152,7 @@ def test_a_changed_weight_is_cast_again(change: str) -> None:
 
 
 def test_weights_swapped_for_validation_and_back() -> None:
-    # as weight averaging does it, through `.data`, in the middle of an accumulation window
+    # a change through `.data` in the middle of an accumulation window, as by weight averaging
     fp8, x = layer(), torch.randn(4, 16)
     trained = fp8(x)
     trained.sum().backward()
@@ -192,7 +192,7 @@ def test_parametrized_weight_is_cast_at_each_forward() -> None:
 
 
 def corners(first: float, second: float) -> torch.Tensor:
-    """A weight whose bits have the same sums over rows and columns for both orders of the arguments."""
+    """A weight whose bits have the same row and column sums for both orders of the arguments."""
     weight = torch.full((8, 16), 0.5)
     weight[:2, :2] = torch.tensor([[first, second], [second, first]])
     return weight
@@ -245,11 +245,11 @@ def test_conversions_that_swap_parameters(what: str) -> None:
     assert torch.equal(fp8(x), expected(x))
 
 
-# --- weights that somebody vouches for, and frozen ones ---
+# --- weights that are declared unchanged, and frozen ones ---
 
 
 def assert_fresh(fp8: Fp8Linear, x: torch.Tensor) -> None:
-    """The layer computes with the weight that it has now."""
+    """The layer computes with the weight's current values."""
     fresh = layer().train(fp8.training)
     fresh.load_state_dict(fp8.state_dict())
     with torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -274,7 +274,7 @@ def test_a_weight_declared_unchanged_is_cast_once(
 
 
 def test_a_copy_made_without_gradients_serves_a_forward_with_them(cuda_half: object) -> None:
-    """The operands of GEMMs need payloads by columns for backward, which the first forward has not made."""
+    """Backward needs the payloads by columns, which the first forward did not make."""
     fp8, x, plain = layer(), torch.randn(4, 16), layer()
     plain.load_state_dict(fp8.state_dict())
     gradients = []
@@ -365,7 +365,7 @@ def test_a_declaration_in_one_thread_holds_in_all(weight_casts: list[torch.Size]
             fp8(x)
             inside.set()
             ended.wait(30)
-            # the first one has ended, this one has not
+            # the first context has ended, this one has not
             fp8(x)
 
     thread = threading.Thread(target=other)
@@ -402,7 +402,7 @@ def test_a_frozen_weight_is_cast_once(weight_casts: list[torch.Size]) -> None:
 def test_a_changed_frozen_weight_is_cast_again(change: str) -> None:
     fp8, x = layer(), torch.randn(4, 16)
     fp8(x).sum().backward()
-    # an optimizer still changes it, as its gradient is there
+    # an optimizer may still change it, because it has a gradient
     fp8.weight.requires_grad_(False)
     fp8(x)
     before = fp8.weight.detach().clone()

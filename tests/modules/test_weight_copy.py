@@ -73,7 +73,7 @@ def test_same_training_and_one_cast_per_optimizer_step(tmp_path: Path, accumulat
 def test_no_copy_outlives_a_switch_between_training_and_evaluation(
     monkeypatch: pytest.MonkeyPatch, casts: list[Any]
 ) -> None:
-    # as on a GPU, where nobody sees a change through `.data`, such as that of averaged weights in evaluation
+    # as on a GPU, where changes through `.data` are not detected, such as swapped averages in evaluation
     monkeypatch.setattr("lightning_fp8.modules.weight_cache.is_k_major", lambda _: True)
     model, x = nn.Sequential(nn.Linear(32, 16)), torch.randn(4, 32)
     weight_copy.keep_copies(model, set())

@@ -15,13 +15,13 @@ from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda.plain import as_torch_takes, check_blocks, product_of_blocks
 from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot
 
-# rows, columns: empty, less than a block, a block, several, with ends within one
+# rows, columns: empty, less than a block, a block, several, with partial blocks at the end
 SHAPES = [(0, 40), (1, 1), (3, 128), (129, 40), (300, 257)]
 KINDS = ["float32", "power of 2"]
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of all magnitudes, with blocks of zeros, of inf and of NaN, and of the smallest numbers."""
+    """Values of all magnitudes, with blocks of zeros, of inf, of NaN, and of the smallest numbers."""
     generator = torch.Generator().manual_seed(rows + columns)
     exponents = torch.randint(-30, 30, (rows, columns), generator=generator)
     x = (torch.randn(rows, columns, generator=generator) * 2.0**exponents).to(dtype)
@@ -40,7 +40,7 @@ def check(payload: Tensor, scale_inv: Tensor, x: Tensor, rows: int, kind: str) -
     codes, scales = cast_in_blocks(x.float().numpy(), "e4m3", rows, power_of_2=kind != "float32")
     assert payload.dtype == torch.uint8
     assert np.array_equal(scale_inv.numpy(), scales)
-    # the sign of a NaN is nobody's
+    # the sign of a NaN does not matter
     assert np.array_equal(np.where(payload.numpy() & 0x7F == 0x7F, 0x7F, payload.numpy()), codes)
 
 
@@ -95,7 +95,7 @@ def test_products_are_those_of_the_values(m: int, n: int, k: int, squares: bool)
     size = values[0].abs() @ values[1].abs().T
     for found in (ops.scaled_mm(*arguments, torch.float32, True), ops.scaled_mm(*arguments, torch.float32, False)):
         assert bool(((found.double() - exact).abs() <= 1e-6 * size + 1e-6).all())
-    # the bias is rounded to the output's dtype, then added to the sums, which are rounded once
+    # the bias is rounded to the output's dtype and added to the sums, which are then rounded once
     sums = ops.scaled_mm(*arguments[:4], None, *arguments[5:], torch.float32, True)
     rounded = (sums + bias.bfloat16()).bfloat16()
     assert torch.equal(ops.scaled_mm(*arguments, torch.bfloat16, True), rounded)
@@ -140,7 +140,7 @@ def as_torch_documents(mat_a: Tensor, mat_b: Tensor, *scales: Any, output_dtype:
 def test_products_by_torch_are_those_of_the_reference(
     m: int, n: int, k: int, squares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What torch's product is given on a GPU, where it is untested; here it is one from its documentation."""
+    """The arguments of torch's product on a GPU, where it is untested; here a stand-in follows its documentation."""
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", as_torch_documents)
     _, slot, weight_slot = slots("float32")
     a, _, a_inv, _ = ops.cast_blocks(torch.randn(m, k), slot, "rows")

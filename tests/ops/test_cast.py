@@ -87,7 +87,7 @@ def test_recorded_amax_is_non_finite_exactly_when_an_element_is(values: list[flo
         state.amax[1] = 2.0
         implementation.cast(x, slot_of(state, record=True), "none", "rows")
         np.testing.assert_array_equal(state.amax.numpy(), np.array([expected, 2.0, 0.0], dtype=np.float32))
-        # recording is a maximum: a smaller tensor changes nothing, not even after NaN
+        # recording takes the maximum: a smaller tensor changes nothing, not even after NaN
         implementation.cast(x * 0 + 0.5, slot_of(state, record=True), "none", "rows")
         again = np.maximum(expected, 0.5) if np.isfinite(expected) and values else expected
         if np.isfinite(expected):

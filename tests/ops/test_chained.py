@@ -1,4 +1,4 @@
-"""Linear - activation - linear with GEMMs that write the next operand: the numbers of GEMM and cast one by one."""
+"""Linear - activation - linear with GEMMs that write the next operand: the results of separate GEMMs and casts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = 150
 
 @pytest.fixture
 def gemms(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Gemms:
-    """GEMMs in fp64, all others in torch's own operators: what is rounded alike is equal."""
+    """GEMMs in fp64, everything else in torch's own operators, so that equal roundings give equal results."""
     for name in ("cast_kernel", "weights_kernel", "update_kernel"):
         monkeypatch.setattr(cuda, name, lambda *_: None)
     return Gemms(monkeypatch)
@@ -66,14 +66,14 @@ def test_numbers_are_those_of_gemm_and_cast(gemms: Gemms, activation: str, bias:
         gemms.launches.clear(), gemms.kernels.clear()
         gemms.missing = set()
         actual = step(whole, activation, dtype)
-        # fprop: with the cast behind it, then plain; backward: wgrad of the second, dgrad with the cast, then the first
+        # fprop chained to the cast, then plain; backward: wgrad of the second, chained dgrad, then the first layer
         assert gemms.launches == ["chained_gemm", "gemm", "gemm", "chained_gemm", "gemm", "gemm"]
         forward, backward = gemms.kernels[0], gemms.kernels[3]
         assert forward == (HOPPER, "e4m3", "e4m3", dtype, False, activation, "e4m3")
         assert backward == (HOPPER, "e5m2", "e4m3", dtype, True, activation, "e5m2")
         for one, other in zip(actual, expected, strict=True):
             assert one.dtype == other.dtype
-        # sums of a bias gradient come in other groups
+        # the bias gradient is summed in different groups
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
         assert all(map(torch.equal, actual[:2], expected[:2]))
         assert all(map(torch.equal, actual[-2:], expected[-2:]))
@@ -88,7 +88,7 @@ def test_any_number_of_rows(gemms: Gemms, rows: int) -> None:
 
 
 def test_sizes_that_need_padding_elsewhere(gemms: Gemms) -> None:
-    # the first layer's own dgrad and wgrad take any size
+    # the first layer's own dgrad and wgrad accept any size
     whole, parts = block(hidden=24, features=16, outputs=16), block(hidden=24, features=16, outputs=16)
     gemms.launches.clear()
     actual = step(whole, "silu", rows=13)
@@ -232,7 +232,7 @@ def test_left_out_for_a_measurement(gemms: Gemms) -> None:
 
     model, parts = block(), block()
     gemms.launches.clear()
-    # the backward runs in a thread of its own on a GPU
+    # on a GPU, backward runs in a separate thread
     with chained.left_out():
         actual = step(model, "gelu")
     assert "chained_gemm" not in gemms.launches
@@ -282,7 +282,7 @@ def test_the_models_setting_decides(gemms: Gemms) -> None:
     convert(model, gemm="rawkernel")
     gemms.asked.clear()
     step(model, "gelu")
-    # M, N and K of fprop, and then of dgrad and wgrad; for a chain it is asked beforehand
+    # M, N and K of fprop, then of dgrad and wgrad; chaining is decided before the GEMM is chosen
     assert gemms.asked == [
         ("rawkernel", ROWS, 48, 32, False, torch.bfloat16),
         ("rawkernel", ROWS, 16, 48, False, torch.bfloat16),
@@ -324,7 +324,7 @@ def test_recomputation_changes_nothing(gemms: Gemms, reentrant: bool) -> None:
 
 @pytest.fixture
 def from_sources(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Launches of kernels that all run from their sources, GEMMs too."""
+    """Launches, with all kernels compiled from their sources, including GEMMs."""
     monkeypatch.setattr(kernel_gemm, "tensor_map", host_tensor_map)
     monkeypatch.setattr(gemm_choice, "choose", lambda *_: Choice(HOPPER))
     monkeypatch.setattr(gemm_choice, "is_chained", lambda *_: True)
@@ -336,8 +336,8 @@ def test_a_training_step_from_the_sources(from_sources: Counter[str], monkeypatc
     from_sources.clear()
     actual = step(whole, "relu")
     launches = Counter(name.split()[0] for name in from_sources.elements())
-    # casts: x and the gradient of y, as the weights are those of the steps before; GEMMs: two of three passes over each
-    # layer, two of them with a cast behind
+    # casts: x and the gradient of y, because the weights are those of earlier steps; GEMMs: two of three passes for
+    # each layer, two of them chained to a cast
     assert launches == {"cast_transpose": 2, "gemm_sm90": 6, "update_scales": 1}
     assert sum("CHAIN=" in name for name in from_sources) == 2
     monkeypatch.setattr(kernels, "chained_kernel", lambda *_: None)

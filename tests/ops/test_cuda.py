@@ -1,4 +1,4 @@
-"""On a GPU: every kernel beside the reference, and what only a device has: streams, graphs, threads, no waiting."""
+"""On a GPU: every kernel against the reference, and streams, graphs, threads, and the absence of synchronisation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gpu() -> torch.device:
 
 @pytest.fixture
 def _no_waiting() -> Iterator[None]:
-    """Puts back the mode in which whatever makes the host wait for the device is an error."""
+    """Restores the mode in which synchronising with the device is an error."""
     yield
     torch.cuda.set_sync_debug_mode("default")
 
@@ -45,7 +45,7 @@ def cast_kernel(gpu: torch.device, *variant: object) -> Kernel:
 
 
 def guarded(shape: tuple[int, ...], device: torch.device, poison: int) -> tuple[Tensor, Tensor]:
-    """A poisoned uint8 tensor between guards, and the whole of its memory."""
+    """A poisoned uint8 tensor between guards, and its whole memory."""
     size = int(torch.tensor(shape).prod())
     whole = torch.full((size + 2 * GUARD,), poison, dtype=torch.uint8, device=device)
     return whole[GUARD : GUARD + size].view(shape), whole
@@ -198,7 +198,7 @@ def test_a_stream_of_its_own_and_another_thread(gpu: torch.device) -> None:
 
     def run() -> None:
         with torch.cuda.stream(stream), torch.no_grad():
-            late = x * 1  # queued on the stream just before: a launch elsewhere would read it too early
+            late = x * 1  # queued on the stream just before: a launch on another stream would read it too early
             results.append(model(late))
 
     threads = [threading.Thread(target=run) for _ in range(4)]

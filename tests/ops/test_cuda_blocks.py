@@ -1,4 +1,4 @@
-"""The casts and products in blocks of ``ops.cuda``, with kernels that run on the CPU from their own sources."""
+"""The block casts and products of ``ops.cuda``, with kernels that run on the CPU from their own sources."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPLIT = Choice(ADA, 2)
 
 @pytest.fixture
 def chosen(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Launches, with Ada's kernel as the choice: Hopper's compiles for several times as long."""
+    """Launches, with Ada's kernel as the choice, because Hopper's takes several times as long to compile."""
     monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_: Choice(ADA))
     return cuda_half
 
@@ -57,7 +57,7 @@ def test_casts_equal_the_reference(cuda_half: Counter[str], kind: str, layout: s
             assert torch.equal(one, other)
         assert torch.equal(ours.amax, theirs.amax)
         assert torch.equal(ours.scale, theirs.scale)
-        # as our GEMM reads it fastest, and torch's product takes it
+        # in the layout that our GEMM reads fastest, and that torch's product accepts
         if layout != "columns" and len(x):
             assert made[0][2].stride() == (1, len(x))
 
@@ -76,11 +76,11 @@ def test_products_are_those_of_the_values(
 ) -> None:
     monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_: choice)
     _, slot, weight_slot = slots("float32")
-    # K is no multiple of 16, so operands are padded
+    # K is not a multiple of 16, so operands are padded
     a, b = (torch.randn(rows, 300) * torch.randn(rows, 300).mul(3).exp() for rows in (70, 140))
     a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot, "rows")
     if squares:
-        # as dgrad takes them: of the payload by columns the scales are a transposed view
+        # as dgrad takes them: the scales of the payload by columns are a transposed view
         _, b_fp8, b_inv = ops.cast_weight_blocks(b.t().contiguous(), weight_slot, "both")
         b_inv = b_inv.t()
     else:
@@ -95,7 +95,7 @@ def test_products_are_those_of_the_values(
     ]
     exact, size = values[0] @ values[1].t() + bias.bfloat16(), values[0].abs() @ values[1].abs().t()
     assert_close(out, exact, size, 2.0**-20)
-    # the reference's sums differ by their order
+    # the reference adds in a different order
     other = reference.scaled_mm(a_fp8, b_fp8, a_inv, b_inv, bias, "e4m3", "e4m3", torch.bfloat16, True)
     assert sqnr(out, other) > 50
 
@@ -129,7 +129,7 @@ def test_training_is_that_of_the_reference(chosen: Counter[str]) -> None:
     for name, times in chosen.items():
         family, *defines = name.split()
         families[" ".join((family, *(one for one in defines if one.startswith(("SQUARE", "B_SCALE")))))] += times
-    # two layers, two steps: input and gradient, and a weight; fprop and, but for the model's input, dgrad; wgrad
+    # two layers, two steps: input and gradient, and a weight; fprop, dgrad (not for the model's input) and wgrad
     assert families == {
         "cast_blocks SQUARE=0": 8,
         "cast_blocks SQUARE=1": 4,
@@ -185,14 +185,14 @@ def test_the_self_test_of_casts_finds_each_wrong_output(square: bool) -> None:
     places = {2: "in payload", 3: "in payload by columns", 10: "in scale_inv", 13: "in amax"}
     places |= {14: "in scale"} if square else {4: "column sums", 11: "in scale_inv by columns"}
     for position, name in places.items():
-        # of the state the second number
+        # the second number of the state
         damage = staticmethod(poke(position, 6 if position > 12 else 2, 1))
         broken = kernel(square, type("Damaging", (Broken,), {"damage": damage}))
         assert str(self_test_blocks.cast(CPU, torch.float32, square, broken)).endswith(name)
 
 
 class OneStep(HostKernel):
-    """Takes the scales of b's first step for all steps."""
+    """A fault: the scales of b's first step are used for all steps."""
 
     def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
         super().__call__(grid, *arguments[:-1], 0)

@@ -1,4 +1,4 @@
-"""On a GPU: the GEMM kernels beside fp64, every time the same, under load, in graphs; what `auto` chooses."""
+"""On a GPU: the GEMM kernels against fp64, repeatable, under load and in graphs; and what `auto` chooses."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_200_random_shapes(gpu: torch.device) -> None:
 
 
 def test_small_ragged_shapes(gpu: torch.device) -> None:
-    """Those of the random shapes that are not too large for compute-sanitizer."""
+    """Those random shapes that are small enough for compute-sanitizer."""
     for problem in random_problems(configurations(False), configurations(True)):
         if problem.m * problem.n * problem.k < 3e6:
             compute(problem, gpu)
@@ -193,7 +193,7 @@ def test_training_with_each_setting(gpu: torch.device, setting: str) -> None:
 
 
 def test_block_kernels_pass_their_self_tests(gpu: torch.device) -> None:
-    """Of all dtypes and configurations; the products with the scales of each step."""
+    """All dtypes and configurations; products with the scales of each step."""
     every = kernels.variants(torch.cuda.get_device_capability(gpu), every=True)
     in_blocks = [one for one in every if one.family == "cast_blocks" or "B_SCALE_ROWS" in one.name]
     assert len(in_blocks) >= 6
@@ -203,7 +203,7 @@ def test_block_kernels_pass_their_self_tests(gpu: torch.device) -> None:
 
 @pytest.mark.parametrize("shape", [(8192, 4096, 4096), (333, 250, 1000), (1, 16, 100)])
 def test_training_products_in_blocks(gpu: torch.device, shape: tuple[int, int, int]) -> None:
-    """fprop, dgrad and wgrad of a layer, every time the same, beside fp64."""
+    """fprop, dgrad and wgrad of a layer, repeatable, against fp64."""
     m, n, k = shape
     layer = convert(nn.Linear(k, n, bias=False), BlockScaling()).to(gpu)
     x = (torch.randn(m, k, device=gpu) * torch.randn(m, 1, device=gpu).exp()).requires_grad_()

@@ -1,6 +1,6 @@
 """The CUDA half of the operators in place of the CPU's: the same layers, with kernels that run from their own sources.
 
-What is left to a GPU is the hardware. GEMMs are ``torch._scaled_mm``'s own on the CPU.
+Only the hardware is left to test on a GPU. GEMMs use the CPU's ``torch._scaled_mm``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_training_is_that_of_the_reference(
 ) -> None:
     monkeypatch.setenv("LIGHTNING_FP8_BACKEND", backend)
     results = train(encoder(), 3, (3, 11, 32), autocast)
-    # the same casts of the same weights; other sums in the GEMMs move a few codes of what follows
+    # the same casts of the same weights; different sums in the GEMMs change a few codes downstream
     for actual, expected in zip(results, REFERENCE[autocast], strict=True):
         assert actual.dtype == expected.dtype
         assert sqnr(actual, expected) > (15 if autocast else 25)
@@ -80,7 +80,7 @@ def test_launches_of_a_step(cuda_half: Counter[str]) -> None:
     cuda_half.clear()
     train(model, 1, (16, 32))
     names = {name.replace(" ACTIVATION=Identity BACKWARD=0", ""): count for name, count in cuda_half.items()}
-    # two micro-batches: an input and a gradient for each linear; all weights once, measured and cast; the update once
+    # two micro-batches: an input and a gradient per linear layer; all weights measured and cast once; one update
     assert names == {
         "cast_weights": 2,
         "cast_transpose INPUT=Fp32 FORMAT=E4M3": 4,
@@ -119,12 +119,12 @@ def test_what_is_never_cast_lets_no_other_cast_measure(make: Any, cuda_half: Cou
     first, *later = (launches(x) for _ in range(3))
     state = scaling_state(model)
     lacking = {name for name, row in zip(state.names, (state.amax_history[0] > 0).tolist()) if not row}
-    # of two inputs; of the second layer's gradient, and where it is cast of the first one's
+    # casts of two inputs; of the second layer's gradient, and, where it is cast, of the first layer's
     gradients = 1 + ("0.grad_output" not in lacking)
     assert first == [4, 2 * gradients]
     assert later == [[2, gradients]] * 2
     assert not state.every_tensor_has_history
-    # now dgrad of the first layer is asked for: a gradient without a history is measured, once
+    # now dgrad of the first layer is needed: a gradient without a history is measured, once
     assert launches(x.requires_grad_()) == [2, 3 if gradients == 1 else 2]
     assert launches(x) == [2, 2]
     assert state.every_tensor_has_history == ("0.some.input" not in lacking)
@@ -155,7 +155,7 @@ def test_a_frozen_encoder_goes_on_with_current_amaxes(cuda_half: Counter[str]) -
 
 
 class Switched(nn.Module):
-    """Runs its second layer in some steps only."""
+    """Runs its second layer only in some steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,8 +180,8 @@ def test_a_weight_whose_layer_does_not_run_is_cast_ahead_once(cuda_half: Counter
         launches.append(cuda_half["cast_weights"])
         entries.append((state.amax_history[:, 1] > 0).sum().item())
     assert entries == [1, 1, 1, 2]
-    # at first each of three layers alone, then all together, with the one that does not run but for the second step;
-    # in the last one it was not expected, and has launches of its own. To measure and to cast are two of them
+    # at first each of three layers alone, then all together, except for the layer that only runs in the second step; in
+    # the last step it was not expected, and has separate launches. Measuring and casting take one launch each
     assert launches == [2 * 3, 2, 2, 2 * 2]
 
 
@@ -217,18 +217,18 @@ def test_nothing_keeps_a_removed_layer(cuda_half: Counter[str]) -> None:
     cuda_half.clear()
     train(other, 1, (4, 16))
     train(other, 1, (4, 16))
-    # first each layer of the copy on its own, as nothing of it had been used; then both together
+    # at first each layer of the copy separately, because none of its casts had been used; then both together
     assert cuda_half["cast_weights"] == 2 * (2 + 1)
 
 
 def test_a_captured_graph_casts_weights_itself(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     train(model, 2, (4, 16))
-    model(torch.randn(4, 16))  # copies of both weights are at hand
+    model(torch.randn(4, 16))  # copies of both weights are available
     cuda_half.clear()
     monkeypatch.setattr("lightning_fp8.modules.weight_cache.is_capturing", lambda _: True)
     model(torch.randn(4, 16))
-    # an input and a weight, measured and cast, for each layer, as none of the copies may become part of the graph
+    # an input and a weight, measured and cast, for each layer, because no cached copy may become part of the graph
     assert cuda_half == {"cast_transpose INPUT=Fp32 FORMAT=E4M3 ACTIVATION=Identity BACKWARD=0": 2 * (1 + 2)}
 
 
@@ -250,7 +250,7 @@ def test_a_capture_after_a_warm_up_loads_no_kernel(
 
 
 def step(model: nn.Module, x_dtype: torch.dtype) -> None:
-    """What a graph may hold: forward and backward, the update of the scales, and SGD."""
+    """What a graph may contain: forward and backward, the update of the scales, and SGD."""
     x = torch.randn(8, 16, dtype=x_dtype, requires_grad=True)
     model(x).float().square().mean().backward()
     scaling_state(model).update()
@@ -264,7 +264,7 @@ def test_parameters_that_are_no_tensors_of_their_own_are_cast_one_by_one(cuda_ha
     model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     flat = torch.randn(2 * 256)
     for layer, part in zip(model, flat.chunk(2), strict=True):
-        layer.weight = nn.Parameter(part.view(16, 16))  # as FSDP's flat parameters
+        layer.weight = nn.Parameter(part.view(16, 16))  # like FSDP's flat parameters
     train(model, 2, (4, 16))
     assert cuda_half["cast_weights"] == 0
     assert cuda_half["cast_transpose INPUT=Fp32 FORMAT=E4M3 ACTIVATION=Identity BACKWARD=0"] > 0
@@ -287,7 +287,7 @@ def test_a_weight_kept_by_columns(cuda_half: Counter[str]) -> None:
     assert sqnr(y, plain(x)) > 25
     assert sqnr(x.grad, inputs.grad) > 20
     assert sqnr(model.weight.grad, plain.weight.grad) > 20
-    # no optimizer step in between, so the weight is cast once: measured and cast
+    # no optimizer step in between, so the weight is measured and cast once
     assert cuda_half["cast_weights"] == 2
 
 
@@ -354,7 +354,7 @@ def test_backward_casts_only_into_what_it_multiplies(cuda_half: Counter[str], mo
         asked.clear()
         model.weight.requires_grad_(weight_needs)
         model(torch.randn(8, 32, requires_grad=x_needs)).sum().backward()
-        # the input by rows for the output, and by columns for the weight's gradient; its own gradient by what is needed
+        # the input by rows for the output, by columns for the weight's gradient; its gradient only in needed layouts
         assert asked == expected
 
 
@@ -369,7 +369,7 @@ def test_any_number_of_rows(cuda_half: Counter[str], shape: tuple[int, ...]) -> 
     assert model.weight.grad.isfinite().all()
 
 
-# of torch's operators, those that launch nothing on a GPU
+# torch operators that launch nothing on a GPU
 NO_LAUNCH = {
     "empty",
     "new_empty",
@@ -398,7 +398,7 @@ NO_LAUNCH |= {
 
 @pytest.mark.parametrize("shape", [(256, 32), (2, 128, 32)])
 def test_six_launches_of_a_biased_linear(cuda_half: Counter[str], shape: tuple[int, ...]) -> None:
-    # in the second of two micro-batches, whose weight is cast already: two casts, three GEMMs and a sum for the bias
+    # in the second of two micro-batches, with a cached weight: two casts, three GEMMs and a sum for the bias
     torch.manual_seed(0)
     model = convert(nn.Linear(32, 48), DelayedScaling(amax_history_len=4))
     x, dy = torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], 48).bfloat16()
@@ -418,7 +418,7 @@ def test_six_launches_of_a_biased_linear(cuda_half: Counter[str], shape: tuple[i
 
 
 def is_outermost(event: Any) -> bool:
-    """Whether it is an operator of torch that none of torch's has called."""
+    """Whether this is a torch operator that was not called by another torch operator."""
     parent = event.cpu_parent
     while parent is not None and not parent.name.startswith("aten::"):
         parent = parent.cpu_parent
@@ -427,7 +427,7 @@ def is_outermost(event: Any) -> bool:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_four_casts_of_a_feed_forward_block_and_no_other_pass(cuda_half: Counter[str], block: str) -> None:
-    """Of x, the hidden tensor, and both gradients; of gate and up one for each, with the product and its gradient."""
+    """Casts of x, the hidden tensor, and both gradients; those of gate and up include the product and its gradient."""
     model, rows = converted(BLOCKS[block], recipe=DelayedScaling(amax_history_len=4)), 112
     reference = copy.deepcopy(model)
     call = getattr(model, "_ff_block", model)
@@ -451,7 +451,7 @@ def test_four_casts_of_a_feed_forward_block_and_no_other_pass(cuda_half: Counter
         if is_outermost(event) and event.name.removeprefix("aten::") not in {*NO_LAUNCH, "_scaled_mm"}
         if any(math.prod(shape) in hidden for shape in event.input_shapes if shape)
     ]
-    # with the numbers of the parts
+    # with the results of the parts
     parts = part_by_part(reference)
     for _ in range(2):
         x = torch.randn(rows, WIDTH)

@@ -1,4 +1,4 @@
-"""Converted models count as many FLOPs as torch counts for the plain ones, by its own formulas."""
+"""Converted models count the same FLOPs as torch's own formulas count for the plain models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ X, MEMORY, IMAGE = (4, 6, 32), (4, 9, 32), (4, 9, 20)
 
 
 class Called(nn.Module):
-    """A module with the arguments that it is called with."""
+    """A module with the arguments for its call."""
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] =
 
 @pytest.fixture(autouse=True)
 def _attention_that_is_counted() -> Iterator[None]:
-    # torch has no formula for the fused attention of the CPU
+    # torch has no formula for the CPU's fused attention
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
@@ -104,7 +104,7 @@ def pair(name: str) -> tuple[nn.Module, nn.Module, tuple[Tensor, ...]]:
     make, shapes = MODELS[name]
     plain = make()
     one = [torch.randn(*shape) for shape in shapes]
-    # self-attention is that of one tensor
+    # self-attention takes one tensor
     inputs = tuple(one[shapes.index(shape)] for shape in shapes)
     return plain, convert(copy.deepcopy(plain)), inputs
 
@@ -125,7 +125,7 @@ def test_training_step_and_evaluation(name: str, inputs_need_gradients: bool) ->
     expected = flops(step(plain, inputs))
     assert (expected > 0) == (name != "no rows")
     assert flops(step(converted, inputs)) == expected
-    # a training mode without gradients, in which torch's encoder does not take its fused path, which counts as nothing
+    # training mode without gradients, so that torch's encoder does not take its fused path, which counts as zero
     with torch.no_grad():
         expected = flops(step(plain, inputs, backward=False))
         assert flops(step(converted, inputs, backward=False)) == expected
@@ -158,7 +158,7 @@ def test_checkpointing_counts_forward_twice(name: str, reentrant: bool) -> None:
 
 
 def test_checkpointing_does_the_last_product_again_that_bf16_can_leave_out() -> None:
-    # recomputation stops when all saved tensors are there: a linear layer of torch saves before it multiplies
+    # recomputation stops when all saved tensors are available: torch's linear layer saves before it multiplies
     plain, converted, inputs = pair("mlp")
     counts = [
         flops(step(lambda *args, model=model: checkpoint(model, *args, use_reentrant=False), inputs))
@@ -189,7 +189,7 @@ def test_each_module_counts_its_own() -> None:
     expected = by_module(plain, inputs)
     assert by_module(converted, inputs) == expected
     assert {"qkv", "out", "up", "down"} <= expected.keys()
-    # the first layer's input needs no gradient here either, but the norm before it has parameters
+    # the first layer's input needs no gradient here either, but the preceding norm has parameters
     assert expected["up"] == 3 * 2 * 4 * 6 * 32 * 128
 
 
@@ -199,7 +199,7 @@ def test_a_layer_that_fell_back() -> None:
     assert flops(step(converted, inputs)) == flops(step(plain, inputs))
 
 
-# --- the feed-forward block as one operator: counters hook all modules, for which it steps aside ---
+# --- the fused feed-forward block: counters hook all modules, so that it runs unfused ---
 
 
 @pytest.mark.parametrize("x_needs_gradient", [False, True])
@@ -249,8 +249,8 @@ def test_a_backward_through_an_activation_counts_by_the_width_before_it() -> Non
 
 @pytest.mark.parametrize(("name", "backend"), [("mlp", "inductor"), ("encoder", "aot_eager")])
 def test_compiled(name: str, backend: str, request: pytest.FixtureRequest) -> None:
-    """Under a counter dynamo compiles nothing and runs nothing compiled; a backward compiled before is counted."""
-    # what a counter has seen, of whichever model, torch does not compile from then on
+    """Under a counter, dynamo neither compiles nor runs compiled code; a backward compiled earlier is counted."""
+    # after any model has been counted, torch does not compile it again
     request.addfinalizer(torch.compiler.reset)
     plain, converted, inputs = pair(name)
     expected, forward = (flops(step(plain, inputs, backward)) for backward in (True, False))
@@ -261,7 +261,7 @@ def test_compiled(name: str, backend: str, request: pytest.FixtureRequest) -> No
         step(lambda *args, compiled=compiled, losses=losses: losses.append(compiled(*args)), inputs, False)()
         assert flops(lambda losses=losses: losses[0].float().sum().backward()) == expected - forward
         with warnings.catch_warnings():
-            # about the hooks that a counter has on all modules
+            # a warning about the hooks that a counter has on all modules
             warnings.simplefilter("ignore")
             assert flops(step(compiled, inputs)) == expected
 

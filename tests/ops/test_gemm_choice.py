@@ -1,4 +1,4 @@
-"""Which GEMM is chosen: by measured rows, by the nearest of them, by the estimate; and the tables with the rows."""
+"""Which GEMM is chosen: by measured rows, by the nearest of them, or by the estimate; and the tables of the rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def forget() -> None:
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tables of its own, and an H200 as far as torch tells."""
+    """Separate tables, and an H200 as far as torch can tell."""
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.setattr(gemm_table, "_SHIPPED", tmp_path / "shipped")
     monkeypatch.delenv("LIGHTNING_FP8_BACKEND", raising=False)
@@ -177,7 +177,7 @@ def test_auto_takes_the_faster_one_of_a_measured_gemm(ours: float | None, theirs
     name = None if ours is None else "128x128 s6 c1"
     given(row(4096, 4096, 4096, ours, theirs, configuration=name))
     assert chosen(4096, 4096, 4096) == Choice(FAST["128x128 s6 c1"] if is_ours else None)
-    # a kernel of ours all the same
+    # one of our kernels nevertheless
     expected = FAST["128x256 s4 c2" if name is None else name]
     assert chosen(4096, 4096, 4096, "rawkernel") == Choice(expected)
 
@@ -203,7 +203,7 @@ def test_ping_pong_is_taken_as_measured_and_never_estimated() -> None:
     measured = "128x128 s6 c2 ping-pong"
     given(row(4096, 4096, 4096, 1.0, 2.0, configuration=measured))
     assert chosen(4096, 4096, 8192) == Choice(FAST[measured])
-    # too far away for its configuration
+    # too far away for its configuration to apply
     assert chosen(4096, 4096, 8193) == Choice(FAST["128x256 s4 c2"])
 
 
@@ -223,7 +223,7 @@ def test_nearest_is_nearest_in_ratios() -> None:
         row(4096, 1024, 1024, 1.0, 2.0, configuration="128x128 s6 c1"),
         row(8192, 1024, 1024, 1.0, 2.0, configuration="128x256 s4 c1"),
     )
-    # in differences it would be the first
+    # by absolute differences it would be the nearest
     assert chosen(5900, 1024, 1024) == Choice(FAST["128x256 s4 c1"])
     assert chosen(5700, 1024, 1024) == Choice(FAST["128x128 s6 c1"])
 
@@ -270,7 +270,7 @@ def test_another_output_is_farther_by_half_an_octave() -> None:
     assert chosen(4096, 4096, 4096, promote=True, output=BF16) == Choice(PROMOTED["128x128 s6 c1"])
     assert chosen(4300, 4096, 4096, promote=True, output=BF16) == Choice(PROMOTED["256x128 s4 c1"])
     assert chosen(4300, 4096, 4096, promote=True, output=FP32) == Choice(PROMOTED["128x128 s6 c1"])
-    # both at once, 0.6 and 0.5, are not near any more
+    # 0.6 and 0.5 octaves at once are not near any more
     gemm_table.own_path(NAME).unlink()
     given(promoted(4096, 4096, 4096, 1.0, 2.0, **at))
     assert chosen(6208, 4096, 4096, promote=True, output=BF16) == Choice(PROMOTED["128x128 s6 c2"])
@@ -296,7 +296,7 @@ def test_rawkernel_needs_no_table_and_says_nothing() -> None:
 
 
 def by_hand(one: Configuration, splits: int, m: int, n: int, k: int, multiprocessors: int) -> float:
-    """The docstring's formula with numpy's rounding, the tiles of clusters counted one by one."""
+    """The docstring's formula with numpy's rounding, counting the tiles of clusters one by one."""
     rows = np.arange(0, m, one.block_m * one.cluster).size
     columns = np.arange(0, n, one.block_n).size
     waves = np.ceil(rows * columns * splits / np.floor(multiprocessors / one.cluster))
@@ -338,7 +338,7 @@ def test_estimate_is_the_best_by_its_formula(promote: bool, multiprocessors: int
         # 64 tiles of 128x256 leave half of the GPU idle, 128 of 128x128 do not
         ((2048, 1024, 1024), False, "128x128 s6 c2", 1),
         ((8192, 8192, 8192), True, "256x128 s4 c2", 1),
-        # 64 tiles, on 132 multiprocessors
+        # 64 tiles on 132 multiprocessors
         ((1024, 1024, 8192), True, "128x128 s6 c2", 2),
         # one row of tiles: half of each cluster would be empty, which takes two waves
         ((100, 16384, 4096), False, "128x128 s6 c1", 1),
@@ -383,7 +383,7 @@ def test_measured_chains_are_those_of_the_nearest_gemm_that_knows() -> None:
     assert is_chained("gelu", 600, 512, 512)
     assert not is_chained("gelu", 1100, 512, 512)
     assert not is_chained("relu", 512, 512, 512)
-    # too far from what was measured, and not measured for this activation
+    # too far from the measured sizes, and not measured for this activation
     assert is_chained("relu", 2048, 512, 512)
     assert not is_chained("gelu", 100, 512, 512)
     assert not is_chained("silu", 512, 512, 512)
@@ -509,7 +509,7 @@ def test_a_row_of_an_unknown_configuration_is_ignored_alone(promote: bool, name:
     assert len(said) == 1
     assert str(path) in str(said[0].message)
     assert repr(name) in str(said[0].message)
-    # another version may know it
+    # another version may support it
     given(row(1, 1, 1, 1.0, 2.0))
     assert name in path.read_text()
 

@@ -1,4 +1,4 @@
-"""Which GEMM an operator runs, what the kernel is given, and what comes of it."""
+"""Which GEMM an operator runs, the kernel's arguments, and its results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
 def assert_one_rounding(
     actual: Tensor, a: Tensor, b: Tensor, addend: Tensor | float = 0.0, of_sums: float = 2e-6
 ) -> None:
-    """Within half a unit in the last place of fp64, and what sums in fp32 leave, or ``of_sums`` of the magnitudes."""
+    """Within half a unit in the last place of fp64, plus the error of the sums: ``of_sums`` times the magnitudes."""
     inv = (A_INV * B_INV).double()
     exact = values(a, "e5m2") @ values(b, "e4m3").T * inv + addend
     magnitude = values(a, "e5m2").abs() @ values(b, "e4m3").T.abs() * inv
@@ -53,7 +53,7 @@ def test_a_choice_gives_the_product(
 ) -> None:
     m, n, k = size
     a, b = operands(*size)
-    # neither contiguous nor of the output's dtype
+    # neither contiguous nor in the output's dtype
     addend = None if bias is None else torch.randn(n, 2).to(bias)[:, 1]
     out = gemm.run_choice(Choice(HOPPER, splits), a, b, A_INV, B_INV, addend, "e5m2", "e4m3", output, True)
     assert out.shape == (m, n)

@@ -1,4 +1,4 @@
-"""The setting ``gemm``: from a plugin, a conversion or a YAML file to what is chosen, and nowhere else."""
+"""The setting ``gemm`` reaches the choice of GEMM from a plugin, a conversion or a YAML file, and nothing else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gemms(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Gemms:
 
 
 def asked_by(gemms: Gemms, model: nn.Module) -> set[str]:
-    """What forward and backward asked for."""
+    """The settings that forward and backward requested."""
     gemms.asked.clear()
     model(torch.randn(8, 32, requires_grad=True)).sum().backward()
     assert len(gemms.asked) == 6
@@ -49,7 +49,7 @@ def test_a_conversion_decides_for_all_layers(gemms: Gemms) -> None:
     for value in GEMMS:
         assert asked_by(gemms, convert(small_mlp(), gemm=value)) == {value}
         assert asked_by(gemms, convert(model, gemm=value)) == {value}
-    # a conversion that says nothing changes nothing, whichever layers there are
+    # a conversion without the argument changes nothing, whatever layers the model has
     convert(model, gemm="rawkernel")
     model.append(nn.Linear(4, 2))
     assert conversion_plan(convert(model, ignore_modules=("0",))).settings.gemm == "rawkernel"
@@ -98,7 +98,7 @@ def test_a_plugin_decides_for_each_run(gemms: Gemms) -> None:
         plugin = Fp8Precision(gemm=value)  # type: ignore[arg-type]
         trainer(plugins=plugin, max_steps=1, limit_val_batches=0).fit(model, loader())
         assert {asked[0] for asked in gemms.asked} == {value}
-    # with layers taken out of a model that was converted before, too
+    # including layers taken from a model that was converted before
     plugin = Fp8Precision(gemm="rawkernel", ignore_modules=["net.0"])
     trainer(plugins=plugin, max_steps=1, limit_val_batches=0).fit(model, loader())
     assert conversion_plan(model).settings.gemm == "rawkernel"

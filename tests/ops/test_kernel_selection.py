@@ -1,4 +1,4 @@
-"""Which kernel is used: only one that passes its self-test; whoever goes without is told once, and by name."""
+"""Which kernel is used: only one that passes its self-test; users without it are told once, by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_kernels_for_weights_and_scales_pass_theirs() -> None:
 
 
 class FlushingInput(HostKernel):
-    """Takes subnormals for zero, as code compiled with ``-ftz=true`` does."""
+    """Flushes subnormal inputs to zero, as code compiled with ``-ftz=true`` does."""
 
     def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
         torch.set_flush_denormal(True)
@@ -58,7 +58,7 @@ class FlushingInput(HostKernel):
             torch.set_flush_denormal(False)
 
 
-# wrong casts, by what is said about them elsewhere: each differs in a few codes of numbers that are rare
+# wrong casts by a description of the fault: each differs in a few codes of rare numbers
 FAULTS = {
     "half away from zero": "ROUND=std::round",
     "half down": "ROUND(units)=std::ceil((units) - 0.5)",
@@ -76,7 +76,7 @@ def test_the_self_test_finds_wrong_casts(fault: str) -> None:
     defines = (*casts.variant(torch.float32, "e4m3"), FAULTS[fault])
     kernel = HostKernel(("cast_transpose", defines), casts.layout(defines), casts.THREADS, 0)
     found = str(self_test.cast_transpose(CPU, torch.float32, "e4m3", "none", False, kernel))
-    # random numbers are enough for some
+    # random numbers are enough to find some faults
     assert re.search("other codes" if fault in FOUND_AT_RANDOM else "hard to round gave .*codes", found)
 
 
@@ -91,7 +91,7 @@ def test_the_self_test_finds_flushed_inputs(dtype: torch.dtype) -> None:
     family = ("cast_transpose", casts.variant(dtype, "e5m2"))
     kernel = FlushingInput(family, casts.layout(family[1]), casts.THREADS, 0)
     found = self_test.cast_transpose(CPU, dtype, "e5m2", "none", False, kernel)
-    # fp16's are normal numbers as soon as they are fp32
+    # fp16's subnormals are normal numbers in fp32
     assert (found is None) == (dtype == torch.float16)
 
 
@@ -176,7 +176,7 @@ def test_passes_belong_to_device_driver_and_source(tmp_path: Path, monkeypatch: 
         assert not load.has_passed(*arguments)
         place[key] = before
     assert load.has_passed(*arguments)
-    # a cache that cannot be written costs the test again, and no more
+    # if the cache is not writable, the test runs again; nothing else changes
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "a file" / "below"))
     (tmp_path / "a file").write_text("")
     load.remember_pass(*arguments)
@@ -211,7 +211,7 @@ def test_a_want_of_memory_is_not_remembered(place: str, monkeypatch: pytest.Monk
     forgotten: list[str] = []
     with_kernels(monkeypatch, HostKernel, passed)
     monkeypatch.setattr(kernels.load, "forget_pass", lambda family, *_: forgotten.append(family))
-    # as torch's allocator and as CuPy say it
+    # in the words of torch's allocator and of CuPy
     errors = [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: out of memory")]
     for error in errors:
         with monkeypatch.context() as full:
@@ -219,7 +219,7 @@ def test_a_want_of_memory_is_not_remembered(place: str, monkeypatch: pytest.Monk
             full.setattr(*((kernels.load, "load") if place == "load" else (self_test, "update_scales")), failing)
             with pytest.raises(torch.OutOfMemoryError, match=f"to load and test update_scales: .*{error}"):
                 kernels.update_kernel(CPU)
-            # nor is a pass from before forgotten
+            # nor is an earlier pass forgotten
             full.setattr(kernels.load, "has_passed", lambda *_: True)
             assert kernels.try_kernel(kernels._update_variant(), CPU, test_again=True).out_of_memory
     assert passed == forgotten == []

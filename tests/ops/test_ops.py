@@ -40,14 +40,14 @@ def state_with_history() -> ScalingState:
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
 @pytest.mark.parametrize("bias", [False, True])
-# `torch._scaled_mm` exists on the CPU: what surrounds it can be checked here
+# `torch._scaled_mm` exists on the CPU, so the code around it can be checked here
 @pytest.mark.parametrize("implementation", [reference, plain])
 def test_scaled_mm_equals_fp64_within_one_rounding(
     size: tuple[int, int, int], out_dtype: torch.dtype, formats: tuple[str, str], bias: bool, implementation: Any
 ) -> None:
     m, n, k = size
     a, b = random_payload(m, k, formats[0]), random_payload(n, k, formats[1])
-    # fp16 holds these products, too
+    # fp16 can hold these products, too
     a_inv, b_inv = torch.tensor(3e-4), torch.tensor(7e-5)
     # neither 16-bit format holds it: it is rounded before it is added
     addend = torch.randn(n) if bias else None
@@ -57,7 +57,7 @@ def test_scaled_mm_equals_fp64_within_one_rounding(
     assert out.dtype == out_dtype
     assert out.shape == (m, n)
     assert out.is_contiguous()
-    # half a unit in the last place, and what fp32 accumulation leaves
+    # half a unit in the last place, plus the error of fp32 accumulation
     magnitude = values(a, formats[0]).abs() @ values(b, formats[1]).T.abs() * (a_inv * b_inv).double()
     allowed = exact.abs() * torch.finfo(out_dtype).eps / 2 + magnitude * 2e-6 + 1e-7
     assert ((out.double() - exact).abs() <= allowed).all()
@@ -80,7 +80,7 @@ def test_a_product_is_added_in_fp32(size: tuple[int, int, int], dtype: torch.dty
     a_inv, b_inv, before = torch.tensor(3e-4), torch.tensor(7e-5), torch.randn(m, n).to(dtype)
     exact = values(a, "e5m2") @ values(b, "e4m3").T * (a_inv * b_inv).double() + before
     magnitude = values(a, "e5m2").abs() @ values(b, "e4m3").T.abs() * (a_inv * b_inv).double()
-    # a matrix of its own, and one that is laid out by columns inside a larger one
+    # a contiguous matrix, and a column-major one inside a larger one
     for out in (before.clone(), torch.zeros(n + 2, m, dtype=dtype).t()[:, 1 : n + 1].copy_(before)):
         implementation.scaled_mm_add_(out, a, b, a_inv, b_inv, "e5m2", "e4m3", False)
         assert out.dtype == dtype
@@ -244,7 +244,7 @@ def test_a_function_called_directly_does_what_its_operator_does(sample: int) -> 
             flat = flattened(args)
             inputs = [arg for arg in flat if isinstance(arg, torch.Tensor) and arg.requires_grad]
             tensors += torch.autograd.grad(tensors[0].float().square().sum(), inputs)
-        # what is changed in place, too
+        # including what is changed in place
         results.append([tensor.detach().clone() for tensor in (*tensors, *filter(torch.is_tensor, args))])
         results[-1].append(SAMPLE_STATE.amax.clone())
     assert len(results[0]) == len(results[1])
@@ -335,7 +335,7 @@ def test_a_weight_is_scaled_by_what_it_holds(implementation: Any) -> None:
         assert np.array_equal(payload.numpy(), expected)
         assert torch.equal(payload_t, payload.t())
         assert scale_inv == (torch.tensor(448.0) / amax).reciprocal()
-        # what was used, of this weight and no other
+        # the copies that were used, of this weight only
         assert state.amax.tolist() == [1e6] * 5 + [amax]
         assert state.scale.tolist() == [1e6] * 5 + [(torch.tensor(448.0) / amax).item()]
 
@@ -343,7 +343,7 @@ def test_a_weight_is_scaled_by_what_it_holds(implementation: Any) -> None:
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 3, 40])
 def test_kept_values_change_no_bit(rows: int, out_dtype: torch.dtype) -> None:
-    """And few rows, whose GEMM is another one, are exact."""
+    """A few rows, which use a different GEMM, are exact, too."""
     a = torch.randint(0, 0x7F, (rows, 256), dtype=torch.uint8)
     b = torch.randint(0, 0x7F, (128, 256), dtype=torch.uint8) | 0x80 * torch.randint(0, 2, (128, 1), dtype=torch.uint8)
     one, half = torch.ones(()), torch.full((), 0.5)

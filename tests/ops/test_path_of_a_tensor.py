@@ -1,4 +1,4 @@
-"""What an input passes through, from a layer's forward to the launch that casts it."""
+"""The files that an input passes through, from a layer's forward to the launch that casts it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOMS = ["lightning_fp8/modules", "lightning_fp8/ops", "lightning_fp8/ops/cuda",
 
 
 def takes(frame: FrameType, x: Tensor) -> bool:
-    """Whether an argument of this call is x, by its memory, alone or among others."""
+    """Whether x, identified by its memory, is an argument of this call, possibly inside a container."""
     names, rest, _, values = inspect.getargvalues(frame)
     found = [values.get(name) for name in (*names, *([rest] if rest else []))]
     tensors = [one for value in found for one in (value if isinstance(value, tuple) else (value,))]
@@ -28,7 +28,7 @@ def takes(frame: FrameType, x: Tensor) -> bool:
 
 
 def files_on_the_way(layer: nn.Module, x: Tensor) -> list[str]:
-    """The package's files whose functions are given x, in the order of their first call."""
+    """The package's files whose functions take x, in the order of their first call."""
     files: dict[str, None] = {}
 
     def watch(frame: FrameType, event: str, _: Any) -> None:

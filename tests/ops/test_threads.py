@@ -1,4 +1,4 @@
-"""Contexts that overlap in threads and asyncio tasks: whose settings hold, and that torch's own come back."""
+"""Contexts that overlap in threads and asyncio tasks: whose settings apply, and that torch's own are restored."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from lightning_fp8.runtime.switch import Switch
 MODES = ("fp8-delayed", "bf16-mixed", "bf16-true")
 Result = TypeVar("Result")
 ORDERS = list(itertools.permutations(range(3)))
-LIMIT = 60  # seconds after which a thread that should have answered hangs
+LIMIT = 60  # seconds after which a thread counts as hanging
 
 
 class Thread:
-    """A thread that runs one function after another, each when it is told to."""
+    """A thread that runs functions one after another, each on request."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)
@@ -67,7 +67,7 @@ def threads() -> Iterator[list[Thread]]:
 def _as_torch_starts() -> Iterator[None]:
     before = state()
     yield
-    # a test that fails must not take others with it
+    # a failing test must not affect others
     torch.backends.mha.set_fastpath_enabled(before["fast path"])
     torch.set_default_dtype(before["default dtype"])
     torch.backends.mkldnn.matmul.fp32_precision = before["fp32 precision"]
@@ -75,7 +75,7 @@ def _as_torch_starts() -> Iterator[None]:
 
 
 def state() -> dict[str, Any]:
-    """Everything our contexts switch, in the thread that asks."""
+    """Everything that our contexts change, in the calling thread."""
     key, stash = torch._C.DispatchKey.AutocastIPU, "lightning_fp8.dtypes.attention"
     return {
         "fast path": torch.backends.mha.get_fastpath_enabled(),
@@ -93,13 +93,13 @@ def state() -> dict[str, Any]:
 
 
 def attend(query: torch.dtype = torch.float32, key: torch.dtype = torch.bfloat16) -> torch.dtype:
-    """What attention gives for a query of another dtype than key and value."""
+    """The result of attention for a query whose dtype differs from that of key and value."""
     x = torch.ones(1, 1, 3, 8)
     return F.scaled_dot_product_attention(x.to(query), x.to(key), x.to(key)).dtype
 
 
 def outcome(function: Callable[[], Any] = attend) -> str:
-    """``align``, ``error`` or, outside of all contexts, ``torch``."""
+    """``align``, ``error``, or ``torch`` outside all contexts."""
     try:
         function()
     except TypeError as error:
@@ -213,22 +213,22 @@ def test_a_generator_that_another_thread_closes(threads: list[Thread], precision
     threads[1].run(generator.close)
     assert state() == before
     assert threads[1].run(state) == before
-    if precision == "bf16-true":  # no autocast, which would bring the operands to one dtype
+    if precision == "bf16-true":  # without autocast, which would cast the operands to one dtype
         assert threads[0].run(outcome) == "torch"
-    # what its own thread still has is restored by the next context there
+    # the next context there restores what its own thread still has
     threads[0].enter(PLUGINS[precision]().forward_context())
     threads[0].leave()
     assert threads[0].run(state) == before
 
 
 def test_one_thread_saves_while_another_waits(threads: list[Thread]) -> None:
-    """One that enters while another reads the setting would make it save the switched value."""
+    """A context that enters while another reads the setting would make the other save the switched value."""
     value, entering = ["off"], []
 
     def get() -> str:
         if not entering:
             entering.append(threads[0].start(threads[0].stack.enter_context, switch.at("on")))
-            wait(entering, 0.2)  # in vain, unless nothing keeps it out
+            wait(entering, 0.2)  # in vain, unless nothing prevents it
         return value[0]
 
     switch = Switch(get, lambda new: value.__setitem__(0, new))
@@ -240,7 +240,7 @@ def test_one_thread_saves_while_another_waits(threads: list[Thread]) -> None:
 
 
 def test_a_context_that_ends_while_another_one_begins() -> None:
-    """As when the garbage collector closes an abandoned generator, in whatever this thread is doing."""
+    """This happens when the garbage collector closes an abandoned generator at an arbitrary point of the thread."""
     value, abandoned = ["off"], ExitStack()
 
     def set_value(new: str) -> None:
@@ -472,7 +472,7 @@ class Around(torch.autograd.Function):
 def inside_backward(function: Callable[[], Result]) -> Result:
     found: list[Result] = []
     x = torch.zeros((), requires_grad=True)
-    with torch.enable_grad():  # as a checkpoint does, where a backward is inside another one
+    with torch.enable_grad():  # as in a checkpoint, where one backward runs inside another
         y = Around.apply(x, lambda: found.append(function()))
     y.backward()
     return found[0]
@@ -490,7 +490,7 @@ def test_a_backward_thread_has_the_settings_of_its_caller(threads: list[Thread])
 
     for thread, mismatch in zip(threads, ("error", "align")):
         thread.enter(plugin_of(mismatch).recomputation_context())
-    for nested in (False, True):  # as a reentrant checkpoint is, whose backward is called by a backward thread
+    for nested in (False, True):  # as in a reentrant checkpoint, whose backward is called by a backward thread
         assert [thread.run(backward, nested) for thread in threads[:3]] == ["error", "align", "torch"]
     inside = threads[1].run(inside_backward, lambda: in_a_backward_thread(with_a_context_of_its_own))
     assert inside == ("align", "error", "error")
@@ -520,7 +520,7 @@ def test_a_compiled_function_may_enter_a_context(precision: Any) -> None:
 
 
 class Encoder(nn.Module):
-    """An encoder, whose fast path gives zeros at padded places, and attention with a query in fp32."""
+    """An encoder, whose fast path gives zeros at padded positions, and attention with an fp32 query."""
 
     def __init__(self, align: bool) -> None:
         super().__init__()
@@ -554,7 +554,7 @@ def trained(precision: Any, mismatch: Any) -> tuple[PrecisionCore, Encoder]:
 
 
 def batch(number: int) -> Tensor:
-    # one thread in bf16-true changes the default dtype of all
+    # one thread in bf16-true changes the default dtype of all threads
     return torch.randn(4, 5, 32, generator=torch.Generator().manual_seed(number), dtype=torch.float32)
 
 
@@ -577,7 +577,7 @@ def test_four_threads_evaluate_four_models(threads: list[Thread]) -> None:
 
 
 def test_what_is_stashed_is_held() -> None:
-    """torch keeps it for other threads, whatever becomes of the names that it had."""
+    """torch keeps it for other threads, even if all references by name are gone."""
     entry, outside = attention._Entry(Fp8Precision()._attention, None), attention._dispatch()
     held = sys.getrefcount(entry)
     for times in range(3):
@@ -590,7 +590,7 @@ def test_what_is_stashed_is_held() -> None:
 def evaluate_together(
     threads: list[Thread], pairs: list[tuple[PrecisionCore, Encoder]], evaluate: Callable[..., Tensor]
 ) -> list[Tensor]:
-    """One after another enters its context, all compute at once, and the first one in is the first one out."""
+    """The tasks enter their contexts one after another, all compute at once, and the first to enter leaves first."""
     together, hooks = threading.Barrier(len(pairs)), []
     entered, leave = ([threading.Event() for _ in pairs] for _ in range(2))
 

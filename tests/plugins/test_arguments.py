@@ -1,4 +1,4 @@
-"""The three plugins by class and by YAML, the arguments of each, and what a call that mixes them up is told."""
+"""The three plugins by class and by YAML, the arguments of each, and the errors for arguments of another plugin."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "bf16-mixed": MIXED,
     "bf16-true": SHARED,
 }
-# what makes a plugin of the precision; without it, that of the class's default
+# the arguments that select the precision; without them, the class's default
 NEEDED: dict[str, dict[str, Any]] = {
     "fp8-current": {"recipe": CurrentScaling()},
     "fp8-block": {"recipe": BlockScaling()},
@@ -74,7 +74,7 @@ def test_each_takes_its_own_arguments_in_every_front_end_and_strategy(precision:
         plugin = family[precision](**given)
         assert plugin.precision == precision
         assert plugin.settings == given
-        # of every other front end and strategy, as registration makes them
+        # those of every other front end and strategy, as registration creates them
         for other in FAMILIES:
             assert other[precision](**plugin.settings).settings == given
 
@@ -194,14 +194,14 @@ def test_the_argument_precision_is_gone_and_the_error_says_what_to_write(
     assert str(error.value).endswith(words)
 
 
-# the advice that an error gives is right: it names every plugin that takes the argument, and no other
+# the advice in an error is correct: it names every plugin that takes the argument, and no other
 @pytest.mark.parametrize("precision", ARGUMENTS)
 def test_an_argument_of_another_plugin_is_refused_by_its_name(precision: str) -> None:
     others = {name for given in ARGUMENTS.values() for name in given} - set(ARGUMENTS[precision])
     assert len(others) == {"bf16-mixed": 10, "bf16-true": 12}.get(precision, 1)
     for family in FAMILIES:
         for name in others:
-            # whatever its value, the default of the other plugin included
+            # for any value, including the other plugin's default
             with pytest.raises(TypeError) as error:
                 family[precision](**{name: None})
             message = str(error.value)
@@ -221,7 +221,7 @@ def test_other_wrong_calls_stay_pythons() -> None:
 
 
 class Mine(Fp8Precision):
-    """A plugin of the user's, with an argument of its own that another one of ours has."""
+    """A user's plugin with its own argument, which has the name of an argument of one of ours."""
 
     def __init__(self, weight_copy: bool, **kwargs: Any) -> None:
         self.weight_copy = weight_copy
@@ -243,7 +243,7 @@ def test_names_that_are_exported() -> None:
 
 
 def test_parameters_stay_as_they_came_in_fabric_too() -> None:
-    """The default of ``param_dtype`` reaches the plugin that Fabric makes, and is no dtype asked for."""
+    """The default of ``param_dtype`` reaches the plugin that Fabric creates, and is not a requested dtype."""
     fabric = lf.Fabric(accelerator="cpu", devices=1, plugins=Bf16MixedPrecision())
     model = fabric.setup(torch.nn.Linear(4, 4, dtype=torch.bfloat16))
     assert model.weight.dtype == torch.bfloat16

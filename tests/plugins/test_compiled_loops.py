@@ -1,4 +1,4 @@
-"""Compiled steps of a Trainer read casts that were made at the step's beginning, and none of another weight."""
+"""Compiled steps of a Trainer read casts that were made at the start of the step, of the right weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_fp8.ops import basic
 
 
 class Compiled:
-    """A backend that counts what is called in the forward graphs that AOTAutograd makes, each as it runs."""
+    """A backend that counts the calls in AOTAutograd's forward graphs as they run."""
 
     def __init__(self) -> None:
         self.called: Counter[str] = Counter()
@@ -44,7 +44,7 @@ class Compiled:
 
     @property
     def weight_casts(self) -> int:
-        """In graphs that have run."""
+        """Casts of weights in the graphs that ran."""
         return self.called["lightning_fp8.cast_weight.default"]
 
 
@@ -75,7 +75,7 @@ def fp8_layers(model: nn.Module) -> list[Fp8Linear]:
 
 
 class Follows(pl.Callback):
-    """Where the payloads are, and changes of the weights between two steps."""
+    """Records the addresses of the payloads, and changes the weights between two steps."""
 
     def __init__(self, change: Callable[[Regression], None] | None = None) -> None:
         self.change = change
@@ -116,7 +116,7 @@ def test_one_cast_per_optimizer_step(
     assert backend.graphs
     assert backend.weight_casts == 0
     assert sorted(casts.values()) == [8 // accumulate] * 2
-    # two layers, whose payloads have stayed where they were
+    # two layers, whose payloads kept their addresses
     assert len(follows.payloads) == 2
     assert torch.equal(torch.stack(eager.losses), torch.stack(model.losses))
     assert same(eager, model)
@@ -150,7 +150,7 @@ def new_data(model: nn.Module) -> None:
 def test_a_change_between_steps_is_seen(
     tmp_path: Path, change: Callable[[nn.Module], None], compile: Callable[..., Any], backend: Compiled
 ) -> None:
-    """In the middle of an accumulation too, where no optimizer step comes between."""
+    """In the middle of an accumulation, too, where there is no optimizer step in between."""
     eager, model = seeded(), seeded()
     for given in (eager, compile(model, backend)):
         follows = Follows(change)
@@ -187,7 +187,7 @@ class Losses(pl.Callback):
 
 
 class TwoStepsInOne(Regression):
-    """Forwards after an optimizer step within a training step."""
+    """Runs a forward after an optimizer step within one training step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class TwoStepsInOne(Regression):
 
 
 class BackwardAfterAStep(TwoStepsInOne):
-    """The second loss waits for its backward while an optimizer changes the weights."""
+    """An optimizer changes the weights before the second loss's backward."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         losses = [self.step(batch), self.step((batch[0] * 2, batch[1]))]
@@ -214,7 +214,7 @@ class BackwardAfterAStep(TwoStepsInOne):
             self.optimizers().zero_grad()
 
 
-# casts in graphs: of two layers in the second forward of each of four steps; a backward makes none
+# casts in graphs: of two layers in the second forward of each of four steps; none in backward
 @pytest.mark.parametrize(("kind", "casts"), [(TwoStepsInOne, 8), (BackwardAfterAStep, 0)])
 def test_optimizer_steps_within_a_step(
     kind: type[TwoStepsInOne], casts: int, tmp_path: Path, backend: Compiled
@@ -237,12 +237,12 @@ def test_a_change_within_a_step_is_warned_of(tmp_path: Path, backend: Compiled) 
     make_trainer(tmp_path).fit(eager, loader())
     said = warned("The weight of", lambda: make_trainer(tmp_path).fit(compile_part(model, backend), loader()))
     assert [text.split("'")[1] for text in said] == [layer.fp8[""].name for layer in fp8_layers(model)]
-    # all steps but the first
+    # all steps except the first
     assert backend.weight_casts == 2 * 3
 
 
 def test_a_frozen_weight_is_cast_in_the_graph_of_training(tmp_path: Path, backend: Compiled) -> None:
-    """It may be a target network's, which its owner changes within a step."""
+    """It may belong to a target network, which its owner changes within a step."""
     eager, model = seeded(), seeded()
     for one in (eager, model):
         one.net[0].requires_grad_(False)
@@ -288,7 +288,7 @@ def test_weights_declared_unchanged(mode: Callable[[], Any], backend: Compiled, 
             scale_through_data(model)
             expected = model(x)
         assert backend.weight_casts == 0
-        # once in each context, once for what is expected
+        # once in each context, and once for the expected result
         assert sorted(casts.values()) == [4, 4]
         assert torch.equal(compiled(x), expected)
         assert backend.weight_casts == 2
@@ -303,7 +303,7 @@ def test_weights_declared_unchanged(mode: Callable[[], Any], backend: Compiled, 
 def test_casts_are_written_in_place(
     kind: type[nn.Module], together: bool, cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: all weights in one launch where there is a kernel for it, to the same addresses."""
+    """As on a GPU: all weights in one launch if there is a kernel for it, to the same addresses."""
     if not together:
         monkeypatch.setattr(ops, "casts_weights_together", lambda *_: False)
     model = convert(nn.Sequential(kind(16, 32), nn.ReLU(), kind(32, 16)))
@@ -334,7 +334,7 @@ def test_casts_are_written_in_place(
 
 
 def test_a_backward_after_the_next_cast_fails(backend: Compiled) -> None:
-    """As in a plain layer whose weight has changed in place; it would compute with the next weight."""
+    """As in a plain layer whose weight was changed in place; otherwise it would compute with the next weight."""
     model, x = convert(nn.Sequential(nn.Linear(16, 32))), torch.randn(4, 16, requires_grad=True)
     compiled, rows = torch.compile(model, backend=backend), list(all_rows(model))
     with prepared(rows, record=True):
@@ -347,7 +347,7 @@ def test_a_backward_after_the_next_cast_fails(backend: Compiled) -> None:
 
 
 def test_a_backward_does_not_write_to_the_casts() -> None:
-    """They are what the forward has multiplied with, whatever has become of the weight."""
+    """They are the operands of the forward, whatever has happened to the weight since."""
     model = convert(nn.Sequential(nn.Linear(16, 32)))
     rows = list(all_rows(model))
     with prepared(rows, record=True):

@@ -99,7 +99,7 @@ def test_plugin_object_and_two_models() -> None:
 
 @torch.no_grad()
 def cast_weights_of(*models: Any) -> None:
-    """Scales of weights are no part of a checkpoint: a forward finds them, and without gradients records nothing."""
+    """Scales of weights are not part of a checkpoint: a forward computes them, recording nothing without gradients."""
     for model in models:
         model(torch.zeros(1, 32))
 
@@ -113,7 +113,7 @@ def test_scales_in_a_checkpoint(tmp_path: Path) -> None:
     fresh = seeded()
     other, other_optimizer = runner.setup(fresh, fresh.configure_optimizers())
     runner.load(tmp_path / "c.ckpt", {"model": other, "optimizer": other_optimizer, "scaling": scaling_state(fresh)})
-    # scales of weights are no part of a checkpoint: a forward finds them
+    # scales of weights are not part of a checkpoint: a forward computes them
     assert (scaling_state(fresh).scale[4:] == 1).all()
     for run in (model, other):
         run(torch.randn(4, 32))
@@ -126,7 +126,7 @@ def said_nothing_yet() -> None:
 
 
 def trained(runner: lf.Fabric, **kwargs: Any) -> tuple[Any, Any, Any]:
-    """A model, as set up, and its optimizer, after a step."""
+    """A model after ``setup`` and its optimizer, after one step."""
     net = seeded(**kwargs)
     model, optimizer = runner.setup(net, net.configure_optimizers())
     runner.backward(model(torch.randn(4, net.net[0].in_features)).sum())
@@ -153,7 +153,7 @@ def test_a_save_without_scales_says_so_once(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("said_nothing_yet")
 def test_models_in_wrappers_are_found(tmp_path: Path) -> None:
     class Wrapper(nn.Module):
-        """As DDP keeps its model."""
+        """Holds its model as DDP does."""
 
         def __init__(self, module: nn.Module) -> None:
             super().__init__()
@@ -210,7 +210,7 @@ def test_a_load_that_leaves_scales_behind_says_so_once(tmp_path: Path, strict: b
     assert "the model under 'model' has layers in FP8, and the checkpoint holds their scales under 'scales'" in message
     assert "`{'model': model, 'scales': lightning_fp8.scaling_state(model), ...}`" in message
     assert warned("fabric.load", load) == []
-    # what it advises, in place of loading them with the model
+    # the recommended way, instead of loading them with the model
     assert set(rest) == {"scales", "step"}
     assert not same(net, fresh)
     scaling_state(fresh).load_state_dict(rest["scales"])
@@ -251,14 +251,14 @@ def test_a_resumption_without_scales_says_so_once(tmp_path: Path) -> None:
     assert "the model under 'net' has layers in FP8, but the checkpoint has no scales" in message
     assert "`fabric.save(path, {'net': model, 'scaling': lightning_fp8.scaling_state(model), ...})`" in message
     assert warned("fabric.load", load) == []
-    # and is another run than that of a plain model
+    # and differs from the run of a plain model
     plain = unconvert(seeded())
     asked = {"net": plain, "optimizer": torch.optim.AdamW(plain.parameters())}
     assert warned("fabric.load", partial(runner.load, tmp_path / "c.ckpt", asked)) == []
 
 
 def test_all_of_a_scaling_state_is_restored(tmp_path: Path) -> None:
-    """In the middle of an accumulation, with a layer that fell back and another that met inf."""
+    """In the middle of an accumulation, with a layer that fell back and another that had inf."""
     runner = fabric(precision="fp8-delayed")
     net, model, _ = trained(runner)
     state = scaling_state(net)
@@ -346,7 +346,7 @@ def test_scales_in_a_checkpoint_of_shards(tmp_path: Path, distributed: bool) -> 
 
 
 class Mine(Precision):
-    """A plugin of the user's, without a name."""
+    """A user's plugin without a name."""
 
     precision: Any = None
 

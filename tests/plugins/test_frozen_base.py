@@ -70,7 +70,7 @@ def test_a_run_its_checkpoint_and_its_continuation(tmp_path: Path) -> None:
     assert bf16 == {name for name, p in tuned.named_parameters() if isinstance(p, FrozenWeight)}
     assert len(bf16) == 6
     plain.load_state_dict(saved)
-    # a continuation loads into a base of other values, and goes on with the numbers of the run with masters
+    # a resumed run loads into a base with other values, and continues exactly like the run with masters
     losses = []
     for how in runs:
         (path,), model = (tmp_path / how).rglob("*.ckpt"), Tuning(seed=1)
@@ -99,7 +99,7 @@ def test_the_scales_are_logged(tmp_path: Path) -> None:
         with (tmp_path / how / "metrics.csv").open() as file:
             found[how] = list(csv.DictReader(file))
     names = {f"net.{layer}.weight" for layer in LAYERS}
-    # what is not cast has no losses to count
+    # a weight that is not cast has no losses to count
     gone = {name for name in found["master"][0] if name.endswith("_fraction") and name.split("/")[1] in names}
     assert len(gone) == 12
     assert gone.isdisjoint(found["fp8"][0])

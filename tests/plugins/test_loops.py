@@ -1,4 +1,4 @@
-"""Weights are cast once per loop of a Trainer, and a loop never uses the casts of another one."""
+"""Weights are cast once per loop of a Trainer, and a loop never uses the casts of another."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trained(path: Path) -> Regression:
 
 
 def predicted(model: Regression) -> list[torch.Tensor]:
-    """What the weights that the model has now give, in a model that has cast nothing so far."""
+    """Predictions of the model's current weights, from a model without any casts so far."""
     fresh = seeded()
     fresh.load_state_dict(model.state_dict())
     convert(fresh)
@@ -54,7 +54,7 @@ def assert_equal(found: Any, expected: list[torch.Tensor]) -> None:
 
 
 class KeepsMode(Regression):
-    """No switch between training and evaluation tells that a loop has begun."""
+    """No switch between training and evaluation shows that a loop has begun."""
 
     def on_validation_model_eval(self) -> None:
         pass
@@ -74,7 +74,7 @@ def test_one_cast_per_loop(tmp_path: Path, loop: str, inference_mode: bool, cast
         assert sorted(casts.values()) == [1, 1]
         if loop == "predict":
             assert_equal(found, predicted(model))
-    # the copies are gone
+    # the copies have been dropped
     assert all(cache._entry is None for layer in (model.net[0], model.net[2]) for cache in layer.fp8[""].caches)
 
 
@@ -140,7 +140,7 @@ def test_a_change_within_a_loop_that_leaves_a_trace_is_seen(
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_validations_inside_a_fit(tmp_path: Path, kind: type[Regression], is_frozen: bool) -> None:
     class Sees(pl.Callback):
-        """The weights through .data, as averages are swapped, around each validation."""
+        """Changes the weights through .data around each validation, as swapped averages do."""
 
         def __init__(self) -> None:
             self.losses: list[tuple[float, float]] = []
@@ -173,7 +173,7 @@ def test_validations_inside_a_fit(tmp_path: Path, kind: type[Regression], is_fro
 def test_histories_are_left_alone_as_when_each_forward_casts(
     tmp_path: Path, layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A weight that is more than 1.41 times larger: from its layer on, histories are not used."""
+    """A weight becomes more than 1.41 times larger: histories are not used from its layer onwards."""
     model, found = trained(tmp_path), []
     model.net[layer].weight.data.mul_(8)
     for vouches in (True, False):
@@ -212,5 +212,5 @@ def test_a_declaration_inside_a_step_keeps_the_casts_of_the_loop(tmp_path: Path,
     trainer.fit(model, loader())
     casts.clear()
     assert_equal(trainer.predict(model, loader()), predicted(model))
-    # once by the Trainer, and in the forwards of the fresh model
+    # once by the Trainer, and once in the forwards of the fresh model
     assert [casts[model.net[layer].weight.data_ptr()] for layer in (0, 2)] == [1, 1]

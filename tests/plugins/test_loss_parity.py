@@ -37,10 +37,10 @@ from lightning_fp8.scaling.recipe import RECIPES
 from lightning_fp8.scaling.state import ScalingState
 
 STEPS = 200
-# the loss at the end is the mean over so many
+# the final loss is the mean over this many steps
 LAST = 40
 BASELINE = "32-true" if emulates_bf16() else "bf16-mixed"
-# two threads add up in another order, which after 200 steps is an image more or less
+# two threads add in a different order, which changes an image or two after 200 steps
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.slow,
@@ -96,12 +96,12 @@ def train(kind: str, precision: str, seed: int, folder: Path, steps: int = STEPS
 
 
 def difference(name: str, fp8: dict[str, float], baseline: dict[str, float]) -> float:
-    """Of FP8 from the baseline, as a share of the baseline's."""
+    """The difference between FP8 and the baseline, relative to the baseline."""
     return fp8[name] / baseline[name] - 1
 
 
 def test_gpt_ends_at_the_same_loss(tmp_path: Path) -> None:
-    # one seed: of five none was further away than 0.2%
+    # one seed: in five seeds, no difference was larger than 0.2%
     baseline = train("gpt", BASELINE, 0, tmp_path, steps=120)
     # nats per byte; an untrained model has 5.55
     assert baseline["loss"] < 2.9
@@ -116,7 +116,7 @@ def test_encoder_ends_at_the_same_accuracy(tmp_path: Path) -> None:
         train("encoder", precision, 0, tmp_path)["val_accuracy"] for precision in ("fp8-delayed", BASELINE)
     )
     assert baseline > 0.93
-    # four of 449 images; seeds, and CPUs that add up in another order, differ by up to three
+    # four of 449 images; seeds, and the order of sums on different CPUs, differ by up to three
     assert abs(fp8 - baseline) < 0.01
 
 

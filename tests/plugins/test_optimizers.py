@@ -24,7 +24,7 @@ Parameters = Iterator[nn.Parameter]
 
 
 class Fit(Regression):
-    """Trains with any optimizer; ``updates`` is how often a step updates the scales."""
+    """Trains with any optimizer; ``updates`` is the number of scale updates per step."""
 
     updates = 1
 
@@ -64,7 +64,7 @@ def adafactor(parameters: Parameters) -> torch.optim.Optimizer:
 
 
 class ScheduleFree(Fit):
-    """Its optimizer holds other weights in training than in evaluation, and exchanges them in place."""
+    """Its optimizer holds different weights in training and in evaluation, and exchanges them in place."""
 
     def make_optimizers(self) -> Any:
         return schedulefree.AdamWScheduleFree(self.parameters(), lr=1e-2)
@@ -100,7 +100,7 @@ class MuonAndAdamW(Fit):
 
 
 class SAM(Fit):
-    """Sharpness-aware minimization: a second pass at weights that are moved for it, and back."""
+    """Sharpness-aware minimization: weights are moved for a second pass, and moved back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class SAM(Fit):
 
 
 class InBackward(Fit):
-    """Each weight changes as soon as its gradient is there, with an optimizer of its own."""
+    """Each weight is updated by its own optimizer as soon as its gradient is ready."""
 
     in_backward = True
 
@@ -155,13 +155,13 @@ class AfterBackward(InBackward):
     in_backward = False
 
 
-# Lightning cannot read their states, whatever the precision
+# Lightning cannot read their states, in any precision
 LOW_BIT = {name: torchao_optimizer(name, block_size=64) for name in ("AdamW8bit", "AdamWFp8")}
 MODELS: dict[str, type[Fit]] = {
     "sgd": with_optimizer(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True)),
     "adamw foreach": with_optimizer(lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True)),
     "adamw fused": with_optimizer(lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)),
-    # more iterations amplify the rounding of gradients, whose differences it takes for curvature
+    # more iterations amplify the gradients' rounding errors, as their differences estimate the curvature
     "lbfgs": with_optimizer(lambda p: torch.optim.LBFGS(p, lr=1, max_iter=2)),
     "torchao AdamW8bit": with_optimizer(LOW_BIT["AdamW8bit"]),
     "torchao AdamWFp8": with_optimizer(LOW_BIT["AdamWFp8"]),
@@ -227,7 +227,7 @@ def test_it_trains_with_the_scale_of_each_weight(name: str, tmp_path: Path) -> N
     state = scaling_state(model)
     assert state.updates == STEPS * model.updates
     entries = (state.amax_history > 0).sum(0)
-    # weights that change within a step of LBFGS may look exchanged, which empties the histories
+    # weights that change within a step of LBFGS may look replaced, which empties the histories
     assert entries.min() > 0 if name == "lbfgs" else (entries == STEPS).all()
 
     half, resumed = seeded(MODELS[name]), seeded(MODELS[name])

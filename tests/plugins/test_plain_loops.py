@@ -1,4 +1,4 @@
-"""Loops of one's own, with Fabric or with torch alone, do what a Trainer does, bit for bit."""
+"""Custom loops, with Fabric or with torch alone, match a Trainer bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 
 def data() -> TensorDataset:
-    """Numbers that bf16 has: Fabric gives a model its inputs in bf16, as with its own mixed precision."""
+    """Numbers that bf16 represents exactly: like its own mixed precision, Fabric gives a model its inputs in bf16."""
     x, y = dataset(64).tensors
     return TensorDataset(x.bfloat16().float(), y)
 
@@ -93,7 +93,7 @@ def test_trainer_fabric_and_plain_loop_are_the_same(tmp_path: Path, options: dic
     plain_loop(by_hand, by_hand.configure_optimizers(), batches(epochs), **options)
     assert same(by_trainer, by_hand)
     assert same(by_fabric, by_hand)
-    # scales moved at `optimizer.step`, and at nothing else
+    # scales changed at `optimizer.step`, and nowhere else
     steps = 8 * epochs // accumulate
     state = scaling_state(by_fabric)
     assert state.updates == steps
@@ -115,7 +115,7 @@ def test_scales_move_at_the_step_of_the_optimizer() -> None:
         optimizer.zero_grad()
         assert (state.amax[:4] == 0).all()
         assert (state.amax_history > 0).sum(0).tolist() == [count + 1] * 4
-        # what was cast for this step, not what the step made of it
+        # the cast made for this step, not one of the updated weight
         assert torch.equal(state.amax[4:], largest)
         assert torch.equal(state.scale[4:], torch.tensor(448.0) / largest)
         assert largest[0] != net.net[0].weight.detach().abs().max()
@@ -136,7 +136,7 @@ def train_on_one_of_two(path: Path, accumulate: int, clip: float | None) -> None
 
 
 def both_by_hand(accumulate: int, clip: float | None, models: tuple[Regression, Regression]) -> None:
-    """What two processes compute, in one: mean of the gradients, maximum of the amaxes."""
+    """The computation of two processes in one: mean of the gradients, maximum of the amaxes."""
     optimizers = [model.configure_optimizers() for model in models]
     states = [scaling_state(model) for model in models]
     for step in range(len(batches()) // 2 // accumulate):
@@ -160,7 +160,7 @@ def both_by_hand(accumulate: int, clip: float | None, models: tuple[Regression, 
 
 
 def forward_and_same(loaded: Regression, other: Regression) -> bool:
-    """Scales of weights are no part of a checkpoint: the next forward finds them."""
+    """Scales of weights are not part of a checkpoint: the next forward computes them."""
     assert (scaling_state(loaded).scale[4:] == 1).all()
     for model in (loaded, other):
         model(torch.randn(4, 32))
@@ -180,7 +180,7 @@ def test_two_processes_with_fabric(tmp_path: Path, accumulate: int, clip: float 
         other.load_state_dict(dict(zip(other.state_dict(), found["weights"], strict=True)))
         scaling_state(other).load_state_dict(found["scaling"])
         assert forward_and_same(other, models[0])
-    # and on from there in one process
+    # and then continued in one process
     net, runner = seeded(), fabric()
     model, optimizer = runner.setup(net, net.configure_optimizers())
     runner.load(tmp_path / "two.ckpt", {"model": model, "optimizer": optimizer, "scaling": scaling_state(net)})
@@ -230,7 +230,7 @@ def test_a_plain_loop_stopped_and_resumed_is_the_same(tmp_path: Path) -> None:
     optimizer.load_state_dict(saved["optimizer"])
     plain_loop(second, optimizer, batches())
     assert same(whole, second)
-    # without the scales it is another run
+    # without the scales, the run differs
     without = convert(seeded())
     without.load_state_dict(saved["model"])
     optimizer = without.configure_optimizers()
@@ -259,7 +259,7 @@ def noise() -> Iterable[Tensor]:
 
 
 def test_two_models_that_meet_in_one_fabric() -> None:
-    """Each step of either optimizer moves the scales of all models, as of all parts of one model."""
+    """Each step of either optimizer updates the scales of all models, as it does for all parts of one model."""
     runner, nets = fabric(), generator_and_critic()
     pairs = [runner.setup(net, optimizer) for net, optimizer in zip(nets, sgd(*nets), strict=True)]
     (generator, for_generator), (critic, for_critic) = pairs
@@ -274,7 +274,7 @@ def test_two_models_that_meet_in_one_fabric() -> None:
         for_critic.step()
         for_critic.zero_grad()
         for which in (0, 1):
-            # as a Fabric model does
+            # like a Fabric model
             def run(net: nn.Module, given: Tensor) -> Tensor:
                 with autocast():
                     return net(given.bfloat16()).float()
@@ -293,7 +293,7 @@ def test_two_models_that_meet_in_one_fabric() -> None:
     assert same(nets[1], by_hand[1])
     assert scaling_state(nets[0]) is not scaling_state(nets[1])
     entries = [(scaling_state(net).amax_history > 0).sum(0).tolist() for net in nets]
-    # the generator runs forward in both steps of each batch, backward in one; the critic both in both
+    # the generator runs forward in both steps of each batch and backward in one; the critic runs both in both
     assert entries == [[12, 12, 6, 6], [12] * 4]
 
 

@@ -31,7 +31,7 @@ from lightning_fp8 import (
 
 
 class Deep(Regression):
-    """With blocks."""
+    """A model with blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_a_plugin_keeps_them_for_another_front_end_and_a_converted_model() -> No
     plugin = Fp8Precision(overrides={"*.down": {"wgrad": "bf16"}}, bf16_blocks=(1, 0))
     other = Fp8FabricPrecision(**plugin.settings)
     model = other.convert_module(Deep())
-    # without the arguments a plugin leaves a converted model as it is
+    # without the arguments, a plugin leaves a converted model unchanged
     found = products(model)
     assert found["net.0.blocks.1.down"] == "w"
     Fp8Precision().convert_module(model)
@@ -149,7 +149,7 @@ def test_frozen_weights_that_bf16_multiplies_keep_their_masters() -> None:
     assert rows["2"].endswith("weight in FP8 only")
     x = torch.randn(8, 32, requires_grad=True)
     model(x).sum().backward()
-    # one that had none is given one
+    # an argument is given to one that had none
     with pytest.warns(UserWarning, match="They have masters again"):
         convert(model, overrides={"2": {"fprop": "bf16"}})
     assert type(model[2].weight) is nn.Parameter

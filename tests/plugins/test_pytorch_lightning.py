@@ -1,4 +1,4 @@
-"""Lightning under its other name, ``pytorch_lightning``: the same strings, plugins, callbacks and numbers."""
+"""Lightning under its other name, ``pytorch_lightning``: the same strings, plugins, callbacks and results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ THEIRS = {**dict.fromkeys(FP8_PRECISIONS, Precision), "bf16-mixed": MixedPrecisi
 
 
 class Mirrored(mirror.LightningModule):
-    """``Regression`` with the other base class."""
+    """``Regression`` with the other package's base class."""
 
     def __init__(self, lr: float = 1e-2) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_deepspeed_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("clip", [None, 1e-3])
 def test_training_is_that_of_a_plain_loop(clip: float | None) -> None:
-    """Gradients are clipped: Lightning's own plugins do it only for a LightningModule of their own name."""
+    """Gradients are clipped, which Lightning's own plugins do only for a LightningModule of their own package."""
     torch.manual_seed(7)
     model = Mirrored()
     trainer(precision="fp8-delayed", gradient_clip_val=clip, max_steps=3, max_epochs=1).fit(model, loader())
@@ -146,7 +146,7 @@ def test_training_is_that_of_a_plain_loop(clip: float | None) -> None:
 
 
 def fitted(kind: Any, path: Path, epochs: int, **kwargs: Any) -> Any:
-    """A model trained under the name of its class, and saved."""
+    """A model trained with the package of its class, and saved."""
     run = (
         trainer(precision="fp8-delayed", max_epochs=epochs)
         if kind is Mirrored
@@ -268,7 +268,7 @@ def test_a_version_without_the_seam_is_told_what_to_import(monkeypatch: pytest.M
         lightning_fp8.register()
     (message,) = (str(warning.message) for warning in warned)
     assert f"it has no {name}. Import `lightning.pytorch` in place of `pytorch_lightning`." in message
-    # nothing half done, and the name that is used works
+    # nothing is left half done, and the package in use works
     assert not issubclass(lightning_fp8.Fp8Precision, Precision)
     assert type(pl.Trainer(precision="fp8-delayed", **QUIET).precision_plugin) is lightning_fp8.Fp8Precision
     lightning_fp8.unregister()

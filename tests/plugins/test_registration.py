@@ -30,7 +30,7 @@ from lightning_fp8.plugins.fabric import FABRIC_FSDP_PLUGINS, FABRIC_PLUGINS
 from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
 
-# what makes a plugin of the precision; without it, that of the class's default
+# the arguments that select the precision; without them, the class's default
 NEEDED: dict[str, dict[str, Any]] = {
     "fp8-current": {"recipe": lightning_fp8.CurrentScaling()},
     "fp8-block": {"recipe": lightning_fp8.BlockScaling()},
@@ -230,7 +230,7 @@ def test_register_is_idempotent_and_unregister_restores_lightning_exactly() -> N
 
 
 def types_of_bf16() -> list[type]:
-    """What the bf16 strings make in a Trainer and in Fabric."""
+    """The plugins that the bf16 strings create in a Trainer and in Fabric."""
     made = [trainer(precision=precision).precision_plugin for precision in STOCK]
     return [*map(type, made), *(type(lf.Fabric(accelerator="cpu", precision=name)._precision) for name in STOCK)]
 
@@ -246,7 +246,7 @@ def test_bf16_can_stay_lightnings_and_become_ours_again() -> None:
         lightning_fp8.register(bf16=False)
         assert types_of_bf16() == LIGHTNINGS
         assert type(trainer(precision="fp8-delayed").precision_plugin) is Fp8Precision
-        # asked for by its class, and not by the string
+        # requested by its class, and not by the string
         assert type(trainer(plugins=Bf16MixedPrecision()).precision_plugin) is Bf16MixedPrecision
         made = lf.Fabric(accelerator="cpu", plugins=Bf16TruePrecision())
         assert type(made._precision) is FABRIC_PLUGINS["bf16-true"]
@@ -287,7 +287,7 @@ CHECKS = {
 
 
 def run_fresh(program: str, value: str | None) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own, with a value of ``LIGHTNING_FP8_REPLACE_BF16``."""
+    """Run a program in a separate process, with a value of ``LIGHTNING_FP8_REPLACE_BF16``."""
     env = {name: text for name, text in os.environ.items() if name != "LIGHTNING_FP8_REPLACE_BF16"}
     if value is not None:
         env["LIGHTNING_FP8_REPLACE_BF16"] = value
@@ -344,7 +344,7 @@ def test_methods_that_say_more_keep_their_signatures_and_are_missed_by_name(
 
 
 class Mine(stock.Precision):
-    """A plugin of the user's, with settings and a conversion of its own."""
+    """A user's plugin with its own settings and conversion."""
 
     def __init__(self, settings: list[str]) -> None:
         self.settings = settings

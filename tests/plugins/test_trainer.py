@@ -1,4 +1,4 @@
-"""Everything a Trainer does, in ``fp8-delayed``."""
+"""All Trainer features in ``fp8-delayed``."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_transformer_encoder_validates_with_the_fp8_layers_it_trains(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.net(self.encoder(x[:, None])[:, 0])
 
-    # counted where both linear layers run as one: a hook on a layer would itself switch torch's fast path off
+    # counted where both linear layers run fused: a hook on a layer would itself disable torch's fast path
     calls: list[tuple[str, bool]] = []
     original = feed_forward.fp8_feed_forward
 
@@ -171,7 +171,7 @@ def test_validation_inside_training_changes_nothing(tmp_path: Path) -> None:
     plain, validated = seeded(), seeded()
     make_trainer(tmp_path, max_epochs=2).fit(plain, loader())
     make_trainer(tmp_path, max_epochs=2, val_check_interval=1).fit(validated, loader(), loader())
-    # the weights as the last step left them have been cast in validation alone
+    # the weights after the last step were cast only in validation
     for model in (plain, validated):
         model(torch.randn(4, 32))
     assert same(plain, validated)
@@ -312,7 +312,7 @@ def test_gradients_of_fused_optimizers_are_clipped(tmp_path: Path, precision: st
         assert clipped <= 1.01e-3 if clip else clipped > 1e-2
         weights[fused, clip] = [p.detach().float() for p in model.parameters()]
     for fused, plain in zip(weights[True, 1e-3], weights[False, 1e-3], strict=True):
-        # of four updates of about 1e-2, of which bf16 weights and moments round each
+        # of four updates of about 1e-2, each rounded by bf16 weights and moments
         torch.testing.assert_close(fused, plain, rtol=2**-6, atol=4e-3 if precision == "bf16-true" else 1e-5)
 
 
@@ -328,7 +328,7 @@ def test_unconvert_after_fit_gives_the_plain_model(tmp_path: Path) -> None:
 
 
 class Mine(Precision):
-    """A plugin of the user's."""
+    """A user's plugin."""
 
     precision: Any = "mine"
 
@@ -357,11 +357,11 @@ def test_another_precision_says_that_scales_stand_still(tmp_path: Path, precisio
     )
     for advice in ('precision="fp8-delayed"', "unconvert(model)", "scaling_state(model).update()"):
         assert advice in message
-    # what it says is so
+    # the message is correct
     assert isinstance(model.net[0], Fp8Linear)
     state = scaling_state(model)
     assert (state.scale[: state.delayed] == 1).all()
-    # recorded, but not taken
+    # recorded, but not used
     assert (scaling_state(model).amax != 0).all()
     trainer.save_checkpoint(tmp_path / "without.ckpt")
     saved = torch.load(tmp_path / "without.ckpt", weights_only=True)
@@ -373,7 +373,7 @@ def test_another_precision_says_that_scales_stand_still(tmp_path: Path, precisio
         for advice in ('a checkpoint use `Trainer(precision="fp8-delayed")`', "unconvert(model)"):
             assert advice in message
         assert "update" not in message
-    # the advice helps
+    # following the advice works
     assert warned("Trainer", lambda: make_trainer(tmp_path).fit(model, loader())) == []
     assert warned("Trainer", lambda: of_another(precision, tmp_path).fit(unconvert(model), loader())) == []
 
@@ -481,13 +481,13 @@ def test_of_several_processes_the_first_says_it(tmp_path: Path, strategy: str) -
 
 
 def recorded(model: nn.Module) -> Tensor:
-    """Since the last update, of the tensors that have histories."""
+    """Amaxes recorded since the last update, for the tensors that have histories."""
     state = scaling_state(model)
     return state.amax[: state.amax_history.shape[1]]
 
 
 class Fails(Regression):
-    """A step that has run both passes, and ends with an error."""
+    """A step that runs forward and backward, and ends with an error."""
 
     def on_after_backward(self) -> None:
         assert recorded(self).all()

@@ -1,4 +1,4 @@
-"""What is called after an import is called then, and only then."""
+"""Functions registered for an import are called after that import, and only then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "imported_for_this_test"
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of a module that can be imported and has not been."""
+    """The file of a module that can be imported but has not been."""
     monkeypatch.syspath_prepend(tmp_path)
     finders = list(sys.meta_path)
     yield tmp_path / f"{NAME}.py"
@@ -29,7 +29,7 @@ def test_called_once_when_the_module_is_complete(module: Path) -> None:
     module.write_text("first = 1\nlast = 2\n")
     seen: list[list[str]] = []
     cancel = after_import(NAME, lambda: seen.append([*vars(sys.modules[NAME])][-2:]))
-    # to look for a module is not to import it
+    # finding a module does not import it
     assert importlib.util.find_spec(NAME) is not None
     assert seen == []
     imported = importlib.import_module(NAME)

@@ -14,7 +14,7 @@ from warm import run_warm
 from lightning_fp8.runtime import cpu
 from lightning_fp8.runtime.environment import environment
 
-# of each CPU: whether oneDNN accepts bf16, the end of its flags in /proc/cpuinfo, and what we say
+# per CPU: whether oneDNN accepts bf16, the end of its flags in /proc/cpuinfo, and our result
 CPUS = {
     "Haswell": (False, "flags : fma avx2", True),
     "Cascade Lake": (True, "flags : avx2 avx512f avx512_vnni", True),
@@ -51,7 +51,7 @@ def test_which_cpus_emulate(name: str, tmp_path: Path, monkeypatch: pytest.Monke
 def test_onednn_does_what_we_say(limit: str) -> None:
     """oneDNN names the kernel of each product: ``brg_matmul`` has bf16 instructions, ``gemm:jit:bf16`` converts.
 
-    Where it is not asked, torch multiplies by itself in a plain loop.
+    If oneDNN is not used, torch multiplies in a plain loop.
     """
     program = """
 import torch

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_fp8.runtime import environment
 
-# what nvidia-smi prints first
+# the first line that nvidia-smi prints
 SMI = """\
 +-----------------------------------------------------------------------------------------+
 | NVIDIA-SMI 580.65.06              Driver Version: 580.65.06      CUDA Version: 13.0     |
@@ -17,7 +17,7 @@ SMI = """\
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program of this name, to be written, which comes first."""
+    """A fake `nvidia-smi`, which the test writes, first on the path."""
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     return tmp_path / "nvidia-smi"
 

@@ -1,4 +1,4 @@
-"""When callbacks are due: a batch whose optimizer steps reach or pass a multiple."""
+"""Callbacks are due at a batch whose optimizer steps reach or pass a multiple."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_due_are_the_batches_with_a_multiple_among_their_steps(start: int) -> No
                 ended.append(when.ends(count))
             case = f"every {every}, {stride} optimizers, {accumulated} batches, step {step}"
             assert ended == [False] * (accumulated - 1) + [is_due], case
-            # how many steps a batch makes is known from the first on
+            # the number of steps per batch is known from the first batch on
             if step or stride == 1:
                 assert began == [is_due] + [False] * (accumulated - 1), case
 

@@ -1,4 +1,4 @@
-"""Versions of Python, torch and Lightning: pyproject.toml has them, and all else that names them agrees."""
+"""Versions of Python, torch and Lightning: every place that names them agrees with pyproject.toml."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from repository import ROOT
 from lightning_fp8.runtime.torch_version import OLDEST_TORCH
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
-# the Pythons that the package is classified for
+# the Python versions among the package's classifiers
 PYTHONS = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PYPROJECT)
 OLD_TORCH = """
 import sys, torch
@@ -42,7 +42,7 @@ def jobs() -> dict[str, Any]:
 
 
 def matrix(versions: str | None) -> list[dict[str, str]]:
-    """The test jobs with these versions: None for those of constraints.txt."""
+    """The test jobs with these versions; None for the versions of constraints.txt."""
     return [job for job in jobs()["tests"]["strategy"]["matrix"]["include"] if job.get("versions") == versions]
 
 
@@ -81,7 +81,7 @@ def test_ci_runs_the_tests_on_the_oldest_versions() -> None:
     bounds = {name: SpecifierSet(f"=={oldest(name)}") for name in ("torch", "lightning")}
     assert all(bounds[name].contains(pins[name]) for name in bounds), pins
     assert pins["pytorch-lightning"] == pins["lightning"]
-    # and nothing else
+    # and no others
     before, after = constraints.read_text().splitlines(), changed.splitlines()
     assert sum(old != new for old, new in zip(before, after, strict=True)) == len(pins)
 
@@ -117,7 +117,7 @@ def test_an_older_torch_is_refused_by_name() -> None:
 
 
 def unsupported() -> Iterator[str]:
-    """Constraints whose package, as installed here, does not run on a Python that they apply to."""
+    """Constraints whose package, as installed here, does not run on a Python version that they apply to."""
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if line.startswith("#"):
             continue

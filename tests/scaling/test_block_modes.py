@@ -1,4 +1,4 @@
-"""``BlockScaling`` in every mode and kind of layer, and what steps aside or is refused."""
+"""``BlockScaling`` in every mode and kind of layer; what runs unfused, and what is refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_counter_finds_the_three_products() -> None:
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_attention_of_other_keys_has_the_blocks_of_each_projection(width: int) -> None:
-    """The rows of a packed weight are those of three: of a width of 64, q's and k's are in one square."""
+    """The rows of a packed weight are those of three weights: at width 64, one square contains rows of q and k."""
     torch.manual_seed(0)
     plain = nn.MultiheadAttention(width, 4, bias=False, batch_first=True)
     with torch.no_grad():
@@ -140,5 +140,5 @@ def test_parts_of_128_have_the_blocks_of_the_whole(tmp_path: Path) -> None:
         torch.testing.assert_close(part["y"], whole["y"], rtol=1e-5, atol=1e-6 * whole["y"].abs().max().item())
         expected = whole["dw"].chunk(2)[number]
         torch.testing.assert_close(part["dw"], expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
-        # what is logged is that of the whole
+        # the logged values are those of the whole weight
         torch.testing.assert_close(part["amax"], whole["amax"], rtol=1e-6, atol=0)

@@ -1,4 +1,4 @@
-"""What each recipe costs and clips: one linear layer, an outlier channel, a gradient that grows."""
+"""Precision and clipping of each recipe: one linear layer, an outlier channel, a growing gradient."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_signal_to_noise_of_one_layer() -> None:
         ("N(0, 1), signal to noise in dB: output", "N(0, 1): gradient of the input", "N(0, 1): gradient of the weight")
     ):
         assert in_docs(name) == pytest.approx([one[row] for one in found], abs=0.1)
-    # gradients in E4M3 have one bit more than in E5M2, which tensors need whose numbers differ widely
+    # gradients in E4M3 have one bit more than in E5M2, which is meant for tensors of wide range
     for found, floor in ((delayed, (28.2, 24.2, 24.2)), (block, (28.4, 28.4, 28.4))):
         assert all(one > least for one, least in zip(found, floor, strict=True))
     assert all(one > other for one, other in zip(block, delayed, strict=True))
 
 
 def contribution_db(recipe: Recipe, factor: float) -> float:
-    """SQNR of what the other channels contribute where one of 4096 is a thousand times larger."""
+    """SQNR of the other channels' contribution if one channel of 4096 is a thousand times larger."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(64, 4096, generator=generator), torch.randn(64, 4096, generator=generator)
     w[:, 7] = 0
@@ -76,7 +76,7 @@ def contribution_db(recipe: Recipe, factor: float) -> float:
 def test_an_outlier_channel_takes_precision_from_its_block_only() -> None:
     delayed, current, block = ([contribution_db(recipe, 10.0**n) for n in (3, 4, 5)] for recipe in COMPARED)
     assert delayed == current
-    # E4M3 keeps its precision down to 1/28,672 of its largest number, so a thousandfold channel costs neither
+    # E4M3 keeps its precision down to 1/28,672 of its largest number, so a thousandfold channel costs no precision
     assert min(delayed[0], block[0]) > 28
     assert block[2] > delayed[2] + 15
     rows = (
@@ -89,7 +89,7 @@ def test_an_outlier_channel_takes_precision_from_its_block_only() -> None:
 
 
 def saturated_steps(recipe: Recipe) -> list[int]:
-    """The steps that clip more than 1% of the gradient; at step 3 it grows a hundredfold and stays so."""
+    """The steps that clip more than 1% of the gradient, which grows a hundredfold at step 3 and stays so."""
     model = linear(recipe, 16, 16)
     state, found = scaling_state(model), []
     for step in range(8):
@@ -117,7 +117,7 @@ def test_numbers_lost_in_a_block_are_counted() -> None:
     model = linear(BlockScaling(), 256, 8)
     state = scaling_state(model)
     x = torch.ones(2, 256)
-    # half of E4M3's smallest number, 2**-10, is 1/458752 of its largest: zero beside a million, and not beside a one
+    # half of E4M3's smallest number, 2**-10, is 1/458752 of its largest: zero next to a million, not next to a one
     x[0, 0], x[0, 128] = 1e6, 1.0
     state.cast_counts.start("test")
     model(x)

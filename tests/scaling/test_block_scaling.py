@@ -1,4 +1,4 @@
-"""``BlockScaling``: products of blocks, what is logged, states, checkpoints, and runs."""
+"""``BlockScaling``: products, logged values, states, checkpoints, and runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = [(16, 32, 48), (200, 300, 136)]
 
 
 def check_products(recipe: BlockScaling, sizes: tuple[int, int, int]) -> None:
-    """Output and gradients of one layer are products of what FP8 makes of the operands, each in blocks along its K."""
+    """Output and gradients of one layer are products of the quantized operands, each in blocks along its K."""
     tokens, inputs, outputs = sizes
     model = linear(recipe, inputs, outputs, bias=True)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def check_products(recipe: BlockScaling, sizes: tuple[int, int, int]) -> None:
     y = model(x)
     y.backward(dy)
     w = in_fp8(model.weight, 128, recipe)
-    # along the tokens, inputs and gradients have other blocks than along their features
+    # inputs and gradients have different blocks along the tokens than along their features
     expected = {
         "y": in_fp8(x, 1, recipe) @ w.T + model.bias.detach().numpy(),
         "dx": in_fp8(dy, 1, recipe) @ w,
@@ -90,7 +90,7 @@ def test_a_block_that_is_not_finite_harms_no_other(bad: float) -> None:
     y = model(x)
     y.backward(torch.ones_like(y))
     w = in_fp8(model.weight, 128, BlockScaling())
-    # with a scale of 1, what is finite in the block survives
+    # with a scale of 1, the finite values of the block survive
     assert np.allclose(in_fp8(x, 1, BlockScaling())[1, 128:], exact[1, 128:])
     expected = in_fp8(x, 1, BlockScaling()) @ w.T
     np.testing.assert_allclose(y.detach().numpy(), expected, rtol=0, atol=1e-5 * np.nanmax(np.abs(expected)))
@@ -132,7 +132,7 @@ def test_the_fields() -> None:
 
 
 def test_callbacks_and_compiled_code_see_the_run(tmp_path: Path) -> None:
-    """Compiled as a whole, whose weights are cast before each step; and eager, where each layer can be watched."""
+    """A compiled model, whose weights are cast before each step; and an eager one, whose layers can be watched."""
     runs = []
     for compiled in (False, True):
         model = seeded()
@@ -149,7 +149,7 @@ def test_callbacks_and_compiled_code_see_the_run(tmp_path: Path) -> None:
         trainer.validate(model, loader(), verbose=False)
         runs.append([*model.losses, *model.parameters(), scaling_state(model).scale])
         if not compiled:
-            # as of one layer on N(0, 1): no layer has lost its precision
+            # as for one layer on N(0, 1): no layer has lost precision
             assert min(probe.sqnr_db.values()) > 25
         with open(Path(csv.log_dir) / "metrics.csv") as file:
             rows = [row for row in DictReader(file) if row.get("fp8/net.0.input/scale")]

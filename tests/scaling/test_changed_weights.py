@@ -1,4 +1,4 @@
-"""Weights that change other than through an optimizer: the next forward is as exact as one of a fresh conversion."""
+"""Weights changed other than by an optimizer: the next forward is as exact as that of a fresh conversion."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 8
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
+    """Norm of the difference, relative to the norm of the expected result."""
     return ((actual - expected).double().norm() / expected.double().norm()).item()
 
 
@@ -61,14 +61,14 @@ def assign(model: nn.Linear, values: Tensor) -> None:
 
 
 def merge(model: nn.Linear, values: Tensor) -> None:
-    # as PEFT merges an adapter: a product of low rank, added through `.data`; here of full rank, to reach the values
+    # as PEFT merges an adapter: a low-rank product, added through `.data`; here of full rank, to reach all values
     delta = values - model.weight.detach()
     left, singular, right = torch.linalg.svd(delta)
     model.weight.data += (left[:, : len(singular)] * singular) @ right[: len(singular)]
 
 
 def swap(model: nn.Linear, values: Tensor) -> None:
-    # as weight averaging does it: through `.data`, forth (and never back)
+    # as weight averaging does: through `.data`, swapped in (and never back)
     kept = model.weight.data.clone()
     average = nn.Parameter(values.clone())
     model.weight.data.copy_(average.data)
@@ -127,14 +127,14 @@ def test_a_changed_weight_is_as_exact_as_in_a_fresh_conversion(change: str, fact
     loaded = load_exported(nn.Linear(32, 48, bias=False), tmp_path)
     with torch.no_grad():
         assert error(loaded(x), expected) < bound
-        # and so it goes on
+        # and it continues
         assert error(model.eval()(x), expected) < bound
 
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("how", ["load_state_dict", "assign=True", "checkpoint without scales"])
 def test_a_whole_model_that_is_loaded_is_a_fresh_conversion(how: str, factor: float) -> None:
-    # what a layer gets, and not only its weight, is another one then: histories go with the weights
+    # the inputs of a layer change too, not only its weight: histories are emptied along with the weights
     model, x = trained(small_mlp()), torch.randn(64, 32)
     weights = {name: tensor * factor for name, tensor in model.state_dict().items()}
     if how == "checkpoint without scales":
@@ -147,7 +147,7 @@ def test_a_whole_model_that_is_loaded_is_a_fresh_conversion(how: str, factor: fl
     assert state.amax_history.count_nonzero() == 0
     assert (state.scale[: state.delayed] == 1).all()
     with torch.no_grad():
-        # the same numbers: nothing is left of what was before
+        # the same results: nothing is left of the earlier state
         assert torch.equal(model.eval()(x), fresh.eval()(x))
     assert torch.equal(model.train()(x), fresh.train()(x))
 
@@ -164,7 +164,7 @@ def test_scales_that_come_with_the_weights_stay(tmp_path: Path) -> None:
             target.load_state_dict(values)
         with torch.no_grad():
             assert torch.equal(model.eval()(x), expected)
-        # others without scales, after something has run
+        # other weights without scales, after a forward has run
         model.load_state_dict(small_mlp().state_dict())
         assert scaling_state(model).amax_history.count_nonzero() == 0
 
@@ -181,7 +181,7 @@ def test_weights_loaded_after_a_forward_do_not_belong_to_the_scales_before_it(tr
 
 
 def test_a_part_that_is_loaded_keeps_the_histories_of_the_others() -> None:
-    # as a target network that follows another one in the same model
+    # like a target network that follows another one in the same model
     model = trained(small_mlp())
     state = scaling_state(model)
     before = state.amax_history.clone()
@@ -211,7 +211,7 @@ def deep() -> nn.Sequential:
 
 
 def errors(model: nn.Module, x: Tensor, training: bool) -> tuple[float, float]:
-    """Of the model and of a fresh conversion of its weights, against the plain model."""
+    """Errors of the model and of a fresh conversion of its weights, relative to the plain model."""
     plain = unconvert(copy.deepcopy(model))
     fresh = convert(copy.deepcopy(plain))
     expected = plain(x).detach()
@@ -219,16 +219,16 @@ def errors(model: nn.Module, x: Tensor, training: bool) -> tuple[float, float]:
         return error(model.train(training)(x).detach(), expected), error(fresh(x).detach(), expected)
 
 
-# of the ways above, those that leave the histories; multiplied by all other factors, too
+# those of the ways above that keep the histories; multiplied by all other factors, too
 DEEP_FACTORS = (0.01, 0.7, 1.42, 4.0, 100.0)
-# on a GPU, where a write through .data leaves no trace, those that leave one
+# on a GPU, where a write through .data leaves no trace, only those that leave one
 WAYS = [
     *((way, "cpu") for way in CHANGES if way not in ("load_state_dict", "assign=True", "pruned")),
     *((way, "cuda") for way in ("in place", "new .data", "swap_tensors")),
 ]
 
 
-# each way with each factor: which forward comes first is another matter than either
+# each way with each factor; the kind of the first forward is independent of both
 @pytest.mark.parametrize(("where", "factor", "first"), pairwise(WAYS, DEEP_FACTORS, ["evaluation", "training"]))
 def test_what_deeper_layers_get_is_as_exact_as_in_a_fresh_conversion(
     where: tuple[str, str], factor: float, first: str, request: pytest.FixtureRequest
@@ -271,7 +271,7 @@ def test_weights_swapped_for_evaluation_leave_the_histories(half: str, request: 
 
 @pytest.mark.parametrize("half", ["cpu", "cuda"])
 def test_what_an_optimizer_does_is_no_other_weight(half: str, request: pytest.FixtureRequest) -> None:
-    # from almost nothing, ten times as much at each step
+    # from almost nothing, growing tenfold at each step
     if half == "cuda":
         request.getfixturevalue("cuda_half")
     model = convert(deep(), DelayedScaling(amax_history_len=16))
@@ -289,7 +289,7 @@ def test_what_an_optimizer_does_is_no_other_weight(half: str, request: pytest.Fi
 
 
 def test_shards_decide_nothing() -> None:
-    # another process may hold a part that has not changed, and scales are to be the same everywhere
+    # another process may hold an unchanged part, and scales must be the same everywhere
     model = trained(deep())
     for module in range(3):
         scaling_state(model).weight_changes.note_sharding(module, True)
@@ -328,7 +328,7 @@ def test_compiled_layers_see_other_weights_before_them() -> None:
 
 @pytest.mark.usefixtures("cuda_half")
 def test_an_update_makes_no_tensor_on_the_host() -> None:
-    # one that goes to a GPU would be waited for, and could not be captured
+    # a value on a GPU would make the host wait, and could not be captured
     class Made(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             names.add(func.overloadpacket._qualified_op_name)

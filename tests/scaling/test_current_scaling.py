@@ -1,4 +1,4 @@
-"""``CurrentScaling``: every tensor with the scale of its own values, in every step, mode and half."""
+"""``CurrentScaling``: every tensor is scaled by its own values, in every step, mode and half."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lightning_fp8 import CurrentScaling, DelayedScaling, ScaleFactorLogger, con
 from lightning_fp8.scaling.recipe import Recipe
 
 SIZES = (16, 32, 48)
-# the amaxes of the steps: growth and loss by far more than FP8 covers
+# the amaxes of the steps, which grow and shrink by far more than FP8's range
 MAGNITUDES = (1.0, 100.0, 1e5, 1e-4, 1.0)
 
 
 def in_fp8(x: Tensor, fmt: str, margin: int = 0) -> np.ndarray:
-    """What FP8 makes of a tensor with the scale of its own values, in fp64; from the formats' definitions."""
+    """A tensor quantized to FP8 with the scale of its own values, in fp64, from the formats' definitions."""
     values = x.detach().numpy()
     scale = scale_of(largest(values), fmt, margin)
     return code_values(fmt)[saturating_cast(values, scale, fmt)] / np.float64(scale)
@@ -39,7 +39,7 @@ def layer(recipe: Recipe, inputs: int, outputs: int) -> nn.Linear:
 
 
 def check_products(recipe: CurrentScaling) -> None:
-    """Five steps of one layer: outputs and gradients are the products of what FP8 makes of the operands."""
+    """Five steps of one layer: outputs and gradients are the products of the quantized operands."""
     rows, inputs, outputs = SIZES
     model = layer(recipe, inputs, outputs)
     gradient = "e5m2" if recipe.fp8_format == "HYBRID" else "e4m3"
@@ -69,14 +69,14 @@ def test_products_of_own_scales(recipe: CurrentScaling) -> None:
 @pytest.mark.parametrize("recipe", [CurrentScaling(), CurrentScaling(3, "E4M3")], ids=str)
 def test_products_of_own_scales_with_the_kernels(recipe: CurrentScaling, cuda_half: Any) -> None:
     check_products(recipe)
-    # a launch that measures and one that casts, for input and gradient of each step
+    # one launch that measures and one that casts, for input and gradient of each step
     assert sum(count for name, count in cuda_half.items() if "cast_transpose" in name) >= 4 * len(MAGNITUDES)
 
 
 @pytest.mark.parametrize("half", ["reference", "kernels"])
 @pytest.mark.parametrize("margin", [0, 2])
 def test_a_gated_block(half: str, margin: int, request: pytest.FixtureRequest) -> None:
-    """Fused, as Llama's: what is cast between the products has its own scale too, as in separate layers."""
+    """Fused, as in Llama: the tensor cast between the products has its own scale too, as in separate layers."""
     if half == "kernels":
         request.getfixturevalue("cuda_half")
     fused = converted(llama, recipe=CurrentScaling(margin))
@@ -87,12 +87,12 @@ def test_a_gated_block(half: str, margin: int, request: pytest.FixtureRequest) -
         y.square().sum().backward()
         found.append([y, x.grad, *(parameter.grad for parameter in block.parameters())])
     for one, other in zip(*found, strict=True):
-        # the sums of the products may be taken in another order
+        # the products may be summed in a different order
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * one.detach().abs().max().item())
 
 
 def test_a_margin_is_kept_free() -> None:
-    """Power-of-two operands leave nothing to rounding, so a scale is seen in where numbers underflow."""
+    """Power-of-two operands are exact, so the scale shows in which numbers underflow."""
     x = torch.tensor([[1.0, 2.0**-16, 2.0**-17, 2.0**-18] + [0.0] * 12])
     alive = []
     for margin in (0, 1, 4):
@@ -124,7 +124,7 @@ def saturated(recipe: Recipe) -> list[list[float]]:
 def test_growth_within_a_step_is_clipped_by_delayed_scaling_only() -> None:
     for algorithm in ("max", "most_recent"):
         delayed = saturated(DelayedScaling(amax_compute_algo=algorithm))  # type: ignore[arg-type]
-        # in the step of the growth, and in no other by more than the noise of an amax
+        # in the step of the growth; in the others no more than the noise of an amax
         assert min(delayed[3]) > 0.9
         assert max(max(step) for at, step in enumerate(delayed) if at != 3) < 0.01
     assert saturated(CurrentScaling()) == [[0.0, 0.0]] * 6
@@ -159,7 +159,7 @@ def test_a_run_goes_on_with_another_recipe(saved: Recipe, loading: Recipe) -> No
     other = trained_state(loading)
     other.load_state_dict(state.state_dict())
     assert other.nonfinite_steps[: other.delayed].tolist() == state.nonfinite_steps[: state.delayed].tolist()
-    # histories that are not in the checkpoint begin anew
+    # histories that are not in the checkpoint start anew
     assert not other.has_scales if loading.from_history else True
     half = {name: {"scale": torch.ones(())} for name in state.state_dict()}
     with pytest.raises(ValueError, match="lacks the tensors amax, amax_history, nonfinite_steps"):
@@ -196,7 +196,7 @@ def test_the_logged_scale_is_the_one_that_was_used(tmp_path: Path) -> None:
     assert logged == [float(scale_of(largest(x), "e4m3")) for x in inputs]
 
 
-# over processes
+# across processes
 
 SPLIT = """
 from torch.distributed.device_mesh import init_device_mesh
@@ -231,7 +231,7 @@ def test_a_split_tensor_has_the_scale_of_the_whole(compiled: bool, tmp_path: Pat
     ranks = run_processes(SPLIT.replace("COMPILED", str(compiled)), tmp_path)
     h = torch.cat([rank["h"] for rank in ranks], dim=1)
     assert h[:, :16].abs().max() > 100 * h[:, 16:].abs().max()
-    # each process scales what it holds of a weight
+    # each process scales its own part of a weight
     w = np.concatenate([in_fp8(part, "e4m3") for part in ranks[0]["rows"].chunk(2, 1)], axis=1)
     expected = in_fp8(h, "e4m3") @ w.T
     apart = np.concatenate([in_fp8(part, "e4m3") for part in h.chunk(2, 1)], axis=1) @ w.T

@@ -29,7 +29,7 @@ from lightning_fp8 import convert, fallbacks, scaling_state
 
 FOLDER = ROOT / "tests" / "golden"
 VERSIONS = sorted(path.stem for path in FOLDER.glob("*.ckpt"))
-# 0.1.0 converted linear layers only; what has no scales in a checkpoint is left out when it is loaded
+# 0.1.0 converted only linear layers; layers without scales in the checkpoint are left out when it is loaded
 IGNORED = {"0.1.0": ("encoder.layers.0.self_attn", "attention", "conv1d")}
 LEAST_SQNR = 25.0
 LOSS_TOLERANCE = 0.01
@@ -63,12 +63,12 @@ def check_next_steps(model: Golden, golden: dict[str, Any]) -> None:
     assert found.keys() == golden["next_histories"].keys()
     for name, expected in golden["next_histories"].items():
         assert found[name] == pytest.approx(expected, rel=AMAX_TOLERANCE), name
-        # three steps later the window of four still ends with what was loaded
+        # three steps later, the window of four still ends with the loaded value
         assert found[name][-1] == expected[-1], name
 
 
 class CheckLoaded(pl.Callback):
-    """Before the first step changes what has been loaded."""
+    """Compares the loaded state before the first step changes it."""
 
     def __init__(self, golden: dict[str, Any]) -> None:
         self.golden = golden
@@ -79,7 +79,7 @@ class CheckLoaded(pl.Callback):
 
 def test_every_released_version_has_one() -> None:
     released = re.findall(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    # the version that is being worked on is not released yet
+    # the version in development is not released yet
     assert set(released) - {lightning_fp8.__version__} <= set(VERSIONS)
 
 
@@ -128,7 +128,7 @@ def test_by_hand(version: str) -> None:
 @pytest.mark.parametrize("weights_only", [True, False])
 @every_version
 def test_hyperparameters(version: str, weights_only: bool) -> None:
-    # the file names the class of the recipe by the module that it was in
+    # the file names the recipe's class by its module at that time
     checkpoint = torch.load(file_of(version), weights_only=weights_only)
     assert checkpoint["hyper_parameters"]["recipe"] == RECIPE
     model = Golden.load_from_checkpoint(file_of(version), weights_only=weights_only)

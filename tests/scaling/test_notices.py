@@ -1,4 +1,4 @@
-"""What the user is told, once: evaluation without scales, scales that nobody updates, the first inf or NaN."""
+"""Notices that are given once: evaluation without scales, scales that nobody updates, the first inf or NaN."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_loop_that_evaluates_without_scales(compiled: bool) -> None:
     x = torch.randn(8, 32)
     with told(WITHOUT_SCALES), torch.no_grad():
         outputs = [call(batch) for batch in (x, x)]
-        # the reason: a batch is scaled by itself
+        # the reason: each batch is scaled by its own values
         assert not torch.allclose(call(x[:1]), outputs[0][:1], rtol=1e-3)
 
 
@@ -69,7 +69,7 @@ def test_with_scales_nothing_is_said() -> None:
             whole = model.eval()(x)
             torch.testing.assert_close(model(x[:1]), whole[:1], rtol=1e-5, atol=1e-6)
             copy.deepcopy(model)(x)
-    # weights of somebody else's: the scales were not made with them
+    # weights from elsewhere: the scales do not belong to them
     with told(WITHOUT_SCALES), torch.no_grad():
         model.load_state_dict(small_mlp().state_dict())
         model(x)
@@ -82,7 +82,7 @@ def test_a_frozen_encoder_inside_training_is_no_evaluation() -> None:
 
 
 class Teacher(Regression):
-    """Asks its own layers without gradients, before the first update."""
+    """Calls its own layers without gradients, before the first update."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with torch.no_grad():
@@ -149,7 +149,7 @@ def test_a_loop_that_updates_is_left_alone() -> None:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     with told():
         for _ in range(6):
-            # the second is stepped five times as often, as a critic
+            # the second is stepped five times as often, like a critic
             step(models[0], optimizers[0])
             for _ in range(5):
                 step(models[1], optimizers[1])
@@ -279,7 +279,7 @@ def test_what_a_checkpoint_counts_is_no_news() -> None:
         scaling_state(other).update()
 
 
-# --- steps that are given up ------------------------------------------------------------------------------------------
+# --- abandoned steps --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["training_step", "backward", "on_before_optimizer_step"])
@@ -335,7 +335,7 @@ def test_load_scales(form: str, tmp_path: Path) -> None:
         saved = tmp_path / "run.pt"
     with torch.no_grad():
         expected = source.eval()(x)
-        # a plain model is converted, one that is converted takes the scales alone
+        # a plain model is converted; into a converted one only the scales are loaded
         for model in (small_mlp(), convert(small_mlp())):
             model.load_state_dict(source.state_dict())
             assert load_scales(model, saved) is model

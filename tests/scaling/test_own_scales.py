@@ -1,4 +1,4 @@
-"""What holds for every recipe without histories: in evaluation, recomputed, compiled, exported, in a Trainer."""
+"""Properties of every recipe without histories: in evaluation, recomputed, compiled, exported, in a Trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_an_evaluation_is_that_of_training_and_needs_no_scales(recipe: Recipe) -
         warnings.simplefilter("error")
         with torch.no_grad():
             assert torch.equal(model(x), trained)
-            # what a step leaves behind changes nothing
+            # the state after a step changes nothing
             model.train()
             with torch.enable_grad():
                 model(1000 * x).sum().backward()
@@ -37,7 +37,7 @@ def test_an_evaluation_is_that_of_training_and_needs_no_scales(recipe: Recipe) -
             model.eval()
             assert torch.equal(model(x), trained)
             with weights_unchanged(model):
-                # the second one takes what the first has kept
+                # the second call reuses what the first has kept
                 assert torch.equal(model(x), trained)
                 assert torch.equal(model(x), trained)
 
@@ -79,7 +79,7 @@ def test_compiled(recipe: Recipe) -> None:
 @pytest.mark.parametrize("recipe", [CurrentScaling(1), BlockScaling()], ids=str)
 def test_an_exported_program_scales_each_batch_by_itself(recipe: Recipe) -> None:
     model = convert(small_mlp(), recipe)
-    # what the last step recorded is not in the program
+    # the amaxes of the last step are not in the program
     model(torch.randn(8, 32) * 1000).sum().backward()
     scaling_state(model).update()
     model.eval()

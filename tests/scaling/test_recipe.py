@@ -69,7 +69,7 @@ def test_another_field_names_the_right_ones(field: str, meant: str | None) -> No
 
 
 def test_the_signature_stays_that_of_the_fields() -> None:
-    # with those that were added later behind, so that positions keep their meaning
+    # later additions come last, so that positions keep their meaning
     positional = [field.name for field in fields(DelayedScaling) if not field.kw_only]
     later = [field.name for field in fields(DelayedScaling) if field.kw_only]
     assert list(inspect.signature(DelayedScaling).parameters) == [*positional, *later]

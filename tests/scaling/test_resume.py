@@ -103,7 +103,7 @@ def test_a_checkpoint_saved_under_fsdp_resumes_elsewhere(tmp_path: Path) -> None
     resumed = seeded()
     make_trainer(tmp_path, max_epochs=1).fit(resumed, loader(), ckpt_path=path)
     assert torch.equal(scaling_state(resumed).scale[:4], scaling_state(model).scale[:4])
-    # nothing is left to do, so no weight has been cast
+    # no step is left to run, so no weight has been cast
     assert (scaling_state(resumed).scale[4:] == 1).all()
 
 

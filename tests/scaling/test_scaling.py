@@ -102,7 +102,7 @@ def filled(history: int = 4, names: tuple[str, ...] = ("a", "b")) -> ScalingStat
 
 
 def fields(state: ScalingState) -> list[torch.Tensor]:
-    """Of the tensors that have a history."""
+    """The state's fields for the tensors that have a history."""
     return [getattr(state, name)[..., : state.delayed] for name in ("amax", "amax_history", "scale", "nonfinite_steps")]
 
 
@@ -184,7 +184,7 @@ def test_values_that_the_state_cannot_hold_are_refused(what: str) -> None:
 
 
 def test_an_amax_that_waits_may_be_infinite() -> None:
-    # recorded so in the middle of an accumulation, and left out by the next update
+    # recorded in the middle of an accumulation, and skipped by the next update
     state, entries = filled(), filled().state_dict()
     entries["b.input"]["amax"] = SINGLE(INF)
     state.load_state_dict(entries)

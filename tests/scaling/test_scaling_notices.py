@@ -1,4 +1,4 @@
-"""What a scaling state says, where copies and loaded states are concerned."""
+"""Notices of a scaling state after copies and loaded states."""
 
 from __future__ import annotations
 

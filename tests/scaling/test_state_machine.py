@@ -1,4 +1,4 @@
-"""Any sequence of what may happen to a converted model, against the specification of its scales in plain floats."""
+"""Any sequence of operations on a converted model, compared with the specification of its scales in plain floats."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ recipes = st.builds(
 
 
 class Chain(nn.Module):
-    """Linear layers one after the other; a forward may skip some, and recompute each or all of them."""
+    """Linear layers in sequence; a forward may skip some, and recompute each or all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Chain(nn.Module):
 
 
 class Subject:
-    """A converted model, its optimizer, and what the specification says of its scales."""
+    """A converted model, its optimizer, and the specified state of its scales."""
 
     def __init__(self, net: Chain, scales: ModelScales) -> None:
         self.net, self.scales = net, scales
@@ -87,7 +87,7 @@ class Subject:
 
 
 class Observer:
-    """Sees inputs and gradients of every layer with hooks, and checks what was computed with them."""
+    """Observes inputs and gradients of every layer with hooks, and checks the products computed from them."""
 
     def __init__(self, subject: Subject, is_evaluation: bool = False) -> None:
         self.scales, self.is_evaluation = subject.scales, is_evaluation
@@ -115,7 +115,7 @@ class Observer:
             dy: list[np.ndarray] = []
             y.register_hook(partial(self.see_gradient, dy, self.scales.in_fp8(name), layer.training))
             if args[0].requires_grad:
-                # in the recomputation without reentrance nothing comes back through y
+                # recomputation without reentrance gives no gradient through y
                 args[0].register_hook(lambda dx: check_product(dx.numpy(), dy.pop(), weight.T) if dy else None)
 
     def see_gradient(self, dy: list[np.ndarray], scaled: ScaledLayer | None, record: bool, gradient: Tensor) -> None:
@@ -162,7 +162,7 @@ WRITES: dict[str, Callable[[nn.Parameter, Tensor], Any]] = {
 
 
 class ConvertedModel(RuleBasedStateMachine):
-    """Two models at most, the second a copy of the first, and what was saved of them."""
+    """At most two models, the second a copy of the first, and their saved states."""
 
     @initialize(recipe=recipes, steps=st.integers(0, 3))
     def start(self, recipe: DelayedScaling, steps: int) -> None:
@@ -175,7 +175,7 @@ class ConvertedModel(RuleBasedStateMachine):
 
     @contextmanager
     def acting(self, number: int) -> Iterator[Subject]:
-        """One of the models, which says exactly what it has to while something is done with it."""
+        """One of the models; asserts that the operation inside gives exactly the notices that are due."""
         subject = self.subjects[number % len(self.subjects)]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -402,7 +402,7 @@ class ConvertedModel(RuleBasedStateMachine):
 
 
 def is_same(actual: np.ndarray, expected: np.float32) -> bool:
-    """Bit for bit, all NaN being one."""
+    """Bit for bit, with all NaN equal."""
     return np.array_equal(actual, np.float32(expected), equal_nan=True)
 
 
@@ -416,7 +416,7 @@ def train(machine: ConvertedModel, update: str) -> None:
     machine.forward_and_backward(0, 5, 1.0, 1.0, None, frozenset(), True, "no", update)
 
 
-# that the drawing may leave out
+# that the random choice may leave out
 RARE: dict[str, Callable[[ConvertedModel], None]] = {
     "weights, their scales, other weights": lambda machine: machine.load(
         0, 0, ["weights", "scales", "weights"], frozenset(), assign=False

@@ -1,4 +1,4 @@
-"""A loop of one's own with Accelerate."""
+"""A custom loop with Accelerate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_fp8 import convert, scaling_state
 
 
 class Run:
-    """A model and everything that a checkpoint of Accelerate holds."""
+    """A model, and everything in a checkpoint of Accelerate."""
 
     def __init__(self, precision: str = "bf16", accumulate: int = 1, scale: float = 1.0) -> None:
         self.runner = accelerate.Accelerator(

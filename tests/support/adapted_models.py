@@ -1,4 +1,4 @@
-"""Small models of ``transformers`` with adapters of ``peft``, converted before or after they got them."""
+"""Small models of ``transformers`` with adapters of ``peft``, converted before or after the adapters are added."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ ORDERS = ["converted first", "adapted first", "plain"]
 
 
 def base(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Always with the same weights and batch."""
+    """A model that always has the same weights, and its batch."""
     torch.manual_seed(3)
     made: tuple[nn.Module, dict[str, Tensor]] = getattr(transformer_models, name)()
     return made
 
 
 def with_adapters(model: nn.Module, name: str, **config: Any) -> PeftModel:
-    """Adapters that are not zero, always the same."""
+    """The model with nonzero adapters, always the same."""
     torch.manual_seed(4)
     settings = {"r": 4, "target_modules": TARGETS[name], "init_lora_weights": False, "fan_in_fan_out": name == "gpt2"}
     return get_peft_model(model, LoraConfig(**{**settings, **config}))  # type: ignore[arg-type]
 
 
 def adapted(name: str, order: str, **config: Any) -> tuple[PeftModel, dict[str, Tensor]]:
-    """With adapters; converted before or after, or not at all."""
+    """A model with adapters; converted before or after they are added, or not at all."""
     model, batch = base(name)
     if order == "converted first":
         convert(model)
@@ -58,5 +58,5 @@ def base_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def adapter_layers(model: nn.Module) -> list[nn.Module]:
-    """The small matrices, which PEFT's own names tell."""
+    """The small matrices, identified by PEFT's own names."""
     return [module for path, module in model.named_modules() if ".lora_" in path and isinstance(module, nn.Linear)]

@@ -1,4 +1,4 @@
-"""A thread as the autograd engine has them for a GPU: with torch's thread-local state of its caller, not with Python's.
+"""A thread like those that autograd uses for a GPU: it has the caller's thread-local state of torch, but not of Python.
 
 Without ``from __future__ import annotations``, which TorchScript cannot read.
 """
@@ -16,7 +16,7 @@ _calls: list[Callable[[], None]] = []
 
 
 def in_a_backward_thread(function: Callable[[], Any]) -> Any:
-    """What the function returns there, or raises."""
+    """The function's result or exception in that thread."""
     found: list[Any] = []
     caller = threading.get_ident()
 

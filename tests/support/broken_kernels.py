@@ -9,7 +9,7 @@ from host_kernels import HostKernel
 
 
 class Broken(HostKernel):
-    """Does its work, and then something else."""
+    """Runs the kernel, and then something else."""
 
     damage: Callable[[Sequence[int | float]], None]
 
@@ -19,7 +19,7 @@ class Broken(HostKernel):
 
 
 def poke(position: int, byte: int = 0, add: int = 8) -> Callable[[Sequence[int | float]], None]:
-    """Changes one byte of the tensor that an argument points at."""
+    """Changes one byte of the tensor that an argument points to."""
 
     def damage(arguments: Sequence[int | float]) -> None:
         address = int(arguments[position])

@@ -17,7 +17,7 @@ def trainer(**kwargs: Any) -> pl.Trainer:
 
 
 def with_cuda(monkeypatch: pytest.MonkeyPatch, packages: tuple[Any, ...] = (pl, lf)) -> None:
-    """Enough of a GPU for connectors that refuse to build FSDP without one."""
+    """Pretends enough of a GPU for connectors that refuse to build FSDP without one."""
     for module in (package.accelerators.CUDAAccelerator for package in packages):
         monkeypatch.setattr(module, "is_available", staticmethod(lambda: True))
         monkeypatch.setattr(module, "auto_device_count", staticmethod(lambda: 1))

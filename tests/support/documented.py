@@ -1,4 +1,4 @@
-"""What pages say, read as Markdown: tables and commands."""
+"""Reads the documentation's Markdown: tables and commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def text_of(page: str) -> str:
 
 
 def table_of(page: str, *columns: str) -> list[dict[str, str]]:
-    """The rows of the only table with these columns, as cells by column, without the marks of code and bold."""
+    """The rows of the only table with these columns, as cells by column, without code and bold markup."""
     found = []
     for table in re.findall(r"^(?:\|.*\|\n)+", text_of(page), re.MULTILINE):
         lines = [

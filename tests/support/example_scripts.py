@@ -22,7 +22,7 @@ class Run(NamedTuple):
 
 
 class Runner:
-    """Runs scripts in a folder of their own, on a short text and the CPU."""
+    """Runs scripts in a separate folder, on a short text and the CPU."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
         self.capsys, self.caplog = capsys, caplog
@@ -46,7 +46,7 @@ class Runner:
 
 
 def is_about_fp8(warning: str) -> bool:
-    """Whether a user would be told to change something; the adapters are saved with a warning about their base."""
+    """Whether a warning tells the user to change something; saving the adapters warns about their base."""
     expected = ("Precision fp8-delayed is not supported by the model summary", "state_dict: 15 frozen weights")
     return "fp8" in warning.lower() and not warning.startswith(expected)
 
@@ -56,6 +56,6 @@ def loss_in(printed: str) -> float:
 
 
 def fp8_layers_in(text: str) -> int:
-    """By the message of the plugin, or by the rows of `describe`."""
+    """The number according to the plugin's message, or to the rows of `describe`."""
     logged = re.search(r"fp8-delayed: (\d+) of \d+ linear layers run in FP8", text)
     return int(logged[1]) if logged else len(re.findall(r"^fp8 .*: converted", text, re.MULTILINE))

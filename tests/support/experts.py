@@ -48,7 +48,7 @@ def routing(*without: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 class Separate(nn.Module):
-    """The experts of class ``MixtralExperts`` as linear layers of their own, with copies of the weights."""
+    """The experts of class ``MixtralExperts`` as separate linear layers, with copies of the weights."""
 
     def __init__(self, stacked: Any) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Separate(nn.Module):
             self.add_module(name, nn.ModuleList(layers))
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Token by token and choice by choice what the definition says; x ``[T, H]``."""
+        """The definition, token by token and choice by choice; x ``[T, H]``."""
         outputs = [[torch.empty(0)] * TOP_K for _ in x]
         for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
             places = (index == expert).nonzero().tolist()
@@ -71,7 +71,7 @@ class Separate(nn.Module):
         return torch.stack([torch.stack(rows).sum(0) for rows in outputs]).to(x.dtype)
 
     def gradient(self, name: str) -> Tensor:
-        """Of the weights of all experts, ``[E, N, K]``; zeros for those without a token."""
+        """The gradient of the weights of all experts, ``[E, N, K]``; zeros for those without a token."""
         weights = [layer.weight for layer in getattr(self, name)]
         return torch.stack([torch.zeros_like(one) if one.grad is None else one.grad for one in weights])
 
@@ -88,6 +88,6 @@ def mixtral(**settings: Any) -> Any:
 
 
 def token_batch(seed: int = 0) -> dict[str, Tensor]:
-    """Token ids that are labels as well."""
+    """Token ids that are also the labels."""
     ids = torch.randint(96, (4, 12), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids}

@@ -1,4 +1,4 @@
-"""Feed-forward blocks as models have them, with random weights; and the same without fusion."""
+"""Feed-forward blocks as models write them, with random weights; and the same without fusion."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gpt2(activation: str = "gelu_new", dropout: float = 0.0) -> nn.Module:
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
     mlp = GPT2MLP(HIDDEN, GPT2Config(n_embd=WIDTH, activation_function=activation, resid_pdrop=dropout))
-    # its own initialization leaves the biases at 0
+    # BERT's own initialization leaves the biases at 0
     return nn.Sequential(mlp).apply(_with_biases)
 
 
@@ -55,7 +55,7 @@ def vit(activation: str = "gelu") -> nn.Module:
 
 
 class BertFeedForward(nn.Module):
-    """Of a layer of BERT what is behind its attention."""
+    """The part of a BERT layer after its attention."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class BertFeedForward(nn.Module):
         self.layer = BertLayer(
             BertConfig(hidden_size=WIDTH, intermediate_size=HIDDEN, num_attention_heads=2, hidden_dropout_prob=dropout)
         )
-        # without what gets no gradient
+        # without parameters that get no gradient
         self.layer.attention = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ def converted(make: Callable[[], nn.Module], **settings: Any) -> nn.Module:
 
 
 def part_by_part(model: nn.Module) -> nn.Module:
-    """A copy whose modules have their own classes, and so run their own forwards."""
+    """A copy whose modules have separate subclasses, so that they run their own forwards."""
     model = copy.deepcopy(model)
     for module in model.modules():
         if isinstance(module, Fp8FeedForward):

@@ -1,4 +1,4 @@
-"""The activations of feed-forward blocks, and a training step of one that shows all of its numbers."""
+"""The activations of feed-forward blocks, and a training step of a block that returns all of its results."""
 
 from __future__ import annotations
 

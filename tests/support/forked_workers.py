@@ -1,4 +1,4 @@
-"""Workers of ``lightning_fp8.tools.worker`` as forks: a Python of their own would import torch first, for seconds."""
+"""Workers of ``lightning_fp8.tools.worker`` as forks: a new Python process would import torch first, for seconds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_fp8.tools import worker
 
 
 def fork_workers(patch: pytest.MonkeyPatch) -> None:
-    """From now on the command of a worker is a function, which runs in a fork."""
+    """From now on, a worker's command is a function that runs in a fork."""
     patch.setattr(worker, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
 
 
 class Forked:
-    """What ``worker`` uses of ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that ``worker`` uses."""
 
     def __init__(self, command: Sequence[Callable[[], None]], stderr: IO[bytes], **_: Any) -> None:
         (reads, given), (answers, writes) = PROCESSES.Pipe(duplex=False), PROCESSES.Pipe(duplex=False)
@@ -47,6 +47,6 @@ def _run(program: Callable[[], None], environment: dict[str, str], *streams: Con
     for number, stream in enumerate(streams):
         os.dup2(stream.fileno(), number)
         stream.close()
-    # that of a forked process reads nothing
+    # the standard input of a forked process is empty
     sys.stdin = os.fdopen(0)
     program()

@@ -1,4 +1,4 @@
-"""The cast into FP8 by ``ml_dtypes``: a second oracle beside ``fp8_numpy``, written by others."""
+"""The cast to FP8 by ``ml_dtypes``: a second oracle next to ``fp8_numpy``, written by others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 
 def saturating_cast(x: np.ndarray, scale: np.float32, fmt: str) -> np.ndarray:
-    """``sat(x * scale)`` as ``uint8`` codes, of which any may stand for NaN; product in fp32."""
+    """``sat(x * scale)`` as ``uint8`` codes, with any NaN code for NaN; product in fp32."""
     dtype = _DTYPES[fmt]
     largest = np.float32(ml_dtypes.finfo(dtype).max)
     with np.errstate(over="ignore", invalid="ignore"):

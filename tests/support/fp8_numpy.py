@@ -1,4 +1,4 @@
-"""FP8 from its definition, in numpy and independent of torch: every code's value, and rounding by nearest value."""
+"""FP8 from its definition, in numpy and independent of torch: every code's value, and rounding to the nearest value."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def code_values(fmt: str) -> np.ndarray:
 def cast_in_blocks(
     x: np.ndarray, fmt: str, rows: int, columns: int = 128, power_of_2: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes ``uint8`` and inverse scales ``float32``, ``[ceil(M / rows), ceil(K / columns)]``: each block is cast by
-    itself, with the largest value of the format over its own, or with 1 if it holds inf or NaN.
+    """Codes ``uint8`` and inverse scales ``float32``, ``[ceil(M / rows), ceil(K / columns)]``: each block is scaled by
+    the format's largest value over its own, or by 1 if it holds inf or NaN.
     """
     scales = np.ones((-(-x.shape[0] // rows), -(-x.shape[1] // columns)), np.float32)
     for i, j in np.ndindex(*scales.shape):
@@ -54,7 +54,7 @@ def saturating_cast(x: np.ndarray, scale: np.float32 | np.ndarray, fmt: str) -> 
         scaled = x.astype(np.float32) * np.float32(scale)
     magnitude = np.minimum(np.abs(scaled), np.float32(maximum)).astype(np.float64)
     positive = code_values(fmt)[:128]
-    finite = positive[np.isfinite(positive)]  # ascending, its index is its code
+    finite = positive[np.isfinite(positive)]  # in ascending order, so that the index is the code
     upper = np.clip(np.searchsorted(finite, np.nan_to_num(magnitude)), 0, len(finite) - 1)
     lower = np.maximum(upper - 1, 0)
     to_upper, to_lower = finite[upper] - magnitude, magnitude - finite[lower]

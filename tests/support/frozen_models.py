@@ -1,4 +1,4 @@
-"""A model with adapters, written by hand, on a frozen base of all kinds of converted layers."""
+"""A hand-written model with adapters on a frozen base of all kinds of converted layers."""
 
 from __future__ import annotations
 

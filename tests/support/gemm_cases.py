@@ -1,4 +1,4 @@
-"""FP8 operands, their product in fp64, and how far a kernel's may be from it."""
+"""FP8 operands, their product in fp64, and the tolerance for a kernel's result."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kernels_cuda.gemm_variants import OUTPUTS, Configuration
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FORMAT_PAIRS = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))
-# half the distance of neighbouring numbers, relative, and half the smallest one
+# half the distance of neighbouring numbers, relative, and half the smallest number
 _ROUNDING = {torch.float32: (2.0**-24, 0.0), torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
 # The largest error of sums of Hopper's tensor cores over `random_problems`, relative to the sum of all terms' sizes, by
 # whether they are promoted: by the model of host_shim/instructions_sm90.cpp, see `test_the_worst_sums`.
 LARGEST = {True: 2.0**-12.00, False: 2.0**-10.65}
-# twice that is let pass: other operands, and generations of tensor cores that add up in another order
+# twice that is allowed: for other operands, and for tensor cores that add in a different order
 ACCUMULATION = {promote: 2 * error for promote, error in LARGEST.items()}
 
 
@@ -33,7 +33,7 @@ class Operands(NamedTuple):
     b_format: str
 
     def values(self) -> tuple[Tensor, Tensor]:
-        """Both as fp64, without the factors."""
+        """Both operands as fp64, without the factors."""
         return self.a.view(DTYPES[self.a_format]).double(), self.b.view(DTYPES[self.b_format]).double()
 
     @property
@@ -41,12 +41,12 @@ class Operands(NamedTuple):
         return self.a_scale_inv.item() * self.b_scale_inv.item()
 
     def product(self) -> Tensor:
-        """fp64."""
+        """The product in fp64."""
         a, b = self.values()
         return a @ b.t() * self.factor
 
     def magnitude(self) -> Tensor:
-        """The sum of all terms' absolute values, which bounds the error of adding them up."""
+        """The sum of all terms' absolute values, which bounds the error of summation."""
         a, b = self.values()
         return a.abs() @ b.abs().t() * self.factor
 
@@ -61,7 +61,7 @@ def operands(m: int, n: int, k: int, a_format: str = "e4m3", b_format: str = "e4
 
 
 class Problem(NamedTuple):
-    """A GEMM of random sizes, and which kernel is to compute it."""
+    """A GEMM of random sizes, and the kernel for it."""
 
     number: int
     configuration: Configuration
@@ -78,7 +78,7 @@ class Problem(NamedTuple):
 
 
 def random_problems(fast: Sequence[Configuration], promoted: Sequence[Configuration]) -> Iterator[Problem]:
-    """200 of them, four of ten promoted, by turns for these configurations; none where there are no configurations."""
+    """200 problems, four of ten promoted, with these configurations in turn; empty without configurations."""
     if not fast:
         return
     chosen = random.Random(0)
@@ -92,7 +92,7 @@ def random_problems(fast: Sequence[Configuration], promoted: Sequence[Configurat
 
 
 def assert_close(actual: Tensor, expected: Tensor, magnitude: Tensor, accumulation: float) -> None:
-    """Within the rounding of the output and the error of the sums; everywhere a number.
+    """Within the rounding of the output and the error of the sums; no NaN.
 
     Args:
         actual: of a kernel.

@@ -1,4 +1,4 @@
-"""Stand-ins for the GEMM kernels: they compute in fp64 and refuse what the real ones could not take."""
+"""Stand-ins for the GEMM kernels: they compute in fp64 and refuse arguments that the real ones could not take."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOPPER = Configuration("gemm_sm90", 128, 128, 6)
 
 
 class GemmKernel(NamedTuple):
-    """In the place of a loaded kernel: what it was asked for as."""
+    """Stands in for a loaded kernel: records what was requested."""
 
     configuration: Configuration
     a_format: str
@@ -89,7 +89,7 @@ def chained_kernel(
 
 
 def values(payload: Tensor, fmt: str) -> Tensor:
-    """fp64."""
+    """The operands in fp64."""
     return torch.from_numpy(code_values(fmt))[payload.long()].double()
 
 
@@ -184,7 +184,7 @@ def chained_gemm(
 
 
 def check_rows(out: Tensor) -> None:
-    """Rows of what is written start at multiples of 16 bytes."""
+    """Rows of the output start at multiples of 16 bytes."""
     assert out.stride(1) == 1
     assert out.data_ptr() % 16 == 0
     assert out.shape[0] == 1 or out.stride(0) * out.itemsize % 16 == 0

@@ -1,4 +1,4 @@
-"""Kernels from their own ``.cu`` sources as host C++, behind the interface of ``kernels_cuda.launch.Kernel``."""
+"""Kernels compiled from their own ``.cu`` sources as host C++, with the interface of ``kernels_cuda.launch.Kernel``."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ VARIANTS = [
     for backward in (False, True)
     if not (backward and activation == "none")
 ]
-# of these, each activation and each gradient in bf16, as training has it, and in another dtype with the other format:
-# what is before an activation, and the cast behind it, is one code
+# of these, each activation and each gradient in bf16, as in training, and in another dtype with the other format:
+# the code before an activation, and the cast after it, are shared
 FEW_VARIANTS = [
     (dtype, tuple(casts.FORMATS)[hybrid == backward], activation, backward)
     for number, (activation, backward) in enumerate(itertools.product(ACTIVATIONS[1:], (False, True)))
@@ -66,19 +66,19 @@ OPTIONS = (
     "-Wall",
     "-Wno-unknown-pragmas",
     "-Wno-unused-function",
-    # a product and a sum are rounded each, as torch's operators round them
+    # products and sums are rounded separately, as by torch's operators
     "-ffp-contract=off",
-    # a jump to another fiber's stack is what these checks call an error
+    # these checks would report a jump to another fiber's stack as an error
     "-U_FORTIFY_SOURCE",
     "-fsanitize=bounds,alignment",
     "-fsanitize-undefined-trap-on-error",
 )
-# of what all variants have in common
+# compiled from what all variants share
 OPTIMISED = "-O3"
 
 
 def compile_on_host(what: str, out: Path, *arguments: str) -> None:
-    """Into a file that is there as a whole or not at all; who comes meanwhile waits for it."""
+    """The compiled file appears only when it is complete; concurrent callers wait for it."""
     with out.with_name(f"{out.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if out.exists():
@@ -93,20 +93,21 @@ def compile_on_host(what: str, out: Path, *arguments: str) -> None:
 
 @functools.cache
 def build_folder() -> Path:
-    """The sources as they are, beside instructions in software: a quoted include looks beside its file first.
+    """The unchanged sources and software versions of the instructions: a quoted include looks in its own folder first.
 
-    It is named by all that a library follows from, and kept: processes of a run, and later runs, compile nothing again.
+    The folder's name follows from everything that determines a library, and the folder is kept: other processes and
+    later runs compile nothing again.
     """
     if shutil.which("g++") is None:
         raise RuntimeError("The kernels' sources run on the CPU as g++ compiles them, and there is no g++: install it.")
-    # the shim has instructions of its own in files of the same names
+    # the shim has its own instructions in files of the same names
     files = {file.name: file.read_bytes() for file in (*SOURCES.glob("*.cu*"), *SHIM.iterdir())}
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
     key = hashlib.sha256(repr((version, OPTIONS, OPTIMISED, LAUNCH, sorted(files.items()))).encode()).hexdigest()[:16]
     folder = ROOT / ".pytest_cache" / "host_kernels" / key
     folder.parent.mkdir(parents=True, exist_ok=True)
     for other in folder.parent.iterdir():
-        # another run may be at work in it
+        # another run may be using it
         if time.time() - other.stat().st_mtime > 24 * 3600:
             shutil.rmtree(other, ignore_errors=True)
     folder.mkdir(exist_ok=True)
@@ -115,11 +116,11 @@ def build_folder() -> Path:
         part = folder / f"{name}.{os.getpid()}"
         part.write_bytes(content)
         part.replace(folder / name)
-    # what all variants have in common is compiled once, and read once: it would take most of a variant's time
+    # what all variants share is compiled and read once, as it would take most of a variant's time
     for file in SHIM.glob("*.cpp"):
         machine = folder / file.name
         compile_on_host(machine.name, machine.with_suffix(".o"), OPTIMISED, "-Werror", "-c", str(machine))
-    # last: g++ crashes where it reads a header with other optimisations than it was compiled with
+    # last, because g++ crashes if it reads a header with other optimisations than it was compiled with
     compile_on_host(header.name, header.with_name(f"{header.name}.gch"), "-x", "c++-header", str(header))
     return folder
 
@@ -144,7 +145,7 @@ def library(family: str, defines: tuple[str, ...] = ()) -> ctypes.CDLL:
 
 
 class HostKernel(Kernel):
-    """Runs at once, on tensors in the CPU's memory."""
+    """Runs immediately, on tensors in the CPU's memory."""
 
     # few, so that blocks of a persistent kernel take several tiles
     multiprocessors = 4
@@ -164,7 +165,7 @@ class HostKernel(Kernel):
 
 
 def at_the_edge(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy whose last byte lies before a page that nobody may touch: reading on is a crash. Kept for good."""
+    """A copy that ends right before an inaccessible page, so that reading past it crashes. Never freed."""
     size = tensor.numel() * tensor.itemsize
     pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
@@ -186,8 +187,8 @@ def host_tensor_map(
     box_rows: int,
     box_columns: int,
 ) -> bytes:
-    """In the place of ``kernels_cuda.tensor_map.tensor_map``: what host_shim/instructions_sm90.cpp reads as a map."""
-    # what `kernels_cuda.tensor_map.tensor_map` asks for
+    """Replaces ``kernels_cuda.tensor_map.tensor_map``: what host_shim/instructions_sm90.cpp reads as a map."""
+    # the requirements of `kernels_cuda.tensor_map.tensor_map`
     assert address % 16 == 0
     assert rows == 1 or row_bytes % 16 == 0
     assert box_rows <= 256
@@ -197,7 +198,7 @@ def host_tensor_map(
 
 
 class Guarded:
-    """A tensor to be written by a kernel: filled with poison, between bytes that nobody may touch.
+    """A tensor for a kernel to write: filled with poison, between guard bytes that must not change.
 
     Args:
         shape: of ``tensor``.
@@ -206,7 +207,7 @@ class Guarded:
         offset: bytes between a 16-byte boundary and the tensor.
     """
 
-    # wide enough for a tile's rows where one forgets its bounds
+    # wide enough to catch a tile's rows if a kernel ignores its bounds
     _GUARD, _CANARY = 1 << 15, 0xC5
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, poison: int, offset: int = 0) -> None:
@@ -218,5 +219,5 @@ class Guarded:
         self.tensor = payload.view(dtype).view(shape)
 
     def unharmed(self) -> bool:
-        """Whether every byte before and behind the tensor is what it was."""
+        """Whether all guard bytes before and after the tensor are unchanged."""
         return all(bool((guard == self._CANARY).all()) for guard in self._outside)

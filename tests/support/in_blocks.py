@@ -1,4 +1,4 @@
-"""Tensors whose blocks differ, a layer, and what FP8 makes of blocks, from its definition."""
+"""Tensors whose blocks differ, a layer, and quantization in blocks from its definition."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lightning_fp8.scaling.recipe import Recipe
 
 
 def spread(*shape: int, seed: int) -> Tensor:
-    """Numbers whose blocks differ by powers of ten: one scale for all of them would lose most."""
+    """Numbers whose blocks differ by powers of ten: a single scale for all of them would lose most."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-3, 4, shape, generator=generator)
 
 
 def in_fp8(x: Tensor, rows: int, recipe: BlockScaling) -> np.ndarray:
-    """What FP8 makes of a tensor whose blocks are ``rows`` x 128, in fp64."""
+    """A tensor quantized to FP8 in blocks of ``rows`` x 128, in fp64."""
     codes, scale_inv = cast_in_blocks(x.detach().float().numpy(), "e4m3", rows, power_of_2=recipe.power_of_2_scales)
     scales = scale_inv.astype(np.float64).repeat(rows, 0).repeat(128, 1)[: x.shape[0], : x.shape[1]]
     return code_values("e4m3")[codes] * scales

@@ -25,7 +25,7 @@ LONG_WINDOW = DelayedScaling(amax_history_len=64)
 # the first versions of Lightning 2.5 lack it
 Averaging: Any = getattr(callbacks, "WeightAveraging", None)
 needs_averaging = pytest.mark.skipif(Averaging is None, reason="Lightning has no WeightAveraging")
-# Lightning 2.5 lacks it too, and loads what it is given
+# Lightning 2.5 lacks it too, and loads any checkpoint
 _TAKES_WEIGHTS_ONLY = "weights_only" in signature(pl.Trainer.fit).parameters
 takes_weights_only = pytest.mark.skipif(not _TAKES_WEIGHTS_ONLY, reason="Trainer.fit has no weights_only")
 TRUSTED: dict[str, Any] = {"weights_only": False} if _TAKES_WEIGHTS_ONLY else {}
@@ -101,7 +101,7 @@ def seeded(cls: type[Regression] = Regression, **kwargs: Any) -> Any:
 
 
 def warned(start: str, run: Callable[[], Any]) -> list[str]:
-    """The warnings of a run that begin with ``start``, each as often as it was given."""
+    """The warnings of a run that begin with ``start``, repetitions included."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()

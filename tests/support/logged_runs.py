@@ -1,4 +1,4 @@
-"""What a run logs: metrics of a made-up model's tensors, as Lightning's CSVLogger writes them."""
+"""Logs of a run: metrics of a made-up model's tensors, as Lightning's CSVLogger writes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROLES = ("input", "weight", "grad_output")
 
 
 def write_metrics(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """A file as Lightning's CSVLogger writes it: columns in alphabetical order, empty where there is nothing."""
+    """A file as Lightning's CSVLogger writes it: columns in alphabetical order, empty where nothing was logged."""
     rows = list(rows)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "metrics.csv").open("w", newline="") as file:
@@ -25,13 +25,13 @@ def write_metrics(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def tensor_names(count: int) -> list[str]:
-    """In the order of a model: ``blocks.0.attention.qkv.input``, ``blocks.0.attention.qkv.weight``, ..."""
+    """In a model's order: ``blocks.0.attention.qkv.input``, ``blocks.0.attention.qkv.weight``, ..."""
     blocks = range(count // (len(LAYERS) * len(ROLES)) + 1)
     return [f"blocks.{block}.{layer}.{role}" for block in blocks for layer in LAYERS for role in ROLES][:count]
 
 
 def tensor_metrics(names: list[str], steps: int) -> list[dict[str, Any]]:
-    """Scales and what they do, in reproducible numbers of the sizes that real runs have."""
+    """Scales and counts of the tensors: reproducible numbers of the sizes in real runs."""
     generator = np.random.default_rng(0)
     exponents = generator.uniform(2, 20, len(names)) + np.cumsum(generator.normal(0, 0.3, (steps, len(names))), axis=0)
     rows = []

@@ -1,4 +1,4 @@
-"""Damaged files, made from whole ones: structured changes of a JSON tree, and damage to its text. All by a seed."""
+"""Damaged copies of valid files: changes of a JSON tree, and damage to its text. All determined by a seed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-# deeper than Python lets a parser written in Python go, and than its own parser of JSON does
+# deeper than Python's recursion limit for parsers written in Python, and for its own JSON parser
 DEPTH = 100_000
 
 
 def nested(depth: int) -> list[Any]:
-    """A list in a list, and so on."""
+    """Nested lists."""
     found: list[Any] = []
     for _ in range(depth):
         found = [found]
@@ -28,7 +28,7 @@ REPLACEMENTS: tuple[Any, ...] = (
 
 
 def trees(whole: Any, count: int, seed: int = 0) -> Iterator[Any]:
-    """Copies of a tree of JSON with one or two nodes replaced, taken away or added."""
+    """Copies of a JSON tree with one or two nodes replaced, removed or added."""
     rng = random.Random(seed)
     for _ in range(count):
         tree = {"root": copy.deepcopy(whole)}
@@ -51,14 +51,14 @@ def _change(tree: dict[str, Any], rng: random.Random) -> None:
 
 
 def _places(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Where a node hangs: its parent, and the key or index there."""
+    """A node's parent, and its key or index there."""
     for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
         yield node, key
         yield from _places(node[key])
 
 
 def texts(whole: str) -> list[bytes]:
-    """Files that are no such text any more, or one whose parser needs more than there is."""
+    """Files that are no longer valid text, and one whose parser exceeds the recursion limit."""
     return [
         b"", b" ", b"\xff\xfe", b"\0" * 100, whole.encode()[:-2], whole.encode()[: len(whole) // 2], b"null", b"7",
         b'"text"', b"[" * DEPTH, b"[" * DEPTH + b"]" * DEPTH, b'{"a":' * DEPTH, b"1" * 10_000, b"NaN",
@@ -67,7 +67,7 @@ def texts(whole: str) -> list[bytes]:
 
 
 def damaged_bytes(whole: bytes, count: int, seed: int = 0) -> Iterator[bytes]:
-    """Copies that are cut, or of which some bytes are others."""
+    """Copies that are truncated, or with some bytes changed."""
     rng = random.Random(seed)
     for _ in range(count):
         content = bytearray(whole)

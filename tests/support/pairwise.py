@@ -1,4 +1,4 @@
-"""Few of all combinations of options, where those share a path and a fault shows with two of them together."""
+"""A small subset of all combinations of options, for faults that show when two options meet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def pairwise(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Combinations that together have each value of an option with each value of every other one; always the same."""
+    """Combinations in which each pair of values of two options occurs; always the same."""
     left = list(product(*(range(len(values)) for values in options)))
     pairs = {case: set(combinations(enumerate(case), 2)) for case in left}
     missing, chosen = set().union(*pairs.values()), []

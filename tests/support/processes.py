@@ -1,9 +1,9 @@
 """Real processes for the tests, from one server that has imported everything already.
 
-Importing Lightning takes 3 to 9 seconds of a CPU: the server does it once for all the tests of a pytest process. A part
+Importing Lightning takes 3 to 9 seconds of CPU time: the server does it once for all tests of a pytest process. A part
 of it, for ``warm``, has imported Lightning and nothing of ``lightning_fp8``.
 
-On GPUs each process has one of its own, and NCCL in place of gloo: ``python -m pytest -m cuda``.
+On GPUs each process has its own GPU, and NCCL replaces gloo: ``python -m pytest -m cuda``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.distributed as dist
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["warm_server"])
 
-# what a process of its own may take; it is there to end a hang with a failure
+# a time limit for a process, so that a hang ends with a failure
 PATIENCE = 180
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -37,7 +37,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 @functools.cache
 def server() -> IO[str]:
-    """Starts it; gives the connection to ``warm_server``."""
+    """Starts the server; gives the connection to ``warm_server``."""
     with (
         tempfile.TemporaryDirectory() as folder,
         socket.socket(socket.AF_UNIX) as listener,
@@ -48,7 +48,7 @@ def server() -> IO[str]:
         listener.listen()
         listener.settimeout(PATIENCE)
         patch.setenv("WARM_SERVER", address)
-        # `multiprocessing` does not give it the tests' path
+        # `multiprocessing` does not pass on the tests' path
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         forkserver.ensure_running()
         return listener.accept()[0].makefile("rw")
@@ -62,14 +62,14 @@ def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
 
 
 def _begin(threads: int, target: Callable[..., None], *arguments: Any) -> None:
-    # the same sums in the same order as in the tests' own process
+    # one thread, so that sums have the same order as in the tests' own process
     torch.set_num_threads(threads)
     target(*arguments)
 
 
 @contextmanager
 def as_ranks(target: Callable[..., None], world: int, path: Path, *arguments: Any) -> Iterator[list[BaseProcess]]:
-    """``target(path, *arguments)`` in processes as torchrun would start them: none watches the others."""
+    """``target(path, *arguments)`` in processes as torchrun would start them, without a supervisor."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -127,7 +127,7 @@ def _run_body(path: Path, body: str, device: str) -> None:
 
 
 def run_processes(body: str, path: Path, processes: int = 2, device: str = "cpu") -> list[dict[str, Any]]:
-    """Run ``body`` in a process group of its own; gives what each process has put into ``result``.
+    """Run ``body`` in one process group; gives what each process has put into ``result``.
 
     ``body`` knows ``device``, ``rank`` and ``world``. On a machine with fewer GPUs the test is skipped.
     """
@@ -139,7 +139,7 @@ def run_processes(body: str, path: Path, processes: int = 2, device: str = "cpu"
 
 
 def run_script(source: str, path: Path, *arguments: str, world: int = 2) -> None:
-    """Run a script in ``world`` processes, with ``arguments`` in ``sys.argv``; its process group is its own affair."""
+    """Run a script in ``world`` processes, with ``arguments`` in ``sys.argv``; it creates its process group itself."""
     with as_ranks(_run_source, world, path, source, arguments) as ranks:
         all_end_well(ranks, path)
 

@@ -14,7 +14,7 @@ MEMBERS = ("q", "k", "v")
 
 
 class Shared(nn.Module):
-    """Three projections of one tensor, and a layer behind them."""
+    """Three projections of one tensor, and a layer after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Separate(Shared):
 
 
 class Nested(nn.Module):
-    """Blocks of a kind, with what they take computed by the model, and each through ``around``."""
+    """A stack of blocks whose input the model computes, each called through ``around``."""
 
     def __init__(self, kind: type[Shared], blocks: int = 2) -> None:
         super().__init__()

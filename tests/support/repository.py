@@ -1,4 +1,4 @@
-"""Where the repository is that the tests belong to."""
+"""The root of the repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels compiled for an architecture that need not be there: resources and instructions."""
+"""Kernels compiled for an architecture that need not be present: resources and instructions."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def compiled(family: Family, arch: str) -> tuple[bytes, str]:
 
 
 def resources(log: str) -> tuple[int, int]:
-    """Registers of a thread and shared memory of a block that is not asked for at a launch; nothing is spilled."""
+    """Registers per thread and static shared memory per block; asserts that nothing is spilled."""
     assert not re.search("warning|error|C75", log), log
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log) == [
         ("0", "0", "0")
     ], log
     used, static = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes smem", log)
     assert used is not None, log
-    # registers are given to a thread by eights
+    # registers are allocated to a thread in units of eight
     return -(-int(used[1]) // 8) * 8, 0 if static is None else int(static[1])
 
 
@@ -49,11 +49,11 @@ def disassembler() -> str:
 
 @functools.cache
 def listing(family: Family, arch: str) -> str:
-    """SASS, an instruction or a label a line."""
+    """SASS with one instruction or label per line."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled(family, arch)[0])
         file.flush()
-        # without an analysis of its data flow, which is a third of the time and changes no line
+        # without the analysis of its data flow, which takes a third of the time and changes no line
         command = [disassembler(), "--print-code", "--no-dataflow", file.name]
         listed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert listed.returncode == 0, listed.stderr
@@ -65,7 +65,7 @@ LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", r
 
 
 def program(family: Family, arch: str) -> tuple[list[str], dict[str, int]]:
-    """The instructions in order, and which of them each label is before."""
+    """The instructions in order, and the position of each label."""
     lines: list[str] = []
     labels: dict[str, int] = {}
     for line in listing(family, arch).splitlines():
@@ -77,9 +77,9 @@ def program(family: Family, arch: str) -> tuple[list[str], dict[str, int]]:
 
 
 def instructions(family: Family, arch: str) -> Counter[str]:
-    """How often each instruction, with its modifiers, occurs."""
+    """Counts of each instruction, including its modifiers."""
     found = Counter(LINE.findall(listing(family, arch)))
-    # the listing was understood
+    # the listing was parsed correctly
     assert found["EXIT"] >= 1
     assert sum(found.values()) > 100
     return found

@@ -1,4 +1,4 @@
-"""What the specification says of the scales of a model, in numpy's fp32 and without anything of torch."""
+"""The specification of a model's scales, in numpy's fp32 and without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp8_numpy import DEFINITIONS, code_values, saturating_cast
 from lightning_fp8 import DelayedScaling
 
 FP32_MAX = np.finfo(np.float32).max
-# what a model says once, by words of it
+# the notices that a model gives once, by words in them
 NOTICES = {
     "evaluation": "is evaluated without scales",
     "no update": "nothing has updated its scales",
@@ -34,7 +34,7 @@ def largest(x: np.ndarray) -> np.float32:
 
 
 def quantized(x: np.ndarray, scale: np.float32, fmt: str) -> np.ndarray:
-    """What FP8 makes of ``x``, in fp64."""
+    """``x`` quantized to FP8, in fp64."""
     return code_values(fmt)[saturating_cast(x, scale, fmt)] / np.float64(scale)
 
 
@@ -70,17 +70,17 @@ class Delayed:
         self.scale, self.amax, self.nonfinite_steps = other.scale, other.amax, other.nonfinite_steps
 
     def shown(self) -> list[tuple[np.float32, np.float32]]:
-        """The amaxes and scales that the state may have: these."""
+        """The amaxes and scales that the state may show: only these."""
         return [(self.amax, self.scale)]
 
 
 class Weight:
-    """A weight is cast with the scale of what it holds; the state shows what the last cast used."""
+    """A weight is cast with the scale of its current values; the state shows those of the last cast."""
 
     def __init__(self) -> None:
         self.nonfinite_steps = 0
         self.kept = np.float32(-1)
-        # what the histories go with, 0 where that is not known; whether an optimizer's steps are followed; whether the
+        # the amax that the histories belong to, 0 if unknown; whether an optimizer's steps are tracked; whether the
         # last cast was of another weight
         self.held = np.float32(0)
         self.followed = self.is_another = False
@@ -89,7 +89,7 @@ class Weight:
     def cast(self, weight: np.ndarray, record: bool) -> np.ndarray:
         amax = largest(weight)
         scale = scale_of_current(amax, "e4m3")
-        # A cast may serve several forwards that record, and an evaluation with other weights come between them.
+        # One cast may serve several forwards that record, with evaluations of other weights in between.
         before = self._shown if record and np.array_equal(self.kept, amax, equal_nan=True) else []
         self._shown = [(amax, scale), *before[-1:]]
         if record:
@@ -123,22 +123,22 @@ class ScaledLayer:
 
 
 class ModelScales:
-    """The scales of all layers of a model, and what it has said and has to say."""
+    """The scales of all layers of a model, with the notices given and the notices due."""
 
     def __init__(self, recipe: DelayedScaling, names: Iterable[str]) -> None:
         self.recipe = recipe
         self.layers = {name: ScaledLayer(recipe) for name in names}
-        # by layer, the weights or the scales, where these were loaded last and nothing has run since
+        # by layer: the weights or the scales, if they were loaded last and nothing has run since
         self.loaded: dict[str, str] = {}
         self.emptied = False
         self.cast: set[str] = set()
-        # whether anything has been recorded since the last update, and had been before one
+        # whether anything has been recorded since the last update, and whether anything had been before an update
         self.recorded = self.may_have_scales = False
         self.steps = 0
         self.new_state()
 
     def new_state(self) -> None:
-        """A copy, or a state that came of another: it says everything anew."""
+        """A copied or loaded state, which gives all notices anew."""
         self.said: set[str] = set()
         self.due: set[str] = set()
         self.may_say: set[str] = set()
@@ -152,7 +152,7 @@ class ModelScales:
         return [tensor for layer in self.layers.values() for tensor in (layer.input, layer.grad_output)]
 
     def see_weight(self, name: str, weight: np.ndarray, record: bool) -> None:
-        """One that is much larger or smaller than what the histories go with: they are emptied, or not used."""
+        """If a weight is much larger or smaller than the one of the histories, they are emptied, or not used."""
         if name in self.cast:
             # another pass through the model
             self.cast.clear()
@@ -232,7 +232,7 @@ class ModelScales:
             layer.weight.held, layer.weight.is_another = np.float32(0), False
 
     def convert_again(self, names: Sequence[str]) -> None:
-        """Layers that stay keep what they have."""
+        """Layers that stay converted keep their scales."""
         if list(names) != list(self.layers):
             before = copy.copy(self.layers)
             self.layers = {name: before.get(name, ScaledLayer(self.recipe)) for name in names}
@@ -242,7 +242,7 @@ class ModelScales:
             self.new_state()
 
     def check_said(self, said: Sequence[str]) -> None:
-        """Once each, what is due and nothing else."""
+        """The due notices, once each, and no others."""
         assert len(said) == len(set(said)), said
         assert self.due - self.said <= set(said) <= (self.due | self.may_say) - self.said
         self.said |= set(said)

@@ -1,4 +1,4 @@
-"""Places of tensors, made by hand."""
+"""Slots of tensors, made by hand."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from lightning_fp8.ops.operand import Slot
 
 
 def slot_of(state: ScalingState, row: int = 0, format: str = "e4m3", record: bool = False) -> Slot:
-    """That of one tensor of the state; without ``record`` the state is not told of its casts."""
+    """The slot of one tensor of the state; without ``record`` the state is not told of its casts."""
     return Slot(state.scale, state.amax_history, state.indices[row], format, state if record else None, record)

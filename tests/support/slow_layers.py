@@ -1,4 +1,4 @@
-"""Layers that take a known time, forward and backward."""
+"""Layers that take a known time in forward and in backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORWARD, BACKWARD = 0.1, 0.25
 
 
 class ToldClock:
-    """In place of :mod:`time`: time passes in a sleep and, each time a microsecond more, at a look at the clock."""
+    """Replaces :mod:`time`: time passes in a sleep, and by a microsecond at each reading of the clock."""
 
     def __init__(self) -> None:
         self._now = self._looks = 0
@@ -27,7 +27,7 @@ class ToldClock:
 
 
 class Sleep(torch.autograd.Function):
-    """The identity, which takes its time on both ways."""
+    """The identity, which sleeps in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
@@ -42,7 +42,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Slow(nn.Linear):
-    """A layer that is listed and, as a subclass, not converted; sleeps before and behind its product."""
+    """A layer that is listed but, as a subclass, not converted; it sleeps before and after its product."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(Sleep.apply(x, FORWARD / 2, BACKWARD / 2)) + Sleep.apply(

@@ -1,4 +1,4 @@
-"""How near a result is to its reference."""
+"""The accuracy of a result compared with its reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of stacked blocks, and the products that its layers have in bf16."""
+"""A model of stacked blocks, and the precision of its layers' products."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_fp8.ops.formats import PRODUCTS
 
 
 class Blocks(nn.Module):
-    """Four blocks, in each a list of experts that is longer; and a shorter list."""
+    """Four blocks, each with a longer list of experts; and a shorter list."""
 
     def __init__(self, blocks: int = 4, others: int = 2) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 def products(model: nn.Module) -> dict[str, str]:
-    """Of each layer with any in bf16, their first letters; of one that is plain, ``"fdw"``."""
+    """For each layer with products in bf16, their initials; for a plain layer ``"fdw"``."""
     found = {}
     for path, layer in model.named_modules():
         in_bf16 = layer.in_bf16 if isinstance(layer, Fp8Module) else PRODUCTS

@@ -78,7 +78,7 @@ def tokens(length: int = 12) -> Tensor:
 
 
 def padded(side: str) -> Batch:
-    """Token ids of several lengths, padded on one side, as a tokenizer and its collator give them."""
+    """Token ids of several lengths, padded on one side, as from a tokenizer and its collator."""
     lengths = torch.tensor([12, 9, 12, 5])
     places = torch.arange(12).expand(4, 12)
     mask = (places < lengths[:, None]) if side == "right" else (places >= 12 - lengths[:, None])

@@ -1,7 +1,6 @@
-"""Programs in processes of their own, which begin with Lightning imported and nothing of ``lightning_fp8``.
+"""Programs in separate processes, which start with Lightning imported and nothing of ``lightning_fp8``.
 
-To import Lightning is not what these programs test. Who tests what an import does to Lightning itself starts a real
-Python.
+These programs do not test the import of Lightning. Tests of what an import does to Lightning itself start a new Python.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from repository import ROOT
 def run_warm(
     *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None, check: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """As ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True, ...)``.
+    """Like ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True, ...)``.
 
     Args:
         arguments: ``"-c", program``, ``"-m", module, argument...`` or ``script, argument...``
-        env: the whole environment; that of the tests by default. Variables that Python itself reads come too late.
+        env: the whole environment; that of the tests by default. Variables that Python reads as it starts are ignored.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder, name) for name in ("out", "err"))

@@ -1,4 +1,5 @@
-"""The server of ``processes`` imports this: Lightning, of which a fork stays to run the programs of ``warm``, and more.
+"""Imported by the server of ``processes``: it imports Lightning, forks the process that runs ``warm``'s programs, and
+then imports the rest.
 
 A machine with a GPU need not have all of it.
 """
@@ -19,7 +20,7 @@ from contextlib import suppress
 
 
 def serve(address: str) -> None:
-    """Run programs, each in a fork, until the tests close the connection; what it was given are lines of JSON."""
+    """Run programs, each in a fork, until the tests close the connection; each request is a line of JSON."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         with connection.makefile("rw") as stream:
@@ -31,13 +32,13 @@ def serve(address: str) -> None:
 
 
 def run(arguments: list[str], cwd: str, environment: dict[str, str], out: str, err: str) -> None:
-    """As a Python of its own; does not return."""
+    """Runs a program as a new Python would; does not return."""
     for descriptor, path, flags in ((0, os.devnull, os.O_RDONLY), (1, out, os.O_RDWR), (2, err, os.O_RDWR)):
         os.dup2(os.open(path, flags | os.O_CREAT), descriptor)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    # in the place of the tests' own folder
+    # instead of the tests' own folder
     sys.path[:] = [cwd, *(path for path in sys.path[1:] if path != os.path.dirname(__file__))]
     kind, *rest = arguments
     sys.argv = [kind, *rest[kind in ("-c", "-m") :]]
@@ -59,12 +60,12 @@ def run(arguments: list[str], cwd: str, environment: dict[str, str], out: str, e
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    # to take Lightning's modules apart would take a second
+    # freeing Lightning's modules would take a second
     os._exit(1 if isinstance(code, str) else code or 0)
 
 
 def begin(address: str) -> None:
-    """Leaves a fork that serves; what the server itself forks has all of this."""
+    """Forks the process that serves programs; the server itself can import more afterwards."""
     import lightning.pytorch.cli  # noqa: F401
 
     settle()
@@ -86,10 +87,10 @@ def begin(address: str) -> None:
 
 
 def settle() -> None:
-    """What each fork would do again with all that was imported."""
-    # a search for a source that is not found makes a table of all modules, a tenth of a second
+    """Does once what each fork would otherwise repeat for all imported modules."""
+    # a failing search for a source makes a table of all modules, which takes a tenth of a second
     inspect.getmodule(compile("", "nowhere", "exec"))
-    # no collection looks at it
+    # the garbage collector skips it
     gc.freeze()
 
 

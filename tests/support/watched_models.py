@@ -1,4 +1,4 @@
-"""Models with a trouble for the watchdog, and limits that are never passed."""
+"""Models with a problem for the watchdog, and limits that are never exceeded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEVER: dict[str, Any] = dict.fromkeys(("stale_steps", "nonfinite_steps", "satura
 
 
 class Vanishing(Regression):
-    """Most of its input is 2**-30 of the largest."""
+    """Most of its input is 2**-30 of the largest value."""
 
     def forward(self, x: Tensor) -> Tensor:
         tiny = torch.full_like(x, 2.0**-30)

@@ -1,4 +1,4 @@
-"""The program itself: its commands, its name, and what it says where something is missing or misspelt."""
+"""The program itself: its commands, its name, and its messages about missing or misspelt arguments."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_help_without_any_extra() -> None:
         assert text.startswith("usage: lightning-fp8 COMMAND")
     for tool in TOOLS:
         assert f"usage: lightning-fp8 {tool} " in said[f"{tool} --help"]
-    # in the words of this package's own requirement, which installs from an index
+    # in the words of this package's own requirement, which can be installed from an index
     (wanted,) = re.findall(r'"(jsonargparse[^"]*)"', (ROOT / "pyproject.toml").read_text())
     for needing in ("fit --help", "compare -c x"):
         assert "needs jsonargparse and docstring_parser and typeshed_client" in said[needing]
@@ -105,7 +105,7 @@ QUIET = {"accelerator": "cpu", "logger": False, "max_steps": 1, "enable_progress
 
 
 def test_the_program_finds_the_users_modules_and_needs_no_data(tmp_path: Path) -> None:
-    """A script's folder is on Python's path in place of the current one, unlike with ``python -m``."""
+    """Unlike with ``python -m``, Python's path has the script's folder in place of the current one."""
     (tmp_path / "my_module.py").write_text(MODEL)
     config = {"trainer": QUIET, "model": {"class_path": "my_module.Own", "init_args": {"width": 6}}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
@@ -142,11 +142,11 @@ def test_what_a_refused_value_should_be(
     assert capsys.readouterr().err.rstrip().endswith(last)
 
 
-# --- configurations for a command line of the user's, whose model class is fixed ---
+# --- configurations for a user's command line with a fixed model class ---
 
 
 def given_to_fit(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> list[str]:
-    """What ``compare`` would give to ``fit``."""
+    """The arguments that ``compare`` would pass to ``fit``."""
     given: list[list[str]] = []
 
     def run(variant: str, folder: Path, steps: int, warmup: int, fit: list[str]) -> dict[str, Any]:

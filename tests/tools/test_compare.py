@@ -1,4 +1,4 @@
-"""``python -m lightning_fp8 compare``: what the table says is what the runs logged, and the advice keeps its rules."""
+"""``python -m lightning_fp8 compare``: the table matches what the runs logged, and the advice follows its rules."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ PLUGIN = {
 
 
 def run_in_warm_processes(patch: pytest.MonkeyPatch) -> None:
-    """The runs of comparisons; `test_control_c_ends_what_it_started` starts a real one."""
+    """The runs of comparisons, in warm processes; `test_control_c_ends_what_it_started` starts a real one."""
 
     def run(command: Sequence[str], output: IO[str]) -> int:
         ran = run_warm(*command[1:], cwd=Path.cwd())
@@ -98,7 +98,7 @@ def write_config(folder: Path, **trainer: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The four that run by default on a CPU with bf16 products, with a plugin of the user's; folder and output."""
+    """The four that run by default on a CPU with bf16 products, with a user's plugin; folder and output."""
     folder = tmp_path_factory.mktemp("compare")
     config = CONFIG | {"trainer": {key: value for key, value in CONFIG["trainer"].items() if key != "precision"}}
     config["trainer"]["plugins"] = PLUGIN
@@ -168,13 +168,13 @@ def test_same_seed_and_data(compared: tuple[Path, str]) -> None:
     assert len({row["batches"] for row in (mixed, copied, *others)}) == 1
     assert mixed["first_loss"] == copied["first_loss"]
     for row in others:
-        # FP8 has 4 bits, and an untrained model's logits hardly move its loss
+        # FP8 has 4 significant bits, and an untrained model's logits hardly affect its loss
         assert row["first_loss"] == pytest.approx(mixed["first_loss"], rel=2**-9)
         assert row["first_loss"] != mixed["first_loss"]
 
 
 def test_a_run_is_seeded_twice_with_the_number_that_stands_for_true(monkeypatch: pytest.MonkeyPatch) -> None:
-    # it stays behind
+    # the checkpoint is kept
     monkeypatch.setenv("PL_GLOBAL_SEED", "3")
     cli = compare_run.CompareCLI.__new__(compare_run.CompareCLI)
     cli.variant, cli.folder, cli.steps, cli.left_out = "bf16-mixed", Path("run"), 1, []
@@ -319,14 +319,14 @@ def test_a_configuration_that_is_refused_is_refused_once(
 
 
 def compare(arguments: list[str], printed: Path) -> None:
-    # who runs the tests in the background has them ignore it, and so would what they start
+    # tests that run in the background ignore it, and so would the processes that they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with printed.open("w") as file, redirect_stdout(file), redirect_stderr(file):
         main(arguments)
 
 
 def test_control_c_ends_what_it_started(tmp_path: Path) -> None:
-    # named: what runs by default depends on the CPU
+    # named, because the default depends on the CPU
     arguments = ["--out", str(tmp_path / "out"), "--precisions", "fp8-delayed", "--steps", "1000000"]
     parent = start(compare, ["--config", str(write_config(tmp_path)), *arguments], tmp_path / "printed")
     try:
@@ -484,7 +484,7 @@ def test_plugin_settings() -> None:
 
 LEFT_OUT = "The baseline is 32-true, and bf16-mixed, bf16-mixed+weight_copy, bf16-true run only if `--precisions` names"
 SLOW = "Steps of {} take many times as long as in fp32; `--precisions 32-true fp8-delayed` avoids them."
-# whether bf16 products are emulated, what is named -> what runs, the baseline, and what is said
+# whether bf16 products are emulated, the precisions named -> those that run, the baseline, and the message
 MACHINES = {
     "with bf16 products": (False, [], FOUR, "bf16-mixed", None),
     "without": (True, [], ["32-true", "fp8-delayed"], "32-true", LEFT_OUT),
@@ -546,7 +546,7 @@ def test_recipes_of_the_fp8_precisions() -> None:
         ("fp8-current", current, CurrentScaling(margin=2)),
         ("fp8-delayed", current, DelayedScaling()),
         ("fp8-current", delayed, CurrentScaling()),
-        # fields that are named come before the user's
+        # named fields come before the user's
         ("fp8-delayed,amax_history_len=4,reduce_amax=False", delayed, DelayedScaling(1, "HYBRID", 4, "max", False)),
         ("fp8-current,margin=0,wgrad=bf16", current, CurrentScaling(wgrad="bf16")),
         ("fp8-block,power_of_2_scales=true", delayed, BlockScaling(power_of_2_scales=True)),
@@ -649,7 +649,7 @@ def test_losses_near_zero_are_compared_with_the_first() -> None:
     assert worse_loss(far, learnt)
     for first in (None, math.nan, math.inf):
         assert worse_loss(near, {**learnt, "first_loss": first})
-    # of a loss that is still large 1% counts
+    # for a loss that is still large, 1% is the limit
     assert not worse_loss({**near, "loss": 2.02}, {**learnt, "loss": 2.001})
     assert worse_loss({**near, "loss": 2.03}, {**learnt, "loss": 2.0})
 
@@ -662,7 +662,7 @@ def test_table_without_tokens_and_with_a_failure() -> None:
 
 
 def test_control_c_while_a_run_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the process is there, and nobody knows it yet
+    # the process exists, but has not been registered yet
     started: list[subprocess.Popen[bytes]] = []
 
     class Started(subprocess.Popen):  # type: ignore[type-arg]

@@ -1,4 +1,4 @@
-"""The doctor: what it finds, on this machine and on machines that are made up, and the status it ends with."""
+"""The doctor: what it finds, on this machine and on simulated ones, and its exit status."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _cubins: dict[object, tuple[bytes, str]] = {}
 
 
 def compile_once(family: str, text: str, arch: str, defines: Sequence[str], included: Mapping[str, str]) -> Any:
-    """What a test before this one has compiled, as the caches of all are empty at first."""
+    """Reuses what an earlier test has compiled, because every test starts with an empty cache."""
     key = family, text, arch, *defines, *included.items()
     if key not in _cubins:
         _cubins[key] = compile_really(family, text, arch, defines, included)
@@ -65,7 +65,7 @@ def compile_once(family: str, text: str, arch: str, defines: Sequence[str], incl
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A cache of its own, no settings, three kernels in place of all."""
+    """An empty cache, no settings, and three kernels in place of all."""
     monkeypatch.setattr(kernels_compile, "compile_source", compile_once)
     for name in ("LIGHTNING_FP8_BACKEND", "CUDA_VISIBLE_DEVICES", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
@@ -103,7 +103,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_gpus(
     monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], driver: int = 13000, name: str = "NVIDIA H200"
 ) -> None:
-    """GPUs of these capabilities, as torch and the driver would tell of them; nothing can be computed on them."""
+    """GPUs of these capabilities, as torch and the driver would report them; nothing can run on them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(
@@ -122,7 +122,7 @@ def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class InProcess:
-    """In place of a ``Worker``: the jobs are done here, where kernels and torch are made up."""
+    """Replaces a ``Worker``: the jobs run in this process, where kernels and torch are simulated."""
 
     def __init__(self, _: list[str]) -> None:
         pass
@@ -139,7 +139,7 @@ class InProcess:
 
 @pytest.fixture
 def host_gpu(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One GPU whose kernels run on the CPU, from their own sources, under the CPU's name; forgotten passes."""
+    """One GPU whose kernels run on the CPU, from their own sources, under the CPU's name; without remembered passes."""
     with_gpus(monkeypatch, (9, 0))
     monkeypatch.setattr(hardware, "gpus", lambda: [CPU])
     monkeypatch.setattr(kernel_checks, "Worker", InProcess)
@@ -216,7 +216,7 @@ def test_cubins_of_another_nvrtc_are_said_to_be_of_no_use(monkeypatch: pytest.Mo
 
 
 def test_every_kernel_there_is_can_be_compiled_ahead() -> None:
-    """Whatever formats, dtypes and configurations a recipe or a table asks for."""
+    """For any formats, dtypes and configurations that a recipe or a table requires."""
     names = {variant.name for variant in kernels_of((9, 0), every=True)}
     assert {variant.name for variant in EVERY} < names
     for promote, grad in ((False, "e4m3"), (True, "e5m2"), (True, "e4m3")):
@@ -315,7 +315,7 @@ def test_blocks_run_on_kernels_on_cublaslt_or_not(
         asked = "compute capability 8.9, 9.0 or 12.x, cuBLASLt's a GPU of compute capability 9.0 (H100, H200)"
         assert asked in row["runs"]
         assert f"got {capability[0]}.{capability[1]} and CUDA {cuda}. Use precision='fp8-current'" in row["runs"]
-    # with the kernels of delayed scaling
+    # including the kernels of delayed scaling
     assert fp8(found, "cuda:0", "fp8-current") == {**delayed, "precision": "fp8-current"}
 
 
@@ -335,7 +335,7 @@ def test_architectures(
         "--compile": [*kernel_checks.ARCHITECTURES],
     }[arguments[min(1, len(arguments) - 1)]]
     assert list(dict.fromkeys(check["place"] for check in found["kernels"])) == expected
-    # each as it was tried
+    # each kernel when it was tried
     assert [line.split(": ")[:2] for line in printed.err.splitlines()] == [
         [check["place"], check["kernel"]] for check in found["kernels"]
     ]
@@ -446,7 +446,7 @@ def test_a_kernel_that_fails_its_self_test(monkeypatch: pytest.MonkeyPatch, host
     def load(name: str, defines: tuple[str, ...], *rest: Any) -> HostKernel:
         return (Broken if name == family else HostKernel)((name, tuple(defines)), *rest)
 
-    # an argument of each that is compared: a payload, the recorded amaxes, the history
+    # an argument of each kernel that is compared: a payload, the recorded amaxes, the history
     position, byte = {"cast_transpose": (2, 3), "cast_weights": (3, 2), "update_scales": (1, 3)}[family]
     monkeypatch.setattr(Broken, "damage", staticmethod(poke(position, byte=byte)), raising=False)
     monkeypatch.setattr(kernels.load, "load", load)
@@ -457,7 +457,7 @@ def test_a_kernel_that_fails_its_self_test(monkeypatch: pytest.MonkeyPatch, host
     assert "doctor --json" in found.problems[0].do
     failed = [check.kernel for check in found.kernels if check.self_test == "failed"]
     assert failed == [variant.name for variant in FEW if variant.family == family]
-    # a pass that is remembered does not stand against it
+    # an earlier pass does not outweigh it
     assert host_gpu == [family] * len(failed)
     row = fp8(found, "cpu")
     assert row["runs"] == "yes"
@@ -491,7 +491,7 @@ def test_a_toolchain_that_gives_out_is_said_once(monkeypatch: pytest.MonkeyPatch
     assert fp8(found, "cpu")["casts"] == fp8(found, "cpu")["scales"] == "torch's operators"
 
 
-# a child whose kernels are made up: `update_scales` hangs, `cast_weights` takes its process with it
+# a child with simulated kernels: `update_scales` hangs, `cast_weights` ends its process
 def serve_fakes() -> None:
     def attempt(variant: kernels.Variant, device: torch.device, test_again: bool) -> kernels.Attempt:
         print("what libraries print")
@@ -528,7 +528,7 @@ def test_a_kernel_that_hangs_costs_its_limit_and_no_more(monkeypatch: pytest.Mon
         ),
         (cast.name, "passed", None),
     ]
-    # named before it is tried, so that the last line of what is killed names what it hung in
+    # printed before it is tried, so that the last line of a killed run names the kernel that hung
     assert shown[0] == f"cuda:0: {cast.name}: "
     assert shown[1] == "compiled 0.25 s, self-test passed 0.50 s\n"
     assert shown[4] == "cuda:0: update_scales: "
@@ -580,7 +580,7 @@ def test_some_gpus_before_fp8(monkeypatch: pytest.MonkeyPatch, visible: str | No
     assert found.status == 1
     assert [problem.do for problem in found.problems] == [f"export CUDA_VISIBLE_DEVICES={chosen}"]
     assert [fp8(found, f"cuda:{index}")["runs"][:3] for index in range(3)] == ["no:", "yes", "yes"]
-    # only one of them, when asked for it
+    # only one of them, on request
     assert examine("cuda:1", compile=False).status == 0
     assert examine("cpu", compile=False).verdict.startswith("no GPU")
 
@@ -656,7 +656,7 @@ def test_bf16_plugins_that_are_left_to_lightning(monkeypatch: pytest.MonkeyPatch
         try:
             lightning_fp8.register(bf16=False if way == "argument" else None)
             said = value(examine(compile=False), "Versions", "precision strings")
-            # looking changes nothing
+            # the examination changes nothing
             plugin = Fabric(accelerator="cpu", precision="bf16-mixed").strategy.precision
         finally:
             lightning_fp8.register(bf16=True)
@@ -728,7 +728,7 @@ def test_looking_at_the_cache_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tm
     assert list(tmp_path.iterdir()) == []
 
 
-# --- whatever happens, a page ---
+# --- a page is always printed ---
 
 
 BROKEN_PARTS: dict[str, tuple[Any, str]] = {
@@ -775,7 +775,7 @@ def a_page() -> Diagnosis:
 def test_width(width: int) -> None:
     lines = page.page(a_page(), width).splitlines()
     assert all(len(line) <= width for line in lines if "->" not in line)
-    # whole, to be copied
+    # complete, to be copied
     assert "   -> pip install cupy-cuda13x and a line of quite some length" in lines
     assert any("a[b]" in line for line in lines)
     assert any("Status 1: It runs." in line for line in lines)

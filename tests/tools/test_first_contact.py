@@ -1,4 +1,4 @@
-"""``benchmarks/first_contact.sh``: whatever hangs or fails, each stage ends in time and says what came of each step."""
+"""``benchmarks/first_contact.sh``: whatever hangs or fails, each stage ends in time with a line for each step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def stand_in(folder: Path, name: str, text: str) -> None:
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """In front of the path: all that the script starts, each saying what it was asked and failing."""
+    """Fakes of all programs that the script starts, first on the path; each prints its arguments and fails."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("python", "nvidia-smi", "ncu", "compute-sanitizer"):
@@ -85,7 +85,7 @@ def test_what_fails_does_not_keep_the_next_from_running(tmp_path: Path, programs
         program, _, rest = " ".join(shlex.split(step.command)).partition(" ")
         assert f"=== {step.name}, at most {step.limit} s: {step.command}\n" in log
         assert f"{program} was asked: {rest}\n" in log
-    # what is printed is what is kept
+    # the printed output is also saved
     assert ran.stdout.count(" was asked: ") == len(steps)
 
 
@@ -113,7 +113,7 @@ def test_cases_layers_and_tests_are_ones_that_there_are(tmp_path: Path, programs
 
 
 def test_what_hangs_ends_and_the_rest_is_run(tmp_path: Path, programs: Path) -> None:
-    """Even one that ignores the first signal, and one that leaves a process with its output behind."""
+    """Even a step that ignores the first signal, and one that leaves a process holding its output open."""
     left = tmp_path / "left"
     stand_in(
         programs, "python",
@@ -135,7 +135,7 @@ esac""",
     assert status["cast 8192x8192"] == "0"
     assert len(steps) == 8
     log = (tmp_path / "out" / "stage1.log").read_text()
-    # what it said before it hung
+    # its output before it hung
     assert "begun: -m lightning_fp8 doctor --quick" in log
 
 
@@ -150,7 +150,7 @@ esac""",
     ran, steps = run(tmp_path, 1)
     assert (tmp_path / "out" / "gemm-nvidia-h100.json").read_text() == '{"rows": []}\n'
     assert (tmp_path / "out" / "stage1.jsonl").read_text() == '{"row": 1}\n'
-    # already when the next step ran
+    # already there when the next step ran
     assert "\ngemm-nvidia-h100.json\n" in ran.stdout
     assert len(list((tmp_path / "out").iterdir())) == 4
     assert [step.name for step in steps if step.status != "0"] == ["machine"]
@@ -188,8 +188,9 @@ run()"""
 
 @pytest.mark.slow
 def test_without_a_gpu_each_command_says_why(tmp_path: Path, programs: Path) -> None:
-    """The real programs know the commands. Left out is what differs from another step in words that the test of cases
-    looks up: the second run of the tests, and the third stage; and `doctor --quick`."""
+    """The real programs accept the commands. Steps that differ from others only in words that the test of cases
+    looks up are left out: the second run of the tests, and the third stage; and `doctor --quick`.
+    """
     environment = {**os.environ, "LIGHTNING_FP8_CACHE_DIR": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     said = {}
     for step in run(tmp_path, 1)[1]:

@@ -54,7 +54,7 @@ def test_reads_what_the_csv_logger_wrote(tmp_path: Path) -> None:
 
 
 class Remember(Callback):
-    """The first scale of a model after each step."""
+    """Records the first scale of a model after each step."""
 
     def __init__(self) -> None:
         self.scales: list[float] = []
@@ -70,10 +70,10 @@ def test_reads_event_files_where_there_is_no_csv(tmp_path: Path) -> None:
     make_trainer(tmp_path, logger=loggers, max_epochs=3, callbacks=[ScaleFactorLogger(1, histograms=False)]).fit(
         seeded(), loader()
     )
-    # other loggers have their own counters besides
+    # other loggers add their own counters
     one, other = read_runs([Path(logger.log_dir) for logger in loggers])
     ours = {key for key in one.scalars if key.startswith("fp8/")}
-    # of the two weights and their role neither a window nor headroom
+    # the two weights, and their role, have neither a window nor headroom
     assert len(ours) == 6 * 7 - 2 * 2 + 3 * (3 * 7 - 2)
     assert ours == {key for key in other.scalars if key.startswith("fp8/")}
     for key in ours:
@@ -92,7 +92,7 @@ def test_event_files_without_tensorboard(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_line_that_is_not_finished_is_left_out(tmp_path: Path) -> None:
     path = write_metrics(tmp_path, [{"step": step, "a": step / 8, "b": 1} for step in range(4)]) / "metrics.csv"
     whole = path.read_bytes()
-    # every way to be torn within the last line, and the header alone
+    # every way to truncate the last line, and the header alone
     for end in range(len(whole) - len(b"0.375,1,3\r\n"), len(whole)):
         path.write_bytes(whole[:end])
         assert read_csv(path)["a"].values.tolist() == [0, 0.125, 0.25]
@@ -174,7 +174,7 @@ def test_records_and_hyperparameters(tmp_path: Path) -> None:
         read_runs([tmp_path])
 
 
-# what callbacks write
+# metrics that callbacks write
 
 
 def test_run_record(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_tensors_in_model_order_with_their_numbers() -> None:
     shuffled = dict(sorted(scalars.items()))
     tensors = tensors_of(run_of(shuffled))
     assert tensors is not None
-    # by name, and numbers in a name by size; within a block in alphabetical order, for nothing else is known
+    # by name, with numbers in names by size; alphabetically within a block, because no other order is known
     assert tensors.names[::12] == [f"blocks.{block}.attention.out.input" for block in range(12)]
     modules = [name.rpartition(".")[0] for name in names[::3]]
     tensors = tensors_of(run_of(shuffled, record={"modules": modules}))
@@ -473,7 +473,7 @@ def test_errors_are_one_line(arguments: list[str], tmp_path: Path, monkeypatch: 
 
 
 def test_without_plotly_it_says_what_to_install(tmp_path: Path) -> None:
-    # a Python that finds torch and the package, and not the drawing libraries
+    # a Python that finds torch and the package, but not the plotting libraries
     program = (
         "import sys, importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'plotly' else find(name, *a)\n"

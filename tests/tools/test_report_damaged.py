@@ -1,4 +1,4 @@
-"""Damaged and hostile logs: a report is made from them, or its reader says which file is wrong. Nothing else."""
+"""Damaged and hostile logs: either a report is made from them, or the error says which file is wrong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = ("metrics.csv", "fp8_run.json", "fp8_dtypes.json", "hparams.yaml")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a real run has left behind."""
+    """The files of a real run."""
     logger = CSVLogger(tmp_path_factory.mktemp("whole"))
     callbacks = [RunRecord(), DtypeAudit(), ScaleFactorLogger(every_n_steps=1)]
     trainer = make_trainer(Path(logger.save_dir), logger=logger, log_every_n_steps=1, callbacks=callbacks)
@@ -35,14 +35,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same, to be damaged; and pages without the four megabytes of plotly."""
+    """The same files, to be damaged; and pages without the four megabytes of plotly."""
     shutil.copytree(whole, tmp_path / "run")
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
     return tmp_path / "run"
 
 
 def reported(folder: Path, names: tuple[str, ...], pictures: bool = False) -> str | None:
-    """None where a page was written, else what :class:`ReadError` said. Anything else is raised, and fails the test."""
+    """None if a page was written, else the text of :class:`ReadError`. Any other exception fails the test."""
     try:
         runs = read_runs([folder])
     except ReadError as error:
@@ -149,7 +149,7 @@ def test_hyperparameters(folder: Path, kind: str) -> None:
 
 
 def test_hyperparameters_that_share_a_value(folder: Path) -> None:
-    """As Lightning writes them where an object occurs twice."""
+    """Written as by Lightning if an object occurs twice."""
     (folder / "hparams.yaml").write_text("a: &id001 [1, 2]\nb: *id001\nc: 2024-01-01\nd: !!set {x, y}\n")
     assert reported(folder, ()) is None
     assert read_runs([folder])[0].hparams["b"] == [1, 2]
@@ -159,7 +159,7 @@ def test_any_hyperparameters(folder: Path) -> None:
     whole = {"lr": 0.1, "layers": [1, 2], "model": {"width": 32, "name": "tiny", "none": None}}
     changed = [as_json(tree).encode() for tree in trees(whole, 200)]
     text = json.dumps(whole)
-    # deep nesting takes the parser of YAML, which is written in Python, seconds: once is enough
+    # YAML's parser, written in Python, takes seconds for deep nesting: once is enough
     short = [content for content in texts(text) if len(content) < 50_000]
     noise = damaged_bytes((folder / "hparams.yaml").read_bytes(), 200)
     assert all_reported(folder / "hparams.yaml", (*short, *changed, *noise)) == {True, False}
@@ -190,7 +190,7 @@ COLUMNS = (
 
 
 def spoiled(text: str, rng: random.Random) -> bytes:
-    """A CSV file of which some columns have other names, and some cells other contents."""
+    """A CSV file in which some columns have other names, and some cells other contents."""
     rows = [line.split(",") for line in text.splitlines()]
     for _ in range(rng.choice((1, 3, 20))):
         rows[0][rng.randrange(len(rows[0]))] = rng.choice(COLUMNS)
@@ -199,7 +199,7 @@ def spoiled(text: str, rng: random.Random) -> bytes:
         row[rng.randrange(len(row))] = rng.choice(CELLS)
     if rng.random() < 0.1:
         rng.choice(rows).append("1")
-    # one without which there is nothing to read
+    # without this file there is nothing to read
     if rng.random() < 0.9 and "step" not in rows[0]:
         rows[0][-1] = "step"
     return "".join(",".join(row) + "\n" for row in rows).encode()
@@ -229,7 +229,7 @@ def test_any_event_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     logger = TensorBoardLogger(tmp_path)
     make_trainer(tmp_path, logger=logger, log_every_n_steps=1).fit(seeded(), loader())
     file = next(Path(logger.log_dir).glob("events.out.tfevents.*"))
-    # a checksum guards each record, so most changes end the file there
+    # a checksum guards each record, so after most changes the file is read up to there
     for content in (b"", *damaged_bytes(file.read_bytes(), 60)):
         file.write_bytes(content)
         reported(file.parent, (str(file.parent),))

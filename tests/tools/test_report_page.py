@@ -27,7 +27,7 @@ from lightning_fp8.tools.report.tensors import tensors_of
 NAMES = tensor_names(5000)
 STEPS = 30
 EVIL = "</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"
-# Chromium's own services stay quiet, so that a request is the page's
+# Chromium's own services are off, so that every request comes from the page
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
              "--disable-component-update", "--disable-sync"]  # fmt: skip
 pytestmark = pytest.mark.slow
@@ -45,14 +45,14 @@ def browser() -> Iterator[Browser]:
 
 
 class Opened:
-    """A page, what its console said, and what it asked the network for."""
+    """A page, its console output, and its network requests."""
 
     def __init__(self, browser: Browser, path: Path, **kwargs: Any) -> None:
         self.path = path
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page: Page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **kwargs})
-        # a machine that is busy with other tests opens the first page slowly
+        # a busy machine opens the first page slowly
         self.page.set_default_timeout(120_000)
         self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -63,7 +63,7 @@ class Opened:
 
     def check(self) -> None:
         assert self.complaints == []
-        # what it makes itself needs no network
+        # data that the page creates itself needs no network
         assert [url for url in self.requests if not url.startswith(("data:", "blob:"))] == [self.path.as_uri()]
 
     def labels(self) -> list[str]:
@@ -80,7 +80,7 @@ class Opened:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Run]]:
-    """A real run in FP8 beside one in bf16."""
+    """A real run in FP8 and one in bf16."""
     folder = tmp_path_factory.mktemp("trained")
     for precision in ("fp8-delayed", "bf16-mixed"):
         pl.seed_everything(0)
@@ -128,14 +128,14 @@ def shown_runs(browser: Browser, trained: tuple[Path, list[Run]]) -> Iterator[Op
 
 @pytest.fixture
 def opened(shown: Opened) -> Opened:
-    """The large page as it is at first."""
+    """The large page as first opened."""
     reset(shown, "1 to 50 of 5,000")
     return shown
 
 
 @pytest.fixture
 def opened_runs(shown_runs: Opened) -> Opened:
-    """The page of the trained runs as it is at first."""
+    """The page of the trained runs as first opened."""
     reset(shown_runs, "1 to 15 of 15")
     return shown_runs
 
@@ -144,7 +144,7 @@ def reset(opened: Opened, rows: str) -> None:
     page = opened.page
     for box in page.locator("#role-boxes input").all():
         box.check()
-    # each change draws the page again
+    # each change redraws the page
     for select, value in {"#run": "0", "#sort": "model", "#plane": "log2_scale"}.items():
         if page.input_value(select) != value:
             page.select_option(select, value)
@@ -153,7 +153,7 @@ def reset(opened: Opened, rows: str) -> None:
 
 
 def check_width(page: Page, width: int) -> None:
-    """The page is no wider, and charts end where their place does."""
+    """The page is no wider than the window, and charts end within their containers."""
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     for chart in page.locator(".chart").all():
         if chart.is_visible():
@@ -199,13 +199,13 @@ def test_worst_layers_are_those_of_the_logs(opened_runs: Opened, trained: tuple[
     rows = opened.table("worst-table")
     assert [row[0] for row in rows] == [key.split("/")[1] for key in expected]
     assert [row[1] for row in rows] == [f"{found[key]:.1f} dB" for key in expected]
-    # a click on a title turns the order round
+    # a click on a title reverses the order
     title = opened.page.locator("#worst-table thead button").nth(1)
     title.click()
     title.click()
     assert [row[0] for row in opened.table("worst-table")] == [key.split("/")[1] for key in reversed(expected)]
     assert opened.page.locator("#worst-table th[aria-sort=descending]").count() == 1
-    # of a run without FP8 there is nothing, and the page says what would log it
+    # a run without FP8 has no rows, and the page says what would log them
     opened.page.select_option("#run", "1")
     assert "add lightning_fp8.ScaleFactorLogger" in opened.page.inner_text("#scales-empty")
     assert not opened.page.is_visible("#heatmap")
@@ -275,7 +275,7 @@ def test_the_filter_leaves_the_rows_that_match(opened: Opened, text: str, patter
 
 
 def test_a_filter_without_a_match_and_of_tables(opened: Opened) -> None:
-    # a pattern is for the whole of a name
+    # a pattern applies to the whole name
     for text in ("locks.17.*", "blocks.1?", "nothing"):
         opened.filter("", "1 to 50 of 5,000")
         opened.filter(text, "none, filtered from 5,000")
@@ -343,7 +343,7 @@ def test_the_overview_has_the_worst_and_leads_to_a_page(opened: Opened, large: t
 
 def test_names_are_text_whatever_they_hold(browser: Browser, tmp_path: Path) -> None:
     names = [f"{EVIL}.{role}" for role in ("input", "weight", "grad_output")]
-    # markup that Plotly would read
+    # markup that Plotly would interpret
     link = '<a href="http://127.0.0.1:9/">loss</a>'
     rows = [{**row, f"{EVIL}_loss": 1.0, link: 2.0} for row in tensor_metrics(names, 3)]
     folder = write_metrics(tmp_path / "<b>run", rows)
@@ -404,7 +404,7 @@ def test_the_scheme_changes_the_colours_of_charts(browser: Browser, trained: tup
     opened.page.wait_for_function(f"() => {colours} !== {json.dumps(dark)}")
     opened.page.emulate_media(color_scheme="dark")
     opened.page.wait_for_function(f"() => {colours} === {json.dumps(dark)}")
-    # paper is white, whatever the screen is
+    # printed pages are white, whatever the screen's colours
     opened.page.emulate_media(color_scheme="dark", media="print")
     opened.page.wait_for_function(f"() => ['#000', '#000000'].includes({colours})")
     assert len(opened.page.pdf()) > 20_000

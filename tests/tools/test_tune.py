@@ -1,4 +1,4 @@
-"""``python -m lightning_fp8 tune``: what is measured, in processes that may fail, and what is kept of it."""
+"""``python -m lightning_fp8 tune``: what is measured, in processes that may fail, and what is saved of it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_layers_of_training() -> None:
             projections = {(i, o) for t, i, o in LAYERS if t == tokens and hidden in (i, o)}
             ours = {(hidden, hidden), (hidden, 3 * hidden), (hidden, 4 * hidden), (4 * hidden, hidden)}
             assert ours <= projections
-    # what a run that is cut short is to have: the feed-forward of the middle size
+    # what an interrupted run must have: the feed-forward of the middle size
     assert LAYERS[:2] == (Layer(8192, 4096, 16384), Layer(8192, 16384, 4096))
     gemms = gemms_of(LAYERS)
     assert len(gemms) == len(set(gemms))
@@ -120,7 +120,7 @@ def test_fast_candidates_are_the_configurations() -> None:
 
 # processes
 
-# answers each job with its own fields, its process and how many came before; does what the job says
+# answers each job with the job's own fields, the process and its number of earlier jobs; does what the job says
 CHILD = """
 import os, subprocess, sys, time, types
 # without Lightning, which takes seconds
@@ -178,13 +178,13 @@ def test_a_job_that_fails_costs_itself_only(worker: Worker, job: dict[str, Any],
     before = worker.answer({"at": 0}, LIMIT)
     began = time.monotonic()
     failed = worker.answer(job, 3.0)
-    # the limit, and what a busy machine adds
+    # the limit, plus the delay on a busy machine
     assert time.monotonic() - began < 13
     after, last = worker.answer({"at": 2}, LIMIT), worker.answer({"at": 3}, LIMIT)
     assert failed == Answer(None, failure)
     assert before.failure is after.failure is last.failure is None
     assert [answer.found["job"]["at"] for answer in (before, after, last) if answer.found] == [0, 2, 3]
-    # a new process went on behind it
+    # a new process continued after it
     assert before.found
     assert after.found
     assert last.found
@@ -272,7 +272,7 @@ def test_a_right_result_is_right(gemm: Gemm) -> None:
 
 
 def of(change: Any, from_call: int = 0) -> trial.Run:
-    """The right result with something done to it, from that call on."""
+    """The correct result until a given call, and from then on with a change."""
     calls = iter(range(100))
 
     def run(choice: Choice, *arguments: Any) -> torch.Tensor:
@@ -308,7 +308,7 @@ def test_a_wrong_result_is_said_to_be_wrong(gemm: Gemm, change: Any, said: str) 
 
 @pytest.mark.parametrize("part", range(7))
 def test_each_argument_of_a_gemm_counts(part: int) -> None:
-    """Operands, scales, formats: one that is taken for another one changes the result."""
+    """Operands, scales, formats: exchanging any two changes the result."""
 
     def run(choice: Choice, *arguments: Any) -> torch.Tensor:
         given = list(arguments)
@@ -334,7 +334,7 @@ def test_outputs_lie_where_poison_lay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert filled == [((48, 64), torch.bfloat16)] * 3
     filled.clear()
     trial.wrong(DGRAD, Choice(PROMOTED["256x128 s4 c2"], 3), CPU, run_plain)
-    # three parts, of one cluster of two tiles each
+    # three splits of one cluster of two tiles each
     assert filled == [((48, 64), torch.bfloat16), ((3 * 512, 64), torch.float32)] * 3
 
 
@@ -375,7 +375,7 @@ CHOICES = [Choice(PROMOTED["256x128 s4 c2"]), Choice(PROMOTED["256x128 s4 c2"], 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Batches that take what ``TIMES`` says, a little more from round to round; which ran, in order."""
+    """Batches that take the times of ``TIMES``, a little more in each round; and those that ran, in order."""
     ran: list[str] = []
 
     def batch(variant: timing.Variant, calls: int) -> float:
@@ -444,7 +444,7 @@ def test_without_a_right_candidate_torch_is_timed_alone(clock: list[str]) -> Non
 
 
 class Device:
-    """A host that takes 50 microseconds for a call, and a device that takes 10 for what it is to do."""
+    """A host that needs 50 microseconds per call, and a device that needs 10 for the work of one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.done = 0.0
@@ -546,7 +546,7 @@ def test_rows_are_rows_of_a_table(clock: list[str], tmp_path: Path) -> None:
     assert gemm_table._checked((tmp_path / "table.json").read_text()) == rows
 
 
-# all of it
+# the whole command
 
 
 # the child of the command, on the CPU and with torch in place of our kernels, some of which are broken
@@ -577,7 +577,7 @@ def serve_fakes() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An H200 as far as torch tells, whose kernels are :func:`serve_fakes`; a cache folder of its own."""
+    """An H200 as far as torch can tell, whose kernels are :func:`serve_fakes`; with a separate cache folder."""
     properties = SimpleNamespace(name=NAME, major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: NAME)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
@@ -651,11 +651,11 @@ def test_figures_of_the_table() -> None:
 
 
 class Steps:
-    """In place of a worker: what came of trials, timings and chained GEMMs.
+    """Replaces a worker: gives the outcomes of trials, timings and chained GEMMs.
 
     Attributes:
-        wrong: configurations that give rubbish, and activations that do so behind a GEMM.
-        lost: those that take the process with them; numbers of rows of GEMMs whose timing does.
+        wrong: configurations with wrong results, and activations with wrong results after a GEMM.
+        lost: configurations that end the process; numbers of rows of GEMMs whose timing does.
     """
 
     def __init__(
@@ -692,7 +692,7 @@ class Steps:
 
 
 def test_a_gemm_is_done_before_the_next_is_begun(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the table has what is known whenever it ends."""
+    """And whenever the run ends, the table has the results so far."""
     steps = Steps(monkeypatch, {"128x128 s6 c1"})
     rows_then: list[int] = []
     answer = steps.answer
@@ -725,7 +725,7 @@ def test_what_was_lost_twice_is_not_tried_again(
     steps = Steps(monkeypatch, lost={"256x128 s4 c1"})
     command.main(["--shapes", "48x64x32,16x16x16"])
     tried = [job["gemm"][3] for job in steps.jobs("trial") if job["choices"][0][0] == "256x128 s4 c1"]
-    # by kind of GEMM: twice without promotion, and twice of four with
+    # by kind of GEMM: twice without promotion, and two of four with
     assert tried == [False, True, True, False]
     printed = capsys.readouterr().out
     assert printed.count("left out: 256x128 s4 c1 for") == 6
@@ -737,7 +737,7 @@ def test_chained_or_separate_is_decided_by_activation(
 ) -> None:
     steps = Steps(monkeypatch, wrong={"gelu"}, lost={"gelu_tanh"})
     command.main(["--shapes", "48x64x32"])
-    # of fprop [48, 32], dgrad [48, 64] and wgrad only dgrad goes into something wider
+    # of fprop [48, 32], dgrad [48, 64] and wgrad, only dgrad is followed by a cast into something wider
     assert [Gemm.from_json(job["gemm"]) for job in steps.jobs("chain")] == [DGRAD] * 4
     rows = json.loads(gemm_table.own_path(NAME).read_text())["rows"]
     (row,) = (row for row in rows if "chained" in row)
