@@ -12,11 +12,11 @@ Dimensions threadIdx, blockIdx, blockDim, gridDim;
 namespace host {
 constexpr std::size_t STACK = 1 << 16;
 struct Fiber {
-    /* Where it begins; from then on it stops and goes on by jumps, which, unlike `swapcontext`, ask nothing of Linux. */
+    /* For the start; later switches are jumps, which, unlike `swapcontext`, make no system call. */
     ucontext_t context;
     jmp_buf place;
     bool begun = false;
-    /* Not filled: what a thread does not touch takes no memory. */
+    /* Uninitialized, so that untouched pages take no memory. */
     std::unique_ptr<char[]> stack{new char[STACK]};
     bool done = true;
 };

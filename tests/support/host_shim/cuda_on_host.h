@@ -16,7 +16,7 @@
 #define __cluster_dims__(...)
 #define __shared__ static /* one block at a time; the kernels with clusters have none */
 #define __align__(n) __attribute__((aligned(n)))
-/* What the tests ask a library for; all else is its own. */
+/* Marks the functions that the tests call in a library; all others stay internal. */
 #define EXPORTED __attribute__((visibility("default")))
 #define STRING_OF(word) #word
 #define STRING(word) STRING_OF(word)
@@ -34,31 +34,31 @@ extern Dimensions threadIdx, blockIdx, blockDim, gridDim;
 
 namespace host {
 struct Barrier { unsigned arrived = 0, generation = 0; };
-/* Which fiber runs; those of a cluster's blocks follow each other. */
+/* The index of the running fiber; the fibers of a cluster's blocks are numbered consecutively. */
 extern unsigned current;
-/* Blocks of a cluster, and which of them this fiber is in. */
+/* The number of blocks in a cluster, and the running fiber's block. */
 extern unsigned blocks;
 static inline unsigned block() { return current / blockDim.x; }
-/* Whether anything has happened since a warp's fibers were last asked. */
+/* Whether any fiber has made progress since this was last reset. */
 extern bool progress;
-/* What is done before each cluster; what is left to do where nothing has happened. */
+/* Called before each cluster; called when no fiber makes progress. */
 extern void (*at_start)();
 extern bool (*when_stuck)();
 
 void launch(unsigned grid, unsigned block, void (*kernel)(), unsigned cluster);
-/* Lets the others run. */
+/* Lets the other fibers run. */
 void yield();
-/* Lets all others run as far as they can: what a thread may do late it does late. */
+/* Lets all other fibers run as far as they can, so that this thread acts as late as it may. */
 void lag();
 void wait(Barrier& barrier, unsigned threads);
 void wait_for_warp();
-/* Whether all threads of a cluster's block have returned: its shared memory is then another's. */
+/* Whether all threads of a cluster's block have returned, so that its shared memory may be reused. */
 bool has_ended(unsigned block);
 [[noreturn]] void fail(const char* what);
 }  // namespace host
 
 void __syncthreads();
-/* What all 32 lanes of a warp bring, at once. */
+/* Gathers the values of a warp's 32 lanes. */
 const unsigned* exchange(unsigned value);
 
 static inline unsigned __float_as_uint(float value) {

@@ -5,7 +5,7 @@ typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 
-/* Another rounding, and what FAULT makes of a value before its cast, are how a test of the self-tests gets a wrong cast. */
+/* A test of the self-tests gets a wrong cast by another ROUND, or by FAULT, which changes a value before its cast. */
 #ifndef ROUND
 #define ROUND std::nearbyint
 #endif
@@ -54,7 +54,7 @@ static inline u16 to_fp16(float value) {
 }
 static inline u32 to_bf16x2(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
 static inline u32 to_fp16x2(float low, float high) { return to_fp16(low) | (u32)to_fp16(high) << 16; }
-/* As far off as the device's may be, upwards or downwards as the argument's last bits fall. */
+/* With the device's largest error, up or down depending on the argument's bits. */
 static inline float off_by(float value, float x, float relative) {
     return (__float_as_uint(x) * 2654435761u) >> 31 ? value * (1.0f + relative) : value * (1.0f - relative);
 }

@@ -46,7 +46,7 @@ static void perform(const Copy& copy) {
     std::memcpy(to, copy.from, copy.bytes);
 }
 
-/* The first warp waits while the others do what they can: a few more matrices or mma. */
+/* The first warp waits while the others advance by a few matrices or mma. */
 static void fall_behind() {
     for (int i = 0; !late && threadIdx.x < 32 && i < 4; ++i) {
         host::progress = true;
@@ -54,7 +54,7 @@ static void fall_behind() {
     }
 }
 
-/* What all lanes of this warp bring. The next time they write elsewhere, so one barrier serves. */
+/* Gathers the words of all lanes of a warp. Buffers alternate, so one barrier is enough. */
 template <int COUNT>
 static const Words& exchanged(const u32 (&words)[COUNT]) {
     const unsigned thread = threadIdx.x;
@@ -71,7 +71,7 @@ static float rounded(double sum) {
     return (float)std::ldexp(std::nearbyint(std::ldexp(fraction, accumulator_bits)), exponent - accumulator_bits);
 }
 
-/* What an earlier block has left behind is NaN in both formats. */
+/* Memory left by an earlier block becomes NaN in both formats. */
 void begin(u32 shared_bytes) {
     if (threadIdx.x == 0) memory.assign(shared_bytes, 0x7f);
     copies[threadIdx.x] = {};

@@ -32,7 +32,7 @@ struct Store {
     int row, column;
 };
 static std::vector<std::vector<u8>> memory;
-/* Who has written a word that the copy engine does not see yet. */
+/* The thread that has written a word which the copy engine does not see yet. */
 static std::vector<std::vector<u32>> unseen;
 static std::vector<std::vector<u32>> unseen_of;
 static std::vector<std::map<u32, Phase>> phases;
@@ -41,14 +41,14 @@ static std::vector<std::deque<std::vector<Store>>> stores;
 static std::vector<std::deque<std::vector<Product>>> products;
 static host::Barrier of_cluster;
 static std::map<u32, host::Barrier> of_warpgroup;
-/* The warpgroup of each block that has last asked for products. */
+/* For each block, the warpgroup that started products last. */
 static std::vector<u32> multiplying;
 
 using host::block;
 
 static void start() {
     const u32 threads = host::blocks * blockDim.x;
-    // neither zero nor small: what nobody has written shows
+    // neither zero nor small, so that reads of unwritten memory change the result
     memory.assign(host::blocks, std::vector<u8>(MEMORY, 0x7e));
     unseen.assign(host::blocks, std::vector<u32>(MEMORY / 4, NOBODY));
     phases.assign(host::blocks, {});
@@ -200,7 +200,7 @@ void multiply(const Product& product) {
     last = warpgroup;
     products[host::current].back().push_back(product);
 }
-/* All of the warpgroup, as the instruction is one of all its warps. */
+/* The whole warpgroup waits, as its warps execute the instruction together. */
 void wait_for_products(u32 pending) {
     host::lag();
     auto& groups = products[host::current];

@@ -17,7 +17,7 @@ struct alignas(64) TensorMap {
 
 extern "C" {
 EXPORTED extern int late;
-// times that another warpgroup of a block asked for products than the one before
+// how often products of a block were started by a different warpgroup than the previous ones
 EXPORTED extern int handovers;
 }
 
