@@ -20,7 +20,7 @@ from lightning_fp8.scaling.statistics import by_role, tensor_statistics
 
 
 class ScaleFactorLogger(RunWatcher):
-    """Logs the scales of an ``fp8-delayed`` run, and their effect on the tensors.
+    """Logs the scales of an FP8 run, and their effect on the tensors.
 
     For each tensor ``<module path>.<role>`` that a pattern matches, with the roles input, weight and grad_output:
 

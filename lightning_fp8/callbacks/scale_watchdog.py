@@ -23,7 +23,7 @@ Action = Literal["warn", "raise", "fallback", "current"]
 
 
 class ScaleWatchdog(RunWatcher):
-    """Watches the scales of an ``fp8-delayed`` run and reports, by name, the tensors that have problems.
+    """Watches the scales of an FP8 run and reports, by name, the tensors that have problems.
 
     - *stale*: an active tensor's scale has not been updated for ``stale_steps``. A tensor is active if its layer's
       weight gets gradients, if its layer has other tensors that are updated, or if it records amaxes that no update
