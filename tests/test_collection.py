@@ -77,7 +77,8 @@ def test_no_test_imports_another(tmp_path: Path) -> None:
 def test_folders_mirror_the_package() -> None:
     folders = {folder.name for folder in (ROOT / "tests").iterdir() if any(folder.glob("test_*.py"))}
     packages = {file.parent.name for file in (ROOT / "lightning_fp8").glob("*/__init__.py")}
-    # tests across rooms: kernels are a separate package, benchmarks and docs are not in the package
+    # the other folders: kernels are a separate package, `distributed` tests run several processes, benchmarks and docs
+    # are not in the package
     assert folders <= packages | {"kernels", "distributed", "benchmarks", "docs"}
 
 
@@ -126,7 +127,7 @@ def test_the_gpu_tests_and_the_package_need_few_packages() -> None:
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
     assert {"test_cuda.py", "test_cuda_gemm.py", "test_bench.py", "test_ddp.py"} <= expected
     assert {*re.findall(r"^tests/(?:\w+/)?(\w+\.py)::", ran.stdout, re.MULTILINE)} == expected
-    # the package and its progress bar
+    # the messages of Lightning's progress bar and of ours
     lightnings, ours = re.findall(r"^without rich: (.*)", ran.stdout, re.MULTILINE)
     assert "`RichProgressBar` requires `rich`" in lightnings
     assert ours == "Fp8RichProgressBar: needs `rich`, which is not installed. Run `pip install rich`."

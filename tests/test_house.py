@@ -40,7 +40,7 @@ def loose_files() -> int:
 
 
 def share_of_tooling() -> float:
-    """The share of the package's lines, in percent."""
+    """The tools' and examples' share of the package's lines, in percent."""
     return 100 * lines("lightning_fp8/tools", "lightning_fp8/examples") / lines("lightning_fp8")
 
 

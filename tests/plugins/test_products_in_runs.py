@@ -149,7 +149,7 @@ def test_frozen_weights_that_bf16_multiplies_keep_their_masters() -> None:
     assert rows["2"].endswith("weight in FP8 only")
     x = torch.randn(8, 32, requires_grad=True)
     model(x).sum().backward()
-    # an argument is given to one that had none
+    # a layer without a master gets one again
     with pytest.warns(UserWarning, match="They have masters again"):
         convert(model, overrides={"2": {"fprop": "bf16"}})
     assert type(model[2].weight) is nn.Parameter

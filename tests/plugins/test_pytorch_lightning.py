@@ -146,7 +146,7 @@ def test_training_is_that_of_a_plain_loop(clip: float | None) -> None:
 
 
 def fitted(kind: Any, path: Path, epochs: int, **kwargs: Any) -> Any:
-    """A model trained with the package of its class, and saved."""
+    """A model trained and saved by a Trainer of its own package."""
     run = (
         trainer(precision="fp8-delayed", max_epochs=epochs)
         if kind is Mirrored

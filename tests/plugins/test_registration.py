@@ -246,7 +246,7 @@ def test_bf16_can_stay_lightnings_and_become_ours_again() -> None:
         lightning_fp8.register(bf16=False)
         assert types_of_bf16() == LIGHTNINGS
         assert type(trainer(precision="fp8-delayed").precision_plugin) is Fp8Precision
-        # requested by its class, and not by the string
+        # the class can still be passed; the string selects Lightning's own plugin
         assert type(trainer(plugins=Bf16MixedPrecision()).precision_plugin) is Bf16MixedPrecision
         made = lf.Fabric(accelerator="cpu", plugins=Bf16TruePrecision())
         assert type(made._precision) is FABRIC_PLUGINS["bf16-true"]

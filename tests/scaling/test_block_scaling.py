@@ -102,12 +102,6 @@ def test_a_block_that_is_not_finite_harms_no_other(bad: float) -> None:
     assert torch.equal(state.amax_history[:, 0], before[:, 0])
 
 
-# numbers
-
-
-# in every mode
-
-
 # states and checkpoints
 
 

@@ -100,7 +100,7 @@ def test_a_margin_is_kept_free() -> None:
         nn.init.eye_(model.weight)
         with torch.no_grad():
             alive.append(int((model(x)[0, :4] != 0).sum()))
-    # 448 * 2**-18 = 2**-9.2 is above 2**-10, half of the smallest number; with a margin of 1 only 2**-17 is
+    # 448 * 2**-18 = 2**-9.2 is above 2**-10, half of the smallest number, so it survives; a margin halves it per unit
     assert alive == [4, 3, 1]
 
 

@@ -1,14 +1,14 @@
 """Checkpoints of every released version load, evaluate and train on as they did in the version that wrote them.
 
-The files are in ``golden/``, each with the numbers that its version got from it; ``golden/write.py`` made them. Scales
-and histories of inputs and gradients have to be loaded exactly. They are found by name: the order of rows, and what a
-state keeps of weights, are not the same in all versions.
+``golden/write.py`` made the files in ``golden/``, each with the results of its version. Scales and histories of inputs
+and gradients must load exactly. They are looked up by name, because the order of rows and the fields kept for weights
+differ between versions.
 
-What is computed from them may differ between versions as two roundings to FP8 differ, since a weight may be scaled by
-another amax. A cast to E4M3 leaves about 31 dB and a product of two casts 28 dB; the recorded outputs of this model, in
-which each branch is small compared with what it is added to, are 29.3 to 30.5 dB from those in bf16. With each weight
-scaled by what it holds instead of by its history, outputs come to 27.1 to 28.3 dB of the recorded ones, losses of the
-next steps within 0.3%, and amaxes of gradients, which single elements decide, within 13%.
+Results may differ between versions by FP8 rounding, since a weight may be scaled by another amax. The SQNR of a cast to
+E4M3 is about 31 dB, that of a product of two casts 28 dB; that of this model's recorded outputs is 29.3 to 30.5 dB
+relative to bf16, because each branch is small compared with its residual. If each weight is scaled by its current
+values instead of its history, outputs are within 27.1 to 28.3 dB of the recorded ones, losses of the next steps within
+0.3%, and amaxes of gradients, which depend on single elements, within 13%.
 """
 
 from __future__ import annotations

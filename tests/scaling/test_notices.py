@@ -155,7 +155,7 @@ def test_a_loop_that_updates_is_left_alone() -> None:
                 step(models[1], optimizers[1])
             with torch.no_grad():
                 models[0](torch.randn(4, 32))
-            # an optimizer of something else
+            # an optimizer of another model
             torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()
 
 

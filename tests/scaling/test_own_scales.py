@@ -29,7 +29,7 @@ def test_an_evaluation_is_that_of_training_and_needs_no_scales(recipe: Recipe) -
         warnings.simplefilter("error")
         with torch.no_grad():
             assert torch.equal(model(x), trained)
-            # the state after a step changes nothing
+            # what a training step records changes nothing
             model.train()
             with torch.enable_grad():
                 model(1000 * x).sum().backward()

@@ -29,10 +29,10 @@ def run(recipe: DelayedScaling, amaxes: list[float], row: int = INPUT) -> tuple[
         (DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent"), [2, 1, 4, 0.5], [224, 448, 112, 896]),
         (DelayedScaling(amax_history_len=4, margin=2), [2], [56]),
         (DelayedScaling(amax_history_len=4), [2, 0, 0, 8], [224, 224, 224, 56]),
-        # the largest entry leaves the window after four more
+        # the largest entry leaves the window after four more steps
         (DelayedScaling(amax_history_len=4), [8, 1, 1, 1, 1], [56, 56, 56, 56, 448]),
         (DelayedScaling(amax_history_len=1), [8, 1], [56, 448]),
-        # the newest one of any window is a window of 1
+        # a window of 1 equals `most_recent` in any window
         (DelayedScaling(amax_history_len=1), [2, 1, 4, 0.5], [224, 448, 112, 896]),
         # the default: 16 steps
         (DelayedScaling(), [8, *[1] * 16], [56] * 16 + [448]),

@@ -115,7 +115,7 @@ class Observer:
             dy: list[np.ndarray] = []
             y.register_hook(partial(self.see_gradient, dy, self.scales.in_fp8(name), layer.training))
             if args[0].requires_grad:
-                # recomputation without reentrance gives no gradient through y
+                # the recomputation of a non-reentrant checkpoint gives no gradient for y
                 args[0].register_hook(lambda dx: check_product(dx.numpy(), dy.pop(), weight.T) if dy else None)
 
     def see_gradient(self, dy: list[np.ndarray], scaled: ScaledLayer | None, record: bool, gradient: Tensor) -> None:

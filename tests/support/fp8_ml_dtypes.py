@@ -1,4 +1,4 @@
-"""The cast to FP8 by ``ml_dtypes``: a second oracle next to ``fp8_numpy``, written by others."""
+"""The cast to FP8 by ``ml_dtypes``: a second oracle in addition to ``fp8_numpy``, independently written."""
 
 from __future__ import annotations
 

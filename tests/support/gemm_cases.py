@@ -15,8 +15,8 @@ DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FORMAT_PAIRS = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))
 # half the distance of neighbouring numbers, relative, and half the smallest number
 _ROUNDING = {torch.float32: (2.0**-24, 0.0), torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
-# The largest error of sums of Hopper's tensor cores over `random_problems`, relative to the sum of all terms' sizes, by
-# whether they are promoted: by the model of host_shim/instructions_sm90.cpp, see `test_the_worst_sums`.
+# The largest error of sums of Hopper's tensor cores over `random_problems`, relative to the sum of absolute terms, with
+# and without promotion, in the model of host_shim/instructions_sm90.cpp; see `test_the_worst_sums`.
 LARGEST = {True: 2.0**-12.00, False: 2.0**-10.65}
 # twice that is allowed: for other operands, and for tensor cores that add in a different order
 ACCUMULATION = {promote: 2 * error for promote, error in LARGEST.items()}
@@ -95,9 +95,9 @@ def assert_close(actual: Tensor, expected: Tensor, magnitude: Tensor, accumulati
     """Within the rounding of the output and the error of the sums; no NaN.
 
     Args:
-        actual: of a kernel.
-        expected: fp64.
-        magnitude: fp64, sums of absolute values.
+        actual: a kernel's result.
+        expected: in fp64.
+        magnitude: in fp64, sums of absolute values.
         accumulation: error of a sum, relative to its magnitude.
     """
     relative, absolute = _ROUNDING[actual.dtype]

@@ -43,12 +43,12 @@ class SumKernel(NamedTuple):
 
 class Gemms:
     """Attributes:
-    choice: what every GEMM is to run as.
-    chained: activations with which a GEMM is to write the next one's operand.
+    choice: the choice for every GEMM.
+    chained: activations with which a GEMM writes the next one's operand.
     missing: families of kernels that are not available: "gemm", "chained", "sum_splits".
-    asked: what was to be chosen: gemm, m, n, k, promote and the output's dtype.
+    asked: arguments of each request for a choice: gemm, m, n, k, promote and the output's dtype.
     launches: names of the functions that launched, in order.
-    kernels: with what each of them launched.
+    kernels: the kernel of each launch.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def chained_kernel(
 
 
 def values(payload: Tensor, fmt: str) -> Tensor:
-    """The operands in fp64."""
+    """The values of a payload, in fp64."""
     return torch.from_numpy(code_values(fmt))[payload.long()].double()
 
 

@@ -1,6 +1,6 @@
 """Real processes for the tests, from one server that has imported everything already.
 
-Importing Lightning takes 3 to 9 seconds of CPU time: the server does it once for all tests of a pytest process. A part
+Importing Lightning takes 3 to 9 seconds of CPU time: the server does it once for all tests of a pytest process. A fork
 of it, for ``warm``, has imported Lightning and nothing of ``lightning_fp8``.
 
 On GPUs each process has its own GPU, and NCCL replaces gloo: ``python -m pytest -m cuda``.
@@ -62,7 +62,7 @@ def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
 
 
 def _begin(threads: int, target: Callable[..., None], *arguments: Any) -> None:
-    # one thread, so that sums have the same order as in the tests' own process
+    # as many threads as the tests' own process, so that sums have the same order
     torch.set_num_threads(threads)
     target(*arguments)
 

@@ -57,7 +57,7 @@ class Nested(nn.Module):
 def train(
     model: nn.Module, call: Callable[[Tensor], Tensor] | None = None, steps: int = 3, seed: int = 1
 ) -> list[Tensor]:
-    """Outputs, gradients, and the state after each of some steps of two micro-batches each."""
+    """Outputs, gradients, and the state after each of ``steps`` steps of two micro-batches."""
     generator, seen, call = torch.Generator("cpu").manual_seed(seed), [], model if call is None else call
     optimizer, state = torch.optim.SGD(model.parameters(), lr=0.1), scaling_state(model)
     for step in range(steps):

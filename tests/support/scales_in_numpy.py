@@ -132,7 +132,7 @@ class ModelScales:
         self.loaded: dict[str, str] = {}
         self.emptied = False
         self.cast: set[str] = set()
-        # whether anything has been recorded since the last update, and whether anything had been before an update
+        # whether anything has been recorded since the last update, and whether any was recorded before it
         self.recorded = self.may_have_scales = False
         self.steps = 0
         self.new_state()

@@ -9,7 +9,7 @@ from lightning_fp8.ops.formats import PRODUCTS
 
 
 class Blocks(nn.Module):
-    """Four blocks, each with a longer list of experts; and a shorter list."""
+    """Four blocks, each with a list of five experts; and a list of two layers."""
 
     def __init__(self, blocks: int = 4, others: int = 2) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 def products(model: nn.Module) -> dict[str, str]:
-    """For each layer with products in bf16, their initials; for a plain layer ``"fdw"``."""
+    """For each layer with products in bf16, the initials of these products; for a plain layer ``"fdw"``."""
     found = {}
     for path, layer in model.named_modules():
         in_bf16 = layer.in_bf16 if isinstance(layer, Fp8Module) else PRODUCTS

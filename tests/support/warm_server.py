@@ -88,9 +88,9 @@ def begin(address: str) -> None:
 
 def settle() -> None:
     """Does once what each fork would otherwise repeat for all imported modules."""
-    # a failing search for a source makes a table of all modules, which takes a tenth of a second
+    # the first failing search for a source makes a table of all modules, which takes a tenth of a second
     inspect.getmodule(compile("", "nowhere", "exec"))
-    # the garbage collector skips it
+    # the garbage collector skips these objects
     gc.freeze()
 
 

@@ -98,7 +98,7 @@ def write_config(folder: Path, **trainer: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The four that run by default on a CPU with bf16 products, with a user's plugin; folder and output."""
+    """The four variants that run by default on a CPU with bf16 products, with a user's plugin; folder and output."""
     folder = tmp_path_factory.mktemp("compare")
     config = CONFIG | {"trainer": {key: value for key, value in CONFIG["trainer"].items() if key != "precision"}}
     config["trainer"]["plugins"] = PLUGIN
@@ -174,7 +174,7 @@ def test_same_seed_and_data(compared: tuple[Path, str]) -> None:
 
 
 def test_a_run_is_seeded_twice_with_the_number_that_stands_for_true(monkeypatch: pytest.MonkeyPatch) -> None:
-    # the checkpoint is kept
+    # seeding sets this variable too; pytest restores it
     monkeypatch.setenv("PL_GLOBAL_SEED", "3")
     cli = compare_run.CompareCLI.__new__(compare_run.CompareCLI)
     cli.variant, cli.folder, cli.steps, cli.left_out = "bf16-mixed", Path("run"), 1, []
@@ -319,14 +319,14 @@ def test_a_configuration_that_is_refused_is_refused_once(
 
 
 def compare(arguments: list[str], printed: Path) -> None:
-    # tests that run in the background ignore it, and so would the processes that they start
+    # tests that run in the background ignore SIGINT, and so would the processes that they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with printed.open("w") as file, redirect_stdout(file), redirect_stderr(file):
         main(arguments)
 
 
 def test_control_c_ends_what_it_started(tmp_path: Path) -> None:
-    # named, because the default depends on the CPU
+    # named explicitly, because the default depends on the CPU
     arguments = ["--out", str(tmp_path / "out"), "--precisions", "fp8-delayed", "--steps", "1000000"]
     parent = start(compare, ["--config", str(write_config(tmp_path)), *arguments], tmp_path / "printed")
     try:

@@ -139,7 +139,7 @@ class InProcess:
 
 @pytest.fixture
 def host_gpu(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One GPU whose kernels run on the CPU, from their own sources, under the CPU's name; without remembered passes."""
+    """One GPU whose kernels run on the CPU, from their own sources, under the CPU's name; gives forgotten passes."""
     with_gpus(monkeypatch, (9, 0))
     monkeypatch.setattr(hardware, "gpus", lambda: [CPU])
     monkeypatch.setattr(kernel_checks, "Worker", InProcess)
@@ -457,7 +457,7 @@ def test_a_kernel_that_fails_its_self_test(monkeypatch: pytest.MonkeyPatch, host
     assert "doctor --json" in found.problems[0].do
     failed = [check.kernel for check in found.kernels if check.self_test == "failed"]
     assert failed == [variant.name for variant in FEW if variant.family == family]
-    # an earlier pass does not outweigh it
+    # the pass of an earlier self-test is forgotten
     assert host_gpu == [family] * len(failed)
     row = fp8(found, "cpu")
     assert row["runs"] == "yes"

@@ -308,7 +308,7 @@ def test_a_wrong_result_is_said_to_be_wrong(gemm: Gemm, change: Any, said: str) 
 
 @pytest.mark.parametrize("part", range(7))
 def test_each_argument_of_a_gemm_counts(part: int) -> None:
-    """Operands, scales, formats: exchanging any two changes the result."""
+    """A wrong operand, scale or format changes the result."""
 
     def run(choice: Choice, *arguments: Any) -> torch.Tensor:
         given = list(arguments)
@@ -655,7 +655,7 @@ class Steps:
 
     Attributes:
         wrong: configurations with wrong results, and activations with wrong results after a GEMM.
-        lost: configurations that end the process; numbers of rows of GEMMs whose timing does.
+        lost: configurations and activations that end the process, and values of M whose timing does.
     """
 
     def __init__(
@@ -737,7 +737,7 @@ def test_chained_or_separate_is_decided_by_activation(
 ) -> None:
     steps = Steps(monkeypatch, wrong={"gelu"}, lost={"gelu_tanh"})
     command.main(["--shapes", "48x64x32"])
-    # of fprop [48, 32], dgrad [48, 64] and wgrad, only dgrad is followed by a cast into something wider
+    # of fprop [48, 32], dgrad [48, 64] and wgrad, only dgrad has a bf16 output that is wider than its K
     assert [Gemm.from_json(job["gemm"]) for job in steps.jobs("chain")] == [DGRAD] * 4
     rows = json.loads(gemm_table.own_path(NAME).read_text())["rows"]
     (row,) = (row for row in rows if "chained" in row)
