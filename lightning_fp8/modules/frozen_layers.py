@@ -34,8 +34,8 @@ def _see(rows: Fp8Rows, weight: FrozenWeight, record: bool) -> None:
         rows.frozen_seen = weight.scale_inv
         _note(rows, weight)
         state.see_weight_cast(state.row_of(rows.module, "weight"), float(weight.largest), record)
-    elif not record:
-        state.weight_changes.see_reuse(rows.module)
+    else:
+        state.weight_changes.see_reuse(rows.module, record)
 
 
 def _note(rows: Fp8Rows, weight: FrozenWeight) -> None:

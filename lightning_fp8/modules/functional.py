@@ -85,8 +85,7 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
     is_kept = can_keep and (record or cache.vouchers > 0)
     made = cache.get(parameter) if is_kept else None
     if made is not None and (not keep_columns or made.columns.dim() == 2):
-        if not record:
-            rows.state.weight_changes.see_reuse(rows.module)
+        rows.state.weight_changes.see_reuse(rows.module, record)
         # while lost values are counted, a frozen weight is cast again, so that each step counts its losses
         if not record or parameter.requires_grad or rows.state.cast_counts.values is None:
             return Fp8Weight(_n_by_k(rows, parameter, part), made, True)

@@ -42,8 +42,10 @@ class WeightChanges:
     def to(self, device: torch.device | str) -> None:
         """Move to ``device``."""
         self.reference_amax = self.reference_amax.to(device)
-        # only weights on a CPU are measured at each step
+        # only weights on a CPU are measured at each step and at each cast
         self._stepped.clear()
+        self._cast_in_this_forward.clear()
+        self._cast_different.clear()
 
     def note_sharding(self, module: int, is_sharded: bool) -> None:
         """Never compare a sharded weight: processes hold different parts, and would decide differently."""
@@ -55,12 +57,16 @@ class WeightChanges:
         self.reference_amax[modules] = amax
 
     def see_update(self, amax: Tensor) -> None:
-        """The scales have been updated; ``amax`` ``[R / 3] float32`` is that of each weight's last cast."""
-        if not self._stepped:
+        """The scales have been updated; ``amax`` ``[R / 3] float32`` is that of each weight's last cast.
+
+        A weight that an evaluation has swapped in is not the one that the histories belong to.
+        """
+        keep = self._stepped | self._cast_different
+        if not keep:
             # always so on a GPU, where indexing with a list would wait for the device
             self.reference_amax.copy_(amax)
         else:
-            others = [module for module in range(len(amax)) if module not in self._stepped]
+            others = [module for module in range(len(amax)) if module not in keep]
             self.reference_amax[others] = amax[others]
         self.loaded.clear()
         self._emptied_since_update = False
@@ -73,6 +79,7 @@ class WeightChanges:
         """
         self.reference_amax[module] = 0
         self.different.discard(module)
+        self._cast_different.discard(module)
         if self.loaded.get(module) == "scales":
             del self.loaded[module]
             return False
@@ -85,6 +92,7 @@ class WeightChanges:
         self.loaded = {module: "scales" for module in range(len(self.reference_amax)) if module not in with_weights}
         self.reference_amax.zero_()
         self.different.clear()
+        self._cast_different.clear()
         self._emptied_since_update = False
 
     def see_weights(self, amaxes: Mapping[int, float], record: bool) -> bool:
@@ -120,11 +128,16 @@ class WeightChanges:
             self.different.clear()
         self._cast_in_this_forward.add(module)
 
-    def see_reuse(self, module: int) -> None:
-        """An evaluation uses the last cast of a weight again: the same as :meth:`see_cast` and :meth:`see_weights`."""
-        if self._cast_different and self._cast_in_this_forward:
+    def see_reuse(self, module: int, record: bool) -> None:
+        """A forward uses the last cast of a weight again: the same as :meth:`see_cast` and :meth:`see_weights`."""
+        # empty where weights are not measured at each cast, as on a GPU
+        if self._cast_in_this_forward:
             self.see_cast(module)
-            if module in self._cast_different:
+            if record:
+                # kept from a training forward
+                self._cast_different.discard(module)
+                self.different.discard(module)
+            elif module in self._cast_different:
                 self.different.add(module)
 
     def copy_module(self, module: int, other: WeightChanges, other_module: int) -> None:

@@ -217,7 +217,7 @@ def test_ten_numbers_at_each_check(condition: str) -> None:
         state.cast_counts.start(watch)
         assert state.cast_counts.values is not None
         for row, number in enumerate(lost):
-            # of forty numbers each: 80 together, with zeros, of which eight may be lost
+            # forty nonzero numbers per tensor, 80 with zeros if they underflow; eight may be lost
             state.cast_counts.values[row] = torch.tensor(
                 [40, number, 40, 0] if condition == "saturated" else [80, 0, 40, number]
             )

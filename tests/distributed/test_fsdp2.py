@@ -574,7 +574,7 @@ def test_payloads_of_a_gathered_weight_are_laid_out_for_the_device(
         assert torch.equal(payload, kept.t() if k_by_n else kept)
         assert torch.equal(payload_t, payload.t())
         assert payload.is_contiguous()
-        # FP8 GEMMs on a GPU accept no other sizes
+        # FP8 GEMMs on a GPU accept no other layout
         assert payload_t.is_contiguous() or not k_major
 
 

@@ -67,7 +67,7 @@ def test_losses() -> None:
         found = {case: excess(case, variant_of(line), "loss") for case in GPT}
         for case in GPT:
             assert line[case] == said(found[case]), line
-        # None if one of the trainings was not run
+        # "not run" if one of the trainings is missing
         assert line["cost"] == said(cost(variant_of(line)))
         assert line["encoder"] == said(excess("encoder", variant_of(line), "loss"))
 

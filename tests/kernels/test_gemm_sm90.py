@@ -1,6 +1,6 @@
 """Hopper's GEMM from its own source on the CPU: pipeline, tiles, every epilogue. No GPU is needed.
 
-Copies and products happen as early or as late as on the device, see host_shim/instructions_sm90.cpp.
+Copies and products happen as early or as late as a device may do them, see host_shim/instructions_sm90.cpp.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Weight:
         # the amax that the histories belong to, 0 if unknown; whether an optimizer's steps are tracked; whether the
         # last cast was of another weight
         self.held = np.float32(0)
-        self.followed = self.is_another = False
+        self.followed = self.is_another = self.cast_is_another = False
         self._shown = [(np.float32(0), np.float32(1))]
 
     def cast(self, weight: np.ndarray, record: bool) -> np.ndarray:
@@ -98,8 +98,12 @@ class Weight:
 
     def update(self) -> None:
         self.nonfinite_steps += not np.isfinite(self._shown[0][0])
-        if not self.followed:
+        if not (self.followed or self.cast_is_another):
             self.held = self._shown[0][0]
+
+    def forget(self) -> None:
+        self.held = np.float32(0)
+        self.is_another = self.cast_is_another = False
 
     def is_changed(self, weight: np.ndarray) -> bool:
         """By more than a factor of the square root of 2."""
@@ -161,6 +165,7 @@ class ModelScales:
         self.cast.add(name)
         held = self.layers[name].weight
         held.is_another = held.is_changed(weight)
+        held.cast_is_another = held.is_another and not record
         if held.is_another and record:
             held.is_another, held.held = False, largest(weight)
             if not self.emptied:
@@ -211,7 +216,7 @@ class ModelScales:
     def see_weights_loaded(self, names: Collection[str]) -> None:
         for name in set(names) & set(self.layers):
             layer = self.layers[name]
-            layer.weight.held, layer.weight.is_another = np.float32(0), False
+            layer.weight.forget()
             if self.loaded.pop(name, None) != "scales":
                 layer.input.forget()
                 layer.grad_output.forget()
@@ -229,7 +234,7 @@ class ModelScales:
         self.loaded = {name: "scales" for name in self.layers if self.loaded.get(name) != "weights"}
         self.emptied = False
         for layer in self.layers.values():
-            layer.weight.held, layer.weight.is_another = np.float32(0), False
+            layer.weight.forget()
 
     def convert_again(self, names: Sequence[str]) -> None:
         """Layers that stay converted keep their scales."""
