@@ -282,7 +282,7 @@ def test_the_models_setting_decides(gemms: Gemms) -> None:
     convert(model, gemm="rawkernel")
     gemms.asked.clear()
     step(model, "gelu")
-    # M, N and K of fprop, then of dgrad and wgrad; chaining is decided before the GEMM is chosen
+    # M, N and K of fprop, then of dgrad and wgrad; the chained dgrad is chosen before the wgrad that runs before it
     assert gemms.asked == [
         ("rawkernel", ROWS, 48, 32, False, torch.bfloat16),
         ("rawkernel", ROWS, 16, 48, False, torch.bfloat16),
@@ -336,8 +336,8 @@ def test_a_training_step_from_the_sources(from_sources: Counter[str], monkeypatc
     from_sources.clear()
     actual = step(whole, "relu")
     launches = Counter(name.split()[0] for name in from_sources.elements())
-    # casts: x and the gradient of y, because the weights are those of earlier steps; GEMMs: two of three passes for
-    # each layer, two of them chained to a cast
+    # casts: x and the gradient of y, because weights were cast in an earlier step; GEMMs: three passes of two layers,
+    # two of them chained to a cast
     assert launches == {"cast_transpose": 2, "gemm_sm90": 6, "update_scales": 1}
     assert sum("CHAIN=" in name for name in from_sources) == 2
     monkeypatch.setattr(kernels, "chained_kernel", lambda *_: None)

@@ -34,7 +34,7 @@ def gpu() -> torch.device:
 
 @pytest.fixture
 def _no_waiting() -> Iterator[None]:
-    """Restores the mode in which synchronising with the device is an error."""
+    """Switches off, after a test, the mode in which synchronising with the device is an error."""
     yield
     torch.cuda.set_sync_debug_mode("default")
 

@@ -180,8 +180,8 @@ def test_a_weight_whose_layer_does_not_run_is_cast_ahead_once(cuda_half: Counter
         launches.append(cuda_half["cast_weights"])
         entries.append((state.amax_history[:, 1] > 0).sum().item())
     assert entries == [1, 1, 1, 2]
-    # at first each of three layers alone, then all together, except for the layer that only runs in the second step; in
-    # the last step it was not expected, and has separate launches. Measuring and casting take one launch each
+    # at first each of three layers alone, then all together; the layer that does not run is included in the second step
+    # only. In the last step it was not expected, and has separate launches. Measuring and casting take one launch each
     assert launches == [2 * 3, 2, 2, 2 * 2]
 
 
@@ -354,7 +354,7 @@ def test_backward_casts_only_into_what_it_multiplies(cuda_half: Counter[str], mo
         asked.clear()
         model.weight.requires_grad_(weight_needs)
         model(torch.randn(8, 32, requires_grad=x_needs)).sum().backward()
-        # the input by rows for the output, by columns for the weight's gradient; its gradient only in needed layouts
+        # the input by rows for the output, by columns for the weight's gradient; the output's gradient as needed
         assert asked == expected
 
 
@@ -427,7 +427,7 @@ def is_outermost(event: Any) -> bool:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_four_casts_of_a_feed_forward_block_and_no_other_pass(cuda_half: Counter[str], block: str) -> None:
-    """Casts of x, the hidden tensor, and both gradients; those of gate and up include the product and its gradient."""
+    """Casts of x, the hidden tensor, and both gradients; gate and up: one with the product, one with its gradient."""
     model, rows = converted(BLOCKS[block], recipe=DelayedScaling(amax_history_len=4)), 112
     reference = copy.deepcopy(model)
     call = getattr(model, "_ff_block", model)

@@ -250,7 +250,7 @@ def test_a_backward_through_an_activation_counts_by_the_width_before_it() -> Non
 @pytest.mark.parametrize(("name", "backend"), [("mlp", "inductor"), ("encoder", "aot_eager")])
 def test_compiled(name: str, backend: str, request: pytest.FixtureRequest) -> None:
     """Under a counter, dynamo neither compiles nor runs compiled code; a backward compiled earlier is counted."""
-    # after any model has been counted, torch does not compile it again
+    # torch no longer compiles code that has run under a counter, for any model, until a reset
     request.addfinalizer(torch.compiler.reset)
     plain, converted, inputs = pair(name)
     expected, forward = (flops(step(plain, inputs, backward)) for backward in (True, False))

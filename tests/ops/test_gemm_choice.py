@@ -223,7 +223,7 @@ def test_nearest_is_nearest_in_ratios() -> None:
         row(4096, 1024, 1024, 1.0, 2.0, configuration="128x128 s6 c1"),
         row(8192, 1024, 1024, 1.0, 2.0, configuration="128x256 s4 c1"),
     )
-    # by absolute differences it would be the nearest
+    # by absolute differences, the first row would be nearer
     assert chosen(5900, 1024, 1024) == Choice(FAST["128x256 s4 c1"])
     assert chosen(5700, 1024, 1024) == Choice(FAST["128x128 s6 c1"])
 

@@ -36,7 +36,7 @@ def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
 def assert_one_rounding(
     actual: Tensor, a: Tensor, b: Tensor, addend: Tensor | float = 0.0, of_sums: float = 2e-6
 ) -> None:
-    """Within half a unit in the last place of fp64, plus the error of the sums: ``of_sums`` times the magnitudes."""
+    """Half a unit in the last place away from fp64 at most, plus ``of_sums`` times the magnitudes for sums in fp32."""
     inv = (A_INV * B_INV).double()
     exact = values(a, "e5m2") @ values(b, "e4m3").T * inv + addend
     magnitude = values(a, "e5m2").abs() @ values(b, "e4m3").T.abs() * inv

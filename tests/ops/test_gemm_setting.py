@@ -98,7 +98,7 @@ def test_a_plugin_decides_for_each_run(gemms: Gemms) -> None:
         plugin = Fp8Precision(gemm=value)  # type: ignore[arg-type]
         trainer(plugins=plugin, max_steps=1, limit_val_batches=0).fit(model, loader())
         assert {asked[0] for asked in gemms.asked} == {value}
-    # including layers taken from a model that was converted before
+    # also if this takes layers out of the conversion of a model that was converted before
     plugin = Fp8Precision(gemm="rawkernel", ignore_modules=["net.0"])
     trainer(plugins=plugin, max_steps=1, limit_val_batches=0).fit(model, loader())
     assert conversion_plan(model).settings.gemm == "rawkernel"

@@ -1,4 +1,4 @@
-"""Which kernel is used: only one that passes its self-test; users without it are told once, by name."""
+"""Which kernel is used: only one that passes its self-test; one warning names what fails or is missing."""
 
 from __future__ import annotations
 

@@ -335,7 +335,7 @@ def test_a_weight_is_scaled_by_what_it_holds(implementation: Any) -> None:
         assert np.array_equal(payload.numpy(), expected)
         assert torch.equal(payload_t, payload.t())
         assert scale_inv == (torch.tensor(448.0) / amax).reciprocal()
-        # the copies that were used, of this weight only
+        # the amax and scale that were used are recorded, for this weight only
         assert state.amax.tolist() == [1e6] * 5 + [amax]
         assert state.scale.tolist() == [1e6] * 5 + [(torch.tensor(448.0) / amax).item()]
 

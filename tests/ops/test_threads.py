@@ -93,7 +93,7 @@ def state() -> dict[str, Any]:
 
 
 def attend(query: torch.dtype = torch.float32, key: torch.dtype = torch.bfloat16) -> torch.dtype:
-    """The result of attention for a query whose dtype differs from that of key and value."""
+    """The dtype of attention's result for a query whose dtype differs from that of key and value."""
     x = torch.ones(1, 1, 3, 8)
     return F.scaled_dot_product_attention(x.to(query), x.to(key), x.to(key)).dtype
 
@@ -590,7 +590,7 @@ def test_what_is_stashed_is_held() -> None:
 def evaluate_together(
     threads: list[Thread], pairs: list[tuple[PrecisionCore, Encoder]], evaluate: Callable[..., Tensor]
 ) -> list[Tensor]:
-    """The tasks enter their contexts one after another, all compute at once, and the first to enter leaves first."""
+    """The threads enter their contexts one after another, all compute at once, and the first to enter leaves first."""
     together, hooks = threading.Barrier(len(pairs)), []
     entered, leave = ([threading.Event() for _ in pairs] for _ in range(2))
 

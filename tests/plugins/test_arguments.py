@@ -74,7 +74,7 @@ def test_each_takes_its_own_arguments_in_every_front_end_and_strategy(precision:
         plugin = family[precision](**given)
         assert plugin.precision == precision
         assert plugin.settings == given
-        # those of every other front end and strategy, as registration creates them
+        # so has the plugin of every other front end and strategy, which registration creates from these settings
         for other in FAMILIES:
             assert other[precision](**plugin.settings).settings == given
 
@@ -243,7 +243,7 @@ def test_names_that_are_exported() -> None:
 
 
 def test_parameters_stay_as_they_came_in_fabric_too() -> None:
-    """The default of ``param_dtype`` reaches the plugin that Fabric creates, and is not a requested dtype."""
+    """The default of ``param_dtype`` reaches the plugin that Fabric creates, and does not count as a request."""
     fabric = lf.Fabric(accelerator="cpu", devices=1, plugins=Bf16MixedPrecision())
     model = fabric.setup(torch.nn.Linear(4, 4, dtype=torch.bfloat16))
     assert model.weight.dtype == torch.bfloat16

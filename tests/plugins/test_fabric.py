@@ -210,7 +210,7 @@ def test_a_load_that_leaves_scales_behind_says_so_once(tmp_path: Path, strict: b
     assert "the model under 'model' has layers in FP8, and the checkpoint holds their scales under 'scales'" in message
     assert "`{'model': model, 'scales': lightning_fp8.scaling_state(model), ...}`" in message
     assert warned("fabric.load", load) == []
-    # the recommended way, instead of loading them with the model
+    # the warning's second advice, instead of loading them with the model
     assert set(rest) == {"scales", "step"}
     assert not same(net, fresh)
     scaling_state(fresh).load_state_dict(rest["scales"])
@@ -251,7 +251,7 @@ def test_a_resumption_without_scales_says_so_once(tmp_path: Path) -> None:
     assert "the model under 'net' has layers in FP8, but the checkpoint has no scales" in message
     assert "`fabric.save(path, {'net': model, 'scaling': lightning_fp8.scaling_state(model), ...})`" in message
     assert warned("fabric.load", load) == []
-    # and differs from the run of a plain model
+    # a plain model needs no scales, so there is no warning
     plain = unconvert(seeded())
     asked = {"net": plain, "optimizer": torch.optim.AdamW(plain.parameters())}
     assert warned("fabric.load", partial(runner.load, tmp_path / "c.ckpt", asked)) == []

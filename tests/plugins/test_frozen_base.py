@@ -99,7 +99,7 @@ def test_the_scales_are_logged(tmp_path: Path) -> None:
         with (tmp_path / how / "metrics.csv").open() as file:
             found[how] = list(csv.DictReader(file))
     names = {f"net.{layer}.weight" for layer in LAYERS}
-    # a weight that is not cast has no losses to count
+    # a weight that is not cast has no saturation or underflow to count
     gone = {name for name in found["master"][0] if name.endswith("_fraction") and name.split("/")[1] in names}
     assert len(gone) == 12
     assert gone.isdisjoint(found["fp8"][0])

@@ -212,5 +212,5 @@ def test_a_declaration_inside_a_step_keeps_the_casts_of_the_loop(tmp_path: Path,
     trainer.fit(model, loader())
     casts.clear()
     assert_equal(trainer.predict(model, loader()), predicted(model))
-    # once by the Trainer, and once in the forwards of the fresh model
+    # once by the Trainer; the casts of the fresh model's weights count under other addresses
     assert [casts[model.net[layer].weight.data_ptr()] for layer in (0, 2)] == [1, 1]

@@ -40,7 +40,7 @@ STEPS = 200
 # the final loss is the mean over this many steps
 LAST = 40
 BASELINE = "32-true" if emulates_bf16() else "bf16-mixed"
-# two threads add in a different order, which changes an image or two after 200 steps
+# two threads add in a different order, which after 200 steps may change the class of an image
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.slow,
@@ -116,7 +116,7 @@ def test_encoder_ends_at_the_same_accuracy(tmp_path: Path) -> None:
         train("encoder", precision, 0, tmp_path)["val_accuracy"] for precision in ("fp8-delayed", BASELINE)
     )
     assert baseline > 0.93
-    # four of 449 images; seeds, and the order of sums on different CPUs, differ by up to three
+    # four of 449 images; other seeds, or CPUs that add in a different order, make a difference of up to three
     assert abs(fp8 - baseline) < 0.01
 
 
