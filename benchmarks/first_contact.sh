@@ -14,7 +14,7 @@
 #
 # Environment, with defaults: OUT, the folder of these files (./first_contact). CUBINS, a folder that `doctor --compile`
 # filled elsewhere (build/cubins): copied into the cache, where only this user may write. PYTHON (python).
-# LIMIT_SCALE, a factor for all time limits (1).
+# LIMIT_SCALE, a factor for the steps' time limits (1).
 set -u
 umask 022
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -33,12 +33,12 @@ most=12000000
 failed=0
 private=$(mktemp -d) pipe=$private/output
 
-scaled() { awk "BEGIN { print $1 * ${LIMIT_SCALE:-1} }"; }
+calculated() { awk "BEGIN { print $1 }"; }
 
 # ended_within SECONDS PROCESS: the status of the process; 0, that of the clock, if it has not ended
 ended_within() {
     local clock status
-    sleep "$(scaled "$1")" >/dev/null 2>&1 &
+    sleep "$1" >/dev/null 2>&1 &
     clock=$!
     wait -n "$2" "$clock"
     status=$?
@@ -48,17 +48,17 @@ ended_within() {
 
 # step NAME SECONDS COMMAND...
 step() {
-    local name=$1 seconds=$2 began=$EPOCHREALTIME limit grace process teller status
+    local name=$1 seconds=$2 began=$EPOCHREALTIME limit process teller status
     shift 2
-    limit=$(scaled "$seconds") grace=$(scaled 5)
+    limit=$(calculated "$seconds * ${LIMIT_SCALE:-1}")
     printf '\n=== %s, at most %s s: %s\n' "$name" "$limit" "${*@Q}" | tee -a "$log"
     rm -f "$pipe" && mkfifo "$pipe"
     tee -a "$log" <"$pipe" &
     teller=$!
-    timeout -k "$grace" "$limit" "$@" </dev/null >"$pipe" 2>&1 &
+    timeout -k 5 "$limit" "$@" </dev/null >"$pipe" 2>&1 &
     process=$!
     # a process may be stuck in the driver, where no signal ends it
-    ended_within "$((seconds + 10))" "$process"
+    ended_within "$(calculated "$limit + 10")" "$process"
     status=$?
     kill -0 "$process" 2>/dev/null && status=stuck
     # processes that a step leaves behind may hold its output open

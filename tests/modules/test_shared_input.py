@@ -263,7 +263,7 @@ def test_threads() -> None:
     inputs = [torch.randn(ROWS, WIDTH) * 10**power for power in range(2)]
     expected = [model(x).detach() for x in inputs]
     turns = threading.Barrier(2)
-    model.between = lambda: turns.wait(20)
+    model.between = lambda: turns.wait(60)
     found: dict[int, Tensor] = {}
 
     def run(at: int, x: Tensor) -> None:

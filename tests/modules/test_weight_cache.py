@@ -364,7 +364,7 @@ def test_a_declaration_in_one_thread_holds_in_all(weight_casts: list[torch.Size]
         with weights_unchanged(fp8):
             fp8(x)
             inside.set()
-            ended.wait(30)
+            ended.wait(60)
             # the first context has ended, this one has not
             fp8(x)
 
@@ -372,7 +372,7 @@ def test_a_declaration_in_one_thread_holds_in_all(weight_casts: list[torch.Size]
     with weights_unchanged(fp8):
         fp8(x)
         thread.start()
-        assert inside.wait(30)
+        assert inside.wait(60)
     ended.set()
     thread.join()
     assert len(weight_casts) == 1 + 1

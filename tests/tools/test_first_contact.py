@@ -113,8 +113,13 @@ def test_cases_layers_and_tests_are_ones_that_there_are(tmp_path: Path, programs
 
 
 def test_what_hangs_ends_and_the_rest_is_run(tmp_path: Path, programs: Path) -> None:
-    """Even a step that ignores the first signal, and one that leaves a process holding its output open."""
-    left = tmp_path / "left"
+    """Even a step that no signal ends, one that ignores the first, and one that leaves a process holding its output."""
+    left, stuck = tmp_path / "left", tmp_path / "stuck"
+    stand_in(
+        programs, "timeout",
+        f"""[[ $* != *importlib.metadata* ]] || {{ echo $$ > {stuck}; exec sleep 300; }}
+exec {shutil.which("timeout")} "$@\"""",
+    )  # fmt: skip
     stand_in(
         programs, "python",
         f"""echo "begun: $*"
@@ -125,10 +130,11 @@ case "$*" in
     *) exit 0 ;;
 esac""",
     )  # fmt: skip
-    ran, steps = run(tmp_path, 1, scale=0.03, limit_s=45)
-    subprocess.run(["kill", left.read_text().strip()], check=False)
+    ran, steps = run(tmp_path, 1, scale=0.05, limit_s=200)
+    subprocess.run(["kill", left.read_text().strip(), stuck.read_text().strip()], check=True)
     assert ran.returncode == 1
     status = {step.name: step.status for step in steps}
+    assert status["versions"] == "stuck"
     assert status["doctor quick"] == "137 (time limit)"
     assert status["doctor"] == "0"
     assert status["casts, every bit pattern"] == "124 (time limit)"

@@ -147,7 +147,7 @@ def work(job):
 serve(work)
 """
 COMMAND = [sys.executable, "-c", CHILD]
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_job_that_fails_costs_itself_only(worker: Worker, job: dict[str, Any],
     began = time.monotonic()
     failed = worker.answer(job, 3.0)
     # the limit, plus the delay on a busy machine
-    assert time.monotonic() - began < 13
+    assert time.monotonic() - began < 40
     after, last = worker.answer({"at": 2}, LIMIT), worker.answer({"at": 3}, LIMIT)
     assert failed == Answer(None, failure)
     assert before.failure is after.failure is last.failure is None
@@ -216,7 +216,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while any(map(is_running, pids)):
         assert time.monotonic() < until, pids
         time.sleep(0.05)
@@ -247,7 +247,7 @@ from lightning_fp8.tools.worker import Worker
 Worker({COMMAND!r}).answer({{"pids": {str(pids)!r}, "sleep": 600}}, 600)
 """
     asker = subprocess.Popen([sys.executable, "-c", asking], cwd=ROOT)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not (pids.exists() and len(pids.read_text().split()) == 2):
         assert time.monotonic() < until
         time.sleep(0.05)
