@@ -37,6 +37,10 @@ class WeightChanges:
         self._cast_in_this_forward: set[int] = set()
         # modules whose weight was different when it was last cast
         self._cast_different: set[int] = set()
+        # amaxes at the last cast by a training forward, and of those the ones from before scales were loaded: a forward
+        # may use such a cast again without measuring
+        self._amax_in_training: dict[int, float] = {}
+        self._amax_if_reused: dict[int, float] = {}
         self._emptied_since_update = False
 
     def to(self, device: torch.device | str) -> None:
@@ -46,6 +50,8 @@ class WeightChanges:
         self._stepped.clear()
         self._cast_in_this_forward.clear()
         self._cast_different.clear()
+        self._amax_in_training.clear()
+        self._amax_if_reused.clear()
 
     def note_sharding(self, module: int, is_sharded: bool) -> None:
         """Never compare a sharded weight: processes hold different parts, and would decide differently."""
@@ -91,6 +97,7 @@ class WeightChanges:
         with_weights = {module for module, part in self.loaded.items() if part == "weights"}
         self.loaded = {module: "scales" for module in range(len(self.reference_amax)) if module not in with_weights}
         self.reference_amax.zero_()
+        self._amax_if_reused = dict(self._amax_in_training)
         self.different.clear()
         self._cast_different.clear()
         self._emptied_since_update = False
@@ -107,6 +114,9 @@ class WeightChanges:
             amax = amaxes[module]
             self.different.discard(module)
             self._cast_different.discard(module)
+            self._amax_if_reused.pop(module, None)
+            if record:
+                self._amax_in_training[module] = amax
             if reference == 0:
                 self.reference_amax[module] = amax
             elif amax * _OTHER_WEIGHT < reference or reference * _OTHER_WEIGHT < amax < math.inf:
@@ -137,6 +147,8 @@ class WeightChanges:
                 # kept from a training forward
                 self._cast_different.discard(module)
                 self.different.discard(module)
+                if module in self._amax_if_reused:
+                    self.reference_amax[module] = self._amax_if_reused.pop(module)
             elif module in self._cast_different:
                 self.different.add(module)
 

@@ -450,6 +450,11 @@ RARE: dict[str, Callable[[ConvertedModel], None]] = {
         machine.update(0),
         machine.forward_and_backward(0, 5, 1.0, 1.0, None, frozenset(), True, "all reentrant", "after"),
     ),
+    "scales are loaded, and other weights come before the next update": lambda machine: (
+        machine.load(0, 1, ["scales"], frozenset(), assign=False),
+        train(machine, "later"),
+        machine.evaluate(0, 5, 1.0, None, frozenset(), training=False, swapped=True),
+    ),
 }
 
 
