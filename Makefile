@@ -41,6 +41,7 @@ test-cuda:
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 # the documentation as a site in build/site/; a broken link or a public name without a description is an error (no
