@@ -118,7 +118,7 @@ def check(
 
 
 # formats are read where products start, and outputs are written where they end: each value of both is enough
-@pytest.mark.parametrize(("pair", "output"), zip(FORMAT_PAIRS, (torch.float16, torch.bfloat16, torch.float32)))
+@pytest.mark.parametrize(("pair", "output"), [*zip(FORMAT_PAIRS, (torch.float16, torch.bfloat16, torch.float32))])
 def test_formats_and_outputs(pair: tuple[str, str], output: torch.dtype) -> None:
     check(operands(200, 136, 400, *pair), PROMOTED[-1], output, promote=True)
 
@@ -190,7 +190,7 @@ def test_bias(dtype: torch.dtype, output: torch.dtype) -> None:
     check(operands(70, 135, 48), SMALL, output, bias=bias)
 
 
-@pytest.mark.parametrize(("splits", "output"), zip((2, 3, 7), OUTPUTS))
+@pytest.mark.parametrize(("splits", "output"), [*zip((2, 3, 7), OUTPUTS)])
 def test_splits(splits: int, output: torch.dtype, late: bool) -> None:
     case = operands(140, 67, 8 * 128 - 48, "e5m2")
     check(case, PROMOTED[0], output, promote=True, splits=splits, late=late)

@@ -39,14 +39,14 @@ def counted(*wanted: tuple[bool, list[tuple[torch.dtype, tuple[int, ...]]]]) -> 
     return Counter(one for is_needed, tensors in wanted if is_needed for one in tensors)
 
 
-@pytest.mark.parametrize(("x", "weight", "bias"), product([False, True], repeat=3))
+@pytest.mark.parametrize(("x", "weight", "bias"), list(product([False, True], repeat=3)))
 def test_linear(x: bool, weight: bool, bias: bool) -> None:
     model = converted(lambda: nn.Linear(WIDTH, HIDDEN))
     frozen = [*["weight"][weight:], *["bias"][bias:]]
     assert kept(model, x, frozen) == counted((weight, [X]), (x, [FIRST]))
 
 
-@pytest.mark.parametrize(("x", "first", "bias", "second"), product([False, True], repeat=4))
+@pytest.mark.parametrize(("x", "first", "bias", "second"), list(product([False, True], repeat=4)))
 def test_feed_forward(x: bool, first: bool, bias: bool, second: bool) -> None:
     model = converted(vit)
     frozen = ["fc2.bias", *["fc1.weight"][first:], *["fc1.bias"][bias:], *["fc2.weight"][second:]]
@@ -57,7 +57,7 @@ def test_feed_forward(x: bool, first: bool, bias: bool, second: bool) -> None:
     )
 
 
-@pytest.mark.parametrize(("x", "gate", "up", "down"), product([False, True], repeat=4))
+@pytest.mark.parametrize(("x", "gate", "up", "down"), list(product([False, True], repeat=4)))
 def test_gated_feed_forward(x: bool, gate: bool, up: bool, down: bool) -> None:
     model = converted(llama)
     frozen = [*["gate_proj"][gate:], *["up_proj"][up:], *["down_proj"][down:]]
