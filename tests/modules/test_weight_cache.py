@@ -308,6 +308,17 @@ def test_a_change_with_a_trace_is_seen_in_spite_of_the_declaration(change: str, 
         assert_fresh(fp8, x)
 
 
+def test_a_square_weight_that_is_transposed_in_its_place() -> None:
+    """Only the strides of its data change, which leave a trace too."""
+    fp8, fresh = (convert(nn.Linear(16, 16, bias=False)) for _ in range(2))
+    x = torch.randn(4, 16)
+    with weights_unchanged(fp8):
+        fp8(x)
+        fp8.weight.data = fp8.weight.data.t()
+        fresh.load_state_dict(fp8.state_dict())
+        assert torch.equal(fp8(x), fresh(x))
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_copies_from_before_the_declaration_and_from_before_its_end_are_compared(change: str) -> None:
     fp8, x = layer(), torch.randn(4, 16)

@@ -106,14 +106,33 @@ def test_cuda_path_backward_equals_the_reference() -> None:
             torch.testing.assert_close(actual.flatten(), expected.flatten(), rtol=1e-4, atol=1e-4)
 
 
-def test_nan_spreads_through_the_gemm_as_in_any_other() -> None:
-    a, b = random_payload(4, 8, "e4m3"), random_payload(3, 8, "e4m3")
+# few and many elements are dequantized by different operations
+@pytest.mark.parametrize(("m", "n", "k"), [(4, 3, 8), (64, 48, 48)])
+def test_nan_spreads_through_the_gemm_as_in_any_other(m: int, n: int, k: int) -> None:
+    a, b = random_payload(m, k, "e4m3"), random_payload(n, k, "e4m3")
     a[1, 2], b[2, 3] = 0x7F, 0xFF
     one = torch.tensor(1.0)
     out = reference.scaled_mm(a, b, one, one, None, "e4m3", "e4m3", torch.float32, True)
-    expected = torch.zeros(4, 3, dtype=torch.bool)
+    expected = torch.zeros(m, n, dtype=torch.bool)
     expected[1], expected[:, 2] = True, True
     assert torch.equal(out.isnan(), expected)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(4, 6, 8), (64, 48, 48)])
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_nan_spreads_through_backward_as_in_any_other(format: str, record: bool, m: int, n: int, k: int) -> None:
+    dy, x, w = torch.randn(m, n), random_payload(m, k, "e4m3"), random_payload(n, k, "e4m3")
+    dy[3, 5], x[2, 1], w[2, 4] = float("nan"), 0x7F, 0xFF
+    one, slot = torch.tensor(1.0), slot_of(state_with_history(), GRAD, format, record)
+    kept = (Columns(payload.t(), one, "e4m3") for payload in (x, w))
+    gradients = reference.linear_backward(dy, None, "none", *kept, slot, torch.float32, torch.float32, True)
+    expected = [torch.zeros(shape, dtype=torch.bool) for shape in ((m, k), (n, k), (n,))]
+    expected[0][3], expected[0][:, 4] = True, True
+    expected[1][5], expected[1][:, 1] = True, True
+    expected[2][5] = True
+    for gradient, is_nan in zip(gradients, expected, strict=True):
+        assert torch.equal(gradient.isnan(), is_nan)
 
 
 def test_blocks_cover_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,11 +299,14 @@ def test_shards_decide_nothing() -> None:
     assert torch.equal(scaling_state(model).amax_history, histories)
 
 
-def test_a_step_that_empties_the_histories_keeps_what_it_records() -> None:
+# with a layer between them that is the same, too
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_that_empties_the_histories_keeps_what_it_records(every: int) -> None:
     model = trained(deep())
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            layer.weight.data.mul_(3)
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    assert len(layers) > 2
+    for layer in layers[::every]:
+        layer.weight.data.mul_(3)
     model(torch.randn(64, 32)).square().sum().backward()
     scaling_state(model).update()
     history = scaling_state(model).amax_history

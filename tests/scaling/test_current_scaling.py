@@ -18,7 +18,8 @@ from scales_in_numpy import largest, scale_of
 from small_models import small_mlp
 from torch import Tensor, nn
 
-from lightning_fp8 import CurrentScaling, DelayedScaling, ScaleFactorLogger, convert, load_scales, scaling_state
+from lightning_fp8 import CurrentScaling, DelayedScaling, ScaleFactorLogger, convert, load_scales, ops, scaling_state
+from lightning_fp8.ops.operand import Slot
 from lightning_fp8.scaling.recipe import Recipe
 
 SIZES = (16, 32, 48)
@@ -102,6 +103,20 @@ def test_a_margin_is_kept_free() -> None:
             alive.append(int((model(x)[0, :4] != 0).sum()))
     # 448 * 2**-18 = 2**-9.2 is above 2**-10, half of the smallest number, so it survives; a margin halves it per unit
     assert alive == [4, 3, 1]
+
+
+def test_a_margin_above_the_largest_fp32_number() -> None:
+    """The amax times the margin's factor is limited to fp32's range, so the scale stays below 1 and keeps the order of
+    numbers that scale 1 would clip."""
+    x = torch.tensor([[3e38, 1.5e38, -7.5e37, 1e37] + [0.0] * 12])
+    # float(2**128 - 2**104) is the largest fp32 number
+    scale = np.float32(np.float32(448) / np.float32(2.0**128 - 2.0**104))
+    expected = code_values("e4m3")[saturating_cast(x.numpy(), scale, "e4m3")] / np.float64(scale)
+    state = scaling_state(layer(CurrentScaling(2), 16, 16))
+    history, own = state.how_cast(state.switches[0], "")
+    slot = Slot(state.scale, history, state.indices[0], "e4m3", state, True, own=own)
+    rows, _, scale_inv = ops.cast(x, slot, "none", "rows")
+    np.testing.assert_allclose(code_values("e4m3")[rows.numpy()] * np.float64(scale_inv), expected, rtol=1e-6)
 
 
 def saturated(recipe: Recipe) -> list[list[float]]:

@@ -64,6 +64,8 @@ def test_with_scales_nothing_is_said() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with told():
         step(model, optimizer)
+        # the step of another optimizer, without a forward of this model
+        scaling_state(model).update()
         with torch.no_grad():
             x = torch.randn(8, 32)
             whole = model.eval()(x)
