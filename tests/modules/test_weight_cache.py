@@ -342,6 +342,17 @@ def test_a_copy_made_in_inference_mode_serves_training() -> None:
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_weight_made_in_inference_mode_is_cast_at_each_forward(declared: bool) -> None:
+    """Its changes leave no trace, as torch counts no versions of it."""
+    with torch.inference_mode():
+        fp8, x = layer().eval(), torch.randn(4, 16)
+        with weights_unchanged(fp8) if declared else nullcontext():
+            fp8(x)
+            fp8.weight.mul_(0.5)
+            assert_fresh(fp8, x)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("training", [False, True])
 def test_no_copy_outlives_the_declaration(change: str, training: bool) -> None:
