@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_fp8.metrics.exact import ExactMetric, require_floating
 from lightning_fp8.ops.counting import becomes_zero, saturated
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, FORMATS, dtype_name
+from lightning_fp8.runtime.choice import check_choice
 
 FormatName = Literal["e4m3", "e5m2"]
 
@@ -25,9 +26,7 @@ class CastFraction(ExactMetric):
 
     def __init__(self, format: FormatName = "e4m3", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if not isinstance(format, str) or format not in FORMATS:
-            choices = ", ".join(map(repr, FORMATS))
-            raise ValueError(f"{type(self).__name__}: `format` must be one of {choices}, got {format!r}.")
+        check_choice(f"{type(self).__name__}: `format`", format, FORMATS)
         self.format = FORMATS[format]
         # In a MetricCollection, metrics whose states have the same names, and after the first update the same
         # values, share one state from then on. So the names contain the metric and the format.
