@@ -258,9 +258,15 @@ def test_inputs_of_another_dtype_in_bf16_true_keep_their_identity_and_structure(
     plugin = Bf16TruePrecision()
     attention = plugin.convert_module(nn.MultiheadAttention(16, 2, batch_first=True))
     x = torch.randn(2, 3, 16)
+    seen: list[dict[str, Tensor]] = []
+    # after the hook of the plugin
+    attention.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
     with plugin.forward_context():
         _, weights = attention(query=x, key=x, value=x, attn_mask=torch.zeros(3, 3))
         assert weights.dtype == torch.bfloat16
+    # by their identity, torch recognises self-attention
+    assert seen[0]["query"] is seen[0]["key"] is seen[0]["value"]
+    assert {tensor.dtype for tensor in seen[0].values()} == {torch.bfloat16}
     lstm = plugin.convert_module(nn.LSTM(16, 4))
     packed = nn.utils.rnn.pack_sequence([torch.randn(3, 16), torch.randn(2, 16)])
     state = (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
