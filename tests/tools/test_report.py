@@ -295,10 +295,15 @@ def test_which_metrics_are_curves() -> None:
 
 
 def test_final_values_and_their_difference() -> None:
-    one = run_of({"train_loss": ([0, 9], [5.0, 4.0]), "lr": ([0, 1], [1.0, 0.0])}, "one")
-    other = run_of({"train_loss": ([0, 8], [math.nan, 4.5])}, "other")
-    table = tables.final_values([one, other])
-    assert texts(table) == [["train_loss", "4", "4.5", "+12.500%"], ["lr", "0", "-", "-"]]
+    one = {"train_loss": ([0, 9], [5.0, 4.0]), "lr": ([0, 1], [1.0, 0.0]), "reward": ([0, 9], [-9.0, -4.0])}
+    other = {"train_loss": ([0, 8], [math.nan, 4.5]), "reward": ([0, 8], [-9.0, -5.0])}
+    table = tables.final_values([run_of(one, "one"), run_of(other, "other")])
+    assert texts(table) == [
+        ["train_loss", "4", "4.5", "+12.500%"],
+        ["lr", "0", "-", "-"],
+        # lower, though the quotient of the two is above 1
+        ["reward", "-4", "-5", "-25.000%"],
+    ]
     assert "train_loss of other: 1 of 2 values" in table.note
 
 

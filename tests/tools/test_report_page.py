@@ -227,6 +227,20 @@ def test_metrics_gaps_and_the_log_switch(browser: Browser, tmp_path: Path) -> No
     opened.check()
 
 
+def test_cells_without_a_number_come_last_in_both_directions(browser: Browser, tmp_path: Path) -> None:
+    folders = [
+        write_metrics(tmp_path / name, [{"step": step, **dict.fromkeys(metrics, 1.0), "c": 2.0} for step in range(2)])
+        for name, metrics in (("one", "ab"), ("other", "a"))
+    ]
+    write_page(read_runs(folders), tmp_path / "report.html")
+    opened = Opened(browser, tmp_path / "report.html")
+    title = opened.page.locator("#finals-table thead button").nth(2)
+    for order in ("acb", "cab"):
+        title.click()
+        assert "".join(row[0] for row in opened.table("finals-table")) == order
+    opened.check()
+
+
 def test_the_page_of_5000_tensors_is_small_enough(large: tuple[Path, Run]) -> None:
     assert large[0].stat().st_size < 20e6
 
