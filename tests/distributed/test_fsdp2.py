@@ -218,6 +218,23 @@ result["kinds"] = sorted(kinds)
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_weight_stored_transposed_is_gathered_in_fp8(device: str, tmp_path: Path) -> None:
+    body = """
+from transformers.pytorch_utils import Conv1D
+start = nn.Sequential(Conv1D(48, 32), nn.GELU(), nn.Linear(48, 16)).to(device)
+for name in ("bf16", "fp8"):
+    model = fully_shard(convert(copy.deepcopy(start)), mp_policy=fsdp2_policy("fp8-delayed"))
+    if name == "fp8":
+        result["names"] = gather_in_fp8(model)
+    result[name] = facts(model, train(model, steps=2))
+"""
+    for rank in run(body, tmp_path, device=device):
+        assert rank["names"] == ["0", "2"]
+        assert rank["fp8"]["weights"]["0.weight"].shape == (32, 48)
+        assert_same(rank["fp8"], rank["bf16"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_bytes_on_the_wire_and_collectives(device: str, tmp_path: Path) -> None:
     body = """
 from torch.distributed.tensor.debug import CommDebugMode
