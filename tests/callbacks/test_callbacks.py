@@ -16,7 +16,15 @@ from lit import Regression, loader, make_trainer, seeded
 from processes import run_script
 from torch import nn
 
-from lightning_fp8 import DelayedScaling, Fp8Precision, ScaleFactorLogger, ScalingState, convert, scaling_state
+from lightning_fp8 import (
+    BlockScaling,
+    DelayedScaling,
+    Fp8Precision,
+    ScaleFactorLogger,
+    ScalingState,
+    convert,
+    scaling_state,
+)
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.formats import ROLES
 from lightning_fp8.scaling.statistics import QUANTITIES
@@ -164,6 +172,32 @@ def test_counts_are_those_of_the_codes(half: str, request: pytest.FixtureRequest
     assert ((codes & 0x7F == 0) & (x.numpy() != 0)).sum() == 2
     state.cast_counts.stop(request)
     assert state.cast_counts.values is None
+
+
+@pytest.mark.parametrize("half", ["reference", "kernels", "plain"])
+def test_counts_with_a_scale_for_each_block(half: str, request: pytest.FixtureRequest) -> None:
+    """Twice the same small number: it becomes zero only in the block with the larger amax."""
+    if half != "reference":
+        request.getfixturevalue("cuda_half")
+    if half == "plain":
+        request.getfixturevalue("monkeypatch").setenv("LIGHTNING_FP8_BACKEND", "reference")
+    model = convert(nn.Linear(256, 128, bias=False), BlockScaling())
+    x, dy = torch.full((2, 256), 1e-3), torch.ones(2, 128)
+    small = 1e-6
+    # 448e-6 is less than 2**-10, half of the smallest number; with an amax of 1e-3 the scale is 1000 times larger
+    x[0, 0], x[0, 1], x[0, 129], dy[1, 5] = 1.0, small, small, small
+    with torch.no_grad():
+        model.weight.fill_(1e-3)
+        model.weight[0, 0], model.weight[127, 127], model.weight[127, 128] = 1.0, small, small
+    state = scaling_state(model)
+    state.cast_counts.start(request)
+    model(x).backward(dy)
+    counted = dict(zip(state.names, state.cast_counts.values.tolist(), strict=True))
+    assert counted == {
+        "input": [512, 0, 512, 1],
+        "grad_output": [256, 0, 256, 1],
+        "weight": [128 * 256, 0, 128 * 256, 1],
+    }
 
 
 def test_counts_of_a_feed_forward_block(request: pytest.FixtureRequest) -> None:
