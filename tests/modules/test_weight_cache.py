@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_fp8 import Fp8Linear, convert, scaling_state, weights_unchanged
+from lightning_fp8.modules import functional
 from lightning_fp8.modules.weight_cache import vouching
 from lightning_fp8.ops import basic
 
@@ -42,6 +43,22 @@ def test_one_cast_per_optimizer_step_whatever_the_number_of_micro_batches(weight
         scaling_state(fp8).update()
         optimizer.step()
         assert len(weight_casts) == step
+
+
+def test_a_bias_is_rounded_once_per_optimizer_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = convert(nn.Linear(16, 8))
+    optimizer = torch.optim.SGD(fp8.parameters(), lr=0.1)
+    used: list[torch.Tensor] = []
+    original = functional.rounded_bias
+    monkeypatch.setattr(functional, "rounded_bias", lambda *args: used.append(original(*args)) or used[-1])
+    for _ in range(2):
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                fp8(torch.randn(4, 16)).sum().backward()
+            assert torch.equal(used[-1], fp8.bias.bfloat16())
+        optimizer.step()
+    assert [*map(id, used)] == [id(used[0])] * 3 + [id(used[3])] * 3
+    assert used[0] is not used[3]
 
 
 def test_the_state_shows_what_the_last_cast_used() -> None:
