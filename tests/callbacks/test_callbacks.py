@@ -170,6 +170,8 @@ def test_counts_are_those_of_the_codes(half: str, request: pytest.FixtureRequest
     assert state.cast_counts.values.tolist() == [[16, 3, 15, 2], [16, 1, 15, 1], [64, 0, 64, 0]]
     codes = fp8_numpy.saturating_cast(x.numpy(), state.scale[0].numpy(), "e4m3")
     assert ((codes & 0x7F == 0) & (x.numpy() != 0)).sum() == 2
+    # as when the model is moved between two micro-batches
+    assert state.to("cpu").cast_counts.values.tolist()[0] == [16, 3, 15, 2]
     state.cast_counts.stop(request)
     assert state.cast_counts.values is None
 
