@@ -143,7 +143,10 @@ class Fp8Rows:
         return self.weight_cache, self.bias_cache
 
     def note_trace(self, weight: Tensor) -> bool:
-        """Remember the weight's version and address. Returns whether it may have been changed or replaced."""
+        """Remember the weight's version and address. Returns whether it may have been changed or replaced; False under
+        a recipe without histories, as these are what belongs to the weights."""
+        if not self.state.recipe.from_history:
+            return False
         before, self._trace = self._trace, (weight._version, weight.data_ptr())
         return before not in (None, self._trace) or self.module in self.state.weight_changes.different
 

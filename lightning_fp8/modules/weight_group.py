@@ -58,7 +58,7 @@ class WeightGroup:
             if id(weight) in weights:
                 # compiled code casts it from now on, until it is prepared again
                 rows.is_prepared = False
-            if isinstance(weight, FrozenWeight):
+            if isinstance(weight, FrozenWeight) or not rows.state.recipe.from_history:
                 continue
             if type(weight) is not nn.Parameter or weight.dim() != rows.weight_dims:
                 # FSDP's shards have one dimension or are of a class of their own; others are computed

@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_fp8.ops.amaxes import BLOCK, by_element, per_row, power_of_2, record_amax, scale_of_current
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.library import is_k_major
 from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot, nothing
 from lightning_fp8.ops.reference import row_chunks
 
@@ -46,10 +45,6 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
     if slot.state is not None:
         largest = _largest(amax)
         slot.state.note_weight(slot.index, largest, block_scale(largest, fmt, slot.own))
-        # on the CPU, reading the amax does not wait
-        if not is_k_major(weight):
-            row = int(slot.index)
-            slot.state.see_weight_cast(row, float(slot.state.amax[row]), slot.record)
     if is_counting(slot):
         count(weight, scale_to_count(scale, weight), slot)
     payload = _payload(weight, per_row(scale, len(weight)), fmt)

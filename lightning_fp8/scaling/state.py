@@ -314,12 +314,12 @@ class ScalingState(FormerNames):
         )
         if own.blocks == "power of 2":
             self.scale.data.copy_(power_of_2(self.scale))
-        # casts under other recipes do not use the answer
+        # without histories, none are asked about, and they belong to no weights
         if self.recipe.from_history:
             self.known_histories.ask(self.amax_history[0])
             if self._current_rows is not None:
                 self._show_current_scales(self._current_rows)
-        self.weight_changes.see_update(self.amax.data[self.delayed :])
+            self.weight_changes.see_update(self.amax.data[self.delayed :])
         self.updates += 1
         self.changes += 1
         self.has_scales |= self.has_recorded
@@ -361,7 +361,9 @@ class ScalingState(FormerNames):
             self._empty_histories(slice(self.delayed))
 
     def see_weight_cast(self, row: int, amax: float, record: bool) -> None:
-        """Like :meth:`see_weights`, for one weight that is being cast, given by its row."""
+        """Like :meth:`see_weights`, for one weight that is being cast, given by its row; nothing without histories."""
+        if not self.recipe.from_history:
+            return
         self.weight_changes.see_cast(self.module_of(row))
         self.see_weights({self.module_of(row): amax}, record)
 

@@ -15,7 +15,18 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_fp8 import DelayedScaling, convert, export, load_exported, scaling_state, unconvert
+from lightning_fp8 import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    convert,
+    export,
+    load_exported,
+    scaling_state,
+    unconvert,
+)
+from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scaling.weight_changes import WeightChanges
 
 FACTORS = (0.01, 0.5, 1.5, 2.0, 4.0, 100.0)
 STEPS = 8
@@ -286,6 +297,32 @@ def test_what_an_optimizer_does_is_no_other_weight(half: str, request: pytest.Fi
         optimizer.step()
         optimizer.zero_grad()
         assert (scaling_state(model).amax_history[: step + 1] > 0).all()
+
+
+@pytest.mark.parametrize("half", ["cpu", "cuda"])
+@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), BlockScaling()], ids=lambda one: one.precision)
+def test_without_histories_no_weight_is_compared(
+    recipe: Recipe, half: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """A comparison reads the weights, and on a GPU it waits for the device."""
+    if half == "cuda":
+        request.getfixturevalue("cuda_half")
+    called: list[str] = []
+    for name in ("see_weights", "see_optimizer_step", "see_update"):
+        original = getattr(WeightChanges, name)
+        call = lambda *args, name=name, original=original: (called.append(name), original(*args))[1]  # noqa: E731
+        monkeypatch.setattr(WeightChanges, name, call)
+    model, x = convert(deep(), recipe), torch.randn(8, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        scaling_state(model).update()
+        optimizer.step()
+        model[0].weight.data = model[0].weight.data * 3
+    fresh = convert(unconvert(copy.deepcopy(model)), recipe)
+    assert torch.equal(model(x), fresh(x))
+    expected = {"see_weights", "see_update", *["see_optimizer_step"] * (half == "cpu")}
+    assert {*called} == (expected if recipe.from_history else set())
 
 
 def test_shards_decide_nothing() -> None:
