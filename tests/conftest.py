@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     without, needing = [], []
     for item in items:
-        (needing if "cuda" in item.keywords else without).append(item)
+        (needing if item.get_closest_marker("cuda") else without).append(item)
     config.hook.pytest_deselected(items=needing)
     items[:] = without
 

@@ -82,6 +82,14 @@ def test_folders_mirror_the_package() -> None:
     assert folders <= packages | {"kernels", "distributed", "benchmarks", "docs"}
 
 
+def test_only_marked_tests_need_a_gpu() -> None:
+    """A test whose parameter is called "cuda" runs without one."""
+    of = "tests/scaling/test_changed_weights.py::test_what_an_optimizer_does_is_no_other_weight"
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", of]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    assert found.splitlines()[:2] == [f"{of}[cpu]", f"{of}[cuda]"]
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "tests" / "support").glob("*.py")), ids=lambda file: file.stem)
 def test_support_says_what_it_holds(file: Path) -> None:
     assert ast.get_docstring(ast.parse(file.read_text()))
