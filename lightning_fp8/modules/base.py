@@ -143,12 +143,17 @@ class Fp8Rows:
         return self.weight_cache, self.bias_cache
 
     def note_trace(self, weight: Tensor) -> bool:
-        """Remember the weight's version and address. Returns whether it may have been changed or replaced; False under
-        a recipe without histories, as these are what belongs to the weights."""
-        if not self.state.recipe.from_history:
+        """Remember the weight's version and address.
+
+        Returns:
+            Whether it must be compared, as it may have been changed or replaced. Not under a recipe without histories,
+            as these are what belongs to the weights.
+        """
+        changes = self.state.weight_changes
+        if not (self.state.recipe.from_history and changes.compares(self.module)):
             return False
         before, self._trace = self._trace, (weight._version, weight.data_ptr())
-        return before not in (None, self._trace) or self.module in self.state.weight_changes.different
+        return before not in (None, self._trace) or self.module in changes.different
 
     @property
     def weight(self) -> Tensor | None:

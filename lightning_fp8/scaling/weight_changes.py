@@ -57,6 +57,10 @@ class WeightChanges:
         """Never compare a sharded weight: processes hold different parts, and would decide differently."""
         (self._sharded.add if is_sharded else self._sharded.discard)(module)
 
+    def compares(self, module: int) -> bool:
+        """Whether the weight of this module is ever compared."""
+        return module not in self._sharded
+
     def see_optimizer_step(self, modules: Sequence[int], amax: Tensor) -> None:
         """An optimizer has changed these weights, whose ``amax`` is now ``[len(modules)] float32``."""
         self._stepped.update(modules)
@@ -109,7 +113,7 @@ class WeightChanges:
             Whether all histories must be emptied: if a weight differs in a forward that records, once per update.
         """
         found = False
-        modules = [module for module in amaxes if module not in self._sharded]
+        modules = [*filter(self.compares, amaxes)]
         for module, reference in zip(modules, self.reference_amax[modules].tolist()):
             amax = amaxes[module]
             self.different.discard(module)

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from kernels_cuda import casts
 from kernels_cuda.launch import Kernel
-from lightning_fp8 import DelayedScaling, ScalingState, convert, scaling_state
+from lightning_fp8 import BlockScaling, DelayedScaling, ScalingState, convert, scaling_state
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import plain
+from lightning_fp8.scaling.recipe import Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 
@@ -260,14 +261,38 @@ def step(model: nn.Module, x_dtype: torch.dtype) -> None:
             parameter.grad = None
 
 
-def test_parameters_that_are_no_tensors_of_their_own_are_cast_one_by_one(cuda_half: Counter[str]) -> None:
+class Computed(nn.Parameter):
+    """As of a library that gathers or dequantizes a weight when it is used."""
+
+
+@pytest.mark.parametrize("kind", ["views of one tensor", "a subclass"])
+def test_parameters_that_are_no_tensors_of_their_own_are_cast_one_by_one(cuda_half: Counter[str], kind: str) -> None:
     model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     flat = torch.randn(2 * 256)
     for layer, part in zip(model, flat.chunk(2), strict=True):
-        layer.weight = nn.Parameter(part.view(16, 16))  # like FSDP's flat parameters
+        # views like those of FSDP's flat parameters
+        weight = part.view(16, 16)
+        layer.weight = nn.Parameter(weight) if kind == "views of one tensor" else Computed(weight.clone())
     train(model, 2, (4, 16))
     assert cuda_half["cast_weights"] == 0
     assert cuda_half["cast_transpose INPUT=Fp32 FORMAT=E4M3 ACTIVATION=Identity BACKWARD=0"] > 0
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), BlockScaling()], ids=lambda recipe: recipe.precision)
+def test_evaluation_of_attention_whose_operands_differ(cuda_half: Counter[str], recipe: Recipe) -> None:
+    """A projection takes a part of the weight, whose payload by columns is made only if there will be a backward."""
+    torch.manual_seed(0)
+    # with 128 rows for each projection, blocks stay whole
+    plain = nn.MultiheadAttention(128, 4, batch_first=True)
+    model, x, memory, values = convert(copy.deepcopy(plain), recipe), *torch.randn(3, 2, 5, 128)
+    model(x, x, x)[0].square().sum().backward()
+    scaling_state(model).update()
+    for operands in ((x, x, x), (x, memory, memory), (x, memory, values)):
+        with torch.no_grad():
+            y = model.eval()(*operands)[0]
+        assert torch.equal(y, model(*operands)[0])
+        # after two products in a row
+        assert sqnr(y, plain(*operands)[0]) > 22
 
 
 def test_a_weight_kept_by_columns(cuda_half: Counter[str]) -> None:

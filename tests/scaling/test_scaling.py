@@ -145,6 +145,9 @@ def test_load_names_missing_and_unexpected_tensors_and_changes_nothing() -> None
         state.load_state_dict(filled(names=("a", "c")).state_dict())
     assert "In the model but not in the checkpoint: b.input, b.grad_output." in str(error.value)
     assert "In the checkpoint but not in the model: c.input, c.grad_output." in str(error.value)
+    with pytest.raises(ValueError, match=r"does not fit this model\. In the model but") as error:
+        state.load_state_dict(filled(names=("a",)).state_dict())
+    assert "In the checkpoint" not in str(error.value)
     broken = filled().state_dict()
     del broken["b.grad_output"]["scale"]
     with pytest.raises(ValueError, match=r"'b.grad_output' lacks the tensors scale"):
