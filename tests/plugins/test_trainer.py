@@ -256,6 +256,17 @@ def test_recipe_and_ignore_modules_through_the_plugin(tmp_path: Path) -> None:
         make_trainer(tmp_path, plugins=Fp8Precision(recipe=DelayedScaling(margin=5))).fit(model, loader())
 
 
+def test_a_plugin_that_is_used_again_has_the_state_of_the_new_model_alone(tmp_path: Path) -> None:
+    plugin, first, second = Fp8Precision(), seeded(), seeded()
+    for model in (first, second):
+        make_trainer(tmp_path, plugins=plugin, max_epochs=1).fit(model, loader())
+    assert scaling_state(first).updates == scaling_state(second).updates == 4
+    assert same(first, second)
+    # what the next checkpoint holds
+    scaling_state(second).nonfinite_steps[0] = 7
+    assert plugin.state_dict()["net.0.input"]["nonfinite_steps"] == 7
+
+
 def test_a_model_converted_by_hand_stays_as_it_is(tmp_path: Path) -> None:
     model = seeded()
     convert(model.net[0], DelayedScaling(margin=3))
