@@ -107,7 +107,7 @@ def _suggesting(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_fp8(strings: Any) -> Any:
-    return Literal[(*get_args(strings), *FP8_PRECISIONS)]
+    return Literal[get_args(strings) + FP8_PRECISIONS]
 
 
 def _or_fp8(annotation: Any) -> Any:

@@ -97,7 +97,7 @@ def tensors_of(run: Run) -> Tensors | None:
     names = in_model_order(logged, run)
     seen = [series.steps for quantities in logged.values() for series in quantities.values()]
     steps = np.unique(np.concatenate(seen))
-    values = {quantity: np.full((len(names), len(steps)), np.nan) for quantity in PLANES}
+    values: dict[str, Floats] = {quantity: np.full((len(names), len(steps)), np.nan) for quantity in PLANES}
     nonfinite = np.full(len(names), np.nan)
     for row, name in enumerate(names):
         for quantity, series in logged[name].items():
