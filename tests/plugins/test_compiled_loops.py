@@ -118,6 +118,8 @@ def test_one_cast_per_optimizer_step(
     assert sorted(casts.values()) == [8 // accumulate] * 2
     # two layers, whose payloads kept their addresses
     assert len(follows.payloads) == 2
+    # the run has freed them
+    assert all(rows.prepared is None for layer in fp8_layers(model) for rows in layer.fp8.values())
     assert torch.equal(torch.stack(eager.losses), torch.stack(model.losses))
     assert same(eager, model)
 
