@@ -314,7 +314,7 @@ class ScalingState(FormerNames):
         )
         if own.blocks == "power of 2":
             self.scale.data.copy_(power_of_2(self.scale))
-        # without histories, none are asked about, and they belong to no weights
+        # casts under other recipes use no histories, so these need not fit the weights
         if self.recipe.from_history:
             self.known_histories.ask(self.amax_history[0])
             if self._current_rows is not None:
