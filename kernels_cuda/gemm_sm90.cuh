@@ -23,8 +23,8 @@ constexpr int RASTER_ROWS = 16;
 #endif
 
 /* The next GEMM's operand: m x n codes by rows and, where y_t is not null, by columns; their scale and amax.
-   BACKWARD also column_sums, [ceil(m / 64), n]: sums of v over 64 rows each, or null. `aligned`: ROWS if rows of y, and
-   COLUMNS if rows of y_t, can be written 16 bytes at a time. */
+   BACKWARD also column_sums, [ceil(m / 64), n]: sums of v over 64 rows each, or null. `aligned`: ALIGNED_ROWS if rows
+   of y, and ALIGNED_COLUMNS if rows of y_t, can be written 16 bytes at a time. */
 struct Chain {
     u8* y;
     u8* y_t;

@@ -23,7 +23,8 @@ reference   lightning_fp8.ops.reference: scaled_mm, then cast of the activation,
 #define FORWARD 0
 #define BACKWARD 1
 
-enum Alignment { ROWS = 1, COLUMNS = 2 };
+/* Named apart from members of structures, which would hide them: a tile has COLUMNS too. */
+enum Alignment { ALIGNED_ROWS = 1, ALIGNED_COLUMNS = 2 };
 
 /* 16 codes as stmatrix stored them -> in the order of the row, or of the column. */
 __device__ __forceinline__ uint4 in_row_order(uint4 w) {
@@ -179,7 +180,7 @@ struct Epilogue {
             const u32 source = staging + swizzled_128(m, chunk);
             u8* target = chain.y + (long long)(row + m) * gemm.n + n;
             const long long apart = 16ll * gemm.n;
-            if (chain.aligned & ROWS) put_chunks(source, target, apart, chunks, in_row_order);
+            if (chain.aligned & ALIGNED_ROWS) put_chunks(source, target, apart, chunks, in_row_order);
             else put_codes(source, target, apart, min(chunks, 4), count, in_row_order);
         }
         if (chain.y_t == nullptr) return;
@@ -189,7 +190,7 @@ struct Epilogue {
             const u32 source = column_chunk(n, chunk);
             u8* target = chain.y_t + (long long)(column + n) * gemm.m + m;
             const long long apart = 32ll * gemm.m;
-            if (chain.aligned & COLUMNS) put_chunks(source, target, apart, chunks, in_column_order);
+            if (chain.aligned & ALIGNED_COLUMNS) put_chunks(source, target, apart, chunks, in_column_order);
             else put_codes(source, target, apart, min(chunks, 4), count, in_column_order);
         }
     }

@@ -6,7 +6,10 @@ Copies and products happen as early or as late as a device may do them, see host
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import math
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -463,6 +466,28 @@ def test_chains_in_both_16_bit_formats(output: torch.dtype, fmt: str, late: bool
     da = run(case, PROMOTED[-1], output, promote=True)
     backward = Chained(case, PROMOTED[-1], "relu", fmt, h=h, output=output, late=late)
     backward.check_codes(activation_gradient(h, da, "relu"), exact=True)
+
+
+@pytest.mark.parametrize(("flag", "shape"), [(gemm._ROWS, (256, 136, 144)), (gemm._COLUMNS, (201, 256, 144))])
+def test_a_flag_of_alignment_selects_stores_of_16_bytes(
+    flag: int, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At addresses that are not aligned, such a store ends the process, here as on a GPU."""
+    case = operands(*shape)
+    Chained(case, SMALL, "relu", "e4m3")
+    launch = gemm._launch
+    monkeypatch.setattr(gemm, "_launch", lambda *given: launch(*given[:-1], (*given[-1][:-1], flag)))
+    child = os.fork()
+    if not child:
+        try:
+            faulthandler.disable()
+            signal.alarm(60)
+            # the parent's other threads are not in the child
+            torch.set_num_threads(1)
+            Chained(case, SMALL, "relu", "e4m3")
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGILL
 
 
 def test_chains_leave_out_what_nobody_needs() -> None:
