@@ -6,9 +6,7 @@ Copies and products happen as early or as late as a device may do them, see host
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import math
-import os
 import signal
 from collections.abc import Iterator
 
@@ -25,7 +23,7 @@ from gemm_cases import (
     operands,
     random_problems,
 )
-from host_kernels import Guarded, HostKernel, at_the_edge, host_tensor_map
+from host_kernels import Guarded, HostKernel, at_the_edge, ends_by, host_tensor_map
 from torch import Tensor
 
 from kernels_cuda import gemm, gemm_variants
@@ -477,17 +475,16 @@ def test_a_flag_of_alignment_selects_stores_of_16_bytes(
     Chained(case, SMALL, "relu", "e4m3")
     launch = gemm._launch
     monkeypatch.setattr(gemm, "_launch", lambda *given: launch(*given[:-1], (*given[-1][:-1], flag)))
-    child = os.fork()
-    if not child:
-        try:
-            faulthandler.disable()
-            signal.alarm(60)
-            # the parent's other threads are not in the child
-            torch.set_num_threads(1)
-            Chained(case, SMALL, "relu", "e4m3")
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGILL
+    assert ends_by(lambda: Chained(case, SMALL, "relu", "e4m3")) == signal.SIGILL
+
+
+def test_which_outputs_of_a_chain_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: list[int] = []
+    launch = gemm._launch
+    monkeypatch.setattr(gemm, "_launch", lambda *given: flags.append(given[-1][-1]) or launch(*given))
+    for shape in ((256, 256, 144), (256, 136, 144), (201, 256, 144)):
+        Chained(operands(*shape), SMALL, "relu", "e4m3")
+    assert flags == [gemm._ROWS | gemm._COLUMNS, gemm._COLUMNS, gemm._ROWS]
 
 
 def test_chains_leave_out_what_nobody_needs() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp8_numpy import DEFINITIONS, code_values, saturating_cast
-from host_kernels import FEW_VARIANTS, Guarded, HostKernel, library
+from host_kernels import FEW_VARIANTS, Guarded, HostKernel, ends_by, library
 from torch import Tensor
 
 from kernels_cuda import casts, scales, source
@@ -516,6 +517,29 @@ def weights_of_all_kinds() -> list[Tensor]:
     xs[3][5, 7] = -INF
     xs[4][299, 199] = NAN
     return xs
+
+
+@pytest.mark.parametrize("flag", [casts._LOADS, casts._ROWS, casts._COLUMNS, 0])
+def test_a_flag_of_alignment_selects_whole_words(flag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At addresses that are not aligned, reading or storing one ends the process, here as on a GPU."""
+    rows, columns = 2 * casts.TILE_ROWS + 8, 2 * casts.TILE_COLUMNS + 4
+    x = torch.randn(rows * columns + 1).bfloat16()[1:].view(rows, columns)
+    y, y_t = (torch.empty(shape, dtype=torch.uint8) for shape in ((rows, columns), (columns, rows)))
+    kernel, row = cast_kernel(x.dtype, "e4m3", "none", False), Row(*torch.ones(2, 1), torch.tensor([0]), None)
+    monkeypatch.setattr(casts, "aligned_loads", lambda *_: flag & casts._LOADS)
+    monkeypatch.setattr(casts, "aligned_stores", lambda *_: flag & ~casts._LOADS)
+    ended = ends_by(lambda: casts.cast_transpose(kernel, x, row, torch.empty(()), y, y_t))
+    assert ended in ((signal.SIGILL, signal.SIGABRT) if flag else (0,))
+
+
+def test_which_accesses_are_aligned() -> None:
+    everything = casts._ROWS | casts._COLUMNS
+    assert casts.aligned_stores(64, 128, 16, 8) == everything
+    assert casts.aligned_stores(64, 0, 16, 8) == casts._ROWS
+    assert casts.aligned_stores(64, 128, 24, 8) == casts.aligned_stores(64, 136, 16, 8) == casts._ROWS
+    assert casts.aligned_stores(64, 128, 16, 12) == casts.aligned_stores(68, 128, 16, 8) == casts._COLUMNS
+    assert casts.aligned_loads(64, 48) == casts._LOADS
+    assert casts.aligned_loads(64, 40) == casts.aligned_loads(72, 48) == 0
 
 
 def test_weights_of_all_kinds_at_once() -> None:
