@@ -273,6 +273,15 @@ def test_inputs_of_another_dtype_in_bf16_true_keep_their_identity_and_structure(
     assert lstm(packed, state)[0].data.dtype == torch.bfloat16
 
 
+def test_quantized_and_integer_parameters_are_left_alone() -> None:
+    model = nn.Linear(4, 4)
+    model.codes = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
+    model.counts = nn.Parameter(torch.arange(4), requires_grad=False)
+    Bf16TruePrecision().convert_module(model)
+    assert model.weight.dtype == torch.bfloat16
+    assert (model.codes.dtype, model.counts.dtype) == (torch.float8_e4m3fn, torch.int64)
+
+
 def test_tied_parameters_and_gradients_follow() -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(5, 8), "head": nn.Linear(8, 5, bias=False)})
     model["head"].weight = model["embedding"].weight

@@ -323,6 +323,11 @@ def test_worst_layers() -> None:
         ["a", "28.5 dB", "-0.50 bits (input, step 8)", "50.000% (weight, step 8)", "-", "2 (weight)"],
     ]
     assert table.rows[1][5].mark
+    # a run with the probe alone
+    probed = run_of({"fp8/a/sqnr_db": ([4, 8], [20.0, 28.5])})
+    table = tables.worst_layers(probed, tensors_of(probed))
+    assert texts(table) == [["a", "28.5 dB", "-", "-", "-", "-"]]
+    assert "add lightning_fp8.ScaleFactorLogger" in table.note
     nothing = tables.worst_layers(run_of({"loss": ([0], [1.0])}), None)
     assert "lightning_fp8.ScaleFactorLogger" in nothing.note
 
