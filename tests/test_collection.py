@@ -82,12 +82,17 @@ def test_folders_mirror_the_package() -> None:
     assert folders <= packages | {"kernels", "distributed", "benchmarks", "docs"}
 
 
+def without_options() -> dict[str, str]:
+    """The environment without a user's options, which would change the output."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+
+
 def test_only_marked_tests_need_a_gpu() -> None:
     """A test whose parameter is called "cuda" runs without one."""
     of = "tests/scaling/test_changed_weights.py::test_what_an_optimizer_does_is_no_other_weight"
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", of]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    assert found.splitlines()[:2] == [f"{of}[cpu]", f"{of}[cuda]"]
+    ran = subprocess.run(command, cwd=ROOT, env=without_options(), capture_output=True, text=True, check=False)
+    assert ran.stdout.splitlines()[:2] == [f"{of}[cpu]", f"{of}[cuda]"]
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "tests" / "support").glob("*.py")), ids=lambda file: file.stem)
@@ -127,10 +132,8 @@ def test_the_gpu_tests_and_the_package_need_few_packages() -> None:
     expected = {file.name for file in files if re.search(r"pytest\.mark\.cuda\n|, DEVICES\)", file.read_text())}
     # and one that imports a hidden package
     chosen = [str(file) for file in files if file.name in {*expected, "test_report_page.py"}]
-    program, environment = [sys.executable, "-c", COLLECT, json.dumps(hidden), *chosen], {**os.environ}
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    # a user's options would change the output
-    environment.pop("PYTEST_ADDOPTS", None)
+    program = [sys.executable, "-c", COLLECT, json.dumps(hidden), *chosen]
+    environment = without_options() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     ran = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
     assert {"test_cuda.py", "test_cuda_gemm.py", "test_bench.py", "test_ddp.py"} <= expected

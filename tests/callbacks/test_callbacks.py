@@ -152,12 +152,17 @@ def known_counts() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, x, dy
 
 
-@pytest.mark.parametrize("half", ["reference", "kernels", "plain"])
-def test_counts_are_those_of_the_codes(half: str, request: pytest.FixtureRequest) -> None:
-    if half != "reference":
+@pytest.fixture(params=["reference", "kernels", "plain"])
+def half(request: pytest.FixtureRequest) -> None:
+    """What casts: the CPU's half of the operators, the kernels, or torch's operators in place of the kernels."""
+    if request.param != "reference":
         request.getfixturevalue("cuda_half")
-    if half == "plain":
+    if request.param == "plain":
         request.getfixturevalue("monkeypatch").setenv("LIGHTNING_FP8_BACKEND", "reference")
+
+
+@pytest.mark.usefixtures("half")
+def test_counts_are_those_of_the_codes(request: pytest.FixtureRequest) -> None:
     model, x, dy = known_counts()
     with torch.no_grad():
         model.weight.fill_(0.5)
@@ -176,13 +181,9 @@ def test_counts_are_those_of_the_codes(half: str, request: pytest.FixtureRequest
     assert state.cast_counts.values is None
 
 
-@pytest.mark.parametrize("half", ["reference", "kernels", "plain"])
-def test_counts_with_a_scale_for_each_block(half: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.usefixtures("half")
+def test_counts_with_a_scale_for_each_block(request: pytest.FixtureRequest) -> None:
     """Twice the same small number: it becomes zero only in the block with the larger amax."""
-    if half != "reference":
-        request.getfixturevalue("cuda_half")
-    if half == "plain":
-        request.getfixturevalue("monkeypatch").setenv("LIGHTNING_FP8_BACKEND", "reference")
     model = convert(nn.Linear(256, 128, bias=False), BlockScaling())
     x, dy = torch.full((2, 256), 1e-3), torch.ones(2, 128)
     small = 1e-6

@@ -258,10 +258,16 @@ def test_what_deeper_layers_get_is_as_exact_as_in_a_fresh_conversion(
         assert actual <= 1.02 * fresh < 0.1
 
 
-@pytest.mark.parametrize("half", ["cpu", "cuda"])
-def test_weights_swapped_for_evaluation_leave_the_histories(half: str, request: pytest.FixtureRequest) -> None:
-    if half == "cuda":
+@pytest.fixture(params=["cpu", "cuda"])
+def half(request: pytest.FixtureRequest) -> str:
+    """Which half of the operators runs, on the CPU in any case."""
+    if request.param == "cuda":
         request.getfixturevalue("cuda_half")
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("half")
+def test_weights_swapped_for_evaluation_leave_the_histories() -> None:
     model, x = trained(deep()), torch.randn(64, 32)
     with torch.no_grad():
         before = model.eval()(x)
@@ -283,11 +289,9 @@ def test_weights_swapped_for_evaluation_leave_the_histories(half: str, request: 
                 assert torch.equal(model.eval()(batch)[:64], before)
 
 
-@pytest.mark.parametrize("half", ["cpu", "cuda"])
-def test_what_an_optimizer_does_is_no_other_weight(half: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.usefixtures("half")
+def test_what_an_optimizer_does_is_no_other_weight() -> None:
     # from almost nothing, growing tenfold at each step
-    if half == "cuda":
-        request.getfixturevalue("cuda_half")
     model = convert(deep(), DelayedScaling(amax_history_len=16))
     for parameter in model.parameters():
         nn.init.constant_(parameter, 1e-6)
@@ -302,14 +306,9 @@ def test_what_an_optimizer_does_is_no_other_weight(half: str, request: pytest.Fi
         assert (scaling_state(model).amax_history[: step + 1] > 0).all()
 
 
-@pytest.mark.parametrize("half", ["cpu", "cuda"])
 @pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), BlockScaling()], ids=lambda one: one.precision)
-def test_without_histories_no_weight_is_compared(
-    recipe: Recipe, half: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_without_histories_no_weight_is_compared(recipe: Recipe, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison reads the weights, and on a GPU it waits for the device."""
-    if half == "cuda":
-        request.getfixturevalue("cuda_half")
     called: list[str] = []
     for name in ("see_weights", "see_optimizer_step", "see_update"):
         original = getattr(WeightChanges, name)
