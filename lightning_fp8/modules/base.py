@@ -172,9 +172,14 @@ class Fp8Rows:
         return Fp8Operand(by_rows, by_columns, scale_inv, scale_inv, self.formats["weight"])
 
     def slot(self, role: Role, record: bool) -> Slot:
-        """The slot of the input or of the gradient of the output."""
+        """The slot of the input or of the gradient of the output.
+
+        A gradient that is not recorded belongs to another loss than those of training, as in saliency, attacks and
+        guidance: it is scaled by its own values.
+        """
         state = self.state
-        history, own = state.how_cast(self.switch, self.split_over.get(role, ""))
+        from_history = record or role == "input"
+        history, own = state.how_cast(self.switch, self.split_over.get(role, ""), from_history)
         return Slot(state.scale, history, self.index[role], self.formats[role], state, record, self.settings.gemm, own)
 
     def weight_slot(self, record: bool) -> WeightSlot:
@@ -201,12 +206,6 @@ class Fp8Rows:
         modules = () if self.shared_input is None else self.shared_input.modules
         leader = next((rows for rows in map(self.group.get, modules) if rows is not None), self)
         return None if leader is self else leader
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether hooks of the layer may change its input."""
-        layer = self.layer
-        return layer is None or bool(layer._forward_pre_hooks or layer._forward_hooks)
 
     def followers_need_columns(self) -> bool:
         """Whether a layer that takes in the same tensor after this one has a weight to train."""

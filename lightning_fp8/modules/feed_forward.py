@@ -20,6 +20,7 @@ from lightning_fp8.modules.functional import (
     cast_weight,
     check_bias,
     check_input,
+    let_go_of_input,
     output_dtype,
     rounded_bias,
 )
@@ -164,8 +165,8 @@ def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: T
     layers = [_as_layer(part, record, dtype) for part in parts]
     with_gradients = torch.is_grad_enabled()
     x_fp8 = cast_input(rows[0], x, record, with_gradients and any(layer.weight.requires_grad for layer in layers[:2]))
-    # up takes the same cast; if it is the last layer to share the input, that releases the cast
-    cast_input(rows[1], x, record, keep=False)
+    # up takes the same cast
+    let_go_of_input(rows[1])
     with _no_evaluation(rows[0], record):
         y, *_ = ops.gated_mlp(
             x,

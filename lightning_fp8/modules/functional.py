@@ -17,7 +17,6 @@ from lightning_fp8.modules.base import Fp8Module, Fp8Rows
 from lightning_fp8.modules.frozen_layers import frozen_operand, with_master
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.gathered_weight import GatheredWeight
-from lightning_fp8.modules.shared_input import SharedInput, graph_being_traced
 from lightning_fp8.modules.weight_cache import can_keep_copies
 from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
@@ -147,16 +146,11 @@ def _normal_tensors() -> Iterator[None]:
 def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool, by_rows: bool = True) -> Fp8Operand:
     """x ``[*, K]`` in FP8: by rows if forward needs that (``by_rows``), by columns if backward does (``keep``).
 
-    All layers that share x use one cast.
+    Layers that share x use one cast wherever a change of x would be seen. An inference tensor does not count its
+    changes, nor does a trace show them; with gradients, AOTAutograd merges casts that have the same arguments.
     """
     shared = rows.shared_input
-    if shared is None:
-        return _cast_input(rows, x, record, keep, by_rows)
-    if torch.compiler.is_compiling():
-        return _cast_input_in_graph(rows, shared, x, record, keep)
-    if x.is_inference() and rows.has_hooks:
-        # an inference tensor does not count its changes; without hooks, the source code has shown that there are none
-        shared.drop()
+    if shared is None or torch.compiler.is_compiling() or x.is_inference():
         return _cast_input(rows, x, record, keep, by_rows)
     made = None if rows.is_first else shared.take(x, rows.state, record, keep, by_rows, rows.is_last)
     if made is None:
@@ -165,19 +159,6 @@ def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool, by_rows: bool
         if not rows.is_last:
             shared.put(x, rows.state, record, made, rows.is_first)
     return made
-
-
-def _cast_input_in_graph(rows: Fp8Rows, shared: SharedInput, x: Tensor, record: bool, keep: bool) -> Fp8Operand:
-    # with gradients, AOTAutograd merges casts that have the same arguments
-    graph = graph_being_traced() if is_dynamo_compiling() and not torch.is_grad_enabled() else None
-    if graph is None:
-        return _cast_input(rows, x, record, keep)
-    made = shared.in_graph
-    if rows.is_first or rows.has_hooks or made is None or made[0] != graph or made[1] is not x:
-        made = graph, x, _cast_input(rows, x, record, keep)
-    # a trace does not show in-place changes of x, and hooks may make some: a layer with hooks shares no cast
-    shared.in_graph = None if rows.is_last or rows.has_hooks else made
-    return made[2]
 
 
 def _cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool, by_rows: bool = True) -> Fp8Operand:
@@ -209,7 +190,7 @@ def _linear_in_part(
     (parameter, operand, is_kept), switch = weight, rows.switch
     with_gradients = torch.is_grad_enabled()
     if not (switch.in_fp8 and (with_gradients or switch.fprop_in_fp8)):
-        _let_go_of_input(rows)
+        let_go_of_input(rows)
         return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))
     check_bias(rows, bias, len(parameter))
     fprop, dgrad, wgrad = (product in switch.in_bf16 for product in PRODUCTS)
@@ -220,7 +201,7 @@ def _linear_in_part(
     if not fprop or (keep and not wgrad):
         x_operand = cast_input(rows, x, record, keep and not wgrad, not fprop)
     else:
-        _let_go_of_input(rows)
+        let_go_of_input(rows)
     if fprop or (keep and wgrad):
         plain = ops.in_rows(_rounded_input(rows, x, dtype))
         x_operand = x_operand._replace(
@@ -243,8 +224,8 @@ def _rounded_input(rows: Fp8Rows, x: Tensor, dtype: torch.dtype) -> Tensor:
     return shared.rounded(x, dtype, rows.is_last)
 
 
-def _let_go_of_input(rows: Fp8Rows) -> None:
-    """For a layer that does not cast its input: release the shared cast if no later layer shares it."""
+def let_go_of_input(rows: Fp8Rows) -> None:
+    """For a layer that casts no input of its own: release the shared cast if no later layer shares it."""
     if rows.is_last and rows.shared_input is not None:
         rows.shared_input.drop()
 

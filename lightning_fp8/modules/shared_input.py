@@ -36,17 +36,15 @@ class SharedInput:
 
     Attributes:
         modules: positions of the layers in the scaling state, in the order of their calls.
-        in_graph: while a compiler traces the layers: the graph, the tensor and its cast.
     """
 
     def __init__(self, modules: Sequence[int]) -> None:
         self.modules = tuple(modules)
-        self.in_graph: tuple[str, Tensor, Fp8Operand] | None = None
         self._made: _Cast | None = None
         self._rounded: _Rounded | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None, "_rounded": None, "in_graph": None}
+        return {**self.__dict__, "_made": None, "_rounded": None}
 
     def take(
         self, x: Tensor, state: ScalingState, record: bool, keep: bool, by_rows: bool, is_last: bool
@@ -66,7 +64,7 @@ class SharedInput:
 
     def drop(self) -> None:
         """Keep no cast."""
-        self._made = self.in_graph = self._rounded = None
+        self._made = self._rounded = None
 
     def put(self, x: Tensor, state: ScalingState, record: bool, operand: Fp8Operand, is_first: bool) -> None:
         """Keep a cast for the later layers, for as long as ``x`` exists.
@@ -97,18 +95,5 @@ class SharedInput:
 
 
 def _circumstances(x: Tensor, state: ScalingState, record: bool) -> tuple[Any, ...]:
-    version = None if x.is_inference() else x._version
     # the streams of two threads do not wait for each other
-    return version, record, state.changes, bool(state.weight_changes.different), threading.get_ident()
-
-
-@torch.compiler.assume_constant_result
-def graph_being_traced() -> str | None:
-    """The graph that ``torch.compile`` is making; None inside a higher-order operator, such as that of a checkpoint,
-    which must not change anything outside of it."""
-    # imported where a compiler has imported it already
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._guards import CompileContext
-
-    tracer = InstructionTranslator.current_tx().output.current_tracer
-    return None if tracer.parent is not None else str(CompileContext.current_compile_id())
+    return x._version, record, state.changes, bool(state.weight_changes.different), threading.get_ident()

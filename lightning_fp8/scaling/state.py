@@ -121,18 +121,19 @@ class ScalingState(FormerNames):
         """Where the tensors live."""
         return self.amax.device
 
-    def how_cast(self, switch: Switch, group: str) -> tuple[Tensor, OwnScaling]:
+    def how_cast(self, switch: Switch, group: str, from_history: bool = True) -> tuple[Tensor, OwnScaling]:
         """How the input or gradient of a module is cast.
 
         Args:
             switch: the module's switch.
             group: the name of the process group that the tensor is split over; empty for a whole one.
+            from_history: whether this cast may use the history of a recipe that has one.
 
         Returns:
             The history for the slot, zeros ``[1, D]`` if the tensor is scaled by its own values, and how that scaling
             is done. Histories cover all processes anyway, so they need no group.
         """
-        if self.recipe.from_history and not switch.is_current:
+        if from_history and self.recipe.from_history and not switch.is_current:
             return self.amax_history, _WITH_HISTORY
         own = self.recipe.own
         # each process scales the blocks of its own part, which needs no group
