@@ -256,9 +256,11 @@ def _attach(plan: ConversionPlan) -> ScalingState:
     group = WeightGroup()
     new_rows: dict[nn.Module, dict[str, Fp8Rows]] = {layer: {} for _, layer, _ in chosen}
     for position, (layer, gemm, _) in enumerate(gemms):
+        made_rows = new_rows[layer][gemm] = Fp8Rows(state, position, group)
         if isinstance(layer, Fp8Module):
-            state.copy_module(position, layer.scaling_state, layer.fp8[gemm].module)
-        new_rows[layer][gemm] = Fp8Rows(state, position, group)
+            known_rows = layer.fp8[gemm]
+            state.copy_module(position, known_rows.state, known_rows.module)
+            made_rows.reference = known_rows.reference
     for _, layer, kind in chosen:
         made = cast(Fp8Module, layer)
         if not isinstance(layer, Fp8Module):

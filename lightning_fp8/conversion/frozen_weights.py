@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows
-from lightning_fp8.modules.frozen_layers import free_masters, replace_parameter, what_was_rounded
+from lightning_fp8.modules.frozen_layers import free_masters, replace_weight, what_was_rounded
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -48,8 +48,7 @@ def restore_masters(layers: Iterable[Fp8Module]) -> None:
             rows.fp8_only = False
             if isinstance(weight, FrozenWeight):
                 plain = nn.Parameter(weight.dequantized().contiguous(), requires_grad=False)
-                replace_parameter(layer, weight, plain)
-                rows.note_sharding(plain)
+                replace_weight(layer, rows, weight, plain)
 
 
 def notes_on_weights(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:

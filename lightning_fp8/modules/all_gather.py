@@ -27,6 +27,7 @@ from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module, Fp8Rows
 from lightning_fp8.modules.gathered_weight import GatheredWeight
 from lightning_fp8.modules.optimizer_steps import optimizer_steps
+from lightning_fp8.modules.stamp import Stamped, stamp
 from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.ops.operand import with_scale
 from lightning_fp8.scaling.state import ScalingState
@@ -35,32 +36,34 @@ from lightning_fp8.scaling.state import ScalingState
 class _Scales:
     """The scales of all weights that are gathered over the same processes.
 
-    In training they are valid until an optimizer steps or a shard is changed in place. In evaluation, where weights may
-    be swapped (EMA, averaging) without a trace, they are valid for one forward: until a weight is gathered again.
-    All processes must take part in the reduction, and these rules make all of them do so at the same time.
+    They are valid until an optimizer steps or a weight is changed. In evaluation, where weights may be swapped (EMA,
+    averaging) without a trace, they are valid for one forward only: until a weight is gathered again. All processes
+    must take part in the reduction. These rules make all of them do so at the same time, as a change of a sharded
+    parameter leaves its trace on each.
     """
 
     def __init__(self, state: ScalingState) -> None:
         self.state = state
-        self.shards: list[Tensor] = []
+        self.weights: list[DTensor] = []
         self.modules: list[int] = []
-        self._made_of: list[Hashable] = []
+        self._made_of: list[Stamped] = []
+        self._steps = -1
         self._in_training: bool | None = None
         self._gathered: set[int] = set()
         self._scales: dict[torch.dtype, Tensor] = {}
         self._amax = torch.zeros(0)
 
-    def join(self, rows: Fp8Rows, shard: Tensor) -> int:
-        """Add a weight's shard; returns its position."""
-        self.shards.append(shard)
+    def join(self, rows: Fp8Rows, weight: DTensor) -> int:
+        """Add a weight; returns its position."""
+        self.weights.append(weight)
         self.modules.append(rows.module)
-        return len(self.shards) - 1
+        return len(self.weights) - 1
 
     def scale(self, place: int, dtype: torch.dtype, group: dist.ProcessGroup, training: bool) -> Tensor:
         """The scale of the whole weight in this dtype, ``[] float32``."""
         if self._in_training is not training or self._is_stale(place):
             self._measure(group)
-            self._in_training = training
+        self._in_training = training
         self._gathered.add(place)
         if dtype not in self._scales:
             # rounding is monotonic, so the amax of the rounded weight is the rounded amax
@@ -69,12 +72,13 @@ class _Scales:
         return self._scales[dtype][place]
 
     def _is_stale(self, place: int) -> bool:
-        return self._made_of[place] != _trace(self.shards[place]) if self._in_training else place in self._gathered
+        is_again = not self._in_training and place in self._gathered
+        return is_again or self._steps != optimizer_steps() or self._made_of[place].key != stamp(self.weights[place])
 
     def _measure(self, group: dist.ProcessGroup) -> None:
-        self._made_of = [_trace(shard) for shard in self.shards]
+        self._steps, self._made_of = optimizer_steps(), [Stamped(weight) for weight in self.weights]
         self._gathered.clear()
-        self._amax = ops.measure_weights([shard.detach().flatten(1) for shard in self.shards])
+        self._amax = ops.measure_weights([weight._local_tensor.detach().flatten(1) for weight in self.weights])
         # as integers, NaN is the largest
         dist.all_reduce(self._amax.view(torch.int32), dist.ReduceOp.MAX, group=group)
         self._scales.clear()
@@ -86,18 +90,14 @@ class _Scales:
         self.state.scale.data.index_copy_(0, rows, scale)
 
 
-def _trace(shard: Tensor) -> Hashable:
-    return optimizer_steps(), shard._version, shard.data_ptr()
-
-
 class _Gathering:
     """The two extension methods of one shard."""
 
-    def __init__(self, layer: nn.Module, rows: Fp8Rows, shard: Tensor, scales: _Scales) -> None:
+    def __init__(self, layer: nn.Module, rows: Fp8Rows, weight: DTensor, scales: _Scales) -> None:
         self.layer = layer
-        self.shard = shard
+        self.shard = weight._local_tensor
         self.scales = scales
-        self.place = scales.join(rows, shard)
+        self.place = scales.join(rows, weight)
         self.format = rows.state.recipe.format_of("weight")
 
     def before(
@@ -160,9 +160,10 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
                 )
             if not rows.state.recipe.reduce_amax:
                 raise ValueError("Weights are gathered in FP8 with one scale on all processes: set `reduce_amax=True`.")
-            shard, mesh = cast(DTensor, weight)._local_tensor, cast(DTensor, weight).device_mesh
-            together = scales.setdefault((rows.state.handle, mesh), _Scales(rows.state))
-            gathering = _Gathering(layer, rows, shard, together)
+            sharded = cast(DTensor, weight)
+            together = scales.setdefault((rows.state.handle, sharded.device_mesh), _Scales(rows.state))
+            gathering = _Gathering(layer, rows, sharded, together)
+            shard = sharded._local_tensor
             shard.fsdp_pre_all_gather = gathering.before  # type: ignore[attr-defined]
             shard.fsdp_post_all_gather = gathering.after  # type: ignore[attr-defined]
             rows.switch.may_fall_back = False

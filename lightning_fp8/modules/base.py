@@ -15,6 +15,7 @@ from lightning_fp8.modules.frozen_content import FrozenWeights
 from lightning_fp8.modules.frozen_layers import free_masters, frozen_parameters_apart, save_values
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.shared_input import SharedInput
+from lightning_fp8.modules.stamp import Stamped, is_flattened, stamps
 from lightning_fp8.modules.weight_cache import WeightCache
 from lightning_fp8.modules.weight_group import WeightGroup
 from lightning_fp8.ops.formats import ROLES, Product, Role
@@ -82,6 +83,7 @@ class Fp8Rows:
         preparers: how many open contexts keep it prepared.
         fp8_only: whether the weight is to be kept as its FP8 cast only, for as long as it is frozen.
         frozen_seen: the scale of such a weight when a forward last used it.
+        reference: the weight that the histories belong to; None until it is known.
         split_over: by role, the name of the process group that the tensor is split over.
     """
 
@@ -96,7 +98,9 @@ class Fp8Rows:
         self.settings = Settings()
         self.group = group
         self._owner: tuple[weakref.ref[Fp8Module], str] | None = None
-        self._trace: tuple[int, int] | None = None
+        self._parameter: str | None = None
+        self._sharded: Tensor | None = None
+        self.reference: Stamped | None = None
         self.k_by_n = False
         self.keeps_cast = True
         self.prepared: Fp8Operand | None = None
@@ -110,16 +114,22 @@ class Fp8Rows:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy belongs to the copied layer, whose `__setstate__` sets the owner
-        emptied = {"_owner": None, "_trace": None, "prepared": None, "is_prepared": False, "preparers": 0}
-        return {**self.__dict__, **emptied, "frozen_seen": None}
+        emptied = {"_owner": None, "_sharded": None, "prepared": None, "is_prepared": False, "preparers": 0}
+        # the histories of a copy belong to its weight as they do here
+        reference = None if self.reference is None or self.is_known() else Stamped()
+        return {**self.__dict__, **emptied, "frozen_seen": None, "reference": reference}
 
     def belong_to(self, layer: Fp8Module, gemm: str) -> None:
         """Set the layer that owns these rows, and the layer's name for them."""
         self._owner = (weakref.ref(layer), gemm)
         self.k_by_n = layer.weight_is_k_by_n
         self.weight_cache.part = int(gemm.rpartition(".")[2]) if layer.weights_are_stacked else None
-        self.note_sharding(layer.gemm_weights(layer)[gemm])
+        weight = layer.gemm_weights(layer)[gemm]
+        self._parameter = next((name for name, one in layer._parameters.items() if one is weight), None)
+        self.note_sharding(weight)
         self.group.join(self)
+        if self.reference is None:
+            self.refer()
 
     def matrix(self, weight: Tensor) -> Tensor:
         """This layer's weight: a part of ``weight`` if that is a tensor ``[E, ...]`` of several layers' weights."""
@@ -131,9 +141,9 @@ class Fp8Rows:
         return 2 if self.weight_cache.part is None else 3
 
     def note_sharding(self, weight: Tensor) -> None:
-        """Keep no FP8 copy of a sharded weight, as it would hold the whole weight, and do not compare the weight."""
+        """Keep no FP8 copy of a sharded weight, as it would hold the whole weight."""
         self.keeps_cast = not isinstance(weight, (DTensor, FrozenWeight))
-        self.state.weight_changes.note_sharding(self.module, isinstance(weight, DTensor))
+        self._sharded = None
         if not self.keeps_cast:
             self.weight_cache.drop()
 
@@ -142,18 +152,27 @@ class Fp8Rows:
         """The caches of the weight and of the bias."""
         return self.weight_cache, self.bias_cache
 
-    def note_trace(self, weight: Tensor) -> bool:
-        """Remember the weight's version and address.
+    def sources(self) -> list[Tensor]:
+        """The parameters that the weight is, or is computed from; a sharded one itself, even while it is gathered."""
+        layer = self.layer
+        if layer is None or self._parameter is None or self._parameter not in layer._parameters:
+            return [] if layer is None else list(layer.parameters())
+        weight = layer._parameters[self._parameter]
+        if isinstance(weight, DTensor) or is_flattened(weight):
+            self._sharded = weight
+        source = weight if self._sharded is None else self._sharded
+        # while FSDP1 has gathered it, it is no parameter
+        return [source] if isinstance(source, nn.Parameter) else []
 
-        Returns:
-            Whether it must be compared, as it may have been changed or replaced. Not under a recipe without histories,
-            as these are what belongs to the weights.
-        """
-        changes = self.state.weight_changes
-        if not (self.state.recipe.from_history and changes.compares(self.module)):
-            return False
-        before, self._trace = self._trace, (weight._version, weight.data_ptr())
-        return before not in (None, self._trace) or self.module in changes.different
+    def refer(self) -> None:
+        """The histories belong to the weight as it is now."""
+        sources = self.sources() if self.state.recipe.from_history else []
+        self.reference = Stamped(*sources) if sources else None
+
+    def is_known(self) -> bool:
+        """Whether the weight is the one that the histories belong to, as far as it can be known."""
+        sources = self.sources()
+        return not sources or (self.reference is not None and self.reference.key == stamps(sources))
 
     @property
     def weight(self) -> Tensor | None:
@@ -307,6 +326,7 @@ class Fp8Module(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # `.to()`, `.cuda()`, `.to_empty()` and friends: scales follow the weight to its device and keep their dtype.
+        known = [rows for rows in self.fp8.values() if rows.is_known()]
         with frozen_parameters_apart(self) as held:
             module = super()._apply(fn, recurse)
         self._parameters.update({name: weight.applied(fn) for name, weight in held.items()})
@@ -315,6 +335,8 @@ class Fp8Module(nn.Module):
         if device.type != "meta":
             for rows in self.fp8.values():
                 rows.to(device)
+        for rows in known:
+            rows.refer()
         return module
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -326,11 +348,6 @@ class Fp8Module(nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[no-untyped-call]
         self._drop_copies()
-        names = {id(parameter): f"{prefix}{name}" for name, parameter in self.named_parameters(recurse=False)}
-        for rows, weight in self.gemms():
-            # a computed weight, such as that of a pruned layer, changes with any parameter
-            if not ({names[id(weight)]} if id(weight) in names else {*names.values()}).isdisjoint(state_dict):
-                rows.state.weights_loaded(rows.module)
         free_masters(self)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

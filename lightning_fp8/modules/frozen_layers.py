@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.modules.frozen_weight import FrozenWeight, frozen
+from lightning_fp8.modules.stamp import Stamped
 from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.ops.operand import Fp8Operand
@@ -19,23 +20,14 @@ if TYPE_CHECKING:
     from lightning_fp8.modules.base import Fp8Module, Fp8Rows
 
 
-def frozen_operand(rows: Fp8Rows, weight: FrozenWeight, record: bool) -> tuple[Tensor, Fp8Operand]:
+def frozen_operand(rows: Fp8Rows, weight: FrozenWeight) -> tuple[Tensor, Fp8Operand]:
     """``[N, K]`` for autograd, and the operand of the GEMMs. After each change, updates the state as a cast does."""
-    if not torch.compiler.is_compiling():
-        _see(rows, weight, record)
+    if not torch.compiler.is_compiling() and rows.frozen_seen is not weight.scale_inv:
+        rows.frozen_seen = weight.scale_inv
+        _note(rows, weight)
     scale_inv = weight.scale_inv
     operand = Fp8Operand(*weight.operand_payloads(), scale_inv, scale_inv, rows.formats["weight"])
     return weight.place_in_graph(), operand
-
-
-def _see(rows: Fp8Rows, weight: FrozenWeight, record: bool) -> None:
-    state = rows.state
-    if rows.frozen_seen is not weight.scale_inv:
-        rows.frozen_seen = weight.scale_inv
-        _note(rows, weight)
-        state.see_weight_cast(state.row_of(rows.module, "weight"), float(weight.largest), record)
-    else:
-        state.weight_changes.see_reuse(rows.module, record)
 
 
 def _note(rows: Fp8Rows, weight: FrozenWeight) -> None:
@@ -63,8 +55,7 @@ def free_masters(layer: Fp8Module) -> None:
     for rows, weight in layer.gemms():
         made = frozen(weight, rows.name, rows.k_by_n) if rows.fp8_only else None
         if made is not None:
-            replace_parameter(layer, weight, made)
-            rows.note_sharding(made)
+            replace_weight(layer, rows, weight, made)
     for rows, weight in layer.gemms():
         if isinstance(weight, FrozenWeight) and weight.is_fp8:
             # compiled code does not store it in the state
@@ -104,11 +95,17 @@ def frozen_parameters_apart(layer: nn.Module) -> Iterator[dict[str, FrozenWeight
         layer._parameters.update(cast(dict[str, nn.Parameter], held))
 
 
-def replace_parameter(layer: nn.Module, former: Tensor, new: nn.Parameter) -> None:
-    """Replace one of the layer's own parameters."""
+def replace_weight(layer: nn.Module, rows: Fp8Rows, former: Tensor, new: nn.Parameter) -> None:
+    """Replace one of the layer's own parameters by one whose cast is the same, so that the histories belong to it."""
+    was_known = rows.is_known()
     for name, parameter in layer._parameters.items():
         if parameter is former:
             layer._parameters[name] = new
+    rows.note_sharding(new)
+    # nothing may keep the memory of the former one
+    rows.reference = Stamped()
+    if was_known:
+        rows.refer()
 
 
 def what_was_rounded(weights: Iterable[Tensor | None]) -> str | None:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_fp8.modules.frozen_content import Content
-from lightning_fp8.modules.weight_cache import can_keep_copies
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3
-from lightning_fp8.ops.library import is_k_major
+from lightning_fp8.ops.library import can_keep_copies, is_k_major
 
 _aten = torch.ops.aten
 

@@ -17,10 +17,9 @@ from lightning_fp8.modules.base import Fp8Module, Fp8Rows
 from lightning_fp8.modules.frozen_layers import frozen_operand, with_master
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.gathered_weight import GatheredWeight
-from lightning_fp8.modules.weight_cache import can_keep_copies
 from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
-from lightning_fp8.ops.library import is_k_major
+from lightning_fp8.ops.library import can_keep_copies, is_k_major
 from lightning_fp8.ops.operand import Fp8Operand
 from lightning_fp8.scaling.switches import Switch
 
@@ -80,16 +79,14 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
     # Forwards that do not record use the cache only while a context vouches for the weight: in evaluation, weights may
     # be swapped (EMA, averaging) without a trace.
     cache, keep_columns = rows.weight_cache, torch.is_grad_enabled()
-    can_keep = rows.keeps_cast and can_keep_copies(parameter)
-    is_kept = can_keep and (record or cache.vouchers > 0)
+    is_kept = rows.keeps_cast and can_keep_copies(parameter) and (record or cache.vouchers > 0)
     made = cache.get(parameter) if is_kept else None
-    if made is not None and (not keep_columns or made.columns.dim() == 2):
-        rows.state.weight_changes.see_reuse(rows.module, record)
-        # while lost values are counted, a frozen weight is cast again, so that each step counts its losses
-        if not record or parameter.requires_grad or rows.state.cast_counts.values is None:
-            return Fp8Weight(_n_by_k(rows, parameter, part), made, True)
+    # while lost values are counted, a frozen weight is cast again, so that each step counts its losses
+    must_count = record and not parameter.requires_grad and rows.state.cast_counts.values is not None
+    if made is not None and not must_count and (not keep_columns or made.columns.dim() == 2):
+        return Fp8Weight(_n_by_k(rows, parameter, part), made, True)
     if isinstance(parameter, FrozenWeight) and parameter.is_fp8:
-        return Fp8Weight(*frozen_operand(rows, parameter, record))
+        return Fp8Weight(*frozen_operand(rows, parameter))
     if rows.fp8_only:
         parameter = with_master(rows, parameter)
     if isinstance(parameter, GatheredWeight):
@@ -109,10 +106,6 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
             if cache.vouchers and not is_k_major(parameter):
                 # many small GEMMs follow, as in generation, each of which would dequantize the whole weight
                 ops.keep_values(made)
-    # The CPU's operators compare each weight that they cast. On a GPU a comparison would wait for the device, so it is
-    # made only after a change that leaves a trace. The new address of a weight gathered by FSDP does not count.
-    if can_keep and is_k_major(parameter) and rows.note_trace(parameter):
-        rows.group.see_changes(rows, parameter, record)
     return Fp8Weight(weight, made, is_kept)
 
 

@@ -66,7 +66,7 @@ def prepared(rows: Sequence[Fp8Rows], record: bool, in_backward: bool = False) -
 
 
 def _is_held(rows: Fp8Rows, weight: Tensor) -> bool:
-    return rows.prepared is not None and rows.weight_cache.holds(weight, rows.prepared)
+    return rows.prepared is not None and rows.weight_cache.get(weight) is rows.prepared
 
 
 def _weight_to_prepare(rows: Fp8Rows, record: bool) -> Tensor | None:
@@ -80,11 +80,7 @@ def _weight_to_prepare(rows: Fp8Rows, record: bool) -> Tensor | None:
 
 def _refresh(layers: list[tuple[Fp8Rows, Tensor]], record: bool) -> None:
     """Write the casts of those weights of a model that have changed."""
-    stale = [
-        (one, weight)
-        for one, weight in layers
-        if one.prepared is None or one.weight_cache.get(weight) is not one.prepared
-    ]
+    stale = [entry for entry in layers if not _is_held(*entry)]
     if not stale:
         return
     with torch.inference_mode(False), torch.no_grad():

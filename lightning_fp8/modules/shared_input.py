@@ -96,4 +96,4 @@ class SharedInput:
 
 def _circumstances(x: Tensor, state: ScalingState, record: bool) -> tuple[Any, ...]:
     # the streams of two threads do not wait for each other
-    return x._version, record, state.changes, bool(state.weight_changes.different), threading.get_ident()
+    return x._version, record, state.changes, state.histories_fit, threading.get_ident()

@@ -17,7 +17,8 @@ from typing_extensions import Self
 from lightning_fp8.modules.attention import SdpaMultiheadAttention, in_gemms
 from lightning_fp8.modules.class_swap import exchange_class, own_class
 from lightning_fp8.modules.functional import take_rows
-from lightning_fp8.modules.weight_cache import WeightCache, can_keep_copies
+from lightning_fp8.modules.weight_cache import WeightCache
+from lightning_fp8.ops.library import can_keep_copies
 
 
 class WeightCopyModule(nn.Module):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.modules.frozen_weight import FrozenWeight
-from lightning_fp8.modules.optimizer_steps import note_layer
+from lightning_fp8.modules.optimizer_steps import count_step, note_layer
 from lightning_fp8.ops.formats import CASTABLE_DTYPES
-from lightning_fp8.ops.library import is_k_major
 
 if TYPE_CHECKING:
     from lightning_fp8.modules.base import Fp8Rows
@@ -21,12 +20,25 @@ if TYPE_CHECKING:
 
 
 class WeightGroup:
-    """All layers that share a scaling state, by their rows. It holds weak references only."""
+    """All layers that share a scaling state, by their rows. It holds weak references to them.
+
+    Attributes:
+        histories_fit: whether the histories belong to the weights, as last seen.
+    """
 
     def __init__(self) -> None:
         self._members: weakref.WeakValueDictionary[int, Fp8Rows] = weakref.WeakValueDictionary()
         # warnings about weights that are kept in FP8 only, each given once
         self.told_rounding = self.told_master = False
+        self.histories_fit = True
+        self._must_empty = False
+        # modules that have cast their input since the last look, the latest, and how many steps there had been
+        self._cast: set[int] = set()
+        self._last: int | None = None
+        self._looked_at: tuple[int, int] | None = None
+        # steps of optimizers of torch, and whether one is in progress or, if none has stepped, one by hand is due
+        self._steps = 0
+        self._is_stepping = False
 
     def __reduce__(self) -> tuple[type[WeightGroup], tuple[()]]:
         # the rows of copied layers join the copy
@@ -35,6 +47,7 @@ class WeightGroup:
     def join(self, rows: Fp8Rows) -> None:
         """Add one layer's rows."""
         self._members[rows.module] = rows
+        rows.state.weights = self
         note_layer(self)
 
     def get(self, module: int) -> Fp8Rows | None:
@@ -50,36 +63,84 @@ class WeightGroup:
         """The rows of the layers that still exist."""
         return list(self._members.values())
 
-    def weights_stepped(self, weights: Collection[int]) -> None:
-        """An optimizer has changed these weights, given by their ``id``: the histories remain valid for them."""
-        seen: dict[int, Tensor] = {}
+    # Which weights the histories belong to. All weights are looked at when a forward of the model begins: when a module
+    # casts its input again, or after an event. Nothing waits for a device, and sharded weights are known by their
+    # parameters, so all processes decide alike.
+
+    def see_cast(self, state: ScalingState, module: int, record: bool) -> bool:
+        """See :class:`lightning_fp8.scaling.state.Weights`."""
+        # a chain of GEMMs that is not run asks twice
+        is_again = module == self._last
+        if module in self._cast and not is_again:
+            self._cast.clear()
+        if not self._cast or (not self._is_known(module) if self.histories_fit else is_again):
+            self._look(state)
+        self._cast.add(module)
+        self._last = module
+        if record and not self.histories_fit:
+            self._begin_again(state)
+        return self.histories_fit
+
+    def _is_known(self, module: int) -> bool:
+        rows = self._members.get(module)
+        if rows is None or rows.shared_input is None:
+            return rows is None or rows.is_known()
+        return all(one.is_known() for one in map(self._members.get, rows.shared_input.modules) if one is not None)
+
+    def _look(self, state: ScalingState) -> None:
+        """Find weights that something other than an optimizer has changed."""
+        has_stepped = self._looked_at not in (None, (state.updates, self._steps))
+        self._looked_at, self.histories_fit, self._must_empty = (state.updates, self._steps), True, False
         for rows in self.members:
-            weight = rows.weight
-            if id(weight) in weights:
+            if rows.reference is None:
+                rows.refer()
+            elif not rows.is_known():
+                records = state.input_leaders.get(rows.module, rows.module) in state.recording
+                # a module that never records, as a target network, may follow others by any means at each step
+                if self._is_stepping or (has_stepped and not records):
+                    rows.refer()
+                else:
+                    self.histories_fit = False
+                    self._must_empty |= records
+        # one by hand has been made; those of torch end by themselves
+        self._is_stepping &= self._steps > 0
+
+    def _begin_again(self, state: ScalingState) -> None:
+        """A forward records with other weights: empty the histories that belong to the former ones."""
+        if self._must_empty:
+            state.empty_histories()
+        for rows in self.members:
+            rows.refer()
+        self.histories_fit = True
+
+    def scales_updated(self) -> None:
+        """See :class:`lightning_fp8.scaling.state.Weights`; without an optimizer of torch, the weights change next."""
+        count_step()
+        self._is_stepping = not self._steps
+        self._cast.clear()
+
+    def scales_loaded(self) -> None:
+        """See :class:`lightning_fp8.scaling.state.Weights`; the weights may be loaded later, and broadcast by DDP."""
+        for rows in self.members:
+            rows.reference = None
+        self._cast.clear()
+
+    def step_begins(self, state: ScalingState) -> None:
+        """An optimizer steps, and may run forwards between changes of its own: until it ends, changes are its own."""
+        self._is_stepping &= not self._steps
+        if state.recipe.from_history:
+            self._look(state)
+        self._steps += 1
+        self._is_stepping = self.histories_fit
+
+    def step_ends(self, weights: AbstractSet[int]) -> None:
+        """An optimizer has changed these parameters, given by their ``id``: the histories remain valid for them."""
+        self._is_stepping = False
+        for rows in self.members:
+            if not weights.isdisjoint(map(id, rows.sources())):
                 # compiled code casts it from now on, until it is prepared again
                 rows.is_prepared = False
-            if isinstance(weight, FrozenWeight) or not rows.state.recipe.from_history:
-                continue
-            if type(weight) is not nn.Parameter or weight.dim() != rows.weight_dims:
-                # FSDP's shards have one dimension or are of a class of their own; others are computed
-                rows.state.weight_changes.note_sharding(rows.module, True)
-            elif id(weight) in weights:
-                rows.note_trace(weight)
-                # on a GPU, weights are compared only after another change that leaves a trace
-                if not is_k_major(weight):
-                    seen[rows.module] = rows.matrix(weight.detach())
-        if seen:
-            self.states()[0].weight_changes.see_optimizer_step([*seen], ops.measure_weights([*seen.values()]))
-
-    def see_changes(self, first: Fp8Rows, weight: Tensor, record: bool) -> None:
-        """Compare this weight, and all others with a trace of a change, with their references. Waits for the device."""
-        changed = {first.module: first.matrix(weight.detach())}
-        for rows in self.members:
-            other = rows.weight
-            if rows is not first and rows.keeps_cast and other is not None and rows.note_trace(other):
-                changed[rows.module] = rows.matrix(other.detach())
-        amaxes = ops.measure_weights([*changed.values()]).tolist()
-        first.state.see_weights(dict(zip(changed, amaxes, strict=True)), record)
+                rows.refer()
 
     def cast_stale(self, first: Fp8Rows, weight: Tensor) -> Fp8Operand | None:
         """Cast ``weight``, the weight of ``first``, together with every other stale weight whose last copy was used.

@@ -26,6 +26,7 @@ from lightning_fp8.ops.operand import (
     see_export,
     state_of,
 )
+from lightning_fp8.runtime.device import is_capturing
 
 LIBRARY = torch.library.Library("lightning_fp8", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -178,6 +179,15 @@ def is_watched(x: Tensor) -> bool:
         or peek_interpreter_stack() is not None
         or _get_tracing_state() is not None
     )
+
+
+def can_keep_copies(weight: Tensor) -> bool:
+    """Whether the current context can detect a stale copy, and may run different operators when there is a copy.
+
+    Nothing in a compiled or captured graph can see whether a copy is stale. A dispatch mode, such as that of selective
+    checkpointing, must see the same operators when a forward is recomputed.
+    """
+    return not (is_dynamo_compiling() or _len_torch_dispatch_stack() or is_capturing(weight.is_cuda))
 
 
 def implement(

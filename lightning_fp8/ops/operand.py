@@ -31,9 +31,6 @@ class State(Protocol):
     def note_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
         """Called after each cast of a weight."""
 
-    def see_weight_cast(self, row: int, amax: float, record: bool) -> None:
-        """Called after each cast of a weight on the CPU, where reading the amax does not wait for a device."""
-
     def see_export(self) -> None:
         """Called when a program that will not know the state is exported or traced."""
 

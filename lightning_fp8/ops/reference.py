@@ -65,11 +65,7 @@ def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | Non
 
 def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """A weight with current scaling; see the operator ``lightning_fp8::cast_weight``."""
-    cast, state, row = cast_by_content(weight, slot, layout, saturating_cast), slot.state, int(slot.index)
-    if state is not None:
-        # on the CPU, reading the amax does not wait
-        state.see_weight_cast(row, float(state.amax[row]), slot.record)
-    return cast
+    return cast_by_content(weight, slot, layout, saturating_cast)
 
 
 def cast_by_content(
@@ -78,7 +74,7 @@ def cast_by_content(
     layout: str,
     cast: Callable[[Tensor, Tensor, Fp8Format, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`cast_weight` on any device, with the given cast, without comparing the weight with its former values."""
+    """:func:`cast_weight` on any device, with the given cast."""
     fmt, amax = FORMATS[slot.format], max_abs(weight)
     used = scale_of_current(amax, fmt)
     if slot.state is not None:

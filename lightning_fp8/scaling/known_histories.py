@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ class KnownHistories:
     still have one, so its cast must leave the decision to the device.
 
     Args:
-        indices: the indices that casts of the D tensors are given, ``[1] int64`` each.
+        count: D, the number of tensors.
         in_fp8: ``[D] bool`` on the CPU. Tensors that are never cast get no history, so none is waited for.
         device: where the histories are.
 
@@ -21,14 +19,11 @@ class KnownHistories:
         every: whether all tensors that are cast are known to have a history.
     """
 
-    def __init__(self, indices: Sequence[Tensor], in_fp8: Tensor, device: torch.device) -> None:
+    def __init__(self, count: int, in_fp8: Tensor, device: torch.device) -> None:
         self.every = False
-        self._indices = indices
-        # by address, which the host knows
-        self._row_at: dict[int, int] = {}
         with torch.inference_mode(False):
             self._never_cast = None if bool(in_fp8.all()) else ~in_fp8.to(device)
-            self._answer = torch.zeros(len(indices), dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda")
+            self._answer = torch.zeros(count, dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda")
             # the same memory
             self._seen = self._answer.numpy()
 
@@ -38,9 +33,8 @@ class KnownHistories:
             self.every = bool(self._seen.all())
         return self.every
 
-    def has(self, index: Tensor) -> bool:
-        """Whether the tensor at this index is known to have one; tensors of layers that do not run never get one."""
-        row = self._row_at.get(index.data_ptr())
+    def has(self, row: int | None) -> bool:
+        """Whether this tensor is known to have one; tensors of layers that do not run never get one."""
         return row is not None and bool(self._seen[row])
 
     def ask(self, newest: Tensor) -> None:
@@ -49,5 +43,3 @@ class KnownHistories:
             return
         filled = newest > 0
         self._answer.copy_(filled if self._never_cast is None else filled | self._never_cast, non_blocking=True)
-        if not self._row_at:
-            self._row_at = {index.data_ptr(): row for row, index in enumerate(self._indices)}

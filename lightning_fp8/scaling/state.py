@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,31 @@ from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.saved import TENSORS, from_entries, to_entries
 from lightning_fp8.scaling.switches import Switch, Switches
-from lightning_fp8.scaling.weight_changes import WeightChanges
 
 # the order of a state's tensors by role; those of one role are in the order of the modules
 LAYOUT: tuple[Role, ...] = (*DELAYED_ROLES, "weight")
 _WITH_HISTORY = OwnScaling()
+
+
+class Weights(Protocol):
+    """The weights of a model's layers, for which the histories of its inputs and gradients were recorded.
+
+    Attributes:
+        histories_fit: whether the histories belong to the weights, as last seen.
+    """
+
+    histories_fit: bool
+
+    def see_cast(self, state: ScalingState, module: int, record: bool) -> bool:
+        """The input of this module is about to be cast; empties the histories if they belong to other weights and this
+        forward records. Returns whether they belong to the weights.
+        """
+
+    def scales_updated(self) -> None:
+        """The scales have been updated, which is done once per optimizer step."""
+
+    def scales_loaded(self) -> None:
+        """Histories have been loaded: they belong to the weights of the next forward."""
 
 
 class ScalingState(FormerNames):
@@ -60,8 +80,9 @@ class ScalingState(FormerNames):
         input_leaders: maps each module that records its input in another module's row to that module, both by position.
         has_recorded: whether an amax has been recorded since the last update.
         has_scales: whether any history has been filled, as far as the host knows.
+        recording: the modules, by position, whose tensors have been recorded.
         switches: which modules run in FP8.
-        weight_changes: which weights the histories were recorded with.
+        weights: the layers' weights; None for a state without layers.
         cast_counts: how many values casts clip or turn to zero, while counting is requested.
         known_histories: which tensors have a history, as far as the host knows.
         indices: the position of each of the R tensors, ``[1] int64`` on the device: casts are given these very tensors.
@@ -85,18 +106,19 @@ class ScalingState(FormerNames):
             self._no_history = torch.zeros(1, self.delayed, dtype=torch.float32, device=device)
             self.scale = torch.ones(count, dtype=torch.float32, device=device)
             self.nonfinite_steps = torch.zeros(count, dtype=torch.int64, device=device)
-            self.weight_changes = WeightChanges(len(self.module_names), device)
             self.indices = tuple(torch.tensor([row], dtype=torch.int64, device=device) for row in range(count))
         self.input_leaders: dict[int, int] = {}
         self.switches = Switches(self.module_names)
         self.updates = self.changes = 0
         self.has_recorded = self.has_scales = False
+        self.recording: set[int] = set()
         self._drop_observers()
 
     def _drop_observers(self) -> None:
         self.cast_counts = CastCounts(len(self.names), self.device)
         self.before_update: list[Callable[[Tensor], None]] = []
         self.notices = Notices()
+        self.weights: Weights | None = None
         self._forget_histories()
         self._find_leaders()
         self._see_switches()
@@ -104,7 +126,7 @@ class ScalingState(FormerNames):
 
     def __getstate__(self) -> dict[str, Any]:
         # observers stay with the original
-        left_out = ("cast_counts", "before_update", "notices", "known_histories")
+        left_out = ("cast_counts", "before_update", "notices", "known_histories", "weights", "_row_at")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -153,7 +175,6 @@ class ScalingState(FormerNames):
         with torch.inference_mode(False):
             for field in (*TENSORS, "fp8_max", "_no_history"):
                 setattr(self, field, getattr(self, field).to(device))
-            self.weight_changes.to(self.device)
             self.cast_counts.to(self.device)
             self.indices = tuple(index.to(self.device) for index in self.indices)
         self._forget_histories()
@@ -246,7 +267,9 @@ class ScalingState(FormerNames):
 
     def _forget_histories(self) -> None:
         rows = slice(self.delayed)
-        self.known_histories = KnownHistories(self.indices[rows], self.rows_in_fp8[rows], self.device)
+        # by address, which the host knows
+        self._row_at = {index.data_ptr(): row for row, index in enumerate(self.indices[rows])}
+        self.known_histories = KnownHistories(self.delayed, self.rows_in_fp8[rows], self.device)
 
     @property
     def every_tensor_has_history(self) -> bool:
@@ -257,23 +280,29 @@ class ScalingState(FormerNames):
         """Called before each cast of an input or gradient.
 
         Returns:
-            The ``amax`` to record in, None if the cast is not to be recorded; whether the histories may be used, see
-            :class:`WeightChanges`; and whether, in addition, the tensor at ``index`` is known to have one: False if
-            ``index`` is None.
+            The ``amax`` to record in, None if the cast is not to be recorded; whether the histories may be used, not in
+            an evaluation of other weights than theirs; and whether, in addition, the tensor at ``index`` is known to
+            have one: False if ``index`` is None.
         """
-        changes = self.weight_changes
-        if changes.loaded:
-            changes.loaded.clear()
+        row = None if index is None else self._row_at.get(index.data_ptr())
+        fit = self.histories_fit
+        if row is not None and row < len(self.module_names) and self.weights is not None:
+            if record:
+                self.recording.add(row)
+            fit = self.weights.see_cast(self, row, record)
         if record:
             self.has_recorded = True
         elif self.recipe.from_history and not self.has_scales:
             self.notices.see_cast_without_scales(self)
-        may_use_histories = record or not changes.different
-        has_history = False
-        if may_use_histories and index is not None:
-            known = self.known_histories
-            has_history = known.every or known.has(index)
+        may_use_histories = record or fit
+        known = self.known_histories
+        has_history = may_use_histories and index is not None and (known.every or known.has(row))
         return self.amax if record else None, may_use_histories, has_history
+
+    @property
+    def histories_fit(self) -> bool:
+        """Whether the histories belong to the weights, as last seen."""
+        return self.weights is None or self.weights.histories_fit
 
     def see_export(self) -> None:
         """Called when a program is exported or traced: the scales become constants in it."""
@@ -320,7 +349,8 @@ class ScalingState(FormerNames):
             self.known_histories.ask(self.amax_history[0])
             if self._current_rows is not None:
                 self._show_current_scales(self._current_rows)
-            self.weight_changes.see_update(self.amax.data[self.delayed :])
+        if self.weights is not None:
+            self.weights.scales_updated()
         self.updates += 1
         self.changes += 1
         self.has_scales |= self.has_recorded
@@ -345,41 +375,22 @@ class ScalingState(FormerNames):
         self.amax[: self.delayed] = 0
         self.changes += 1
 
-    def weights_loaded(self, module: int) -> None:
-        """The weights of one module have been loaded, so its histories are emptied; see :class:`WeightChanges`.
-
-        If other modules share its input, the history of that input is emptied for all of them.
-        """
-        if self.weight_changes.see_weights_loaded(module):
-            leader = self.input_leaders.get(module, module)
-            sharing = (leader, *(one for one, other in self.input_leaders.items() if other == leader))
-            inputs = [self.row_of(one, "input") for one in sharing]
-            self._empty_histories([*inputs, self.row_of(module, "grad_output")])
-
-    def see_weights(self, amaxes: Mapping[int, float], record: bool) -> None:
-        """Compare weights, by module, with those that the histories belong to; see :class:`WeightChanges`."""
-        if self.weight_changes.see_weights(amaxes, record):
-            self._empty_histories(slice(self.delayed))
-
-    def see_weight_cast(self, row: int, amax: float, record: bool) -> None:
-        """Like :meth:`see_weights`, for one weight that is being cast, given by its row; nothing without histories."""
-        if not self.recipe.from_history:
-            return
-        self.weight_changes.see_cast(self.module_of(row))
-        self.see_weights({self.module_of(row): amax}, record)
-
     @torch.no_grad()
-    def _empty_histories(self, rows: Sequence[int] | slice) -> None:
-        """The next cast of these tensors uses their own current amax, as their first one did."""
-        self.amax_history.data[:, rows] = 0
-        self.scale.data[rows] = 1
-        self.amax.data[rows] = 0
-        self._see_histories_replaced()
+    def empty_histories(self) -> None:
+        """The next cast of each tensor uses its own current amax, as its first one did. Never waits for the device."""
+        self.amax_history.data.zero_()
+        self.scale.data[: self.delayed].fill_(1)
+        self.amax.data[: self.delayed].zero_()
+        self.changes += 1
+        self.has_scales = False
+        self._forget_histories()
 
     def _see_histories_replaced(self) -> None:
         self.changes += 1
         self._forget_histories()
-        self.has_scales = bool((self.amax_history[0] > 0).any())
+        filled = (self.amax_history[0] > 0).nonzero().flatten().tolist()
+        self.has_scales = bool(filled)
+        self.recording = {self.module_of(row) for row in filled}
 
     def _see_load(self) -> None:
         self._see_histories_replaced()
@@ -408,7 +419,8 @@ class ScalingState(FormerNames):
         """
         from_entries(self, state_dict)
         self._join_histories()
-        self.weight_changes.see_scales_loaded()
+        if self.weights is not None:
+            self.weights.scales_loaded()
         self._see_load()
 
     def copy_module(self, module: int, other: ScalingState, other_module: int) -> None:
@@ -416,7 +428,6 @@ class ScalingState(FormerNames):
         other.fill_followers(other.amax.data)
         for role in LAYOUT:
             self._copy_row(self.row_of(module, role), other, other.row_of(other_module, role))
-        self.weight_changes.copy_module(module, other.weight_changes, other_module)
         mine, others = self.switches[module], other.switches[other_module]
         mine.in_fp8, mine.may_fall_back, mine.is_current = others.in_fp8, others.may_fall_back, others.is_current
         self._see_load()

@@ -116,46 +116,27 @@ def load_weights(fp8: Fp8Linear) -> None:
     fp8.load_state_dict({"weight": torch.randn(8, 16)})
 
 
-def swap_rows_through_data(fp8: Fp8Linear) -> None:
-    fp8.weight.data[[0, 1]] = fp8.weight.data[[1, 0]]
-
-
-def negate_through_data(fp8: Fp8Linear) -> None:
-    fp8.weight.data.neg_()
-
-
-def permute_within_rows_and_columns(fp8: Fp8Linear) -> None:
-    # four corners of a rectangle, so that the sums over rows and columns do not change
-    fp8.weight.data[:2, :2] += torch.tensor([[1.0, -1.0], [-1.0, 1.0]]) * 2**-10
-
-
-def swap_columns_of_signs(fp8: Fp8Linear) -> None:
-    fp8.weight.data[:2, :2] = fp8.weight.data[:2, :2].flip(0, 1)
-
-
-def change_two_signs_in_a_row(fp8: Fp8Linear) -> None:
-    fp8.weight.data[0, :2] *= -1
-
-
 def step(name: str) -> Callable[[Fp8Linear], None]:
     return lambda fp8: OPTIMIZERS[name](list(fp8.parameters())).step()
 
 
 CHANGES = {
-    "through .data": halve_through_data,
     "in place": halve_in_place,
     "new .data": replace_data,
     "new parameter": replace_parameter,
     "load_state_dict": load_weights,
-    "rows swapped through .data": swap_rows_through_data,
-    "negated through .data": negate_through_data,
-    "row and column sums kept": permute_within_rows_and_columns,
-    "corners swapped": swap_columns_of_signs,
-    "two signs": change_two_signs_in_a_row,
     **{f"optimizer: {name}": step(name) for name in OPTIMIZERS},
 }
 
 
+@pytest.fixture(params=["cpu", "cuda"])
+def half(request: pytest.FixtureRequest) -> None:
+    """Which half of the operators runs, on the CPU in any case."""
+    if request.param == "cuda":
+        request.getfixturevalue("cuda_half")
+
+
+@pytest.mark.usefixtures("half")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_weight_is_cast_again(change: str) -> None:
     fp8, x = layer(), torch.randn(4, 16)
@@ -166,6 +147,31 @@ def test_a_changed_weight_is_cast_again(change: str) -> None:
     fresh = layer()
     fresh.load_state_dict(fp8.state_dict())
     assert torch.equal(fp8(x), fresh(x))
+
+
+EVENTS: dict[str, Callable[[Fp8Linear], object]] = {
+    "optimizer step": lambda fp8: torch.optim.SGD(fp8.parameters(), lr=0.0).step(),
+    "update of the scales": lambda fp8: scaling_state(fp8).update(),
+    "switch to evaluation and back": lambda fp8: (fp8.eval(), fp8.train()),
+    "load": lambda fp8: fp8.load_state_dict({}, strict=False),
+    "evaluation": lambda fp8: fp8.eval(),
+    "evaluation in training mode": None,
+}
+
+
+@pytest.mark.usefixtures("half")
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_change_in_place_through_data_leaves_no_trace_and_is_used_from_the_next_event_on(event: str) -> None:
+    fp8, x = layer(), torch.randn(4, 16)
+    before = fp8(x)
+    before.sum().backward()
+    halve_through_data(fp8)
+    assert torch.equal(fp8(x), before)
+    if EVENTS[event] is not None:
+        EVENTS[event](fp8)
+    with torch.set_grad_enabled(not event.startswith("evaluation")):
+        # the scale of the input has not changed, and half a weight has the same codes
+        assert torch.equal(fp8(x), before / 2)
 
 
 def test_weights_swapped_for_validation_and_back() -> None:
@@ -186,12 +192,18 @@ def test_weights_swapped_for_validation_and_back() -> None:
     assert torch.equal(fp8(x), trained)
 
 
-def test_new_scales_are_no_reason_to_cast_again(weight_casts: list[torch.Size]) -> None:
+def test_a_step_by_hand_through_data_is_one_with_an_update() -> None:
+    """Without an optimizer of torch nothing else shows that the weights of a loop of one's own have changed."""
     fp8, x = layer(), torch.randn(4, 16)
-    fp8(x).sum().backward()
-    scaling_state(fp8).update()
-    fp8(x)
-    assert len(weight_casts) == 1
+    for _ in range(3):
+        fp8(x).sum().backward()
+        scaling_state(fp8).update()
+        fp8.weight.data -= 0.1 * fp8.weight.grad
+        fp8.weight.grad = None
+        fresh = layer()
+        fresh.load_state_dict(fp8.state_dict())
+        scaling_state(fresh).load_state_dict(scaling_state(fp8).state_dict())
+        assert torch.equal(fp8(x), fresh(x))
 
 
 def test_parametrized_weight_is_cast_at_each_forward() -> None:
@@ -205,23 +217,6 @@ def test_parametrized_weight_is_cast_at_each_forward() -> None:
     with torch.no_grad():
         fp8.parametrizations.weight.original.mul_(2)
     fresh.load_state_dict({"weight": fp8.weight.detach()})
-    assert torch.equal(fp8(x), fresh(x))
-
-
-def corners(first: float, second: float) -> torch.Tensor:
-    """A weight whose bits have the same row and column sums for both orders of the arguments."""
-    weight = torch.full((8, 16), 0.5)
-    weight[:2, :2] = torch.tensor([[first, second], [second, first]])
-    return weight
-
-
-def test_a_permutation_that_keeps_all_sums_is_noticed() -> None:
-    fp8, x = layer(), torch.randn(4, 16)
-    fp8.weight.data.copy_(corners(0.75, -0.25))
-    fp8(x).sum().backward()
-    fp8.weight.data.copy_(corners(-0.25, 0.75))
-    fresh = layer()
-    fresh.load_state_dict(fp8.state_dict())
     assert torch.equal(fp8(x), fresh(x))
 
 
@@ -306,14 +301,7 @@ def test_a_copy_made_without_gradients_serves_a_forward_with_them(cuda_half: obj
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        name
-        for name in CHANGES
-        if name in ("in place", "new .data", "new parameter", "load_state_dict") or name.startswith("optimizer")
-    ],
-)
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("training", [False, True])
 def test_a_change_with_a_trace_is_seen_in_spite_of_the_declaration(change: str, training: bool) -> None:
     fp8, x = layer().train(training), torch.randn(4, 16)
@@ -451,8 +439,7 @@ def test_a_changed_frozen_weight_is_cast_again(change: str) -> None:
 
 
 @pytest.mark.parametrize("switch", ["evaluation", "load", "optimizer"])
-def test_without_fingerprints_a_copy_of_a_frozen_weight_ends_with_the_mode(switch: str, cuda_half: object) -> None:
-    """On a GPU, where a write through .data leaves no trace."""
+def test_a_copy_of_a_frozen_weight_ends_with_the_mode(switch: str) -> None:
     fp8, x = layer(), torch.randn(4, 16, requires_grad=True)
     fp8(x).sum().backward()
     fp8.weight.requires_grad_(False)

@@ -227,7 +227,7 @@ def test_a_captured_graph_casts_weights_itself(cuda_half: Counter[str], monkeypa
     train(model, 2, (4, 16))
     model(torch.randn(4, 16))  # copies of both weights are available
     cuda_half.clear()
-    monkeypatch.setattr("lightning_fp8.modules.weight_cache.is_capturing", lambda _: True)
+    monkeypatch.setattr("lightning_fp8.ops.library.is_capturing", lambda _: True)
     model(torch.randn(4, 16))
     # an input and a weight, measured and cast, for each layer, because no cached copy may become part of the graph
     assert cuda_half == {"cast_transpose INPUT=Fp32 FORMAT=E4M3 ACTIVATION=Identity BACKWARD=0": 2 * (1 + 2)}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 from fp8_numpy import DEFINITIONS, code_values, saturating_cast
@@ -36,6 +37,9 @@ def largest(x: np.ndarray) -> np.float32:
 def quantized(x: np.ndarray, scale: np.float32, fmt: str) -> np.ndarray:
     """``x`` quantized to FP8, in fp64."""
     return code_values(fmt)[saturating_cast(x, scale, fmt)] / np.float64(scale)
+
+
+_versions = itertools.count()
 
 
 class Delayed:
@@ -80,11 +84,18 @@ class Weight:
     def __init__(self) -> None:
         self.nonfinite_steps = 0
         self.kept = np.float32(-1)
-        # the amax that the histories belong to, 0 if unknown; whether an optimizer's steps are tracked; whether the
-        # last cast was of another weight
-        self.held = np.float32(0)
-        self.followed = self.is_another = self.cast_is_another = False
+        # what it is, and what it was when the histories were recorded; None if that is not known
+        self.version = self.held = next(_versions)
         self._shown = [(np.float32(0), np.float32(1))]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Weight:
+        other = copy.copy(self)
+        other._shown = [*self._shown]
+        return other
+
+    def changed(self) -> None:
+        """A change that leaves a trace."""
+        self.version = next(_versions)
 
     def cast(self, weight: np.ndarray, record: bool) -> np.ndarray:
         amax = largest(weight)
@@ -98,20 +109,6 @@ class Weight:
 
     def update(self) -> None:
         self.nonfinite_steps += not np.isfinite(self._shown[0][0])
-        if not (self.followed or self.cast_is_another):
-            self.held = self._shown[0][0]
-
-    def forget(self) -> None:
-        self.held = np.float32(0)
-        self.is_another = self.cast_is_another = False
-
-    def is_changed(self, weight: np.ndarray) -> bool:
-        """By more than a factor of the square root of 2."""
-        amax = np.float64(largest(weight))
-        if self.held == 0:
-            self.held = np.float32(amax)
-        ratio = amax / self.held if self.held else 1
-        return bool(np.isfinite(amax) and not np.isnan(ratio) and not 2**-0.5 <= ratio <= 2**0.5)
 
     def shown(self) -> list[tuple[np.float32, np.float32]]:
         return self._shown
@@ -132,10 +129,16 @@ class ModelScales:
     def __init__(self, recipe: DelayedScaling, names: Iterable[str]) -> None:
         self.recipe = recipe
         self.layers = {name: ScaledLayer(recipe) for name in names}
-        # by layer: the weights or the scales, if they were loaded last and nothing has run since
-        self.loaded: dict[str, str] = {}
-        self.emptied = False
+        # the layers that have run since the weights were last looked at, the number of steps at that time, and what was
+        # found
         self.cast: set[str] = set()
+        self.last: str | None = None
+        self.updates, self.steps_at_look = 0, None
+        self.fit, self.must_empty = True, False
+        # the layers that have recorded
+        self.recording: set[str] = set()
+        # steps of an optimizer, and whether one is in progress or, without an optimizer, due after an update
+        self.optimizer_steps, self.is_stepping = 0, False
         # whether anything has been recorded since the last update, and whether any was recorded before it
         self.recorded = self.may_have_scales = False
         self.steps = 0
@@ -155,34 +158,57 @@ class ModelScales:
     def delayed(self) -> list[Delayed]:
         return [tensor for layer in self.layers.values() for tensor in (layer.input, layer.grad_output)]
 
-    def see_weight(self, name: str, weight: np.ndarray, record: bool) -> None:
-        """If a weight is much larger or smaller than the one of the histories, they are emptied, or not used."""
-        if name in self.cast:
-            # another pass through the model
+    def see_weight(self, name: str, record: bool) -> None:
+        """When a forward begins, all weights are looked at: if one has changed by anything but an optimizer, the
+        histories are emptied if the forward records, and not used if it does not.
+        """
+        if record:
+            self.recording.add(name)
+        is_again = name == self.last
+        if name in self.cast and not is_again:
             self.cast.clear()
-            for layer in self.layers.values():
-                layer.weight.is_another = False
+        own = self.layers[name].weight
+        if not self.cast or (own.version != own.held if self.fit else is_again):
+            self.look()
         self.cast.add(name)
-        held = self.layers[name].weight
-        held.is_another = held.is_changed(weight)
-        held.cast_is_another = held.is_another and not record
-        if held.is_another and record:
-            held.is_another, held.held = False, largest(weight)
-            if not self.emptied:
-                self.emptied = True
+        self.last = name
+        if record and not self.fit:
+            if self.must_empty:
                 for tensor in self.delayed():
                     tensor.forget()
                 self.may_have_scales = False
+            for layer in self.layers.values():
+                layer.weight.held = layer.weight.version
+            self.fit = True
+
+    def look(self) -> None:
+        steps = self.updates, self.optimizer_steps
+        has_stepped = self.steps_at_look not in (None, steps)
+        self.steps_at_look, self.fit, self.must_empty = steps, True, False
+        for name, layer in self.layers.items():
+            weight = layer.weight
+            if weight.held is None or self.is_stepping or (has_stepped and name not in self.recording):
+                weight.held = weight.version
+            elif weight.held != weight.version:
+                self.fit = False
+                self.must_empty |= name in self.recording
+        if not self.optimizer_steps:
+            self.is_stepping = False
 
     def uses_histories(self, record: bool) -> bool:
-        return record or not any(layer.weight.is_another for layer in self.layers.values())
+        return record or self.fit
 
-    def see_weights_stepped(self, weights: Mapping[str, np.ndarray]) -> None:
-        for name in set(weights) & set(self.layers):
-            self.layers[name].weight.held, self.layers[name].weight.followed = largest(weights[name]), True
+    def see_weights_stepped(self, names: Collection[str]) -> None:
+        """An optimizer has stepped: the histories remain valid for what it made of these weights."""
+        if self.optimizer_steps:
+            self.is_stepping = False
+        self.look()
+        self.optimizer_steps, self.is_stepping = self.optimizer_steps + 1, False
+        for name in set(names) & set(self.layers):
+            self.layers[name].weight.changed()
+            self.layers[name].weight.held = self.layers[name].weight.version
 
     def see_cast(self, record: bool, is_evaluation: bool, with_gradients: bool) -> None:
-        self.loaded.clear()
         if record:
             self.recorded = True
         elif is_evaluation and not with_gradients and not all(layer.input.history for layer in self.layers.values()):
@@ -197,8 +223,10 @@ class ModelScales:
         if self._nonfinite_steps() > before:
             self.due.add("nonfinite")
         self.may_have_scales |= self.recorded
-        self.recorded, self.emptied, self.steps = False, False, 0
-        self.loaded.clear()
+        self.recorded, self.steps = False, 0
+        self.updates += 1
+        self.is_stepping = not self.optimizer_steps
+        self.cast.clear()
 
     def _nonfinite_steps(self) -> int:
         weights = [layer.weight for layer in self.layers.values()]
@@ -213,15 +241,10 @@ class ModelScales:
         if self.steps >= 3:
             self.due.add("no update")
 
-    def see_weights_loaded(self, names: Collection[str]) -> None:
+    def see_weights_changed(self, names: Collection[str]) -> None:
+        """Something other than an optimizer has changed these weights, and left a trace."""
         for name in set(names) & set(self.layers):
-            layer = self.layers[name]
-            layer.weight.forget()
-            if self.loaded.pop(name, None) != "scales":
-                layer.input.forget()
-                layer.grad_output.forget()
-                self.loaded[name] = "weights"
-                self.may_have_scales = any(tensor.history for tensor in self.delayed())
+            self.layers[name].weight.changed()
 
     def load(self, saved: ModelScales) -> None:
         for name, layer in self.layers.items():
@@ -231,19 +254,42 @@ class ModelScales:
         self.may_have_scales = any(tensor.history for tensor in self.delayed())
         self.recorded = any(tensor.amax != 0 for tensor in self.delayed())
         self.said.discard("nonfinite")
-        self.loaded = {name: "scales" for name in self.layers if self.loaded.get(name) != "weights"}
-        self.emptied = False
+        self.see_histories_replaced()
+        # they belong to the weights of the next forward, which may be loaded later
         for layer in self.layers.values():
-            layer.weight.forget()
+            layer.weight.held = None
+        self.cast.clear()
+
+    def see_histories_replaced(self) -> None:
+        self.recording = {
+            name for name, layer in self.layers.items() if layer.input.history or layer.grad_output.history
+        }
+
+    def copy(self) -> ModelScales:
+        """Of a copied model, whose weights are new ones."""
+        other = copy.deepcopy(self)
+        other.cast, other.last, other.steps_at_look = set(), None, None
+        other.fit, other.optimizer_steps, other.is_stepping = True, 0, False
+        for layer in other.layers.values():
+            weight = layer.weight
+            is_known = weight.held in (None, weight.version)
+            weight.changed()
+            weight.held = weight.version if is_known else -1
+        other.see_histories_replaced()
+        other.new_state()
+        return other
 
     def convert_again(self, names: Sequence[str]) -> None:
         """Layers that stay converted keep their scales."""
         if list(names) != list(self.layers):
             before = copy.copy(self.layers)
             self.layers = {name: before.get(name, ScaledLayer(self.recipe)) for name in names}
-            self.loaded, self.emptied, self.cast = {}, False, set()
+            self.cast, self.last, self.updates, self.steps_at_look = set(), None, 0, None
+            self.fit, self.optimizer_steps, self.is_stepping = True, 0, False
             for layer in self.layers.values():
-                layer.weight.is_another = layer.weight.followed = False
+                if layer.weight.held is None:
+                    layer.weight.held = layer.weight.version
+            self.see_histories_replaced()
             self.new_state()
 
     def check_said(self, said: Sequence[str]) -> None:

@@ -71,9 +71,6 @@ def find(
     (_, k), n = a.shape, b.shape[0]
     if _wanted is False or slot.state is None or is_counting(slot):
         return None
-    amax, _, has_history = slot.open()
-    if not has_history:
-        return None
     if activation not in CHAINED_ACTIVATIONS or output not in (torch.bfloat16, torch.float16) or n % 8 or k % 16:
         return None
     sizes = (a.shape[0], n, k)
@@ -84,7 +81,8 @@ def find(
     if _wanted is None and not gemm_choice.is_chained(a.device, activation, *sizes, promote, output):
         return None
     kernel = kernels.chained_kernel(a.device, configuration, a_format, output, promote, activation, slot.format)
-    if kernel is None:
+    amax, _, has_history = slot.open() if kernel is not None else (None, False, False)
+    if kernel is None or not has_history:
         return None
     return Chain(kernel, configuration, Row(slot.scale, slot.amax_history, slot.index, amax), slot.format)
 

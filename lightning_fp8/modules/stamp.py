@@ -1,0 +1,61 @@
+"""What a tensor is at a moment: the one rule by which its copies, and a model's histories, are known to be stale."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_fp8.modules.frozen_weight import FrozenWeight
+
+
+def stamp(tensor: Tensor) -> tuple[Hashable, ...]:
+    """Equal for as long as a tensor is the same one with the same values: its identity, version, address and layout.
+
+    A change in place, a new ``.data`` and another tensor all change it. Only a change in place through ``.data`` does
+    not. That of a sharded parameter has both versions, its own and that of the part that this process holds.
+    """
+    if isinstance(tensor, DTensor):
+        return id(tensor), tensor._version, *stamp(tensor._local_tensor)
+    if isinstance(tensor, FrozenWeight):
+        return id(tensor), id(tensor.content.scale_inv), id(tensor.content.changed)
+    if tensor.is_inference():
+        # it does not count its changes
+        return (object(),)
+    # FSDP1 moves its parameters between a part of their own and one of the gathered whole
+    address = 0 if is_flattened(tensor) else tensor.data_ptr()
+    return id(tensor), tensor._version, address, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def is_flattened(tensor: Tensor | None) -> bool:
+    """Whether FSDP1 holds this parameter's values in a flat one."""
+    return getattr(tensor, "_fsdp_flattened", False)
+
+
+class Stamped:
+    """A stamp that is kept, with all whose ``id`` or address is in it, so that nothing else can get the same.
+
+    Attributes:
+        key: the stamps of one or more tensors.
+    """
+
+    __slots__ = ("_held", "key")
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.key: tuple[Hashable, ...] = stamps(tensors)
+        self._held = [_held(tensor) for tensor in tensors]
+
+
+def stamps(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
+    """The stamps of tensors, comparable with :attr:`Stamped.key`."""
+    return stamp(tensors[0]) if len(tensors) == 1 else tuple(map(stamp, tensors))
+
+
+def _held(tensor: Tensor) -> object:
+    # not weak references, with which `torch.utils.swap_tensors` would refuse to swap a weight
+    if isinstance(tensor, FrozenWeight):
+        return tensor, tensor.content.scale_inv, tensor.content.changed
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # an alias keeps the memory, too, when `.data` is replaced
+    return tensor, tensor if is_flattened(tensor) else local.detach()
