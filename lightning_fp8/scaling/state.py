@@ -21,6 +21,7 @@ from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.saved import TENSORS, from_entries, to_entries
 from lightning_fp8.scaling.switches import Switch, Switches
+from lightning_fp8.scaling.uneven_inputs import JoinableState
 from lightning_fp8.scaling.weight_changes import WeightChanges
 
 # the order of a state's tensors by role; those of one role are in the order of the modules
@@ -28,7 +29,7 @@ LAYOUT: tuple[Role, ...] = (*DELAYED_ROLES, "weight")
 _WITH_HISTORY = OwnScaling()
 
 
-class ScalingState(FormerNames):
+class ScalingState(FormerNames, JoinableState):
     """Scales and amax histories of all R tensors of a model together, three tensors for each converted module.
 
     The D tensors with a history come first: all inputs, then all gradients of outputs. Forward and backward only read
@@ -97,6 +98,7 @@ class ScalingState(FormerNames):
         self.cast_counts = CastCounts(len(self.names), self.device)
         self.before_update: list[Callable[[Tensor], None]] = []
         self.notices = Notices()
+        JoinableState.__init__(self)
         self._forget_histories()
         self._find_leaders()
         self._see_switches()
@@ -264,6 +266,8 @@ class ScalingState(FormerNames):
         if changes.loaded:
             changes.loaded.clear()
         if record:
+            if not self.has_recorded:
+                self.check_join()
             self.has_recorded = True
         elif self.recipe.from_history and not self.has_scales:
             self.notices.see_cast_without_scales(self)
