@@ -270,7 +270,7 @@ class ScalingState(FormerNames, JoinableState):
                 self.check_join()
             self.has_recorded = True
         elif self.recipe.from_history and not self.has_scales:
-            self.notices.see_cast_without_scales(self)
+            self.notices.see_cast_without_scales(self, index)
         may_use_histories = record or not changes.different
         has_history = False
         if may_use_histories and index is not None:

@@ -102,7 +102,7 @@ class Observer:
         scaled = self.scales.in_fp8(name)
         if scaled is not None:
             record = layer.training and torch.is_grad_enabled()
-            self.scales.see_cast(record, is_evaluation=self.is_evaluation, with_gradients=torch.is_grad_enabled())
+            self.scales.see_cast(record, name if self.is_evaluation else None)
             self.scales.see_weight(name, weight, record)
             x = scaled.input.cast(x, record, self.scales.uses_histories(record))
             weight = scaled.weight.cast(weight, record)
@@ -121,7 +121,7 @@ class Observer:
     def see_gradient(self, dy: list[np.ndarray], scaled: ScaledLayer | None, record: bool, gradient: Tensor) -> None:
         dy.append(gradient.detach().numpy())
         if scaled is not None:
-            self.scales.see_cast(record, is_evaluation=False, with_gradients=True)
+            self.scales.see_cast(record, evaluated=None)
             dy[0] = scaled.grad_output.cast(dy[0], record, self.scales.uses_histories(record))
 
     def close(self) -> None:
@@ -226,6 +226,7 @@ class ConvertedModel(RuleBasedStateMachine):
         skipped=some_layers,
         training=st.booleans(),
         swapped=st.booleans(),
+        times=st.integers(1, 3),
     )
     def evaluate(
         self,
@@ -236,6 +237,7 @@ class ConvertedModel(RuleBasedStateMachine):
         skipped: frozenset[str],
         training: bool,
         swapped: bool,
+        times: int = 1,
     ) -> None:
         with self.acting(number) as subject, torch.no_grad():
             subject.set_training(training)
@@ -243,7 +245,8 @@ class ConvertedModel(RuleBasedStateMachine):
             for parameter in subject.net.parameters() if swapped else ():
                 parameter.data = 0.25 * parameter.data
             observer = Observer(subject, is_evaluation=True)
-            subject.net(random(seed, magnitude, poison), skipped)
+            for _ in range(times):
+                subject.net(random(seed, magnitude, poison), skipped)
             observer.close()
             for parameter, weight in zip(subject.net.parameters(), weights, strict=True):
                 parameter.data = weight

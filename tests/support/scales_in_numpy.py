@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -147,6 +148,8 @@ class ModelScales:
         self.due: set[str] = set()
         self.may_say: set[str] = set()
         self.steps = 0
+        # by layer: forwards without gradients since the last update
+        self.forwards: Counter[str] = Counter()
 
     def in_fp8(self, name: str) -> ScaledLayer | None:
         layer = self.layers.get(name)
@@ -181,12 +184,14 @@ class ModelScales:
         for name in set(weights) & set(self.layers):
             self.layers[name].weight.held, self.layers[name].weight.followed = largest(weights[name]), True
 
-    def see_cast(self, record: bool, is_evaluation: bool, with_gradients: bool) -> None:
+    def see_cast(self, record: bool, evaluated: str | None) -> None:
         self.loaded.clear()
         if record:
             self.recorded = True
-        elif is_evaluation and not with_gradients and not all(layer.input.history for layer in self.layers.values()):
-            (self.may_say if self.may_have_scales else self.due).add("evaluation")
+        elif evaluated and not all(layer.input.history for layer in self.layers.values()):
+            self.forwards[evaluated] += 1
+            if self.forwards[evaluated] > 2:
+                (self.may_say if self.may_have_scales else self.due).add("evaluation")
 
     def update(self) -> None:
         before = self._nonfinite_steps()
@@ -198,6 +203,7 @@ class ModelScales:
             self.due.add("nonfinite")
         self.may_have_scales |= self.recorded
         self.recorded, self.emptied, self.steps = False, False, 0
+        self.forwards.clear()
         self.loaded.clear()
 
     def _nonfinite_steps(self) -> int:
