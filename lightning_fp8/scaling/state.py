@@ -106,7 +106,7 @@ class ScalingState(FormerNames, JoinableState):
 
     def __getstate__(self) -> dict[str, Any]:
         # observers stay with the original
-        left_out = ("cast_counts", "before_update", "notices", "known_histories")
+        left_out = ("cast_counts", "before_update", "notices", "known_histories", "_join_config")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:

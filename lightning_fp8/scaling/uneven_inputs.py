@@ -53,7 +53,8 @@ class JoinableState(Joinable):
         ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
         mine = self._join_config
         follows = mine.enable and not mine.is_first_joinable
-        if self.recipe.reduce_amax and ddp is not None and ddp._join_config.enable and not follows:
+        joins = ddp is not None and ddp._join_config.enable and dist.get_world_size() > 1
+        if joins and self.recipe.reduce_amax and not follows:
             raise RuntimeError(
                 "Join: a model with FP8 layers trains with uneven inputs, but its scaling state is not among the"
                 " joinables, or is the first of them: processes without inputs would miss the reduction of its amaxes,"
