@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
@@ -25,8 +25,8 @@ from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
 from lightning_fp8.plugins.arguments import arguments_of
 from lightning_fp8.plugins.core import FSDPCore, PrecisionCore
+from lightning_fp8.plugins.notices import warn_first_process_once
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, GemmString, as_torch_dtype
-from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.recipe import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, as_recipe
 from lightning_fp8.scaling.state import ScalingState
 
@@ -114,7 +114,7 @@ class Fp8Core(PrecisionCore):
             # layers that an earlier run converted, and that these settings exclude
             unconvert(module)
             without_fp8 = "bf16-mixed" if self.compute_dtype == torch.bfloat16 else "32-true"
-            rank_zero_only(warn_once)(
+            warn_first_process_once(
                 f"{self.precision}: no layer runs in FP8, and the model computes in {self.compute_dtype}. If you want"
                 f' that, `precision="{without_fp8}"` does the same without this warning. The reason: {reason}'
             )

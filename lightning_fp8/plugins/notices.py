@@ -57,7 +57,7 @@ def warn_of_unsaved_scales(saved: Any) -> None:
     """
     for key, states in _converted_models(saved):
         if not all(_holds(saved, state) for state in states):
-            _warn_once(
+            warn_first_process_once(
                 f"fabric.save: the model under {key!r} has layers in FP8, but its scales are not saved: they are not"
                 " part of a model's state_dict, so a run resumed from this checkpoint starts with new ones."
                 f" Save them too: `{{{key!r}: model, 'scaling': lightning_fp8.scaling_state(model), ...}}`."
@@ -77,13 +77,13 @@ def warn_of_unloaded_scales(asked: Any, rest: Mapping[str, Any]) -> None:
         missing = [state for state in states if not _holds(asked, state)]
         found = [name for name, entry in rest.items() if any(_holds(entry, state) for state in missing)]
         if missing and not found and any(isinstance(value, Optimizer) for value in asked.values()):
-            _warn_once(
+            warn_first_process_once(
                 f"fabric.load: the model under {key!r} has layers in FP8, but the checkpoint has no scales. They start"
                 " anew, so the first steps differ from those of an uninterrupted run. Save them with the model:"
                 f" `fabric.save(path, {{{key!r}: model, 'scaling': lightning_fp8.scaling_state(model), ...}})`."
             )
         for name in found:
-            _warn_once(
+            warn_first_process_once(
                 f"fabric.load: the model under {key!r} has layers in FP8, and the checkpoint holds their scales under"
                 f" {name!r}, which were not asked for and are not loaded. Load them too:"
                 f" `{{{key!r}: model, {name!r}: lightning_fp8.scaling_state(model), ...}}`; or pass them to"
@@ -126,5 +126,6 @@ def _holds(value: Any, state: ScalingState) -> bool:
 
 
 @rank_zero_only
-def _warn_once(message: str) -> None:
+def warn_first_process_once(message: str) -> None:
+    """Warn in the process of rank 0, once, at a line of this package."""
     warn_once(message)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ import torch
 from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -22,6 +24,7 @@ from lightning_fp8.plugins.bf16 import Bf16MixedCore, Bf16TrueCore
 from lightning_fp8.plugins.core import FSDPCore, PrecisionCore, as_dtype, by_string
 from lightning_fp8.plugins.fp8 import Fp8Core
 from lightning_fp8.plugins.loops import LoopWeights
+from lightning_fp8.scaling.notices import FORWARDS_BEFORE_TRAINING
 
 
 class _TrainerPrecision(PrecisionCore, Precision):
@@ -53,6 +56,8 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
         # only the state of this model: the plugin may have been used with another one before
         self._states = [scaling_state(model)] if is_converted(model) else []
         self._loop_weights = LoopWeights(model)
+        trainer = self._trainer
+        self._allow_forwards(math.inf if trainer is not None and trainer.state.fn == TrainerFn.FITTING else 0)
         return model, optimizers, lr_schedulers
 
     @override
@@ -68,16 +73,15 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     @override
     @contextmanager
     def train_step_context(self) -> Iterator[None]:  # type: ignore[override]
-        # no warning about evaluation before the first update: teachers and target networks run that early
-        with self._silent(), self._loop_weights.in_step(self._trainer, record=True), super().train_step_context():
+        with self._loop_weights.in_step(self._trainer, record=True), super().train_step_context():
             yield
 
     @override
     @contextmanager
     def val_step_context(self) -> Iterator[None]:  # type: ignore[override]
-        trainer = self._trainer
-        silent = self._silent() if trainer is not None and trainer.sanity_checking else nullcontext()
-        with silent, self._loop_weights.in_step(trainer, record=False), super().val_step_context():
+        if self._trainer is not None and not self._trainer.sanity_checking:
+            self._allow_forwards(0)
+        with self._loop_weights.in_step(self._trainer, record=False), super().val_step_context():
             yield
 
     @override
@@ -102,15 +106,13 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
         model = self._attention.models[-1]() if self._attention.models else None
         return getattr(model, "_trainer", None)
 
-    @contextmanager
-    def _silent(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for state in self._states:
-                stack.enter_context(state.notices.silent())
-            yield
+    def _allow_forwards(self, before_training: float) -> None:
+        for state in self._states:
+            state.notices.forwards_before_training = before_training
 
     @override
     def teardown(self) -> None:
+        self._allow_forwards(FORWARDS_BEFORE_TRAINING)
         for state in self._states:
             state.notices.see_end(state)
         self._loop_weights.end()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -21,11 +23,21 @@ if TYPE_CHECKING:
 # a warning is given after this many steps of one optimizer without an update of the scales
 _STEPS_WITHOUT_UPDATE = 3
 
+# as many batches as checks before a training have: those of Lightning's Trainer, and of many loops by hand
+FORWARDS_BEFORE_TRAINING = 2
+
 
 class Notices:
-    """The events of one scaling state that may need a warning, and the warnings already given."""
+    """The events of one scaling state that may need a warning, and the warnings already given.
+
+    Attributes:
+        forwards_before_training: how many forwards without gradients each layer may have before they are an evaluation:
+            infinitely many in ``fit`` until it validates, none in ``validate``, ``test`` and ``predict``.
+    """
 
     def __init__(self) -> None:
+        self.forwards_before_training: float = FORWARDS_BEFORE_TRAINING
+        self._forwards: Counter[int | None] = Counter()
         self._said: set[str] = set()
         self._silent = 0
         self._steps: dict[int, int] = {}
@@ -33,31 +45,48 @@ class Notices:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Suppress the warning about evaluation, where an evaluation before the first step is expected."""
+        """Suppress the warning about evaluation, in a forward that is none."""
         self._silent += 1
         try:
             yield
         finally:
             self._silent -= 1
 
-    def see_cast_without_scales(self, state: ScalingState) -> None:
-        """An input or gradient is cast without being recorded, and there are no scales from training."""
-        # without gradients it is an evaluation
-        if not (self._silent or torch.is_grad_enabled() or _in_backward() or _is_recomputed()):
+    def see_cast_without_scales(self, state: ScalingState, index: Tensor | None) -> None:
+        """A tensor, known by its ``index``, is cast without being recorded, and there are no scales that its histories
+        give: none from training, or those of other weights.
+
+        It is an evaluation, and reported, without gradients in a Trainer's validation (but for its sanity check), test
+        and prediction, and elsewhere from the third time on that a layer runs so before it is trained.
+        """
+        expected = self._silent or math.isinf(self.forwards_before_training)
+        if expected or torch.is_grad_enabled() or _in_backward() or _is_recomputed():
+            return
+        layer = None if index is None else index.data_ptr()
+        self._forwards[layer] += 1
+        if self._forwards[layer] > self.forwards_before_training:
+            with_what = (
+                "with weights other than those that its scales belong to, as they were loaded or changed by something"
+                " other than an optimizer"
+                if state.has_scales
+                else "without scales from training"
+            )
             self._say(
-                f"A model with FP8 layers ({_some(state.module_names)}) is evaluated without scales from training: each"
-                " batch is scaled by itself, so results depend on which samples are in it. Take the scales along with"
-                " the weights: `trainer.validate(model, ckpt_path=...)`, or `lightning_fp8.load_scales(model,"
-                " checkpoint)`. A model that has not been trained gets them in training."
+                f"A model with FP8 layers ({_some(state.module_names)}) is evaluated {with_what}: each batch is scaled"
+                " by itself, so results depend on which samples are in it. Take the scales along with the weights:"
+                " `trainer.validate(model, ckpt_path=...)`, or `lightning_fp8.load_scales(model, checkpoint)`. A model"
+                " that has not been trained with these weights gets them in training."
             )
 
     def see_export_without_scales(self, state: ScalingState) -> None:
         """``torch.export`` sees a cast, and there are no scales from training."""
-        self._say(
-            f"A model with FP8 layers ({_some(state.module_names)}) is exported without scales from training: the"
-            " program scales each batch by itself, so results depend on which samples are in it. Train the model, or"
-            " call `lightning_fp8.load_scales(model, checkpoint)`, before the export."
-        )
+        # a logger traces the model before it is trained
+        if not math.isinf(self.forwards_before_training):
+            self._say(
+                f"A model with FP8 layers ({_some(state.module_names)}) is exported without scales from training: the"
+                " program scales each batch by itself, so results depend on which samples are in it. Train the model,"
+                " or call `lightning_fp8.load_scales(model, checkpoint)`, before the export."
+            )
 
     def see_optimizer_step(self, state: ScalingState, optimizer: int) -> None:
         """An optimizer, by its ``id``, has changed weights of the model."""
@@ -77,6 +106,7 @@ class Notices:
     def see_update(self, state: ScalingState) -> None:
         """The scales have been updated."""
         self._steps.clear()
+        self._forwards.clear()
         self._report_nonfinite(state)
 
     def see_end(self, state: ScalingState) -> None:

@@ -21,6 +21,7 @@ from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.saved import TENSORS, from_entries, to_entries
 from lightning_fp8.scaling.switches import Switch, Switches
+from lightning_fp8.scaling.uneven_inputs import JoinableState
 
 # the order of a state's tensors by role; those of one role are in the order of the modules
 LAYOUT: tuple[Role, ...] = (*DELAYED_ROLES, "weight")
@@ -48,7 +49,7 @@ class Weights(Protocol):
         """Histories have been loaded: they belong to the weights of the next forward."""
 
 
-class ScalingState(FormerNames):
+class ScalingState(FormerNames, JoinableState):
     """Scales and amax histories of all R tensors of a model together, three tensors for each converted module.
 
     The D tensors with a history come first: all inputs, then all gradients of outputs. Forward and backward only read
@@ -119,6 +120,7 @@ class ScalingState(FormerNames):
         self.before_update: list[Callable[[Tensor], None]] = []
         self.notices = Notices()
         self.weights: Weights | None = None
+        JoinableState.__init__(self)
         self._forget_histories()
         self._find_leaders()
         self._see_switches()
@@ -126,7 +128,7 @@ class ScalingState(FormerNames):
 
     def __getstate__(self) -> dict[str, Any]:
         # observers stay with the original
-        left_out = ("cast_counts", "before_update", "notices", "known_histories", "weights", "_row_at")
+        left_out = ("cast_counts", "before_update", "notices", "known_histories", "weights", "_row_at", "_join_config")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -291,9 +293,11 @@ class ScalingState(FormerNames):
                 self.recording.add(row)
             fit = self.weights.see_cast(self, row, record)
         if record:
+            if not self.has_recorded:
+                self.check_join()
             self.has_recorded = True
-        elif self.recipe.from_history and not self.has_scales:
-            self.notices.see_cast_without_scales(self)
+        elif self.recipe.from_history and not (self.has_scales and fit):
+            self.notices.see_cast_without_scales(self, index)
         may_use_histories = record or fit
         known = self.known_histories
         has_history = may_use_histories and index is not None and (known.every or known.has(row))

@@ -54,8 +54,9 @@ def _say_it_again() -> Iterator[None]:
 def test_trains_as_bf16_mixed_does(tmp_path: Path, model: Any, settings: dict[str, Any], reason: str) -> None:
     without, reference = seeded(model), seeded(model)
     trainer = make_trainer(tmp_path, plugins=Fp8Precision(**settings))
-    with pytest.warns(UserWarning, match=f'(?s){NO_LAYER}.*`precision="bf16-mixed"`.*{reason}'):
+    with pytest.warns(UserWarning, match=f'(?s){NO_LAYER}.*`precision="bf16-mixed"`.*{reason}') as said:
         trainer.fit(without, loader(), loader())
+    assert [Path(one.filename).parent.name for one in said if NO_LAYER in str(one.message)] == ["plugins"]
     with warnings.catch_warnings():
         # the warning has been given
         warnings.filterwarnings("error", "fp8-delayed")

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from adapted_models import ORDERS, adapted, adapter_layers, base, base_layers, step
+from adapted_models import ORDERS, TARGETS, adapted, adapter_layers, base, base_layers, step
 from lit import make_trainer, same
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_fp8 import Fp8Precision, convert, describe, load_scales, scaling_state, unconvert
+from lightning_fp8 import (
+    CurrentScaling,
+    DelayedScaling,
+    Fp8Precision,
+    convert,
+    describe,
+    load_scales,
+    scaling_state,
+    unconvert,
+)
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.modules.base import Fp8Module
@@ -268,6 +277,33 @@ def test_disabled_adapters_leave_the_converted_model(name: str, kind: str, order
         # PEFT subtracts the adapter from the weights again, which adds a rounding error
         with model.disable_adapter():
             torch.testing.assert_close(model(**batch).logits, expected, rtol=0.05, atol=0.02)
+
+
+def test_another_adapter_has_the_scales_of_the_former_until_training_goes_on() -> None:
+    """Outputs of the former adapter, of the other one, and of that after a step, relative to the plain model."""
+    errors = {}
+    for recipe in (DelayedScaling(), CurrentScaling()):
+        model, batch = adapted("llama", "plain")
+        model.add_adapter("other", LoraConfig(r=4, target_modules=TARGETS["llama"], init_lora_weights=False))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B.other" in name:
+                    parameter.mul_(4)
+        plain = copy.deepcopy(model).eval()
+        convert(model, recipe)
+        found = errors[type(recipe)] = []
+        for adapter, steps in (("default", 3), ("other", 0), ("other", 1)):
+            model.set_adapter(adapter)
+            plain.set_adapter(adapter)
+            model.train()
+            for _ in range(steps):
+                step(model, batch)
+            with torch.no_grad():
+                expected = plain(batch["input_ids"]).logits
+                found.append(float((model.eval()(batch["input_ids"]).logits - expected).norm() / expected.norm()))
+    delayed, current = errors[DelayedScaling], errors[CurrentScaling]
+    assert max(delayed[0], delayed[2], *current) < 0.2
+    assert delayed[1] > 3 * current[1]
 
 
 @every_model

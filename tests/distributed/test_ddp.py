@@ -207,3 +207,65 @@ for kind in (Shared, Separate):
         assert torch.equal(rank["Shared history"], ranks[0]["Shared history"])
     # on different data
     assert not torch.equal(ranks[0]["Shared"][0], ranks[1]["Shared"][0])
+
+
+UNEVEN = """
+from torch.distributed.algorithms.join import Join
+
+
+def epoch(model, ddp, join, batches):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with join:
+        for step in range(batches):
+            ddp(batch(step)).square().mean().backward()
+            scaling_state(model).update()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_uneven_inputs_with_the_state_among_the_joinables(device: str, tmp_path: Path) -> None:
+    body = """
+model = convert(copy.deepcopy(start), long_window)
+state, ddp = scaling_state(model), DistributedDataParallel(model, find_unused_parameters=True)
+recorded = []
+state.before_update.append(lambda amax: recorded.append(amax[:state.delayed].clone()))
+# the first process joins early; then an epoch where all have as many
+for batches in (3 if rank == 0 else 5, 2):
+    epoch(model, ddp, Join([ddp, state]), batches)
+result.update(updates=state.updates, recorded=torch.stack(recorded), history=state.amax_history, scale=state.scale)
+result["weights"] = [parameter.detach() for parameter in model.parameters()]
+"""
+    first, second = run_processes(COMMON + UNEVEN + body, tmp_path, device=device)
+    assert first["updates"] == second["updates"] == 7
+    for key in ("recorded", "history"):
+        assert torch.equal(first[key], second[key])
+    assert torch.equal(first["scale"][:10], second["scale"][:10])
+    assert torch.equal(first["history"][:7], first["recorded"].flip(0))
+    # inputs of: first, second, some, never, last
+    assert (first["history"][:, :5] > 0).sum(0).tolist() == [7, 7, 7, 0, 7]
+    assert all(map(torch.equal, first["weights"], second["weights"]))
+
+
+def test_uneven_inputs_without_the_state_are_refused(tmp_path: Path) -> None:
+    body = """
+for recipe in (DelayedScaling(), DelayedScaling(reduce_amax=False)):
+    for order in ("ddp alone", "state first"):
+        model = convert(copy.deepcopy(start), recipe)
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        join = ddp.join() if order == "ddp alone" else Join([scaling_state(model), ddp])
+        if recipe.reduce_amax:
+            try:
+                epoch(model, ddp, join, 3 if rank == 0 else 5)
+            except RuntimeError as error:
+                result[order] = str(error)
+        elif order == "ddp alone":
+            epoch(model, ddp, join, 3 if rank == 0 else 5)
+            result["updates"] = scaling_state(model).updates
+"""
+    ranks = run_processes(COMMON + UNEVEN + body, tmp_path)
+    for order in ("ddp alone", "state first"):
+        for rank in ranks:
+            assert "Use `Join([ddp, lightning_fp8.scaling_state(model)])`, in this order" in rank[order]
+    assert [rank["updates"] for rank in ranks] == [3, 5]

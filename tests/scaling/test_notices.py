@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lit import TRUSTED, Regression, loader, long_window, make_trainer, seeded
 from small_models import small_mlp
 from torch import Tensor, nn
@@ -27,11 +29,12 @@ WITHOUT_SCALES, WITHOUT_UPDATE, NONFINITE = (
 
 @contextmanager
 def told(*subjects: str) -> Iterator[None]:
-    """Each of these is said once inside, and nothing else by this package."""
+    """Each of these is said once inside, at a line of this package, and nothing else by it."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         yield
     ours = [str(one.message) for one in said if str(one.message).startswith("lightning_fp8:")]
+    assert all("lightning_fp8" in one.filename for one in said if str(one.message) in ours)
     assert len(ours) == len(subjects), ours
     for subject in subjects:
         assert any(subject in message for message in ours), (subject, ours)
@@ -53,10 +56,12 @@ def test_a_loop_that_evaluates_without_scales(compiled: bool) -> None:
     model = convert(small_mlp()).eval()
     call = torch.compile(model, backend="aot_eager") if compiled else model
     x = torch.randn(8, 32)
-    with told(WITHOUT_SCALES), torch.no_grad():
-        outputs = [call(batch) for batch in (x, x)]
-        # the reason: each batch is scaled by its own values
-        assert not torch.allclose(call(x[:1]), outputs[0][:1], rtol=1e-3)
+    with torch.no_grad():
+        with told():
+            outputs = [call(batch) for batch in (x, x)]
+        with told(WITHOUT_SCALES):
+            # the reason: each batch is scaled by its own values
+            assert not torch.allclose(call(x[:1]), outputs[0][:1], rtol=1e-3)
 
 
 def test_with_scales_nothing_is_said() -> None:
@@ -74,13 +79,37 @@ def test_with_scales_nothing_is_said() -> None:
     # weights from elsewhere: the scales do not belong to them
     with told(WITHOUT_SCALES), torch.no_grad():
         model.load_state_dict(small_mlp().state_dict())
-        model(x)
+        for _ in range(3):
+            model(x)
 
 
 def test_a_frozen_encoder_inside_training_is_no_evaluation() -> None:
     model = nn.Sequential(convert(small_mlp()).eval(), nn.Linear(4, 1))
     with told():
         model(torch.randn(8, 32)).sum().backward()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_sanity_check_by_hand_is_no_evaluation_of_a_model_that_trains(trains: bool) -> None:
+    fabric = Fabric(precision="fp8-delayed", accelerator="cpu", devices=1)
+    net = seeded().net
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def validate(batches: int) -> None:
+        model.eval()
+        with torch.no_grad():
+            for x, _ in itertools.islice(loader(), batches):
+                model(x)
+        model.train()
+
+    with told():
+        validate(2)
+        if trains:
+            fabric.backward(model(torch.randn(8, 32)).square().mean())
+            optimizer.step()
+            validate(4)
+    with told(*([] if trains else [WITHOUT_SCALES])):
+        validate(4)
 
 
 class Teacher(Regression):
@@ -93,10 +122,50 @@ class Teacher(Regression):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("model", [Regression, Teacher])
+class Summarized(Regression):
+    """The summary runs a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.randn(4, 32)
+
+
+class Baseline(Regression):
+    """Evaluates all data before it trains."""
+
+    def on_fit_start(self) -> None:
+        with torch.no_grad():
+            for x, _ in loader():
+                self(x)
+
+
+@pytest.mark.parametrize("model", [Regression, Teacher, Summarized, Baseline])
 def test_a_trainer_that_fits_has_nothing_to_say(model: type[Regression], tmp_path: Path) -> None:
     with told():
-        make_trainer(tmp_path, max_steps=4, num_sanity_val_steps=2).fit(seeded(model), loader(), loader())
+        trainer = make_trainer(tmp_path, max_steps=4, num_sanity_val_steps=-1, enable_model_summary=True)
+        trainer.fit(seeded(model), loader(), loader())
+
+
+def test_a_fit_that_validates_weights_from_elsewhere(tmp_path: Path) -> None:
+    class Swaps(Regression):
+        def on_validation_start(self) -> None:
+            self.net.load_state_dict(small_mlp().state_dict())
+
+    with told(WITHOUT_SCALES):
+        make_trainer(tmp_path).fit(seeded(Swaps), loader(), loader())
+
+
+def test_after_a_fit_that_ended_early_an_evaluation_is_one_again(tmp_path: Path) -> None:
+    class Ends(Regression):
+        def on_fit_start(self) -> None:
+            raise RuntimeError("given up")
+
+    model = seeded(Ends)
+    with pytest.raises(RuntimeError, match="given up"):
+        make_trainer(tmp_path).fit(model, loader())
+    with told(WITHOUT_SCALES), torch.no_grad():
+        for x, _ in loader():
+            model(x)
 
 
 def test_a_trainer_that_evaluates_without_scales(tmp_path: Path) -> None:
@@ -107,8 +176,9 @@ def test_a_trainer_that_evaluates_without_scales(tmp_path: Path) -> None:
     expected = trainer.validate(seeded(), loader(batch_size=4), ckpt_path=path, **TRUSTED)[0]["val_loss"]
     for evaluate in ("validate", "test", "predict"):
         model = Regression.load_from_checkpoint(path)
+        # from the first batch on
         with told(WITHOUT_SCALES):
-            getattr(make_trainer(tmp_path), evaluate)(model, loader())
+            getattr(make_trainer(tmp_path), evaluate)(model, loader(batch_size=64))
     # the two remedies
     with told():
         assert (

@@ -102,7 +102,7 @@ class Observer:
         if scaled is not None:
             record = layer.training and torch.is_grad_enabled()
             self.scales.see_weight(name, record)
-            self.scales.see_cast(record, is_evaluation=self.is_evaluation, with_gradients=torch.is_grad_enabled())
+            self.scales.see_cast(record, name if self.is_evaluation else None)
             x = scaled.input.cast(x, record, self.scales.uses_histories(record))
             weight = scaled.weight.cast(weight, record)
         self.operands[name] = x, weight
@@ -120,7 +120,7 @@ class Observer:
     def see_gradient(self, dy: list[np.ndarray], scaled: ScaledLayer | None, record: bool, gradient: Tensor) -> None:
         dy.append(gradient.detach().numpy())
         if scaled is not None:
-            self.scales.see_cast(record, is_evaluation=False, with_gradients=True)
+            self.scales.see_cast(record, evaluated=None)
             # a gradient that is not recorded belongs to another loss
             dy[0] = scaled.grad_output.cast(dy[0], record, use_history=record)
 
@@ -225,6 +225,7 @@ class ConvertedModel(RuleBasedStateMachine):
         skipped=some_layers,
         training=st.booleans(),
         swapped=st.booleans(),
+        times=st.integers(1, 3),
     )
     def evaluate(
         self,
@@ -235,6 +236,7 @@ class ConvertedModel(RuleBasedStateMachine):
         skipped: frozenset[str],
         training: bool,
         swapped: bool,
+        times: int = 1,
     ) -> None:
         with self.acting(number) as subject, torch.no_grad():
             subject.set_training(training)
@@ -245,7 +247,8 @@ class ConvertedModel(RuleBasedStateMachine):
             if swapped:
                 subject.scales.see_weights_changed(versions)
             observer = Observer(subject, is_evaluation=True)
-            subject.net(random(seed, magnitude, poison), skipped)
+            for _ in range(times):
+                subject.net(random(seed, magnitude, poison), skipped)
             observer.close()
             for parameter, weight in zip(subject.net.parameters(), weights, strict=True):
                 parameter.data = weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ FP32_MAX = np.finfo(np.float32).max
 # the notices that a model gives once, by words in them
 NOTICES = {
     "evaluation": "is evaluated without scales",
+    "other weights": "is evaluated with weights other than",
     "no update": "nothing has updated its scales",
     "nonfinite": "inf or NaN in",
 }
@@ -150,6 +152,8 @@ class ModelScales:
         self.due: set[str] = set()
         self.may_say: set[str] = set()
         self.steps = 0
+        # by layer: forwards without gradients since the last update
+        self.forwards: Counter[str] = Counter()
 
     def in_fp8(self, name: str) -> ScaledLayer | None:
         layer = self.layers.get(name)
@@ -208,11 +212,13 @@ class ModelScales:
             self.layers[name].weight.changed()
             self.layers[name].weight.held = self.layers[name].weight.version
 
-    def see_cast(self, record: bool, is_evaluation: bool, with_gradients: bool) -> None:
+    def see_cast(self, record: bool, evaluated: str | None) -> None:
         if record:
             self.recorded = True
-        elif is_evaluation and not with_gradients and not all(layer.input.history for layer in self.layers.values()):
-            (self.may_say if self.may_have_scales else self.due).add("evaluation")
+        elif evaluated and not (self.may_have_scales and self.fit):
+            self.forwards[evaluated] += 1
+            if self.forwards[evaluated] > 2:
+                self.due.add("other weights" if self.may_have_scales else "evaluation")
 
     def update(self) -> None:
         before = self._nonfinite_steps()
@@ -227,6 +233,7 @@ class ModelScales:
         self.updates += 1
         self.is_stepping = not self.optimizer_steps
         self.cast.clear()
+        self.forwards.clear()
 
     def _nonfinite_steps(self) -> int:
         weights = [layer.weight for layer in self.layers.values()]
@@ -264,6 +271,7 @@ class ModelScales:
         self.recording = {
             name for name, layer in self.layers.items() if layer.input.history or layer.grad_output.history
         }
+        self.may_have_scales = bool(self.recording)
 
     def copy(self) -> ModelScales:
         """Of a copied model, whose weights are new ones."""
