@@ -358,7 +358,6 @@ def test_a_weight_made_in_inference_mode_is_cast_at_each_forward(declared: bool)
             assert_fresh(fp8, x)
 
 
-@pytest.mark.xfail(strict=True, reason="comparing with the copy reads `_version`, which inference tensors do not have")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
     "vouch", [weights_unchanged, lambda fp8: vouching(fp8.fp8[""].caches)], ids=["declared", "in a loop"]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import convert, fall_back, fallbacks, load_scales, scaling_state
 
+OTHER_WEIGHTS = "evaluated with weights other than"
 WITHOUT_SCALES, WITHOUT_UPDATE, NONFINITE = (
     "evaluated without scales",
     "nothing has updated its scales",
@@ -77,7 +78,7 @@ def test_with_scales_nothing_is_said() -> None:
             torch.testing.assert_close(model(x[:1]), whole[:1], rtol=1e-5, atol=1e-6)
             copy.deepcopy(model)(x)
     # weights from elsewhere: the scales do not belong to them
-    with told(WITHOUT_SCALES), torch.no_grad():
+    with told(OTHER_WEIGHTS), torch.no_grad():
         model.load_state_dict(small_mlp().state_dict())
         for _ in range(3):
             model(x)
@@ -151,7 +152,7 @@ def test_a_fit_that_validates_weights_from_elsewhere(tmp_path: Path) -> None:
         def on_validation_start(self) -> None:
             self.net.load_state_dict(small_mlp().state_dict())
 
-    with told(WITHOUT_SCALES):
+    with told(OTHER_WEIGHTS):
         make_trainer(tmp_path).fit(seeded(Swaps), loader(), loader())
 
 
@@ -194,7 +195,7 @@ def test_a_bf16_checkpoint_in_a_trainer_that_had_already_fit(tmp_path: Path) -> 
     other.save_checkpoint(tmp_path / "bf16.ckpt")
     trainer, model = make_trainer(tmp_path, max_steps=4), seeded()
     trainer.fit(model, loader())
-    with told(WITHOUT_SCALES):
+    with told(OTHER_WEIGHTS):
         found = trainer.validate(model, loader(batch_size=64), ckpt_path=tmp_path / "bf16.ckpt")[0]["val_loss"]
     expected = other.validate(other.model, loader(batch_size=64))[0]["val_loss"]
     assert found == pytest.approx(expected, rel=0.03)
