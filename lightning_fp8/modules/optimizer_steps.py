@@ -61,7 +61,7 @@ def _changed_groups(optimizer: Optimizer) -> Iterator[tuple[WeightGroup, set[int
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    for group, _ in _changed_groups(optimizer):
+    for group, _weights in _changed_groups(optimizer):
         for state in group.states():
             group.step_begins(state)
 

@@ -109,8 +109,7 @@ class WeightGroup:
         """A forward records with other weights: empty the histories that belong to the former ones."""
         if self._must_empty:
             state.empty_histories()
-        for rows in self.members:
-            rows.refer()
+        self.take_as_known()
         self.histories_fit = True
 
     def scales_updated(self) -> None:
@@ -124,6 +123,15 @@ class WeightGroup:
         for rows in self.members:
             rows.reference = None
         self._cast.clear()
+
+    def are_known(self) -> bool:
+        """See :class:`lightning_fp8.scaling.state.Weights`."""
+        return all(rows.reference is None or rows.is_known() for rows in self.members)
+
+    def take_as_known(self) -> None:
+        """See :class:`lightning_fp8.scaling.state.Weights`."""
+        for rows in self.members:
+            rows.refer()
 
     def step_begins(self, state: ScalingState) -> None:
         """An optimizer steps, and may run forwards between changes of its own: until it ends, changes are its own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, Mi
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,6 +25,8 @@ from lightning_fp8.plugins.core import FSDPCore, PrecisionCore, as_dtype, by_str
 from lightning_fp8.plugins.fp8 import Fp8Core
 from lightning_fp8.plugins.loops import LoopWeights
 from lightning_fp8.scaling.notices import FORWARDS_BEFORE_TRAINING
+from lightning_fp8.scaling.saved import load_entries
+from lightning_fp8.scaling.state import Weights
 
 
 class _TrainerPrecision(PrecisionCore, Precision):
@@ -48,6 +50,14 @@ class _TrainerPrecision(PrecisionCore, Precision):
 
 class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     _loop_weights = LoopWeights()
+    _known: Sequence[Weights] = ()
+
+    @override
+    def _prepare(self, module: nn.Module) -> None:
+        super()._prepare(module)
+        # DDP broadcasts them before `connect`: that changes no values
+        found = [state.weights for state in self._states if state.weights is not None]
+        self._known = [weights for weights in found if weights.are_known()]
 
     @override
     def connect(
@@ -55,6 +65,9 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         # only the state of this model: the plugin may have been used with another one before
         self._states = [scaling_state(model)] if is_converted(model) else []
+        for weights in self._known:
+            weights.take_as_known()
+        self._known = ()
         self._loop_weights = LoopWeights(model)
         trainer = self._trainer
         self._allow_forwards(math.inf if trainer is not None and trainer.state.fn == TrainerFn.FITTING else 0)
@@ -102,9 +115,12 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
             super().backward(*args, **kwargs)
 
     @property
+    def _model(self) -> nn.Module | None:
+        return self._attention.models[-1]() if self._attention.models else None
+
+    @property
     def _trainer(self) -> pl.Trainer | None:
-        model = self._attention.models[-1]() if self._attention.models else None
-        return getattr(model, "_trainer", None)
+        return getattr(self._model, "_trainer", None)
 
     def _allow_forwards(self, before_training: float) -> None:
         for state in self._states:
@@ -133,24 +149,19 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        if not self._states:
-            if state_dict:
+        strict = getattr(self._model, "strict_loading", True)
+        if self._states:
+            load_entries(self._states[0], state_dict, strict)
+            self._say_switched(self._states[0])
+        elif state_dict:
+            names = ", ".join(map(repr, list(state_dict)[:3]))
+            reason = f"The checkpoint has FP8 scales ({names}, ...), but here no layer runs in FP8."
+            if strict:
                 raise ValueError(
-                    f"The checkpoint has FP8 scales ({', '.join(list(state_dict)[:3])}, ...), but here no layer runs in"
-                    " FP8. Convert the same modules as in the run that saved it (`ignore_modules`,"
-                    " `min_features`, `adapters`), or load the weights only."
+                    f"{reason} Convert the same modules as in the run that saved it (`ignore_modules`, `min_features`,"
+                    " `adapters`), or load the weights only."
                 )
-            return
-        self._states[0].load_state_dict(state_dict)
-        state = self._states[0]
-        fallen = state.switches.fallbacks
-        current = [name for name in state.current_modules if name not in fallen]
-        for names, what in ((fallen, "fell back to bf16"), (current, "moved to current scaling")):
-            if names:
-                rank_zero_info(
-                    f"{self.precision}: {len(names)} layers {what} in the run that saved this checkpoint, and stay"
-                    f" there: {', '.join(names)}."
-                )
+            rank_zero_warn(f"{reason} They are skipped.")
 
 
 class Fp8Precision(_Fp8TrainerPrecision):

@@ -73,9 +73,11 @@ class Notices:
             )
             self._say(
                 f"A model with FP8 layers ({_some(state.module_names)}) is evaluated {with_what}: each batch is scaled"
-                " by itself, so results depend on which samples are in it. Take the scales along with the weights:"
-                " `trainer.validate(model, ckpt_path=...)`, or `lightning_fp8.load_scales(model, checkpoint)`. A model"
-                " that has not been trained with these weights gets them in training."
+                " by itself, so results depend on which samples are in it. `load_state_dict` brings no scales: after it"
+                " call `lightning_fp8.load_scales(model, file)` with the file of the weights, or load both by"
+                " `trainer.validate(model, ckpt_path=file)`. A file with weights alone is for"
+                ' `precision="bf16-mixed"`, after `lightning_fp8.unconvert(model)`. A model that has not been trained'
+                " with these weights gets scales in training."
             )
 
     def see_export_without_scales(self, state: ScalingState) -> None:

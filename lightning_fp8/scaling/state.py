@@ -48,6 +48,12 @@ class Weights(Protocol):
     def scales_loaded(self) -> None:
         """Histories have been loaded: they belong to the weights of the next forward."""
 
+    def are_known(self) -> bool:
+        """Whether the histories belong to the weights, or to those of the next forward."""
+
+    def take_as_known(self) -> None:
+        """The histories belong to the weights as they are now."""
+
 
 class ScalingState(FormerNames, JoinableState):
     """Scales and amax histories of all R tensors of a model together, three tensors for each converted module.
