@@ -82,7 +82,7 @@ def export(
     folder = Path(path)
     _check_folder(folder, overwrite)
     tensors_by_name = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
-    gemms = scales_to_write(model, tensors_by_name)
+    gemms = _scales_to_write(model, tensors_by_name)
     _note_experts(model)
     tensors, in_file_as_fp8 = _tensors(tensors_by_name, gemms, output_embedding(model), dtype)
     of_any = next(scales for scales in gemms.values() if scales is not None)
@@ -121,13 +121,13 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
         )
 
 
-def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Scales | OwnScaling | None]:
+def _scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Scales | OwnScaling | None]:
     """The scales of all converted GEMMs, or how their blocks are scaled; None where fprop is not in FP8."""
     gemms = converted_gemms(model)
-    recipe = next((rows.state.recipe for rows in gemms.values()), None)
-    if recipe is None or recipe.from_history:
-        return static_scales(model, tensors)
     _check_gemms(model, gemms, tensors)
+    recipe = next(iter(gemms.values())).state.recipe
+    if recipe.from_history:
+        return _static_scales(gemms, tensors)
     if recipe.own.margin:
         raise ValueError(
             f"export: {recipe} keeps {recipe.own.margin} powers of two free above the largest value of an input, and"
@@ -156,17 +156,8 @@ def _check_gemms(model: nn.Module, gemms: Mapping[str, Fp8Rows], tensors: Mappin
         )
 
 
-def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
+def _static_scales(gemms: Mapping[str, Fp8Rows], tensors: Mapping[str, Tensor]) -> Gemms:
     """The scales of all converted GEMMs, None for those whose fprop is not in FP8."""
-    gemms = converted_gemms(model)
-    recipes = [rows.state.recipe for rows in gemms.values()]
-    if recipes and not recipes[0].from_history:
-        raise ValueError(
-            f"export_onnx: {recipes[0]} scales each input by its own values, so there are no static scales to write."
-            " `lightning_fp8.export` needs none; or convert the model with a DelayedScaling instead (`unconvert`, then"
-            " `convert`) and train it for some steps."
-        )
-    _check_gemms(model, gemms, tensors)
     current = next(iter(gemms.values())).state.current_modules
     if any(rows.switch.fprop_in_fp8 and rows.name in current for rows in gemms.values()):
         raise ValueError(
