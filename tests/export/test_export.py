@@ -233,6 +233,17 @@ def test_llama_as_vllm_reads_it(tmp_path: Path) -> None:
     assert metadata_of(tmp_path)["format"] == "pt"
 
 
+def test_transformers_does_not_read_one_scale_for_each_tensor(tmp_path: Path) -> None:
+    """It has other names for scales; without them it takes codes for weights, as docs/export.md says."""
+    wrapped, batch = made("llama")
+    export(trained(wrapped.net, lambda model: model(**batch).logits), tmp_path)
+    loaded, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    tensors = tensors_of(tmp_path)
+    assert said["unexpected_keys"] == {name for name in tensors if name.endswith("_scale")}
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(loaded.get_parameter(name).float(), tensors[name].float())
+
+
 @pytest.mark.parametrize("k_by_n", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_independent_reader_agrees(tmp_path: Path, dtype: torch.dtype, k_by_n: bool) -> None:
@@ -582,6 +593,14 @@ def test_what_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         export(large, target, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"knows only E4M3, and the recipe casts 0\.input to e5m2"):
         export(convert(small_mlp(), ForwardInE5m2()), target)
+    tiny, rule = trained(small_mlp(), on(8, 32), 1), r"a scale in a file must be a number from 2\*\*-118 to 2\*\*118"
+    with torch.no_grad():
+        tiny[0].weight.mul_(1e-34)
+    with pytest.raises(ValueError, match=rf"{rule}.* not: 0\.weight \(.*e\+37\)\. Leave the layers out"):
+        export(tiny, target)
+    tiny = trained(small_mlp(), lambda model: model(torch.full((8, 32), 1e-35)), 1)
+    with pytest.raises(ValueError, match=rf"{rule}.* not: 0\.input \(4\.48e\+37\)\. Leave the layers out"):
+        export(tiny, target)
     fallen = copy.deepcopy(model)
     for name in ("0", "2"):
         fall_back(fallen, name)
