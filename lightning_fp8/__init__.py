@@ -25,7 +25,6 @@ from lightning_fp8.conversion.convert import convert, describe, scaling_state, u
 from lightning_fp8.conversion.fallback import fall_back, fallbacks
 from lightning_fp8.dtypes.audit import audit
 from lightning_fp8.export.load import load_exported
-from lightning_fp8.export.to_onnx import export_onnx
 from lightning_fp8.export.write import export
 from lightning_fp8.modules import Fp8Linear, Fp8MultiheadAttention
 from lightning_fp8.modules.feed_forward import feed_forward
@@ -76,7 +75,6 @@ __all__ = [
     "convert",
     "describe",
     "export",
-    "export_onnx",
     "fall_back",
     "fallbacks",
     "feed_forward",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from lightning_fp8.export.layout import (
     dequantized,
     is_scale,
     joined,
+    listed,
     memory_of,
     scale_names,
     scales_of,
@@ -32,9 +34,7 @@ Tensors = Mapping[str, Tensor]
 def _refuse(file: Path, what: str, names: Iterable[str]) -> None:
     wrong = list(names)
     if wrong:
-        raise ValueError(
-            f"load_exported: {file}: tensors that {what}: {', '.join(wrong[:6])}{', ...' if len(wrong) > 6 else ''}."
-        )
+        raise ValueError(f"load_exported: {file}: tensors that {what}: {listed(wrong)}.")
 
 
 def check_dtypes(file: Path, tensors: Tensors) -> None:
@@ -74,6 +74,11 @@ def check_scales(file: Path, in_fp8: Sequence[str], tensors: Tensors, dynamic: b
             for name, scale in zip(scale_names(weight), scales_of(weight, tensors))
             if not is_scale(scale)
         ),
+    )
+    _refuse(
+        file,
+        "have scales whose product with those of their inputs is not finite in float32",
+        (weight for weight in in_fp8 if not math.prod(scales_of(weight, tensors), start=torch.ones(())).isfinite()),
     )
 
 

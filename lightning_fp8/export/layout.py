@@ -16,10 +16,12 @@ own values.
 
 A model with block scaling has ``activation_scheme: dynamic`` and ``weight_block_size: [128, 128]``:
 
-==============================  =======================================  ======================================
-``<layer>.weight``              float8_e4m3fn [N, K]                     codes; a block is ``code * scale_inv``
-``<layer>.weight_scale_inv``    float32 [ceil(N / 128), ceil(K / 128)]   multiplier of each block's codes
-==============================  =======================================  ======================================
+==============================  ===========================  ======================================
+``<layer>.weight``              float8_e4m3fn [N, K]         codes; a block is ``code * scale_inv``
+``<layer>.weight_scale_inv``    float32 [N / 128, K / 128]   multiplier of each block's codes
+==============================  ===========================  ======================================
+
+N and K are multiples of 128; other weights are not in FP8.
 
 Sources: vllm-project/vllm, ``model_executor/layers/quantization/fp8.py`` (``Fp8Config``, ``Fp8LinearMethod``) and
 ``model_executor/parameter.py`` (``PerTensorScaleParameter``: a scale is ``[]`` or ``[1]``); neuralmagic/AutoFP8,
@@ -30,7 +32,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -49,7 +51,9 @@ from lightning_fp8.ops.operand import OwnScaling, WeightSlot, with_scale
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 _METADATA_KEY = "lightning_fp8.scales"
-SCALE_RULE = "a finite number above 0 in float32, and so must be its reciprocal"
+# with which the largest code, times a scale or its reciprocal, is a normal number in fp32
+_LEAST_SCALE, _LARGEST_SCALE = 2.0**-118, 2.0**118
+SCALE_RULE = "a number from 2**-118 to 2**118"
 
 
 class Scales(NamedTuple):
@@ -80,6 +84,20 @@ def scale_names(weight: str) -> tuple[str, str]:
     ('self_attn.in_proj_weight_scale', 'self_attn.in_proj_input_scale')
     """
     return f"{weight}_scale", f"{weight.removesuffix('weight')}input_scale"
+
+
+def printable(text: str) -> str:
+    """A text from a file for a message: characters that a terminal would interpret are escaped.
+
+    >>> print(printable("layer\\x1b[2J.weight"))
+    layer\\x1b[2J.weight
+    """
+    return repr(text)[1:-1]
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first six names, for a message."""
+    return printable(", ".join(names[:6])) + (", ..." if len(names) > 6 else "")
 
 
 def in_file(name: str, weight: Tensor, scales: Scales | OwnScaling) -> tuple[Tensor, dict[str, Tensor]]:
@@ -208,14 +226,14 @@ def _scales_from(name: str, entry: Any, roles: tuple[str, ...]) -> Scales:
                 f"the scale {role!r} of {name!r} must be a number in hexadecimal, got {reprlib.repr(entry[role])}"
             ) from error
         if not is_scale(scale):
-            raise ValueError(f"the scale {role!r} of {name!r} must be {SCALE_RULE}, got {entry[role]}")
+            raise ValueError(f"the scale {role!r} of {name!r} must be {SCALE_RULE}, got {printable(entry[role])}")
         found[role] = scale
     return Scales(**found)
 
 
 def is_scale(scale: Tensor) -> bool:
-    """Whether the scale, ``[] float32``, and its reciprocal satisfy :data:`SCALE_RULE`."""
-    return all(bool(number.isfinite() and number > 0) for number in (scale, scale.reciprocal()))
+    """Whether a multiplier before a cast, or its reciprocal, satisfies :data:`SCALE_RULE`; ``[] float32``."""
+    return _LEAST_SCALE <= scale.item() <= _LARGEST_SCALE
 
 
 def scales_of(weight: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:

@@ -33,6 +33,8 @@ from lightning_fp8.export.layout import (
     from_metadata,
     import_safetensors,
     joined,
+    listed,
+    printable,
     scales_of,
     state_tensors,
 )
@@ -67,9 +69,9 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     Raises:
         ImportError: without ``safetensors``.
         FileNotFoundError: if the folder holds no export.
-        ValueError: for another quantization, a damaged file, scales that are not finite numbers above 0, tensors that
-            are missing, unexpected, or of another shape, or layers that cannot run in FP8 here; the message names them
-            and the file.
+        ValueError: for another quantization, a damaged file, scales outside of 2**-118 to 2**118, tensors that are
+            missing, unexpected, or of another shape, or layers that cannot run in FP8 here; the message names them and
+            the file.
         TypeError: if a layer that ran in FP8 has parameters that are not fp32, bf16 or fp16, or the model's
             ``state_dict`` holds sharded tensors or entries that are not tensors.
 
@@ -102,7 +104,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         warnings.warn(
             f"load_exported: {file}: {len(again)} weights are rounded to FP8 a second time, because their codes do not"
             " reach the largest one and a weight here is scaled by its own amax:"
-            f" {', '.join(again[:6])}{', ...' if len(again) > 6 else ''}.",
+            f" {listed(again)}.",
             stacklevel=2,
         )
     return model.eval()
@@ -118,7 +120,7 @@ def _read(file: Path, dynamic: bool) -> tuple[dict[str, Tensor], Gemms]:
             metadata = opened.metadata()
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
+        raise ValueError(f"{file} is damaged or not a safetensors file: {printable(str(error))}") from error
     check_dtypes(file, tensors)
     in_fp8 = [name for name, tensor in tensors.items() if tensor.dtype == E4M3.dtype]
     check_scales(file, in_fp8, tensors, dynamic)

@@ -17,22 +17,18 @@ from lightning_fp8.export.config import config_of, output_embedding
 from lightning_fp8.export.layout import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    Gemms,
     Scales,
-    converted_gemms,
     import_safetensors,
     in_file,
-    joined,
     memory_of,
     state_tensors,
     to_metadata,
 )
-from lightning_fp8.modules.base import Fp8Rows
+from lightning_fp8.export.scales import check_finite, in_whole_blocks, scales_to_write
 from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.paths import named_modules
-from lightning_fp8.ops.amaxes import max_abs, scale_of_current
-from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3, Role, dtype_name
+from lightning_fp8.ops.formats import CASTABLE_DTYPES, dtype_name
 from lightning_fp8.ops.operand import OwnScaling
 
 
@@ -50,9 +46,9 @@ def export(
     Some weights are not written in FP8 even if they run in FP8 here: weights that something else reads too (such as an
     embedding tied to the head), and the output embedding of a Hugging Face model, which vLLM does not quantize
     (vllm-project/vllm#40999). The metadata hold their scales, so :func:`~lightning_fp8.load_exported` runs them in FP8
-    again. Layers that fell back or have fprop in bf16 are exported as plain ones, and so are experts in 3-D parameters,
-    with a warning. vLLM fuses q, k and v (also gate and up), with the largest of their scales, and accepts them only if
-    all or none are in FP8.
+    again. Layers that fell back or have fprop in bf16 are exported as plain ones. So are, with a warning, experts in
+    3-D parameters, and with ``BlockScaling`` weights whose sizes are no multiples of 128. vLLM fuses q, k and v (also
+    gate and up), with the largest of their scales, and accepts them only if all or none are in FP8.
 
     Names are relative to ``model``: if a LightningModule wraps a Hugging Face model, export the latter. Tied weights
     are written once. In a distributed run call this on one process.
@@ -72,7 +68,8 @@ def export(
         FileExistsError: if the folder holds a model already.
         TypeError: for another ``dtype``, or an entry that is sharded or not a tensor.
         ValueError: for a model without FP8 layers, tensors without a history, parameters that are not finite, a recipe
-            whose forward is not E4M3, one that scales inputs by their own values with a margin, or two tensors with
+            whose forward is not E4M3, one that scales inputs by their own values with a margin, scales outside of
+            2**-118 to 2**118, ``BlockScaling`` without a weight whose sizes are multiples of 128, or two tensors with
             the same name; the message names them.
     """
     import_safetensors()
@@ -82,9 +79,10 @@ def export(
     folder = Path(path)
     _check_folder(folder, overwrite)
     tensors_by_name = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
-    gemms = scales_to_write(model, tensors_by_name)
+    plain = output_embedding(model)
+    gemms = in_whole_blocks(scales_to_write(model, tensors_by_name), tensors_by_name, plain)
     _note_experts(model)
-    tensors, in_file_as_fp8 = _tensors(tensors_by_name, gemms, output_embedding(model), dtype)
+    tensors, in_file_as_fp8 = _tensors(tensors_by_name, gemms, plain, dtype)
     of_any = next(scales for scales in gemms.values() if scales is not None)
     _write(folder, tensors, to_metadata(gemms), config_of(model, in_file_as_fp8, dtype, of_any))
     return folder
@@ -121,81 +119,6 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
         )
 
 
-def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Scales | OwnScaling | None]:
-    """The scales of all converted GEMMs, or how their blocks are scaled; None where fprop is not in FP8."""
-    gemms = converted_gemms(model)
-    recipe = next((rows.state.recipe for rows in gemms.values()), None)
-    if recipe is None or recipe.from_history:
-        return static_scales(model, tensors)
-    _check_gemms(model, gemms, tensors)
-    if recipe.own.margin:
-        raise ValueError(
-            f"export: {recipe} keeps {recipe.own.margin} powers of two free above the largest value of an input, and"
-            " readers of the layout keep none. Convert the model with `margin=0` (`unconvert`, then `convert`)."
-        )
-    found: dict[str, Scales | OwnScaling | None] = {}
-    for name, rows in gemms.items():
-        _check_format(rows, "input")
-        _check_finite(name, tensors[name])
-        scales = rows.weight_scaling if recipe.own.blocks else Scales(_weight_scale(tensors[name]))
-        found[name] = scales if rows.switch.fprop_in_fp8 else None
-    return found
-
-
-def _check_gemms(model: nn.Module, gemms: Mapping[str, Fp8Rows], tensors: Mapping[str, Tensor]) -> None:
-    if not any(rows.switch.fprop_in_fp8 for rows in gemms.values()):
-        raise ValueError(
-            f"export: {type(model).__name__} has no layers that run in FP8. Convert it (`lightning_fp8.convert`, or"
-            " Trainer(precision='fp8-delayed')) and train it, or save it as any other model."
-        )
-    changed = [name for name in gemms if name not in tensors]
-    if changed:
-        raise ValueError(
-            f"export: no {changed[0]!r} in the model's `state_dict`. Remove parametrizations and hooks that rename or"
-            " compute weights of converted layers first."
-        )
-
-
-def static_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Gemms:
-    """The scales of all converted GEMMs, None for those whose fprop is not in FP8."""
-    gemms = converted_gemms(model)
-    recipes = [rows.state.recipe for rows in gemms.values()]
-    if recipes and not recipes[0].from_history:
-        raise ValueError(
-            f"export_onnx: {recipes[0]} scales each input by its own values, so there are no static scales to write."
-            " `lightning_fp8.export` needs none; or convert the model with a DelayedScaling instead (`unconvert`, then"
-            " `convert`) and train it for some steps."
-        )
-    _check_gemms(model, gemms, tensors)
-    current = next(iter(gemms.values())).state.current_modules
-    if any(rows.switch.fprop_in_fp8 and rows.name in current for rows in gemms.values()):
-        raise ValueError(
-            f"export: {len(current)} layers are scaled by their own values since `ScaleWatchdog` moved them, so there"
-            f" are no static scales to write: {', '.join(current[:6])}{', ...' if len(current) > 6 else ''}."
-            " `lightning_fp8.fall_back(model, name)` leaves a layer out of FP8."
-        )
-    found: dict[str, Scales | None] = {}
-    without: list[str] = []
-    for name, rows in gemms.items():
-        for role in ("input", "weight"):
-            _check_format(rows, role)
-        _check_finite(name, tensors[name])
-        found[name] = None
-        if rows.switch.fprop_in_fp8:
-            input_scale = _input_scale(rows)
-            if input_scale is None:
-                without.append(joined(rows.name, "input"))
-            else:
-                found[name] = Scales(_weight_scale(tensors[name]), input_scale)
-    if without:
-        raise ValueError(
-            f"export: {len(without)} tensors have no history, so they have no static scale: {', '.join(without[:6])}"
-            f"{', ...' if len(without) > 6 else ''}. Train for at least one step in which these layers run (an input"
-            " that is always zero leaves no history), or leave the layers out with `ignore_modules`."
-        )
-    return found
-
-
 def _note_experts(model: nn.Module) -> None:
     experts = [path for path, layer in named_modules(model) if isinstance(layer, Fp8Experts)]
     if experts:
@@ -204,34 +127,6 @@ def _note_experts(model: nn.Module) -> None:
             " layout has one scale for each tensor, and theirs hold many weights. They ran in FP8 until now, so outputs"
             " differ.",
             stacklevel=3,
-        )
-
-
-def _check_format(rows: Fp8Rows, role: Role) -> None:
-    fmt = rows.state.recipe.format_of(role)
-    if fmt != E4M3:
-        raise ValueError(
-            f"export: the layout knows only E4M3, and the recipe casts {joined(rows.name, role)} to {fmt.name}:"
-            f" {rows.state.recipe}."
-        )
-
-
-def _input_scale(rows: Fp8Rows) -> Tensor | None:
-    row = rows.state.row_of(rows.module, "input")
-    return rows.state.scale[row].cpu() if bool(rows.state.amax_history[0, row] > 0) else None
-
-
-def _weight_scale(weight: Tensor) -> Tensor:
-    amax = max_abs(weight.detach())
-    # for zeros any scale will do; the largest scale would have a subnormal reciprocal, which some devices flush to zero
-    return torch.where(amax > 0, scale_of_current(amax, E4M3), 1.0).cpu()
-
-
-def _check_finite(name: str, tensor: Tensor) -> None:
-    if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
-        raise ValueError(
-            f"export: {name} has values that are not finite in {dtype_name(tensor.dtype)}, so the model is not"
-            " usable. Export an earlier checkpoint, or use a wider `dtype`."
         )
 
 
@@ -268,6 +163,6 @@ def _stored(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     tensor = tensor.dequantized() if isinstance(tensor, FrozenWeight) else tensor
     stored = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
     if isinstance(tensor, nn.Parameter):
-        _check_finite(name, stored)
+        check_finite(name, stored)
     # saving a view would also write the rest of its storage
     return stored.clone() if stored.untyped_storage().nbytes() != stored.nbytes else stored

@@ -95,7 +95,7 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
         return Fp8Weight(place.t() if rows.k_by_n else place, operand)
     check_whole(rows, parameter)
     weight = _n_by_k(rows, parameter, part)
-    if rows.is_prepared and (is_dynamo_compiling() or torch.compiler.is_exporting()):
+    if rows.is_prepared and is_dynamo_compiling():
         return Fp8Weight(weight, rows.prepared)
     made = rows.group.cast_stale(rows, parameter) if is_kept and record else None
     if made is None:

@@ -12,7 +12,7 @@ from lightning_fp8.ops.activations import activate, activated_width
 from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
-from lightning_fp8.ops.library import define, implement, is_k_major
+from lightning_fp8.ops.library import define, implement, is_k_major, is_watched
 from lightning_fp8.ops.operand import Fp8Operand, OwnScaling, Slot, WeightSlot
 
 # cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M] uint8, scale_inv [] float32)
@@ -149,5 +149,7 @@ def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dt
 
 
 def casts_weights_together(weight: Tensor, own: OwnScaling) -> bool:
-    """Whether :func:`cast_weights` supports the device and the scaling of this weight."""
-    return is_k_major(weight) and not own.blocks and cuda.weights_kernel(weight.device) is not None
+    """Whether :func:`cast_weights`, which is no operator, supports the device and the scaling of this weight."""
+    if own.blocks or not is_k_major(weight) or is_watched(weight):
+        return False
+    return cuda.weights_kernel(weight.device) is not None

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C import _get_tracing_state
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
@@ -31,6 +32,12 @@ from lightning_fp8.runtime.device import is_capturing
 LIBRARY = torch.library.Library("lightning_fp8", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _PLAIN_TENSORS = frozenset((Tensor, Parameter))
+_NO_TRANSFORMS = (
+    "lightning_fp8: FP8 layers run neither in forward-mode differentiation (`torch.func.jvp`, `jacfwd`,"
+    " `torch.autograd.forward_ad`) nor in the gradients of `torch.func` (`grad`, `vjp`, `jacrev`). Use"
+    " `torch.autograd.grad`, call `lightning_fp8.unconvert(model)` first, or leave the layers in bf16 with"
+    " `ignore_modules`."
+)
 # whether the CUDA functions also run on CPU tensors: for tests, and to measure host time
 cuda_on_cpu = False
 
@@ -146,6 +153,7 @@ class Operator:
         """The operator's result; its first argument is a tensor."""
         x = arguments[0]
         if is_watched(x):
+            refuse_transforms()
             return self.op(*flattened(arguments))
         return (self._cuda if is_k_major(x) else self._cpu)(*arguments)
 
@@ -159,6 +167,19 @@ class Operator:
 def is_exporting() -> bool:
     """Whether a program is being made by ``torch.export``."""
     return torch.compiler.is_exporting()
+
+
+# dynamo calls this instead of tracing it; its guards include the transforms and the level of forward mode
+@torch.compiler.assume_constant_result
+def refuse_transforms() -> None:
+    """Raise a RuntimeError in forward-mode differentiation and in the gradients of ``torch.func``.
+
+    Operators would return zero tangents in the former. The latter do not reach the gradients of an operator, and copies
+    of weights, which outlive them, would be their wrappers.
+    """
+    in_grad = any(one.key() == TransformType.Grad for one in get_interpreter_stack() or ())
+    if in_grad or forward_ad._current_level >= 0:
+        raise RuntimeError(_NO_TRANSFORMS)
 
 
 def is_k_major(x: Tensor) -> bool:
@@ -244,6 +265,10 @@ def differentiable(
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
             return *backward(ctx, *gradients), *others
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            raise RuntimeError(_NO_TRANSFORMS)
 
     Function.__name__ = Function.__qualname__ = f"Fp8{signature.name.title()}"
     # skips the unwrapping of arguments that `Function.apply` does for transforms, which `is_watched` excludes

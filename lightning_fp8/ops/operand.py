@@ -57,8 +57,8 @@ def see_export(handle: int, record: bool) -> None:
     """
     if torch.onnx.is_in_onnx_export():
         raise RuntimeError(
-            "lightning_fp8: torch.onnx.export does not know FP8 layers. `lightning_fp8.export_onnx(model, args, path)`"
-            " writes them in FP8; call `lightning_fp8.unconvert(model)` first to export the model as a plain one."
+            "lightning_fp8: torch.onnx.export does not know FP8 layers. Call `lightning_fp8.unconvert(model)` first,"
+            " and export the model as a plain one."
         )
     if record:
         raise RuntimeError(

@@ -33,7 +33,6 @@ from lightning_fp8 import (
     convert,
     describe,
     export,
-    export_onnx,
     fall_back,
     fallbacks,
     load_exported,
@@ -232,6 +231,17 @@ def test_llama_as_vllm_reads_it(tmp_path: Path) -> None:
     scales = {tensors[f"model.layers.1.self_attn.{name}_proj.input_scale"].item() for name in "qkv"}
     assert len(scales) == 1
     assert metadata_of(tmp_path)["format"] == "pt"
+
+
+def test_transformers_does_not_read_one_scale_for_each_tensor(tmp_path: Path) -> None:
+    """It has other names for scales; without them it takes codes for weights, as docs/export.md says."""
+    wrapped, batch = made("llama")
+    export(trained(wrapped.net, lambda model: model(**batch).logits), tmp_path)
+    loaded, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    tensors = tensors_of(tmp_path)
+    assert said["unexpected_keys"] == {name for name in tensors if name.endswith("_scale")}
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(loaded.get_parameter(name).float(), tensors[name].float())
 
 
 @pytest.mark.parametrize("k_by_n", [False, True])
@@ -542,8 +552,6 @@ def test_current_scaling_needs_no_scales_of_inputs(tmp_path: Path, dtype: torch.
 
 def test_what_has_no_static_scales(tmp_path: Path) -> None:
     model = convert(small_mlp(), CurrentScaling()).eval()
-    with pytest.raises(ValueError, match=r"export_onnx: CurrentScaling\(.*no static scales to write"):
-        export_onnx(model, (torch.randn(4, 32),), tmp_path / "out")
     with pytest.raises(ValueError, match=r"CurrentScaling\(margin=2.*readers of the layout keep none"):
         export(convert(small_mlp(), CurrentScaling(2)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -585,6 +593,14 @@ def test_what_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         export(large, target, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"knows only E4M3, and the recipe casts 0\.input to e5m2"):
         export(convert(small_mlp(), ForwardInE5m2()), target)
+    tiny, rule = trained(small_mlp(), on(8, 32), 1), r"a scale in a file must be a number from 2\*\*-118 to 2\*\*118"
+    with torch.no_grad():
+        tiny[0].weight.mul_(1e-34)
+    with pytest.raises(ValueError, match=rf"{rule}.* not: 0\.weight \(.*e\+37\)\. Leave the layers out"):
+        export(tiny, target)
+    tiny = trained(small_mlp(), lambda model: model(torch.full((8, 32), 1e-35)), 1)
+    with pytest.raises(ValueError, match=rf"{rule}.* not: 0\.input \(4\.48e\+37\)\. Leave the layers out"):
+        export(tiny, target)
     fallen = copy.deepcopy(model)
     for name in ("0", "2"):
         fall_back(fallen, name)

@@ -118,6 +118,7 @@ def test_config(model: nn.Module, folder: Path, content: str, message: str) -> N
     refused(model, folder, message)
 
 
+RULE = r"must be a number from 2\*\*-118 to 2\*\*118"
 SCALES: list[tuple[Any, str]] = [
     ("[", r"is not valid JSON"),
     ("[" * 100_000, r"is not valid JSON"),
@@ -131,9 +132,10 @@ SCALES: list[tuple[Any, str]] = [
     ),
     ({"0.weight": {"weight": "0x1p99999", "input": "0x1p0"}}, r"must be a number in hexadecimal, got '0x1p99999'"),
     *(
-        ({"0.weight": {"weight": "0x1p0", "input": scale}}, rf"'input' of '0\.weight' must be a finite .* got {scale}")
-        for scale in ("nan", "inf", "-0x1p0", "0x0p0", "0x1p200", "0x1p-200", "0x1p-149")
+        ({"0.weight": {"weight": "0x1p0", "input": scale}}, rf"'input' of '0\.weight' {RULE}, got {scale}$")
+        for scale in ("nan", "inf", "-0x1p0", "0x0p0", "0x1p200", "0x1p-200", "0x1p-149", "0x1p119", "0x1p-119")
     ),
+    ({"0.weight": {"weight": "0x1p0", "input": "\x0b0x0p0"}}, rf"'input' of '0\.weight' {RULE}, got \\x0b0x0p0$"),
     (
         {"0.bias": {"weight": "0x1p0", "input": "0x1p0"}},
         r"other than those in the file's metadata: 0\.weight, 2\.weigh",
@@ -165,6 +167,9 @@ BAD_SCALES = {
     "too large for fp32": torch.tensor(1e300, dtype=torch.float64),
     "too small for fp32": torch.tensor(1e-300, dtype=torch.float64),
     "a reciprocal that is infinite": torch.tensor(1e-45),
+    "subnormal": torch.tensor(1e-39),
+    "a reciprocal that overflows with a code": torch.tensor(1e-37),
+    "one that overflows with a code": torch.tensor(1e38),
 }
 
 
@@ -174,9 +179,14 @@ BAD_SCALES = {
 def test_scales(model: nn.Module, folder: Path, name: str, kind: str, with_metadata: bool) -> None:
     tensors, metadata = parts(folder)
     rewrite(folder, {**tensors, name: BAD_SCALES[kind]}, metadata if with_metadata else {})
-    refused(
-        model, folder, rf"are scales, each of which must be a finite number above 0 .*: {name.replace('.', '[.]')} "
-    )
+    refused(model, folder, rf"are scales, each of which {RULE}: {name.replace('.', '[.]')} ")
+
+
+@pytest.mark.parametrize("scale", [2.0**-118, 2.0**118])
+def test_outputs_are_finite_with_any_scale_that_is_accepted(folder: Path, scale: float) -> None:
+    tensors, _ = parts(folder)
+    rewrite(folder, {**tensors, "0.input_scale": torch.tensor(scale)}, {})
+    assert load_exported(small_mlp(), folder)(torch.randn(8, 32)).isfinite().all()
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
@@ -198,8 +208,9 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "a code that is NaN": (
         lambda t: t["0.weight"].view(torch.uint8)[3].fill_(0x7F), r"do not keep the values of the file.*0\.weight"
     ),
-    "values that are infinite": (
-        lambda t: t.update({"0.weight_scale": torch.tensor(3e38)}), r"do not keep the values of the file.*0\.weight"
+    "scales whose product is infinite": (
+        lambda t: t.update({f"2.{of}_scale": torch.tensor(3e35) for of in ("weight", "input")}),
+        r"have scales whose product with those of their inputs is not finite in float32: 2\.weight\.$",
     ),
 }  # fmt: skip
 
@@ -275,6 +286,31 @@ def test_one_tensor_of_two_values_and_one_layer_of_two_scales(tmp_path: Path) ->
     scales["again.weight"] = {**scales["a.weight"], "input": "0x1p3"}
     rewrite(tmp_path, tensors, {KEY: json.dumps(scales)})
     refused(Shared(), tmp_path, r"have different scales for one layer: again\.weight")
+
+
+@pytest.mark.parametrize("where", ["tensors", "metadata", "both"])
+def test_names_do_not_reach_the_terminal_as_they_are(folder: Path, where: str) -> None:
+    tensors, metadata = parts(folder)
+    name = "\x1b]0;title\x07\x1b[2J\u202e.weight"
+    if where != "metadata":
+        tensors[name] = torch.ones(1)
+    if where != "tensors":
+        metadata[KEY] = json.dumps({**json.loads(metadata[KEY]), name: None})
+    rewrite(folder, tensors, metadata)
+    refused(small_mlp(), folder, r": \\x1b\]0;title\\x07\\x1b\[2J\\u202e\.weight\.$")
+
+
+def test_names_in_a_damaged_header_do_not_either(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    (length,) = struct.unpack_from("<Q", content)
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    header["\x1b[2J"] = {**header["0.weight"], "data_offsets": [1, 2]}
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    with pytest.raises(ValueError, match=r"is damaged") as caught:
+        load_exported(small_mlp(), folder)
+    assert "\x1b" not in str(caught.value)
 
 
 # --- any other damage ---

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from feed_forward_blocks import converted, llama, part_by_part
 from fp8_numpy import cast_in_blocks
 from in_blocks import in_fp8, spread
@@ -26,7 +27,6 @@ from lightning_fp8 import (
     fall_back,
     load_exported,
 )
-from lightning_fp8.export.write import static_scales
 
 
 @pytest.mark.parametrize("half", ["reference", "kernels"])
@@ -76,31 +76,57 @@ def test_attention_of_other_keys_has_the_blocks_of_each_projection(width: int) -
 
 
 def test_an_export_has_the_blocks_that_readers_of_deepseek_take(tmp_path: Path) -> None:
-    model = convert(nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 8)), BlockScaling())
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(256, 384), nn.ReLU(), nn.Linear(384, 192), nn.Linear(192, 128))
+
+    model = convert(make(), BlockScaling())
     with torch.no_grad():
-        model[0].weight.copy_(spread(300, 200, seed=9))
+        model[0].weight.copy_(spread(384, 256, seed=9))
     fall_back(model, "2")
-    export(model, tmp_path)
+    with pytest.warns(UserWarning, match=r"1 weights are written as they are: .* ones: 3\.weight \(128, 192\)"):
+        export(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert config["weight_block_size"] == [128, 128]
-    assert (config["activation_scheme"], config["ignored_layers"]) == ("dynamic", ["2"])
+    assert (config["activation_scheme"], config["ignored_layers"]) == ("dynamic", ["2", "3"])
     saved = load_file(tmp_path / "model.safetensors")
-    assert set(saved) == {"0.weight", "0.weight_scale_inv", "0.bias", "2.weight", "2.bias"}
+    assert set(saved) == {"0.weight", "0.weight_scale_inv", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias"}
     codes, scale_inv = cast_in_blocks(model[0].weight.detach().numpy(), "e4m3", 128)
     assert saved["0.weight"].dtype == torch.float8_e4m3fn
     assert np.array_equal(saved["0.weight"].view(torch.uint8).numpy(), codes)
     assert np.array_equal(saved["0.weight_scale_inv"].numpy(), scale_inv)
-    assert torch.equal(saved["2.weight"], model[2].weight)
+    assert all(torch.equal(saved[f"{at}.weight"], model[at].weight) for at in (2, 3))
     with pytest.raises(ValueError, match=r"weight_block_size=None, got \[128, 128\]"):
-        load_exported(nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 8)), tmp_path)
+        load_exported(make(), tmp_path)
+    with pytest.raises(ValueError, match=r"incomplete ones: 0\.weight \(64, 32\), 2.* No weight would be in FP8"):
+        export(convert(small_mlp(), BlockScaling(), min_features=0), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_transformers_reads_the_weights_of_an_export(tmp_path: Path) -> None:
+    """It computes blocks as rows // scales: of 192 rows in 2 blocks it would take 96 for each."""
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=256, intermediate_size=192, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = convert(transformers.LlamaForCausalLM(config), BlockScaling())
+    with torch.no_grad():
+        for layer in model.model.layers[0].mlp.children():
+            if isinstance(layer, nn.Linear):
+                layer.weight.copy_(spread(*layer.weight.shape, seed=9))
+    with pytest.warns(UserWarning, match=r"3 weights are .* model\.layers\.0\.mlp\.gate_proj\.weight \(192, 256\)"):
+        export(model, tmp_path, dtype=torch.bfloat16)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    expected, found = model.state_dict(), loaded.state_dict()
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        error = (found[name] - weight).abs()
+        # a rounding of E4M3, whose subnormals are multiples of 2^-9 of 448ths of the largest; or one of bf16
+        of_fp8 = "self_attn" in name
+        assert (error <= weight.abs() / (16 if of_fp8 else 256) + of_fp8 * weight.abs().max() * 2**-9 / 448).all()
 
 
 def test_what_has_one_scale_for_each_weight_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`frozen_weights='fp8'` keeps one scale .* BlockScaling\("):
         convert(small_mlp().requires_grad_(False), BlockScaling(), frozen_weights="fp8")
-    model = convert(small_mlp(), BlockScaling())
-    with pytest.raises(ValueError, match=r"BlockScaling\(.*no static scales to write"):
-        static_scales(model, {})
 
 
 def test_experts_have_blocks_of_their_own() -> None:

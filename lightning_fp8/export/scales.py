@@ -1,0 +1,159 @@
+"""The scales that an export writes: which weights have some, and which are written as they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.export.layout import SCALE_RULE, Gemms, Scales, converted_gemms, is_scale, joined, listed
+from lightning_fp8.modules.base import Fp8Rows
+from lightning_fp8.ops.amaxes import BLOCK, max_abs, scale_of_current
+from lightning_fp8.ops.formats import E4M3, Role, dtype_name
+from lightning_fp8.ops.operand import OwnScaling
+from lightning_fp8.scaling.recipe import Recipe
+
+
+def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Scales | OwnScaling | None]:
+    """The scales of all converted GEMMs, or how their blocks are scaled; None where fprop is not in FP8."""
+    gemms = converted_gemms(model)
+    _check_gemms(model, gemms, tensors)
+    recipe = next(iter(gemms.values())).state.recipe
+    found = _static_scales(gemms, tensors) if recipe.from_history else _own_scales(recipe, gemms, tensors)
+    wrong = {
+        joined(gemms[name].name, role): scale.item()
+        for name, scales in found.items()
+        for role, scale in (scales.static.items() if isinstance(scales, Scales) else ())
+        if not is_scale(scale)
+    }
+    if wrong:
+        raise ValueError(
+            f"export: a scale in a file must be {SCALE_RULE}, which these are not:"
+            f" {listed([f'{name} ({scale:.3g})' for name, scale in wrong.items()])}. Leave the layers out of FP8, with"
+            " `lightning_fp8.fall_back(model, name)`."
+        )
+    return found
+
+
+def _own_scales(
+    recipe: Recipe, gemms: Mapping[str, Fp8Rows], tensors: Mapping[str, Tensor]
+) -> Mapping[str, Scales | OwnScaling | None]:
+    """The same for a recipe that scales inputs by their own values."""
+    if recipe.own.margin:
+        raise ValueError(
+            f"export: {recipe} keeps {recipe.own.margin} powers of two free above the largest value of an input, and"
+            " readers of the layout keep none. Convert the model with `margin=0` (`unconvert`, then `convert`)."
+        )
+    found: dict[str, Scales | OwnScaling | None] = {}
+    for name, rows in gemms.items():
+        _check_format(rows, "input")
+        check_finite(name, tensors[name])
+        scales = rows.weight_scaling if recipe.own.blocks else Scales(_weight_scale(tensors[name]))
+        found[name] = scales if rows.switch.fprop_in_fp8 else None
+    return found
+
+
+def in_whole_blocks(
+    gemms: Mapping[str, Scales | OwnScaling | None], tensors: Mapping[str, Tensor], plain: Collection[str]
+) -> Mapping[str, Scales | OwnScaling | None]:
+    """Leave out weights with incomplete blocks: a reader may compute the size of a block from the number of scales.
+
+    Those in ``plain`` are not written in FP8 in any case.
+    """
+    left = [
+        name
+        for name, of in gemms.items()
+        if isinstance(of, OwnScaling) and name not in plain and any(size % BLOCK for size in tensors[name].shape)
+    ]
+    if not left:
+        return gemms
+    rule = f"a scale is for a whole block of {BLOCK} x {BLOCK} of a weight, and these weights have incomplete ones"
+    shapes = listed([f"{name} {tuple(tensors[name].shape)}" for name in left])
+    gemms = {**gemms, **dict.fromkeys(left)}
+    if not any(of for name, of in gemms.items() if name not in plain):
+        raise ValueError(
+            f"export: {rule}: {shapes}. No weight would be in FP8. Convert the model with another recipe (`unconvert`,"
+            " then `convert`), or save it as any other model."
+        )
+    warnings.warn(
+        f"export: {len(left)} weights are written as they are: {rule}: {shapes}. They ran in FP8 until now, so outputs"
+        " differ.",
+        stacklevel=3,
+    )
+    return gemms
+
+
+def _check_gemms(model: nn.Module, gemms: Mapping[str, Fp8Rows], tensors: Mapping[str, Tensor]) -> None:
+    if not any(rows.switch.fprop_in_fp8 for rows in gemms.values()):
+        raise ValueError(
+            f"export: {type(model).__name__} has no layers that run in FP8. Convert it (`lightning_fp8.convert`, or"
+            " Trainer(precision='fp8-delayed')) and train it, or save it as any other model."
+        )
+    changed = [name for name in gemms if name not in tensors]
+    if changed:
+        raise ValueError(
+            f"export: no {changed[0]!r} in the model's `state_dict`. Remove parametrizations and hooks that rename or"
+            " compute weights of converted layers first."
+        )
+
+
+def _static_scales(gemms: Mapping[str, Fp8Rows], tensors: Mapping[str, Tensor]) -> Gemms:
+    """The scales of all converted GEMMs, None for those whose fprop is not in FP8."""
+    current = next(iter(gemms.values())).state.current_modules
+    if any(rows.switch.fprop_in_fp8 and rows.name in current for rows in gemms.values()):
+        raise ValueError(
+            f"export: {len(current)} layers are scaled by their own values since `ScaleWatchdog` moved them, so there"
+            f" are no static scales to write: {listed(current)}. `lightning_fp8.fall_back(model, name)`"
+            " leaves a layer out of FP8."
+        )
+    found: dict[str, Scales | None] = {}
+    without: list[str] = []
+    for name, rows in gemms.items():
+        for role in ("input", "weight"):
+            _check_format(rows, role)
+        check_finite(name, tensors[name])
+        found[name] = None
+        if rows.switch.fprop_in_fp8:
+            input_scale = _input_scale(rows)
+            if input_scale is None:
+                without.append(joined(rows.name, "input"))
+            else:
+                found[name] = Scales(_weight_scale(tensors[name]), input_scale)
+    if without:
+        raise ValueError(
+            f"export: {len(without)} tensors have no history, so they have no static scale: {listed(without)}."
+            " Train for at least one step in which these layers run (an input that is always zero leaves no history),"
+            " or leave the layers out with `ignore_modules`."
+        )
+    return found
+
+
+def _check_format(rows: Fp8Rows, role: Role) -> None:
+    fmt = rows.state.recipe.format_of(role)
+    if fmt != E4M3:
+        raise ValueError(
+            f"export: the layout knows only E4M3, and the recipe casts {joined(rows.name, role)} to {fmt.name}:"
+            f" {rows.state.recipe}."
+        )
+
+
+def _input_scale(rows: Fp8Rows) -> Tensor | None:
+    row = rows.state.row_of(rows.module, "input")
+    return rows.state.scale[row].cpu() if bool(rows.state.amax_history[0, row] > 0) else None
+
+
+def _weight_scale(weight: Tensor) -> Tensor:
+    amax = max_abs(weight.detach())
+    # for zeros any scale will do; the largest scale would have a subnormal reciprocal, which some devices flush to zero
+    return torch.where(amax > 0, scale_of_current(amax, E4M3), 1.0).cpu()
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise a ValueError if the tensor has inf or NaN."""
+    if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
+        raise ValueError(
+            f"export: {name} has values that are not finite in {dtype_name(tensor.dtype)}, so the model is not"
+            " usable. Export an earlier checkpoint, or use a wider `dtype`."
+        )
