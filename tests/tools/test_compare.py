@@ -676,10 +676,10 @@ def test_a_signal_while_a_run_is_started(by: signal.Signals, tmp_path: Path, mon
             signal.raise_signal(by)
 
     monkeypatch.setattr(subprocess, "Popen", Started)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(by, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             processes.run("bf16-mixed", tmp_path / "out", 10, 2, [])
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(by, before)
     assert started[0].returncode == -signal.SIGTERM
