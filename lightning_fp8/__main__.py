@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.runtime.program import program
+from lightning_fp8.runtime.version import __version__
 
 _COMMANDS = {
     "fit": "train a model",
@@ -15,7 +16,7 @@ _COMMANDS = {
     "compare": "train a configuration under several precisions, and recommend one",
     "doctor": "examine this machine: what runs in FP8 here, and what to change",
     "report": "one HTML page about runs, from their logs",
-    "tune": "measure on this GPU which kernels are faster, and from which layer size FP8 is",
+    "tune": "measure which kernels are faster here, and from which size FP8 is",
 }
 _LIGHTNINGS = ("fit", "validate", "test", "predict")
 # what the command lines of Lightning need
@@ -27,6 +28,9 @@ def run() -> None:
     command, arguments = (sys.argv[1] if sys.argv[1:] else "--help"), sys.argv[2:]
     if command in ("--help", "-h"):
         print(_help())
+    # no command has an option of this name
+    elif "--version" in sys.argv[1:]:
+        print(f"lightning-fp8 {__version__}")
     elif command == "bench":
         sys.exit("The benchmarks run from a checkout of the repository: python -m benchmarks --suite cast")
     elif command == "doctor":
@@ -71,7 +75,8 @@ def _help() -> str:
             f"usage: {program()} COMMAND ...",
             "\nTraining in FP8 with PyTorch Lightning.\n\ncommands:",
             *(f"  {name.ljust(width)}  {line}" for name, line in _COMMANDS.items()),
-            f"\n`{program()} COMMAND --help` lists the options of a command.",
+            f"\n`{program()} COMMAND --help` lists the options of a command,",
+            "and --version prints the version.",
             "fit, validate, test, predict and compare read a configuration: -c FILE.",
         )
     )

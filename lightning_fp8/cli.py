@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +18,7 @@ from typing_extensions import override
 
 from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.plugins.arguments import PLUGIN_OF
+from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.settings import suggestion
 from lightning_fp8.runtime.every_n_steps import EveryNSteps
 from lightning_fp8.runtime.program import program
@@ -26,9 +29,13 @@ class Fp8CLI(LightningCLI):
     """A ``LightningCLI`` for any model and data. It reports progress, and after a run metrics, scales and logs."""
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """A parser with the program's name and more helpful errors."""
+        """A parser with the program's name, a short usage and more helpful errors."""
         parser = super().init_parser(**{"prog": program(), **kwargs})
         parser.error = partial(_error, parser.error)  # type: ignore[method-assign]
+        parser.format_usage = partial(_usage, parser)  # type: ignore[method-assign]
+        parser.format_help = partial(_help, parser, parser.format_help)  # type: ignore[method-assign]
+        for kind in (PrecisionCore, Callback):
+            parser.add_instantiator(partial(_instance, parser), kind)
         return parser
 
     def _instantiate_trainer(self, config: Any, callbacks: list[Callback]) -> Trainer:
@@ -61,7 +68,7 @@ class ProgressLines(Callback):
         write: takes each line, in the first process.
 
     Raises:
-        ValueError: if ``every_n_steps`` is below 1.
+        ValueError: unless ``every_n_steps`` is an integer of at least 1.
     """
 
     def __init__(self, every_n_steps: int = 10, write: Callable[[str], None] = print) -> None:
@@ -96,6 +103,29 @@ class ProgressLines(Callback):
             self._write(f"validation after step {trainer.global_step}: {', '.join(metrics)}")
         # the time of a validation is not that of steps
         self._last_line = (trainer.global_step, time.monotonic())
+
+
+def _instance(parser: LightningArgumentParser, kind: type, *args: Any, **kwargs: Any) -> Any:
+    """An object. What our classes refuse is refused like what the parser itself knows to be wrong."""
+    try:
+        return kind(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        if not kind.__module__.startswith("lightning_fp8."):
+            raise
+        parser.error(str(error))
+
+
+def _usage(parser: LightningArgumentParser) -> str:
+    # the list of options takes 80 lines, and help describes each
+    return f"usage: {parser.prog.replace(' [options]', '')} ...\n"
+
+
+def _help(parser: LightningArgumentParser, original: Callable[[], str]) -> str:
+    """Lightning's help with our usage, without the markup of docstrings, and no wider than the terminal."""
+    width = shutil.get_terminal_size().columns
+    lines = original().partition("\n\n")[2].replace("``", "`").splitlines()
+    wrapped = [textwrap.fill(line, width) if len(line) > width else line for line in lines]
+    return "\n".join([parser.format_usage(), *wrapped, ""])
 
 
 def _error(original: Any, message: str, *args: Any, **kwargs: Any) -> NoReturn:

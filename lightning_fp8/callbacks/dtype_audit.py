@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fp8.callbacks.run_watcher import log_folder
+from lightning_fp8.callbacks.run_watcher import run_folder
 from lightning_fp8.dtypes.audit import DtypeReport, DtypeRow, audit, buffer_dtypes_of
 from lightning_fp8.ops.formats import dtype_name
 from lightning_fp8.plugins.core import PrecisionCore
@@ -23,10 +23,10 @@ class DtypeAudit(Callback):
     that the step used, and the optimizers' state; then it prints the table, once per run. :func:`lightning_fp8.audit`
     says which dtypes are expected. Under one of Lightning's own precisions no dtype is expected: the table only lists.
 
-    Logs nothing to loggers; writes ``fp8_dtypes.json`` into ``trainer.log_dir`` after the first optimizer step, on rank
-    0, for ``python -m lightning_fp8 report``: ``rows`` with ``kind``, ``name``, ``actual``, ``expected`` (null where
-    any dtype is allowed) and ``elements`` of each tensor, and ``violations``, the rows whose dtypes differ. The
-    attribute ``report`` holds the last report.
+    Logs nothing to loggers; writes ``fp8_dtypes.json`` into the folder of :class:`RunRecord` after the first optimizer
+    step, on rank 0, for ``python -m lightning_fp8 report``: ``rows`` with ``kind``, ``name``, ``actual``, ``expected``
+    (null where any dtype is allowed) and ``elements`` of each tensor, and ``violations``, the rows whose dtypes differ.
+    The attribute ``report`` holds the last report.
 
     Args:
         on_violation: ``"warn"``, or ``"raise"`` for a ``RuntimeError``, in both cases with the table.
@@ -71,9 +71,9 @@ class DtypeAudit(Callback):
             return
         self._first_step = None
         report = self._check(trainer, pl_module, trainer.optimizers)
-        folder = log_folder(trainer)
+        folder = run_folder(trainer)
         # before an error may be raised: the file is most useful then
-        if folder is not None and trainer.is_global_zero:
+        if folder is not None:
             write_json(folder / DTYPES_FILE, _as_json(report))
         self._report_violations(trainer, "after the first optimizer step")
         rank_zero_info(f"Dtypes under {trainer.precision}, after the first optimizer step:\n{report}")

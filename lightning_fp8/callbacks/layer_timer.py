@@ -48,7 +48,7 @@ class LayerTimer(RunWatcher):
         backward_ms: likewise.
 
     Raises:
-        ValueError: if ``every_n_steps`` is below 1.
+        ValueError: unless ``every_n_steps`` is an integer of at least 1.
     """
 
     def __init__(self, every_n_steps: int = 200) -> None:
@@ -81,7 +81,8 @@ class LayerTimer(RunWatcher):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         stopwatch = self._stopwatch
-        self._when.ends(trainer.global_step)
+        if self._layers:
+            self._when.ends(trainer.global_step)
         if stopwatch is None:
             return
         self._stop()

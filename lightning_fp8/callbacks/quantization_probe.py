@@ -41,7 +41,7 @@ class QuantizationProbe(RunWatcher):
         sqnr_db: by module path, of the newest probe.
 
     Raises:
-        ValueError: if ``every_n_steps`` is below 1.
+        ValueError: unless ``every_n_steps`` is an integer of at least 1.
     """
 
     def __init__(self, every_n_steps: int = 200) -> None:
@@ -91,7 +91,8 @@ class QuantizationProbe(RunWatcher):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._when.ends(trainer.global_step)
+        if self._layers:
+            self._when.ends(trainer.global_step)
         if not self._hooks:
             return
         self._stop()

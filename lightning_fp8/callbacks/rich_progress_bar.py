@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fp8.conversion.convert import is_converted, scaling_state
+from lightning_fp8.runtime.every_n_steps import check_count
 from lightning_fp8.scaling.state import ScalingState
 from lightning_fp8.scaling.statistics import headroom_bits
 
@@ -41,7 +42,7 @@ class Fp8RichProgressBar(RichProgressBar):
         headroom_bits: of the newest reading; None where there is none.
 
     Raises:
-        ValueError: if ``every_n_steps`` is below 1.
+        ValueError: unless ``every_n_steps`` is an integer of at least 1.
         ModuleNotFoundError: if ``rich`` is not installed.
     """
 
@@ -53,8 +54,7 @@ class Fp8RichProgressBar(RichProgressBar):
         theme: RichProgressBarTheme = _THEME,
         console_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"Fp8RichProgressBar: `every_n_steps` must be at least 1, got {every_n_steps}.")
+        check_count("Fp8RichProgressBar: `every_n_steps`", every_n_steps)
         try:
             super().__init__(refresh_rate, leave, theme, console_kwargs)
         except ModuleNotFoundError as error:

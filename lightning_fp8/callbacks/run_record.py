@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.version import cuda
 from typing_extensions import override
 
-from lightning_fp8.callbacks.run_watcher import log_folder
+from lightning_fp8.callbacks.run_watcher import run_folder
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.runtime.environment import environment, gpu_environment, package_version
 from lightning_fp8.runtime.run_files import RUN_FILE, write_json
@@ -20,7 +20,9 @@ from lightning_fp8.runtime.run_files import RUN_FILE, write_json
 class RunRecord(Callback):
     """Records settings and environment of a run, under any precision, for ``python -m lightning_fp8 report``.
 
-    Logs nothing to loggers; writes ``fp8_run.json`` into ``trainer.log_dir`` when fitting starts, on rank 0:
+    Logs nothing to loggers; writes ``fp8_run.json`` when fitting starts, on rank 0, into the ``log_dir`` of the first
+    logger that has one; else, as with Weights & Biases and MLflow, into ``<save_dir>/<name>/<version>``, where
+    Lightning keeps the checkpoints of the run:
 
     - ``precision``, ``strategy``, ``accelerator``, ``world_size``; ``parameters``: their number on rank 0.
     - ``environment``: GPU, driver, CPU, versions, commit of this package if it runs from its repository,
@@ -34,10 +36,10 @@ class RunRecord(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = log_folder(trainer)
+        folder = run_folder(trainer)
         if folder is None:
             rank_zero_warn("RunRecord: no logger of the Trainer has a local folder; nothing is written.")
-        elif trainer.is_global_zero:
+        else:
             write_json(folder / RUN_FILE, _record(trainer, pl_module))
 
 

@@ -1,22 +1,34 @@
-"""Shared by the callbacks that watch a run: logging to all loggers, and clean-up when the run ends."""
+"""Shared by the callbacks that watch a run: logging to all loggers, and what there is to do when the run ends."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
+
+from lightning_fp8.runtime.every_n_steps import EveryNSteps
 
 
 class RunWatcher(Callback):
-    """A callback that holds resources during a fit: :meth:`_stop` releases them, however the fit ends."""
+    """A callback that acts every N steps: it says if a fit was too short for that.
+
+    :meth:`_stop` releases what it holds during a fit, however the fit ends.
+    """
+
+    _when: EveryNSteps
 
     def _stop(self) -> None:
         raise NotImplementedError
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        said = self._when.in_vain()
+        if said and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rank_zero_warn(said)
         self._stop()
 
     @override
@@ -34,13 +46,16 @@ def log_to_all(trainer: Trainer, metrics: Mapping[str, float]) -> int:
     return step
 
 
-def log_folder(trainer: Trainer) -> Path | None:
-    """The folder of the run's logs; None without a logger, and if the logger's folder is missing or remote.
+def run_folder(trainer: Trainer) -> Path | None:
+    """The folder of this run's logs, which no other run writes to.
 
-    It communicates, so all processes have to call it.
+    It is the ``log_dir`` of the first logger that has one; else ``<save_dir>/<name>/<version>``, where Lightning keeps
+    the run's checkpoints. None if there is no local one, and on all ranks but 0.
     """
-    # without a logger `log_dir` would be the folder that the program runs in
-    if not trainer.loggers:
+    if not trainer.is_global_zero:
         return None
-    folder = trainer.log_dir
-    return None if folder is None or "://" in str(folder) else Path(folder)
+    folders = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
+    for logger in trainer.loggers:
+        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+        folders.append(None if logger.save_dir is None else os.path.join(logger.save_dir, str(logger.name), version))
+    return next((Path(folder) for folder in folders if folder is not None and "://" not in str(folder)), None)

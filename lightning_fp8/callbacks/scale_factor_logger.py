@@ -45,7 +45,8 @@ class ScaleFactorLogger(RunWatcher):
     With ``histograms``, for loggers that support them (TensorBoard): ``fp8/<role>/log2_scale``, no unit.
 
     It takes one device-to-host copy per logging step; fractions are counted in logging steps only. With several
-    processes, fractions are over all of them, and rank 0 logs. Under another precision it warns once and does nothing.
+    processes, fractions are over all of them, and rank 0 logs. Under another precision, and after a run of fewer steps
+    than ``every_n_steps``, it warns once and has done nothing.
 
     Args:
         every_n_steps: optimizer steps between two logging steps.
@@ -55,7 +56,7 @@ class ScaleFactorLogger(RunWatcher):
         histograms: whether to draw them.
 
     Raises:
-        ValueError: if ``every_n_steps`` is below 1, or a pattern matches no tensor of the model.
+        ValueError: if ``every_n_steps`` is no integer of at least 1, or a pattern matches no tensor of the model.
         TypeError: if ``patterns`` is a single string.
     """
 
@@ -97,7 +98,7 @@ class ScaleFactorLogger(RunWatcher):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         state = self._state
-        if self._when.ends(trainer.global_step) and state is not None:
+        if state is not None and self._when.ends(trainer.global_step):
             values = tensor_statistics(state, partial(trainer.strategy.reduce, reduce_op="sum"))
             state.cast_counts.stop(self)
             if trainer.is_global_zero:

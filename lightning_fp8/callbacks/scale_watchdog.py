@@ -16,7 +16,7 @@ from lightning_fp8.callbacks.watch import CONDITIONS, Findings, Limits, Watch
 from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.modules.paths import as_patterns, matching_tensors
 from lightning_fp8.runtime.choice import check_choice
-from lightning_fp8.runtime.every_n_steps import EveryNSteps
+from lightning_fp8.runtime.every_n_steps import EveryNSteps, check_count
 from lightning_fp8.scaling.state import ScalingState
 
 Action = Literal["warn", "raise", "fallback", "current"]
@@ -91,8 +91,8 @@ class ScaleWatchdog(RunWatcher):
         self._when = EveryNSteps("ScaleWatchdog", every_n_steps)
         counts = {"checks_in_a_row": checks_in_a_row, "stale_steps": stale_steps, "nonfinite_steps": nonfinite_steps}
         for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ValueError(f"ScaleWatchdog: `{name}` must be at least 1, got {count}.")
+            if count is not None:
+                check_count(f"ScaleWatchdog: `{name}`", count)
         for name, share in {"saturated_above": saturated_above, "underflowed_above": underflowed_above}.items():
             if share is not None and not 0 <= share < 1:
                 raise ValueError(f"ScaleWatchdog: `{name}` must be a share from 0 to below 1, got {share}.")
@@ -107,6 +107,7 @@ class ScaleWatchdog(RunWatcher):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()
+        self._when.start(0)
         if not is_converted(pl_module):
             rank_zero_warn(
                 f"ScaleWatchdog: no layer runs in FP8 under precision={trainer.precision!r}; nothing to watch."
@@ -130,7 +131,6 @@ class ScaleWatchdog(RunWatcher):
         # training batches, and those divided by ``accumulate_grad_batches``
         self._batches = self._steps = 0
         self._is_before_check = False
-        self._when.start(0)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -7,7 +7,8 @@ from functools import wraps
 from inspect import signature
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from lightning_fp8.scaling.recipe import RECIPES, DelayedScaling
+from lightning_fp8.runtime.choice import check_choice
+from lightning_fp8.scaling.recipe import RECIPES, DelayedScaling, Recipe, as_recipe
 
 _P = ParamSpec("_P")
 _Self = TypeVar("_Self")
@@ -46,13 +47,15 @@ def arguments_of(*precisions: str) -> Callable[[_Init[_Self, _P]], _Init[_Self, 
 
 
 def _check(name: str, precisions: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    # the first positional argument was `precision` up to version 0.5
+    # the first positional argument was `precision` up to version 0.5; now it is `recipe`, where there is one
     asked = kwargs.get("precision", args[0] if args else None)
-    if isinstance(asked, str):
+    is_recipe = "precision" not in kwargs and asked in precisions and "recipe" in ARGUMENTS[precisions[0]]
+    if isinstance(asked, str) and not is_recipe:
         wanted = name if asked in precisions else PLUGIN_OF.get(asked)
+        rule = "" if asked in precisions else f": `{name}` is for {_quoted(precisions)} only, got {asked!r}"
         given = {key: value for key, value in kwargs.items() if key != "precision"}
         raise TypeError(
-            f"The argument `precision` is gone: `{name}` is for {_quoted(precisions)} only, got {asked!r}."
+            f"The argument `precision` is gone{rule}."
             f" {_instead(wanted, ARGUMENTS.get(asked, ()), _with_recipe(asked, given))}"
         )
     for key in kwargs:
@@ -60,6 +63,24 @@ def _check(name: str, precisions: Sequence[str], args: tuple[Any, ...], kwargs: 
             raise TypeError(
                 f"`{name}`, for {_quoted(precisions)}, has no argument `{key}`: it belongs to {_words(_takers(key))}."
             )
+
+
+def recipe_argument(recipe: Any) -> Recipe | None:
+    """The recipe for an argument: a recipe, its precision string, its fields, or its class as configurations name it.
+
+    Raises:
+        ValueError: for another string or class, a field out of range.
+        TypeError: for anything else, a field that the recipe does not have.
+    """
+    if isinstance(recipe, str):
+        recipe = {"precision": recipe}
+    elif isinstance(recipe, Mapping) and "class_path" in recipe:
+        precisions = {kind.__name__: precision for precision, kind in RECIPES.items()}
+        name = str(recipe["class_path"]).rpartition(".")[2]
+        check_choice("`recipe`: `class_path`", name, precisions)
+        others = {key: value for key, value in recipe.items() if key not in ("class_path", "init_args")}
+        recipe = {"precision": precisions[name], **(recipe.get("init_args") or {}), **others}
+    return as_recipe(recipe)
 
 
 def _with_recipe(asked: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,11 +23,11 @@ from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
 from lightning_fp8.modules.frozen_content import FrozenWeights, check_frozen_weights
 from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
-from lightning_fp8.plugins.arguments import arguments_of
+from lightning_fp8.plugins.arguments import arguments_of, recipe_argument
 from lightning_fp8.plugins.core import FSDPCore, PrecisionCore
 from lightning_fp8.plugins.notices import warn_first_process_once
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, GemmString, as_torch_dtype
-from lightning_fp8.scaling.recipe import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, as_recipe
+from lightning_fp8.scaling.recipe import RECIPES, Recipe
 from lightning_fp8.scaling.state import ScalingState
 
 
@@ -44,9 +44,8 @@ class Fp8Core(PrecisionCore):
     @arguments_of(*FP8_PRECISIONS)
     def __init__(
         self,
+        recipe: Recipe | str | dict[str, Any] | None = None,
         *,
-        # each class by name: for their base class, jsonargparse would create an instance of the base
-        recipe: DelayedScaling | CurrentScaling | BlockScaling | dict[str, Any] | None = None,
         ignore_modules: Sequence[str] = (),
         param_dtype: torch.dtype | str | None = None,
         compute_dtype: torch.dtype | str = torch.bfloat16,
@@ -69,7 +68,7 @@ class Fp8Core(PrecisionCore):
                 "`frozen_weights='fp8'` does not work under FSDP, which shards masters. Use DDP, or leave the argument"
                 " out."
             )
-        self.recipe = as_recipe(recipe)
+        self.recipe = recipe_argument(recipe)
         if self.recipe is not None:
             self.precision = self.recipe.precision
         self.ignore_modules = as_patterns(ignore_modules, "ignore_modules")
@@ -202,3 +201,8 @@ class Fp8Core(PrecisionCore):
                 names = gather_in_fp8(module)
                 rank_zero_info(f"{self.precision}: the weights of {len(names)} layers are gathered in FP8.")
         self._not_run.clear()
+
+
+# Configurations give mappings alone: after `recipe=fp8-current`, jsonargparse would take `recipe.margin=1` for all of
+# the recipe, and of a class it keeps only the fields, which may be those of another class.
+Fp8Core.__init__.__annotations__["recipe"] = dict[str, Any] | None

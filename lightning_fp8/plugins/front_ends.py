@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from torch import nn
 
@@ -63,7 +63,7 @@ class FrontEnd(NamedTuple):
 
     def replacements(self) -> list[tuple[Any, str, Any, Any]]:
         """Owner, name, old value and new value of each place; none may be missing."""
-        return [(owner, name, old, make(old)) for _, old, owner, name, make in self._found()]
+        return [(owner, name, _without_fp8(old), make(old)) for _, old, owner, name, make in self._found()]
 
     def _found(self) -> Iterator[tuple[str, Any, Any, str, Callable[[Any], Any]]]:
         module, connector = self.connector
@@ -110,6 +110,18 @@ def _with_fp8(strings: Any) -> Any:
 
 def _or_fp8(annotation: Any) -> Any:
     return annotation | Literal[FP8_PRECISIONS]
+
+
+def _without_fp8(old: Any) -> Any:
+    """A type as Lightning wrote it, also where a module imported since made it of one that had been replaced."""
+    kind, parts = get_origin(old), get_args(old)
+    left = tuple(part for part in parts if part not in (*FP8_PRECISIONS, Literal[FP8_PRECISIONS]))
+    return old if left == parts else (Literal if kind is Literal else Union)[left]
+
+
+def _annotations(module: str) -> tuple[_Place, ...]:
+    """Lightning's types of a precision, by which packages annotate their own arguments, in a module that has both."""
+    return (module, "_PRECISION_INPUT", _or_fp8), (module, "_PRECISION_INPUT_STR", _with_fp8)
 
 
 def _saying_at_setup(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -219,6 +231,8 @@ _TRAINER = FrontEnd(
     FSDP_PLUGINS,
     (
         ("", "Trainer.__init__.__annotations__.precision", _or_fp8),
+        *_annotations("trainer.trainer"),
+        *_annotations("trainer.connectors.accelerator_connector"),
         ("strategies", "Strategy.setup_precision_plugin", _saying_at_setup),
         ("trainer.connectors.checkpoint_connector", "_CheckpointConnector.dump_checkpoint", _with_scales),
         ("core.saving", "_load_state", _keeping_scales),
@@ -234,7 +248,9 @@ _FABRIC = FrontEnd(
     FABRIC_PLUGINS,
     FABRIC_FSDP_PLUGINS,
     (
-        ("connector", "_PRECISION_INPUT_STR", _with_fp8),
+        *_annotations("connector"),
+        *_annotations("plugins.precision.precision"),
+        ("fabric", "_PRECISION_INPUT", _or_fp8),
         ("", "Fabric.setup", _saying_at_fabric_setup),
         ("", "Fabric.setup_module", _saying_at_fabric_setup),
         ("", "Fabric.save", _saving_scales),

@@ -4,7 +4,8 @@ Lightning has no registry for precisions. This module replaces, and :func:`unreg
 
 - ``_check_and_init_precision`` of the Trainer's and of Fabric's connector, which creates the plugin;
 - ``_check_config_and_set_final_flags`` of both, to name in its error the string that was probably meant;
-- ``_PRECISION_INPUT_STR`` in Fabric's connector, the strings that both accept (and list if they reject another);
+- ``_PRECISION_INPUT_STR`` in Fabric's connector, the strings that both accept (and list if they reject another), and
+  wherever else Lightning has it or ``_PRECISION_INPUT``, the types by which other packages check an argument for it;
 - the annotation of ``Trainer(precision=...)``, by which the Lightning CLI checks a configuration;
 - ``Strategy.setup_precision_plugin`` of the Trainer, ``setup`` and ``setup_module`` of Fabric: in addition they warn
   where the scales of a converted model would not be updated. The classes are patched rather than plugins, because

@@ -182,9 +182,9 @@ class Fp8Precision(_Fp8TrainerPrecision):
 
     Args:
         recipe: how scales are computed: a :class:`~lightning_fp8.DelayedScaling` (the default), a
-            :class:`~lightning_fp8.CurrentScaling`, a :class:`~lightning_fp8.BlockScaling`, or a mapping of
-            fields: those of ``DelayedScaling``, unless ``precision`` selects another recipe, as in
-            ``{"precision": "fp8-current", "margin": 1}``.
+            :class:`~lightning_fp8.CurrentScaling`, a :class:`~lightning_fp8.BlockScaling`, the precision string of one
+            of them, or a mapping of fields: those of ``DelayedScaling``, unless ``precision`` selects another recipe,
+            as in ``{"precision": "fp8-current", "margin": 1}``. May be given by position.
         ignore_modules: ``fnmatch`` patterns on module paths; matching modules, and everything inside them, are not
             converted.
         param_dtype: dtype in which parameters are stored, ``torch.float32`` (the default) or ``torch.bfloat16``.

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 
+def check_count(argument: str, value: object) -> None:
+    """Check a number of steps; ``argument`` is what the message calls it.
+
+    Raises:
+        ValueError: unless it is an integer of at least 1.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{argument} must be an integer of at least 1, got {value!r}.")
+
+
 class EveryNSteps:
     """A batch is due if its optimizer steps bring the step count to a multiple of ``steps``, or past it.
 
@@ -14,18 +24,19 @@ class EveryNSteps:
         steps: optimizer steps between two due batches.
 
     Raises:
-        ValueError: if ``steps`` is below 1.
+        ValueError: unless ``steps`` is an integer of at least 1.
     """
 
     def __init__(self, owner: str, steps: int) -> None:
-        if steps < 1:
-            raise ValueError(f"{owner}: `every_n_steps` must be at least 1, got {steps}.")
+        check_count(f"{owner}: `every_n_steps`", steps)
+        self.owner = owner
         self.steps = steps
         self.start(0)
 
     def start(self, count: int) -> None:
         """Begin at this step count, such as that at the start of a fit."""
-        self._count, self._stride = count, 1
+        self._began = self._count = count
+        self._stride = 1
         self._begun_at: int | None = None
 
     def begins(self) -> bool:
@@ -42,6 +53,16 @@ class EveryNSteps:
         is_due = self._is_due(count)
         self._count, self._stride = count, count - self._count
         return is_due
+
+    def in_vain(self) -> str:
+        """Why no batch since :meth:`start` was due, and what to set; empty if one was, or if there were no steps."""
+        made = self._count - self._began
+        if not made or self._count // self.steps > self._began // self.steps:
+            return ""
+        return (
+            f"{self.owner}: the run made {made} steps and `every_n_steps` is {self.steps}, so nothing was logged. Set"
+            f" `every_n_steps` to {made} or less."
+        )
 
     def _is_due(self, count: int) -> bool:
         return count // self.steps > self._count // self.steps

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import IO, Any, NamedTuple
 
 Job = dict[str, Any]
@@ -24,40 +25,52 @@ _PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
-def held_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C until the end: while a process is being started, it would leave that process running unnoticed."""
+def _handling(handler: Callable[[int, FrameType | None], Any], *signals: signal.Signals) -> Iterator[None]:
     # other threads get no signals
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+@contextmanager
+def held_interrupts() -> Iterator[None]:
+    """Delay Ctrl-C and SIGTERM until the end: while a process is started, they would leave it running unnoticed."""
+    came: list[int] = []
+    try:
+        with _handling(lambda number, _: came.append(number), signal.SIGINT, signal.SIGTERM):
+            yield
+    finally:
         if came:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(came[0])
 
 
 def run(command: Sequence[str], output: IO[str]) -> int:
     """Run a program to its end, with its output in ``output``, and return its status.
 
-    On Ctrl-C it first gets SIGTERM, so that it can end processes that it has started in other groups.
+    On Ctrl-C or SIGTERM, a ``KeyboardInterrupt`` here, it first gets SIGTERM, so that it can end processes that it has
+    started in other groups.
     """
     process: subprocess.Popen[bytes] | None = None
-    try:
-        with held_interrupts():
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        return process.wait()
-    except BaseException:
-        if process is not None:
-            _end(process, signal.SIGTERM)
-            # processes that it started may still be there
-            _end(process)
-        raise
+    with _handling(signal.default_int_handler, signal.SIGTERM):
+        try:
+            with held_interrupts():
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            return process.wait()
+        except BaseException:
+            if process is not None:
+                with held_interrupts():
+                    _end(process, signal.SIGTERM)
+                    # processes that it started may still be there
+                    _end(process)
+            raise
 
 
 def why_it_ended(status: int, printed: str) -> str:

@@ -4,6 +4,7 @@ import copy
 import csv
 import math
 import statistics
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,10 @@ from lightning_fp8 import (
     BlockScaling,
     DelayedScaling,
     Fp8Precision,
+    LayerTimer,
+    QuantizationProbe,
     ScaleFactorLogger,
+    ScaleWatchdog,
     ScalingState,
     convert,
     scaling_state,
@@ -74,7 +78,7 @@ def test_patterns_and_accumulation(tmp_path: Path) -> None:
 def test_pattern_without_a_match_and_bad_interval(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"pattern 'net.7.\*' matches none of the 6 tensors"):
         make_trainer(tmp_path, callbacks=[ScaleFactorLogger(patterns=("net.7.*",))]).fit(seeded(), loader())
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(ValueError, match="`every_n_steps` must be an integer of at least 1, got 0"):
         ScaleFactorLogger(every_n_steps=0)
     with pytest.raises(TypeError, match="sequence of patterns"):
         ScaleFactorLogger(patterns="*")
@@ -86,6 +90,26 @@ def test_other_precisions_are_warned_about_once(tmp_path: Path) -> None:
         make_trainer(tmp_path, precision="bf16-mixed", logger=logger, callbacks=[ScaleFactorLogger(1)]).fit(
             seeded(), loader()
         )
+
+
+@pytest.mark.parametrize("kind", [ScaleFactorLogger, ScaleWatchdog, QuantizationProbe, LayerTimer])
+def test_a_run_shorter_than_the_interval_says_what_to_set(tmp_path: Path, kind: Any) -> None:
+    def warnings_of(callback: Any, **kwargs: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(tmp_path, callbacks=[callback], **kwargs).fit(seeded(), loader())
+        return [str(one.message) for one in caught if kind.__name__ in str(one.message)]
+
+    interval = kind().every_n_steps
+    assert warnings_of(kind()) == [
+        f"{kind.__name__}: the run made 4 steps and `every_n_steps` is {interval}, so nothing was logged. Set"
+        " `every_n_steps` to 4 or less."
+    ]
+    assert warnings_of(kind(every_n_steps=4)) == warnings_of(kind(), fast_dev_run=True) == []
+    # where there is nothing to log, that alone is said
+    if kind is not LayerTimer:
+        (said,) = warnings_of(kind(), precision="bf16-mixed")
+        assert "no layer runs in FP8" in said
 
 
 def test_one_copy_from_the_device_per_logging_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

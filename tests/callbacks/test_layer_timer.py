@@ -406,7 +406,7 @@ def test_a_model_without_layers_and_bad_input(tmp_path: Path) -> None:
 
     with pytest.warns(UserWarning, match="no layer of the model does matrix multiplications"):
         timed(seeded(Nothing), tmp_path, precision="32-true")
-    with pytest.raises(ValueError, match=r"LayerTimer: `every_n_steps` must be at least 1, got 0\."):
+    with pytest.raises(ValueError, match=r"LayerTimer: `every_n_steps` must be an integer of at least 1, got 0\."):
         LayerTimer(every_n_steps=0)
 
 

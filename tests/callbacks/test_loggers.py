@@ -12,11 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lit import Regression, loader, make_trainer, seeded
 from torch import nn
 
-from lightning_fp8 import LayerTimer, QuantizationProbe, ScaleFactorLogger, ScalingState, scaling_state
+from lightning_fp8 import (
+    DtypeAudit,
+    LayerTimer,
+    QuantizationProbe,
+    RunRecord,
+    ScaleFactorLogger,
+    ScalingState,
+    scaling_state,
+)
 
 # values by key and step
 Numbers = dict[str, dict[int, float]]
@@ -192,6 +201,32 @@ def test_every_logger_keeps_every_number(tmp_path: Path, offline: None) -> None:
         for key, by_step in numbers.items():
             assert by_step == pytest.approx(read["csv"][key], rel=1e-6, abs=1e-6), (name, key)
         assert {step for by_step in numbers.values() for step in by_step} == {1, 3, 5, 7}
+
+
+@pytest.mark.parametrize("kinds", [("wandb",), ("mlflow",), ("csv",), ("tensorboard",), ("wandb", "csv")])
+def test_records_of_two_runs_lie_in_two_folders(kinds: tuple[str, ...], tmp_path: Path, offline: None) -> None:
+    folders = []
+    for precision in ("fp8-delayed", "bf16-mixed"):
+        loggers = [LOGGERS[kind][0](tmp_path / kind) for kind in kinds]
+        checkpoint = ModelCheckpoint(save_last=True)
+        callbacks = [RunRecord(), DtypeAudit(), checkpoint]
+        trainer = make_trainer(
+            tmp_path, precision=precision, logger=loggers, callbacks=callbacks, enable_checkpointing=True
+        )
+        trainer.fit(seeded(), loader())
+        # beside the checkpoints, or with the logs that a report reads
+        folder = Path(checkpoint.dirpath or "").parent if len(kinds) == 1 else Path(loggers[1].log_dir or "")
+        assert json.loads((folder / "fp8_run.json").read_text())["precision"] == precision
+        assert json.loads((folder / "fp8_dtypes.json").read_text())["violations"] == []
+        folders.append(folder)
+        if "wandb" in kinds:
+            import wandb
+
+            wandb.finish()
+    assert len({*folders}) == 2
+    written = {path.parent for path in tmp_path.rglob("fp8_*.json")}
+    assert written == {*folders}
+    assert json.loads((folders[0] / "fp8_run.json").read_text())["precision"] == "fp8-delayed"
 
 
 class Named(Regression):

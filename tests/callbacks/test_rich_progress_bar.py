@@ -174,7 +174,9 @@ def test_training_is_not_touched_and_bad_input(tmp_path: Path) -> None:
         make_trainer(tmp_path, callbacks=callbacks, enable_progress_bar=bool(callbacks)).fit(model, loader())
         runs.append([*model.losses, *model.parameters(), scaling_state(model).scale])
     assert all(map(torch.equal, *runs))
-    with pytest.raises(ValueError, match=r"Fp8RichProgressBar: `every_n_steps` must be at least 1, got 0\."):
+    with pytest.raises(
+        ValueError, match=r"Fp8RichProgressBar: `every_n_steps` must be an integer of at least 1, got 0\."
+    ):
         Fp8RichProgressBar(every_n_steps=0)
 
 

@@ -324,7 +324,7 @@ def test_other_precisions_and_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'warn', 'raise', 'fallback', 'current', got 'shout'"):
         ScaleWatchdog("shout")  # type: ignore[arg-type]
     for name in ("every_n_steps", "stale_steps", "nonfinite_steps", "checks_in_a_row"):
-        with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
+        with pytest.raises(ValueError, match=f"`{name}` must be an integer of at least 1, got 0"):
             ScaleWatchdog(**{name: 0})
     for name in ("saturated_above", "underflowed_above"):
         with pytest.raises(ValueError, match=f"`{name}` must be a share from 0 to below 1, got 1"):

@@ -70,7 +70,8 @@ def test_each_takes_its_own_arguments_in_every_front_end_and_strategy(precision:
         assert list(family) == list(ARGUMENTS)
         taken = inspect.signature(family[precision]).parameters
         assert set(taken) == set(given)
-        assert {parameter.kind for parameter in taken.values()} == {inspect.Parameter.KEYWORD_ONLY}
+        by_position = [name for name, parameter in taken.items() if parameter.kind != parameter.KEYWORD_ONLY]
+        assert by_position == [name for name in taken if name == "recipe"]
         plugin = family[precision](**given)
         assert plugin.precision == precision
         assert plugin.settings == given
@@ -133,6 +134,59 @@ def test_by_yaml(tmp_path: Path, precision: str) -> None:
     assert plugin.settings == expected
 
 
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        ("fp8-delayed", DelayedScaling()),
+        ("fp8-current", CurrentScaling()),
+        ("fp8-block", BlockScaling()),
+        (CurrentScaling(margin=1), CurrentScaling(margin=1)),
+        ({"precision": "fp8-current", "margin": 1}, CurrentScaling(margin=1)),
+    ],
+)
+def test_the_recipe_comes_first(recipe: Any, expected: Any) -> None:
+    for kind in (Fp8Precision, Fp8FSDPPrecision, Fp8FabricPrecision):
+        plugin = kind(recipe, min_features=32)
+        assert (plugin.recipe, plugin.precision, plugin.min_features) == (expected, expected.precision, 32)
+
+
+RECIPE = "--trainer.plugins.recipe"
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "expected"),
+    [
+        ({"class_path": "lightning_fp8.CurrentScaling"}, [], CurrentScaling()),
+        ({"class_path": "lightning_fp8.CurrentScaling", "init_args": {"margin": 1}}, [], CurrentScaling(margin=1)),
+        ({"class_path": "lightning_fp8.DelayedScaling", "init_args": {"margin": 1}}, [], DelayedScaling(margin=1)),
+        ({"class_path": "lightning_fp8.BlockScaling"}, [], BlockScaling()),
+        ({"margin": 1}, [f"{RECIPE}.wgrad=bf16"], DelayedScaling(margin=1, wgrad="bf16")),
+        (None, [f"{RECIPE}.precision=fp8-current", f"{RECIPE}.margin=1"], CurrentScaling(margin=1)),
+        (
+            None,
+            [f"{RECIPE}.class_path=lightning_fp8.CurrentScaling", f"{RECIPE}.init_args.margin=1"],
+            CurrentScaling(margin=1),
+        ),
+        # of these jsonargparse would keep the margin alone
+        (None, [f"{RECIPE}=fp8-current", f"{RECIPE}.margin=1"], SystemExit),
+        (None, [f"{RECIPE}=lightning_fp8.CurrentScaling", f"{RECIPE}.margin=1"], SystemExit),
+    ],
+)
+@pytest.mark.parametrize("in_list", [False, True])
+def test_recipes_in_configurations(
+    tmp_path: Path, given: Any, arguments: list[str], expected: Any, in_list: bool
+) -> None:
+    plugin = {"class_path": "lightning_fp8.Fp8Precision", "init_args": {} if given is None else {"recipe": given}}
+    (tmp_path / "config.yaml").write_text(json.dumps({"trainer": {"plugins": [plugin] if in_list else plugin}}))
+    quiet = ["--trainer.accelerator=cpu", "--trainer.logger=false"]
+    args = ["--config", str(tmp_path / "config.yaml"), *arguments, *quiet]
+    if expected is SystemExit:
+        with pytest.raises(SystemExit):
+            LightningCLI(BoringModel, run=False, args=args)
+    else:
+        assert LightningCLI(BoringModel, run=False, args=args).trainer.precision_plugin.recipe == expected
+
+
 def test_yaml_refuses_an_argument_of_another_class_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, argument in (("Bf16TruePrecision", "weight_copy"), ("Fp8Precision", "precision")):
         with pytest.raises(SystemExit):
@@ -163,18 +217,17 @@ def test_yaml_refuses_an_argument_of_another_class_by_name(tmp_path: Path, capsy
             Fp8Precision,
             (),
             {"precision": "fp8-delayed", "min_features": 32},
-            "got 'fp8-delayed'. Write `Fp8Precision(min_features=32)`.",
+            "gone. Write `Fp8Precision(min_features=32)`.",
         ),
-        (Fp8Precision, ("fp8-delayed",), {}, "got 'fp8-delayed'. Write `Fp8Precision()`."),
         (
             Fp8Precision,
-            ("fp8-current",),
-            {"min_features": 32},
-            f"Write `Fp8Precision(recipe={CurrentScaling()}, min_features=32)`.",
+            (),
+            {"precision": "fp8-current", "min_features": 32},
+            f"gone. Write `Fp8Precision(recipe={CurrentScaling()}, min_features=32)`.",
         ),
-        (Bf16MixedPrecision, ("bf16-mixed",), {}, "got 'bf16-mixed'. Write `Bf16MixedPrecision()`."),
+        (Bf16MixedPrecision, ("bf16-mixed",), {}, "gone. Write `Bf16MixedPrecision()`."),
         (Bf16TruePrecision, (), {"precision": "fp8-delayed", "gemm": "auto"}, "Write `Fp8Precision(gemm='auto')`."),
-        (Fp8FabricPrecision, ("fp8-delayed",), {}, "Write `Fp8FabricPrecision()`."),
+        (Fp8FabricPrecision, (), {"precision": "fp8-delayed"}, "gone. Write `Fp8FabricPrecision()`."),
         (Fp8FSDPPrecision, ("bf16-true",), {}, "Write `Bf16TruePrecision()`."),
         (
             Fp8Precision,
@@ -190,8 +243,10 @@ def test_the_argument_precision_is_gone_and_the_error_says_what_to_write(
 ) -> None:
     with pytest.raises(TypeError) as error:
         plugin(*args, **kwargs)
-    assert str(error.value).startswith(f"The argument `precision` is gone: `{plugin.__name__}` is for ")
+    rule = "" if words.startswith("gone") else f": `{plugin.__name__}` is for "
+    assert str(error.value).startswith(f"The argument `precision` is gone{rule}")
     assert str(error.value).endswith(words)
+    assert (" only, got " in str(error.value)) is bool(rule)
 
 
 # the advice in an error is correct: it names every plugin that takes the argument, and no other
@@ -217,7 +272,7 @@ def test_other_wrong_calls_stay_pythons() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'margins'"):
         Bf16MixedPrecision(margins=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional argument"):
-        Fp8Precision(DelayedScaling())  # type: ignore[misc]
+        Fp8Precision(DelayedScaling(), ["head"])  # type: ignore[misc]
 
 
 class Mine(Fp8Precision):

@@ -94,6 +94,48 @@ def test_whichever_is_imported_first(order: str) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
+TYPES_OF_A_PRECISION = """
+from importlib import import_module
+from typing import get_args
+import pydantic
+
+def types():
+    fabric, trainer = "fabric.plugins.precision.precision", "pytorch.trainer.connectors.accelerator_connector"
+    modules = [fabric, "fabric.connector", "fabric.fabric", "pytorch.trainer.trainer", trainer]
+    renamed = lambda name: name.replace("pytorch.", "pytorch_lightning.").replace("fabric.", "lightning_fabric.", 1)
+    found = [import_module(name) for module in modules for name in (f"lightning.{module}", renamed(module))]
+    both = [(module._PRECISION_INPUT, getattr(module, "_PRECISION_INPUT_STR", None)) for module in found]
+    # in pairs: the two packages have the same types
+    assert both[::2] == both[1::2]
+    return both
+
+def accepts(annotation, string):
+    try:
+        return pydantic.TypeAdapter(annotation).validate_python(string) == string
+    except pydantic.ValidationError:
+        return False
+
+strings = ("fp8-delayed", "fp8-current", "fp8-block")
+for union, literal in types():
+    assert {*strings} <= {string for part in get_args(union) for string in get_args(part)}
+    assert literal is None or {*strings, "bf16-mixed"} <= {*get_args(literal)}
+    assert all(accepts(union, string) for string in (*strings, "bf16-mixed", "32-true", 16))
+    assert not accepts(union, "fp8")
+lightning_fp8.unregister()
+for union, literal in types():
+    assert (len(get_args(union)), accepts(union, "bf16-mixed")) == (3, True)
+    assert not any(accepts(annotation, string) for annotation in (union, literal) for string in strings)
+assert "fp8" not in str(pl.Trainer.__init__.__annotations__["precision"])
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_types_by_which_packages_check_a_precision(order: str) -> None:
+    pytest.importorskip("pydantic")
+    ran = run_warm("-c", f"import sys\n{ORDERS[order]}\n{TYPES_OF_A_PRECISION}")
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
 def test_unregister_leaves_no_finder_behind() -> None:
     program = (
         "import sys\nbefore = list(sys.meta_path)\nimport lightning_fp8\nassert len(sys.meta_path) == len(before) + 2\n"

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import lightning.fabric as lf
@@ -199,11 +200,21 @@ def test_plugin_and_string_together_are_refused_by_lightning() -> None:
         trainer(precision="fp8-delayed", plugins=Fp8Precision())
 
 
+# where Lightning has the types of a precision
+TYPES = {
+    "lightning.fabric.plugins.precision.precision": ("_PRECISION_INPUT", "_PRECISION_INPUT_STR"),
+    "lightning.fabric.connector": ("_PRECISION_INPUT", "_PRECISION_INPUT_STR"),
+    "lightning.fabric.fabric": ("_PRECISION_INPUT",),
+    "lightning.pytorch.trainer.trainer": ("_PRECISION_INPUT", "_PRECISION_INPUT_STR"),
+    "lightning.pytorch.trainer.connectors.accelerator_connector": ("_PRECISION_INPUT", "_PRECISION_INPUT_STR"),
+}
+
+
 def seam() -> list[Any]:
     return [
         vars(trainer_connector._AcceleratorConnector)["_check_and_init_precision"],
         vars(fabric_connector._Connector)["_check_and_init_precision"],
-        fabric_connector._PRECISION_INPUT_STR,
+        *(getattr(import_module(module), name) for module, names in TYPES.items() for name in names),
         inspect.unwrap(pl.Trainer.__init__).__annotations__["precision"],
         vars(strategies.Strategy)["setup_precision_plugin"],
         *(vars(lf.Fabric)[name] for name in ("setup", "setup_module", "save", "load")),
@@ -403,7 +414,9 @@ def test_plugins_copy_and_pickle(precision: Any) -> None:
     [
         ({"param_dtype": torch.float16}, ValueError, "torch.float32 or torch.bfloat16, got torch.float16"),
         ({"recipe": {"margin": -1}}, ValueError, "`margin`"),
-        ({"recipe": "default"}, TypeError, "a CurrentScaling or a BlockScaling or a mapping"),
+        ({"recipe": "default"}, ValueError, "must be one of 'fp8-delayed', 'fp8-current', 'fp8-block', got 'default'"),
+        ({"recipe": {"class_path": "mine.Recipe"}}, ValueError, "'DelayedScaling', .*'BlockScaling', got 'Recipe'"),
+        ({"recipe": 1}, TypeError, "a CurrentScaling or a BlockScaling or a mapping"),
         ({"ignore_modules": "head"}, TypeError, "sequence of patterns"),
     ],
 )

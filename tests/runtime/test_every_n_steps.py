@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 
+from lightning_fp8 import Fp8RichProgressBar, LayerTimer, QuantizationProbe, ScaleFactorLogger, ScaleWatchdog
+from lightning_fp8.cli import ProgressLines
 from lightning_fp8.runtime.every_n_steps import EveryNSteps
 
 
@@ -40,6 +43,29 @@ def test_a_new_start_forgets_what_was() -> None:
     assert not when.begins()
 
 
-def test_bad_input() -> None:
-    with pytest.raises(ValueError, match=r"LayerTimer: `every_n_steps` must be at least 1, got 0\."):
-        EveryNSteps("LayerTimer", 0)
+@pytest.mark.parametrize(
+    ("start", "end", "made"), [(0, 40, 40), (100, 149, 49), (0, 50, 0), (40, 60, 0), (0, 0, 0), (7, 7, 0)]
+)
+def test_a_run_too_short_for_the_interval(start: int, end: int, made: int) -> None:
+    when = EveryNSteps("Any", 50)
+    when.ends(3)
+    when.start(start)
+    for count in range(start, end):
+        when.ends(count + 1)
+    said = (
+        f"Any: the run made {made} steps and `every_n_steps` is 50, so nothing was logged."
+        f" Set `every_n_steps` to {made} or less."
+    )
+    assert when.in_vain() == (said if made else "")
+
+
+@pytest.mark.parametrize("steps", [0, -1, "50", 1.5, 50.0, True, None])
+@pytest.mark.parametrize(
+    "callback", [ScaleFactorLogger, ScaleWatchdog, QuantizationProbe, LayerTimer, Fp8RichProgressBar, ProgressLines]
+)
+def test_bad_input(callback: Any, steps: Any) -> None:
+    with pytest.raises(ValueError, match="must be an integer") as error:
+        callback(every_n_steps=steps)
+    assert str(error.value) == (
+        f"{callback.__name__}: `every_n_steps` must be an integer of at least 1, got {steps!r}."
+    )

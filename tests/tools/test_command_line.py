@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import pytorch_lightning as mirror
 import yaml
@@ -14,6 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 from repository import ROOT
 from warm import run_warm
 
+import lightning_fp8
 from lightning_fp8 import __main__ as entry
 from lightning_fp8.cli import Fp8CLI, main
 from lightning_fp8.examples import ByteGPT
@@ -117,6 +120,81 @@ def test_the_program_finds_the_users_modules_and_needs_no_data(tmp_path: Path) -
     ran = run_warm("-c", program, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert "width 6" in ran.stdout
+
+
+@pytest.mark.parametrize("command", ["", *LightningCLI.subcommands(), *TOOLS])
+def test_help_is_text_for_a_terminal_and_every_command_has_a_version(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = {}
+    for option in ("--help", "--version"):
+        monkeypatch.setattr(sys, "argv", ["/site/lightning_fp8/__main__.py", *filter(None, [command]), option])
+        with contextlib.suppress(SystemExit):
+            entry.run()
+        printed[option] = capsys.readouterr().out
+    lines = printed["--help"].splitlines()
+    assert lines[0].startswith(f"usage: python -m lightning_fp8 {command or 'COMMAND'} ")
+    assert len(lines) > 10
+    assert [line for line in lines if len(line) > 80 or "``" in line] == []
+    assert printed["--version"] == f"lightning-fp8 {lightning_fp8.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--trainer.plugins={}", "--trainer.plugins.recipe.margn=1"], "DelayedScaling has no field 'margn'. Did you"),
+        (["--trainer.plugins+={}", "--trainer.plugins.recipe.margn=1"], "DelayedScaling has no field 'margn'. Did you"),
+        (["-c", "list.yaml"], "DelayedScaling has no field 'margn'. Did you mean 'margin'?"),
+        (["-c", "class.yaml"], "CurrentScaling: `margin` must be an integer from 0 to 127, got -1."),
+        (["--trainer.plugins={}", "--trainer.plugins.gemm=auto"], None),
+        (
+            ["--trainer.callbacks=lightning_fp8.LayerTimer", "--trainer.callbacks.every_n_steps=0"],
+            "LayerTimer: `every_n_steps` must be an integer of at least 1, got 0.",
+        ),
+    ],
+)
+def test_what_our_classes_refuse_is_one_line(
+    arguments: list[str],
+    said: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipes = {
+        "list": {"margn": 1},
+        "class": {"class_path": "lightning_fp8.CurrentScaling", "init_args": {"margin": -1}},
+    }
+    for name, recipe in recipes.items():
+        plugin = {"class_path": "lightning_fp8.Fp8Precision", "init_args": {"recipe": recipe}}
+        Path(f"{name}.yaml").write_text(yaml.safe_dump({"trainer": {"plugins": [plugin]}}))
+    monkeypatch.setattr(sys, "argv", ["lightning-fp8"])
+    given = [argument.format("lightning_fp8.Fp8Precision") for argument in arguments]
+    given += ["--trainer.accelerator=cpu", "--trainer.logger=false"]
+    with contextlib.ExitStack() as stack:
+        ended = None if said is None else stack.enter_context(pytest.raises(SystemExit))
+        Fp8CLI(Own, run=False, args=given)
+    printed = capsys.readouterr().err.splitlines()
+    if ended is not None:
+        assert ended.value.code == 2
+        assert printed[-1].startswith(f"error: {said}")
+        assert [line[:5] for line in printed if not line.startswith("Seed")] == ["usage", "tip: ", "error"]
+
+
+class Own(pl.LightningModule):
+    pass
+
+
+class Picky(pl.Callback):
+    def __init__(self) -> None:
+        raise ValueError("my own rule")
+
+
+def test_what_a_users_callback_raises_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-fp8"])
+    with pytest.raises(ValueError, match="my own rule"):
+        Fp8CLI(Own, run=False, args=[f"--trainer.callbacks={__name__}.Picky", "--trainer.accelerator=cpu"])
 
 
 class OfTheOtherName(mirror.LightningModule):

@@ -294,6 +294,7 @@ def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         ("--config", config, "--steps", "none"): "must be an integer of at least 1, got 'none'",
         ("--config", config, "--warmup", "0"): "must be an integer of at least 1, got '0'",
         ("--config", config, "--precisions", "fp8-delyed"): "got 'fp8-delyed'. Did you mean 'fp8-delayed'?",
+        ("--config", config, "--precisions", "fp8"): "got 'fp8'. Did you mean 'fp8-delayed'?",
         ("--config", config, "--precisions", "bf16-true,margin=1"): "must be one of bf16-mixed, ",
         ("--config", config, "--precisions", "fp8-block,margin=1"): "fp8-block,margin=1: BlockScaling has no field",
         ("--config", config, "--precisions", "fp8-current,margin=-1"): "`margin` must be an integer from 0 to 127",
@@ -325,7 +326,8 @@ def compare(arguments: list[str], printed: Path) -> None:
         main(arguments)
 
 
-def test_control_c_ends_what_it_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_what_it_started(by: signal.Signals, tmp_path: Path) -> None:
     # named explicitly, because the default depends on the CPU
     arguments = ["--out", str(tmp_path / "out"), "--precisions", "fp8-delayed", "--steps", "1000000"]
     parent = start(compare, ["--config", str(write_config(tmp_path)), *arguments], tmp_path / "printed")
@@ -334,17 +336,18 @@ def test_control_c_ends_what_it_started(tmp_path: Path) -> None:
         while not running(tmp_path / "out") and time.monotonic() < deadline:
             time.sleep(0.1)
         assert running(tmp_path / "out")
-        os.kill(parent.pid, signal.SIGINT)
+        os.kill(parent.pid, by)
         parent.join(60)
     finally:
         parent.kill()
-        for process in running(tmp_path / "out") if parent.exitcode is None else ():
+        left = running(tmp_path / "out")
+        for process in left:
             os.kill(int(process), signal.SIGKILL)
     printed = (tmp_path / "printed").read_text()
     assert parent.exitcode == 130
     assert f"Stopped. What has run is in {tmp_path / 'out'}." in printed
     assert "Traceback" not in printed
-    assert not running(tmp_path / "out")
+    assert not left
 
 
 def running(folder: Path) -> list[str]:
@@ -661,7 +664,8 @@ def test_table_without_tokens_and_with_a_failure() -> None:
     assert table.splitlines()[-1].split() == ["bf16-true", *"------"]
 
 
-def test_control_c_while_a_run_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_run_is_started(by: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # the process exists, but has not been registered yet
     started: list[subprocess.Popen[bytes]] = []
 
@@ -669,13 +673,13 @@ def test_control_c_while_a_run_is_started(tmp_path: Path, monkeypatch: pytest.Mo
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__([sys.executable, "-c", "import time; time.sleep(60)"], **kwargs)
             started.append(self)
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(by)
 
     monkeypatch.setattr(subprocess, "Popen", Started)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(by, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             processes.run("bf16-mixed", tmp_path / "out", 10, 2, [])
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(by, before)
     assert started[0].returncode == -signal.SIGTERM

@@ -380,6 +380,10 @@ def test_cupy_is_not_missed_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert (found.status, found.problems, found.kernels) == (0, [], [])
     assert value(found, "GPU and toolchain", "CuPy") == "not installed"
     assert "only a GPU needs" in value(found, "GPU and toolchain", "NVRTC")
+    # unless kernels are to be compiled
+    found = examine(architectures=["sm_90a"])
+    assert (found.status, found.kernels) == (1, [])
+    assert [problem.do for problem in found.problems] == [f"pip install {hardware._cupy(0)}"]
 
 
 def test_nvrtc_is_missed_where_cupy_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -843,12 +847,23 @@ def test_the_command_on_a_machine_in_a_bad_state(tmp_path: Path) -> None:
         assert words in ran.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--nonsense"], ["--compile", "sm_70"]])
-def test_wrong_arguments_are_not_a_diagnosis(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--compile", "sm_70"], "argument --compile: invalid choice: 'sm_70'"),
+        (["--quick", "--compile", "sm_90a"], "argument --compile: not allowed with argument --quick"),
+        (["--compile", "--quick"], "argument --quick: not allowed with argument --compile"),
+    ],
+)
+def test_wrong_arguments_are_not_a_diagnosis(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         command.main(arguments)
-    assert ended.value.code == 64
-    assert "error:" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out) == (2, "")
+    assert f"error: {said}" in printed.err
 
 
 def test_help_explains_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit import loader, make_trainer, seeded
@@ -172,6 +173,29 @@ def test_records_and_hyperparameters(tmp_path: Path) -> None:
     (tmp_path / "fp8_run.json").write_text('{"precision": ')
     with pytest.raises(ReadError, match=r"fp8_run.json cannot be read: .* Remove it"):
         read_runs([tmp_path])
+
+
+SECRETS = ("api_key", "apiKey", "HF_TOKEN", "db_password", "passwd", "a_secret", "credentials", "authorization", "auth")
+PLAIN = {"max_tokens": 4096, "key_dim": 64, "keywords": "a b", "author": "Ada", "tokenizer": "gpt2", "token": None}
+
+
+def test_secrets_among_hyperparameters_are_left_out_by_name(tmp_path: Path) -> None:
+    folder = write_metrics(tmp_path / "run", [{"step": step, "train_loss": 1.0} for step in range(3)])
+    nested = {"logger": {"init_args": [{"api_key": "hidden-1", "lr": 0.5}]}, "password": 123457}
+    given = {**dict.fromkeys(SECRETS, "hidden-2"), "token_file": ["hidden-3"], **nested, **PLAIN}
+    (folder / "hparams.yaml").write_text(yaml.safe_dump(given))
+    main([str(folder), "--out", str(tmp_path / "report.html")])
+    page = (tmp_path / "report.html").read_text()
+    assert "hidden-" not in page
+    assert "123457" not in page
+    rows = {row[0].text: row[1].text for row in tables.environment(read_runs([folder])).rows}
+    note = "(left out: may be a secret)"
+    assert [rows[f"hparams: {name}"] for name in (*SECRETS, "token_file", "password")] == [note] * (len(SECRETS) + 2)
+    assert rows["hparams: logger"] == str({"init_args": [{"api_key": note, "lr": 0.5}]})
+    assert {name: rows[f"hparams: {name}"] for name in PLAIN} == {
+        name: "-" if value is None else str(value) for name, value in PLAIN.items()
+    }
+    assert all(name in page for name in (*SECRETS, note))
 
 
 # metrics that callbacks write
@@ -461,6 +485,18 @@ def test_pictures_show_the_numbers(two_runs: list[Path], tmp_path: Path, monkeyp
     for label, row in zip(labels, exponents, strict=True):
         np.testing.assert_allclose(row, np.log2(runs[0].scalars[f"fp8/{label}/scale"].values))
     assert sorted(labels) == sorted(tensor_names(24))
+
+
+def test_axes_of_shares_begin_at_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    from lightning_fp8.tools.report.pictures import write_pictures
+
+    saved: dict[str, Figure] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: saved.update({path.name: self}))
+    nothing = {"fp8/x.input/saturated_fraction": 0.0, "fp8/x.input/underflowed_fraction": 0.0}
+    write_pictures(read_runs([write_metrics(tmp_path, [{"step": step, **nothing} for step in range(5)])]), tmp_path)
+    assert [axes.get_ylim()[0] for axes in saved["saturation_underflow.png"].axes] == [0, 0]
 
 
 def test_defaults_of_the_command(two_runs: list[Path], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -227,6 +227,17 @@ def test_metrics_gaps_and_the_log_switch(browser: Browser, tmp_path: Path) -> No
     opened.check()
 
 
+def test_axes_of_shares_begin_at_zero(browser: Browser, tmp_path: Path) -> None:
+    nothing = {"fp8/x.input/saturated_fraction": 0.0, "fp8/x.input/underflowed_fraction": 0.0, "train_loss": 1.0}
+    folder = write_metrics(tmp_path, [{"step": step, **nothing} for step in range(5)])
+    write_page(read_runs([folder]), tmp_path / "a.html")
+    opened = Opened(browser, tmp_path / "a.html")
+    for quantity in ("saturated", "underflowed"):
+        axis = f"document.getElementById('roles-{quantity}_fraction')._fullLayout.yaxis.range"
+        assert opened.page.evaluate(axis) == [0, 1]
+    opened.check()
+
+
 def test_cells_without_a_number_come_last_in_both_directions(browser: Browser, tmp_path: Path) -> None:
     folders = [
         write_metrics(tmp_path / name, [{"step": step, **dict.fromkeys(metrics, 1.0), "c": 2.0} for step in range(2)])

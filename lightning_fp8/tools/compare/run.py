@@ -94,8 +94,6 @@ class CompareCLI(Fp8CLI):
             elif _class_of(plugin).__module__.startswith("lightning_fp8."):
                 # not `items()`, which flattens a recipe's fields to dotted names
                 own = dict(vars(plugin.init_args)) if "init_args" in plugin else {}
-        if isinstance(own.get("recipe"), Namespace):
-            own["recipe"] = vars(own["recipe"])
         # a plugin, not a precision string, which may create Lightning's own plugin
         trainer.precision = None
         class_path, _ = VARIANTS[precision_of(self.variant)]

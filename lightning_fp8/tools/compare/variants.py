@@ -6,7 +6,8 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_fp8.plugins.arguments import ARGUMENTS
+from lightning_fp8.plugins.arguments import ARGUMENTS, recipe_argument
+from lightning_fp8.plugins.settings import suggestion
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.scaling.recipe import RECIPES, as_recipe, recipe_fields
 
@@ -62,7 +63,7 @@ def checked(text: str) -> str:
     elif text not in VARIANTS:
         raise ArgumentTypeError(
             f"must be one of {', '.join(VARIANTS)}, those of FP8 also with fields of the recipe, such as"
-            f" fp8-delayed,wgrad=bf16; got {text!r}.{did_you_mean(text, VARIANTS)}"
+            f" fp8-delayed,wgrad=bf16; got {text!r}.{suggestion(text) or did_you_mean(text, VARIANTS)}"
         )
     return text
 
@@ -88,6 +89,6 @@ def plugin_settings(variant: str, own: Mapping[str, Any]) -> dict[str, Any]:
     held = {name: own[name] for name in (of_fp8 if precision in RECIPES else in_all) if name in own}
     if precision not in RECIPES:
         return {**held, **VARIANTS[variant][1]}
-    recipe = as_recipe(held.get("recipe"))
+    recipe = recipe_argument(held.get("recipe"))
     fields = recipe.as_dict() if recipe is not None and recipe.precision == precision else {}
     return {**held, "recipe": {**fields, **recipe_fields(variant)}}

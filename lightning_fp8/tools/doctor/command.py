@@ -1,4 +1,4 @@
-"""``python -m lightning_fp8 doctor``: what this machine has, which precisions run here, what to install or change."""
+"""Examine this machine: what it has, what runs in FP8, what to install or change."""
 
 from __future__ import annotations
 
@@ -26,20 +26,11 @@ _STATUSES = """exit status:
      LIGHTNING_FP8_BACKEND=reference
   2  fp8-delayed cannot run: no GPU of compute capability 8.9 or newer among
      those there are, torch too old, torch._scaled_mm failing, a Lightning
-     without the place for the precision strings
-  64 the arguments are wrong
+     without the place for the precision strings; or the arguments are wrong
 
-Without a GPU the kernels are compiled all the same, for sm_90a. Each is named as it
-is tried, on stderr with --json, and one that hangs or crashes ends after its time
-limit."""
-_USAGE_ERROR = 64
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        # argparse's own 2 would say that `fp8-delayed` cannot run
-        self.print_usage(sys.stderr)
-        self.exit(_USAGE_ERROR, f"{self.prog}: error: {message}\n")
+Without a GPU the kernels are compiled all the same, for sm_90a. Each is named
+as it is tried, on stderr with --json, and one that hangs or crashes ends after
+its time limit."""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -61,19 +52,20 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog=f"{program()} doctor",
         description=__doc__,
         epilog=_STATUSES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON, with every kernel")
-    parser.add_argument("--quick", action="store_true", help="compile and test no kernels")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--quick", action="store_true", help="compile and test no kernels")
     also = (
         f"compile every kernel for these as well, by default for all of {', '.join(ARCHITECTURES)}, into"
         " LIGHTNING_FP8_CACHE_DIR: another machine with the same NVRTC can use a copy of that folder"
     )
-    parser.add_argument("--compile", nargs="*", choices=ARCHITECTURES, metavar="ARCH", help=also)
+    which.add_argument("--compile", nargs="*", choices=ARCHITECTURES, metavar="ARCH", help=also)
     limit = "seconds for compiling and testing one kernel on a GPU (%(default)g)"
     parser.add_argument("--time-limit", type=positive, default=LIMIT_S, metavar="S", help=limit)
     return parser

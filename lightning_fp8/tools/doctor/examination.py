@@ -61,7 +61,9 @@ def _examine(
     progress: Callable[[str], None],
 ) -> None:
     _guarded(findings, "Versions", lambda: software.versions(findings), None)
-    ready = _guarded(findings, "GPU and toolchain", lambda: hardware.describe(findings, devices), False)
+    # without a GPU, CuPy is missed only by those who ask for kernels
+    compiles = bool(devices or architectures)
+    ready = _guarded(findings, "GPU and toolchain", lambda: hardware.describe(findings, devices, compiles), False)
     _guarded(findings, "Settings", lambda: software.settings(findings, bool(devices)), None)
     unfit = hardware.unfit(devices)
     hardware.note_unfit(findings, devices, unfit)

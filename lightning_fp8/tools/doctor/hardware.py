@@ -21,8 +21,11 @@ def gpus() -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(count)]
 
 
-def describe(findings: Diagnosis, devices: list[torch.device]) -> bool:
-    """Add GPUs, driver and toolchain; gives whether the kernels can be compiled (and, with a GPU, loaded)."""
+def describe(findings: Diagnosis, devices: list[torch.device], compiles: bool) -> bool:
+    """Add GPUs, driver and toolchain; gives whether the kernels can be compiled (and, with a GPU, loaded).
+
+    Unless kernels are to be compiled, it is no problem that CuPy is not installed.
+    """
     rows = [(str(gpu), asked(partial(_description, gpu))) for gpu in devices] or [("GPU", "none")]
     driver, number = driver_cuda(), driver_version()
     cuda = f"CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "no CUDA"
@@ -35,7 +38,7 @@ def describe(findings: Diagnosis, devices: list[torch.device]) -> bool:
             f"CuPy is installed more than once ({', '.join(installed)}), and one overwrites the other's files.",
             f"pip uninstall -y {' '.join(one.split()[0] for one in installed)}, then pip install {_cupy(driver)}",
         )
-    ready, nvrtc = _toolchain(findings, bool(devices), bool(installed), driver)
+    ready, nvrtc = _toolchain(findings, bool(devices), bool(installed), compiles, driver)
     rows += [("NVRTC", nvrtc), ("compiled kernels", asked(partial(_compiled, nvrtc)))]
     findings.sections.append(Section("GPU and toolchain", ("what", "found"), tuple(rows)))
     if not devices and number:
@@ -64,13 +67,13 @@ def _cupy(driver: int) -> str:
     return f"cupy-cuda{'12' if (driver // 1000 or built_for) < 13 else '13'}x"
 
 
-def _toolchain(findings: Diagnosis, has_gpu: bool, has_cupy: bool, driver: int) -> tuple[bool, str]:
+def _toolchain(findings: Diagnosis, has_gpu: bool, has_cupy: bool, compiles: bool, driver: int) -> tuple[bool, str]:
     try:
         version = nvrtc_version()
         if has_gpu:
             check_driver(driver, version)
     except KernelsUnavailable as error:
-        if not has_cupy and not has_gpu:
+        if not has_cupy and not compiles:
             return False, "not looked for: it is loaded through CuPy, which only a GPU needs"
         what, do = _parted(str(error))
         findings.problem(SLOWER, what, do if has_cupy else f"pip install {_cupy(driver)}")

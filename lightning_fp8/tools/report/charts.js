@@ -68,7 +68,8 @@ function drawRoles(run) {
       showlegend: true,
       legend: { orientation: "h", y: -0.28, yanchor: "top", x: 0 },
       xaxis: { title: { text: "step", standoff: 4 } },
-      yaxis: { tickformat: quantity === "headroom_bits" ? "" : "~%" },
+      // a share of zero throughout would be the middle of an axis from -100%
+      yaxis: quantity === "headroom_bits" ? {} : { tickformat: "~%", rangemode: "tozero" },
     });
   }
 }

@@ -1,4 +1,4 @@
-"""``python -m lightning_fp8 report``: the logs of one or more runs as one HTML page that needs no network, and PNGs."""
+"""Show the logs of one or more runs as one HTML page that needs no network, and as PNGs."""
 
 from __future__ import annotations
 

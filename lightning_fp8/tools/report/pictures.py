@@ -115,4 +115,6 @@ def _roles(found: Sequence[tuple[Run, dict[str, Any]]], quantities: Sequence[str
             axes.set(xlabel="step", ylabel=unit, title=f"{quantity.replace('_', ' ')}: {run.name}")
             if axes.lines:
                 axes.legend(fontsize=7)
+            if unit == "share":
+                axes.set_ylim(bottom=0)
     return figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -16,6 +17,10 @@ import yaml
 _MOST_VALUES, _DEEPEST = 1_000_000, 50
 # limit for an integer: far beyond a count or a seed, and short enough to print
 _MOST_BITS = 1024
+# in place of a secret
+LEFT_OUT = "(left out: may be a secret)"
+_PASSWORD = re.compile("passw|passphrase|pwd|secret|credential", re.IGNORECASE)
+_KEY = re.compile("key(?!word)|token(?!i[sz])|auth(?!or(s|$|_))|bearer|cookie", re.IGNORECASE)
 Check = Callable[[Any], bool]
 # by field: the rule for its value, in words and as a check
 Rules = Mapping[str, tuple[str, Check]]
@@ -46,12 +51,30 @@ def read_dtypes(path: Path) -> dict[str, Any]:
 
 
 def read_hparams(path: Path) -> dict[str, Any]:
-    """The hyperparameters that Lightning saved; empty where there are none.
+    """The hyperparameters that Lightning saved, secrets left out, as pages are passed on; empty where there are none.
 
     Raises:
         ReadError: if the file is not a mapping, or too large for a page, as aliases of aliases can be.
     """
-    return _read(path, lambda text: {} if (content := yaml.load(text, _PlainLoader)) is None else content, {})
+    found = _read(path, lambda text: {} if (content := yaml.load(text, _PlainLoader)) is None else content, {})
+    without: dict[str, Any] = _without_secrets(found)
+    return without
+
+
+def _without_secrets(value: Any) -> Any:
+    """The value, with a note in place of every value in it whose name is that of a secret."""
+    if isinstance(value, dict):
+        return {
+            name: LEFT_OUT if _is_secret(str(name), inner) else _without_secrets(inner) for name, inner in value.items()
+        }
+    return [_without_secrets(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    # a number is no key or token (`max_tokens`, `key_dim`), but it may be a password
+    return value is not None and bool(
+        _PASSWORD.search(name) or (_KEY.search(name) and not isinstance(value, int | float))
+    )
 
 
 def _read(path: Path, parse: Callable[[str], Any], rules: Rules, required: Iterable[str] = ()) -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""``python -m lightning_fp8 tune``: measures the GEMM kernels on this GPU, and keeps which is fastest for which shape.
+"""Measure the GEMM kernels on this GPU, and keep which is fastest for which shape.
 
-For each GEMM, every candidate first runs in another process, where it must give torch's result within a time limit. The
-candidates that do are timed in turns with torch._scaled_mm. The fastest of them, chained to the cast of the next GEMM's
-operand, is then timed in turns with the fastest GEMM and a separate cast. Each result is written at once, so an
-interrupted run keeps its results. From then on gemm="auto" chooses by these measurements.
+For each GEMM, every candidate first runs in another process, where it must give
+torch's result within a time limit. The candidates that do are timed in turns
+with torch._scaled_mm. The fastest of them, chained to the cast of the next
+GEMM's operand, is then timed in turns with the fastest GEMM and a separate
+cast. Each result is written at once, so an interrupted run keeps its results.
+From then on gemm="auto" chooses by these measurements.
 
-With --min-features it measures the size from which linear layers are faster in FP8 than in bf16, with the GEMMs that
-gemm="auto" chooses at the time. From then on min_features="auto" uses that size.
+With --min-features it measures the size from which linear layers are faster in
+FP8 than in bf16, with the GEMMs that gemm="auto" chooses at the time. From then
+on min_features="auto" uses that size.
 """
 
 from __future__ import annotations
@@ -187,10 +190,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     what.add_argument("--min-features", action="store_true", help=sizes)
     shapes = (
-        "linear layers with their number of tokens, each measured in its three GEMMs; by default 2048, 8192 and 32768"
+        "linear layers, separated by commas, each measured in its three GEMMs; by default 2048, 8192 and 32768"
         " tokens in the projections of transformers of width 1024, 4096 and 8192"
     )
-    what.add_argument("--shapes", type=_layers, default=LAYERS, metavar="TOKENSxINxOUT,...", help=shapes)
+    what.add_argument("--shapes", type=_layers, default=LAYERS, metavar="TOKENSxINxOUT", help=shapes)
     out = "by default the table in the cache folder, which training uses; rows of other GEMMs in it are kept"
     parser.add_argument("--out", type=Path, metavar="FILE", help=out)
     parser.add_argument("--rounds", type=positive, default=ROUNDS, help="batches of each candidate (%(default)s)")
