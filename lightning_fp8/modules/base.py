@@ -15,7 +15,7 @@ from lightning_fp8.modules.frozen_content import FrozenWeights
 from lightning_fp8.modules.frozen_layers import free_masters, frozen_parameters_apart, save_values
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.shared_input import SharedInput
-from lightning_fp8.modules.stamp import Stamped, is_flattened, stamps
+from lightning_fp8.modules.stamp import Stamped, is_sharded, stamps
 from lightning_fp8.modules.weight_cache import WeightCache
 from lightning_fp8.modules.weight_group import WeightGroup
 from lightning_fp8.ops.formats import ROLES, Product, Role
@@ -135,15 +135,10 @@ class Fp8Rows:
         """This layer's weight: a part of ``weight`` if that is a tensor ``[E, ...]`` of several layers' weights."""
         return self.weight_cache.matrix(weight)
 
-    @property
-    def weight_dims(self) -> int:
-        """Dimensions of the parameter that is the weight, or holds it."""
-        return 2 if self.weight_cache.part is None else 3
-
     def note_sharding(self, weight: Tensor) -> None:
         """Keep no FP8 copy of a sharded weight, as it would hold the whole weight."""
         self.keeps_cast = not isinstance(weight, (DTensor, FrozenWeight))
-        self._sharded = None
+        self._sharded = weight if is_sharded(weight) else None
         if not self.keeps_cast:
             self.weight_cache.drop()
 
@@ -158,7 +153,7 @@ class Fp8Rows:
         if layer is None or self._parameter is None or self._parameter not in layer._parameters:
             return [] if layer is None else list(layer.parameters())
         weight = layer._parameters[self._parameter]
-        if isinstance(weight, DTensor) or is_flattened(weight):
+        if is_sharded(weight):
             self._sharded = weight
         source = weight if self._sharded is None else self._sharded
         # while FSDP1 has gathered it, it is no parameter

@@ -33,6 +33,11 @@ def is_flattened(tensor: Tensor | None) -> bool:
     return getattr(tensor, "_fsdp_flattened", False)
 
 
+def is_sharded(tensor: Tensor | None) -> bool:
+    """Whether this process holds only a part of a parameter, except while the whole is gathered."""
+    return isinstance(tensor, DTensor) or is_flattened(tensor)
+
+
 class Stamped:
     """A stamp that is kept, with all whose ``id`` or address is in it, so that nothing else can get the same.
 

@@ -14,17 +14,24 @@ from typing_extensions import override
 
 if TYPE_CHECKING:
     from lightning_fp8.scaling.recipe import Recipe
+    from lightning_fp8.scaling.state import Weights
 
 
 class _Updates(JoinHook):
     """A process without inputs takes part in each update of the others, with no amaxes of its own."""
 
-    def __init__(self, update: Callable[[], None]) -> None:
-        self._update = update
+    def __init__(self, state: JoinableState) -> None:
+        self._state = state
 
     @override
     def main_hook(self) -> None:
-        self._update()
+        self._state.update()
+
+    @override
+    def post_hook(self, is_last_joiner: bool) -> None:
+        # DDP has broadcast the weights to the processes that had no inputs
+        if self._state.weights is not None:
+            self._state.weights.take_as_known()
 
 
 class JoinableState(Joinable):
@@ -33,10 +40,11 @@ class JoinableState(Joinable):
     recipe: Recipe
     amax: Tensor
     update: Callable[[], None]
+    weights: Weights | None
 
     @override
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return _Updates(self.update)
+        return _Updates(self)
 
     @property
     @override
