@@ -228,3 +228,26 @@ result["placements"] = message(lambda: odd[0](x))
         assert rank["by hand"].startswith("TypeError: The weight of '0' is distributed over processes, but its input")
         assert rank["attention"].startswith("NotImplementedError: 'in_proj': the weight is distributed")
         assert "ColwiseParallel and RowwiseParallel on one dimension" in rank["placements"]
+
+
+def test_gradients_of_evaluation_have_the_scale_of_the_whole_gradient(tmp_path: Path) -> None:
+    """They are scaled by their own largest value, of which each process knows its part alone."""
+    body = """
+def saliency(model):
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    # much larger than the loss of the training
+    weight = torch.logspace(0, 3, 4)
+    return torch.autograd.grad((model(x) * weight).sum() * 1000, x)[0]
+
+split = parallel(convert(net()))
+train(split)
+plain = net()
+result["gradients"] = saliency(split.eval())
+result["expected"] = saliency(plain)
+result["recorded"] = scaling_state(split).amax[: scaling_state(split).delayed].any()
+"""
+    first, second = run_processes(COMMON + body, tmp_path)
+    assert torch.equal(first["gradients"], second["gradients"])
+    assert not first["recorded"]
+    difference = first["gradients"] - first["expected"]
+    assert float(difference.norm() / first["expected"].norm()) < 0.12
