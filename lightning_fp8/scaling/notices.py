@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # a warning is given after this many steps of one optimizer without an update of the scales
 _STEPS_WITHOUT_UPDATE = 3
 
+# and one if the histories have been emptied in this many steps in a row
+_STEPS_THAT_EMPTY = 5
+
 # as many batches as checks before a training have: those of Lightning's Trainer, and of many loops by hand
 FORWARDS_BEFORE_TRAINING = 2
 
@@ -41,6 +44,8 @@ class Notices:
         self._said: set[str] = set()
         self._silent = 0
         self._steps: dict[int, int] = {}
+        # how many steps in a row have emptied the histories, and the number of updates at the last one
+        self._emptied, self._emptied_at = 0, 0
         self._nonfinite = _Nonfinite()
 
     @contextmanager
@@ -103,6 +108,18 @@ class Notices:
                 " you (not those of `use_pl_optimizer=False`, none inside backward); give `transformers.Trainer` a"
                 " `lightning_fp8.integrations.Fp8Callback()`; in a loop of your own call"
                 " `lightning_fp8.scaling_state(model).update()` once per optimizer step, after backward."
+            )
+
+    def see_emptied(self, state: ScalingState) -> None:
+        """The histories have been emptied, as weights have been changed by something other than an optimizer."""
+        self._emptied = self._emptied + 1 if self._emptied_at in (state.updates - 1, state.updates) else 1
+        self._emptied_at = state.updates
+        if self._emptied >= _STEPS_THAT_EMPTY:
+            self._say(
+                f"Something other than an optimizer changes weights of a model with FP8 layers"
+                f" ({_some(state.module_names)}) at each step, as clipping and projections do. So its histories begin"
+                " anew each time, and all tensors are scaled by their own values, as under `fp8-current`. Make such"
+                " changes part of the step: `optimizer.register_step_post_hook(...)`."
             )
 
     def see_update(self, state: ScalingState) -> None:

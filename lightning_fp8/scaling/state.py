@@ -394,6 +394,7 @@ class ScalingState(FormerNames, JoinableState):
         self.changes += 1
         self.has_scales = False
         self._forget_histories()
+        self.notices.see_emptied(self)
 
     def _see_histories_replaced(self) -> None:
         self.changes += 1

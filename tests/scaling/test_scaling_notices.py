@@ -60,3 +60,32 @@ def test_amaxes_that_came_along_become_scales(how: str) -> None:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         model.eval()(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("place", ["after the step", "in a hook of the optimizer"])
+def test_weights_that_a_loop_clips_after_each_step(place: str) -> None:
+    """They are no longer what the optimizer made of them, unless clipping is a part of its step."""
+    model = nn.Sequential(converted(), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.no_grad()
+    def clip(*_: object) -> None:
+        for parameter in model.parameters():
+            parameter.clamp_(-0.05, 0.05)
+
+    if place == "in a hook of the optimizer":
+        optimizer.register_step_post_hook(clip)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            state = record(model)
+            state.update()
+            optimizer.step()
+            optimizer.zero_grad()
+            if place == "after the step":
+                clip()
+    said = [str(warning.message) for warning in caught]
+    assert ["changes weights of a model" in message for message in said] == (
+        [True] if place == "after the step" else []
+    )
+    assert int((state.amax_history[:, 0] > 0).sum()) == (1 if place == "after the step" else 8)
