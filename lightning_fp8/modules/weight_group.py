@@ -74,7 +74,9 @@ class WeightGroup:
         if module in self._cast and not is_again:
             self._cast.clear()
         if not self._cast or (not self._is_known(module) if self.histories_fit else is_again):
-            self._look(state)
+            self.look(state)
+            # one by hand has been made; those of torch end by themselves
+            self._is_stepping &= self._steps > 0
         self._cast.add(module)
         self._last = module
         if record and not self.histories_fit:
@@ -87,8 +89,8 @@ class WeightGroup:
             return rows is None or rows.is_known()
         return all(one.is_known() for one in map(self._members.get, rows.shared_input.modules) if one is not None)
 
-    def _look(self, state: ScalingState) -> None:
-        """Find weights that something other than an optimizer has changed."""
+    def look(self, state: ScalingState) -> bool:
+        """See :class:`lightning_fp8.scaling.state.Weights`."""
         has_stepped = self._looked_at not in (None, (state.updates, self._steps))
         self._looked_at, self.histories_fit, self._must_empty = (state.updates, self._steps), True, False
         for rows in self.members:
@@ -102,8 +104,7 @@ class WeightGroup:
                 else:
                     self.histories_fit = False
                     self._must_empty |= records
-        # one by hand has been made; those of torch end by themselves
-        self._is_stepping &= self._steps > 0
+        return self.histories_fit
 
     def _begin_again(self, state: ScalingState) -> None:
         """A forward records with other weights: empty the histories that belong to the former ones."""
@@ -124,10 +125,6 @@ class WeightGroup:
             rows.reference = None
         self._cast.clear()
 
-    def are_known(self) -> bool:
-        """See :class:`lightning_fp8.scaling.state.Weights`."""
-        return all(rows.reference is None or rows.is_known() for rows in self.members)
-
     def take_as_known(self) -> None:
         """See :class:`lightning_fp8.scaling.state.Weights`."""
         for rows in self.members:
@@ -137,7 +134,7 @@ class WeightGroup:
         """An optimizer steps, and may run forwards between changes of its own: until it ends, changes are its own."""
         self._is_stepping &= not self._steps
         if state.recipe.from_history:
-            self._look(state)
+            self.look(state)
         self._steps += 1
         self._is_stepping = self.histories_fit
 

@@ -56,8 +56,8 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     def _prepare(self, module: nn.Module) -> None:
         super()._prepare(module)
         # DDP broadcasts them before `connect`: that changes no values
-        found = [state.weights for state in self._states if state.weights is not None]
-        self._known = [weights for weights in found if weights.are_known()]
+        found = [(state, state.weights) for state in self._states if state.weights is not None]
+        self._known = [weights for state, weights in found if weights.look(state)]
 
     @override
     def connect(

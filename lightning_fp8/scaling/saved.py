@@ -24,10 +24,13 @@ def to_entries(state: ScalingState) -> dict[str, dict[str, Tensor]]:
     """See :meth:`ScalingState.state_dict`."""
     state.fill_followers(state.amax.data)
     amax, history, scale, nonfinite = (getattr(state, field).detach().to("cpu", copy=True) for field in TENSORS)
+    has_scales = state.recipe.from_history
+    if has_scales and state.weights is not None and not state.weights.look(state):
+        for values, empty in ((amax, 0), (history, 0), (scale, 1)):
+            values.fill_(empty)
     # One entry is pushed at a time from the front, so the filled part is as long as the number of non-zero entries.
     longest = int((history > 0).sum(dim=0).max()) if state.delayed else 0
     columns = history[:longest].t().contiguous()
-    has_scales = state.recipe.from_history
     switches = [state.switches[state.module_of(row)] for row in range(state.delayed)]
     return {
         name: {

@@ -48,8 +48,10 @@ class Weights(Protocol):
     def scales_loaded(self) -> None:
         """Histories have been loaded: they belong to the weights of the next forward."""
 
-    def are_known(self) -> bool:
-        """Whether the histories belong to the weights, or to those of the next forward."""
+    def look(self, state: ScalingState) -> bool:
+        """Find weights that something other than an optimizer has changed. Returns whether the histories belong to the
+        weights as they are now.
+        """
 
     def take_as_known(self) -> None:
         """The histories belong to the weights as they are now."""
@@ -413,7 +415,8 @@ class ScalingState(FormerNames, JoinableState):
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """A copy on the CPU, keyed by tensor name, of inputs and gradients: ``amax``, ``scale``, ``nonfinite_steps``,
         the filled part of ``amax_history``, newest first, ``in_fp8`` and ``is_current``. With a recipe without
-        histories, only ``nonfinite_steps`` and ``in_fp8``: its casts need nothing else.
+        histories, only ``nonfinite_steps`` and ``in_fp8``: its casts need nothing else. Histories of other weights than
+        those that the model has now are left out.
 
         Plain dicts and tensors, so ``torch.load(weights_only=True)`` reads it.
         """

@@ -459,3 +459,17 @@ def test_an_update_makes_no_tensor_on_the_host() -> None:
     with Made():
         scaling_state(model).update()
     assert not names & {"aten::zeros", "aten::tensor", "aten::_to_copy", "aten::where", "aten::lift_fresh"}
+
+
+def test_a_checkpoint_has_no_histories_of_other_weights() -> None:
+    model, x = trained(small_mlp()), torch.randn(8, 32)
+    in_place(model[0], model[0].weight * 8)
+    saved, weights = scaling_state(model).state_dict(), model.state_dict()
+    assert not any(len(entry["amax_history"]) for entry in saved.values())
+    other = convert(small_mlp(), DelayedScaling(amax_history_len=16))
+    other.load_state_dict(weights)
+    scaling_state(other).load_state_dict(saved)
+    with torch.no_grad():
+        # as before it was saved: scaled by itself
+        assert torch.equal(other.eval()(x), model.eval()(x))
+    assert scaling_state(model).amax_history.any()

@@ -321,7 +321,7 @@ class ConvertedModel(RuleBasedStateMachine):
         with self.acting(number) as subject:
             file = io.BytesIO()
             torch.save({"weights": subject.net.state_dict(), "scaling": scaling_state(subject.net).state_dict()}, file)
-            self.saved = [*self.saved[-1:], (file.getvalue(), copy.deepcopy(subject.scales))]
+            self.saved = [*self.saved[-1:], (file.getvalue(), subject.scales.saved())]
 
     @precondition(lambda self: self.saved)
     @rule(

@@ -174,6 +174,8 @@ class ModelScales:
         own = self.layers[name].weight
         if not self.cast or (own.version != own.held if self.fit else is_again):
             self.look()
+            if not self.optimizer_steps:
+                self.is_stepping = False
         self.cast.add(name)
         self.last = name
         if record and not self.fit:
@@ -196,8 +198,6 @@ class ModelScales:
             elif weight.held != weight.version:
                 self.fit = False
                 self.must_empty |= name in self.recording
-        if not self.optimizer_steps:
-            self.is_stepping = False
 
     def uses_histories(self, record: bool) -> bool:
         return record or self.fit
@@ -272,6 +272,14 @@ class ModelScales:
             name for name, layer in self.layers.items() if layer.input.history or layer.grad_output.history
         }
         self.may_have_scales = bool(self.recording)
+
+    def saved(self) -> ModelScales:
+        """What a checkpoint holds: no histories of other weights than those that the model has now."""
+        self.look()
+        other = copy.deepcopy(self)
+        for tensor in other.delayed() if not self.fit else ():
+            tensor.forget()
+        return other
 
     def copy(self) -> ModelScales:
         """Of a copied model, whose weights are new ones."""
