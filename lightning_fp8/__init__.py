@@ -12,9 +12,7 @@ import torch
 import lightning_fp8.runtime.torch_version  # noqa: F401, first, as the others fail with an older torch
 from lightning_fp8.callbacks import (
     DtypeAudit,
-    Fp8RichProgressBar,
     Fp8ThroughputMonitor,
-    LayerTimer,
     QuantizationProbe,
     RunRecord,
     ScaleFactorLogger,
@@ -63,9 +61,7 @@ __all__ = [
     "Fp8Linear",
     "Fp8MultiheadAttention",
     "Fp8Precision",
-    "Fp8RichProgressBar",
     "Fp8ThroughputMonitor",
-    "LayerTimer",
     "QuantizationProbe",
     "RunRecord",
     "ScaleFactorLogger",

@@ -31,8 +31,6 @@ def run() -> None:
     # no command has an option of this name
     elif "--version" in sys.argv[1:]:
         print(f"lightning-fp8 {__version__}")
-    elif command == "bench":
-        sys.exit("The benchmarks run from a checkout of the repository: python -m benchmarks --suite cast")
     elif command == "doctor":
         from lightning_fp8.tools.doctor.command import main as doctor
 

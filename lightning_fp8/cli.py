@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_fp8.conversion.convert import is_converted, scaling_state
-from lightning_fp8.plugins.arguments import PLUGIN_OF
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.settings import suggestion
 from lightning_fp8.runtime.every_n_steps import EveryNSteps
@@ -129,10 +128,6 @@ def _help(parser: LightningArgumentParser, original: Callable[[], str]) -> str:
 
 
 def _error(original: Any, message: str, *args: Any, **kwargs: Any) -> NoReturn:
-    if "class_path 'lightning_fp8." in message and "Option 'precision' is not accepted" in message:
-        asked = [precision for precision in PLUGIN_OF if repr(precision) in message] or PLUGIN_OF
-        instead = ", ".join(f"for {precision!r} use `lightning_fp8.{PLUGIN_OF[precision]}`" for precision in asked)
-        message += f"\nThe argument `precision` of the plugins is gone: {instead}, without `precision`."
     asked_for = re.search(r'"trainer\.precision".*Given value: ([^\n]*)', message, re.DOTALL)
     if asked_for:
         message += f"\n{suggestion(asked_for[1]).strip()}".rstrip()

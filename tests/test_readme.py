@@ -245,11 +245,7 @@ def test_every_callback_and_every_argument_is_on_the_page_with_its_default() -> 
     assert set(arguments) == {f"lightning_fp8.{name}" for name in callbacks.__all__}
     for path, given in arguments.items():
         kind = getattr(callbacks, path.split(".")[1])
-        parameters = dict(inspect.signature(kind).parameters)
-        if kind is callbacks.Fp8RichProgressBar:
-            # rich objects
-            del parameters["theme"], parameters["console_kwargs"]
-        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
         if kind is callbacks.Fp8ThroughputMonitor:
             defaults["batch_size_fn"] = "builtins.len"
         assert given == {name: list(v) if isinstance(v, tuple) else v for name, v in defaults.items()}, path

@@ -1,9 +1,7 @@
 """Callbacks that show what FP8 does to a run."""
 
 from lightning_fp8.callbacks.dtype_audit import DtypeAudit
-from lightning_fp8.callbacks.layer_timer import LayerTimer
 from lightning_fp8.callbacks.quantization_probe import QuantizationProbe
-from lightning_fp8.callbacks.rich_progress_bar import Fp8RichProgressBar
 from lightning_fp8.callbacks.run_record import RunRecord
 from lightning_fp8.callbacks.scale_factor_logger import ScaleFactorLogger
 from lightning_fp8.callbacks.scale_watchdog import ScaleWatchdog
@@ -11,9 +9,7 @@ from lightning_fp8.callbacks.throughput_monitor import Fp8ThroughputMonitor
 
 __all__ = [
     "DtypeAudit",
-    "Fp8RichProgressBar",
     "Fp8ThroughputMonitor",
-    "LayerTimer",
     "QuantizationProbe",
     "RunRecord",
     "ScaleFactorLogger",

@@ -44,6 +44,10 @@ class ScaleFactorLogger(RunWatcher):
 
     With ``histograms``, for loggers that support them (TensorBoard): ``fp8/<role>/log2_scale``, no unit.
 
+    With ``prog_bar``, in the progress bar and ``trainer.callback_metrics``, not in loggers:
+
+    - ``fp8/saturated_fraction`` and ``fp8/underflowed_fraction``: the largest of all tensors that were cast, 0 to 1.
+
     It takes one device-to-host copy per logging step; fractions are counted in logging steps only. With several
     processes, fractions are over all of them, and rank 0 logs. Under another precision, and after a run of fewer steps
     than ``every_n_steps``, it warns once and has done nothing.
@@ -54,6 +58,7 @@ class ScaleFactorLogger(RunWatcher):
             only the summaries.
         summaries: whether to log them.
         histograms: whether to draw them.
+        prog_bar: whether the progress bar shows the two worst fractions.
 
     Raises:
         ValueError: if ``every_n_steps`` is no integer of at least 1, or a pattern matches no tensor of the model.
@@ -66,12 +71,14 @@ class ScaleFactorLogger(RunWatcher):
         patterns: Sequence[str] = ("*",),
         summaries: bool = True,
         histograms: bool = True,
+        prog_bar: bool = False,
     ) -> None:
         self.every_n_steps = every_n_steps
         self._when = EveryNSteps("ScaleFactorLogger", every_n_steps)
         self.patterns = as_patterns(patterns, "patterns")
         self.summaries = summaries
         self.histograms = histograms
+        self.prog_bar = prog_bar
         self._state: ScalingState | None = None
         self._rows: list[int] = []
 
@@ -101,6 +108,10 @@ class ScaleFactorLogger(RunWatcher):
         if state is not None and self._when.ends(trainer.global_step):
             values = tensor_statistics(state, partial(trainer.strategy.reduce, reduce_op="sum"))
             state.cast_counts.stop(self)
+            if self.prog_bar:
+                for quantity in ("saturated_fraction", "underflowed_fraction"):
+                    largest = values[quantity].nan_to_num(0.0).max()
+                    pl_module.log(f"fp8/{quantity}", largest, prog_bar=True, logger=False)
             if trainer.is_global_zero:
                 self._log(trainer, state, values)
 

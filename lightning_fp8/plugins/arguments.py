@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from lightning_fp8.runtime.choice import check_choice
-from lightning_fp8.scaling.recipe import RECIPES, DelayedScaling, Recipe, as_recipe
+from lightning_fp8.scaling.recipe import RECIPES, Recipe, as_recipe
 
 _P = ParamSpec("_P")
 _Self = TypeVar("_Self")
@@ -27,7 +27,7 @@ _Init = Callable[Concatenate[_Self, _P], None]
 
 
 def arguments_of(*precisions: str) -> Callable[[_Init[_Self, _P]], _Init[_Self, _P]]:
-    """Decorate the ``__init__`` of a precision: ``precision``, and arguments of other plugins, give helpful errors.
+    """Decorate the ``__init__`` of a precision: arguments of other plugins give helpful errors.
 
     Raises:
         TypeError: by the decorated ``__init__``.
@@ -38,7 +38,7 @@ def arguments_of(*precisions: str) -> Callable[[_Init[_Self, _P]], _Init[_Self, 
 
         @wraps(init)
         def checked(self: _Self, *args: _P.args, **kwargs: _P.kwargs) -> None:
-            _check(type(self).__name__, precisions, args, kwargs)
+            _check(type(self).__name__, precisions, kwargs)
             init(self, *args, **kwargs)
 
         return cast("_Init[_Self, _P]", checked)
@@ -46,18 +46,7 @@ def arguments_of(*precisions: str) -> Callable[[_Init[_Self, _P]], _Init[_Self, 
     return decorate
 
 
-def _check(name: str, precisions: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    # the first positional argument was `precision` up to version 0.5; now it is `recipe`, where there is one
-    asked = kwargs.get("precision", args[0] if args else None)
-    is_recipe = "precision" not in kwargs and asked in precisions and "recipe" in ARGUMENTS[precisions[0]]
-    if isinstance(asked, str) and not is_recipe:
-        wanted = name if asked in precisions else PLUGIN_OF.get(asked)
-        rule = "" if asked in precisions else f": `{name}` is for {_quoted(precisions)} only, got {asked!r}"
-        given = {key: value for key, value in kwargs.items() if key != "precision"}
-        raise TypeError(
-            f"The argument `precision` is gone{rule}."
-            f" {_instead(wanted, ARGUMENTS.get(asked, ()), _with_recipe(asked, given))}"
-        )
+def _check(name: str, precisions: Sequence[str], kwargs: Iterable[str]) -> None:
     for key in kwargs:
         if key not in ARGUMENTS[precisions[0]] and _takers(key):
             raise TypeError(
@@ -81,21 +70,6 @@ def recipe_argument(recipe: Any) -> Recipe | None:
         others = {key: value for key, value in recipe.items() if key not in ("class_path", "init_args")}
         recipe = {"precision": precisions[name], **(recipe.get("init_args") or {}), **others}
     return as_recipe(recipe)
-
-
-def _with_recipe(asked: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, and the recipe that ``asked`` stands for if it is not the default of the class."""
-    kind = RECIPES.get(asked, DelayedScaling)
-    return dict(given) if kind is DelayedScaling else {"recipe": kind(), **given}
-
-
-def _instead(wanted: str | None, takes: Collection[str], given: Mapping[str, Any]) -> str:
-    if wanted is None:
-        known = ", ".join(f"`{plugin}` ({precision!r})" for precision, plugin in PLUGIN_OF.items())
-        return f"The plugins are {known}."
-    arguments = ", ".join(f"{key}={value!r}" for key, value in given.items() if key in takes)
-    left_out = [f" `{key}` belongs to {_words(_takers(key))}." for key in given if key not in takes and _takers(key)]
-    return f"Write `{wanted}({arguments})`.{''.join(left_out)}"
 
 
 def _takers(key: str) -> list[str]:

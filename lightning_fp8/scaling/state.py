@@ -15,7 +15,6 @@ from lightning_fp8.ops.basic import update_scales
 from lightning_fp8.ops.counting import CastCounts
 from lightning_fp8.ops.formats import DELAYED_ROLES, Product, Role
 from lightning_fp8.ops.operand import OwnScaling, take_handle
-from lightning_fp8.scaling.former_names import FormerNames
 from lightning_fp8.scaling.known_histories import KnownHistories
 from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.recipe import Recipe
@@ -57,7 +56,7 @@ class Weights(Protocol):
         """The histories belong to the weights as they are now."""
 
 
-class ScalingState(FormerNames, JoinableState):
+class ScalingState(JoinableState):
     """Scales and amax histories of all R tensors of a model together, three tensors for each converted module.
 
     The D tensors with a history come first: all inputs, then all gradients of outputs. Forward and backward only read

@@ -23,7 +23,6 @@ from benchmarks.run import Run
 from benchmarks.suites import SUITES
 from benchmarks.whole_model import UpdateScales, Weights
 from kernels_cuda import scales
-from lightning_fp8 import __main__ as entry
 from lightning_fp8 import ops
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import kernels, plain
@@ -583,16 +582,6 @@ def test_all_ways_to_launch_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     for way in launches.values():
         assert launch._difference(way, tensors) is None
         assert launch._difference(lambda at: None, tensors) == "another amax"
-
-
-def test_the_package_names_the_command_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jsonargparse", None)
-    monkeypatch.setattr(sys, "argv", ["lightning-fp8", "bench", "--suite", "cast"])
-    with pytest.raises(SystemExit, match="run from a checkout of the repository: python -m benchmarks --suite"):
-        entry.run()
-    monkeypatch.setattr(sys, "argv", ["lightning-fp8", "fit", "bench"])
-    with pytest.raises(SystemExit, match="needs jsonargparse"):
-        entry.run()
 
 
 @pytest.mark.parametrize("script", ["attention_dtypes", "cpu_step", "precisions"])

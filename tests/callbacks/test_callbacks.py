@@ -21,7 +21,6 @@ from lightning_fp8 import (
     BlockScaling,
     DelayedScaling,
     Fp8Precision,
-    LayerTimer,
     QuantizationProbe,
     ScaleFactorLogger,
     ScaleWatchdog,
@@ -65,6 +64,21 @@ def test_logs_scale_and_amax_of_every_tensor_to_every_logger(tmp_path: Path) -> 
         assert events.Scalars(f"fp8/{name}/scale")[-1].value == pytest.approx(state.scale[position].item(), rel=1e-6)
 
 
+def test_the_progress_bar_shows_the_worst_fractions(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    recipe = DelayedScaling(margin=20)
+    callbacks = [ScaleFactorLogger(every_n_steps=3, prog_bar=True)]
+    trainer = make_trainer(tmp_path, plugins=Fp8Precision(recipe=recipe), logger=logger, callbacks=callbacks)
+    trainer.fit(seeded(), loader())
+    (last,) = [row for row in rows(logger) if row.get("fp8/net.0.input/scale")]
+    assert not [key for key in last if key.count("/") == 1 and key.startswith("fp8/")]
+    for shown in (trainer.progress_bar_metrics, trainer.callback_metrics):
+        for name in ("saturated_fraction", "underflowed_fraction"):
+            expected = max(float(last[f"fp8/{role}/{name}/max"]) for role in ROLES)
+            assert float(shown[f"fp8/{name}"]) == pytest.approx(expected, rel=1e-6)
+    assert trainer.progress_bar_metrics["fp8/underflowed_fraction"] > 0.1
+
+
 def test_patterns_and_accumulation(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     callback = ScaleFactorLogger(every_n_steps=1, patterns=("*.weight", "net.0.input"))
@@ -92,7 +106,7 @@ def test_other_precisions_are_warned_about_once(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", [ScaleFactorLogger, ScaleWatchdog, QuantizationProbe, LayerTimer])
+@pytest.mark.parametrize("kind", [ScaleFactorLogger, ScaleWatchdog, QuantizationProbe])
 def test_a_run_shorter_than_the_interval_says_what_to_set(tmp_path: Path, kind: Any) -> None:
     def warnings_of(callback: Any, **kwargs: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
@@ -107,9 +121,8 @@ def test_a_run_shorter_than_the_interval_says_what_to_set(tmp_path: Path, kind: 
     ]
     assert warnings_of(kind(every_n_steps=4)) == warnings_of(kind(), fast_dev_run=True) == []
     # where there is nothing to log, that alone is said
-    if kind is not LayerTimer:
-        (said,) = warnings_of(kind(), precision="bf16-mixed")
-        assert "no layer runs in FP8" in said
+    (said,) = warnings_of(kind(), precision="bf16-mixed")
+    assert "no layer runs in FP8" in said
 
 
 def test_one_copy_from_the_device_per_logging_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from torch import nn
 
 from lightning_fp8 import (
     DtypeAudit,
-    LayerTimer,
     QuantizationProbe,
     RunRecord,
     ScaleFactorLogger,
@@ -172,9 +171,9 @@ def of_states(states: dict[int, dict[str, dict[str, torch.Tensor]]]) -> Numbers:
 
 def test_every_logger_keeps_every_number(tmp_path: Path, offline: None) -> None:
     loggers = {name: make(tmp_path / name) for name, (make, _) in LOGGERS.items()}
-    kept, probe, timer = Kept(), QuantizationProbe(every_n_steps=4), LayerTimer(every_n_steps=4)
+    kept, probe = Kept(), QuantizationProbe(every_n_steps=4)
     model = seeded()
-    trainer = make_trainer(tmp_path, logger=list(loggers.values()), callbacks=[kept, probe, timer], max_epochs=2)
+    trainer = make_trainer(tmp_path, logger=list(loggers.values()), callbacks=[kept, probe], max_epochs=2)
     trainer.fit(model, loader())
     # Lightning counts from 0
     assert list(kept.states) == [1, 3, 5, 7]
@@ -185,9 +184,7 @@ def test_every_logger_keeps_every_number(tmp_path: Path, offline: None) -> None:
     expected = of_states(kept.states)
     assert len(expected) == 4 * 5
     expected |= {f"fp8/{path}/sqnr_db": {7: ratio} for path, ratio in probe.sqnr_db.items()}
-    expected |= {f"timing/{path}/forward_ms": {7: number} for path, number in timer.forward_ms.items()}
-    expected |= {f"timing/{path}/backward_ms": {7: number} for path, number in timer.backward_ms.items()}
-    assert len(expected) == 4 * 5 + 3 * 2
+    assert len(expected) == 4 * 5 + 2
     for name, numbers in read.items():
         for key, by_step in expected.items():
             for step, value in by_step.items():
@@ -245,11 +242,10 @@ class Named(Regression):
 @pytest.mark.filterwarnings("ignore:.*MLFlow only allows.*")
 def test_names_that_mlflow_does_not_take(name: str, in_mlflow: str, tmp_path: Path, offline: None) -> None:
     loggers = {kind: LOGGERS[kind][0](tmp_path / kind) for kind in LOGGERS}
-    callbacks = [ScaleFactorLogger(every_n_steps=4), LayerTimer(every_n_steps=4)]
+    callbacks = [ScaleFactorLogger(every_n_steps=4)]
     make_trainer(tmp_path, logger=list(loggers.values()), callbacks=callbacks).fit(seeded(Named, name=name), loader())
     read = {kind: LOGGERS[kind][1](logger) for kind, logger in loggers.items()}
     assert f"fp8/parts.{name}.input/scale" in read["csv"]
-    assert f"timing/parts.{name}/forward_ms" in read["csv"]
     assert set(read["tensorboard"]) == set(read["wandb"]) == set(read["csv"])
     # Lightning removes the characters that MLflow refuses, with a warning
     assert set(read["mlflow"]) == {key.replace(name, in_mlflow) for key in read["csv"]}

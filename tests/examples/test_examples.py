@@ -86,41 +86,6 @@ def test_plugin_with_arguments_from_the_command_line(tmp_path: Path) -> None:
     assert not any(name.startswith("head") for name in checkpoint["Fp8Precision"])
 
 
-@pytest.mark.filterwarnings("ignore:.*args parameter is intended.*")
-@pytest.mark.parametrize(
-    ("plugin", "argument", "value", "instead"),
-    [
-        ("Fp8Precision", "precision", "bf16-mixed", "Bf16MixedPrecision"),
-        ("Fp8Precision", "precision", "bf16-true", "Bf16TruePrecision"),
-        ("Bf16TruePrecision", "precision", "fp8-delayed", "Fp8Precision"),
-        ("Fp8Precision", "precison", "bf16-mixed", None),
-    ],
-)
-@pytest.mark.parametrize("as_list", [True, False])
-def test_precision_of_a_plugin_in_an_old_configuration(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    plugin: str,
-    argument: str,
-    value: str,
-    instead: str | None,
-    as_list: bool,
-) -> None:
-    parsed = yaml.safe_load(small(ROOT / "configs" / "tiny_gpt_fp8.yaml", tmp_path).read_text())
-    parsed["trainer"].pop("precision")
-    entry = {"class_path": f"lightning_fp8.{plugin}", "init_args": {"keep_fp32": ["head"], argument: value}}
-    parsed["trainer"]["plugins"] = [entry] if as_list else entry
-    path = tmp_path / "old.yaml"
-    path.write_text(yaml.safe_dump(parsed))
-    with pytest.raises(SystemExit) as stop:
-        main(["fit", "--config", str(path)])
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert f"Option '{argument}' is not accepted" in said
-    advice = re.findall(r"`precision` of the plugins is gone: (.*)", said)
-    assert advice == ([f"for '{value}' use `lightning_fp8.{instead}`, without `precision`."] if instead else [])
-
-
 def test_unknown_precision_on_the_command_line(tmp_path: Path) -> None:
     config = str(ROOT / "configs" / "tiny_gpt_fp8.yaml")
     arguments = ("fit", "--config", config, "--trainer.precision", "fp8-delyed")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections import Counter
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import lightning_fp8
 from lightning_fp8 import DelayedScaling, convert, describe, fall_back, fallbacks, scaling_state, unconvert
 
 
@@ -246,17 +243,3 @@ def test_a_weight_that_fell_back_is_not_cast_with_the_others(cuda_half: Counter[
     # the amax at its last cast
     assert state.amax[7] == amax_of_weight == model[1].weight.detach().abs().max()
     assert model[1].fp8[""].weight_cache._entry is None
-
-
-FORMER = ("fall_back", "fallbacks", "counts", "start_counting", "stop_counting", "gemm", "min_features")
-
-
-@pytest.mark.parametrize("former", FORMER)
-def test_a_former_attribute_of_the_state_names_what_replaces_it(former: str) -> None:
-    state = scaling_state(convert(small_mlp()))
-    with pytest.raises(AttributeError) as caught:
-        getattr(state, former)
-    named = re.search(rf"'{former}': use `(lightning_fp8|state)\.([a-z0-9_.]+)", str(caught.value))
-    assert named is not None
-    found = attrgetter(named[2])({"lightning_fp8": lightning_fp8, "state": state}[named[1]])
-    assert callable(found) or former == "counts"

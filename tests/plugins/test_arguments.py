@@ -188,65 +188,13 @@ def test_recipes_in_configurations(
 
 
 def test_yaml_refuses_an_argument_of_another_class_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, argument in (("Bf16TruePrecision", "weight_copy"), ("Fp8Precision", "precision")):
-        with pytest.raises(SystemExit):
-            from_yaml(tmp_path, plugins={"class_path": f"lightning_fp8.{name}", "init_args": {argument: True}})
-        said = capsys.readouterr().err
-        assert f"Problem with given class_path 'lightning_fp8.{name}'" in said
-        assert f"Option '{argument}' is not accepted" in said
-
-
-@pytest.mark.parametrize(
-    ("plugin", "args", "kwargs", "words"),
-    [
-        (Fp8Precision, ("bf16-mixed",), {}, "got 'bf16-mixed'. Write `Bf16MixedPrecision()`."),
-        (Fp8Precision, (), {"precision": "bf16-mixed"}, "got 'bf16-mixed'. Write `Bf16MixedPrecision()`."),
-        (
-            Fp8Precision,
-            ("bf16-mixed",),
-            {"weight_copy": True, "keep_fp32": ("norm",)},
-            "Write `Bf16MixedPrecision(weight_copy=True, keep_fp32=('norm',))`.",
-        ),
-        (
-            Fp8Precision,
-            (),
-            {"precision": "bf16-true", "dtype_mismatch": "warn", "ignore_modules": ["head"]},
-            "Write `Bf16TruePrecision(dtype_mismatch='warn')`. `ignore_modules` belongs to `Fp8Precision`.",
-        ),
-        (
-            Fp8Precision,
-            (),
-            {"precision": "fp8-delayed", "min_features": 32},
-            "gone. Write `Fp8Precision(min_features=32)`.",
-        ),
-        (
-            Fp8Precision,
-            (),
-            {"precision": "fp8-current", "min_features": 32},
-            f"gone. Write `Fp8Precision(recipe={CurrentScaling()}, min_features=32)`.",
-        ),
-        (Bf16MixedPrecision, ("bf16-mixed",), {}, "gone. Write `Bf16MixedPrecision()`."),
-        (Bf16TruePrecision, (), {"precision": "fp8-delayed", "gemm": "auto"}, "Write `Fp8Precision(gemm='auto')`."),
-        (Fp8FabricPrecision, (), {"precision": "fp8-delayed"}, "gone. Write `Fp8FabricPrecision()`."),
-        (Fp8FSDPPrecision, ("bf16-true",), {}, "Write `Bf16TruePrecision()`."),
-        (
-            Fp8Precision,
-            (),
-            {"precision": "fp8"},
-            "got 'fp8'. The plugins are `Fp8Precision` ('fp8-delayed'), `Fp8Precision` ('fp8-current'),"
-            " `Fp8Precision` ('fp8-block'), `Bf16MixedPrecision` ('bf16-mixed'), `Bf16TruePrecision` ('bf16-true').",
-        ),
-    ],
-)
-def test_the_argument_precision_is_gone_and_the_error_says_what_to_write(
-    plugin: Any, args: tuple[Any, ...], kwargs: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(TypeError) as error:
-        plugin(*args, **kwargs)
-    rule = "" if words.startswith("gone") else f": `{plugin.__name__}` is for "
-    assert str(error.value).startswith(f"The argument `precision` is gone{rule}")
-    assert str(error.value).endswith(words)
-    assert (" only, got " in str(error.value)) is bool(rule)
+    with pytest.raises(SystemExit):
+        from_yaml(
+            tmp_path, plugins={"class_path": "lightning_fp8.Bf16TruePrecision", "init_args": {"weight_copy": True}}
+        )
+    said = capsys.readouterr().err
+    assert "Problem with given class_path 'lightning_fp8.Bf16TruePrecision'" in said
+    assert "Option 'weight_copy' is not accepted" in said
 
 
 # the advice in an error is correct: it names every plugin that takes the argument, and no other
@@ -287,8 +235,6 @@ def test_subclasses_have_arguments_of_their_own() -> None:
     made = pl.Trainer(plugins=Mine(True, min_features=8), accelerator="cpu", logger=False).precision_plugin
     assert isinstance(made, Mine)
     assert (made.weight_copy, made.min_features) == (True, 8)
-    with pytest.raises(TypeError, match="Write `Bf16MixedPrecision"):
-        Mine(True, precision="bf16-mixed")
 
 
 def test_names_that_are_exported() -> None:

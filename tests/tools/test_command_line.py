@@ -149,8 +149,8 @@ def test_help_is_text_for_a_terminal_and_every_command_has_a_version(
         (["-c", "class.yaml"], "CurrentScaling: `margin` must be an integer from 0 to 127, got -1."),
         (["--trainer.plugins={}", "--trainer.plugins.gemm=auto"], None),
         (
-            ["--trainer.callbacks=lightning_fp8.LayerTimer", "--trainer.callbacks.every_n_steps=0"],
-            "LayerTimer: `every_n_steps` must be an integer of at least 1, got 0.",
+            ["--trainer.callbacks=lightning_fp8.ScaleWatchdog", "--trainer.callbacks.every_n_steps=0"],
+            "ScaleWatchdog: `every_n_steps` must be an integer of at least 1, got 0.",
         ),
     ],
 )

@@ -53,7 +53,7 @@ CONFIG: dict[str, Any] = {
         "precision": "64-true",
         "callbacks": [
             {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"},
-            {"class_path": "lightning_fp8.LayerTimer"},
+            {"class_path": "lightning_fp8.ScaleWatchdog"},
             {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"},
         ],
         "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "users_own"}},
@@ -217,7 +217,7 @@ def test_what_is_printed(compared: tuple[Path, str]) -> None:
     advice = advise(rows_of(folder))
     assert "\n".join(advice) in printed
     assert advice[0].startswith("These are times of a CPU. They say nothing about speed on a GPU")
-    assert "Callbacks left out: ModelCheckpoint, LayerTimer." in lines
+    assert "Callbacks left out: ModelCheckpoint, ScaleWatchdog." in lines
     assert not (folder.parents[2] / "users_own").exists()
     assert not list(folder.rglob("*.ckpt"))
     assert "Recommended until measured on a GPU: bf16-mixed" in (folder / "compare.md").read_text()

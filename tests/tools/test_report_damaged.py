@@ -180,8 +180,7 @@ CELLS = (
 )  # fmt: skip
 SPECIAL = (
     "fp8/input/scale/min", "fp8//scale", "fp8/.input/scale", "fp8/input/scale", "fp8/sqnr_db", "fp8//sqnr_db",
-    "timing/forward_ms", "timing/net.0/backward_ms", "timing//forward_ms", "fp8/watchdog/", "fp8/watchdog/a",
-    "fp8/net.0.input/nonfinite_steps", "fp8/net.2.weight/headroom_bits",
+    "fp8/watchdog/", "fp8/watchdog/a", "fp8/net.0.input/nonfinite_steps", "fp8/net.2.weight/headroom_bits",
 )  # fmt: skip
 COLUMNS = (
     *SPECIAL, "step", "epoch", "", "$x^{", "</script>",

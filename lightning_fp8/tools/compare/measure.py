@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_fp8.callbacks.stopwatch import Clock, HostClock, clock_for
 from lightning_fp8.tools.timing import percentiles
 
 # the final loss is the mean over this share of the steps
@@ -50,7 +49,6 @@ class Measure(Callback):
     def __init__(self, warmup: int) -> None:
         self.warmup = warmup
         self.losses: list[Tensor] = []
-        self._clock: Clock = HostClock()
         self._marks: list[Any] = []
         self._steps = self._batches_since_step = self._global_step = 0
         self._of_this_step: list[Tensor] = []
@@ -63,7 +61,6 @@ class Measure(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock = clock_for(trainer.strategy.root_device)
         self._at_start = _resident("VmRSS")
 
     @override
@@ -106,23 +103,23 @@ class Measure(Callback):
             self._of_this_step = []
         is_last = 0 < trainer.max_steps <= trainer.global_step
         if self._marks:
-            self._marks.append(self._clock.mark())
+            self._marks.append(_mark(model.device))
         elif self._steps >= self.warmup and not is_last:
-            self._open()
+            self._open(model.device)
         if is_last:
             self._close(trainer, model)
             # makes Lightning validate now, if there is validation data
             trainer.should_stop = True
 
-    def _open(self) -> None:
-        self._clock.wait()
+    def _open(self, device: torch.device) -> None:
+        _wait(device)
         self._start = time.perf_counter()
-        self._marks.append(self._clock.mark())
+        self._marks.append(_mark(device))
 
     def _close(self, trainer: Trainer, model: LightningModule) -> None:
-        self._clock.wait()
+        device = model.device
+        _wait(device)
         self._seconds = time.perf_counter() - self._start
-        device = trainer.strategy.root_device
         on_cuda = device.type == "cuda"
         self._peak = torch.cuda.max_memory_allocated(device) if on_cuda else _resident("VmHWM") - self._at_start
         moments = [
@@ -143,7 +140,7 @@ class Measure(Callback):
                 f"compare: the run ended after {self._steps} steps, and nothing is measured in the first {self.warmup}."
                 " It needs more steps, or a smaller `--warmup`."
             )
-        times = [self._clock.milliseconds(*pair) for pair in zip(self._marks, self._marks[1:])]
+        times = [_milliseconds(*pair) for pair in zip(self._marks, self._marks[1:])]
         p20, p50, p80 = percentiles(times)
         losses = [float(loss) for loss in self.losses]
         last = losses[-max(1, round(LAST_SHARE * len(losses))) :]
@@ -166,6 +163,25 @@ class Measure(Callback):
             "world_size": trainer.world_size,
             "losses": losses,
         }
+
+
+def _mark(device: torch.device) -> Any:
+    """An event after the work that is queued on a GPU's stream; elsewhere the host's time in ns."""
+    if device.type != "cuda":
+        return time.perf_counter_ns()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _milliseconds(start: Any, end: Any) -> float:
+    """Milliseconds from one mark to another."""
+    return (end - start) / 1e6 if isinstance(start, int) else float(start.elapsed_time(end))
 
 
 def tokens_of(batch: Any) -> int | None:

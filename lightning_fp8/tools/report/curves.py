@@ -10,7 +10,6 @@ import numpy as np
 from lightning_fp8.tools.report.runs import Run, Series
 
 MAX_POINTS = 2000
-_OURS = ("fp8/", "timing/")
 # Lightning's own counter, and what TensorBoardLogger writes for its table of hyperparameters
 _NO_METRICS = ("epoch", "hp_metric")
 _FIRST = ("train_loss", "val_loss")
@@ -22,7 +21,7 @@ def curve_keys(runs: Sequence[Run]) -> list[str]:
         key
         for run in runs
         for key, series in run.scalars.items()
-        if len(series.steps) > 1 and not key.startswith(_OURS) and key not in _NO_METRICS
+        if len(series.steps) > 1 and not key.startswith("fp8/") and key not in _NO_METRICS
     }
     return sorted(keys, key=lambda key: (_FIRST.index(key) if key in _FIRST else 2, "loss" not in key, key))
 

@@ -11,7 +11,6 @@ const SORTS = {
   saturated: { title: "most saturated", of: (tensors) => tensors.worst.saturated_fraction, sign: -1 },
   underflowed: { title: "most underflowed", of: (tensors) => tensors.worst.underflowed_fraction, sign: -1 },
   sqnr: { title: "lowest SQNR", of: (tensors) => tensors.sqnr, sign: 1, missing: "lightning_fp8.QuantizationProbe" },
-  slowest: { title: "slowest", of: (tensors) => tensors.milliseconds, sign: -1, missing: "lightning_fp8.LayerTimer" },
 };
 const ROWS_WITHOUT_PAGES = 60;
 const ROWS_OF_A_PAGE = 50;
@@ -23,8 +22,8 @@ const view = { run: null, rows: [], first: 0 };
 // Decoded at first use, as a report may hold several large runs.
 function tensorsOf(run) {
   if (!run.decoded) {
-    const { names, columns, planes, worst, sqnr, milliseconds } = run.tensors;
-    const decoded = { names, columns, planes: {}, worst: {}, sqnr: single(sqnr), milliseconds: single(milliseconds) };
+    const { names, columns, planes, worst, sqnr } = run.tensors;
+    const decoded = { names, columns, planes: {}, worst: {}, sqnr: single(sqnr) };
     for (const name of Object.keys(planes)) [decoded.planes[name], decoded.worst[name]] = [half(planes[name]), single(worst[name])];
     decoded.planes.log2_scale = decoded.planes.scale.map(Math.log2);
     decoded.roles = names.map((name) => name.slice(name.lastIndexOf(".") + 1));

@@ -78,7 +78,6 @@ function setUpControls() {
 }
 
 function setUpTables() {
-  showTable("slowest-table", report.tables.slowest);
   showTables("layers-tables", (run) => [run.layers]);
   showTables("dtypes-tables", (run) => [run.dtypes, run.violations]);
   const { environment } = report.tables;

@@ -54,7 +54,6 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
         "losses": loss_keys(keys),
         "tables": {
             "finals": tables.as_plain(tables.final_values(runs)),
-            "slowest": tables.as_plain(tables.slowest_layers(runs)),
             "environment": tables.as_plain(tables.environment(runs)),
         },
     }
@@ -108,7 +107,6 @@ def _tensor_data(tensors: Tensors) -> dict[str, Any]:
         "planes": {quantity: half(values) for quantity, values in tensors.columns.items()},
         "worst": {quantity: single(tensors.worst[quantity][0]) for quantity in PLANES},
         "sqnr": single(tensors.sqnr_db),
-        "milliseconds": single(tensors.milliseconds),
     }
 
 

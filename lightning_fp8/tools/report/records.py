@@ -6,7 +6,6 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,12 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def read_dtypes(path: Path) -> dict[str, Any]:
-    """What ``DtypeAudit`` wrote, with the names of version 0.6; empty if there is no file.
+    """What ``DtypeAudit`` wrote; empty if there is no file.
 
     Raises:
         ReadError: if the file is not valid.
     """
-    names = {"dtype": "actual", "promised": "expected"}
-    read = partial(json.loads, object_hook=lambda row: {names.get(name, name): value for name, value in row.items()})
-    return _read(path, read, _DTYPES, required=_DTYPES)
+    return _read(path, json.loads, _DTYPES, required=_DTYPES)
 
 
 def read_hparams(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from lightning_fp8.tools.report.curves import curve_keys
 from lightning_fp8.tools.report.runs import Run
-from lightning_fp8.tools.report.tensors import Tensors, layer_of, sqnr_of, times_of
+from lightning_fp8.tools.report.tensors import Tensors, layer_of, sqnr_of
 
 # title and format, with unit, of each quantity in the table of the worst values
 _WORST = {
@@ -125,32 +125,6 @@ def watchdog(run: Run) -> Table:
             rows.append([name, *cells, _number(float(series.values[-1]))])
     note = "" if rows else "Nothing was watched: add lightning_fp8.ScaleWatchdog."
     return Table(["tensors, and layers that fell back", "most>", "first at step<", "newest>"], rows, note)
-
-
-def slowest_layers(runs: Sequence[Run]) -> Table:
-    """Forward and backward of each layer at the newest measurement, and the ratio to the first run that has it."""
-    times = [times_of(run) for run in runs]
-    timed = [position for position, found in enumerate(times) if found]
-    if not timed:
-        return Table([], [], "No layer times: add lightning_fp8.LayerTimer.")
-    columns = ["layer", *(f"{runs[position].name}, ms>" for position in timed)]
-    columns += [f"{runs[position].name} / {runs[timed[0]].name}>" for position in timed[1:]]
-    rows = []
-    for path in dict.fromkeys(path for found in times for path in found):
-        spent = [times[position].get(path) for position in timed]
-        sums = [sum(both) if both else None for both in spent]
-        cells = [Cell("-") if both is None else Cell(_milliseconds(*both), _known(sum(both))) for both in spent]
-        ratios = [value / sums[0] if value is not None and sums[0] else None for value in sums[1:]]
-        rows.append([Cell(path or "(root)"), *cells, *(_formatted(ratio, "{:.2f}") for ratio in ratios)])
-    rows.sort(key=lambda cells: -max(cell.sort or 0.0 for cell in cells[1 : 1 + len(timed)]))
-    untimed = [run.name for position, run in enumerate(runs) if position not in timed]
-    note = "At the newest timed step: total (forward + backward)."
-    note += f" No layer times of {', '.join(untimed)}: add lightning_fp8.LayerTimer." if untimed else ""
-    return Table(columns, rows, note, by_layer=True)
-
-
-def _milliseconds(forward: float, backward: float) -> str:
-    return f"{forward + backward:.3f} ({forward:.3f} + {backward:.3f})"
 
 
 def layers(run: Run) -> Table:

@@ -35,7 +35,6 @@ class Tensors:
         values: ``[R, S]`` by quantity of ``PLANES``, NaN where nothing was logged.
         nonfinite_steps: newest count of each tensor, ``[R]``.
         sqnr_db: newest SQNR of each tensor's layer, ``[R]``.
-        milliseconds: newest time of each tensor's layer, forward and backward together, ``[R]``.
     """
 
     names: list[str]
@@ -43,7 +42,6 @@ class Tensors:
     values: dict[str, Floats]
     nonfinite_steps: Floats
     sqnr_db: Floats
-    milliseconds: Floats
 
     @cached_property
     def roles(self) -> list[str]:
@@ -105,11 +103,9 @@ def tensors_of(run: Run) -> Tensors | None:
                 values[quantity][row, np.searchsorted(steps, series.steps)] = series.values
             else:
                 nonfinite[row] = series.values[-1]
-    sqnr, times = sqnr_of(run), times_of(run)
-    layers = [layer_of(name, run, sqnr) for name in names]
-    found = np.array([sqnr.get(layer, np.nan) for layer in layers])
-    spent = np.array([sum(times.get(layer, (np.nan,))) for layer in layers])
-    return Tensors(names, steps, values, nonfinite, found, spent)
+    sqnr = sqnr_of(run)
+    found = np.array([sqnr.get(layer_of(name, run, sqnr), np.nan) for name in names])
+    return Tensors(names, steps, values, nonfinite, found)
 
 
 def in_model_order(names: Iterable[str], run: Run) -> list[str]:
@@ -146,17 +142,6 @@ def sqnr_of(run: Run) -> dict[str, float]:
         for key, series in run.scalars.items()
         if key.startswith("fp8/") and key.endswith(ending)
     } | ({"": float(run.scalars["fp8/sqnr_db"].values[-1])} if "fp8/sqnr_db" in run.scalars else {})
-
-
-def times_of(run: Run) -> dict[str, tuple[float, float]]:
-    """The newest times that ``LayerTimer`` measured: milliseconds of forward and backward, by module path."""
-    newest: dict[str, dict[str, float]] = {}
-    for key, series in run.scalars.items():
-        path, _, quantity = key.removeprefix("timing/").rpartition("/")
-        if key.startswith("timing/") and quantity in ("forward_ms", "backward_ms"):
-            newest.setdefault(path, {})[quantity] = float(series.values[-1])
-    # a layer without gradients has no backward
-    return {path: (found.get("forward_ms", 0.0), found.get("backward_ms", 0.0)) for path, found in newest.items()}
 
 
 def role_curves(run: Run, tensors: Tensors | None) -> dict[str, dict[str, dict[str, Series]]]:
