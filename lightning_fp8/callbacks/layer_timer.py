@@ -64,7 +64,9 @@ class LayerTimer(RunWatcher):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._has_warned = False
         self._when.start(trainer.global_step)
-        self._layers = {one.path: one.layer for one in conversion_plan(pl_module).layers}
+        layers = conversion_plan(pl_module).layers
+        # compiled by torch.jit, a module takes no hooks
+        self._layers = {one.path: one.layer for one in layers if not isinstance(one.layer, torch.jit.ScriptModule)}
         if not self._layers:
             self._warn("no layer of the model does matrix multiplications; nothing to time.")
 

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 # the values of a tensor that has not been recorded
 _NO_SCALES = {"amax": torch.zeros(()), "amax_history": torch.zeros(0), "scale": torch.ones(())}
 TENSORS = ("amax", "amax_history", "scale", "nonfinite_steps")
+# for scales of layers that are not converted here
+REMEDY = (
+    "Convert the same modules as in the run that saved it (`ignore_modules`, `min_features`, `adapters`; versions up to"
+    " 0.5 converted layers with fewer than 16 features too, as `min_features=0` does), or load the weights only."
+)
 
 
 def to_entries(state: ScalingState) -> dict[str, dict[str, Tensor]]:
@@ -68,8 +73,7 @@ def _check_names(names: Sequence[str], entries: Mapping[str, Any], of_weights: S
             "The scaling state does not fit this model."
             + _listing("In the model but not in the checkpoint", missing)
             + _listing("In the checkpoint but not in the model", unexpected)
-            + " Convert the same modules as in the run that saved it (`ignore_modules`,"
-            " `min_features`, `adapters`), or load the weights only."
+            + f" {REMEDY}"
         )
 
 

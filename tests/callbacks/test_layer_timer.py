@@ -267,9 +267,9 @@ def test_on_a_gpu_times_are_those_between_events(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
-    model = convert(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     stopwatch = Stopwatch({"0": model[0], "1": model[1]}, clock_for(torch.device("cuda", 0)))
-    y = model(torch.randn(2, 8))
+    y = model(torch.randn(2, 16))
     expected = nodes_behind(y, model)
     y.sum().backward()
     (forward, backward), (forward_1, backward_1) = stopwatch.milliseconds()
@@ -402,12 +402,19 @@ def test_a_model_without_layers_and_bad_input(tmp_path: Path) -> None:
             self.net = nn.LayerNorm(32)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)[:, :4]
+            return self.net(x)[:, :16]
 
     with pytest.warns(UserWarning, match="no layer of the model does matrix multiplications"):
         timed(seeded(Nothing), tmp_path, precision="32-true")
     with pytest.raises(ValueError, match=r"LayerTimer: `every_n_steps` must be at least 1, got 0\."):
         LayerTimer(every_n_steps=0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_script_modules_are_not_timed(tmp_path: Path) -> None:
+    model = seeded()
+    model.net.append(torch.jit.script(nn.Linear(16, 16)))
+    assert list(timed(model, tmp_path).forward_ms) == ["net.0", "net.2"]
 
 
 SCRIPT = """

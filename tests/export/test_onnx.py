@@ -57,18 +57,18 @@ def packed() -> nn.Module:
 
 
 def conv1d() -> nn.Module:
-    return nn.Sequential(Conv1D(64, 32), nn.Tanh(), nn.Linear(64, 8))
+    return nn.Sequential(Conv1D(64, 32), nn.Tanh(), nn.Linear(64, 16))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU("tanh"), nn.Linear(64, 8)),
+    "mlp": lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU("tanh"), nn.Linear(64, 16)),
     "gated": Gated,
     "packed": packed,
-    "plain": lambda: nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8)),
+    "plain": lambda: nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 16)),
     "conv1d": conv1d,
     "cross": Cross,
     # onnxruntime removes a ReLU followed by QuantizeLinear
-    "relu": lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)),
+    "relu": lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)),
 }
 
 
@@ -115,8 +115,8 @@ def test_weights_are_codes_and_scales_are_those_of_the_state(tmp_path: Path) -> 
     path = tmp_path / "model.onnx"
     export_onnx(model, (x,), path)
     tensors = onnx.load(path).graph.initializer
-    assert {tuple(one.dims): one.data_type for one in tensors if len(one.dims) == 2} == {(64, 32): FP8, (8, 64): FP8}
-    for index, shape in ((0, (64, 32)), (2, (8, 64))):
+    assert {tuple(one.dims): one.data_type for one in tensors if len(one.dims) == 2} == {(64, 32): FP8, (16, 64): FP8}
+    for index, shape in ((0, (64, 32)), (2, (16, 64))):
         weight = model[index].weight  # type: ignore[index]
         (stored,) = [onnx.numpy_helper.to_array(one) for one in tensors if tuple(one.dims) == shape]
         expected = (weight * (448 / weight.abs().max())).to(torch.float8_e4m3fn)

@@ -76,7 +76,7 @@ def test_attention_of_other_keys_has_the_blocks_of_each_projection(width: int) -
 
 
 def test_an_export_has_the_blocks_that_readers_of_deepseek_take(tmp_path: Path) -> None:
-    model = convert(nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 8)), BlockScaling())
+    model = convert(nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 16)), BlockScaling())
     with torch.no_grad():
         model[0].weight.copy_(spread(300, 200, seed=9))
     fall_back(model, "2")
@@ -92,7 +92,7 @@ def test_an_export_has_the_blocks_that_readers_of_deepseek_take(tmp_path: Path) 
     assert np.array_equal(saved["0.weight_scale_inv"].numpy(), scale_inv)
     assert torch.equal(saved["2.weight"], model[2].weight)
     with pytest.raises(ValueError, match=r"weight_block_size=None, got \[128, 128\]"):
-        load_exported(nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 8)), tmp_path)
+        load_exported(nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 16)), tmp_path)
 
 
 def test_what_has_one_scale_for_each_weight_is_refused() -> None:
