@@ -105,7 +105,8 @@ def train(training: Training, recipe: Recipe | None, seed: int) -> dict[str, flo
     (examples, held_out), model = training.data(), training.model()
     gain = _outlier_gain(model) if training.outlier else None
     if recipe is not None:
-        convert(model, recipe)
+        # the encoder's first and last layers have fewer than 16 features
+        convert(model, recipe, min_features=0)
     state = None if recipe is None else scaling_state(model)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
     losses, counts = [], torch.zeros(4, dtype=torch.int64)

@@ -37,7 +37,7 @@ class ViT(pl.LightningModule):
         if height % patch or image_width % patch:
             raise ValueError(f"--patch {patch} does not divide images of {height} x {image_width} pixels.")
         self.patch = patch
-        # a linear layer over pixels runs in FP8; a convolution would not
+        # a linear layer over 16 or more values runs in FP8; a convolution would not
         self.embedding = nn.Linear(channels * patch * patch, width)
         self.positions = nn.Parameter(0.5 * torch.randn((height // patch) * (image_width // patch), width))
         layer = nn.TransformerEncoderLayer(

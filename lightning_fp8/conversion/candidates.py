@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_fp8.conversion.min_features import Sizes
@@ -47,11 +49,16 @@ def reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_outp
         return "is parametrized: its weight is computed at each forward"
     if own_class(layer) is NonDynamicallyQuantizableLinear:
         return None if is_output else "nn.MultiheadAttention, which is not converted, reads its weight directly"
+    if isinstance(layer, torch.jit.ScriptModule):
+        return "a torch.jit.ScriptModule: a conversion by class would have no effect"
     if own_class(layer) not in kinds:
-        names = ", ".join(
-            f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn") else kind.__name__ for kind in kinds
+        names = {
+            kind: f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn") else kind.__name__ for kind in kinds
+        }
+        return (
+            f"a {type(layer).__name__}{_relation(layer, names)}; only {', '.join(names.values())} are converted, not"
+            " their subclasses"
         )
-        return f"a {type(layer).__name__}; only {names} are converted, not their subclasses"
     if "forward" in vars(layer):
         return "its `forward` was replaced on the object, and a conversion by class would have no effect"
     if is_experts(layer) and (reason := reason_against_experts(layer)):
@@ -59,6 +66,22 @@ def reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_outp
     if any(weight.numel() == 0 for weight in gemm_weights(layer).values()):
         return "has no elements"
     return None
+
+
+def is_linear_by_name(layer: nn.Module) -> bool:
+    """Whether it is a linear layer of another library, or one in a ``torch.jit.ScriptModule``: a name and a matrix."""
+    if getattr(layer, "original_name", own_class(layer).__name__) != "Linear":
+        return False
+    weight = dict(layer.named_parameters(recurse=False)).get("weight")
+    return weight is not None and (is_lazy(weight) or weight.dim() == 2)
+
+
+def _relation(layer: nn.Module, names: Mapping[type[nn.Module], str]) -> str:
+    for kind, name in names.items():
+        if isinstance(layer, kind):
+            own_forward = " with its own `forward`" if type(layer).forward is not kind.forward else ""
+            return f", subclass of {name}{own_forward}"
+    return f" of {type(layer).__module__.partition('.')[0]}, not an nn.Linear"
 
 
 def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:

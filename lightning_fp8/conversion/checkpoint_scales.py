@@ -57,7 +57,7 @@ def load_scales(
     was_plain = not plan.converted
     if was_plain:
         others = [one.path for one in plan.layers if not _has_scales(one.path, entries)]
-        convert(model, recipe, [glob.escape(path) for path in others])
+        convert(model, recipe, [glob.escape(path) for path in others], min_features=0)
     try:
         scaling_state(model).load_state_dict(entries)
     except BaseException:

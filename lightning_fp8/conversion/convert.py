@@ -66,8 +66,8 @@ def convert(
             converted model its current setting.
         min_features: layers with fewer features in or out, in any of their weights, stay (or become again) plain;
             ``"auto"`` is the size from which FP8 was measured to be faster on the current CUDA device (``python -m
-            lightning_fp8 tune --min-features`` measures), an estimate of 1024 if not measured, and 0 without a
-            CUDA device. Default 0, or for a converted model its current setting.
+            lightning_fp8 tune --min-features`` measures), an estimate of 1024 if not measured, and 16 without a
+            CUDA device. 0 converts all layers. Default 16, or for a converted model its current setting.
         adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too; the
             layers that they adapt always do. Default False, or for a converted model its current setting.
         frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights (``requires_grad=False``) of converted

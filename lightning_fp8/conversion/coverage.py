@@ -1,14 +1,17 @@
-"""How much of a converted model runs in FP8, and the largest parts that do not."""
+"""How much of a converted model runs in FP8, and what does not."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from lightning_fp8.conversion.plan import ConversionPlan
+from lightning_fp8.conversion.planned import PlannedLayer
 from lightning_fp8.conversion.rows import LARGE_SHARE
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import numbered
@@ -17,12 +20,12 @@ _MOST_NAMED = 3
 
 
 def coverage(plan: ConversionPlan) -> str:
-    """How many layers of a converted model run in FP8, their share of its parameters, and the largest other parts.
+    """How many layers of a converted model run in FP8, their share of its parameters, and what does not.
 
-    Each parameter counts once, even if tied. The other parts are those that :func:`lightning_fp8.describe` lists as not
-    converted and that hold at least 1% of the model's parameters; paths that differ only in numbers are combined, with
-    ``*`` for the number. Embeddings are excluded: they are looked up, not multiplied. PEFT adapters that stay out of
-    FP8 are counted separately.
+    Each parameter counts once, even if tied. What does not are the layers that :func:`lightning_fp8.describe` lists as
+    not converted, by reason, and convolutions and other parameters that hold at least 1% of the model's. Paths that
+    differ only in numbers are combined, with ``*`` for the number. Embeddings are excluded: they are looked up, not
+    multiplied. PEFT adapters that stay out of FP8 are counted separately.
 
     Raises:
         ValueError: if the model is not converted.
@@ -35,34 +38,64 @@ def coverage(plan: ConversionPlan) -> str:
     """
     if not plan.converted:
         raise ValueError("The model has no FP8 layers: call `lightning_fp8.convert` on it first.")
-    limit = plan.settings.min_features
-    adapters = [one.layer for one in plan.layers if one.in_adapter and not isinstance(one.layer, Fp8Module)]
-    layers = [(one.path, one.layer) for one in plan.layers if one.layer not in adapters]
-    in_fp8 = [layer for _, layer in layers if isinstance(layer, Fp8Module) and layer.in_fp8]
-    total = max(1, plan.size)
+    with_adapters = plan.settings.adapters
+    layers = [one for one in plan.layers if isinstance(one.layer, Fp8Module) or with_adapters or not one.in_adapter]
+    adapters = len(plan.layers) - len(layers)
+    in_fp8: set[nn.Module] = {one.layer for one in layers if isinstance(one.layer, Fp8Module) and one.layer.in_fp8}
+    limit = plan.settings.min_features if any(one.is_too_small for one in layers) else 0
     counted: set[nn.Parameter] = set()
-
-    def count(parameters: Iterable[nn.Parameter]) -> int:
-        new = {parameter for parameter in parameters if not is_lazy(parameter)} - counted
-        counted.update(new)
-        return sum(parameter.numel() for parameter in new)
-
-    converted = count(parameter for layer in in_fp8 for parameter in layer.parameters(recurse=False))
-    others: Counter[str] = Counter()
-    for path, layer in layers:
-        # the parameters of a layer in FP8 have been counted already
-        others[numbered(path)] += count(layer.parameters())
-    for row, parameter in plan.large_parameters:
-        others[numbered(row.path)] += count([parameter])
-    named = [
-        f"{path or '(root)'} ({size / total:.0%})"
-        for path, size in others.most_common(_MOST_NAMED)
-        if size >= LARGE_SHARE * total
-    ]
+    converted = _count((one for layer in in_fp8 for one in layer.parameters(recurse=False)), counted) or 0
+    others = _others(plan, [one for one in layers if one.layer not in in_fp8], counted)
     return (
         f"{len(in_fp8)} of {len(layers)} linear layers run in FP8"
         + (f" (min_features={limit})" if limit else "")
-        + f", with {converted / total:.0%} of the parameters"
-        + (f"; {len(adapters)} layers of adapters do not (`adapters=True` converts them)" if adapters else "")
-        + (f"; the largest others: {', '.join(named)}" if named else "")
+        + f", with {converted / max(1, plan.size):.0%} of the parameters"
+        + (f"; {adapters} layers of adapters do not (`adapters=True` converts them)" if adapters else "")
+        + (f"; not in FP8: {'; '.join(others)}" if others else "")
     )
+
+
+def _others(plan: ConversionPlan, layers: Sequence[PlannedLayer], counted: set[nn.Parameter]) -> list[str]:
+    """Names, share of the parameters and reason of what is not in FP8, the largest share first."""
+    parts = [(one.path, one.reason or _unplanned(one.layer), one.layer.parameters()) for one in layers]
+    parts += [(row.path, "outside of linear layers", iter([parameter])) for row, parameter in plan.large_parameters]
+    groups: dict[str, Counter[str]] = {}
+    for path, reason, parameters in parts:
+        # None for a part of a layer that has been counted
+        if (size := _count(parameters, counted)) is not None:
+            groups.setdefault(re.split("[:;]", reason)[0], Counter())[path] = size
+    others = [(_names(sizes), f", {reason}", sizes.total()) for reason, sizes in groups.items()]
+    convolutions = [layer for _, layer in plan.modules if isinstance(layer, _ConvNd)]
+    size = _count((one for layer in convolutions for one in layer.parameters()), counted) or 0
+    if size >= LARGE_SHARE * max(1, plan.size):
+        others.append((f"{len(convolutions)} convolution{'s' if len(convolutions) > 1 else ''}", "", size))
+    others.sort(key=lambda other: -other[2])
+    return [f"{names} ({_share(size / max(1, plan.size))}{reason})" for names, reason, size in others]
+
+
+def _unplanned(layer: nn.Module) -> str:
+    return "fell back to bf16" if isinstance(layer, Fp8Module) else "not converted"
+
+
+def _count(parameters: Iterable[nn.Parameter], counted: set[nn.Parameter]) -> int | None:
+    """The elements of those parameters that are not counted yet; None if all are."""
+    new = set(parameters) - counted
+    counted.update(new)
+    return sum(0 if is_lazy(parameter) else parameter.numel() for parameter in new) if new else None
+
+
+def _share(part: float) -> str:
+    return f"{part:.0%}" if part >= LARGE_SHARE else "under 1%"
+
+
+def _names(sizes: Counter[str]) -> str:
+    """The paths with the largest sizes; those that differ only in numbers are one."""
+    paths: dict[str, list[str]] = {}
+    for path in sizes:
+        pattern = numbered(path)
+        # a pattern of numbers alone says nothing
+        paths.setdefault(pattern if pattern.strip("*.") else path, []).append(path)
+    largest = sorted(paths, key=lambda pattern: -sum(sizes[path] for path in paths[pattern]))
+    names = [pattern if len(paths[pattern]) > 1 else paths[pattern][0] or "(root)" for pattern in largest]
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

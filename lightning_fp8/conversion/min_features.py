@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_fp8.modules.base import Settings
 from lightning_fp8.ops.cuda import gemm_table
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -41,7 +42,7 @@ def check_min_features(value: Any) -> None:
 
 
 def as_number(min_features: MinFeatures) -> int:
-    """The setting as a number: ``"auto"`` is measured or estimated for the current CUDA device, and 0 without one.
+    """The setting as a number: ``"auto"`` is measured or estimated for the current CUDA device; 16 without one.
 
     It uses the current device, not the model's, because a model is converted before it is moved. An estimate warns
     once.
@@ -54,7 +55,7 @@ def as_number(min_features: MinFeatures) -> int:
         return min_features
     # on a CPU, FP8 is a reference implementation and not faster at any size
     if not torch.cuda.is_available():
-        return 0
+        return Settings().min_features
     gpu = torch.cuda.get_device_name()
     measured = gemm_table.min_features(gpu)
     if measured is None:
@@ -83,4 +84,6 @@ def as_agreed_number(min_features: MinFeatures) -> int:
 def too_small(sizes: Sequence[Sizes], min_features: int) -> str | None:
     """Which of a layer's weights are too small for FP8, as a reason not to convert it; None if none are."""
     below = [str(one) for one in sizes if min(one) < min_features]
-    return f"{' and '.join(below)}: below min_features={min_features}" if below else None
+    if not below:
+        return None
+    return f"fewer than {min_features} features: {' and '.join(below)} (min_features={min_features})"

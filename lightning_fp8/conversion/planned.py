@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from lightning_fp8.conversion.candidates import fp8_classes, reason_against, sizes
+from lightning_fp8.conversion.candidates import fp8_classes, is_linear_by_name, reason_against, sizes
 from lightning_fp8.conversion.min_features import too_small
 from lightning_fp8.modules.adapters import adapted_layer, adapter_modules
 from lightning_fp8.modules.base import Fp8Module, Settings
@@ -64,7 +64,7 @@ def planned_layers(
     least = settings.min_features
     outputs_of_converted: set[nn.Module] = set()
     for path, layer in modules:
-        if not isinstance(layer, (*kinds, nn.Bilinear)) and layer not in routers:
+        if not (isinstance(layer, (*kinds, nn.Bilinear)) or layer in routers or is_linear_by_name(layer)):
             continue
         is_output, in_adapter = layer in outputs_of_converted, layer in of_adapters
         in_bf16, source = products[layer]

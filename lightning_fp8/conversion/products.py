@@ -118,5 +118,5 @@ def _of_blocks(modules: Sequence[tuple[str, nn.Module]], bf16_blocks: tuple[int,
         raise ValueError(f"{asked}: the longest `nn.ModuleList`, {path!r}, has only {most} blocks.")
     for at in (*range(first), *range(most - last, most)):
         block = ".".join(filter(None, (path, str(at))))
-        source = f"{asked}, block {at} of {most} in {path!r}"
+        source = f"{asked}: block {at} of {most} in {path!r}"
         yield Override(glob.escape(block), dict.fromkeys(PRODUCTS, "bf16"), source)

@@ -51,7 +51,7 @@ class Settings(NamedTuple):
     """
 
     gemm: str = "auto"
-    min_features: int = 0
+    min_features: int = 16
     adapters: bool = False
     frozen_weights: FrozenWeights = "master"
     overrides: tuple[Override, ...] = ()

@@ -149,6 +149,8 @@ def reason_against_experts(layer: nn.Module) -> str | None:
 def find_routers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """The layers whose outputs choose experts: ``gate`` or ``router`` beside ``experts``, with a row per expert."""
     for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         experts = module._modules.get("experts")
         if experts is None or not (isinstance(experts, nn.ModuleList) or is_experts(experts)):
             continue

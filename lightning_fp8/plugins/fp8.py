@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,14 +55,15 @@ class Fp8Core(PrecisionCore):
         reduce_dtype: torch.dtype | str = torch.float32,
         fp8_all_gather: bool = False,
         gemm: GemmString = "auto",
-        min_features: MinFeatures = 0,
+        min_features: MinFeatures | None = None,
         adapters: bool = False,
         frozen_weights: FrozenWeights | None = None,
         overrides: dict[str, str | dict[str, str]] | None = None,
         bf16_blocks: tuple[int, int] | None = None,
     ) -> None:
         check_gemm(gemm)
-        check_min_features(min_features)
+        if min_features is not None:
+            check_min_features(min_features)
         check_frozen_weights(frozen_weights)
         if frozen_weights == "fp8" and isinstance(self, FSDPCore):
             raise ValueError(
@@ -120,7 +122,7 @@ class Fp8Core(PrecisionCore):
             return None
 
     def _convert_layers(self, module: nn.Module) -> ScalingState:
-        asked = as_agreed_number(self.min_features) if self.min_features else None
+        asked = None if self.min_features is None else as_agreed_number(self.min_features)
         plan = conversion_plan(
             module,
             self.recipe,
@@ -139,10 +141,10 @@ class Fp8Core(PrecisionCore):
                 f" Pass `precision={plan.recipe.precision!r}`, or call `lightning_fp8.unconvert(model)` first."
             )
         was_plain = not plan.converted
-        selects = bool(self._not_converted or self.min_features or self.adapters)
-        state = carry_out_for_run(plan, selects or self.overrides is not None or self.bf16_blocks is not None)
+        given = any(one is not None for one in (asked, self.overrides, self.bf16_blocks))
+        state = carry_out_for_run(plan, given or bool(self._not_converted or self.adapters))
         if was_plain:
-            rank_zero_info(f"{self.precision}: {coverage(plan)}.")
+            _say_once(type(module).__qualname__, f"{self.precision}: {coverage(plan)}.")
             self._say_switched(state)
         return state
 
@@ -201,6 +203,12 @@ class Fp8Core(PrecisionCore):
                 names = gather_in_fp8(module)
                 rank_zero_info(f"{self.precision}: the weights of {len(names)} layers are gathered in FP8.")
         self._not_run.clear()
+
+
+@functools.cache
+def _say_once(kind: str, message: str) -> None:
+    """Log what was converted, once in a process for each class of model: packages make a new Trainer for each call."""
+    rank_zero_info(message)
 
 
 # Configurations give mappings alone: after `recipe=fp8-current`, jsonargparse would take `recipe.margin=1` for all of

@@ -25,7 +25,7 @@ from lightning_fp8.plugins.core import FSDPCore, PrecisionCore, as_dtype, by_str
 from lightning_fp8.plugins.fp8 import Fp8Core
 from lightning_fp8.plugins.loops import LoopWeights
 from lightning_fp8.scaling.notices import FORWARDS_BEFORE_TRAINING
-from lightning_fp8.scaling.saved import load_entries
+from lightning_fp8.scaling.saved import REMEDY, load_entries
 from lightning_fp8.scaling.state import Weights
 
 
@@ -157,10 +157,7 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
             names = ", ".join(map(repr, list(state_dict)[:3]))
             reason = f"The checkpoint has FP8 scales ({names}, ...), but here no layer runs in FP8."
             if strict:
-                raise ValueError(
-                    f"{reason} Convert the same modules as in the run that saved it (`ignore_modules`, `min_features`,"
-                    " `adapters`), or load the weights only."
-                )
+                raise ValueError(f"{reason} {REMEDY}")
             rank_zero_warn(f"{reason} They are skipped.")
 
 
@@ -199,11 +196,12 @@ class Fp8Precision(_Fp8TrainerPrecision):
         gemm: the backend of FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster
             (``python -m lightning_fp8 tune`` measures it); ``"rawkernel"``, the kernels of this package;
             ``"cublaslt"``, those of ``torch._scaled_mm``.
-        min_features: layers with fewer features in or out, in any of their weights, are not converted; 0 leaves a model
-            that was converted before as it is. ``"auto"`` is the size from which FP8 was measured to be faster on the
-            process's GPU (``python -m lightning_fp8 tune --min-features`` measures), an estimate of 1024 if it was not
-            measured, and 0 without a GPU. The size may differ between GPUs, and a checkpoint fits only the layers that
-            were converted: to resume on another GPU, pass the number, which is logged.
+        min_features: layers with fewer features in or out, in any of their weights, are not converted; 0 converts all.
+            None, the default, means 16, and leaves a model that was converted before as it is. ``"auto"`` is the size
+            from which FP8 was measured to be faster on the process's GPU (``python -m lightning_fp8 tune
+            --min-features`` measures), an estimate of 1024 if it was not measured, and 16 without a GPU. The size may
+            differ between GPUs, and a checkpoint fits only the layers that were converted: to resume on another GPU,
+            pass the number, which is logged.
         adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too;
             False leaves a model that was converted before as it is.
         frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights of converted layers, one byte per parameter,

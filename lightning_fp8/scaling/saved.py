@@ -18,6 +18,11 @@ TENSORS = ("amax", "amax_history", "scale", "nonfinite_steps")
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.bool,
 )  # fmt: skip
+# for scales of layers that are not converted here
+REMEDY = (
+    "Convert the same modules as in the run that saved it (`ignore_modules`, `min_features`, `adapters`; versions up to"
+    " 0.5 converted layers with fewer than 16 features too, as `min_features=0` does), or load the weights only."
+)
 
 
 def to_entries(state: ScalingState) -> dict[str, dict[str, Tensor]]:
@@ -49,10 +54,7 @@ def from_entries(state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]
     names = state.names[: state.delayed]
     misfit = _misfit(state, entries)
     if misfit:
-        raise ValueError(
-            f"The scaling state does not fit this model.{misfit} Convert the same modules as in the run that saved it"
-            " (`ignore_modules`, `min_features`, `adapters`), or load the weights only."
-        )
+        raise ValueError(f"The scaling state does not fit this model.{misfit} {REMEDY}")
     for name in names:
         _check_entry(name, entries[name])
     entries = {name: {**_NO_SCALES, **entries[name]} for name in names}

@@ -188,16 +188,16 @@ def test_the_gemms_of_linear_gelu_linear(monkeypatch: pytest.MonkeyPatch) -> Non
     precisions = precisions_of(FEED_FORWARD, monkeypatch)
     found = {}
     for name in OURS:
-        block = precisions[name].make(linear.Block(8, 16))
+        block = precisions[name].make(linear.Block(16, 32))
         assert block.as_one
         found[name] = conversion_plan(block).settings.gemm
     assert found == dict(zip(OURS, ("rawkernel", "rawkernel", "cublaslt")))
     assert [precisions[name].around for name in OURS[:2]] == [chained.taken, chained.left_out]
     assert precisions[OURS[2]].around not in (chained.taken, chained.left_out)
-    assert not linear.Block(8, 16).as_one
+    assert not linear.Block(16, 32).as_one
     # the linear layer runs as users call it
     assert (
-        conversion_plan(precisions_of(LINEAR, monkeypatch)["lightning_fp8"].make(nn.Linear(8, 16))).settings.gemm
+        conversion_plan(precisions_of(LINEAR, monkeypatch)["lightning_fp8"].make(nn.Linear(16, 32))).settings.gemm
         == "auto"
     )
 
@@ -205,7 +205,7 @@ def test_the_gemms_of_linear_gelu_linear(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_as_one_means_in_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(linear, "fp8_feed_forward", lambda first, activation, second, x: calls.append(activation))
-    block = linear._as_one(linear.Block(8, 16), "auto")
+    block = linear._as_one(linear.Block(16, 32), "auto")
     block(torch.randn(4, 8))
     assert calls == ["gelu"]
 

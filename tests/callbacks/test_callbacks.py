@@ -179,7 +179,7 @@ def test_every_quantity_and_its_summaries(tmp_path: Path) -> None:
 
 def known_counts() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """A layer whose tensors all have scale 448 or 57344, and an input and a gradient with every kind of value."""
-    model = convert(nn.Linear(8, 8))
+    model = convert(nn.Linear(8, 8), min_features=0)
     state = scaling_state(model)
     state.amax[: state.delayed] = 1.0
     state.update()
@@ -243,14 +243,14 @@ def test_counts_with_a_scale_for_each_block(request: pytest.FixtureRequest) -> N
 def test_counts_of_a_feed_forward_block(request: pytest.FixtureRequest) -> None:
     def counts() -> torch.Tensor:
         torch.manual_seed(0)
-        model = convert(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 8)))
+        model = convert(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)))
         state = scaling_state(model)
         # part of the activation's output, and part of the gradient of its input, is out of range, and part becomes zero
         state.amax[: state.delayed] = torch.tensor([1.0, 0.5, 1e-3, 1e-2])
         state.update()
         state.cast_counts.start(model)
         x = torch.randn(40, 16)
-        fp8_feed_forward(model[0], "relu", model[1], x).backward(torch.randn(40, 8).exp() * 1e-2)
+        fp8_feed_forward(model[0], "relu", model[1], x).backward(torch.randn(40, 16).exp() * 1e-2)
         return state.cast_counts.values
 
     expected = counts()

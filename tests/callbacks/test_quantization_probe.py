@@ -167,7 +167,7 @@ def test_a_compiled_model_is_named(tmp_path: Path) -> None:
             return F.mse_loss(self.compiled(x).float(), y)
 
         def configure_model(self) -> None:
-            self.compiled = lambda x: F.linear(x, self.net[0].weight)[:, :4]
+            self.compiled = lambda x: F.linear(x, self.net[0].weight)[:, :16]
 
     with pytest.warns(UserWarning, match=r"no converted layer was called.*torch\.compile"):
         make_trainer(tmp_path, callbacks=[QuantizationProbe(1)], max_steps=1).fit(seeded(Compiled), loader())

@@ -254,7 +254,7 @@ def test_flops_measured_on_the_model_itself(precision: str, tmp_path: Path) -> N
     trainer = make_trainer(tmp_path, callbacks=[monitor], logger=logger, log_every_n_steps=1, precision=precision)
     trainer.fit(model, loader())
     # three products for the second layer, two for the first, whose input needs no gradient
-    expected = 2 * 16 * (2 * 32 * 64 + 3 * 64 * 4)
+    expected = 2 * 16 * (2 * 32 * 64 + 3 * 64 * 16)
     assert model.flops_per_batch == expected
     with open(Path(logger.log_dir) / "metrics.csv") as file:
         before, last = [row for row in csv.DictReader(file) if row["train/time"]][-2:]

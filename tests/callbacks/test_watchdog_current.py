@@ -106,7 +106,7 @@ def test_inf_and_nan_move_a_layer_to_bf16_at_once(tmp_path: Path) -> None:
 
     model = seeded(Poisoned)
     model.net.insert(0, nn.Linear(32, 32))
-    model.net.append(nn.Linear(4, 4))
+    model.net.append(nn.Linear(16, 16))
     watchdog = clips(saturated_above=None, nonfinite_steps=2, patterns=("net.0.input",))
     with pytest.warns(UserWarning, match=r"In bf16 from now on: net\.0\."):
         make_trainer(tmp_path, callbacks=[watchdog], max_epochs=1).fit(model, loader())

@@ -10,6 +10,8 @@ from small_models import small_mlp
 from torch import nn
 
 from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8Precision, convert, describe, scaling_state, unconvert
+from lightning_fp8.conversion.coverage import coverage
+from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.runtime import device as fp8_device
 
 
@@ -40,9 +42,9 @@ def test_tied_weights_stay_tied() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embedding = nn.Embedding(10, 16)
+            self.embedding = nn.Embedding(20, 16)
             self.body = nn.Linear(16, 16)
-            self.head = nn.Linear(16, 10, bias=False)
+            self.head = nn.Linear(16, 20, bias=False)
             self.head.weight = self.embedding.weight
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -59,21 +61,41 @@ def test_subclasses_and_replaced_forwards_are_left_alone() -> None:
     class Special(nn.Linear):
         pass
 
-    model = nn.ModuleDict({"plain": nn.Linear(4, 4), "special": Special(4, 4), "patched": nn.Linear(4, 4)})
-    model["attention"] = nn.MultiheadAttention(4, 1)
+    model = nn.ModuleDict({"plain": nn.Linear(16, 16), "special": Special(16, 16), "patched": nn.Linear(16, 16)})
+    model["attention"] = nn.MultiheadAttention(16, 1)
     model["patched"].forward = lambda x: x  # type: ignore[method-assign]
     convert(model)
     rows = {row.path: row for row in describe(model)}
     assert {path for path, row in rows.items() if row.converted} == {"plain", "attention", "attention.out_proj"}
-    assert "a Special; only nn.Linear," in rows["special"].reason
+    assert "a Special, subclass of nn.Linear; only nn.Linear," in rows["special"].reason
     assert "was replaced on the object" in rows["patched"].reason
-    assert rows["attention"].reason == "converted, 4 -> 12"
+    assert rows["attention"].reason == "converted, 16 -> 48"
     assert rows["attention.out_proj"].kind == "NonDynamicallyQuantizableLinear"
     assert str(rows["plain"]).startswith("fp8 plain (Linear)")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(2, 16))])
+@pytest.mark.parametrize("ignored", [(), ("scripted",)])
+def test_script_modules_are_left_alone(compiled: Callable[[nn.Module], nn.Module], ignored: tuple[str, ...]) -> None:
+    model = nn.Sequential()
+    model.add_module("plain", nn.Linear(16, 16))
+    model.add_module("scripted", compiled(nn.Sequential(nn.Linear(16, 16), nn.ReLU())))
+    x = torch.randn(4, 16)
+    expected = model.scripted(x)
+    convert(model, ignore_modules=ignored)
+    assert scaling_state(model).module_names == ("plain",)
+    assert torch.equal(model.scripted(x), expected)
+    reason = "a torch.jit.ScriptModule: a conversion by class would have no effect"
+    assert {row.path: row.reason for row in describe(model)}["scripted.0"] == reason
+    short = "matches `ignore_modules`" if ignored else "a torch.jit.ScriptModule"
+    assert coverage(conversion_plan(model, ignore_modules=ignored)).endswith(f"; not in FP8: scripted.0 (50%, {short})")
+    model(x).sum().backward()
+    unconvert(model)
+
+
 def test_ignore_modules() -> None:
-    model = nn.ModuleDict({"encoder": small_mlp(), "head": nn.Linear(4, 2)})
+    model = nn.ModuleDict({"encoder": small_mlp(), "head": nn.Linear(16, 16)})
     convert(model, ignore_modules=("head", "encoder.2"))
     assert scaling_state(model).module_names == ("encoder.0",)
     reasons = {row.path: row.reason for row in describe(model, ("head", "encoder.2"))}
@@ -106,7 +128,7 @@ def test_a_conversion_that_fails_changes_nothing() -> None:
     state = scaling_state(model)
     with pytest.raises(ValueError, match="nothing to convert"):
         convert(model, ignore_modules=("*",))
-    model.append(nn.Linear(4, 4).double())
+    model.append(nn.Linear(16, 16).double())
     with pytest.raises(TypeError, match=r"3\.weight is torch.float64"):
         convert(model, ignore_modules=("0",))
     assert scaling_state(model) is state
@@ -140,7 +162,7 @@ def test_converting_again_keeps_scales_and_takes_in_new_layers() -> None:
     model(torch.randn(4, 32)).sum().backward()
     state.update()
     assert scaling_state(convert(model)) is state
-    model.append(nn.Linear(4, 4))
+    model.append(nn.Linear(16, 16))
     joined = scaling_state(convert(model))
     assert joined.module_names == ("0", "2", "3")
     assert joined.recipe == state.recipe
@@ -156,7 +178,7 @@ def test_converting_again_keeps_scales_and_takes_in_new_layers() -> None:
 
 
 def test_parts_converted_one_by_one_are_joined() -> None:
-    model = nn.ModuleList([convert(nn.Linear(4, 4)), convert(nn.Linear(4, 4))])
+    model = nn.ModuleList([convert(nn.Linear(16, 16)), convert(nn.Linear(16, 16))])
     with pytest.raises(ValueError, match="2 scaling states"):
         scaling_state(model)
     assert scaling_state(convert(model)).module_names == ("0", "1")
@@ -170,7 +192,7 @@ def test_scaling_state_of_a_plain_model_raises() -> None:
 def test_names_do_not_depend_on_wrappers() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    model = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4))), torch.compile(nn.Linear(4, 4)))
+    model = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.Linear(16, 16))), torch.compile(nn.Linear(16, 16)))
     assert scaling_state(convert(model)).module_names == ("0.0", "1")
 
 
@@ -186,7 +208,7 @@ def test_gpus_without_fp8_are_refused_with_advice(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ignoring_a_module_ignores_all_that_is_inside() -> None:
-    model = nn.ModuleDict({"encoder": nn.Sequential(small_mlp()), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)})
+    model = nn.ModuleDict({"encoder": nn.Sequential(small_mlp()), "norm": nn.LayerNorm(16), "head": nn.Linear(16, 16)})
     assert scaling_state(convert(model, ignore_modules=("encoder",))).module_names == ("head",)
     # a leading `*.` also matches at the top level
     assert scaling_state(convert(model, ignore_modules=("*.head",))).module_names == ("encoder.0.0", "encoder.0.2")
@@ -195,7 +217,7 @@ def test_ignoring_a_module_ignores_all_that_is_inside() -> None:
 @pytest.mark.parametrize("ignored", [[nn.LayerNorm], nn.LayerNorm, [nn.LayerNorm(4)]])
 @pytest.mark.parametrize("convert_with", [convert, lambda model, **kwargs: Fp8Precision(**kwargs)])
 def test_modules_are_ignored_by_path_and_the_error_says_how(ignored: Any, convert_with: Callable[..., Any]) -> None:
-    model = nn.ModuleDict({"body": small_mlp(), "head": nn.Linear(4, 2)})
+    model = nn.ModuleDict({"body": small_mlp(), "head": nn.Linear(16, 16)})
     with pytest.raises(TypeError, match=r"`ignore_modules` must be a sequence of patterns, got .*LayerNorm") as error:
         convert_with(model, ignore_modules=ignored)
     # the argument that the message recommends

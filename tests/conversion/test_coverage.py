@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from lightning.pytorch.loggers import CSVLogger
-from lit import make_trainer, seeded
+from lit import loader, make_trainer, seeded
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
@@ -30,6 +30,7 @@ from lightning_fp8 import (
 )
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.plan import conversion_plan
+from lightning_fp8.plugins.fp8 import _say_once
 from lightning_fp8.tools.report import tables
 from lightning_fp8.tools.report.runs import read_runs
 
@@ -53,7 +54,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(20, 16)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), Experts()) for _ in range(depth))
-        self.head = nn.Linear(16, 8)
+        self.head = nn.Linear(16, 24)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -80,6 +81,7 @@ def unknown(model: nn.Module) -> dict[str, str]:
 
 def said_by_the_plugin(model: nn.Module, caplog: pytest.LogCaptureFixture, **settings: Any) -> str:
     caplog.clear()
+    _say_once.cache_clear()
     with caplog.at_level("INFO"):
         Fp8Precision(**settings).convert_module(model)
     (message,) = [record.getMessage() for record in caplog.records if "run in FP8" in record.getMessage()]
@@ -92,12 +94,13 @@ def test_mixtral(caplog: pytest.LogCaptureFixture) -> None:
     total = sum(elements.values())
     linear = sum(count for name, count in elements.items() if "_proj.weight" in name or name == "lm_head.weight")
     assert said_by_the_plugin(copy.deepcopy(model), caplog, ignore_modules=("*.experts",)) == (
-        "fp8-delayed: 9 of 13 linear layers run in FP8, with 15% of the parameters; the largest others:"
-        " model.layers.*.mlp.experts (79%)."
+        "fp8-delayed: 9 of 13 linear layers run in FP8, with 15% of the parameters; not in FP8:"
+        " model.layers.*.mlp.experts (79%, matches `ignore_modules`); model.layers.*.mlp.gate (under 1%, a router)."
     )
     assert f"{linear / total:.0%}, {2 * 4 * (128 * 32 + 32 * 64) / total:.0%}" == "15%, 79%"
     assert said_by_the_plugin(model, caplog) == (
-        "fp8-delayed: 11 of 13 linear layers run in FP8, with 94% of the parameters."
+        "fp8-delayed: 11 of 13 linear layers run in FP8, with 94% of the parameters; not in FP8:"
+        " model.layers.*.mlp.gate (under 1%, a router)."
     )
     assert not unknown(model)
 
@@ -105,17 +108,18 @@ def test_mixtral(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_parameter_multiplied_by_hand(caplog: pytest.LogCaptureFixture) -> None:
     model = Mixture()
     assert list(unknown(model)) == ["blocks.0.1.up", "blocks.0.1.down", "blocks.1.1.up", "blocks.1.1.down"]
-    total = 20 * 16 + 2 * (16 * 16 + 16 + 2 * 4 * 16 * 24) + 16 * 8 + 8
+    total = 20 * 16 + 2 * (16 * 16 + 16 + 2 * 4 * 16 * 24) + 16 * 24 + 24
     in_fp8, others = 2 * (16 * 16 + 16), 2 * 4 * 16 * 24
     message = said_by_the_plugin(model, caplog, ignore_modules=("head",))
     assert message == (
-        f"fp8-delayed: 2 of 3 linear layers run in FP8, with {in_fp8 / total:.0%} of the parameters; the largest"
-        f" others: blocks.*.*.up ({others / total:.0%}), blocks.*.*.down ({others / total:.0%}), head (2%)."
+        f"fp8-delayed: 2 of 3 linear layers run in FP8, with {in_fp8 / total:.0%} of the parameters; not in"
+        f" FP8: blocks.*.*.up, blocks.*.*.down ({2 * others / total:.0%}, outside of linear layers); head (6%, matches"
+        " `ignore_modules`)."
     )
-    assert f"{(16 * 8 + 8) / total:.0%}" == "2%"
+    assert f"{(16 * 24 + 24) / total:.0%}" == "6%"
     # a parameter inside an ignored part, or among layers that are too small, is still listed
-    assert len(unknown(convert(model, min_features=16, ignore_modules=("blocks.1",)))) == 4
-    assert "1 of 3 linear layers run in FP8 (min_features=16), with" in coverage(conversion_plan(model))
+    assert len(unknown(convert(model, ignore_modules=("blocks.1",)))) == 4
+    assert "blocks.1.0 (4%, not converted)" in coverage(conversion_plan(model))
 
 
 def test_what_torch_has_layers_for_is_not_listed() -> None:
@@ -132,24 +136,27 @@ def test_what_torch_has_layers_for_is_not_listed() -> None:
         pass
 
     for model in (
-        nn.Sequential(*lookups, nn.Linear(16, 4)),
+        nn.Sequential(*lookups, nn.Linear(16, 16)),
         nn.Sequential(*linear, *convolutions, *norms, *parametrized, OwnLinear(8, 8), OwnEmbedding(50, 8)),
     ):
         assert unknown(model) == {}
         assert unknown(convert(model)) == {}
-    model = convert(nn.Sequential(*lookups, nn.Linear(16, 4)))
+    model = convert(nn.Sequential(*lookups, nn.Linear(16, 16)))
     assert (
         coverage(conversion_plan(model))
-        == f"1 of 1 linear layers run in FP8, with {68 / (2 * 50 * 16 + 68):.0%} of the parameters"
+        == f"1 of 1 linear layers run in FP8, with {272 / (2 * 50 * 16 + 272):.0%} of the parameters"
     )
 
 
 def test_parameters_that_are_not_initialised_yet_count_as_none() -> None:
     lazy = [nn.LazyLinear(4), nn.LazyConv1d(4, 3), nn.ParameterList([nn.UninitializedParameter()])]
-    model = convert(nn.ModuleList([*lazy, nn.Linear(4, 3), nn.Embedding(5, 2)]))
+    model = convert(nn.ModuleList([*lazy, nn.Linear(16, 16), nn.Embedding(5, 16)]))
     assert unknown(model) == {}
     # the bias of the convolution has no elements either
-    assert coverage(conversion_plan(model)) == f"1 of 2 linear layers run in FP8, with {15 / 25:.0%} of the parameters"
+    assert coverage(conversion_plan(model)) == (
+        f"1 of 2 linear layers run in FP8, with {272 / (272 + 80):.0%} of the parameters; not in FP8: 0 (under 1%, is"
+        " not initialised yet)"
+    )
 
 
 def test_of_torch_it_lists_what_no_layer_here_does() -> None:
@@ -180,7 +187,7 @@ def test_ties() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 50 * 16 + 16 * 16 + 3 * 2 * 16 * 24
     assert coverage(conversion_plan(model)) == (
         "2 of 2 linear layers run in FP8, with 31% of the parameters;"
-        " the largest others: one.up (23%), one.down (23%), two.down (23%)"
+        " not in FP8: one.up, one.down, two.down (69%, outside of linear layers)"
     )
     # an embedding that is used elsewhere, too, is not only looked up
     lookup = nn.Embedding(50, 16)
@@ -197,28 +204,29 @@ def test_a_stack_counts_as_one_from_one_percent_on(stacked: int, listed: int) ->
 
     model = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(stacked))})
     # `stacked` times 10 elements of 10 000 in all
-    model["rest"] = nn.Linear(1, 10_000 - 10 * stacked, bias=False)
+    model["rest"] = nn.Linear(10, 1000 - stacked, bias=False)
     assert list(unknown(model)) == [f"layers.{layer}.table" for layer in range(listed)]
-    assert ("layers.*.table" in coverage(conversion_plan(convert(model)))) == bool(listed)
+    assert ("layers.*.table" in coverage(conversion_plan(convert(model, min_features=0)))) == bool(listed)
 
 
-def test_at_most_three_others_and_layers_among_them() -> None:
-    sizes = (8, 40, 16, 24, 32)
+def test_at_most_three_are_named_for_each_reason() -> None:
+    sizes = (16, 80, 32, 48, 64)
     model = nn.ModuleDict({f"layer{n}": nn.Linear(n, n, bias=False) for n in sizes})
-    convert(model, ignore_modules=("layer[1-4]*",))
+    convert(model, ignore_modules=("layer[3-8]*",))
     total = sum(n * n for n in sizes)
-    named = ", ".join(f"layer{n} ({n * n / total:.0%})" for n in (40, 32, 24))
-    assert (
-        coverage(conversion_plan(model))
-        == f"1 of 5 linear layers run in FP8, with 2% of the parameters; the largest others: {named}"
+    assert coverage(conversion_plan(model, ignore_modules=("layer[3-8]*",))) == (
+        "1 of 5 linear layers run in FP8, with 2% of the parameters; not in FP8: layer80, layer64, layer48 and 1 more"
+        f" ({1 - 16 * 16 / total:.0%}, matches `ignore_modules`)"
     )
-    fall_back(model, "layer8")
-    assert coverage(conversion_plan(model)).startswith("0 of 5 linear layers run in FP8, with 0% of the parameters")
+    fall_back(model, "layer16")
+    said = coverage(conversion_plan(model, ignore_modules=("layer[3-8]*",)))
+    assert said.startswith("0 of 5 linear layers run in FP8, with 0% of the parameters")
+    assert said.endswith("matches `ignore_modules`); layer16 (2%, fell back to bf16)")
 
 
 def test_other_models() -> None:
     assert (
-        coverage(conversion_plan(convert(nn.Linear(4, 4))))
+        coverage(conversion_plan(convert(nn.Linear(16, 16))))
         == "1 of 1 linear layers run in FP8, with 100% of the parameters"
     )
     attention = nn.TransformerEncoderLayer(16, 2, 32)
@@ -233,6 +241,55 @@ def test_other_models() -> None:
     with pytest.raises(ValueError, match="has no FP8 layers"):
         coverage(conversion_plan(root))
     assert describe(nn.ReLU()) == []
+
+
+class SmallResNet(nn.Module):
+    """Convolutions hold most parameters, and the others are in linear layers of four kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Own(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) * 2
+
+        class Linear(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight, self.bias = nn.Parameter(torch.zeros(16, 16)), nn.Parameter(torch.zeros(16))
+
+        self.stages = nn.ModuleList(nn.Conv2d(16, 16, 3, bias=False) for _ in range(3))
+        self.own, self.foreign, self.fc, self.head = Own(16, 16), Linear(), nn.Linear(16, 16), nn.Linear(16, 1)
+
+
+def test_convolutions_and_other_kinds_of_linear_layers_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, total = SmallResNet(), 3 * 9 * 256 + 3 * 272 + 17
+    assert said_by_the_plugin(model, caplog) == (
+        f"fp8-delayed: 1 of 4 linear layers run in FP8 (min_features=16), with {272 / total:.0%} of the parameters; not"
+        f" in FP8: 3 convolutions ({6912 / total:.0%}); own (4%, a Own, subclass of nn.Linear with its own `forward`);"
+        " foreign (4%, a Linear of test_coverage, not an nn.Linear); head (under 1%, fewer than 16 features)."
+    )
+    rows = {row.path: row.reason for row in describe(model)}
+    assert rows["foreign"].startswith("a Linear of test_coverage, not an nn.Linear; only nn.Linear, ")
+
+
+def test_paths_of_numbers_alone_are_given_in_full() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    convert(model, ignore_modules=("[12]",))
+    assert coverage(conversion_plan(model, ignore_modules=("[12]",))).endswith(
+        "; not in FP8: 1, 2 (67%, matches `ignore_modules`)"
+    )
+
+
+def test_what_is_converted_is_said_once_for_a_model_and_its_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _say_once.cache_clear()
+    said = [f"fp8-delayed: {number} of 2 linear layers run in FP8" for number in (2, 1)]
+    with caplog.at_level("INFO"):
+        for settings in ({}, {}, {"ignore_modules": ["net.2"]}, {}):
+            make_trainer(tmp_path, plugins=Fp8Precision(**settings), max_steps=1).fit(seeded(), loader())
+    assert [caplog.text.count(text) for text in said] == [1, 1]
 
 
 # readers of `describe`

@@ -30,12 +30,14 @@ from lightning_fp8 import (
     describe,
     export,
     load_exported,
+    load_scales,
     scaling_state,
     unconvert,
 )
 from lightning_fp8.conversion import min_features
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.ops.cuda import gemm_table, kernels
+from lightning_fp8.plugins.fp8 import _say_once
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.state import LAYOUT
 from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
@@ -90,15 +92,31 @@ def test_both_sizes_of_a_layer_count() -> None:
     assert reasons(model) == {
         "0": "converted, 64 -> 32",
         "1": "converted, 32 -> 64",
-        "2": "31 -> 64: below min_features=32",
-        "3": "64 -> 31: below min_features=32",
-        "4": "8 -> 8: below min_features=32",
+        "2": "fewer than 32 features: 31 -> 64 (min_features=32)",
+        "3": "fewer than 32 features: 64 -> 31 (min_features=32)",
+        "4": "fewer than 32 features: 8 -> 8 (min_features=32)",
     }
 
 
-@pytest.mark.parametrize("setting", [{}, {"min_features": 0}, {"min_features": 1}, {"min_features": None}])
-def test_by_default_all_layers_are_converted(setting: dict[str, Any]) -> None:
-    assert kinds(convert(nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)), **setting)) == ["Fp8Linear"] * 2
+def sized_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 15), nn.Linear(1, 16))
+
+
+@pytest.mark.parametrize(
+    ("setting", "converted"),
+    [
+        ({}, 1),
+        ({"min_features": None}, 1),
+        ({"min_features": 15}, 2),
+        ({"min_features": 1}, 3),
+        ({"min_features": 0}, 3),
+    ],
+)
+def test_by_default_layers_with_16_features_are_converted(setting: dict[str, Any], converted: int) -> None:
+    expected = ["Fp8Linear"] * converted + ["Linear"] * (3 - converted)
+    assert kinds(convert(sized_layers(), **setting)) == expected
+    for plugin in (Fp8Precision, Fp8FabricPrecision):
+        assert kinds(plugin(**setting).convert_module(sized_layers())) == expected
 
 
 def test_a_layer_left_alone_computes_as_before() -> None:
@@ -116,10 +134,10 @@ def test_a_layer_left_alone_computes_as_before() -> None:
     ("others", "number", "reason"),
     [
         ({}, 16, None),
-        ({}, 17, "16 -> 48: below min_features=17"),
+        ({}, 17, "fewer than 17 features: 16 -> 48 (min_features=17)"),
         ({"kdim": 8}, 8, None),
-        ({"kdim": 8}, 9, "8 -> 16: below min_features=9"),
-        ({"kdim": 8, "vdim": 4}, 9, "8 -> 16 and 4 -> 16: below min_features=9"),
+        ({"kdim": 8}, 9, "fewer than 9 features: 8 -> 16 (min_features=9)"),
+        ({"kdim": 8, "vdim": 4}, 9, "fewer than 9 features: 8 -> 16 and 4 -> 16 (min_features=9)"),
     ],
 )
 def test_an_attention_goes_by_all_its_weights(others: dict[str, int], number: int, reason: str | None) -> None:
@@ -137,7 +155,7 @@ def test_a_conv1d_has_its_sizes_the_other_way_round() -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     model = nn.Sequential(conv1d(48, 16), conv1d(32, 24))
     assert reasons(convert(model, min_features=20)) == {
-        "0": "16 -> 48: below min_features=20",
+        "0": "fewer than 20 features: 16 -> 48 (min_features=20)",
         "1": "converted, 24 -> 32",
     }
     assert reasons(convert(model, min_features=0))["0"] == "converted, 16 -> 48"
@@ -159,8 +177,8 @@ def test_other_reasons_come_first() -> None:
     convert(model, ignore_modules=("0",), min_features=8)
     found = reasons(model, ignore_modules=("0",))
     assert found["0"] == "matches `ignore_modules`"
-    assert found["1"].startswith("a Special; only nn.Linear,")
-    assert found["3"].startswith("a Bilinear; only nn.Linear,")
+    assert found["1"].startswith("a Special, subclass of nn.Linear; only nn.Linear,")
+    assert found["3"].startswith("a Bilinear of torch, not an nn.Linear; only nn.Linear,")
 
 
 def test_rows_of_a_model_that_is_not_converted() -> None:
@@ -168,7 +186,7 @@ def test_rows_of_a_model_that_is_not_converted() -> None:
     assert reasons(model)["2"] == "not converted yet: call `convert`"
     assert reasons(model, min_features=32) == {
         "0": "not converted yet: call `convert`",
-        "2": "64 -> 4: below min_features=32",
+        "2": "fewer than 32 features: 64 -> 16 (min_features=32)",
     }
 
 
@@ -187,9 +205,9 @@ def test_a_conversion_again_keeps_the_number_or_takes_another() -> None:
     assert kinds(convert(model, min_features=32)) == ["Fp8Linear", "Linear", "Linear"]
     assert torch.equal(scaling_state(model).scale, scale)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert reasons(other)["2"] == "64 -> 4: below min_features=32"
-    assert kinds(convert(unconvert(model))) == ["Fp8Linear"] * 3
-    assert conversion_plan(model).settings.min_features == 0
+        assert reasons(other)["2"] == "fewer than 32 features: 64 -> 16 (min_features=32)"
+    assert kinds(convert(unconvert(model))) == ["Fp8Linear", "Fp8Linear", "Linear"]
+    assert conversion_plan(model).settings.min_features == 16
 
 
 def test_nothing_left_names_the_number_and_the_largest() -> None:
@@ -203,7 +221,7 @@ def test_nothing_left_names_the_number_and_the_largest() -> None:
         "FP8 needs at least one plain `nn.Linear` with `min_features=256` or more features in and out."
         " The largest here is long, 64 -> 96: pass a smaller `min_features`, or 0."
     )
-    assert "-   long (Linear): 64 -> 96: below min_features=256" in map(str.strip, rows)
+    assert "-   long (Linear): fewer than 256 features: 64 -> 96 (min_features=256)" in map(str.strip, rows)
     assert type(model["long"]) is nn.Linear
     # a model that is already converted keeps its setting
     convert(model)
@@ -211,7 +229,7 @@ def test_nothing_left_names_the_number_and_the_largest() -> None:
     with pytest.raises(ValueError, match="The largest here is ignored, 512 -> 520"):
         convert(model, min_features=513)
     assert scaling_state(model) is state
-    assert conversion_plan(model).settings.min_features == 0
+    assert conversion_plan(model).settings.min_features == 16
 
 
 def test_without_layers_there_is_no_largest() -> None:
@@ -221,7 +239,7 @@ def test_without_layers_there_is_no_largest() -> None:
         convert(small_mlp(), ignore_modules=("*",), min_features=8)
 
 
-BAD = [-1, True, False, 1024.0, "1024", "all", "", None]
+BAD = [-1, True, False, 1024.0, "1024", "all", ""]
 
 
 @pytest.mark.parametrize("value", BAD)
@@ -231,20 +249,19 @@ def test_other_values_are_refused_by_name(value: Any) -> None:
     for plugin in (Fp8Precision, Fp8FSDPPrecision, Fp8FabricPrecision):
         with pytest.raises(ValueError, match=said):
             plugin(min_features=value)
-    if value is not None:
-        with pytest.raises(ValueError, match=said):
-            convert(model, min_features=value)
-        assert type(model[0]) is nn.Linear
+    with pytest.raises(ValueError, match=said):
+        convert(model, min_features=value)
+    assert type(model[0]) is nn.Linear
 
 
 # the value of "auto"
 
 
-def test_without_a_gpu_auto_converts_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_auto_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert kinds(convert(small_mlp(), min_features="auto")) == ["Fp8Linear"] * 2
+        assert kinds(convert(sized_layers(), min_features="auto")) == ["Fp8Linear", "Linear", "Linear"]
 
 
 def test_unmeasured_auto_is_an_estimate_and_says_so_once(gpu: Path) -> None:
@@ -275,7 +292,7 @@ def test_auto_is_what_was_measured_by_the_user_first(gpu: Path) -> None:
     written(32, gemm_table.own_path(NAME))
     assert min_features.as_number("auto") == 32
     model = convert(small_mlp(), min_features="auto")
-    assert reasons(model)["2"] == "64 -> 4: below min_features=32"
+    assert reasons(model)["2"] == "fewer than 32 features: 64 -> 16 (min_features=32)"
     assert gemm_table.min_features("NVIDIA H100 PCIe") is None
 
 
@@ -331,9 +348,14 @@ def test_a_table_may_have_a_size_alone(gpu: Path) -> None:
 
 def test_a_plugin_converts_by_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = seeded()
+    _say_once.cache_clear()
     with caplog.at_level("INFO"):
         make_trainer(tmp_path, plugins=Fp8Precision(min_features=32)).fit(model, loader())
-    assert "fp8-delayed: 1 of 2 linear layers run in FP8 (min_features=32), with 89% of the parameters" in caplog.text
+    said = (
+        "fp8-delayed: 1 of 2 linear layers run in FP8 (min_features=32), with 67% of the parameters; not in FP8: net.2"
+        " (33%, fewer than 32 features)."
+    )
+    assert said in caplog.text
     assert scaling_state(model).module_names == ("net.0",)
     assert type(model.net[2]) is nn.Linear
     # a run without the argument leaves the model unchanged; another number converts more layers, or fewer
@@ -341,6 +363,8 @@ def test_a_plugin_converts_by_it(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         (Fp8Precision(), ["net.0"]),
         (Fp8Precision(min_features=2), ["net.0", "net.2"]),
         (Fp8Precision(), ["net.0", "net.2"]),
+        (Fp8Precision(min_features=32), ["net.0"]),
+        (Fp8Precision(min_features=0), ["net.0", "net.2"]),
         (Fp8Precision(min_features=32), ["net.0"]),
         (Fp8Precision(ignore_modules=["net.1"]), ["net.0"]),
     ):
@@ -449,6 +473,18 @@ def test_an_exported_model_has_the_layers_of_its_run(tmp_path: Path) -> None:
     # into a model that has left more layers plain
     loaded = load_exported(convert(small_mlp(), min_features=32), tmp_path / "exported")
     assert kinds(loaded) == ["Fp8Linear"] * 2
+
+
+def test_what_is_loaded_has_the_small_layers_of_its_run(tmp_path: Path) -> None:
+    model, x = convert(sized_layers()[:2], min_features=0), torch.randn(16, 32)
+    model(x).sum().backward()
+    scaling_state(model).update()
+    export(model.eval(), tmp_path)
+    scaled = load_scales(sized_layers()[:2], {"scaling": scaling_state(model).state_dict()})
+    for loaded in (load_exported(sized_layers()[:2], tmp_path), scaled):
+        assert kinds(loaded) == ["Fp8Linear"] * 2
+        # a run keeps them
+        assert kinds(Fp8Precision().convert_module(loaded)) == ["Fp8Linear"] * 2
 
 
 # measuring

@@ -61,7 +61,7 @@ def test_blocks_of_the_longest_list(ends: Any, chosen: tuple[int, ...]) -> None:
     assert products(model) == {**expected, **experts_of(*chosen)}
     plain = [row.reason for row in describe(model) if row.path == "blocks.3.up" and not row.converted]
     asked = tuple(ends)
-    said = f"all three products in bf16 by `bf16_blocks={asked}`, block 3 of 4 in 'blocks'"
+    said = f"all three products in bf16 by `bf16_blocks={asked}`: block 3 of 4 in 'blocks'"
     assert plain == ([said] if 3 in chosen else [])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,21 @@ def test_adapters_stay_out_unless_requested(name: str, order: str) -> None:
     assert is_fp8(list(model.modules())) == {False}
 
 
+def test_small_adapters_stay_out_and_are_named() -> None:
+    model, _ = adapted("llama", "plain", r=8)
+    convert(model, adapters=True)
+    assert is_fp8(adapter_layers(model)) == {False}
+    said = coverage(conversion_plan(model))
+    assert re.search(r"not in FP8: \S*layers\.\*\.\S*\.default, .* and 7 more \(19%, fewer than 16 features\)$", said)
+    assert "of adapters" not in said
+    assert is_fp8(adapter_layers(convert(model, min_features=0))) == {True}
+
+
 def test_a_module_is_no_adapter_by_its_name() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.base_layer, self.lora_A = nn.Linear(32, 32), nn.ModuleDict({"default": nn.Linear(32, 4)})
+            self.base_layer, self.lora_A = nn.Linear(32, 32), nn.ModuleDict({"default": nn.Linear(32, 16)})
 
     assert is_fp8([*convert(Layer()).lora_A.values()]) == {True}
 
@@ -354,7 +365,7 @@ def test_attention_of_torch(requested: bool) -> None:
         if order == "converted first":
             convert(model, adapters=requested)
         torch.manual_seed(4)
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["attention"], init_lora_weights=False))  # type: ignore[arg-type]
+        model = get_peft_model(model, LoraConfig(r=16, target_modules=["attention"], init_lora_weights=False))  # type: ignore[arg-type]
         if order == "adapted first":
             convert(model, adapters=requested)
             assert {row.path for row in describe(model) if row.converted} >= {

@@ -117,7 +117,7 @@ def test_a_plugin_scans_the_model_once(plugin: Any, settings: Any, monkeypatch: 
 def test_settings_are_those_asked_for_else_those_of_the_model() -> None:
     model = small_mlp()
     plan = conversion_plan(model)
-    assert (plan.recipe, *plan.settings) == (DelayedScaling(), "auto", 0, False, "master", ())
+    assert (plan.recipe, *plan.settings) == (DelayedScaling(), "auto", 16, False, "master", ())
     convert(model, DelayedScaling(margin=1), gemm="rawkernel", min_features=32, adapters=True)
     plan = conversion_plan(model)
     assert (plan.recipe, *plan.settings) == (DelayedScaling(margin=1), "rawkernel", 32, True, "master", ())
@@ -133,7 +133,7 @@ def test_a_device_without_fp8_is_refused_before_anything_is_changed(monkeypatch:
 
     model = convert(small_mlp())
     state = scaling_state(model)
-    model.append(nn.Linear(4, 4))
+    model.append(nn.Linear(16, 16))
     monkeypatch.setattr("lightning_fp8.conversion.plan.check_device", refuse)
     with pytest.raises(RuntimeError, match="no FP8 here"):
         convert(model, ignore_modules=("0",))

@@ -18,7 +18,7 @@ class Projections(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for name in "qkv":
-            self.add_module(name, nn.Linear(8, 8))
+            self.add_module(name, nn.Linear(16, 16))
 
 
 class Straight(Projections):
@@ -266,8 +266,8 @@ def test_what_is_not_converted_shares_nothing() -> None:
     assert leaders(convert(Straight(), ignore_modules=["q"])) == {"v": "k"}
     assert leaders(convert(Straight(), ignore_modules=["q", "k"])) == {}
     narrow = Straight()
-    narrow.q = nn.Linear(8, 4)
-    assert leaders(convert(narrow, min_features=8)) == {"v": "k"}
+    narrow.q = nn.Linear(16, 8)
+    assert leaders(convert(narrow)) == {"v": "k"}
 
 
 def test_conversion_again_and_back() -> None:
@@ -284,7 +284,7 @@ def test_conversion_again_and_back() -> None:
     # only a part of the model
     unconvert(model.q)
     assert leaders(model) == {"v": "k"}
-    model(torch.randn(4, 8)).sum().backward()
+    model(torch.randn(4, 16)).sum().backward()
     scaling_state(model).update()
     unconvert(model)
     assert leaders(model) == {}

@@ -32,7 +32,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
         self.some, self.never = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.last = nn.Linear(32, 4)
+        self.last = nn.Linear(32, 16)
         self.sometimes = sometimes
         self.around = lambda f, x: f(x)
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from lightning_fp8.modules.all_gather import gather_in_fp8
 
-config = SimpleNamespace(num_local_experts=3, hidden_size=16, intermediate_size=8, hidden_act="silu",
+config = SimpleNamespace(num_local_experts=3, hidden_size=16, intermediate_size=16, hidden_act="silu",
                          _experts_implementation="eager")
 
 

@@ -21,7 +21,7 @@ mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("tensor_parallel"
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 4))
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 16))
 
 
 def train(model, steps=3, checkpointed=False):
@@ -126,7 +126,7 @@ result["products"] = [(dy[0].flatten(0, 1).t() @ x.bfloat16().flatten(0, 1)).flo
 result["gradients"] = [local(model[at].weight.grad) for at in (0, 2, 3)]
 """
     for rank in run_processes(COMMON + body, tmp_path, device=device):
-        assert [list(one.shape) for one in rank["products"]] == [[32, 32], [32, 32], [4, 32]]
+        assert [list(one.shape) for one in rank["products"]] == [[32, 32], [32, 32], [16, 32]]
         for product, gradient in zip(rank["products"], rank["gradients"], strict=True):
             assert torch.equal(product, gradient)
 

@@ -184,7 +184,7 @@ def test_parameters_gathered_in_bf16() -> None:
 def test_only_what_would_fail_runs_in_fp32() -> None:
     def layers() -> nn.ModuleDict:
         others = {"projected": nn.LSTM(8, 8, proj_size=4), "gru": nn.GRU(8, 8), "rnn": nn.RNN(8, 8)}
-        return nn.ModuleDict({**others, "cell": nn.LSTMCell(8, 8), "lstm": nn.LSTM(8, 8), "linear": nn.Linear(8, 8)})
+        return nn.ModuleDict({**others, "cell": nn.LSTMCell(8, 8), "lstm": nn.LSTM(8, 8), "linear": nn.Linear(16, 16)})
 
     def kept(precision: Any, **settings: Any) -> list[str]:
         model, _ = converted(layers(), precision, **settings)

@@ -48,7 +48,7 @@ class Everything(nn.Module):
         self.lstm = nn.LSTM(16, 16, batch_first=True)
         self.bilinear = nn.Bilinear(16, 16, 16)
         self.norm = nn.LayerNorm(16)
-        self.head = nn.Linear(16, 4)
+        self.head = nn.Linear(16, 16)
         self.gain = nn.Parameter(torch.ones(16))
         self.register_buffer("positions", torch.linspace(0, 1, 16, dtype=torch.float32).clone())
         self.register_buffer("steps", torch.tensor(3))
@@ -195,7 +195,7 @@ def test_kept_module_computes_in_fp32() -> None:
     x, plain = torch.randn(4, 32), nn.Linear(32, 8)
     expected, of_bf16 = plain(x), plain(x.bfloat16().float()).bfloat16()
     for precision in PRECISIONS:
-        model = nn.ModuleDict({"head": copy.deepcopy(plain), "other": nn.Linear(2, 2)})
+        model = nn.ModuleDict({"head": copy.deepcopy(plain), "other": nn.Linear(16, 16)})
         plugin = PLUGINS[precision](keep_fp32=("head",))
         plugin.convert_module(model)
         with plugin.forward_context():
@@ -213,7 +213,7 @@ def test_autocast_comes_back_when_a_kept_module_fails(precision: Any) -> None:
         def forward(self, x: Tensor) -> Tensor:
             raise KeyError
 
-    model = nn.ModuleDict({"kept": Failing(), "other": nn.Linear(2, 2)})
+    model = nn.ModuleDict({"kept": Failing(), "other": nn.Linear(16, 16)})
     plugin = PLUGINS[precision](keep_fp32=("kept",))
     plugin.convert_module(model)
     with plugin.forward_context():
@@ -227,7 +227,7 @@ def test_autocast_comes_back_when_a_kept_module_fails(precision: Any) -> None:
 def test_kept_modules_compile(precision: Any) -> None:
     torch._dynamo.reset()
     plugin = PLUGINS[precision](keep_fp32=("1",), **IN_BF16[precision])
-    model = plugin.convert_module(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)))
+    model = plugin.convert_module(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)))
     x = torch.randn(3, 16, dtype=torch.bfloat16)
     with plugin.forward_context(), torch.no_grad():
         expected = model(x)
@@ -240,7 +240,7 @@ def test_a_model_in_fp32_gets_no_hooks_and_a_later_run_drops_those_of_an_earlier
     def hooks(model: nn.Module) -> int:
         return sum(len(layer._forward_pre_hooks) + len(layer._forward_hooks) for layer in model.modules())
 
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Conv1d(8, 8, 1))
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Conv1d(16, 16, 1))
     Bf16MixedPrecision().convert_module(model)
     assert hooks(model) == 0
     Bf16TruePrecision(keep_fp32=("1",)).convert_module(model)
@@ -341,7 +341,7 @@ def test_compute_dtype_fp32() -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_weight_tied_to_a_kept_module(precision: Any) -> None:
     model = nn.ModuleDict(
-        {"embedding": nn.Embedding(5, 8), "norm": nn.LayerNorm(8), "head": nn.Linear(8, 5, bias=False)}
+        {"embedding": nn.Embedding(24, 16), "norm": nn.LayerNorm(16), "head": nn.Linear(16, 24, bias=False)}
     )
     model["head"].weight = model["embedding"].weight
     plugin = PLUGINS[precision](keep_fp32=("embedding",))
@@ -355,9 +355,9 @@ def test_a_weight_tied_to_a_kept_module(precision: Any) -> None:
 
 def test_compute_dtype_fp32_takes_other_inputs() -> None:
     plugin = Fp8Precision(compute_dtype="float32", ignore_modules=("1",))
-    model = plugin.convert_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)))
+    model = plugin.convert_module(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)))
     with plugin.forward_context():
-        assert model(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.float32
+        assert model(torch.randn(2, 16, dtype=torch.bfloat16)).dtype == torch.float32
 
 
 def test_weights_that_are_no_parameters() -> None:
@@ -372,11 +372,11 @@ def test_weights_that_are_no_parameters() -> None:
     model[0].weight = flat
     with plugin.forward_context():
         assert model(torch.randn(2, 8)).dtype == torch.bfloat16
-    fp8 = Fp8Precision().convert_module(nn.Sequential(nn.Linear(8, 8, bias=False)))
+    fp8 = Fp8Precision().convert_module(nn.Sequential(nn.Linear(16, 16, bias=False)))
     flat = fp8[0].weight.detach().clone()
     del fp8[0]._parameters["weight"]
     fp8[0].weight = flat
-    assert fp8.to("cpu")(torch.randn(2, 8)).isfinite().all()
+    assert fp8.to("cpu")(torch.randn(2, 16)).isfinite().all()
 
 
 @pytest.mark.parametrize("training", [True, False])

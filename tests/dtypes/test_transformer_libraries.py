@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformer_models import MODELS, Batch, made
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import Fp8Linear, describe, scaling_state
+from lightning_fp8 import Fp8Linear, Fp8Precision, describe, scaling_state
 from lightning_fp8.modules import functional
 from lightning_fp8.modules.conv1d import Fp8Conv1D
 from lightning_fp8.plugins.trainer import PLUGINS
@@ -89,7 +89,8 @@ def test_validation_runs_the_fp8_gemms_of_training(tmp_path: Path, name: str, mo
     # whether a layer runs by itself or in a fused block, its weight is requested
     for module in HOLDERS:
         monkeypatch.setattr(f"lightning_fp8.modules.{module}.cast_weight", counting)
-    make_trainer(tmp_path, num_sanity_val_steps=0).fit(model, loader(batch), loader(batch))
+    trainer = make_trainer(tmp_path, num_sanity_val_steps=0, plugins=Fp8Precision(min_features=0))
+    trainer.fit(model, loader(batch), loader(batch))
     training = [path for path, recorded in calls if recorded]
     validation = [path for path, recorded in calls if not recorded]
     assert len(model.losses) == len(model.validation_losses) == 1

@@ -53,7 +53,8 @@ def test_vit(run: Runner) -> None:
     found = run("train_vit", "--epochs", "1")
     assert found.loss < NO_DIGIT - 0.4
     assert float(found.printed.split()[-1]) > 0.25  # each digit is a tenth of the data
-    assert found.fp8_layers == 1 + BLOCKS_AND_HEAD
+    # the embedding of 2 x 2 pixels and the head of 10 classes have fewer than 16 features
+    assert found.fp8_layers == BLOCKS_AND_HEAD - 1
 
 
 def test_plain_torch(run: Runner) -> None:
@@ -210,7 +211,7 @@ def test_images_from_a_file(run: Runner) -> None:
     read = runpy.run_path(str(EXAMPLES / "train_vit.py"))["read"]
     np.testing.assert_allclose(read("images.npz")[0], np.moveaxis(images, -1, 1) / 127.5 - 1, atol=1e-6)
     found = run("train_vit", "--data", "images.npz", "--patch", "4", "--epochs", "4", "--layers", "1")
-    assert found.fp8_layers == 6
+    assert found.fp8_layers == 5
     assert float(found.printed.split()[-1]) == 1
 
 

@@ -309,7 +309,7 @@ def test_models_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_ignored_modules_stay_plain(tmp_path: Path) -> None:
     def make() -> nn.Module:
-        return nn.ModuleDict({"body": small_mlp(), "head[0]": nn.Linear(4, 3), "last": nn.Linear(3, 2)})
+        return nn.ModuleDict({"body": small_mlp(), "head[0]": nn.Linear(16, 24), "last": nn.Linear(24, 16)})
 
     x = torch.randn(8, 32)
 
@@ -347,9 +347,9 @@ def test_layers_that_fell_back(tmp_path: Path, fallen: tuple[str, ...]) -> None:
 
 def test_conv1d_that_fell_back(tmp_path: Path) -> None:
     run = on(5, 24)
-    model = trained(nn.Sequential(Conv1D(40, 24), nn.Linear(40, 4)), run)
+    model = trained(nn.Sequential(Conv1D(40, 24), nn.Linear(40, 16)), run)
     fall_back(model, "0")
-    back(tmp_path, model, lambda: nn.Sequential(Conv1D(40, 24), nn.Linear(40, 4)), run)
+    back(tmp_path, model, lambda: nn.Sequential(Conv1D(40, 24), nn.Linear(40, 16)), run)
 
 
 def test_wrappers_do_not_show_in_names(tmp_path: Path) -> None:
@@ -521,9 +521,9 @@ def test_every_scale_of_a_weight_has_an_amax_that_gives_it(dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_current_scaling_needs_no_scales_of_inputs(tmp_path: Path, dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
-    model = convert(nn.ModuleDict({"a": small_mlp(), "head": nn.Linear(4, 64)}), CurrentScaling(wgrad="bf16"))
+    model = convert(nn.ModuleDict({"a": small_mlp(), "head": nn.Linear(16, 64)}), CurrentScaling(wgrad="bf16"))
     # the head's weight is shared with a layer outside FP8: its scale is in the metadata
-    model["tied"] = nn.Embedding(64, 4)
+    model["tied"] = nn.Embedding(64, 16)
     model["tied"].weight = model["head"].weight
     fall_back(model, "a.0")
     export(model, tmp_path / "out", dtype=dtype)
@@ -540,7 +540,7 @@ def test_current_scaling_needs_no_scales_of_inputs(tmp_path: Path, dtype: torch.
     if dtype is not None:
         return
     for converted in (False, True):
-        fresh = nn.ModuleDict({"a": small_mlp(), "head": nn.Linear(4, 64), "tied": nn.Embedding(64, 4)})
+        fresh = nn.ModuleDict({"a": small_mlp(), "head": nn.Linear(16, 64), "tied": nn.Embedding(64, 16)})
         fresh["tied"].weight = fresh["head"].weight
         loaded = load_exported(convert(fresh, CurrentScaling()) if converted else fresh, tmp_path / "out")
         assert scaling_state(loaded).recipe == CurrentScaling()
@@ -754,7 +754,7 @@ def test_models_that_do_not_fit(tmp_path: Path) -> None:
 
     export(trained(small_mlp(), on(8, 32)), tmp_path)
     other = small_mlp()
-    other[2] = Special(64, 4)
+    other[2] = Special(64, 16)
     with pytest.raises(ValueError, match=r"ran in FP8 and cannot here.*2\.weight"):
         load_exported(other, tmp_path)
     with pytest.raises(ValueError, match=r"0\.weight is on the meta device"):
@@ -771,11 +771,11 @@ def test_models_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_part_of_a_model_that_was_converted_as_a_whole(tmp_path: Path) -> None:
-    model = trained(nn.Sequential(small_mlp(), nn.Linear(4, 2)), on(8, 32))
+    model = trained(nn.Sequential(small_mlp(), nn.Linear(16, 16)), on(8, 32))
     export(model[0], tmp_path)
     same_outputs(model[0], load_exported(small_mlp(), tmp_path), on(8, 32))
     # loaded into a part, which gets its own scales; converting the whole model joins them
-    whole = convert(nn.Sequential(small_mlp(), nn.Linear(4, 2)))
+    whole = convert(nn.Sequential(small_mlp(), nn.Linear(16, 16)))
     load_exported(whole[0], tmp_path)
     same_outputs(model[0], whole[0], on(8, 32))
     assert scaling_state(convert(whole)).module_names == ("0.0", "0.2", "1")

@@ -18,7 +18,7 @@ The file is a Lightning checkpoint with one more entry, ``golden``:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +108,9 @@ def fallbacks(model: nn.Module) -> list[str]:
     return list(getattr(scaling_state(model), "fallbacks", ()))
 
 
-def trainer(folder: Path, epochs: int = 1, ignore_modules: Sequence[str] = (), **kwargs: Any) -> pl.Trainer:
+def trainer(folder: Path, epochs: int = 1, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> pl.Trainer:
     return pl.Trainer(
-        plugins=Fp8Precision(recipe=RECIPE, ignore_modules=ignore_modules),
+        plugins=Fp8Precision(recipe=RECIPE, **(settings or {})),
         accelerator="cpu",
         devices=1,
         max_epochs=epochs,

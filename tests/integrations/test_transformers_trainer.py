@@ -47,7 +47,7 @@ def regressor() -> Regressor:
 def numbers(rows: int = 64) -> list[Batch]:
     source = torch.Generator().manual_seed(1)
     x = torch.randn(rows, 32, generator=source)
-    return [{"x": one, "labels": torch.sin(one[:4] * 2)} for one in x]
+    return [{"x": one, "labels": torch.sin(one[:4] * 2).repeat(4)} for one in x]
 
 
 def losses(run: Trainer) -> dict[int, float]:

@@ -39,7 +39,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def two_linears(activation: str, bias: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
     width = 48 if activation == "swiglu" else 24
-    return convert(nn.Sequential(nn.Linear(16, width, bias=bias), nn.Linear(24, 10, bias=bias)))
+    return convert(nn.Sequential(nn.Linear(16, width, bias=bias), nn.Linear(24, 10, bias=bias)), min_features=0)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -506,11 +506,11 @@ def test_describe_says_what_keeps_its_master() -> None:
 
 def test_wrong_values_and_no_effect() -> None:
     with pytest.raises(ValueError, match="`frozen_weights` must be one of 'master', 'fp8', got 'float8'"):
-        convert(nn.Linear(4, 4), frozen_weights="float8")  # type: ignore[arg-type]
+        convert(nn.Linear(16, 16), frozen_weights="float8")  # type: ignore[arg-type]
     with pytest.warns(
         UserWarning, match="`frozen_weights='fp8'` has no effect: no converted layer has a frozen weight"
     ):
-        convert(nn.Linear(4, 4), frozen_weights="fp8")
+        convert(nn.Linear(16, 16), frozen_weights="fp8")
     model = converted("fp8")
     convert(model)
     assert set(frozen_weights(model)) == set(BASE)

@@ -562,7 +562,7 @@ def test_describe_follows_the_model() -> None:
     assert described(partly) == {
         "fc1": "feed-forward not fused: a linear layer is not converted, has an adapter, or is sharded by itself"
     }
-    of_a_subclass = convert(SequentialOfAnotherKind(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+    of_a_subclass = convert(SequentialOfAnotherKind(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)))
     assert set(described(of_a_subclass).values()) == {
         "feed-forward not fused: SequentialOfAnotherKind overrides `forward` of Sequential"
     }

@@ -39,7 +39,7 @@ def trained(name: str, layers: int | None = None) -> nn.Module:
     if layers is not None:
         model.model.layers, model.config.num_hidden_layers = model.model.layers[:layers], layers
     if name.endswith("adapters"):
-        model = with_adapters(model, "llama")
+        model = with_adapters(model, "llama", r=4)
     convert(model).train()
     for _ in range(2):
         step(model, batch)

@@ -14,7 +14,7 @@ from lightning_fp8 import DelayedScaling, Fp8Linear, convert, scaling_state, unc
 
 def pair(inputs: int, outputs: int, bias: bool = True) -> tuple[nn.Linear, Fp8Linear]:
     plain = nn.Linear(inputs, outputs, bias=bias)
-    return plain, convert(copy.deepcopy(plain))  # type: ignore[return-value]
+    return plain, convert(copy.deepcopy(plain), min_features=0)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("shape", [(24,), (5, 24), (2, 3, 24), (2, 1, 3, 24), (2, 2, 2, 2, 24), (0, 24), (3, 0, 24)])
@@ -205,14 +205,14 @@ def test_an_inf_batch_leaves_scales_alone_and_training_goes_on() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64])
 def test_input_dtypes_that_cannot_work_are_named(dtype: torch.dtype) -> None:
-    model = convert(nn.Sequential(nn.Linear(16, 8)))
+    model = convert(nn.Sequential(nn.Linear(16, 8)), min_features=0)
     with pytest.raises(TypeError, match=rf"Fp8Linear '0': the input must be float32.* got {dtype}"):
         model(torch.ones(2, 16).to(dtype))
 
 
 @pytest.mark.parametrize("shape", [(2, 15), (32, 1), ()])
 def test_input_shapes_that_cannot_work_are_named(shape: tuple[int, ...]) -> None:
-    model = convert(nn.Sequential(nn.Linear(16, 8)))
+    model = convert(nn.Sequential(nn.Linear(16, 8)), min_features=0)
     with pytest.raises(ValueError, match=r"Fp8Linear '0': the last dimension of the input must be 16,") as error:
         model(torch.ones(shape))
     assert str(shape) in str(error.value)
@@ -246,7 +246,7 @@ def test_a_weight_of_another_shape_decides_as_in_a_plain_layer() -> None:
 
 @pytest.mark.parametrize("shape", [(16,), (2, 8, 16), (8, 0)])
 def test_weights_that_cannot_work_are_named(shape: tuple[int, ...]) -> None:
-    model = convert(nn.Sequential(nn.Linear(16, 8, bias=False)))
+    model = convert(nn.Sequential(nn.Linear(16, 8, bias=False)), min_features=0)
     model[0].weight = nn.Parameter(torch.ones(shape))
     with pytest.raises(ValueError, match=rf"Fp8Linear '0': the weight must have two .* {re.escape(str(shape))}"):
         model(torch.ones(3, shape[-1]))
@@ -254,14 +254,14 @@ def test_weights_that_cannot_work_are_named(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (9,), (1,), (), (1, 8)])
 def test_a_bias_that_a_kernel_would_read_past_is_named(shape: tuple[int, ...]) -> None:
-    model = convert(nn.Sequential(nn.Linear(16, 8)))
+    model = convert(nn.Sequential(nn.Linear(16, 8)), min_features=0)
     model[0].bias = nn.Parameter(torch.ones(shape))
     with pytest.raises(ValueError, match=rf"bias of '0' must have the shape \(8,\).* got {re.escape(str(shape))}"):
         model(torch.ones(3, 16))
 
 
 def test_unconverted_between_forward_and_backward() -> None:
-    model = convert(nn.Sequential(nn.Linear(16, 8)))
+    model = convert(nn.Sequential(nn.Linear(16, 8)), min_features=0)
     y = model(torch.randn(4, 16))
     unconvert(model)
     y.sum().backward()
@@ -276,7 +276,7 @@ def test_double_backward_is_refused() -> None:
 
 
 def test_copies_and_pickles_have_a_state_of_their_own() -> None:
-    model = convert(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)))
+    model = convert(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), min_features=0)
     x = torch.randn(4, 16)
     model(x).sum().backward()
     scaling_state(model).update()
@@ -291,7 +291,7 @@ def test_copies_and_pickles_have_a_state_of_their_own() -> None:
 
 
 def test_moves_and_casts_of_the_model_keep_the_state_in_fp32() -> None:
-    model = convert(nn.Sequential(nn.Linear(16, 8)))
+    model = convert(nn.Sequential(nn.Linear(16, 8)), min_features=0)
     state = scaling_state(model)
     model(torch.randn(4, 16)).sum().backward()
     state.update()
@@ -306,11 +306,11 @@ def test_moves_and_casts_of_the_model_keep_the_state_in_fp32() -> None:
 def test_meta_device_and_materialisation() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(16, 8))
-    convert(model).to_empty(device="cpu")
+    convert(model, min_features=0).to_empty(device="cpu")
     nn.init.normal_(model[0].weight)
     nn.init.zeros_(model[0].bias)
     assert model(torch.randn(4, 16)).isfinite().all()
 
 
 def test_repr_shows_the_recipe() -> None:
-    assert "fp8=DelayedScaling(margin=2" in repr(convert(nn.Linear(4, 4), DelayedScaling(margin=2)))
+    assert "fp8=DelayedScaling(margin=2" in repr(convert(nn.Linear(16, 16), DelayedScaling(margin=2)))

@@ -40,7 +40,7 @@ def test_parametrized_before_conversion_is_left_alone_and_named() -> None:
 
 
 def test_parametrized_after_conversion_runs_in_fp8_with_the_weight_of_each_forward() -> None:
-    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)))
+    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     plain, x = copy.deepcopy(model[0]), torch.randn(4, 16)
     parametrize.register_parametrization(model[0], "weight", Doubled())
     expected = nn.functional.linear(x, 2 * plain.weight, plain.bias)
@@ -76,7 +76,7 @@ def test_weight_norm_by_hook_runs_in_fp8() -> None:
 class LoraLinear(nn.Module):
     """Wraps a layer as PEFT does: the frozen base plus a product of two narrow layers."""
 
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+    def __init__(self, base: nn.Linear, rank: int = 16) -> None:
         super().__init__()
         self.base_layer = base.requires_grad_(False)
         self.lora_a = nn.Linear(base.in_features, rank, bias=False)
@@ -110,7 +110,7 @@ def test_lora(precision: Any, ignored: tuple[str, ...]) -> None:
 
 
 def test_lazy_layers_are_named_until_they_are_initialised() -> None:
-    model = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.Linear(16, 4))
+    model = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.Linear(16, 16))
     for precision in PRECISIONS:
         plugin = PLUGINS[precision]()
         plugin.convert_module(model)
@@ -121,7 +121,7 @@ def test_lazy_layers_are_named_until_they_are_initialised() -> None:
     assert "is not initialised yet: run a batch through the model" in rows["0"].reason
     assert rows["2"].converted
     with plugin.forward_context():
-        model(torch.randn(2, 8))
+        model(torch.randn(2, 24))
     assert type(model[0]) is nn.Linear
     convert(model)
     assert type(model[0]) is Fp8Linear
@@ -146,12 +146,12 @@ def test_subclasses_with_a_forward_of_their_own_are_named() -> None:
         pass
 
     model = nn.ModuleDict(
-        {"a": Special(8, 8), "b": SpecialAttention(8, 2), "c": nn.Linear(8, 8), "d": nn.Bilinear(2, 2, 2)}
+        {"a": Special(16, 16), "b": SpecialAttention(16, 2), "c": nn.Linear(16, 16), "d": nn.Bilinear(2, 2, 2)}
     )
     convert(model)
     rows = {row.path: row for row in describe(model)}
     assert [path for path, row in rows.items() if row.converted] == ["c"]
-    assert "a Special; only nn.Linear, nn.MultiheadAttention" in rows["a"].reason
-    assert "not their subclasses" in rows["b"].reason
+    assert "a Special, subclass of nn.Linear with its own `forward`; only nn.Linear, nn.Multi" in rows["a"].reason
+    assert "a SpecialAttention, subclass of nn.MultiheadAttention; only" in rows["b"].reason
     assert "which is not converted" in rows["b.out_proj"].reason
     assert rows["d"].kind == "Bilinear"

@@ -24,7 +24,7 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.LayerNorm(32), small_mlp(32), nn.Linear(4, 32)) for _ in range(3)]
+            [nn.Sequential(nn.LayerNorm(32), small_mlp(32), nn.Linear(16, 32)) for _ in range(3)]
         )
         self.around: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = lambda f, x: f(x)
         self.outer: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = lambda f, x: f(x)
@@ -130,7 +130,7 @@ def test_all_layers_of_a_kind_share_one_graph() -> None:
 def test_compiled_forwards_before_their_backwards_and_an_update_between(backend: str) -> None:
     torch._dynamo.reset()
     # ReLU, because inductor computes GELU in fp32 with a different formula than torch
-    eager = convert(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)))
+    eager = convert(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)))
     compiled = copy.deepcopy(eager)
     call = torch.compile(compiled, fullgraph=True, backend=backend)
     x = torch.randn(3, 8, 32)

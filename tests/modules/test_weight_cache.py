@@ -18,7 +18,7 @@ from lightning_fp8.ops import basic
 
 
 def layer() -> Fp8Linear:
-    return convert(nn.Linear(16, 8, bias=False))  # type: ignore[return-value]
+    return convert(nn.Linear(16, 8, bias=False), min_features=0)  # type: ignore[return-value]
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_one_cast_per_optimizer_step_whatever_the_number_of_micro_batches(weight
 
 
 def test_a_bias_is_rounded_once_per_optimizer_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    fp8 = convert(nn.Linear(16, 8))
+    fp8 = convert(nn.Linear(16, 8), min_features=0)
     optimizer = torch.optim.SGD(fp8.parameters(), lr=0.1)
     used: list[torch.Tensor] = []
     original = functional.rounded_bias

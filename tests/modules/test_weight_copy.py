@@ -167,7 +167,7 @@ def test_recomputation_uses_the_copy(casts: list[Any]) -> None:
 
 def test_parameters_and_keys_stay_and_the_next_run_takes_the_copies_away() -> None:
     plugin = Bf16MixedPrecision(weight_copy=True, keep_fp32=("0",))
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.MultiheadAttention(16, 2))
     keys, parameters = list(net.state_dict()), list(net.parameters())
     plugin.convert_module(net)
     assert [type(layer) for layer in net] == [nn.Linear, WeightCopyLinear, WeightCopyMultiheadAttention]
@@ -176,7 +176,7 @@ def test_parameters_and_keys_stay_and_the_next_run_takes_the_copies_away() -> No
     assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         with plugin.forward_context():
-            other[1](torch.randn(2, 8)).sum().backward()
+            other[1](torch.randn(2, 16)).sum().backward()
     Fp8Precision().convert_module(net)
     assert not any(isinstance(layer, WeightCopyModule) for layer in net.modules())
     Bf16MixedPrecision().convert_module(net)

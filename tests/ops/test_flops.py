@@ -106,14 +106,14 @@ def pair(name: str) -> tuple[nn.Module, nn.Module, tuple[Tensor, ...]]:
     one = [torch.randn(*shape) for shape in shapes]
     # self-attention takes one tensor
     inputs = tuple(one[shapes.index(shape)] for shape in shapes)
-    return plain, convert(copy.deepcopy(plain)), inputs
+    return plain, convert(copy.deepcopy(plain), min_features=0), inputs
 
 
 def test_an_mlp_counts_by_the_definition() -> None:
     model, x = convert(small_mlp()), torch.randn(8, 32)
-    assert flops(lambda: model(x)) == 2 * 8 * (32 * 64 + 64 * 4)
+    assert flops(lambda: model(x)) == 2 * 8 * (32 * 64 + 64 * 16)
     # three products for the second layer, two for the first, whose input needs no gradient
-    assert flops(lambda: model(x).sum().backward()) == 2 * 8 * (2 * 32 * 64 + 3 * 64 * 4)
+    assert flops(lambda: model(x).sum().backward()) == 2 * 8 * (2 * 32 * 64 + 3 * 64 * 16)
 
 
 @pytest.mark.parametrize("inputs_need_gradients", [False, True])
@@ -164,7 +164,7 @@ def test_checkpointing_does_the_last_product_again_that_bf16_can_leave_out() -> 
         flops(step(lambda *args, model=model: checkpoint(model, *args, use_reentrant=False), inputs))
         for model in (plain, converted)
     ]
-    assert counts[1] - counts[0] == 2 * 4 * 6 * 64 * 4
+    assert counts[1] - counts[0] == 2 * 4 * 6 * 64 * 16
 
 
 def test_conv1d() -> None:
@@ -209,7 +209,7 @@ def test_feed_forward_as_one(activation: str, frozen: tuple[str, ...], x_needs_g
     plain = nn.Sequential(nn.Linear(16, 48 if activation == "swiglu" else 24), nn.Linear(24, 10))
     for name in frozen:
         plain.get_parameter(name).requires_grad_(False)
-    whole = convert(copy.deepcopy(plain))
+    whole = convert(copy.deepcopy(plain), min_features=0)
     x = torch.randn(3, 7, 16, requires_grad=x_needs_gradient)
 
     def parts(x: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def test_products_called_directly() -> None:
 
 def test_a_backward_through_an_activation_counts_by_the_width_before_it() -> None:
     m, n, k = 5, 14, 24
-    state = convert(nn.Linear(k, n)).scaling_state
+    state = convert(nn.Linear(k, n), min_features=0).scaling_state
     x, w = (Columns(torch.zeros(k, size, dtype=torch.uint8), torch.ones(()), "e4m3") for size in (m, n))
     dy, h, slot = torch.randn(m, n // 2), torch.randn(m, n), slot_of(state, 1, "e5m2")
 
@@ -306,8 +306,8 @@ def test_model_summary(precision: str, tmp_path: Path) -> None:
     make_trainer(tmp_path, precision=precision, callbacks=[Kept()], max_steps=1).fit(model, loader())
     (summary,) = summaries
     layers = {name: sum(of.values()) for name, of in summary.flop_counts.items()}
-    assert layers == {"net": 73728, "net.0": 65536, "net.1": 0, "net.2": 8192}
-    assert summary.total_flops == 2 * 16 * (32 * 64 + 64 * 4) == 73728
+    assert layers == {"net": 98304, "net.0": 65536, "net.1": 0, "net.2": 32768}
+    assert summary.total_flops == 2 * 16 * (32 * 64 + 64 * 16) == 98304
     assert "65.5 K" in str(summary)
 
 

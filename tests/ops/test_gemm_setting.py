@@ -51,7 +51,7 @@ def test_a_conversion_decides_for_all_layers(gemms: Gemms) -> None:
         assert asked_by(gemms, convert(model, gemm=value)) == {value}
     # a conversion without the argument changes nothing, whatever layers the model has
     convert(model, gemm="rawkernel")
-    model.append(nn.Linear(4, 2))
+    model.append(nn.Linear(16, 16))
     assert conversion_plan(convert(model, ignore_modules=("0",))).settings.gemm == "rawkernel"
     assert conversion_plan(convert(model)).settings.gemm == "rawkernel"
     assert conversion_plan(convert(unconvert(model))).settings.gemm == "auto"

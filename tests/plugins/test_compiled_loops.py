@@ -279,7 +279,7 @@ def test_a_layer_that_fell_back(tmp_path: Path, backend: Compiled) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_weights_declared_unchanged(mode: Callable[[], Any], backend: Compiled, casts: Counter[int]) -> None:
-    model, x = convert(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))).eval(), torch.randn(4, 16)
+    model, x = convert(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))).eval(), torch.randn(4, 16)
     compiled = torch.compile(model, backend=backend)
     with mode():
         expected = model(x)

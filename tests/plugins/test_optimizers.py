@@ -209,7 +209,7 @@ def fit(model: Fit, path: Path, epochs: int, precision: str = "fp8-delayed", ckp
 def data() -> Any:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 64, generator=generator)
-    data = torch.utils.data.TensorDataset(x, torch.sin(x[:, :4] * 2))
+    data = torch.utils.data.TensorDataset(x, torch.sin(x[:, :4] * 2).repeat(1, 4))
     return torch.utils.data.DataLoader(data, batch_size=16)
 
 
@@ -219,7 +219,7 @@ def test_it_trains_with_the_scale_of_each_weight(name: str, tmp_path: Path) -> N
     trainer = fit(model, tmp_path, EPOCHS)
     fit(plain, tmp_path, EPOCHS, "bf16-mixed")
     fp8, bf16 = (torch.stack(one.losses).view(EPOCHS, -1).mean(1) for one in (model, plain))
-    assert fp8[-1] < 0.7 * fp8[0]
+    assert fp8[-1] < 0.8 * fp8[0]
     assert (fp8 - bf16).abs().max() < 0.04 * bf16[0], (fp8, bf16)
 
     (check,) = (one for one in trainer.callbacks if isinstance(one, ScalesOfEveryCast))

@@ -35,7 +35,7 @@ class Deep(Regression):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(Blocks(3, 2), nn.Linear(16, 4))
+        self.net = nn.Sequential(Blocks(3, 2), nn.Linear(16, 16))
 
 
 CONFIG = """

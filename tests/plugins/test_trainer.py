@@ -105,7 +105,7 @@ def test_validate_test_and_predict_run_fp8_and_move_no_scale(tmp_path: Path) -> 
     predicted = trainer.predict(model, loader())
     assert validated == tested
     assert calls == ["Fp8Linear"] * 12
-    assert predicted[0].shape == (16, 4)
+    assert predicted[0].shape == (16, 16)
     after = scaling_state(model).state_dict()
     assert all(torch.equal(after[name][k], v) for name, entry in before.items() for k, v in entry.items())
 
@@ -182,12 +182,12 @@ def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
-            self.generator = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
-            self.critic = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+            self.generator = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+            self.critic = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             for_generator, for_critic = self.optimizers()
-            fake = self.generator(torch.randn(16, 8))
+            fake = self.generator(torch.randn(16, 16))
             self.toggle_optimizer(for_generator)
             self.manual_backward(-self.critic(fake).mean())
             for_generator.step()

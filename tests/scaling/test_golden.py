@@ -25,12 +25,14 @@ from repository import ROOT
 from sqnr import sqnr
 
 import lightning_fp8
-from lightning_fp8 import convert, fallbacks, scaling_state
+from lightning_fp8 import convert, fallbacks, load_scales, scaling_state
 
 FOLDER = ROOT / "tests" / "golden"
 VERSIONS = sorted(path.stem for path in FOLDER.glob("*.ckpt"))
 # 0.1.0 converted only linear layers; layers without scales in the checkpoint are left out when it is loaded
 IGNORED = {"0.1.0": ("encoder.layers.0.self_attn", "attention", "conv1d")}
+# these versions converted layers with fewer than 16 features by default, like this model's `attention`
+WITH_SMALL = ("0.1.0", "0.2.0", "0.3.0", "0.4.0", "0.5.0")
 LEAST_SQNR = 25.0
 LOSS_TOLERANCE = 0.01
 AMAX_TOLERANCE = 0.25
@@ -46,8 +48,14 @@ def read(version: str) -> dict[str, Any]:
     return torch.load(file_of(version), weights_only=True)
 
 
+def settings_of(version: str) -> dict[str, Any]:
+    """Those with which the layers in the checkpoint, and no others, are converted."""
+    small = {"min_features": 0} if version in WITH_SMALL else {}
+    return {"ignore_modules": IGNORED.get(version, ()), **small}
+
+
 def trainer_of(version: str, folder: Path, **kwargs: Any) -> pl.Trainer:
-    return trainer(folder, ignore_modules=IGNORED.get(version, ()), **kwargs)
+    return trainer(folder, settings=settings_of(version), **kwargs)
 
 
 def check_loaded(model: Golden, golden: dict[str, Any]) -> None:
@@ -106,7 +114,7 @@ def test_evaluation(tmp_path: Path, version: str) -> None:
 def test_by_hand(version: str) -> None:
     checkpoint = read(version)
     golden = checkpoint["golden"]
-    model = convert(Golden(), RECIPE, IGNORED.get(version, ()))
+    model = convert(Golden(), RECIPE, **settings_of(version))
     model.load_state_dict(checkpoint["state_dict"])
     scaling_state(model).load_state_dict(checkpoint["Fp8Precision"])
     check_loaded(model, golden)
@@ -142,3 +150,22 @@ def test_layers_without_scales_are_named(tmp_path: Path) -> None:
         trainer(tmp_path).validate(
             Golden(), batches(torch.zeros(1, 4, 8, dtype=torch.int64)), ckpt_path=file_of(version)
         )
+
+
+@pytest.mark.parametrize("version", WITH_SMALL[1:])
+def test_scales_of_small_layers_are_refused_with_what_restores_them(tmp_path: Path, version: str) -> None:
+    golden = read(version)["golden"]
+    said = (
+        "In the checkpoint but not in the model: attention.q_proj.input, .*versions up to 0.5 converted layers with"
+        " fewer than 16 features too, as `min_features=0` does"
+    )
+    with pytest.raises(ValueError, match=said):
+        trainer(tmp_path, epochs=2).fit(Golden(), batches(golden["next_batches"]), ckpt_path=file_of(version))
+
+
+@every_version
+def test_scales_are_loaded_into_a_plain_model(version: str) -> None:
+    checkpoint, model = read(version), Golden()
+    model.load_state_dict(checkpoint["state_dict"])
+    load_scales(model, checkpoint, RECIPE)
+    check_loaded(model, checkpoint["golden"])

@@ -86,7 +86,7 @@ def test_with_scales_nothing_is_said() -> None:
 
 
 def test_a_frozen_encoder_inside_training_is_no_evaluation() -> None:
-    model = nn.Sequential(convert(small_mlp()).eval(), nn.Linear(4, 1))
+    model = nn.Sequential(convert(small_mlp()).eval(), nn.Linear(16, 1))
     with told():
         model(torch.randn(8, 32)).sum().backward()
 
@@ -456,7 +456,7 @@ def test_load_scales_of_something_else(tmp_path: Path) -> None:
     two = {name: scaling_state(trained()).state_dict() for name in ("generator", "critic")}
     with pytest.raises(ValueError, match="2 scaling states: pass the one"):
         load_scales(model, two)
-    other = convert(nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 4)))
+    other = convert(nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16)))
     with pytest.raises(ValueError, match=r"In the checkpoint but not in the model: '1\.input', '1\.grad_output'"):
         load_scales(model, scaling_state(other).state_dict())
     # nothing has been changed

@@ -13,7 +13,7 @@ from lightning_fp8 import ScalingState, convert, scaling_state
 
 
 def converted() -> nn.Linear:
-    return convert(nn.Linear(8, 8))
+    return convert(nn.Linear(8, 8), min_features=0)
 
 
 def record(model: nn.Module, value: float = 1.0) -> ScalingState:

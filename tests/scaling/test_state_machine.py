@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import DelayedScaling, Fp8Linear, convert, fall_back, load_scales, scaling_state, unconvert
 
-WIDTH = 6
+WIDTH = 16
 LAYERS = ("a", "b", "c", "d")
 ROLES = ("input", "grad_output")
 INPUTS = ("amax", "amax_history", "scale", "nonfinite_steps")

@@ -28,7 +28,7 @@ def base(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 def with_adapters(model: nn.Module, name: str, **config: Any) -> PeftModel:
     """The model with nonzero adapters, always the same."""
     torch.manual_seed(4)
-    settings = {"r": 4, "target_modules": TARGETS[name], "init_lora_weights": False, "fan_in_fan_out": name == "gpt2"}
+    settings = {"r": 16, "target_modules": TARGETS[name], "init_lora_weights": False, "fan_in_fan_out": name == "gpt2"}
     return get_peft_model(model, LoraConfig(**{**settings, **config}))  # type: ignore[arg-type]
 
 

@@ -26,7 +26,7 @@ class Lora(nn.Module):
 
 
 class OnFrozenBase(nn.Module):
-    """x ``[B, L, 32]`` -> ``[B, L, 8]``. Gradients of ``first`` and of x pass through all frozen layers."""
+    """x ``[B, L, 32]`` -> ``[B, L, 16]``. Gradients of ``first`` and of x pass through all frozen layers."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class OnFrozenBase(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
         self.conv = Conv1D(32, 32)
         self.query = Lora(nn.Linear(32, 32))
-        self.head = nn.Linear(32, 8)
+        self.head = nn.Linear(32, 16)
         for frozen in (self.attention, self.mlp, self.conv, self.query.base):
             frozen.to(dtype).requires_grad_(False)
         self.around: Callable[..., Any] = _call

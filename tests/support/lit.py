@@ -68,7 +68,7 @@ class Regression(pl.LightningModule):
 def dataset(rows: int = 64, width: int = 32) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(rows, width, generator=generator)
-    return TensorDataset(x, torch.sin(x[:, :4] * 2))
+    return TensorDataset(x, torch.sin(x[:, :4] * 2).repeat(1, 4))
 
 
 def loader(rows: int = 64, batch_size: int = 16, **kwargs: Any) -> DataLoader[Any]:

@@ -6,4 +6,4 @@ from torch import nn
 
 
 def small_mlp(width: int = 32) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, 4))
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, 16))

@@ -210,7 +210,7 @@ def test_run_record(tmp_path: Path) -> None:
     assert record["strategy"] == "SingleDeviceStrategy"
     assert record["accelerator"] == "CPUAccelerator"
     assert record["world_size"] == 1
-    assert record["parameters"] == 32 * 64 + 64 + 64 * 4 + 4
+    assert record["parameters"] == 32 * 64 + 64 + 64 * 16 + 16
     assert record["recipe"]["margin"] == 1
     assert record["modules"] == ["net.0"]
     assert [row["converted"] for row in record["layers"]] == [True, False]
@@ -245,7 +245,7 @@ def test_dtype_audit_writes_its_report(tmp_path: Path) -> None:
     written = json.loads((Path(logger.log_dir) / "fp8_dtypes.json").read_text())
     assert audit.report is not None
     assert len(written["rows"]) == len(audit.report.rows) >= 4
-    weight = {"kind": "parameter", "name": "net.2.weight", "actual": "float64", "expected": "float32", "elements": 256}
+    weight = {"kind": "parameter", "name": "net.2.weight", "actual": "float64", "expected": "float32", "elements": 1024}
     assert weight in written["violations"]
     assert {row["name"] for row in written["violations"]} == {row.name for row in audit.report.violations}
 
