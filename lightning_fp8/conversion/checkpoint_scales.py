@@ -33,9 +33,9 @@ def load_scales(
 ) -> nn.Module:
     """Load the scales of inputs and gradients, and which layers fell back, from a checkpoint of the same model.
 
-    Use it for a model whose weights were loaded manually, or by ``load_from_checkpoint``;
-    ``Trainer.validate(ckpt_path=...)`` and ``Trainer.fit(ckpt_path=...)`` load the scales themselves. If the model is
-    not converted yet, the layers for which the checkpoint has scales are converted.
+    Use it for a model whose weights were loaded by ``load_state_dict``. ``load_from_checkpoint``, ``ckpt_path=...`` and
+    ``fabric.load`` load the scales themselves. If the model is not converted yet, the layers for which the checkpoint
+    has scales are converted.
 
     Args:
         model: a model with the same module paths as the saved one.
@@ -49,9 +49,8 @@ def load_scales(
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
-        ValueError: if it has no scales, or those of other layers; the message names them, and nothing is changed.
-        pickle.UnpicklingError: if the file holds objects that ``torch.load(weights_only=True)`` refuses: load the
-            file yourself and pass the result.
+        ValueError: if it has no scales, those of other layers or malformed ones, if the file is damaged, or holds
+            objects that ``torch.load(weights_only=True)`` refuses; the message names them, and nothing is changed.
     """
     entries = _entries(_loaded(checkpoint), checkpoint)
     plan = conversion_plan(model)
@@ -61,7 +60,7 @@ def load_scales(
         convert(model, recipe, [glob.escape(path) for path in others])
     try:
         scaling_state(model).load_state_dict(entries)
-    except ValueError:
+    except BaseException:
         if was_plain:
             unconvert(model)
         raise
@@ -78,7 +77,33 @@ def _loaded(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Any:
         path = path / _META_FILE
     if not path.is_file():
         raise FileNotFoundError(f"load_scales: there is no checkpoint {path}.")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    # which errors torch raises depends on where the file is damaged
+    except Exception as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    """Why torch refused a file; names and torch's messages by ``repr``, as they may have escape sequences."""
+    try:
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:
+        refused = []
+    if not refused:
+        return ValueError(f"load_scales: {path} is damaged, or was not written by torch.save: {_in_words(error)}.")
+    names = ", ".join(map(repr, refused))
+    return ValueError(
+        f"load_scales: {path} holds more than tensors and plain values, and loading such objects can run any code:"
+        f' {names}. If you trust the file, pass `torch.load({str(path)!r}, "cpu", weights_only=False)` in place of its'
+        " path, or call load_scales inside `with torch.serialization.safe_globals([...])` with what is named here."
+    )
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__} {str(error).partition('. ')[0]!r}"
 
 
 def as_text(state: ScalingState) -> str:
@@ -89,38 +114,64 @@ def as_text(state: ScalingState) -> str:
 
 
 def scales_of_callback(saved: Any) -> Any:
-    """The scales that :func:`as_text` wrote into the state of a ``transformers.Trainer`` callback; None if absent."""
-    attributes = saved.get("attributes", {}) if isinstance(saved, Mapping) else {}
-    if SCALES not in attributes:
+    """The scales that :func:`as_text` wrote into the state of a ``transformers.Trainer`` callback; None if absent.
+
+    Raises:
+        ValueError: if the text is damaged.
+    """
+    attributes = saved.get("attributes") if isinstance(saved, Mapping) else None
+    if not isinstance(attributes, Mapping) or SCALES not in attributes:
         return None
-    return torch.load(io.BytesIO(base64.b64decode(attributes[SCALES])), map_location="cpu", weights_only=True)
+    try:
+        content = io.BytesIO(base64.b64decode(attributes[SCALES], validate=True))
+        scales = torch.load(content, map_location="cpu", weights_only=True)
+        if not _is_scaling_state(scales):
+            raise ValueError("it holds something else")
+    # of many kinds, as for a file
+    except Exception as error:
+        raise ValueError(f"{SCALES!r} in the state of a callback is damaged: {_in_words(error)}.") from None
+    return scales
 
 
 def scales_of_callbacks(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The scales of all callbacks in a checkpoint folder of ``transformers.Trainer``, by callback class name."""
-    text = (Path(folder) / _CALLBACKS_FILE).read_text(encoding="utf-8")
-    found = {name: scales_of_callback(saved) for name, saved in json.loads(text)["stateful_callbacks"].items()}
+    """The scales of all callbacks in a checkpoint folder of ``transformers.Trainer``, by callback class name.
+
+    Raises:
+        ValueError: if the file of callbacks is damaged.
+    """
+    path = Path(folder) / _CALLBACKS_FILE
+    try:
+        callbacks = json.loads(path.read_text(encoding="utf-8")).get("stateful_callbacks", {}).items()
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {_in_words(error)}.") from None
+    found = {name: scales_of_callback(saved) for name, saved in callbacks}
     return {name: scales for name, scales in found.items() if scales is not None}
 
 
+def scaling_states(checkpoint: Any) -> dict[str, Mapping[str, Any]]:
+    """The scaling states in a checkpoint by key, in the form of :meth:`ScalingState.state_dict`."""
+    parts = checkpoint.items() if isinstance(checkpoint, Mapping) else ()
+    return {key: part for key, part in parts if _is_scaling_state(part)}
+
+
 def _entries(loaded: Any, checkpoint: Any) -> Mapping[str, Any]:
-    """The scaling state in a checkpoint, in the form of :meth:`ScalingState.state_dict`."""
-    parts = [loaded, *loaded.values()] if isinstance(loaded, Mapping) else []
-    found = [part for part in parts if _is_scaling_state(part)]
+    """The one scaling state of a checkpoint, which may be all of it."""
+    found = [loaded] if _is_scaling_state(loaded) else [*scaling_states(loaded).values()]
     if len(found) != 1:
         what = "no scales" if not found else f"{len(found)} scaling states: pass the one that belongs to this model"
         where = "the mapping" if isinstance(checkpoint, Mapping) else os.fspath(checkpoint)
         held = f" Its keys are {', '.join(map(repr, list(loaded)[:8]))}." if isinstance(loaded, Mapping) else ""
         raise ValueError(
-            f'load_scales: {where} has {what}. Scales are in checkpoints of a Trainer with `precision="fp8-delayed"`,'
-            " of `transformers.Trainer` with `Fp8Callback`, and of Fabric or a plain loop that saved"
-            f' `{{"scaling": scaling_state(model)}}`.{held}'
+            f"load_scales: {where} has {what}. Scales are in checkpoints of a Trainer or Fabric with"
+            ' `precision="fp8-delayed"`, of `transformers.Trainer` with `Fp8Callback`, and of a plain loop that saved'
+            ' `{"scaling": scaling_state(model).state_dict()}`. Weights without scales are for'
+            f' `precision="bf16-mixed"`, after `lightning_fp8.unconvert(model)`.{held}'
         )
     return found[0]
 
 
 def _is_scaling_state(part: Any) -> bool:
-    if not isinstance(part, Mapping) or not part:
+    if not isinstance(part, Mapping) or not part or not all(isinstance(name, str) for name in part):
         return False
     return all(isinstance(entry, Mapping) and not set(TENSORS).isdisjoint(entry) for entry in part.values())
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_fp8.conversion.candidates import check_unparametrized
 from lightning_fp8.conversion.frozen_weights import keep_in_fp8, restore_masters
+from lightning_fp8.conversion.kept_scales import load_kept_scales
 from lightning_fp8.conversion.min_features import MinFeatures
 from lightning_fp8.conversion.plan import ConversionPlan, conversion_plan, converted, state_of
 from lightning_fp8.conversion.products import Overrides
@@ -49,7 +50,7 @@ def convert(
     experts of transformers 5, each expert with its own scales. Routers stay as they are.
     Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied; subclasses are left
     alone (:func:`describe` names them). Converting a converted model again keeps its scales and converts layers that
-    have been added since.
+    have been added since. A model from ``load_from_checkpoint`` gets the scales of its checkpoint.
 
     A module that computes a feed-forward block of a known form, such as an ``nn.Sequential`` or the MLPs of GPT-2,
     Llama, BERT and ViT in transformers, runs the block fused unless something needs its parts; see
@@ -253,6 +254,7 @@ def _attach(plan: ConversionPlan) -> ScalingState:
     if len(states) == 1 and known is not None and known.module_names == names:
         return known
     state = ScalingState(names, plan.recipe, plan.device)
+    load_kept_scales(state, plan.modules)
     group = WeightGroup()
     new_rows: dict[nn.Module, dict[str, Fp8Rows]] = {layer: {} for _, layer, _ in chosen}
     for position, (layer, gemm, _) in enumerate(gemms):

@@ -144,7 +144,19 @@ class Fp8Core(PrecisionCore):
         state = carry_out_for_run(plan, selects or self.overrides is not None or self.bf16_blocks is not None)
         if was_plain:
             rank_zero_info(f"{self.precision}: {coverage(plan)}.")
+            self._say_switched(state)
         return state
+
+    def _say_switched(self, state: ScalingState) -> None:
+        """Name the layers that a checkpoint has moved to bf16 or to current scaling."""
+        fallen = state.switches.fallbacks
+        current = [name for name in state.current_modules if name not in fallen]
+        for names, what in ((fallen, "fell back to bf16"), (current, "moved to current scaling")):
+            if names:
+                rank_zero_info(
+                    f"{self.precision}: {len(names)} layers {what} in the run that saved this checkpoint, and stay"
+                    f" there: {', '.join(names)}."
+                )
 
     @property
     def _not_converted(self) -> tuple[str, ...]:

@@ -15,17 +15,15 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from torch import nn
 
+from lightning_fp8.conversion.checkpoint_scales import scaling_states
+from lightning_fp8.conversion.kept_scales import keep_scales
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.fabric import FABRIC_FSDP_PLUGINS, FABRIC_PLUGINS
-from lightning_fp8.plugins.notices import (
-    warn_of_fabric,
-    warn_of_trainer,
-    warn_of_unloaded_scales,
-    warn_of_unsaved_scales,
-)
+from lightning_fp8.plugins.fabric_scales import take_scales, with_scales
+from lightning_fp8.plugins.fp8 import Fp8Core
+from lightning_fp8.plugins.notices import warn_of_fabric, warn_of_trainer
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, suggestion
 from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
-from lightning_fp8.scaling.state import ScalingState
 
 # a module of the package, the path of a value in it, and a function from the old value to the new one
 _Place = tuple[str, str, Callable[[Any], Any]]
@@ -135,26 +133,46 @@ def _saying_at_fabric_setup(original: Callable[..., Any]) -> Callable[..., Any]:
     return setup
 
 
-def _saying_at_save(original: Callable[..., None]) -> Callable[..., None]:
+def _with_scales(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(original)
+    def dump_checkpoint(connector: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = original(connector, *args, **kwargs)
+        plugin = connector.trainer.precision_plugin
+        key = type(plugin).__qualname__
+        # with `weights_only`, Lightning leaves out the plugin's state
+        if isinstance(plugin, Fp8Core) and key not in checkpoint and (scales := plugin.state_dict()):
+            checkpoint[key] = scales
+        return checkpoint
+
+    return dump_checkpoint
+
+
+def _keeping_scales(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _load_state(cls: type[Any], checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        made = original(cls, checkpoint, *args, **kwargs)
+        states = list(scaling_states(checkpoint).values())
+        if isinstance(made, nn.Module) and len(states) == 1:
+            keep_scales(made, states[0])
+        return made
+
+    return _load_state
+
+
+def _saving_scales(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def save(fabric: Any, path: Any, state: Any, *args: Any, **kwargs: Any) -> None:
-        warn_of_unsaved_scales(state)
-        original(fabric, path, state, *args, **kwargs)
+        original(fabric, path, with_scales(state), *args, **kwargs)
 
     return save
 
 
-def _saying_at_load(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def _loading_scales(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     @functools.wraps(original)
-    def load(fabric: Any, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load(fabric: Any, path: Any, state: Any = None, strict: bool = True, **kwargs: Any) -> dict[str, Any]:
         asked = dict(state) if isinstance(state, Mapping) else {}
-        rest = original(fabric, path, state, *args, **kwargs)
-        for key, value in asked.items():
-            # Strategies that load sharded checkpoints replace objects that are not models with their saved values.
-            if isinstance(value, ScalingState) and state[key] is not value:
-                value.load_state_dict(state[key])
-                state[key] = value
-        warn_of_unloaded_scales(state, rest)
+        rest = original(fabric, path, state, strict, **kwargs)
+        take_scales(asked, state, rest, strict)
         return rest
 
     return load
@@ -202,6 +220,8 @@ _TRAINER = FrontEnd(
     (
         ("", "Trainer.__init__.__annotations__.precision", _or_fp8),
         ("strategies", "Strategy.setup_precision_plugin", _saying_at_setup),
+        ("trainer.connectors.checkpoint_connector", "_CheckpointConnector.dump_checkpoint", _with_scales),
+        ("core.saving", "_load_state", _keeping_scales),
     ),
 )
 _FABRIC = FrontEnd(
@@ -217,8 +237,8 @@ _FABRIC = FrontEnd(
         ("connector", "_PRECISION_INPUT_STR", _with_fp8),
         ("", "Fabric.setup", _saying_at_fabric_setup),
         ("", "Fabric.setup_module", _saying_at_fabric_setup),
-        ("", "Fabric.save", _saying_at_save),
-        ("", "Fabric.load", _saying_at_load),
+        ("", "Fabric.save", _saving_scales),
+        ("", "Fabric.load", _loading_scales),
     ),
 )
 FRONT_ENDS = (_FABRIC, _TRAINER)

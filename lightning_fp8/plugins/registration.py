@@ -6,10 +6,11 @@ Lightning has no registry for precisions. This module replaces, and :func:`unreg
 - ``_check_config_and_set_final_flags`` of both, to name in its error the string that was probably meant;
 - ``_PRECISION_INPUT_STR`` in Fabric's connector, the strings that both accept (and list if they reject another);
 - the annotation of ``Trainer(precision=...)``, by which the Lightning CLI checks a configuration;
-- ``Strategy.setup_precision_plugin`` of the Trainer, and ``setup``, ``setup_module``, ``save`` and ``load`` of Fabric:
-  in addition they warn where the scales of a converted model would not be updated or would be lost. The classes are
-  patched rather than plugins, because plugins are copied and pickled and may be the user's own. ``load`` also restores
-  a ``ScalingState`` from a sharded checkpoint, as it does from any other.
+- ``Strategy.setup_precision_plugin`` of the Trainer, ``setup`` and ``setup_module`` of Fabric: in addition they warn
+  where the scales of a converted model would not be updated. The classes are patched rather than plugins, because
+  plugins are copied and pickled and may be the user's own;
+- ``dump_checkpoint`` of the Trainer's connector and ``save`` of Fabric, which add scales to checkpoints without them;
+- ``_load_state``, by which ``load_from_checkpoint`` makes a model, and ``load`` of Fabric, which load or keep them.
 
 The same is done for ``pytorch_lightning`` and ``lightning_fabric``, Lightning's other names, when they are imported.
 Our plugins and callbacks then also get Lightning's base classes of that name.

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -22,6 +22,7 @@ from lightning_fp8.plugins.bf16 import Bf16MixedCore, Bf16TrueCore
 from lightning_fp8.plugins.core import FSDPCore, PrecisionCore, as_dtype, by_string
 from lightning_fp8.plugins.fp8 import Fp8Core
 from lightning_fp8.plugins.loops import LoopWeights
+from lightning_fp8.scaling.saved import load_entries
 
 
 class _TrainerPrecision(PrecisionCore, Precision):
@@ -98,9 +99,12 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
             super().backward(*args, **kwargs)
 
     @property
+    def _model(self) -> nn.Module | None:
+        return self._attention.models[-1]() if self._attention.models else None
+
+    @property
     def _trainer(self) -> pl.Trainer | None:
-        model = self._attention.models[-1]() if self._attention.models else None
-        return getattr(model, "_trainer", None)
+        return getattr(self._model, "_trainer", None)
 
     @contextmanager
     def _silent(self) -> Iterator[None]:
@@ -131,24 +135,22 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        strict = getattr(self._model, "strict_loading", True)
         if not self._states:
             if state_dict:
-                raise ValueError(
-                    f"The checkpoint has FP8 scales ({', '.join(list(state_dict)[:3])}, ...), but here no layer runs in"
-                    " FP8. Convert the same modules as in the run that saved it (`ignore_modules`,"
-                    " `min_features`, `adapters`), or load the weights only."
+                reason = (
+                    f"The checkpoint has FP8 scales ({', '.join(map(repr, list(state_dict)[:3]))}, ...), but here no"
+                    " layer runs in FP8."
                 )
+                if strict:
+                    raise ValueError(
+                        f"{reason} Convert the same modules as in the run that saved it (`ignore_modules`,"
+                        " `min_features`, `adapters`), or load the weights only."
+                    )
+                rank_zero_warn(f"{reason} They are skipped.")
             return
-        self._states[0].load_state_dict(state_dict)
-        state = self._states[0]
-        fallen = state.switches.fallbacks
-        current = [name for name in state.current_modules if name not in fallen]
-        for names, what in ((fallen, "fell back to bf16"), (current, "moved to current scaling")):
-            if names:
-                rank_zero_info(
-                    f"{self.precision}: {len(names)} layers {what} in the run that saved this checkpoint, and stay"
-                    f" there: {', '.join(names)}."
-                )
+        load_entries(self._states[0], state_dict, strict)
+        self._say_switched(self._states[0])
 
 
 class Fp8Precision(_Fp8TrainerPrecision):

@@ -46,9 +46,11 @@ class Notices:
         if not (self._silent or torch.is_grad_enabled() or _in_backward() or _is_recomputed()):
             self._say(
                 f"A model with FP8 layers ({_some(state.module_names)}) is evaluated without scales from training: each"
-                " batch is scaled by itself, so results depend on which samples are in it. Take the scales along with"
-                " the weights: `trainer.validate(model, ckpt_path=...)`, or `lightning_fp8.load_scales(model,"
-                " checkpoint)`. A model that has not been trained gets them in training."
+                " batch is scaled by itself, so results depend on which samples are in it. `load_state_dict` brings no"
+                " scales, and drops those of other weights: after it call `lightning_fp8.load_scales(model, file)` with"
+                " the file of the weights, or load both by `trainer.validate(model, ckpt_path=file)`. A file with"
+                ' weights alone is for `precision="bf16-mixed"`, after `lightning_fp8.unconvert(model)`. A model that'
+                " has not been trained gets scales in training."
             )
 
     def see_export_without_scales(self, state: ScalingState) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 # the values of a tensor that has not been recorded
 _NO_SCALES = {"amax": torch.zeros(()), "amax_history": torch.zeros(0), "scale": torch.ones(())}
 TENSORS = ("amax", "amax_history", "scale", "nonfinite_steps")
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.bool,
+)  # fmt: skip
 
 
 def to_entries(state: ScalingState) -> dict[str, dict[str, Tensor]]:
@@ -40,7 +44,12 @@ def to_entries(state: ScalingState) -> dict[str, dict[str, Tensor]]:
 def from_entries(state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]]) -> None:
     """See :meth:`ScalingState.load_state_dict`; changes nothing if it raises."""
     names = state.names[: state.delayed]
-    _check_names(names, entries, of_weights=state.names[state.delayed :])
+    misfit = _misfit(state, entries)
+    if misfit:
+        raise ValueError(
+            f"The scaling state does not fit this model.{misfit} Convert the same modules as in the run that saved it"
+            " (`ignore_modules`, `min_features`, `adapters`), or load the weights only."
+        )
     for name in names:
         _check_entry(name, entries[name])
     entries = {name: {**_NO_SCALES, **entries[name]} for name in names}
@@ -58,19 +67,43 @@ def from_entries(state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]
         state.switches[module].is_current = bool(entries[names[module]].get("is_current", False))
 
 
-def _check_names(names: Sequence[str], entries: Mapping[str, Any], of_weights: Sequence[str]) -> None:
+def load_entries(
+    state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]], strict: bool, prefix: str = ""
+) -> None:
+    """Load the scales of a checkpoint into a state.
+
+    Args:
+        state: the state to load into.
+        entries: as from :meth:`ScalingState.state_dict`.
+        strict: whether scales of other layers are an error; if not, one warning names them, and they are skipped.
+        prefix: with which the names begin of the part of the model that the checkpoint belongs to.
+
+    Raises:
+        ValueError: see :meth:`ScalingState.load_state_dict`; nothing has been changed.
+    """
+    if not strict:
+        misfit = _misfit(state, entries, prefix)
+        if misfit:
+            warnings.warn(
+                "lightning_fp8: a checkpoint has the FP8 scales of other layers than the model. Those of the layers in"
+                f" both are loaded, the others are skipped.{misfit}",
+                stacklevel=2,
+            )
+        known = {name: entries[name] for name in state.names[: state.delayed] if name in entries}
+        entries = {**to_entries(state), **known}
+    state.load_state_dict(entries)
+
+
+def _misfit(state: ScalingState, entries: Mapping[str, Any], prefix: str = "") -> str:
+    """The names that the entries and a state do not share, in words; empty if there are none."""
+    names = state.names[: state.delayed]
+    missing = [name for name in names if name not in entries and name.startswith(prefix)]
     # checkpoints up to 0.5.0 have entries of weights
-    known = {*names, *of_weights}
-    missing = [name for name in names if name not in entries]
+    known = set(state.names)
     unexpected = [name for name in entries if name not in known]
-    if missing or unexpected:
-        raise ValueError(
-            "The scaling state does not fit this model."
-            + _listing("In the model but not in the checkpoint", missing)
-            + _listing("In the checkpoint but not in the model", unexpected)
-            + " Convert the same modules as in the run that saved it (`ignore_modules`,"
-            " `min_features`, `adapters`), or load the weights only."
-        )
+    return _listing("In the model but not in the checkpoint", missing) + _listing(
+        "In the checkpoint but not in the model", unexpected
+    )
 
 
 def _check_entry(name: str, entry: Any) -> None:
@@ -82,18 +115,21 @@ def _check_entry(name: str, entry: Any) -> None:
     wrong = [field for field in fields if not isinstance(values.get(field), Tensor)]
     if wrong:
         raise ValueError(f"The scaling state of {name!r} lacks the tensors {', '.join(wrong)}.")
-    misshapen = [field for field in fields if not _has_its_shape(field, values[field])]
-    if misshapen:
-        found = ", ".join(f"{field} {values[field].dtype} {list(values[field].shape)}" for field in misshapen)
+    unfit = [field for field in fields if not _is_fit(field, values[field])]
+    if unfit:
         raise ValueError(
-            f"The scaling state of {name!r} must hold single real numbers, and a list of them in `amax_history`, got"
-            f" {found}."
+            f"The scaling state of {name!r} must hold single real numbers, and a list of them in `amax_history`, as"
+            f" tensors with all of their values, got {', '.join(_in_words(field, values[field]) for field in unfit)}."
         )
     # in float32, as in the state: a float64 value may become inf or 0
     amax, history, scale = (values[field].detach().cpu().float() for field in ("amax", "amax_history", "scale"))
     filled = history > 0
-    if not (scale.isfinite().all() and (scale > 0).all()):
-        raise ValueError(f"The scaling state of {name!r} must have a finite scale above 0, got {scale.item()}.")
+    # the inverse of a smaller scale may not be finite; an update gives none below 448 divided by the largest number
+    if not torch.finfo(torch.float32).tiny <= scale.item() < torch.inf:
+        raise ValueError(
+            f"The scaling state of {name!r} must have a scale that is a positive normal fp32 number, got"
+            f" {scale.item()}."
+        )
     if not history.isfinite().all() or (history < 0).any() or (filled[1:] & ~filled[:-1]).any():
         raise ValueError(
             f"The scaling state of {name!r} must have a history of finite amaxes above 0, newest first and zeros only"
@@ -107,12 +143,23 @@ def _check_entry(name: str, entry: Any) -> None:
         raise ValueError(f"The scaling state of {name!r} must count its `nonfinite_steps`, got {steps}.")
 
 
-def _has_its_shape(field: str, tensor: Tensor) -> bool:
-    return not tensor.is_complex() and (tensor.dim() == 1 if field == "amax_history" else tensor.numel() == 1)
+def _is_fit(field: str, tensor: Tensor) -> bool:
+    """Whether a tensor can be the value of its field; reads no values, which a file may claim without having them."""
+    if type(tensor) is not Tensor or tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    has_its_shape = tensor.dim() == 1 if field == "amax_history" else tensor.numel() == 1
+    is_whole = tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
+    return has_its_shape and is_whole and tensor.dtype in _DTYPES
+
+
+def _in_words(field: str, tensor: Tensor) -> str:
+    shape = "nested" if tensor.is_nested else list(tensor.shape)
+    return f"{field} {tensor.dtype} {shape} ({tensor.layout}, {tensor.device})"
 
 
 def _listing(title: str, names: Sequence[str], most: int = 10) -> str:
     if not names:
         return ""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f" {title}: {', '.join(names[:most])}{more}."
+    # a file may have escape sequences in its names
+    return f" {title}: {', '.join(map(repr, names[:most]))}{more}."

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lit import Regression, dataset, loader, long_window, make_trainer, same, seeded
+from lit import Regression, dataset, loader, long_window, make_trainer, same, seeded, warned
+from torch import Tensor, nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_fp8 import Fp8Precision, scaling_state
+from lightning_fp8 import Fp8Precision, convert, scaling_state
 
 
 def checkpointing(path: Path, **kwargs: Any) -> ModelCheckpoint:
@@ -52,10 +53,10 @@ def test_inside_an_epoch_with_a_stateful_loader(tmp_path: Path, accumulate: int)
     assert same(whole, resumed)
 
 
-def fitted(path: Path, **kwargs: Any) -> tuple[Regression, Path]:
+def fitted(path: Path, weights_only: bool = False, **kwargs: Any) -> tuple[Regression, Path]:
     model, trainer = seeded(), make_trainer(path, **kwargs)
     trainer.fit(model, loader())
-    trainer.save_checkpoint(path / "model.ckpt")
+    trainer.save_checkpoint(path / "model.ckpt", weights_only)
     return model, path / "model.ckpt"
 
 
@@ -91,7 +92,7 @@ def test_a_bf16_checkpoint_resumes_in_fp8_and_back(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_other_layers_names_them(tmp_path: Path) -> None:
     _, path = fitted(tmp_path, plugins=Fp8Precision(ignore_modules=["net.2"]))
-    with pytest.raises(ValueError, match=r"not in the checkpoint: net.2.input, net.2.grad_output"):
+    with pytest.raises(ValueError, match=r"not in the checkpoint: 'net.2.input', 'net.2.grad_output'"):
         make_trainer(tmp_path, max_epochs=2).fit(seeded(), loader(), ckpt_path=path)
 
 
@@ -110,5 +111,116 @@ def test_a_checkpoint_saved_under_fsdp_resumes_elsewhere(tmp_path: Path) -> None
 def test_load_from_checkpoint_gives_the_plain_model(tmp_path: Path) -> None:
     model, path = fitted(tmp_path)
     loaded = Regression.load_from_checkpoint(path)
-    assert isinstance(loaded, pl.LightningModule)
+    assert type(loaded.net[2]) is nn.Linear
     assert torch.equal(loaded.net[2].weight, model.net[2].weight)
+    assert vars(loaded).keys() == vars(Regression()).keys()
+
+
+def predictions(path: Path, model: Regression, **kwargs: Any) -> Tensor:
+    kwargs["dataloaders"] = loader(batch_size=4)
+    return torch.cat(make_trainer(path).predict(model, **kwargs))  # type: ignore[arg-type]
+
+
+def in_a_trainer(path: Path, model: Regression) -> Tensor:
+    return predictions(path, model)
+
+
+def with_fabric(path: Path, model: Regression) -> Tensor:
+    ready = Fabric(accelerator="cpu", devices=1, precision="fp8-delayed").setup(model.eval())
+    return torch.cat([ready(x) for x, _ in loader(batch_size=4)])
+
+
+def by_hand(path: Path, model: Regression) -> Tensor:
+    convert(model.eval())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return torch.cat([model(x) for x, _ in loader(batch_size=4)])
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("predict", [in_a_trainer, with_fabric, by_hand])
+@torch.no_grad()
+def test_load_from_checkpoint_brings_the_scales(predict: Any, weights_only: bool, tmp_path: Path) -> None:
+    found: list[Tensor] = []
+    model, path = fitted(tmp_path, weights_only=weights_only)
+    assert ("optimizer_states" in torch.load(path, weights_only=True)) != weights_only
+    loaded = Regression.load_from_checkpoint(path)
+    # a dtype and back, as a device and back, changes no weight
+    loaded.double().float()
+    assert warned("lightning_fp8", lambda: found.append(predict(tmp_path, loaded))) == []
+    assert torch.equal(found[0], predict(tmp_path, model))
+
+
+def test_weights_alone_bring_the_scales_by_ckpt_path_too(tmp_path: Path) -> None:
+    callback = checkpointing(tmp_path, save_weights_only=True)
+    model, _ = fitted(tmp_path, callbacks=callback, enable_checkpointing=True)
+    assert "optimizer_states" not in torch.load(callback.best_model_path, weights_only=True)
+    expected = predictions(tmp_path, model)
+    fresh = Regression()
+    assert torch.equal(predictions(tmp_path, fresh, ckpt_path=callback.best_model_path), expected)
+
+
+def test_a_fresh_fit_goes_on_from_the_scales_of_load_from_checkpoint(tmp_path: Path) -> None:
+    model, path = fitted(tmp_path, plugins=long_window())
+    loaded = Regression.load_from_checkpoint(path)
+    make_trainer(tmp_path, plugins=long_window(), max_steps=1).fit(loaded, loader())
+    mine, theirs = scaling_state(loaded).amax_history, scaling_state(model).amax_history
+    assert torch.equal(mine[1:5], theirs[:4])
+
+
+def test_the_scales_of_ckpt_path_win(tmp_path: Path) -> None:
+    _, first = fitted(tmp_path)
+    (tmp_path / "second").mkdir()
+    model, second = fitted(tmp_path / "second", max_epochs=3)
+    expected = predictions(tmp_path, model)
+    loaded = Regression.load_from_checkpoint(first)
+    assert torch.equal(predictions(tmp_path, loaded, ckpt_path=second), expected)
+    assert torch.equal(scaling_state(loaded).amax_history, scaling_state(model).amax_history)
+
+
+class Longer(Regression):
+    """One layer more than the run that saved the checkpoint, and one less of those in FP8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = False
+        self.extra = nn.Linear(4, 4)
+
+
+LEFT_OUT = (
+    "lightning_fp8: a checkpoint has the FP8 scales of other layers than the model. Those of the layers in both are"
+    " loaded, the others are skipped. In the model but not in the checkpoint: 'extra.input', 'extra.grad_output'."
+    " In the checkpoint but not in the model: 'net.2.input', 'net.2.grad_output'."
+)
+
+
+@pytest.mark.parametrize("way", ["fit", "validate", "load_from_checkpoint"])
+def test_without_strict_loading_other_layers_are_named_and_skipped(way: str, tmp_path: Path) -> None:
+    model, path = fitted(tmp_path)
+    trainer = make_trainer(tmp_path, plugins=Fp8Precision(ignore_modules=["net.2"]), max_epochs=1)
+
+    def run() -> Regression:
+        if way == "load_from_checkpoint":
+            loaded = Longer.load_from_checkpoint(path)
+            trainer.predict(loaded, loader())
+            return loaded
+        fresh = Longer()
+        getattr(trainer, way)(fresh, loader(), ckpt_path=path)
+        return fresh
+
+    if way == "fit":
+        # the optimizer's states are those of other parameters
+        checkpoint = torch.load(path, weights_only=True)
+        checkpoint["optimizer_states"] = [torch.optim.AdamW(Longer().parameters(), lr=1e-2).state_dict()]
+        torch.save(checkpoint, path)
+    found: list[Regression] = []
+    assert warned("lightning_fp8: a checkpoint", lambda: found.append(run())) == [LEFT_OUT]
+    mine, theirs = (scaling_state(one).state_dict()["net.0.input"] for one in (found[0], model))
+    assert torch.equal(mine["amax_history"], theirs["amax_history"])
+
+
+def test_without_strict_loading_a_model_without_fp8_skips_all_scales(tmp_path: Path) -> None:
+    _, path = fitted(tmp_path)
+    plain = Longer()
+    trainer = make_trainer(tmp_path, plugins=Fp8Precision(ignore_modules=["net", "extra"]))
+    said = "The checkpoint has FP8 scales ('net.0.input', "
+    assert len(warned(said, lambda: trainer.validate(plain, loader(), ckpt_path=path))) == 1
