@@ -142,9 +142,11 @@ def chemprop(precision: str, folder: Path, is_saved: bool) -> Made:
 
 def scvi(precision: str, folder: Path, is_saved: bool) -> Made:
     """SCVI, whose training wraps the module; ``save`` and ``load``."""
+    from scvi import settings
     from scvi.data import synthetic_iid
     from scvi.model import SCVI
 
+    settings.seed = 0
     cells = synthetic_iid()
     if is_saved:
         model, loss = SCVI.load(f"{folder}/model", cells), None
