@@ -18,7 +18,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import scaling_state, weights_unchanged
+from lightning_fp8 import weights_unchanged
 
 
 class LanguageModel(nn.Module):
@@ -79,8 +79,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         DataLoader(windows[:held_out], arguments.batch_size),
     )
     saved: dict[str, Any] = {"model": model, "optimizer": optimizer, "epoch": 0}
-    if arguments.precision == "fp8-delayed":
-        saved["scaling"] = scaling_state(model)  # Fabric does not save the scales by itself
     if arguments.resume:
         fabric.load(arguments.resume, saved)
 

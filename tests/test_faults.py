@@ -509,10 +509,9 @@ def checkpoint(tmp_path: Path) -> Path:
 class Longer(Regression):
     """Has a layer that the checkpoint's model lacks."""
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.extra = nn.Linear(4, 4)
-        self.strict_loading = strict
 
     def forward(self, x: Tensor) -> Tensor:
         return self.extra(self.net(x))
@@ -525,25 +524,19 @@ def values(model: nn.Module) -> list[Tensor]:
 def test_a_checkpoint_of_another_width_or_depth_is_refused_by_name(tmp_path: Path, checkpoint: Path) -> None:
     for model, message in (
         (seeded(width=16), r"size mismatch for net.0.weight: .*\[64, 32\].*\[32, 16\]"),
-        (seeded(Longer, strict=True), r'Missing key\(s\) in state_dict: "extra.weight", "extra.bias"'),
+        (seeded(Longer), r'Missing key\(s\) in state_dict: "extra.weight", "extra.bias"'),
     ):
         with pytest.raises(RuntimeError, match=message):
             make_trainer(tmp_path, max_epochs=2).fit(model, loader(), ckpt_path=checkpoint)
         assert model.losses == []
 
 
-@pytest.mark.parametrize("kind", ["more layers", "fewer in FP8"])
-def test_scales_of_another_model_are_refused_by_name(tmp_path: Path, checkpoint: Path, kind: str) -> None:
+def test_scales_of_another_model_are_refused_by_name(tmp_path: Path, checkpoint: Path) -> None:
     """Lightning loads weights first: all are then those of the checkpoint, and no scale is."""
-    model = seeded(Longer, strict=False) if kind == "more layers" else seeded()
-    plugin = Fp8Precision(ignore_modules=["net.2"] if kind == "fewer in FP8" else [])
-    message = {
-        "more layers": "In the model but not in the checkpoint: extra.input, extra.grad_output.",
-        "fewer in FP8": "In the checkpoint but not in the model: net.2.input, net.2.grad_output.",
-    }[kind]
-    with pytest.raises(ValueError, match="The scaling state does not fit this model") as error:
+    model, plugin = seeded(), Fp8Precision(ignore_modules=["net.2"])
+    message = "The scaling state does not fit this model. In the checkpoint but not in the model: 'net.2.input', "
+    with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, plugins=plugin, max_epochs=2).fit(model, loader(), ckpt_path=checkpoint)
-    assert message in str(error.value)
     state = scaling_state(model)
     assert state.amax_history.count_nonzero() == 0
     assert (state.scale == 1).all()
@@ -660,9 +653,7 @@ def test_only_well_formed_tensors_are_loaded_as_scales(entry: dict[str, Any]) ->
         fields["scale"] = fields["scale"] * 2
     loaded["net.2.grad_output"].update(entry)
     field, value = next(iter(entry.items()))
-    wrong = (
-        "lacks the tensors|must hold single real numbers|must have a finite scale above 0|must have a history of finite"
-    )
+    wrong = "lacks the tensors|must hold single real numbers|must have a scale that is|must have a history of finite"
     with pytest.raises(ValueError, match=rf"'net\.2\.grad_output' ({wrong})") as error:
         state.load_state_dict(loaded)
     assert field in str(error.value) or isinstance(value, torch.Tensor)

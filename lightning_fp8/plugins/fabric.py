@@ -31,8 +31,7 @@ class Fp8FabricPrecision(_FabricPrecision, Fp8Core):
 
     ``Fabric(precision="fp8-delayed")`` makes one, and so does ``Fabric(plugins=Fp8Precision(...))``. As with Fabric's
     own mixed precision, floating point inputs of ``forward`` arrive in the compute dtype, and outputs leave in the
-    default dtype. To checkpoint the scales, pass them to ``fabric.save`` and ``fabric.load``:
-    ``{"model": model, "scaling": scaling_state(model)}``. Both warn if the scales are left out.
+    default dtype. ``fabric.save`` and ``fabric.load`` take the scales of a model along.
     """
 
     @override

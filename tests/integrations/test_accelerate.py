@@ -86,7 +86,7 @@ def test_scales_of_another_conversion_are_refused(tmp_path: Path) -> None:
     other = accelerate.Accelerator(cpu=True)
     model = other.prepare(convert(seeded().net, ignore_modules=["2"]))
     other.register_for_checkpointing(scaling_state(model))
-    with pytest.raises(ValueError, match=r"does not fit this model.*but not in the model: 2.input, 2.grad_output"):
+    with pytest.raises(ValueError, match=r"does not fit this model.*but not in the model: '2.input', '2.grad_output'"):
         other.load_state(str(tmp_path / "state"))
 
 

@@ -276,7 +276,7 @@ def test_the_scales_of_another_model_are_refused(tmp_path: Path) -> None:
     stopped_at_3(tmp_path, Fp8Callback(ignore_modules=["lm_head"]))
     resumed = trainer(tmp_path, llama(), Fp8Callback())
     with pytest.raises(
-        ValueError, match=r"does not fit this model.*not in the checkpoint: lm_head.input, lm_head.grad"
+        ValueError, match=r"does not fit this model.*not in the checkpoint: 'lm_head.input', 'lm_head.grad"
     ):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 

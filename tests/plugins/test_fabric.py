@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from lit import by_hand, loader, same, seeded, warned
 from processes import run_script
 from torch import nn
 
-from lightning_fp8 import DelayedScaling, Fp8Precision, convert, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, Fp8Precision, convert, load_scales, scaling_state, unconvert
 from lightning_fp8.plugins.settings import FP8_PRECISIONS
-from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.recipe import RECIPES
 
 
@@ -72,9 +71,8 @@ def test_a_resumed_run_is_the_whole_one(precision: Any, tmp_path: Path) -> None:
     first = set_up()
     train(*first, batches[:2])
     evaluated = evaluate(first[0])
-    runner.save(tmp_path / "c.ckpt", {"model": first[1], "optimizer": first[2], "scaling": scaling_state(first[0])})
-    asked = {"model": resumed[1], "optimizer": resumed[2], "scaling": scaling_state(resumed[0])}
-    runner.load(tmp_path / "c.ckpt", asked)
+    runner.save(tmp_path / "c.ckpt", {"model": first[1], "optimizer": first[2]})
+    runner.load(tmp_path / "c.ckpt", {"model": resumed[1], "optimizer": resumed[2]})
     assert torch.equal(evaluate(resumed[0]), evaluated)
     train(*resumed, batches[2:])
     train(*whole, batches)
@@ -120,11 +118,6 @@ def test_scales_in_a_checkpoint(tmp_path: Path) -> None:
     assert same(net, fresh)
 
 
-@pytest.fixture
-def said_nothing_yet() -> None:
-    warn_once.cache_clear()
-
-
 def trained(runner: lf.Fabric, **kwargs: Any) -> tuple[Any, Any, Any]:
     """A model after ``setup`` and its optimizer, after one step."""
     net = seeded(**kwargs)
@@ -134,127 +127,109 @@ def trained(runner: lf.Fabric, **kwargs: Any) -> tuple[Any, Any, Any]:
     return net, model, optimizer
 
 
-@pytest.mark.usefixtures("said_nothing_yet")
-def test_a_save_without_scales_says_so_once(tmp_path: Path) -> None:
-    runner = fabric(precision="fp8-delayed")
-    _, model, optimizer = trained(runner)
-
-    def save() -> None:
-        runner.save(tmp_path / "c.ckpt", {"net": model, "optimizer": optimizer, "step": 3})
-
-    (message,) = warned("fabric.save", save)
-    assert "the model under 'net' has layers in FP8, but its scales are not saved" in message
-    assert "`{'net': model, 'scaling': lightning_fp8.scaling_state(model), ...}`" in message
-    assert warned("fabric.save", save) == []
-    # and saves as before
-    assert set(torch.load(tmp_path / "c.ckpt", weights_only=True)) == {"net", "optimizer", "step"}
+def same_scales(a: nn.Module, b: nn.Module) -> bool:
+    one, other = scaling_state(a), scaling_state(b)
+    mine, theirs = (torch.cat([of.scale[None, : of.delayed], of.amax_history]) for of in (one, other))
+    return torch.equal(mine, theirs) and bool(mine[1].all())
 
 
-@pytest.mark.usefixtures("said_nothing_yet")
-def test_models_in_wrappers_are_found(tmp_path: Path) -> None:
-    class Wrapper(nn.Module):
-        """Holds its model as DDP does."""
+class Wrapper(nn.Module):
+    """Holds its model as DDP does."""
 
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    runner = fabric(precision="fp8-delayed")
-    net, model, _ = trained(runner)
-    forms = {"module": net, "fabric": model, "wrapped": Wrapper(net), "compiled": torch.compile(model), "part": net.net}
-    for key, form in forms.items():
-        save = partial(runner.save, tmp_path / "c.ckpt", {key: form})
-        assert len(warned(f"fabric.save: the model under {key!r}", save)) == 1
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
 
-@pytest.mark.usefixtures("said_nothing_yet")
-def test_saves_that_lose_nothing_say_nothing(tmp_path: Path) -> None:
+FORMS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "fabric": lambda net, model: model,
+    "module": lambda net, model: net,
+    "wrapped": lambda net, model: Wrapper(net),
+    "compiled": lambda net, model: torch.compile(model),
+    "part": lambda net, model: net.net,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_save_and_load_take_the_scales_along(form: str, tmp_path: Path) -> None:
     runner = fabric(precision="fp8-delayed")
     net, model, optimizer = trained(runner)
+    saved = {"net": FORMS[form](net, model), "optimizer": optimizer, "step": 3}
+    runner.save(tmp_path / "c.ckpt", saved)
+    assert set(saved) == {"net", "optimizer", "step"}
+    assert set(torch.load(tmp_path / "c.ckpt", weights_only=True)) == {*saved, "net_fp8_scales"}
+    fresh = seeded()
+    other, its_optimizer = runner.setup(fresh, fresh.configure_optimizers())
+    asked = {"net": FORMS[form](fresh, other), "optimizer": its_optimizer}
+    assert runner.load(tmp_path / "c.ckpt", asked) == {"step": 3}
+    assert same_scales(fresh, net)
+
+
+def test_a_load_before_setup(tmp_path: Path) -> None:
+    runner = fabric(precision="fp8-delayed")
+    net, model, _ = trained(runner)
+    runner.save(tmp_path / "c.ckpt", {"model": model})
+    fresh = seeded()
+    assert runner.load(tmp_path / "c.ckpt", {"model": fresh}) == {}
+    assert type(fresh.net[0]) is nn.Linear
+    runner.setup(fresh)
+    assert same_scales(fresh, net)
+    assert same_scales(load_scales(seeded(), tmp_path / "c.ckpt"), net)
+
+
+def test_several_models_have_their_own_scales(tmp_path: Path) -> None:
+    runner = fabric(precision="fp8-delayed")
+    (net, model, _), (second, other, _) = trained(runner), trained(runner)
+    with torch.no_grad():
+        scaling_state(second).amax_history.mul_(2)
+    runner.save(tmp_path / "c.ckpt", {"first": model, "second": other})
+    fresh, another = seeded(), seeded()
+    runner.load(tmp_path / "c.ckpt", {"second": runner.setup(another), "first": runner.setup(fresh)})
+    assert same_scales(fresh, net)
+    assert same_scales(another, second)
+    assert not same_scales(fresh, another)
+
+
+@pytest.mark.parametrize("as_entries", [False, True])
+def test_scales_under_a_key_of_ones_own_are_saved_once_and_loaded(as_entries: bool, tmp_path: Path) -> None:
+    runner = fabric(precision="fp8-delayed")
+    net, model, _ = trained(runner)
     state = scaling_state(net)
-    for saved in (
-        {"model": model, "optimizer": optimizer, "scaling": state},
-        {"model": model, "scaling": state.state_dict()},
-        {"model": model, "more": {"scales": [1, state.state_dict()]}},
-        {"model": unconvert(seeded()), "optimizer": optimizer},
-        {"optimizer": optimizer},
-    ):
-        assert warned("fabric.save", partial(runner.save, tmp_path / "c.ckpt", saved)) == []
-    plain = fabric(precision="32-true")
-    assert warned("fabric.save", lambda: plain.save(tmp_path / "c.ckpt", {"model": plain.setup(seeded())})) == []
-
-
-@pytest.mark.usefixtures("said_nothing_yet")
-def test_each_model_needs_its_own_scales(tmp_path: Path) -> None:
-    runner = fabric(precision="fp8-delayed")
-    (net, model, _), (_, other, _) = trained(runner), trained(runner, width=16)
-    saved = {"first": model, "second": other, "scaling": scaling_state(net), "dict": other.state_dict()}
-    (message,) = warned("fabric.save", lambda: runner.save(tmp_path / "c.ckpt", saved))
-    assert "under 'second'" in message
-
-
-@pytest.mark.usefixtures("said_nothing_yet")
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_load_that_leaves_scales_behind_says_so_once(tmp_path: Path, strict: bool) -> None:
-    runner = fabric(precision="fp8-delayed")
-    net, model, _ = trained(runner)
-    runner.save(tmp_path / "c.ckpt", {"model": model, "scales": scaling_state(net), "step": 3})
+    runner.save(tmp_path / "c.ckpt", {"model": model, "scales": state.state_dict() if as_entries else state})
+    assert set(torch.load(tmp_path / "c.ckpt", weights_only=True)) == {"model", "scales"}
     fresh = seeded()
-    other = runner.setup(fresh)
-    rest: dict[str, Any] = {}
-
-    def load() -> None:
-        rest.update(runner.load(tmp_path / "c.ckpt", {"model": other}, strict))
-
-    (message,) = warned("fabric.load", load)
-    assert "the model under 'model' has layers in FP8, and the checkpoint holds their scales under 'scales'" in message
-    assert "`{'model': model, 'scales': lightning_fp8.scaling_state(model), ...}`" in message
-    assert warned("fabric.load", load) == []
-    # the warning's second advice, instead of loading them with the model
-    assert set(rest) == {"scales", "step"}
-    assert not same(net, fresh)
-    scaling_state(fresh).load_state_dict(rest["scales"])
-    cast_weights_of(net, fresh)
-    assert same(net, fresh)
+    # whether or not they are asked for
+    assert set(runner.load(tmp_path / "c.ckpt", {"model": runner.setup(fresh)})) == {"scales"}
+    assert same_scales(fresh, net)
 
 
-@pytest.mark.usefixtures("said_nothing_yet")
-def test_loads_that_leave_nothing_behind_say_nothing(tmp_path: Path) -> None:
+def test_scales_of_other_layers(tmp_path: Path) -> None:
     runner = fabric(precision="fp8-delayed")
-    net, model, _ = trained(runner)
-    runner.save(tmp_path / "with.ckpt", {"model": model, "scaling": scaling_state(net)})
-    runner.save(tmp_path / "without.ckpt", {"model": model})
-    plain = seeded()
-
-    def loads() -> None:
-        runner.load(tmp_path / "with.ckpt", {"model": model, "scaling": scaling_state(net)})
-        runner.load(tmp_path / "with.ckpt", {"model": model, "scaling": {}})
-        runner.load(tmp_path / "with.ckpt", {"model": plain})
-        runner.load(tmp_path / "without.ckpt", {"model": model})
-        assert set(runner.load(tmp_path / "with.ckpt")) == {"model", "scaling"}
-
-    assert warned("fabric.load", loads) == []
-
-
-@pytest.mark.usefixtures("said_nothing_yet")
-def test_a_resumption_without_scales_says_so_once(tmp_path: Path) -> None:
-    runner = fabric(precision="fp8-delayed")
-    _, model, optimizer = trained(runner)
-    runner.save(tmp_path / "c.ckpt", {"net": model, "optimizer": optimizer})
+    _, model, _ = trained(runner)
+    runner.save(tmp_path / "c.ckpt", {"model": model})
     fresh = seeded()
-    other, other_optimizer = runner.setup(fresh, fresh.configure_optimizers())
+    asked = {"model": fabric(plugins=Fp8Precision(ignore_modules=["net.2"])).setup(fresh)}
+    with pytest.raises(ValueError, match=r"In the checkpoint but not in the model: 'net\.2\.input'"):
+        runner.load(tmp_path / "c.ckpt", dict(asked))
+    said = warned("lightning_fp8: a checkpoint has", lambda: runner.load(tmp_path / "c.ckpt", asked, strict=False))
+    assert len(said) == 1
+    assert scaling_state(fresh).has_scales
 
-    def load() -> None:
-        runner.load(tmp_path / "c.ckpt", {"net": other, "optimizer": other_optimizer})
 
-    (message,) = warned("fabric.load", load)
-    assert "the model under 'net' has layers in FP8, but the checkpoint has no scales" in message
-    assert "`fabric.save(path, {'net': model, 'scaling': lightning_fp8.scaling_state(model), ...})`" in message
-    assert warned("fabric.load", load) == []
-    # a plain model needs no scales, so there is no warning
-    plain = unconvert(seeded())
-    asked = {"net": plain, "optimizer": torch.optim.AdamW(plain.parameters())}
-    assert warned("fabric.load", partial(runner.load, tmp_path / "c.ckpt", asked)) == []
+def test_without_fp8_nothing_is_added_or_loaded(tmp_path: Path) -> None:
+    runner = fabric(precision="32-true")
+    net = seeded()
+    model, optimizer = runner.setup(net, net.configure_optimizers())
+    runner.save(tmp_path / "c.ckpt", {"model": model, "optimizer": optimizer})
+    assert set(torch.load(tmp_path / "c.ckpt", weights_only=True)) == {"model", "optimizer"}
+    runner.save(tmp_path / "weights.ckpt", net.state_dict())
+    assert torch.load(tmp_path / "weights.ckpt", weights_only=True).keys() == net.state_dict().keys()
+    assert set(runner.load(tmp_path / "c.ckpt")) == {"model", "optimizer"}
+    # and an FP8 run takes such a checkpoint
+    fresh = seeded()
+    fp8 = fabric(precision="fp8-delayed")
+    fp8.load(tmp_path / "c.ckpt", {"model": fp8.setup(fresh)}, strict=False)
+    assert not scaling_state(fresh).has_scales
 
 
 def test_all_of_a_scaling_state_is_restored(tmp_path: Path) -> None:
@@ -311,11 +286,13 @@ runner.launch()
 net, model, optimizer = set_up()
 train(model, optimizer, 1)
 path = {path!r} + "/checkpoint"
-runner.save(path, {{"model": model, "optimizer": optimizer, "scaling": scaling_state(net)}})
+by_name = {{"scaling": scaling_state(net)}} if {by_name} else {{}}
+runner.save(path, {{"model": model, "optimizer": optimizer, **by_name}})
 fresh, other, other_optimizer = set_up()
-asked = {{"model": other, "optimizer": other_optimizer, "scaling": scaling_state(fresh)}}
+by_name = {{"scaling": scaling_state(fresh)}} if {by_name} else {{}}
+asked = {{"model": other, "optimizer": other_optimizer, **by_name}}
 runner.load(path, asked)
-assert asked["scaling"] is scaling_state(fresh)
+assert by_name.items() <= asked.items()
 found = [scaling_state(net).state_dict(), scaling_state(fresh).state_dict()]
 # and on from there
 for one in ((model, optimizer), (other, other_optimizer)):
@@ -329,9 +306,9 @@ torch.save(found, {path!r} + f"/rank{{os.environ['RANK']}}.pt")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distributed", [True, False])
-def test_scales_in_a_checkpoint_of_shards(tmp_path: Path, distributed: bool) -> None:
-    run_script(SHARDED.format(path=str(tmp_path), distributed=distributed), tmp_path)
+@pytest.mark.parametrize(("distributed", "by_name"), [(True, True), (True, False), (False, False)])
+def test_scales_in_a_checkpoint_of_shards(tmp_path: Path, distributed: bool, by_name: bool) -> None:
+    run_script(SHARDED.format(path=str(tmp_path), distributed=distributed, by_name=by_name), tmp_path)
     assert (tmp_path / "checkpoint").is_dir() == distributed
     for rank in (0, 1):
         saved, loaded, *later = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
@@ -383,35 +360,6 @@ def test_a_plugin_that_unconverts_is_no_matter() -> None:
             return unconvert(module)
 
     assert warned("Fabric", lambda: fabric(plugins=Plain()).setup(convert(seeded()))) == []
-
-
-SCRIPT = """
-import os, warnings
-import lightning.fabric as lf
-import torch
-from lit import seeded
-from torch.nn.parallel import DistributedDataParallel
-
-runner = lf.Fabric(accelerator="cpu", devices=2, strategy="ddp", precision="fp8-delayed")
-runner.launch()
-net = seeded()
-model, optimizer = runner.setup(net, net.configure_optimizers())
-assert isinstance(model._forward_module, DistributedDataParallel)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    runner.save({path!r} + "/c.ckpt", {{"model": model, "optimizer": optimizer}})
-said = [str(warning.message) for warning in caught if "fabric.save" in str(warning.message)]
-torch.save(said, {path!r} + f"/rank{{os.environ['RANK']}}.pt")
-"""
-
-
-@pytest.mark.slow
-def test_of_several_processes_the_first_says_it(tmp_path: Path) -> None:
-    run_script(SCRIPT.format(path=str(tmp_path)), tmp_path)
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
-    assert len(first) == 1
-    assert "the model under 'model' has layers in FP8" in first[0]
-    assert second == []
 
 
 @pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed", "bf16-true"])

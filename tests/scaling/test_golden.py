@@ -137,7 +137,7 @@ def test_hyperparameters(version: str, weights_only: bool) -> None:
 
 def test_layers_without_scales_are_named(tmp_path: Path) -> None:
     (version,) = IGNORED
-    names = r"encoder\.layers\.0\.self_attn\.in_proj\.input.*`ignore_modules`"
+    names = r"'encoder\.layers\.0\.self_attn\.in_proj\.input.*`ignore_modules`"
     with pytest.raises(ValueError, match=rf"In the model but not in the checkpoint: {names}"):
         trainer(tmp_path).validate(
             Golden(), batches(torch.zeros(1, 4, 8, dtype=torch.int64)), ckpt_path=file_of(version)

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lit import TRUSTED, Regression, loader, long_window, make_trainer, seeded
 from small_models import small_mlp
 from torch import Tensor, nn
@@ -105,17 +106,39 @@ def test_a_trainer_that_evaluates_without_scales(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     trainer.save_checkpoint(path)
     expected = trainer.validate(seeded(), loader(batch_size=4), ckpt_path=path, **TRUSTED)[0]["val_loss"]
+    saved = torch.load(path, weights_only=True)
     for evaluate in ("validate", "test", "predict"):
-        model = Regression.load_from_checkpoint(path)
+        model = Regression()
+        model.load_state_dict(saved["state_dict"])
         with told(WITHOUT_SCALES):
             getattr(make_trainer(tmp_path), evaluate)(model, loader())
-    # the two remedies
+    # without weights from elsewhere, and the two remedies
     with told():
-        assert (
-            make_trainer(tmp_path).validate(seeded(), loader(batch_size=4), ckpt_path=path)[0]["val_loss"] == expected
-        )
-        model = load_scales(Regression.load_from_checkpoint(path), path)
+        model = Regression.load_from_checkpoint(path)
         assert make_trainer(tmp_path).validate(model, loader(batch_size=4))[0]["val_loss"] == expected
+        model = seeded()
+        assert make_trainer(tmp_path).validate(model, loader(batch_size=4), ckpt_path=path)[0]["val_loss"] == expected
+        model = Regression()
+        model.load_state_dict(saved["state_dict"])
+        assert (
+            make_trainer(tmp_path).validate(load_scales(model, path), loader(batch_size=4))[0]["val_loss"] == expected
+        )
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_the_best_weights_loaded_by_hand_are_told_how_to_get_their_scales(weights_only: bool, tmp_path: Path) -> None:
+    """As packages do after ``fit``: the model stays converted, and its scales are those of the last weights."""
+    best = ModelCheckpoint(tmp_path, monitor="val_loss", save_weights_only=weights_only)
+    trainer, model = make_trainer(tmp_path, max_epochs=3, enable_checkpointing=True, callbacks=[best]), seeded(lr=0.3)
+    trainer.fit(model, loader(), loader())
+    best_loss = trainer.validate(ckpt_path="best", dataloaders=loader(batch_size=4), **TRUSTED)[0]["val_loss"]
+    model.load_state_dict(torch.load(best.best_model_path, weights_only=True)["state_dict"])
+    with told("after it call `lightning_fp8.load_scales(model, file)` with the file of the weights"):
+        for _ in range(2):
+            make_trainer(tmp_path).validate(model, loader(batch_size=4))
+    with told():
+        load_scales(model, best.best_model_path)
+        assert make_trainer(tmp_path).validate(model, loader(batch_size=4))[0]["val_loss"] == best_loss
 
 
 def test_a_bf16_checkpoint_in_a_trainer_that_had_already_fit(tmp_path: Path) -> None:
@@ -363,7 +386,7 @@ def test_load_scales_of_something_else(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="2 scaling states: pass the one"):
         load_scales(model, two)
     other = convert(nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 4)))
-    with pytest.raises(ValueError, match=r"In the checkpoint but not in the model: 1\.input, 1\.grad_output"):
+    with pytest.raises(ValueError, match=r"In the checkpoint but not in the model: '1\.input', '1\.grad_output'"):
         load_scales(model, scaling_state(other).state_dict())
     # nothing has been changed
     assert [type(layer) for layer in model] == [nn.Linear, nn.GELU, nn.Linear]

@@ -143,8 +143,8 @@ def test_load_names_missing_and_unexpected_tensors_and_changes_nothing() -> None
     before = copy.deepcopy(state)
     with pytest.raises(ValueError, match="does not fit this model") as error:
         state.load_state_dict(filled(names=("a", "c")).state_dict())
-    assert "In the model but not in the checkpoint: b.input, b.grad_output." in str(error.value)
-    assert "In the checkpoint but not in the model: c.input, c.grad_output." in str(error.value)
+    assert "In the model but not in the checkpoint: 'b.input', 'b.grad_output'." in str(error.value)
+    assert "In the checkpoint but not in the model: 'c.input', 'c.grad_output'." in str(error.value)
     with pytest.raises(ValueError, match=r"does not fit this model\. In the model but") as error:
         state.load_state_dict(filled(names=("a",)).state_dict())
     assert "In the checkpoint" not in str(error.value)
