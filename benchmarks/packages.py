@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.harness import append, environment
 from lightning_fp8 import describe, load_scales, scaling_state
@@ -35,7 +35,7 @@ from lightning_fp8.tools.tables import markdown_table
 
 ROOT = Path(__file__).parent.parent
 PRECISIONS = ("32-true", "bf16-mixed", "fp8-delayed")
-QUIET = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
 # the module, a function that gives its predictions, and the loss if it was trained here
 Made = tuple[nn.Module, Callable[[], Any], Any]
 
@@ -56,7 +56,7 @@ def waves_as_table() -> Any:
     return pd.DataFrame({"wave": names.ravel().astype(str), "time": times.ravel(), "y": values.ravel()})
 
 
-def darts(precision: str, folder: Path, is_saved: bool) -> Made:
+def darts(precision: Any, folder: Path, is_saved: bool) -> Made:
     """TiDE; ``save`` and ``load``."""
     from darts import TimeSeries
     from darts.models import TiDEModel
@@ -73,7 +73,7 @@ def darts(precision: str, folder: Path, is_saved: bool) -> Made:
     return model.model, lambda: np.stack([one.values() for one in model.predict(16, series=series)]), loss
 
 
-def neuralforecast(precision: str, folder: Path, is_saved: bool) -> Made:
+def neuralforecast(precision: Any, folder: Path, is_saved: bool) -> Made:
     """N-HiTS; ``save`` and ``load`` of ``NeuralForecast``."""
     from neuralforecast import NeuralForecast
     from neuralforecast.models import NHITS
@@ -90,22 +90,14 @@ def neuralforecast(precision: str, folder: Path, is_saved: bool) -> Made:
     return forecast.models[0], lambda: forecast.predict()["NHITS"].to_numpy(), loss
 
 
-def pytorch_forecasting(precision: str, folder: Path, is_saved: bool) -> Made:
+def pytorch_forecasting(precision: Any, folder: Path, is_saved: bool) -> Made:
     """A temporal fusion transformer; ``save_checkpoint`` and ``load_from_checkpoint``."""
     from lightning.pytorch import Trainer
     from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
 
-    data = TimeSeriesDataSet(
-        waves_as_table(),
-        time_idx="time",
-        target="y",
-        group_ids=["wave"],
-        max_encoder_length=24,
-        max_prediction_length=8,
-        static_categoricals=["wave"],
-        time_varying_known_reals=["time"],
-        time_varying_unknown_reals=["y"],
-    )
+    lengths = {"max_encoder_length": 24, "max_prediction_length": 8}
+    kinds = {"static_categoricals": ["wave"], "time_varying_known_reals": ["time"], "time_varying_unknown_reals": ["y"]}
+    data = TimeSeriesDataSet(waves_as_table(), "time", "y", ["wave"], **lengths, **kinds)
     if is_saved:
         model, loss = TemporalFusionTransformer.load_from_checkpoint(f"{folder}/model.ckpt"), None
     else:
@@ -118,7 +110,7 @@ def pytorch_forecasting(precision: str, folder: Path, is_saved: bool) -> Made:
     return model, lambda: model.predict(batches, trainer_kwargs={**QUIET, "precision": precision}), loss
 
 
-def chemprop(precision: str, folder: Path, is_saved: bool) -> Made:
+def chemprop(precision: Any, folder: Path, is_saved: bool) -> Made:
     """A message-passing network that counts oxygen; ``save_checkpoint`` and ``load_from_checkpoint``."""
     from chemprop import data, models
     from chemprop import nn as layers
@@ -128,7 +120,7 @@ def chemprop(precision: str, folder: Path, is_saved: bool) -> Made:
     molecules = [f"{first}C{second}C{third}" for first in groups for second in groups for third in groups]
     points = [data.MoleculeDatapoint.from_smi(text, [float(text.count("O"))]) for text in molecules]
     dataset = data.MoleculeDataset(points)
-    trainer = Trainer(max_epochs=20, **QUIET, enable_checkpointing=False, precision=precision)
+    trainer: Any = Trainer(max_epochs=20, **QUIET, enable_checkpointing=False, precision=precision)
     if is_saved:
         model, loss = models.MPNN.load_from_checkpoint(f"{folder}/model.ckpt"), None
     else:
@@ -140,7 +132,7 @@ def chemprop(precision: str, folder: Path, is_saved: bool) -> Made:
     return model, lambda: torch.cat(trainer.predict(model, data.build_dataloader(dataset, shuffle=False))), loss
 
 
-def scvi(precision: str, folder: Path, is_saved: bool) -> Made:
+def scvi(precision: Any, folder: Path, is_saved: bool) -> Made:
     """SCVI, whose training wraps the module; ``save`` and ``load``."""
     from scvi import settings
     from scvi.data import synthetic_iid
@@ -160,7 +152,7 @@ def scvi(precision: str, folder: Path, is_saved: bool) -> Made:
 
 
 # by the name that pip installs it under
-PACKAGES: dict[str, Callable[[str, Path, bool], Made]] = {
+PACKAGES: dict[str, Callable[[Any, Path, bool], Made]] = {
     "darts": darts,
     "neuralforecast": neuralforecast,
     "pytorch-forecasting": pytorch_forecasting,
@@ -176,32 +168,27 @@ def run(package: str, precision: str, folder: Path) -> dict[str, Any]:
     predictions, scales = folder / "predictions.pt", folder / "scales.pt"
     is_saved = predictions.exists()
     module, predict, loss = PACKAGES[package](precision, folder, is_saved)
-    if is_saved:
-        before = torch.load(predictions)
-
-        def difference() -> float:
-            return (torch.as_tensor(predict()) - before).abs().max().item()
-
-        found = {"difference": difference()}
-        if scales.exists():
-            load_scales(module, scales)
-            found["difference_with_scales"] = difference()
-        return found
-    torch.save(torch.as_tensor(predict()), predictions)
-    if share := coverage(module):
-        torch.save(scaling_state(module).state_dict(), scales)
-    about = {"case": package, "version": package_version(package), "variant": precision, "coverage": share}
-    return {**about, "loss": float(loss), **environment("lightning", "numpy")}
+    made = torch.as_tensor(predict())
+    if not is_saved:
+        torch.save(made, predictions)
+        if share := coverage(module):
+            torch.save(scaling_state(module).state_dict(), scales)
+        about = {"case": package, "version": package_version(package), "variant": precision, "coverage": share}
+        return {**about, "loss": float(loss), **environment("lightning", "numpy")}
+    before = torch.load(predictions)
+    found = {"difference": (made - before).abs().max().item()}
+    if scales.exists():
+        load_scales(module, scales)
+        found["difference_with_scales"] = (torch.as_tensor(predict()) - before).abs().max().item()
+    return found
 
 
 def coverage(module: nn.Module) -> float:
     """The share of the parameters of two or more dimensions that layers in FP8 have."""
-
-    def count(parameters: set[Tensor]) -> int:
-        return sum(one.numel() for one in parameters if one.dim() > 1)
-
     layers = [module.get_submodule(row.path) for row in describe(module) if row.converted]
-    return count({one for layer in layers for one in layer.parameters()}) / count({*module.parameters()})
+    in_fp8 = {one for layer in layers for one in layer.parameters()}
+    sizes = {one: one.numel() for one in module.parameters() if one.dim() > 1}
+    return sum(sizes[one] for one in in_fp8 & sizes.keys()) / sum(sizes.values())
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -213,7 +200,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         of_package = {row["variant"]: row for row in rows if row["case"] == package}
         last = of_package[precisions[-1]]
         losses = [f"{of_package[precision]['loss']:.4g}" for precision in precisions]
-        differences = [f"{last[key]:.1g}" for key in ("difference", "difference_with_scales") if key in last]
+        differences = [f"{last[key]:.1g}" if key in last else "-" for key in ("difference", "difference_with_scales")]
         lines.append([package, last["version"], *losses, f"{last['coverage']:.0%}", *differences])
     return markdown_table(lines)
 
@@ -223,14 +210,14 @@ def installed(folder: Path, packages: Sequence[str]) -> Path:
     python = folder.absolute() / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
-    pip = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
+    pip = (python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt")
     subprocess.run([*pip, "lightning", "torchmetrics", *packages], check=True)
     return python
 
 
 def in_a_process(python: Path, *arguments: str) -> dict[str, Any]:
     """What :func:`run` gives."""
-    command = [python, "-m", "benchmarks.packages", *arguments, "--run"]
+    command = (str(python), "-m", "benchmarks.packages", *arguments, "--run")
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=one_thread)
     if child.returncode:
