@@ -136,21 +136,18 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         strict = getattr(self._model, "strict_loading", True)
-        if not self._states:
-            if state_dict:
-                reason = (
-                    f"The checkpoint has FP8 scales ({', '.join(map(repr, list(state_dict)[:3]))}, ...), but here no"
-                    " layer runs in FP8."
+        if self._states:
+            load_entries(self._states[0], state_dict, strict)
+            self._say_switched(self._states[0])
+        elif state_dict:
+            names = ", ".join(map(repr, list(state_dict)[:3]))
+            reason = f"The checkpoint has FP8 scales ({names}, ...), but here no layer runs in FP8."
+            if strict:
+                raise ValueError(
+                    f"{reason} Convert the same modules as in the run that saved it (`ignore_modules`, `min_features`,"
+                    " `adapters`), or load the weights only."
                 )
-                if strict:
-                    raise ValueError(
-                        f"{reason} Convert the same modules as in the run that saved it (`ignore_modules`,"
-                        " `min_features`, `adapters`), or load the weights only."
-                    )
-                rank_zero_warn(f"{reason} They are skipped.")
-            return
-        load_entries(self._states[0], state_dict, strict)
-        self._say_switched(self._states[0])
+            rank_zero_warn(f"{reason} They are skipped.")
 
 
 class Fp8Precision(_Fp8TrainerPrecision):

@@ -12,7 +12,7 @@ import torch
 from lit import Regression, loader, make_trainer, seeded
 from torch import nn
 
-from lightning_fp8 import convert, scaling_state
+from lightning_fp8 import convert, fallbacks, scaling_state
 from lightning_fp8.scaling.state import ScalingState
 
 
@@ -88,6 +88,20 @@ def test_a_model_that_converts_itself_gets_them_at_once(checkpoint: Path) -> Non
             convert(self)
 
     assert histories(Converts.load_from_checkpoint(checkpoint)) == saved(checkpoint)
+
+
+def test_layers_that_fell_back_stay_in_bf16_and_are_named(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    for role in ("input", "grad_output"):
+        content["Fp8Precision"][f"net.2.{role}"]["in_fp8"] = torch.tensor(False)
+    torch.save(content, tmp_path / "run.ckpt")
+    model = Regression.load_from_checkpoint(tmp_path / "run.ckpt")
+    with caplog.at_level("INFO"):
+        make_trainer(tmp_path).validate(model, loader(), verbose=False)
+    assert fallbacks(model) == ("net.2",)
+    assert "1 layers fell back to bf16 in the run that saved this checkpoint, and stay there: net.2." in caplog.text
 
 
 def test_a_plain_model_stays_plain(checkpoint: Path) -> None:

@@ -148,7 +148,7 @@ def test_resumes_a_checkpoint_without_scales(tmp_path: Path) -> None:
 def test_a_checkpoint_with_scales_is_refused_by_name(tmp_path: Path) -> None:
     path = checkpoint_of(tmp_path, seeded())
     without = make_trainer(tmp_path, max_epochs=2, plugins=Fp8Precision(ignore_modules=["net"]))
-    with pytest.raises(ValueError, match=r"FP8 scales \(net\.0\.input, .*no layer runs in FP8.*`ignore_modules`"):
+    with pytest.raises(ValueError, match=r"FP8 scales \('net\.0\.input', .*no layer runs in FP8.*`ignore_modules`"):
         without.fit(seeded(), loader(), ckpt_path=path)
     # bf16 does not use scales
     make_trainer(tmp_path, max_epochs=2, precision="bf16-mixed").fit(seeded(), loader(), ckpt_path=path)
