@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import yaml
 from documented import commands_of, measured, table_of, text_of
 from repository import ROOT
 
+from benchmarks.packages import PACKAGES, PRECISIONS, table
 from lightning_fp8.scaling.recipe import RECIPES
 
 DEMO = measured("compare-tiny-gpt-cpu.jsonl")
@@ -124,3 +127,20 @@ def test_the_cost_of_watching_attention() -> None:
         assert f"{row['p50_ms']:.1f} and {row['p50_without_ms']:.1f} ms in `{name}`" in said
     shares = " and ".join(f"{row['added_share']:.3%}" for row in rows.values())
     assert f"or {shares}." in said
+
+
+def test_packages_built_on_lightning() -> None:
+    page, file = "docs/with-other-libraries.md", "docs/results/packages-cpu.jsonl"
+    rows = [json.loads(line) for line in text_of(file).splitlines()]
+    assert [(row["case"], row["variant"]) for row in rows] == [(name, one) for name in PACKAGES for one in PRECISIONS]
+    assert table(rows) in text_of(page)
+    for row in rows:
+        if row["variant"] == "fp8-delayed":
+            assert row["difference_with_scales"] == 0
+            assert (row["difference"] == 0) == (row["case"] not in ("neuralforecast", "scvi-tools"))
+        else:
+            assert row["difference"] == 0
+        assert row["command"] == f"python -m benchmarks.packages build/packages --out {file}"
+        assert row["command"] in commands_of(page)
+        assert row["threads"] == 1
+        assert "dirty" not in row["commit"]

@@ -1,0 +1,255 @@
+"""Packages built on Lightning, unmodified: a tiny model of each, trained, saved and loaded, in each precision.
+
+    python -m benchmarks.packages FOLDER [--packages darts ...] [--precisions fp8-delayed ...] [--out FILE]
+
+FOLDER gets a virtual environment with the packages. Each model takes the precision in the way its package takes
+arguments of the Trainer; nothing else differs. The package's own methods save and load the model. It is loaded in
+another process, and its predictions there are compared with those of the model that was trained: as it was loaded, and
+once more after ``load_scales`` with the scales of the training, for packages whose files hold weights alone.
+
+Everything runs on the CPU with one thread. The loss is the mean over the last epoch of
+training, of neuralforecast over the last ten steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.harness import append, environment
+from lightning_fp8 import describe, load_scales, scaling_state
+from lightning_fp8.runtime.environment import package_version
+from lightning_fp8.tools.tables import markdown_table
+
+ROOT = Path(__file__).parent.parent
+PRECISIONS = ("32-true", "bf16-mixed", "fp8-delayed")
+QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+# the module, a function that gives its predictions, and the loss if it was trained here
+Made = tuple[nn.Module, Callable[[], Any], Any]
+
+
+def waves(count: int = 8, steps: int = 200) -> np.ndarray[Any, Any]:
+    """Noisy waves of several periods, [count, steps] fp32."""
+    periods = np.linspace(6, 24, count)[:, None]
+    noise = np.random.default_rng(0).normal(0, 0.1, (count, steps))
+    return (np.sin(2 * np.pi * np.arange(steps) / periods) + noise).astype(np.float32)
+
+
+def waves_as_table() -> Any:
+    """The same, a row for each value."""
+    import pandas as pd
+
+    values = waves()
+    names, times = np.indices(values.shape)
+    return pd.DataFrame({"wave": names.ravel().astype(str), "time": times.ravel(), "y": values.ravel()})
+
+
+def darts(precision: Any, folder: Path, is_saved: bool) -> Made:
+    """TiDE; ``save`` and ``load``."""
+    from darts import TimeSeries
+    from darts.models import TiDEModel
+
+    series = [TimeSeries.from_values(values) for values in waves()]
+    if is_saved:
+        model, loss = TiDEModel.load(f"{folder}/model.pt"), None
+    else:
+        arguments = {**QUIET, "precision": precision}
+        model = TiDEModel(24, 16, hidden_size=64, n_epochs=5, random_state=0, pl_trainer_kwargs=arguments)
+        model.fit(series)
+        model.save(f"{folder}/model.pt")
+        loss = model.trainer.callback_metrics["train_loss"]
+    return model.model, lambda: np.stack([one.values() for one in model.predict(16, series=series)]), loss
+
+
+def neuralforecast(precision: Any, folder: Path, is_saved: bool) -> Made:
+    """N-HiTS; ``save`` and ``load`` of ``NeuralForecast``."""
+    from neuralforecast import NeuralForecast
+    from neuralforecast.models import NHITS
+
+    if is_saved:
+        forecast, loss = NeuralForecast.load(f"{folder}/model"), None
+    else:
+        mlp = 3 * [[64, 64]]
+        model = NHITS(h=16, input_size=48, mlp_units=mlp, max_steps=100, random_seed=0, **QUIET, precision=precision)
+        forecast = NeuralForecast([model], freq=1)
+        forecast.fit(waves_as_table(), id_col="wave", time_col="time", target_col="y")
+        forecast.save(f"{folder}/model")
+        loss = np.mean([loss for _, loss in forecast.models[0].train_trajectories[-10:]])
+    return forecast.models[0], lambda: forecast.predict()["NHITS"].to_numpy(), loss
+
+
+def pytorch_forecasting(precision: Any, folder: Path, is_saved: bool) -> Made:
+    """A temporal fusion transformer; ``save_checkpoint`` and ``load_from_checkpoint``."""
+    from lightning.pytorch import Trainer
+    from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
+
+    lengths = {"max_encoder_length": 24, "max_prediction_length": 8}
+    kinds = {"static_categoricals": ["wave"], "time_varying_known_reals": ["time"], "time_varying_unknown_reals": ["y"]}
+    data = TimeSeriesDataSet(waves_as_table(), "time", "y", ["wave"], **lengths, **kinds)
+    if is_saved:
+        model, loss = TemporalFusionTransformer.load_from_checkpoint(f"{folder}/model.ckpt"), None
+    else:
+        model = TemporalFusionTransformer.from_dataset(data, hidden_size=32, hidden_continuous_size=16, dropout=0.0)
+        trainer = Trainer(max_epochs=2, **QUIET, enable_checkpointing=False, precision=precision)
+        trainer.fit(model, data.to_dataloader(batch_size=64))
+        trainer.save_checkpoint(f"{folder}/model.ckpt")
+        loss = trainer.callback_metrics["train_loss_epoch"]
+    batches = data.to_dataloader(train=False, batch_size=64)
+    return model, lambda: model.predict(batches, trainer_kwargs={**QUIET, "precision": precision}), loss
+
+
+def chemprop(precision: Any, folder: Path, is_saved: bool) -> Made:
+    """A message-passing network that counts oxygen; ``save_checkpoint`` and ``load_from_checkpoint``."""
+    from chemprop import data, models
+    from chemprop import nn as layers
+    from lightning.pytorch import Trainer
+
+    groups = ("C", "O", "N", "CC", "C(C)C", "c1ccccc1", "C(=O)O")
+    molecules = [f"{first}C{second}C{third}" for first in groups for second in groups for third in groups]
+    points = [data.MoleculeDatapoint.from_smi(text, [float(text.count("O"))]) for text in molecules]
+    dataset = data.MoleculeDataset(points)
+    trainer: Any = Trainer(max_epochs=20, **QUIET, enable_checkpointing=False, precision=precision)
+    if is_saved:
+        model, loss = models.MPNN.load_from_checkpoint(f"{folder}/model.ckpt"), None
+    else:
+        passing, ffn = layers.BondMessagePassing(d_h=64), layers.RegressionFFN(input_dim=64, hidden_dim=64)
+        model = models.MPNN(passing, layers.SumAggregation(), ffn)
+        trainer.fit(model, data.build_dataloader(dataset, batch_size=32, seed=0))
+        trainer.save_checkpoint(f"{folder}/model.ckpt")
+        loss = trainer.callback_metrics["train_loss_epoch"]
+    return model, lambda: torch.cat(trainer.predict(model, data.build_dataloader(dataset, shuffle=False))), loss
+
+
+def scvi(precision: Any, folder: Path, is_saved: bool) -> Made:
+    """SCVI, whose training wraps the module; ``save`` and ``load``."""
+    from scvi import settings
+    from scvi.data import synthetic_iid
+    from scvi.model import SCVI
+
+    settings.seed = 0
+    cells = synthetic_iid()
+    if is_saved:
+        model, loss = SCVI.load(f"{folder}/model", cells), None
+    else:
+        SCVI.setup_anndata(cells, batch_key="batch")
+        model = SCVI(cells, n_hidden=64, n_layers=2, n_latent=16)
+        model.train(max_epochs=10, **QUIET, precision=precision)
+        model.save(f"{folder}/model")
+        loss = model.trainer.callback_metrics["train_loss"]
+    return nn.ModuleDict({"module": model.module}), model.get_latent_representation, loss
+
+
+# by the name that pip installs it under
+PACKAGES: dict[str, Callable[[Any, Path, bool], Made]] = {
+    "darts": darts,
+    "neuralforecast": neuralforecast,
+    "pytorch-forecasting": pytorch_forecasting,
+    "chemprop": chemprop,
+    "scvi-tools": scvi,
+}
+
+
+def run(package: str, precision: str, folder: Path) -> dict[str, Any]:
+    """In a process of its own: train and save, or where that is done, load and compare."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    predictions, scales = folder / "predictions.pt", folder / "scales.pt"
+    is_saved = predictions.exists()
+    module, predict, loss = PACKAGES[package](precision, folder, is_saved)
+    made = torch.as_tensor(predict())
+    if not is_saved:
+        torch.save(made, predictions)
+        if share := coverage(module):
+            torch.save(scaling_state(module).state_dict(), scales)
+        about = {"case": package, "version": package_version(package), "variant": precision, "coverage": share}
+        return {**about, "loss": float(loss), **environment("lightning", "numpy")}
+    before = torch.load(predictions)
+    found = {"difference": (made - before).abs().max().item()}
+    if scales.exists():
+        load_scales(module, scales)
+        found["difference_with_scales"] = (torch.as_tensor(predict()) - before).abs().max().item()
+    return found
+
+
+def coverage(module: nn.Module) -> float:
+    """The share of the parameters of two or more dimensions that layers in FP8 have."""
+    layers = [module.get_submodule(row.path) for row in describe(module) if row.converted]
+    in_fp8 = {one for layer in layers for one in layer.parameters()}
+    sizes = {one: one.numel() for one in module.parameters() if one.dim() > 1}
+    return sum(sizes[one] for one in in_fp8 & sizes.keys()) / sum(sizes.values())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line of Markdown for each package: losses by precision, and what is particular to the last precision."""
+    precisions = [*dict.fromkeys(row["variant"] for row in rows)]
+    of_last = ["share of matrices in FP8", "difference after loading", "after `load_scales`"]
+    lines = [["package", "version", *precisions, *of_last]]
+    for package in dict.fromkeys(row["case"] for row in rows):
+        of_package = {row["variant"]: row for row in rows if row["case"] == package}
+        last = of_package[precisions[-1]]
+        losses = [f"{of_package[precision]['loss']:.4g}" for precision in precisions]
+        differences = [f"{last[key]:.1g}" if key in last else "-" for key in ("difference", "difference_with_scales")]
+        lines.append([package, last["version"], *losses, f"{last['coverage']:.0%}", *differences])
+    return markdown_table(lines)
+
+
+def installed(folder: Path, packages: Sequence[str]) -> Path:
+    """The interpreter of an environment with the packages, and with the versions that the tests run with."""
+    python = folder.absolute() / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    pip = (python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt")
+    subprocess.run([*pip, "lightning", "torchmetrics", *packages], check=True)
+    return python
+
+
+def in_a_process(python: Path, *arguments: str) -> dict[str, Any]:
+    """What :func:`run` gives."""
+    command = (str(python), "-m", "benchmarks.packages", *arguments, "--run")
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=one_thread)
+    if child.returncode:
+        sys.exit(f"{' '.join(arguments)} failed:\n{child.stderr}")
+    found: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Install, run each package in each precision, append rows to ``--out``, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the virtual environment")
+    parser.add_argument("--packages", nargs="+", choices=PACKAGES, default=list(PACKAGES))
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append the rows as lines of JSON")
+    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        print(json.dumps(run(options.packages[0], options.precisions[0], options.folder)))
+        return
+    python = installed(options.folder, options.packages)
+    command, rows = " ".join(["python -m benchmarks.packages", *sys.argv[1:]]), []
+    for package in options.packages:
+        for precision in options.precisions:
+            print(f"{package}, {precision}", file=sys.stderr, flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                asked = (folder, "--packages", package, "--precisions", precision)
+                found = [in_a_process(python, *asked) for _ in ("train", "load")]
+            rows.append({**found[0], **found[1], "command": command})
+            append(rows[-1:], options.out)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
