@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_fp8 import (
     Fp8Precision,
     RunRecord,
+    ScaleFactorLogger,
     convert,
     describe,
     export,
@@ -309,7 +310,9 @@ class Tokens(pl.LightningModule):
 
 def test_callbacks_and_report(tmp_path: Path) -> None:
     model, logger = seeded(Tokens), CSVLogger(tmp_path)
-    trainer = make_trainer(tmp_path, logger=logger, callbacks=[RunRecord()], max_steps=2, log_every_n_steps=1)
+    trainer = make_trainer(
+        tmp_path, logger=logger, callbacks=[RunRecord(), ScaleFactorLogger(1)], max_steps=2, log_every_n_steps=1
+    )
     trainer.fit(model, DataLoader(torch.randint(0, 20, (8, 5)), batch_size=4))
     layers = ["net.blocks.0.0", "net.blocks.1.0", "net.head"]
     record = json.loads((Path(logger.log_dir) / "fp8_run.json").read_text())
