@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lit import Averaging, Regression, loader, make_trainer, needs_averaging, same, seeded
+from lit import Averaging, Regression, loader, make_trainer, needs_averaging, seeded
 
 from lightning_fp8 import convert, scaling_state, weights_unchanged
 from lightning_fp8.ops import basic
@@ -200,30 +200,6 @@ def test_frozen_weights_are_cast_once_in_a_fit(tmp_path: Path, accumulate: int, 
     model.net[0].requires_grad_(False)
     make_trainer(tmp_path, accumulate_grad_batches=accumulate).fit(model, loader())
     assert [casts[model.net[layer].weight.data_ptr()] for layer in (0, 2)] == [1, 4 // accumulate]
-
-
-class Halves(Regression):
-    """Halves a weight between the micro-batches of a step, with a trace or without."""
-
-    traced = False
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        weight = self.net[0].weight
-        if self.traced:
-            with torch.no_grad():
-                weight.mul_(0.5)
-        else:
-            weight.data.mul_(0.5)
-
-
-def test_a_change_without_a_trace_is_seen_in_training(tmp_path: Path) -> None:
-    models = [seeded(Halves) for _ in range(2)]
-    for model, traced in zip(models, (False, True), strict=True):
-        model.traced = traced
-        make_trainer(tmp_path, accumulate_grad_batches=2).fit(model, loader())
-    without, with_trace = models
-    assert torch.equal(torch.stack(without.losses), torch.stack(with_trace.losses))
-    assert same(without, with_trace)
 
 
 def test_a_declaration_inside_a_step_keeps_the_casts_of_the_loop(tmp_path: Path, casts: Counter[int]) -> None:

@@ -162,7 +162,7 @@ MODELS: dict[str, type[Fit]] = {
     "adamw foreach": with_optimizer(lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True)),
     "adamw fused": with_optimizer(lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)),
     # more iterations amplify the gradients' rounding errors, as their differences estimate the curvature
-    "lbfgs": with_optimizer(lambda p: torch.optim.LBFGS(p, lr=1, max_iter=2)),
+    "lbfgs": with_optimizer(lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=2)),
     "torchao AdamW8bit": with_optimizer(LOW_BIT["AdamW8bit"]),
     "torchao AdamWFp8": with_optimizer(LOW_BIT["AdamWFp8"]),
     "torchao _AdamW": with_optimizer(torchao_optimizer("_AdamW")),
@@ -227,8 +227,8 @@ def test_it_trains_with_the_scale_of_each_weight(name: str, tmp_path: Path) -> N
     state = scaling_state(model)
     assert state.updates == STEPS * model.updates
     entries = (state.amax_history > 0).sum(0)
-    # weights that change within a step of LBFGS may look replaced, which empties the histories
-    assert entries.min() > 0 if name == "lbfgs" else (entries == STEPS).all()
+    # for what changes weights outside of `step`, histories begin anew
+    assert entries.min() > 0 if name in ("sam", "schedulefree AdamW") else (entries == STEPS).all()
 
     half, resumed = seeded(MODELS[name]), seeded(MODELS[name])
     fit(half, tmp_path, 1).save_checkpoint(tmp_path / "half.ckpt")
