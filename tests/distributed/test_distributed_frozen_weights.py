@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 def make(seed):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8))
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 16))
     model[:3].requires_grad_(False)
     return model
 

@@ -26,7 +26,7 @@ class Net(nn.Module):
         # more than one block, and rows that do not divide by the number of processes
         self.first, self.second = nn.Linear(144, 33), nn.Linear(33, 144)
         self.attention = nn.MultiheadAttention(144, 1, batch_first=True)
-        self.last = nn.Linear(144, 4)
+        self.last = nn.Linear(144, 16)
 
     def forward(self, x):
         x = x + self.second(torch.relu(self.first(x)))

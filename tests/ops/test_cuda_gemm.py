@@ -178,7 +178,8 @@ def test_a_chain_of_gemms_is_what_its_parts_are(gpu: torch.device) -> None:
 @pytest.mark.parametrize("setting", ["auto", "rawkernel", "cublaslt"])
 def test_training_with_each_setting(gpu: torch.device, setting: str) -> None:
     torch.manual_seed(0)
-    model = convert(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 8)).to(gpu), gemm=setting)
+    net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 8)).to(gpu)
+    model = convert(net, gemm=setting, min_features=0)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     x, target = torch.randn(512, 256, device=gpu), torch.randint(8, (512,), device=gpu)
     for _ in range(60):

@@ -31,7 +31,7 @@ class Tuning(pl.LightningModule):
         self.losses: list[float] = []
 
     def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
-        loss = (self.net(x).float() - x[..., :8]).square().mean()
+        loss = (self.net(x).float() - x[..., :16]).square().mean()
         self.losses.append(loss.item())
         return loss
 

@@ -209,7 +209,7 @@ def fit(model: Fit, path: Path, epochs: int, precision: str = "fp8-delayed", ckp
 def data() -> Any:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 64, generator=generator)
-    data = torch.utils.data.TensorDataset(x, torch.sin(x[:, :4] * 2).repeat(1, 4))
+    data = torch.utils.data.TensorDataset(x, torch.sin(x[:, :16] * 2))
     return torch.utils.data.DataLoader(data, batch_size=16)
 
 
