@@ -1,4 +1,4 @@
-"""Which tensors have a history, as far as the host knows without waiting for the device."""
+"""Which tensors have a history, known on the host without waiting for the device."""
 
 from __future__ import annotations
 

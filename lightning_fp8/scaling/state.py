@@ -87,12 +87,12 @@ class ScalingState(JoinableState):
         changes: goes up when scales, histories or recorded amaxes change by anything other than a cast.
         input_leaders: maps each module that records its input in another module's row to that module, both by position.
         has_recorded: whether an amax has been recorded since the last update.
-        has_scales: whether any history has been filled, as far as the host knows.
+        has_scales: whether any history has been filled, known on the host without a sync.
         recording: the modules, by position, whose tensors have been recorded.
         switches: which modules run in FP8.
         weights: the layers' weights; None for a state without layers.
         cast_counts: how many values casts clip or turn to zero, while counting is requested.
-        known_histories: which tensors have a history, as far as the host knows.
+        known_histories: which tensors have a history, known on the host without a sync.
         indices: the position of each of the R tensors, ``[1] int64`` on the device: casts are given these very tensors.
         before_update: called by :meth:`update` with the amaxes of all processes, ``[R] float32``, before they are used.
         notices: the warnings, each given once.
