@@ -13,19 +13,18 @@ from lightning_fp8.modules.frozen_weight import FrozenWeight
 def stamp(tensor: Tensor) -> tuple[Hashable, ...]:
     """Equal for as long as a tensor is the same one with the same values: its identity, version, address and layout.
 
-    A change in place, a new ``.data`` and another tensor all change it. Only a change in place through ``.data`` does
-    not. That of a sharded parameter has both versions, its own and that of the part that this process holds.
+    A change in place, a new ``.data`` and another tensor all change it. A change in place through ``.data`` does not,
+    nor does one of an inference tensor, which has no version. The stamp of a sharded parameter has both versions, its
+    own and that of the part that this process holds.
     """
     if isinstance(tensor, DTensor):
         return id(tensor), tensor._version, *stamp(tensor._local_tensor)
     if isinstance(tensor, FrozenWeight):
         return id(tensor), id(tensor.content.scale_inv), id(tensor.content.changed)
-    if tensor.is_inference():
-        # it does not count its changes
-        return (object(),)
+    version = None if tensor.is_inference() else tensor._version
     # FSDP1 moves its parameters between a part of their own and one of the gathered whole
     address = 0 if is_flattened(tensor) else tensor.data_ptr()
-    return id(tensor), tensor._version, address, tensor.dtype, tensor.shape, tensor.stride()
+    return id(tensor), version, address, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def is_flattened(tensor: Tensor | None) -> bool:

@@ -473,3 +473,14 @@ def test_a_checkpoint_has_no_histories_of_other_weights() -> None:
         # as before it was saved: scaled by itself
         assert torch.equal(other.eval()(x), model.eval()(x))
     assert scaling_state(model).amax_history.any()
+
+
+def test_weights_made_in_inference_mode_keep_the_histories_that_are_loaded() -> None:
+    source, x = trained(small_mlp()), torch.randn(8, 32)
+    with torch.inference_mode():
+        model = convert(small_mlp(), DelayedScaling(amax_history_len=16)).eval()
+        model.load_state_dict(source.state_dict())
+        scaling_state(model).load_state_dict(scaling_state(source).state_dict())
+        assert model[0].weight.is_inference()
+        for _ in range(2):
+            assert torch.equal(model(torch.cat([x, 10 * x]))[:8], source.eval()(x))
