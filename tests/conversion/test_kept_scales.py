@@ -45,8 +45,8 @@ def step(model: Regression, optimizer: torch.optim.Optimizer) -> None:
 CHANGES: dict[str, Callable[[Regression], Any]] = {
     "load_state_dict": lambda model: model.load_state_dict(seeded().state_dict()),
     "assigned": lambda model: model.load_state_dict(seeded().state_dict(), assign=True),
-    "of one layer": lambda model: model.net[2].load_state_dict(nn.Linear(64, 4).state_dict()),
-    "another layer": lambda model: model.net.__setitem__(2, nn.Linear(64, 4)),
+    "of one layer": lambda model: model.net[2].load_state_dict(nn.Linear(64, 16).state_dict()),
+    "another layer": lambda model: model.net.__setitem__(2, nn.Linear(64, 16)),
     "in place": lambda model: nn.init.normal_(model.net[0].weight),
     "SGD": lambda model: step(model, torch.optim.SGD(model.parameters(), lr=0.1)),
     # leaves no new version

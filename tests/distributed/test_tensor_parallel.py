@@ -236,7 +236,7 @@ def test_gradients_of_evaluation_have_the_scale_of_the_whole_gradient(tmp_path: 
 def saliency(model):
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(5)).requires_grad_()
     # much larger than the loss of the training
-    weight = torch.logspace(0, 3, 4)
+    weight = torch.logspace(0, 3, 16)
     return torch.autograd.grad((model(x) * weight).sum() * 1000, x)[0]
 
 split = parallel(convert(net()))

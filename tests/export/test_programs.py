@@ -15,9 +15,9 @@ from lightning_fp8 import convert, scaling_state, unconvert
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:.*legacy TorchScript.*", "ignore:.*deprecated.*")
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU("tanh"), nn.Linear(64, 8)),
+    "mlp": lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU("tanh"), nn.Linear(64, 16)),
     "gated": lambda: feed_forward_blocks.llama(bias=True),
-    "plain": lambda: nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8)),
+    "plain": lambda: nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 16)),
 }
 
 

@@ -162,7 +162,7 @@ MODELS: dict[str, type[Fit]] = {
     "adamw foreach": with_optimizer(lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True)),
     "adamw fused": with_optimizer(lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)),
     # more iterations amplify the gradients' rounding errors, as their differences estimate the curvature
-    "lbfgs": with_optimizer(lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=2)),
+    "lbfgs": with_optimizer(lambda p: torch.optim.LBFGS(p, lr=1, max_iter=2)),
     "torchao AdamW8bit": with_optimizer(LOW_BIT["AdamW8bit"]),
     "torchao AdamWFp8": with_optimizer(LOW_BIT["AdamWFp8"]),
     "torchao _AdamW": with_optimizer(torchao_optimizer("_AdamW")),

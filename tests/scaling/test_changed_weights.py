@@ -205,7 +205,7 @@ class Followed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             wanted = self.target(x)
-        return self.net(x) - wanted
+        return self.net(x) - 0.5 * wanted
 
     @torch.no_grad()
     def follow(self) -> None:

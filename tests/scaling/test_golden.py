@@ -156,7 +156,7 @@ def test_layers_without_scales_are_named(tmp_path: Path) -> None:
 def test_scales_of_small_layers_are_refused_with_what_restores_them(tmp_path: Path, version: str) -> None:
     golden = read(version)["golden"]
     said = (
-        "In the checkpoint but not in the model: attention.q_proj.input, .*versions up to 0.5 converted layers with"
+        "In the checkpoint but not in the model: 'attention.q_proj.input', .*versions up to 0.5 converted layers with"
         " fewer than 16 features too, as `min_features=0` does"
     )
     with pytest.raises(ValueError, match=said):

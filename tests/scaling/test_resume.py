@@ -183,7 +183,7 @@ class Longer(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.strict_loading = False
-        self.extra = nn.Linear(4, 4)
+        self.extra = nn.Linear(16, 16)
 
 
 LEFT_OUT = (
