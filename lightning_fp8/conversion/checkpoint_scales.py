@@ -57,6 +57,12 @@ def load_scales(
     was_plain = not plan.converted
     if was_plain:
         others = [one.path for one in plan.layers if not _has_scales(one.path, entries)]
+        if others and len(others) == len(plan.layers):
+            raise ValueError(
+                f"load_scales: the checkpoint has the scales of {', '.join(map(repr, list(entries)[:3]))}, ..., and"
+                f" {type(model).__name__} has the layers {', '.join(map(repr, others[:3]))}, .... Pass the model that"
+                " was trained, or a part of it at the path that it had there: `nn.ModuleDict({'module': part})`."
+            )
         convert(model, recipe, [glob.escape(path) for path in others], min_features=0)
     try:
         scaling_state(model).load_state_dict(entries)

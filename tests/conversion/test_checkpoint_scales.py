@@ -155,3 +155,16 @@ def as_torch_saves(value: Any) -> str:
 def test_a_damaged_checkpoint_of_transformers(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text(text)
     is_refused(tmp_path, message)
+
+
+def test_scales_of_a_part_that_the_trained_model_had_elsewhere() -> None:
+    whole = convert(nn.ModuleDict({"module": small_mlp()}))
+    whole["module"](torch.randn(8, 32)).sum().backward()
+    scaling_state(whole).update()
+    scales, part = scaling_state(whole).state_dict(), small_mlp()
+    with pytest.raises(ValueError, match=r"the scales of 'module\.0\.input', .* Sequential has the layers '0', '2'"):
+        load_scales(part, scales)
+    assert type(part[0]) is nn.Linear
+    # the remedy
+    load_scales(nn.ModuleDict({"module": part}), scales)
+    assert scaling_state(part).has_scales
