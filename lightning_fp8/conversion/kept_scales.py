@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lightning_fp8.conversion.plan import converted, state_of
@@ -16,8 +16,9 @@ from lightning_fp8.scaling.state import ScalingState
 
 class _Kept(NamedTuple):
     entries: Mapping[str, Any]
-    # of each weight that they belong to, by its id
+    # of each weight that they belong to, by its id; the weights are held, so that no other one can get the same id
     versions: dict[int, int | None]
+    weights: list[Tensor]
 
 
 # not an attribute: a plain model stays plain, and its pickles need no lightning_fp8
@@ -41,7 +42,7 @@ def keep_scales(model: nn.Module, entries: Mapping[str, Any], strict: bool = Fal
     if layers:
         load_entries(state_of(model, layers), entries, strict)
     else:
-        _kept[model] = _Kept(entries, _versions(model))
+        _kept[model] = _Kept(entries, _versions(model), [*model.parameters()])
 
 
 def load_kept_scales(state: ScalingState, modules: Sequence[tuple[str, nn.Module]]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,18 @@ def test_other_weights_do_not_get_them(change: str, checkpoint: Path) -> None:
     model = Regression.load_from_checkpoint(checkpoint)
     CHANGES[change](model)
     assert not any(histories(convert(model)).values())
+
+
+def test_a_weight_that_was_replaced_leaves_its_id_to_no_other_one(checkpoint: Path) -> None:
+    model = Regression.load_from_checkpoint(checkpoint)
+    former = weakref.ref(model.net[0].weight)
+    model.net[0].weight = nn.Parameter(torch.randn(64, 32))
+    gc.collect()
+    assert former() is not None
+    assert not any(histories(convert(model)).values())
+    gc.collect()
+    # not for longer than the scales are kept
+    assert former() is None
 
 
 def test_a_step_of_another_model_does_not_matter(checkpoint: Path) -> None:
