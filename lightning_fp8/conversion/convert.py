@@ -11,7 +11,6 @@ from torch import nn
 from lightning_fp8.conversion.candidates import check_unparametrized
 from lightning_fp8.conversion.frozen_weights import keep_in_fp8, restore_masters
 from lightning_fp8.conversion.kept_scales import load_kept_scales
-from lightning_fp8.conversion.min_features import MinFeatures
 from lightning_fp8.conversion.plan import ConversionPlan, conversion_plan, converted, state_of
 from lightning_fp8.conversion.products import Overrides
 from lightning_fp8.conversion.rows import Candidate
@@ -38,7 +37,7 @@ def convert(
     recipe: Recipe | None = None,
     ignore_modules: Sequence[str] = (),
     gemm: str | None = None,
-    min_features: MinFeatures | None = None,
+    min_features: int | None = None,
     adapters: bool | None = None,
     frozen_weights: FrozenWeights | None = None,
     overrides: Overrides | None = None,
@@ -65,9 +64,7 @@ def convert(
             the kernels of this package; ``"cublaslt"``, those of ``torch._scaled_mm``. Default ``"auto"``, or for a
             converted model its current setting.
         min_features: layers with fewer features in or out, in any of their weights, stay (or become again) plain;
-            ``"auto"`` is the size from which FP8 was measured to be faster on the current CUDA device (``python -m
-            lightning_fp8 tune --min-features`` measures), an estimate of 1024 if not measured, and 16 without a
-            CUDA device. 0 converts all layers. Default 16, or for a converted model its current setting.
+            0 converts all layers. Default 16, or for a converted model its current setting.
         adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too; the
             layers that they adapt always do. Default False, or for a converted model its current setting.
         frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights (``requires_grad=False``) of converted
@@ -188,7 +185,7 @@ def unconvert(module: ModuleT) -> ModuleT:
 def describe(
     module: nn.Module,
     ignore_modules: Sequence[str] = (),
-    min_features: MinFeatures | None = None,
+    min_features: int | None = None,
     adapters: bool | None = None,
     overrides: Overrides | None = None,
     bf16_blocks: tuple[int, int] | None = None,

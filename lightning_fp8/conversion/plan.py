@@ -16,7 +16,7 @@ from lightning_fp8.conversion.candidates import (
     sizes,
 )
 from lightning_fp8.conversion.frozen_weights import notes_on_weights
-from lightning_fp8.conversion.min_features import MinFeatures, as_number
+from lightning_fp8.conversion.min_features import check_min_features
 from lightning_fp8.conversion.planned import PlannedLayer, planned_layers
 from lightning_fp8.conversion.products import Overrides, all_overrides, products_in_bf16
 from lightning_fp8.conversion.rows import Candidate, large_parameters, row_of
@@ -150,7 +150,7 @@ def conversion_plan(
     recipe: Recipe | None = None,
     ignore_modules: Sequence[str] = (),
     gemm: str | None = None,
-    min_features: MinFeatures | None = None,
+    min_features: int | None = None,
     adapters: bool | None = None,
     frozen_weights: FrozenWeights | None = None,
     overrides: Overrides | None = None,
@@ -166,17 +166,18 @@ def conversion_plan(
             not a mapping of them.
     """
     check_frozen_weights(frozen_weights)
+    if min_features is not None:
+        check_min_features(min_features)
     if gemm is not None:
         check_gemm(gemm)
     ignore_modules = as_patterns(ignore_modules, "ignore_modules")
     modules = tuple(named_modules(module))
     known = next((layer for _, layer in modules if isinstance(layer, Fp8Module)), None)
     settings = Settings() if known is None else known.settings
-    least = settings.min_features if min_features is None else as_number(min_features)
     chooses_products = overrides is not None or bf16_blocks is not None
     settings = Settings(
         gemm or settings.gemm,
-        least,
+        settings.min_features if min_features is None else min_features,
         settings.adapters if adapters is None else adapters,
         frozen_weights or settings.frozen_weights,
         all_overrides(modules, overrides or {}, bf16_blocks or (0, 0)) if chooses_products else settings.overrides,

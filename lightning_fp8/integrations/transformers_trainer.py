@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_fp8.conversion.checkpoint_scales import SCALES, as_text, scales_of_callback, scales_of_callbacks
 from lightning_fp8.conversion.convert import carry_out_for_run
-from lightning_fp8.conversion.min_features import MinFeatures, as_agreed_number, check_min_features
+from lightning_fp8.conversion.min_features import check_min_features
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.conversion.products import Overrides, as_bf16_blocks, as_overrides
 from lightning_fp8.modules.all_gather import note_sharded_weights
@@ -60,7 +60,7 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         recipe: Recipe | Mapping[str, Any] | None = None,
         ignore_modules: Sequence[str] = (),
         gemm: str | None = None,
-        min_features: MinFeatures | None = None,
+        min_features: int | None = None,
         adapters: bool | None = None,
         frozen_weights: FrozenWeights | None = None,
         overrides: Overrides | None = None,
@@ -133,13 +133,12 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
             _load(self._scaling, scales, state.best_model_checkpoint)
 
     def _convert(self, model: nn.Module) -> ScalingState:
-        least = None if self.min_features is None else as_agreed_number(self.min_features)
         plan = conversion_plan(
             model,
             self.recipe,
             self.ignore_modules,
             self.gemm,
-            least,
+            self.min_features,
             self.adapters,
             self.frozen_weights,
             self.overrides,

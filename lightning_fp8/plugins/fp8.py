@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_fp8.conversion.convert import carry_out_for_run, unconvert
 from lightning_fp8.conversion.coverage import coverage
-from lightning_fp8.conversion.min_features import MinFeatures, as_agreed_number, check_min_features
+from lightning_fp8.conversion.min_features import check_min_features
 from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
 from lightning_fp8.conversion.products import as_bf16_blocks, as_overrides
 from lightning_fp8.dtypes.attention import DtypeMismatch
@@ -55,7 +55,7 @@ class Fp8Core(PrecisionCore):
         reduce_dtype: torch.dtype | str = torch.float32,
         fp8_all_gather: bool = False,
         gemm: GemmString = "auto",
-        min_features: MinFeatures | None = None,
+        min_features: int | None = None,
         adapters: bool = False,
         frozen_weights: FrozenWeights | None = None,
         overrides: dict[str, str | dict[str, str]] | None = None,
@@ -122,13 +122,12 @@ class Fp8Core(PrecisionCore):
             return None
 
     def _convert_layers(self, module: nn.Module) -> ScalingState:
-        asked = None if self.min_features is None else as_agreed_number(self.min_features)
         plan = conversion_plan(
             module,
             self.recipe,
             self._not_converted,
             self.gemm,
-            asked,
+            self.min_features,
             self.adapters or None,
             self.frozen_weights,
             self.overrides,
@@ -141,7 +140,7 @@ class Fp8Core(PrecisionCore):
                 f" Pass `precision={plan.recipe.precision!r}`, or call `lightning_fp8.unconvert(model)` first."
             )
         was_plain = not plan.converted
-        given = any(one is not None for one in (asked, self.overrides, self.bf16_blocks))
+        given = any(one is not None for one in (self.min_features, self.overrides, self.bf16_blocks))
         state = carry_out_for_run(plan, given or bool(self._not_converted or self.adapters))
         if was_plain:
             _say_once(type(module).__qualname__, f"{self.precision}: {coverage(plan)}.")

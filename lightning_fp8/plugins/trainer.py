@@ -197,11 +197,8 @@ class Fp8Precision(_Fp8TrainerPrecision):
             (``python -m lightning_fp8 tune`` measures it); ``"rawkernel"``, the kernels of this package;
             ``"cublaslt"``, those of ``torch._scaled_mm``.
         min_features: layers with fewer features in or out, in any of their weights, are not converted; 0 converts all.
-            None, the default, means 16, and leaves a model that was converted before as it is. ``"auto"`` is the size
-            from which FP8 was measured to be faster on the process's GPU (``python -m lightning_fp8 tune
-            --min-features`` measures), an estimate of 1024 if it was not measured, and 16 without a GPU. The size may
-            differ between GPUs, and a checkpoint fits only the layers that were converted: to resume on another GPU,
-            pass the number, which is logged.
+            None, the default, means 16, and leaves a model that was converted before as it is. A
+            checkpoint fits only the layers that were converted.
         adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too;
             False leaves a model that was converted before as it is.
         frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights of converted layers, one byte per parameter,

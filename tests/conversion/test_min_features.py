@@ -1,12 +1,10 @@
-"""The setting ``min_features``: which layers stay plain, at which size, and how that size is measured."""
+"""The setting ``min_features``: which layers stay plain, and at which size."""
 
 from __future__ import annotations
 
 import copy
 import json
 import pickle
-import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,13 @@ import pytest
 import torch
 from connectors import trainer, with_cuda
 from lit import Regression, loader, make_trainer, seeded
-from processes import run_processes
 from small_models import small_mlp
 from torch import nn
-from warm import run_warm
 
 import lightning_fp8
 from lightning_fp8 import (
     Fp8FabricPrecision,
     Fp8FSDPPrecision,
-    Fp8Linear,
     Fp8Precision,
     convert,
     describe,
@@ -34,38 +29,12 @@ from lightning_fp8 import (
     scaling_state,
     unconvert,
 )
-from lightning_fp8.conversion import min_features
 from lightning_fp8.conversion.plan import conversion_plan
-from lightning_fp8.ops.cuda import gemm_table, kernels
+from lightning_fp8.ops.cuda import gemm_table
 from lightning_fp8.plugins.fp8 import _say_once
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.state import LAYOUT
 from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
-from lightning_fp8.tools.timing import Times, Variant
-from lightning_fp8.tools.tune import command
-from lightning_fp8.tools.tune import min_features as measuring
-from lightning_fp8.tools.tune.min_features import BF16, FP8, Timed, smallest_that_pays, timed
-
-NAME, CPU = "NVIDIA H200", torch.device("cpu")
-ABOUT = {"gpu": NAME, "driver": "580", "versions": {"torch": "2.13"}, "commit": "abc", "command": "tune it"}
-ROW = {
-    "m": 64, "n": 64, "k": 64, "promote": False, "output": "bfloat16", "configuration": None, "splits": 1,
-    "p50_us": None, "cublaslt_p50_us": 2.0,
-}  # fmt: skip
-
-
-@pytest.fixture
-def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An H200 by name only, with its own tables."""
-    monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "own"))
-    monkeypatch.setattr(gemm_table, "_SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: NAME)
-    for name in ("own", "shipped"):
-        (tmp_path / name).mkdir()
-    forget()
-    yield tmp_path
-    forget()
 
 
 def forget() -> None:
@@ -239,108 +208,19 @@ def test_without_layers_there_is_no_largest() -> None:
         convert(small_mlp(), ignore_modules=("*",), min_features=8)
 
 
-BAD = [-1, True, False, 1024.0, "1024", "all", ""]
+BAD = [-1, True, False, 1024.0, "1024", "auto", ""]
 
 
 @pytest.mark.parametrize("value", BAD)
 def test_other_values_are_refused_by_name(value: Any) -> None:
     model = small_mlp()
-    said = f"`min_features` must be an integer of at least 0 or 'auto', got {value!r}"
+    said = f"`min_features` must be an integer of at least 0, got {value!r}"
     for plugin in (Fp8Precision, Fp8FSDPPrecision, Fp8FabricPrecision):
         with pytest.raises(ValueError, match=said):
             plugin(min_features=value)
     with pytest.raises(ValueError, match=said):
         convert(model, min_features=value)
     assert type(model[0]) is nn.Linear
-
-
-# the value of "auto"
-
-
-def test_without_a_gpu_auto_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert kinds(convert(sized_layers(), min_features="auto")) == ["Fp8Linear", "Linear", "Linear"]
-
-
-def test_unmeasured_auto_is_an_estimate_and_says_so_once(gpu: Path) -> None:
-    with pytest.warns(UserWarning, match=r"is 1024 on NVIDIA H200, an estimate .*tune --min-features"):
-        assert min_features.as_number("auto") == 1024
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert min_features.as_number("auto") == 1024
-        assert min_features.as_number(7) == 7
-
-
-def test_the_estimate_has_a_margin() -> None:
-    # square layers: GEMM time saved per token = time of the casts of x and dy, which move 4 bytes per element
-    even = (4 * 2 / 4.3e12) / (6 * (1 / 790e12 - 1 / 1400e12))
-    assert 560 < even < 565
-    assert 1.5 * even < min_features.ESTIMATE < 2 * even
-
-
-def written(features: Any, path: Path) -> None:
-    path.write_text(json.dumps({**ABOUT, "min_features": {"features": features}, "rows": []}))
-
-
-def test_auto_is_what_was_measured_by_the_user_first(gpu: Path) -> None:
-    written(48, gemm_table.shipped_path(NAME))
-    assert min_features.as_number("auto") == 48
-    gemm_table.write(gemm_table.own_path(NAME), ABOUT, [ROW])
-    assert min_features.as_number("auto") == 48
-    written(32, gemm_table.own_path(NAME))
-    assert min_features.as_number("auto") == 32
-    model = convert(small_mlp(), min_features="auto")
-    assert reasons(model)["2"] == "fewer than 32 features: 64 -> 16 (min_features=32)"
-    assert gemm_table.min_features("NVIDIA H100 PCIe") is None
-
-
-@pytest.mark.parametrize("features", [0, -1, 1.5, "512", True, None])
-def test_what_is_no_size_is_left_out_of_account(gpu: Path, features: Any) -> None:
-    written(48, gemm_table.shipped_path(NAME))
-    own = gemm_table.own_path(NAME)
-    gemm_table.write(own, ABOUT, [ROW])
-    own.write_text(json.dumps({**json.loads(own.read_text()), "min_features": {"features": features}}))
-    with pytest.warns(UserWarning, match=r"left out of account for `min_features`: `min_features` is .*'features'"):
-        assert gemm_table.min_features(NAME) == 48
-    # its rows are correct
-    assert len(gemm_table.rows(NAME, (9, 0))) == 1
-
-
-def test_a_broken_file_counts_as_none(gpu: Path) -> None:
-    gemm_table.own_path(NAME).write_text("{")
-    with pytest.warns(UserWarning, match="is not JSON"):
-        assert gemm_table.min_features(NAME) is None
-
-
-def test_the_size_and_the_rows_of_a_table_do_not_disturb_each_other(gpu: Path) -> None:
-    path = gemm_table.own_path(NAME)
-    gemm_table.write(path, ABOUT, [ROW])
-    later = {**ABOUT, "driver": "590", "command": "tune --min-features"}
-    gemm_table.write_min_features(path, later, {"features": 768, "tokens": 8192})
-    table = json.loads(path.read_text())
-    assert {name: table[name] for name in ABOUT} == ABOUT
-    assert table["rows"] == [ROW]
-    how = {"features": 768, "tokens": 8192, "driver": "590", "versions": ABOUT["versions"], "commit": "abc",
-           "command": "tune --min-features"}  # fmt: skip
-    assert table["min_features"] == how
-    gemm_table.write(path, {**ABOUT, "commit": "def"}, [{**ROW, "m": 128}])
-    table = json.loads(path.read_text())
-    assert (table["commit"], len(table["rows"]), table["min_features"]) == ("def", 2, how)
-    gemm_table.write_min_features(path, later, {"features": 512})
-    assert gemm_table.min_features(NAME) == 512
-    assert len(gemm_table.rows(NAME, (9, 0))) == 2
-
-
-def test_a_table_may_have_a_size_alone(gpu: Path) -> None:
-    path = gemm_table.own_path(NAME)
-    gemm_table.write_min_features(path, ABOUT, {"features": 768})
-    assert json.loads(path.read_text())["gpu"] == NAME
-    assert gemm_table.min_features(NAME) == 768
-    assert gemm_table.rows(NAME, (9, 0)) == ()
-    gemm_table.write(path, ABOUT, [ROW])
-    assert gemm_table.min_features(NAME) == 768
 
 
 # the ways to set it
@@ -372,31 +252,22 @@ def test_a_plugin_converts_by_it(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert list(scaling_state(model).module_names) == names
 
 
-def test_a_plugin_has_the_number_of_its_gpu(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(32, gemm_table.own_path(NAME))
-    plugin = Fp8Precision(min_features="auto")
-    assert plugin.min_features == plugin.settings["min_features"] == "auto"
-    model = plugin.convert_module(Regression())
-    assert scaling_state(model).module_names == ("net.0",)
-
-
 def test_fabric_and_fsdp_take_it_over(monkeypatch: pytest.MonkeyPatch) -> None:
     fabric = lf.Fabric(accelerator="cpu", devices=1, plugins=Fp8Precision(min_features=32))
     assert isinstance(fabric._precision, Fp8FabricPrecision)
     assert scaling_state(fabric.setup(small_mlp())).module_names == ("0",)
     with_cuda(monkeypatch)
     lightning_fp8.register()
-    made = trainer(accelerator="cuda", strategy="fsdp", plugins=Fp8Precision(min_features="auto"))
+    made = trainer(accelerator="cuda", strategy="fsdp", plugins=Fp8Precision(min_features=32))
     assert isinstance(made.precision_plugin, Fp8FSDPPrecision)
-    assert made.precision_plugin.min_features == "auto"
+    assert made.precision_plugin.min_features == 32
 
 
-@pytest.mark.parametrize("value", [32, "auto"])
-def test_a_yaml_file_sets_it(tmp_path: Path, value: Any) -> None:
-    assert from_yaml(tmp_path, value).min_features == value
+def test_a_yaml_file_sets_it(tmp_path: Path) -> None:
+    assert from_yaml(tmp_path, 32).min_features == 32
 
 
-@pytest.mark.parametrize("value", ["all", -1, True, 1.5])
+@pytest.mark.parametrize("value", ["auto", -1, True, 1.5])
 def test_a_yaml_file_with_another_value_is_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises((SystemExit, ValueError)):
         from_yaml(tmp_path, value)
@@ -417,20 +288,6 @@ def test_a_comparison_leaves_it_to_fp8() -> None:
     for variant in VARIANTS:
         settings = plugin_settings(variant, {"min_features": 64})
         assert settings.get("min_features") == (64 if variant.startswith("fp8-") else None)
-
-
-def test_processes_with_other_tables_agree_on_the_largest(tmp_path: Path) -> None:
-    body = """
-from lightning_fp8 import Fp8Precision
-from lightning_fp8.conversion import min_features
-
-min_features.as_number = lambda asked: {"auto": 16 << rank}.get(asked, asked)
-model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 16))
-for run, asked in enumerate(("auto", 16, "auto")):
-    Fp8Precision(min_features=asked).convert_module(model)
-    result[run] = len(scaling_state(model).module_names)
-"""
-    assert run_processes(body, tmp_path) == [{0: 1, 1: 2, 2: 1}] * 2
 
 
 # checkpoints
@@ -485,186 +342,3 @@ def test_what_is_loaded_has_the_small_layers_of_its_run(tmp_path: Path) -> None:
         assert kinds(loaded) == ["Fp8Linear"] * 2
         # a run keeps them
         assert kinds(Fp8Precision().convert_module(loaded)) == ["Fp8Linear"] * 2
-
-
-# measuring
-
-
-def times(us: float) -> Times:
-    return Times(us - 1, us, us + 1, None)
-
-
-def sized(features: int, fp8: float, bf16: float) -> Timed:
-    return Timed(features, times(fp8), times(bf16))
-
-
-@pytest.mark.parametrize(
-    ("speedups", "expected"),
-    [
-        ({128: 0.5, 256: 0.9, 512: 1.1, 1024: 1.4}, 512),
-        ({128: 1.1, 256: 1.2, 512: 1.3}, 128),
-        # faster at one size but not at the next: that size is not the limit
-        ({128: 0.5, 256: 1.2, 512: 0.9, 1024: 1.1}, 1024),
-        ({128: 0.5, 256: 1.0, 512: 1.1}, 512),
-        ({1024: 1.2, 128: 0.5, 512: 1.1, 256: 0.7}, 512),
-        ({128: 0.5, 256: 1.2, 512: 0.9}, 513),
-        ({128: 0.5}, 129),
-    ],
-)
-def test_the_smallest_size_from_which_fp8_is_faster(speedups: dict[int, float], expected: int) -> None:
-    assert smallest_that_pays([sized(size, 100.0, 100.0 * speedup) for size, speedup in speedups.items()]) == expected
-
-
-def fakes(features: int, checked: list[str], wrong: str | None = None) -> list[Variant]:
-    def variant(name: str) -> Variant:
-        def check() -> str | None:
-            checked.append(f"{name} {features}")
-            return wrong
-
-        return Variant(name, lambda at: features, check)
-
-    return [variant(FP8), variant(BF16)]
-
-
-def test_every_size_is_checked_and_timed_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[str] = []
-    monkeypatch.setattr(measuring.timing, "release", lambda: checked.append("released"))
-    taken = {FP8: 50_000.0, BF16: 20_000.0}
-
-    def batch(variant: Variant, calls: int) -> float:
-        # FP8 with a fixed extra cost per layer, independent of the size
-        return taken[FP8] if variant.name == FP8 else taken[BF16] * variant.call(0)
-
-    found = list(timed((1, 2, 4), lambda features: fakes(features, checked), 3, batch))
-    assert checked == [said for size in (1, 2, 4) for said in (f"{FP8} {size}", f"{BF16} {size}", "released")]
-    assert [(one.features, one.fp8.p50_us, one.bf16.p50_us) for one in found] == [
-        (1, 50_000.0, 20_000.0),
-        (2, 50_000.0, 40_000.0),
-        (4, 50_000.0, 80_000.0),
-    ]
-    assert [one.speedup for one in found] == [0.4, 0.8, 1.6]
-    assert smallest_that_pays(found) == 4
-
-
-def test_a_wrong_result_is_not_timed() -> None:
-    def batch(variant: Variant, calls: int) -> float:
-        raise AssertionError("timed")
-
-    with pytest.raises(RuntimeError, match="lightning_fp8 at 64 features gave another y"):
-        next(timed((64,), lambda features: fakes(features, [], "another y"), 1, batch))
-
-
-def test_what_is_measured_is_a_layer_in_fp8_and_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "TOKENS", 64)
-    fp8, bf16 = measuring.variants(CPU)(32)
-    assert [fp8.name, bf16.name] == [FP8, BF16]
-    assert fp8.check() is bf16.check() is None
-    layers = {name: one.call.__closure__ for name, one in ((FP8, fp8), (BF16, bf16))}
-    made = {
-        name: next(cell.cell_contents for cell in closure if isinstance(cell.cell_contents, list))[0]
-        for name, closure in layers.items()
-        if closure
-    }
-    assert isinstance(made[FP8].block, Fp8Linear)
-    assert type(made[BF16].block) is nn.Linear
-    for one in made.values():
-        assert one.block.weight.shape == (32, 32)
-        assert one.block.weight.dtype == torch.float32
-        assert one.x.shape == one.dy.shape == (64, 32)
-        assert one.precision.autocast
-        assert one.precision.weights_change
-
-
-def test_the_sizes() -> None:
-    assert measuring.SIZES == (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
-    assert measuring.TOKENS == 8192
-
-
-# the command
-
-
-@pytest.fixture
-def tune(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """The command, with layers that take the given times in FP8, and in bf16 one microsecond per feature."""
-
-    def run(fp8_us: float, *arguments: str, wrong: str | None = None) -> None:
-        def batch(variant: Variant, calls: int) -> float:
-            return fp8_us if variant.name == FP8 else float(variant.call(0))
-
-        monkeypatch.setattr(command, "_device", lambda for_gemms: CPU)
-        monkeypatch.setattr(command, "_about", lambda device, said: {**ABOUT, "command": said})
-        monkeypatch.setattr(command.timing, "device_batch", batch)
-        monkeypatch.setattr(command.timing, "release", lambda: None)
-        monkeypatch.setattr(measuring, "variants", lambda _: lambda features: fakes(features, [], wrong))
-        command.main(["--min-features", "--rounds", "2", *arguments])
-
-    return run
-
-
-def test_the_command_keeps_and_shows_what_it_finds(
-    tune: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = gemm_table.own_path(NAME)
-    gemm_table.write(path, ABOUT, [ROW])
-    tune(600.0)
-    assert min_features.as_number("auto") == 768
-    table = json.loads(path.read_text())
-    assert table["rows"] == [ROW]
-    found = table["min_features"]
-    assert (found["tokens"], found["command"]) == (8192, "python -m lightning_fp8 tune --min-features --rounds 2")
-    assert found["rows"][2] == {
-        "features": 512, **{f"fp8_{part}": 600.0 for part in ("p20_us", "p50_us", "p80_us")},
-        **{f"bf16_{part}": 512.0 for part in ("p20_us", "p50_us", "p80_us")},
-    }  # fmt: skip
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["512", "600.0", "512.0", "0.853"] in lines
-    assert ["768", "600.0", "768.0", "1.280"] in lines
-    assert ["Written:", str(path)] in lines
-
-
-def test_where_fp8_never_pays_no_measured_size_is_converted(
-    tune: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    tune(5000.0)
-    assert min_features.as_number("auto") == 4097
-    assert "FP8 is not faster at the largest of these sizes." in capsys.readouterr().out
-
-
-def test_a_wrong_layer_is_named_and_nothing_written(tune: Callable[..., None]) -> None:
-    with pytest.raises(SystemExit, match=r"tune: lightning_fp8 at 128 features gave another y\. Nothing is written"):
-        tune(600.0, wrong="another y")
-    assert not gemm_table.own_path(NAME).exists()
-
-
-def test_a_table_elsewhere(tune: Callable[..., None], gpu: Path) -> None:
-    tune(600.0, "--out", str(gpu / "table.json"))
-    assert json.loads((gpu / "table.json").read_text())["min_features"]["features"] == 768
-    assert not gemm_table.own_path(NAME).exists()
-
-
-def test_sizes_and_shapes_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["--min-features", "--shapes", "64x64x64"])
-    assert "not allowed with argument" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("capability", "said"), [((8, 0), "needs a GPU of compute capability 8.9"), ((10, 0), None)])
-def test_gpus_that_can_be_measured(gpu: Path, monkeypatch: pytest.MonkeyPatch, capability: Any, said: Any) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(kernels, "backend", lambda: "auto")
-    monkeypatch.setattr(command, "nvrtc_version", lambda: (13, 0))
-    if said is None:
-        # none of our GEMM kernels is needed
-        assert command._device(for_gemms=False) == torch.device("cuda", 0)
-    else:
-        with pytest.raises(SystemExit, match=said):
-            command._device(for_gemms=False)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said where there is no GPU")
-def test_without_a_gpu_it_says_so_and_fails() -> None:
-    ran = run_warm("-m", "lightning_fp8", "tune", "--min-features")
-    assert ran.returncode == 1
-    assert "on a CUDA GPU of compute capability 8.9 or newer" in ran.stderr
-    assert "Traceback" not in ran.stderr

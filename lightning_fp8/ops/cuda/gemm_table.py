@@ -8,9 +8,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,6 @@ from kernels_cuda.gemm_variants import OUTPUTS, Configuration, configurations
 from lightning_fp8.ops.formats import dtype_name
 from lightning_fp8.runtime.warn_once import warn_once
 
-Read = TypeVar("Read")
 _SHIPPED = Path(kernels_cuda.__file__).parent / "tables"
 _DTYPES = {dtype_name(dtype): dtype for dtype in OUTPUTS}
 # the fields that identify a row
@@ -102,18 +101,6 @@ def rows(gpu: str, capability: tuple[int, int]) -> tuple[Row, ...]:
     return tuple(found[key] for key in sorted(found))
 
 
-def min_features(gpu: str) -> int | None:
-    """The size from which linear layers are faster in FP8; None if that was not measured on such a GPU.
-
-    The user's own table has priority. An invalid size counts as absent, with a warning.
-    """
-    for path in (own_path(gpu), shipped_path(gpu)):
-        found = _readable(path, _checked_min_features, " for `min_features`")
-        if found:
-            return found["features"]
-    return None
-
-
 def write(path: Path, about: Mapping[str, Any], measured: Iterable[Mapping[str, Any]]) -> None:
     """Put rows into a table, replacing those of the same GEMMs. Safe to call from several processes at once.
 
@@ -126,27 +113,7 @@ def write(path: Path, about: Mapping[str, Any], measured: Iterable[Mapping[str, 
         OSError: if the file or its lock cannot be written.
     """
     with _locked(path):
-        kept = _readable(path, _checked_min_features, " for `min_features`")
-        head = {**about, "min_features": kept} if kept else about
-        _replace(path, head, (*_readable_rows(path), *measured))
-
-
-def write_min_features(path: Path, about: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Put a size into a table, replacing the former one. Safe to call from several processes at once.
-
-    Args:
-        path: of the table, which need not exist; its folder must.
-        about: as for :func:`write`; kept with the size, because rows in the table may come from other runs.
-        found: ``features``, the size, and how it was found.
-
-    Raises:
-        OSError: if the file or its lock cannot be written.
-    """
-    with _locked(path):
-        table = _readable(path, _parsed) or dict(about)
-        head = {name: value for name, value in table.items() if name != "rows"}
-        own = {name: value for name, value in about.items() if name != "gpu"}
-        _replace(path, {**head, "min_features": {**found, **own}}, _readable_rows(path))
+        _replace(path, about, (*_readable_rows(path), *measured))
 
 
 def _replace(path: Path, head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
@@ -176,21 +143,17 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _readable_rows(path: Path) -> list[dict[str, Any]]:
-    return _readable(path, _checked) or []
-
-
-def _readable(path: Path, read: Callable[[str], Read], for_what: str = "") -> Read | None:
-    """The contents of a file; None if it does not exist or cannot be used."""
+    """The rows of a file; none if it does not exist or cannot be used."""
     try:
-        return read(_text(path))
+        return _checked(_text(path))
     except FileNotFoundError:
-        return None
+        return []
     except (OSError, UnicodeDecodeError, MalformedTable) as error:
         warn_once(
-            f"The table of measured GEMMs {path} is left out of account{for_what}: {error}. Delete it, or measure again"
+            f"The table of measured GEMMs {path} is left out of account: {error}. Delete it, or measure again"
             " with `python -m lightning_fp8 tune`."
         )
-        return None
+        return []
 
 
 def _text(path: Path) -> str:
@@ -209,13 +172,6 @@ def _parsed(text: str) -> dict[str, Any]:
     if not isinstance(table, dict) or not isinstance(table.get("rows"), list):
         raise MalformedTable("it has no list `rows`")
     return table
-
-
-def _checked_min_features(text: str) -> dict[str, Any] | None:
-    found = _parsed(text).get("min_features")
-    if found is None or (isinstance(found, dict) and _is_count(found.get("features"))):
-        return found
-    raise MalformedTable(f"`min_features` is {found!r}, without a positive integer `features`")
 
 
 def _checked(text: str) -> list[dict[str, Any]]:
