@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.weight_cache import WeightCache
+from lightning_fp8.modules.weight_cast import KeptCast
 from lightning_fp8.modules.weight_copy import WeightCopyModule
+from lightning_fp8.modules.weights_unchanged import casts_of
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
@@ -23,13 +24,13 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def weight_copies(model: nn.Module) -> list[Tensor]:
     """Copies of weights that layers keep until the next optimizer step: in bf16, or in FP8 with scales."""
-    caches: list[WeightCache[Any]] = []
+    casts: list[KeptCast[Any]] = []
     for module in model.modules():
         if isinstance(module, WeightCopyModule):
-            caches += module.copies.values()
+            casts += module.copies.values()
         elif isinstance(module, Fp8Module):
-            caches += [cache for rows in module.fp8.values() for cache in (rows.weight_cache, rows.bias_cache)]
-    kept = tree_leaves([cache._entry.copy for cache in caches if cache._entry is not None])
+            casts += casts_of(module.fp8.values())
+    kept = tree_leaves([one._cast for one in casts])
     return [tensor for tensor in kept if isinstance(tensor, Tensor)]
 
 

@@ -63,7 +63,7 @@ def set_steady_state(model: nn.Module) -> None:
     """Fill every tensor's history as a training step does; kernels that do nothing do not write it."""
     state = scaling_state(model)
     state.amax_history.fill_(1)
-    state.known_histories.every = True
+    state.model._known[:] = True
 
 
 def llama_block(width: int, hidden: int, heads: int, time: int) -> nn.Module:

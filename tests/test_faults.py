@@ -297,7 +297,7 @@ class Steps(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.take(scaling_state(module))
-        scaling_state(module).before_update.append(lambda amax: self.amax.append(amax.clone()))
+        scaling_state(module).model.before_update.append(lambda amax: self.amax.append(amax.clone()))
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if len(self.amax) == len(self.after):

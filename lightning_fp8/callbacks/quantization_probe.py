@@ -69,7 +69,7 @@ class QuantizationProbe(RunWatcher):
             return
         self._sums = {}
         for path, layer in self._layers.items():
-            if not any(rows.switch.fprop_in_fp8 for rows in layer.fp8.values()):
+            if not any(gemm.precision.fprop_in_fp8 for gemm in layer.fp8.values()):
                 continue
             self._hooks.append(layer.register_forward_hook(self._comparison(path), with_kwargs=True))
 

@@ -179,11 +179,11 @@ class ScaleWatchdog(RunWatcher):
             for condition, row in in_trouble
             if self.action == "current" and state.recipe.from_history and condition != "nonfinite"
             # a weight is scaled by its own values already
-            if row < state.delayed and not state.switches[state.module_of(row)].is_current
+            if row < state.delayed and not state.precisions[state.module_of(row)].is_current
         }
         to_bf16 = {state.module_of(row) for _, row in in_trouble} - to_current
         for module in to_bf16:
-            state.switches.fall_back(state.module_names[module])
+            state.fall_back(state.module_names[module])
         before = set(state.current_modules)
         if to_current:
             state.use_current_scaling(to_current)
@@ -235,7 +235,7 @@ class ScaleWatchdog(RunWatcher):
 
     def _log(self, trainer: Trainer, state: ScalingState, findings: Findings) -> None:
         metrics: dict[str, float] = {f"fp8/watchdog/{name}": len(rows) for name, rows in findings.tensors.items()}
-        fallen = state.switches.fallbacks
+        fallen = state.fallbacks
         metrics["fp8/watchdog/fallbacks"] = len(fallen)
         metrics["fp8/watchdog/current"] = len(set(state.current_modules).difference(fallen))
         log_to_all(trainer, metrics)

@@ -84,12 +84,12 @@ class Watch:
         self._seen = state.updates
         self._last_update = torch.zeros(count, dtype=torch.int64)
         self._above = {name: torch.zeros(count, dtype=torch.int64) for name in ("saturated", "underflowed")}
-        state.before_update.append(self._see_update)
+        state.model.before_update.append(self._see_update)
 
     def close(self) -> None:
         """Stop following the updates."""
-        if self._see_update in self.state.before_update:
-            self.state.before_update.remove(self._see_update)
+        if self._see_update in self.state.model.before_update:
+            self.state.model.before_update.remove(self._see_update)
 
     @torch.no_grad()
     def _see_update(self, amax: Tensor) -> None:
@@ -108,9 +108,9 @@ class Watch:
         gemms = (gemm for layer in layers for gemm in layer.gemms())
         # where one parameter holds several experts, those without a token have a gradient of zeros
         held = {
-            rows.module: None if weight.grad is None else rows.matrix(weight.grad)
-            for rows, weight in gemms
-            if rows.state is self.state
+            gemm.module: None if weight.grad is None else gemm.matrix(weight.grad)
+            for gemm, weight in gemms
+            if gemm.state is self.state
         }
         nothing = torch.zeros((), dtype=torch.bool, device=self.state.device)
         # a gradient set to zero instead of None belongs to a layer that did not run
@@ -142,7 +142,7 @@ class Watch:
             age = step - self._last_update
             # a scale that inf or NaN keeps unchanged is reported as `nonfinite`
             # a scale that is not used is not stale
-            is_current = torch.tensor([switch.is_current for switch in self.state.switches]).repeat(len(LAYOUT))
+            is_current = torch.tensor([one.is_current for one in self.state.precisions]).repeat(len(LAYOUT))
             is_used = active & in_fp8 & self._is_delayed.cpu() & ~is_current
             stale = is_used & ~nonfinite & (age >= self.limits.stale_steps)
             findings.tensors["stale"] = _numbers(stale, age)

@@ -16,14 +16,14 @@ from lightning_fp8.conversion.products import Overrides
 from lightning_fp8.conversion.rows import Candidate
 from lightning_fp8.conversion.shared_inputs import share_inputs
 from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
-from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.class_swap import exchange_class, own_class
-from lightning_fp8.modules.frozen_content import FrozenWeights
 from lightning_fp8.modules.fused_blocks import fuse_feed_forward
+from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import named_modules
-from lightning_fp8.modules.weight_group import WeightGroup
 from lightning_fp8.ops.formats import Product
 from lightning_fp8.runtime.warn_once import warn_once
+from lightning_fp8.scaling.config import FrozenWeights
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.state import ScalingState
 
@@ -150,16 +150,15 @@ def carry_out_for_run(plan: ConversionPlan, selects: bool) -> ScalingState:
 def give_settings(plan: ConversionPlan) -> None:
     """Give all converted layers of the model the settings of the plan, from their next forward on."""
     layers = [layer for _, layer in plan.converted]
-    changed: dict[Fp8Rows, tuple[Product, ...]] = {}
+    for state in {layer.scaling_state for layer in layers}:
+        state.configure(plan.config)
+    changed: dict[int, tuple[Product, ...]] = {}
     for one in plan.layers:
-        if isinstance(one.layer, Fp8Module):
-            for rows in one.layer.fp8.values():
-                rows.settings = plan.settings
-            if one.layer.in_bf16 != one.in_bf16:
-                changed.update(dict.fromkeys(one.layer.fp8.values(), one.in_bf16))
+        if isinstance(one.layer, Fp8Module) and one.layer.in_bf16 != one.in_bf16:
+            changed |= {gemm.module: one.in_bf16 for gemm in one.layer.fp8.values()}
     if changed:
-        state_of(plan.modules[0][1], layers).set_products({rows.module: one for rows, one in changed.items()})
-    if plan.settings.frozen_weights == "fp8":
+        state_of(plan.modules[0][1], layers).set_products(changed)
+    if plan.config.frozen_weights == "fp8":
         keep_in_fp8([module for _, module in plan.modules])
     else:
         restore_masters(layers)
@@ -238,12 +237,12 @@ def scaling_state(module: nn.Module) -> ScalingState:
 
 
 def _attach(plan: ConversionPlan) -> ScalingState:
-    """Give all chosen layers one scaling state, keeping the rows of those that had one."""
+    """Give all chosen layers one scaling state, keeping the scales of those that had one."""
     chosen = [(one.path, one.layer, one.becomes) for one in plan.chosen if one.becomes is not None]
     gemms = [
-        (layer, gemm, ".".join(filter(None, (path, gemm))))
+        (layer, name, ".".join(filter(None, (path, name))))
         for path, layer, kind in chosen
-        for gemm in (layer.fp8 if isinstance(layer, Fp8Module) else kind.gemm_weights(layer))
+        for name in (layer.fp8 if isinstance(layer, Fp8Module) else kind.gemm_weights(layer))
     ]
     names = tuple(name for _, _, name in gemms)
     states = {layer.scaling_state if isinstance(layer, Fp8Module) else None for _, layer, _ in chosen}
@@ -252,22 +251,21 @@ def _attach(plan: ConversionPlan) -> ScalingState:
         return known
     state = ScalingState(names, plan.recipe, plan.device)
     load_kept_scales(state, plan.modules)
-    group = WeightGroup()
-    new_rows: dict[nn.Module, dict[str, Fp8Rows]] = {layer: {} for _, layer, _ in chosen}
-    for position, (layer, gemm, _) in enumerate(gemms):
-        made_rows = new_rows[layer][gemm] = Fp8Rows(state, position, group)
+    new: dict[nn.Module, dict[str, Gemm]] = {layer: {} for _, layer, _ in chosen}
+    for position, (layer, name, _) in enumerate(gemms):
+        gemm = new[layer][name] = Gemm(state, position)
         if isinstance(layer, Fp8Module):
-            known_rows = layer.fp8[gemm]
-            state.copy_module(position, known_rows.state, known_rows.module)
-            made_rows.reference = known_rows.reference
+            former = layer.fp8[name]
+            state.copy_module(position, former.state, former.module)
+            gemm.reference = former.reference
     for _, layer, kind in chosen:
         made = cast(Fp8Module, layer)
         if not isinstance(layer, Fp8Module):
             made.plain_class = own_class(layer)
             exchange_class(layer, kind)
-        made.fp8 = new_rows[layer]
-        for gemm, placed in made.fp8.items():
-            placed.belong_to(made, gemm)
+        made.fp8 = new[layer]
+        for name, gemm in made.fp8.items():
+            gemm.belong_to(made, name)
     return state
 
 

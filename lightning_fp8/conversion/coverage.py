@@ -38,11 +38,11 @@ def coverage(plan: ConversionPlan) -> str:
     """
     if not plan.converted:
         raise ValueError("The model has no FP8 layers: call `lightning_fp8.convert` on it first.")
-    with_adapters = plan.settings.adapters
+    with_adapters = plan.config.adapters
     layers = [one for one in plan.layers if isinstance(one.layer, Fp8Module) or with_adapters or not one.in_adapter]
     adapters = len(plan.layers) - len(layers)
     in_fp8: set[nn.Module] = {one.layer for one in layers if isinstance(one.layer, Fp8Module) and one.layer.in_fp8}
-    limit = plan.settings.min_features if any(one.is_too_small for one in layers) else 0
+    limit = plan.config.min_features if any(one.is_too_small for one in layers) else 0
     counted: set[nn.Parameter] = set()
     converted = _count((one for layer in in_fp8 for one in layer.parameters(recurse=False)), counted) or 0
     others = _others(plan, [one for one in layers if one.layer not in in_fp8], counted)

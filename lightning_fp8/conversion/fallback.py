@@ -19,7 +19,7 @@ def fall_back(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: if the model is not converted, no converted layer has this name, or its weight is gathered in FP8.
     """
-    scaling_state(module).switches.fall_back(name)
+    scaling_state(module).fall_back(name)
 
 
 def fallbacks(module: nn.Module) -> tuple[str, ...]:
@@ -28,4 +28,4 @@ def fallbacks(module: nn.Module) -> tuple[str, ...]:
     Raises:
         ValueError: if the model is not converted.
     """
-    return scaling_state(module).switches.fallbacks
+    return scaling_state(module).fallbacks

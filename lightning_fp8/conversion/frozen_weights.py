@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.frozen_layers import free_masters, replace_weight, what_was_rounded
 from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.runtime.warn_once import warn_once
 
 
@@ -23,14 +24,14 @@ def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
     """
     uses = _uses(modules)
     layers = list(_layers(modules))
-    restore_masters(layer for layer in layers if any(rows.switch.needs_weight for rows in layer.fp8.values()))
+    restore_masters(layer for layer in layers if any(gemm.precision.needs_weight for gemm in layer.fp8.values()))
     for layer in layers:
-        for rows, weight in layer.gemms():
-            rows.fp8_only = _reason_against(rows, weight, uses) is None
+        for gemm, weight in layer.gemms():
+            gemm.weight_cast.fp8_only = _reason_against(gemm, weight, uses) is None
             if isinstance(weight, FrozenWeight) and not weight.is_fp8:
                 weight.content.take(weight.dequantized(), rounds=True)
         free_masters(layer)
-    if not any(rows.fp8_only for layer in layers for rows in layer.fp8.values()):
+    if not any(gemm.weight_cast.fp8_only for layer in layers for gemm in layer.fp8.values()):
         warn_once(
             "`frozen_weights='fp8'` has no effect: no converted layer has a frozen weight of its own. Freeze the base"
             " (`requires_grad_(False)`) before it is converted; `describe(model)` has the reason for each layer."
@@ -44,34 +45,34 @@ def restore_masters(layers: Iterable[Fp8Module]) -> None:
     if rounded is not None:
         warnings.warn(f"{rounded}. They have masters again, which hold the rounded values.", stacklevel=2)
     for layer in layers:
-        for rows, weight in layer.gemms():
-            rows.fp8_only = False
+        for gemm, weight in layer.gemms():
+            gemm.weight_cast.fp8_only = False
             if isinstance(weight, FrozenWeight):
                 plain = nn.Parameter(weight.dequantized().contiguous(), requires_grad=False)
-                replace_weight(layer, rows, weight, plain)
+                replace_weight(layer, gemm, weight, plain)
 
 
 def notes_on_weights(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
     """For each converted layer with ``frozen_weights="fp8"``, how its weights are kept."""
     uses = _uses(modules)
     return {
-        layer: ", ".join(dict.fromkeys(_note(rows, weight, uses) for rows, weight in layer.gemms()))
+        layer: ", ".join(dict.fromkeys(_note(gemm, weight, uses) for gemm, weight in layer.gemms()))
         for layer in _layers(modules)
-        if layer.settings.frozen_weights == "fp8"
+        if layer.config.frozen_weights == "fp8"
     }
 
 
-def _note(rows: Fp8Rows, weight: Tensor, uses: Counter[int]) -> str:
+def _note(gemm: Gemm, weight: Tensor, uses: Counter[int]) -> str:
     if isinstance(weight, FrozenWeight):
         return "weight in FP8 only" if weight.is_fp8 else "weight changed in place, in FP8 only after `convert`"
-    reason = _reason_against(rows, weight, uses)
+    reason = _reason_against(gemm, weight, uses)
     if reason is None and weight.is_meta:
         return "weight in FP8 only once it is loaded"
     return f"weight keeps its master: it {reason or 'is new or not finite, so call `convert` again'}"
 
 
-def _reason_against(rows: Fp8Rows, weight: Tensor, uses: Counter[int]) -> str | None:
-    if rows.switch.needs_weight:
+def _reason_against(gemm: Gemm, weight: Tensor, uses: Counter[int]) -> str | None:
+    if gemm.precision.needs_weight:
         return "is multiplied in bf16"
     if isinstance(weight, DTensor):
         return "is sharded"

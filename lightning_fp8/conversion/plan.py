@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +21,13 @@ from lightning_fp8.conversion.min_features import check_min_features
 from lightning_fp8.conversion.planned import PlannedLayer, planned_layers
 from lightning_fp8.conversion.products import Overrides, all_overrides, products_in_bf16
 from lightning_fp8.conversion.rows import Candidate, large_parameters, row_of
-from lightning_fp8.modules.base import Fp8Module, Settings
-from lightning_fp8.modules.frozen_content import FrozenWeights, check_frozen_weights
+from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fused_blocks import notes
 from lightning_fp8.modules.paths import as_patterns, check_patterns_among, named_modules
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
 from lightning_fp8.ops.formats import OPERAND_OF
 from lightning_fp8.runtime.device import check_device
+from lightning_fp8.scaling.config import Fp8Config, FrozenWeights, check_frozen_weights
 from lightning_fp8.scaling.recipe import KINDS, DelayedScaling, Recipe
 from lightning_fp8.scaling.state import ScalingState
 
@@ -46,8 +47,7 @@ class ConversionPlan:
         size: number of elements of all parameters; tied ones count once, those not initialised yet not at all.
         ignore_modules: patterns of the modules that will be plain.
         overrides: patterns of the modules for which this call sets the precisions of products.
-        recipe: the requested one, else that of the model, else the default.
-        settings: those of the layers, chosen by the same rule.
+        config: the requested settings, each else that of the model, else the default.
     """
 
     modules: tuple[tuple[str, nn.Module], ...]
@@ -56,8 +56,12 @@ class ConversionPlan:
     size: int
     ignore_modules: Sequence[str]
     overrides: Sequence[str]
-    recipe: Recipe
-    settings: Settings
+    config: Fp8Config
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the layers."""
+        return self.config.recipe
 
     @property
     def chosen(self) -> list[PlannedLayer]:
@@ -114,7 +118,7 @@ class ConversionPlan:
 
     def _check_recipe(self) -> None:
         recipe = self.recipe
-        if recipe.own.blocks and self.settings.frozen_weights == "fp8":
+        if recipe.own.blocks and self.config.frozen_weights == "fp8":
             raise ValueError(
                 f"`frozen_weights='fp8'` keeps one scale for each weight, but {recipe} has one scale for each block"
                 " of it. Leave the argument out, or use another recipe."
@@ -130,8 +134,8 @@ class ConversionPlan:
     def _check_gathered(self) -> None:
         for one in self.layers:
             if isinstance(one.layer, Fp8Module) and not OPERAND_OF["weight"].isdisjoint(one.in_bf16):
-                for rows in one.layer.fp8.values():
-                    rows.switch.check_may_fall_back(rows.name)
+                for gemm in one.layer.fp8.values():
+                    gemm.precision.check_may_fall_back(gemm.name)
 
     def _of_what_size(self) -> str:
         """The end of the message that FP8 needs a linear layer; it names the largest layer that is too small."""
@@ -140,7 +144,7 @@ class ConversionPlan:
             return "."
         path, largest = max(small, key=lambda of: (min(of[1]), max(of[1])))
         return (
-            f" with `min_features={self.settings.min_features}` or more features in and out. The largest here is"
+            f" with `min_features={self.config.min_features}` or more features in and out. The largest here is"
             f" {path or '(root)'}, {largest}: pass a smaller `min_features`, or 0."
         )
 
@@ -173,25 +177,28 @@ def conversion_plan(
     ignore_modules = as_patterns(ignore_modules, "ignore_modules")
     modules = tuple(named_modules(module))
     known = next((layer for _, layer in modules if isinstance(layer, Fp8Module)), None)
-    settings = Settings() if known is None else known.settings
     chooses_products = overrides is not None or bf16_blocks is not None
-    settings = Settings(
-        gemm or settings.gemm,
-        settings.min_features if min_features is None else min_features,
-        settings.adapters if adapters is None else adapters,
-        frozen_weights or settings.frozen_weights,
-        all_overrides(modules, overrides or {}, bf16_blocks or (0, 0)) if chooses_products else settings.overrides,
-    )
-    recipe = recipe if recipe is not None else default() if known is None else known.scaling_state.recipe
-    if not isinstance(recipe, Recipe):
+    if recipe is None and known is None:
+        recipe = default()
+    if not (recipe is None or isinstance(recipe, Recipe)):
         raise TypeError(f"`recipe` must be {KINDS}, got {type(recipe).__name__}: {recipe!r}.")
-    products = products_in_bf16(modules, recipe, settings.overrides)
+    asked: dict[str, Any] = {
+        "recipe": recipe,
+        "gemm": gemm,
+        "min_features": min_features,
+        "adapters": adapters,
+        "frozen_weights": frozen_weights,
+        "overrides": all_overrides(modules, overrides or {}, bf16_blocks or (0, 0)) if chooses_products else None,
+    }
+    given = {name: value for name, value in asked.items() if value is not None}
+    config = Fp8Config(**given) if known is None else replace(known.config, **given)
+    products = products_in_bf16(modules, config.recipe, config.overrides)
     if not chooses_products:
         # the patterns may refer to paths in a larger model
         products |= {layer: (layer.in_bf16, "") for _, layer in modules if isinstance(layer, Fp8Module)}
     parameters = (parameter for _, layer in modules for parameter in layer.parameters(recurse=False))
     elements = {parameter: 0 if is_lazy(parameter) else parameter.numel() for parameter in parameters}
-    layers = tuple(planned_layers(modules, ignore_modules, settings, products))
+    layers = tuple(planned_layers(modules, ignore_modules, config, products))
     return ConversionPlan(
         modules,
         layers,
@@ -199,8 +206,7 @@ def conversion_plan(
         sum(elements.values()),
         ignore_modules,
         tuple(overrides or ()),
-        recipe,
-        settings,
+        config,
     )
 
 

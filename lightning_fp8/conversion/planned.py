@@ -10,12 +10,13 @@ from torch import nn
 from lightning_fp8.conversion.candidates import fp8_classes, is_linear_by_name, reason_against, sizes
 from lightning_fp8.conversion.min_features import too_small
 from lightning_fp8.modules.adapters import adapted_layer, adapter_modules
-from lightning_fp8.modules.base import Fp8Module, Settings
+from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.experts import find_routers
 from lightning_fp8.modules.fused_blocks import plain_class
 from lightning_fp8.modules.linear import Fp8Linear
 from lightning_fp8.modules.paths import matches
 from lightning_fp8.ops.formats import PRODUCTS, Product
+from lightning_fp8.scaling.config import Fp8Config
 
 _IN_ADAPTER = "belongs to an adapter of PEFT: pass `adapters=True` to convert it"
 
@@ -45,7 +46,7 @@ class PlannedLayer(NamedTuple):
 def planned_layers(
     modules: Sequence[tuple[str, nn.Module]],
     ignore_modules: Sequence[str],
-    settings: Settings,
+    config: Fp8Config,
     products: Mapping[nn.Module, tuple[tuple[Product, ...], str]],
 ) -> Iterator[PlannedLayer]:
     """Each layer that does matrix multiplications, in the order of ``modules``.
@@ -53,7 +54,7 @@ def planned_layers(
     Args:
         modules: path and module of the model and of everything inside it.
         ignore_modules: patterns.
-        settings: of the layers.
+        config: of the model.
         products: by layer, its products in bf16, and the setting that put them there.
     """
     classes = fp8_classes(layer for _, layer in modules)
@@ -61,7 +62,7 @@ def planned_layers(
     kinds = tuple(classes)
     ignored = {part for path, layer in modules if matches(path, ignore_modules) for part in layer.modules()}
     of_adapters = adapter_modules(layer for _, layer in modules)
-    least = settings.min_features
+    least = config.min_features
     outputs_of_converted: set[nn.Module] = set()
     for path, layer in modules:
         if not (isinstance(layer, (*kinds, nn.Bilinear)) or layer in routers or is_linear_by_name(layer)):
@@ -72,7 +73,7 @@ def planned_layers(
             reason: str | None = "matches `ignore_modules`"
         elif in_bf16 == PRODUCTS:
             reason = f"all three products in bf16 by {source}"
-        elif in_adapter and not settings.adapters:
+        elif in_adapter and not config.adapters:
             reason = _IN_ADAPTER
         elif layer in routers:
             reason = "a router: rounded to FP8, its outputs would choose other experts"

@@ -8,10 +8,10 @@ from typing import Any, get_args
 
 from torch import nn
 
-from lightning_fp8.modules.base import Override
 from lightning_fp8.modules.paths import as_patterns, matches
 from lightning_fp8.ops.formats import PRODUCTS, Product
 from lightning_fp8.runtime.did_you_mean import did_you_mean
+from lightning_fp8.scaling.config import Override
 from lightning_fp8.scaling.recipe import ProductPrecision, Recipe
 
 # a precision for a layer, or for some of its products, by patterns on module paths

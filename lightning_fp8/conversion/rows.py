@@ -61,9 +61,9 @@ def row_of(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
     shapes = " and ".join(map(str, gemms))
     if isinstance(layer, Fp8Experts):
         shapes = f"{len(gemms) // 2} experts, {gemms[0]} and {gemms[-1]}"
-    fallen = ", ".join(rows.name for rows in layer.fp8.values() if not rows.switch.in_fp8)
-    shared = ", ".join(rows.input_leader.name for rows in layer.fp8.values() if rows.input_leader is not None)
-    current = ", ".join(rows.name for rows in layer.fp8.values() if rows.switch.in_fp8 and rows.switch.is_current)
+    fallen = ", ".join(gemm.name for gemm in layer.fp8.values() if not gemm.precision.in_fp8)
+    shared = ", ".join(gemm.input_leader.name for gemm in layer.fp8.values() if gemm.input_leader is not None)
+    current = ", ".join(gemm.name for gemm in layer.fp8.values() if gemm.precision.in_fp8 and gemm.precision.is_current)
     remarks = [
         in_bf16 or None,
         f"shares its input with {shared}" if shared else None,

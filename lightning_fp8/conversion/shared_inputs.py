@@ -53,14 +53,14 @@ def share_inputs(modules: Sequence[nn.Module]) -> None:
     leaders: dict[int, int] = {}
     layers = [layer for layer in modules if isinstance(layer, Fp8Module)]
     state = layers[0].scaling_state
-    for rows in chain.from_iterable(layer.fp8.values() for layer in layers):
-        rows.share_input(None)
+    for gemm in chain.from_iterable(layer.fp8.values() for layer in layers):
+        gemm.share_input(None)
     for group in find_shared_inputs(modules):
         members = [layer.fp8[""] for layer in group]
-        shared = SharedInput([rows.module for rows in members])
-        for rows in members:
-            rows.share_input(shared)
-        leaders |= {rows.module: members[0].module for rows in members[1:]}
+        shared = SharedInput([gemm.module for gemm in members])
+        for gemm in members:
+            gemm.share_input(shared)
+        leaders |= {gemm.module: members[0].module for gemm in members[1:]}
     state.share_inputs(leaders)
 
 

@@ -41,8 +41,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import ops
-from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.ops.formats import E4M3
@@ -115,16 +116,16 @@ def joined(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def converted_gemms(model: nn.Module) -> dict[str, Fp8Rows]:
-    """The rows of each converted GEMM by the name of its weight; a shared layer appears under each of its names.
+def converted_gemms(model: nn.Module) -> dict[str, Gemm]:
+    """Each converted GEMM by the name of its weight; a shared layer appears under each of its names.
 
     Not those of experts: the layout has one scale for each tensor, and their parameters hold many weights.
     """
     return {
-        joined(plain_path(path), f"{gemm}_weight" if gemm else "weight"): rows
+        joined(plain_path(path), f"{name}_weight" if name else "weight"): gemm
         for path, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, Fp8Module) and not layer.weights_are_stacked
-        for gemm, rows in layer.fp8.items()
+        for name, gemm in layer.fp8.items()
     }
 
 

@@ -152,9 +152,9 @@ def _set_scales(model: nn.Module, gemms: Gemms) -> None:
     state = scaling_state(model)
     margin = 2.0**state.recipe.own.margin
     entries = {name: _entry(None, margin) for name in state.names[: state.delayed]}
-    for weight, rows in converted_gemms(model).items():
+    for weight, gemm in converted_gemms(model).items():
         # an attention is converted as a whole: its projections that are not FP8 fall back
-        scales, name = gemms.get(weight), tensor_name(rows.name, "input")
+        scales, name = gemms.get(weight), tensor_name(gemm.name, "input")
         if scales is not None:
             entries[name] = _entry(scales.input, margin)
         else:

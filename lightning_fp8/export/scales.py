@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.export.layout import SCALE_RULE, Gemms, Scales, converted_gemms, is_scale, joined, listed
-from lightning_fp8.modules.base import Fp8Rows
+from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.ops.amaxes import BLOCK, max_abs, scale_of_current
 from lightning_fp8.ops.formats import E4M3, Role, dtype_name
 from lightning_fp8.ops.operand import OwnScaling
@@ -38,7 +38,7 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[
 
 
 def _own_scales(
-    recipe: Recipe, gemms: Mapping[str, Fp8Rows], tensors: Mapping[str, Tensor]
+    recipe: Recipe, gemms: Mapping[str, Gemm], tensors: Mapping[str, Tensor]
 ) -> Mapping[str, Scales | OwnScaling | None]:
     """The same for a recipe that scales inputs by their own values."""
     if recipe.own.margin:
@@ -47,11 +47,11 @@ def _own_scales(
             " readers of the layout keep none. Convert the model with `margin=0` (`unconvert`, then `convert`)."
         )
     found: dict[str, Scales | OwnScaling | None] = {}
-    for name, rows in gemms.items():
-        _check_format(rows, "input")
+    for name, gemm in gemms.items():
+        _check_format(gemm, "input")
         check_finite(name, tensors[name])
-        scales = rows.weight_scaling if recipe.own.blocks else Scales(_weight_scale(tensors[name]))
-        found[name] = scales if rows.switch.fprop_in_fp8 else None
+        scales = gemm.weight_scaling if recipe.own.blocks else Scales(_weight_scale(tensors[name]))
+        found[name] = scales if gemm.precision.fprop_in_fp8 else None
     return found
 
 
@@ -85,8 +85,8 @@ def in_whole_blocks(
     return gemms
 
 
-def _check_gemms(model: nn.Module, gemms: Mapping[str, Fp8Rows], tensors: Mapping[str, Tensor]) -> None:
-    if not any(rows.switch.fprop_in_fp8 for rows in gemms.values()):
+def _check_gemms(model: nn.Module, gemms: Mapping[str, Gemm], tensors: Mapping[str, Tensor]) -> None:
+    if not any(gemm.precision.fprop_in_fp8 for gemm in gemms.values()):
         raise ValueError(
             f"export: {type(model).__name__} has no layers that run in FP8. Convert it (`lightning_fp8.convert`, or"
             " Trainer(precision='fp8-delayed')) and train it, or save it as any other model."
@@ -99,10 +99,10 @@ def _check_gemms(model: nn.Module, gemms: Mapping[str, Fp8Rows], tensors: Mappin
         )
 
 
-def _static_scales(gemms: Mapping[str, Fp8Rows], tensors: Mapping[str, Tensor]) -> Gemms:
+def _static_scales(gemms: Mapping[str, Gemm], tensors: Mapping[str, Tensor]) -> Gemms:
     """The scales of all converted GEMMs, None for those whose fprop is not in FP8."""
     current = next(iter(gemms.values())).state.current_modules
-    if any(rows.switch.fprop_in_fp8 and rows.name in current for rows in gemms.values()):
+    if any(gemm.precision.fprop_in_fp8 and gemm.name in current for gemm in gemms.values()):
         raise ValueError(
             f"export: {len(current)} layers are scaled by their own values since `ScaleWatchdog` moved them, so there"
             f" are no static scales to write: {listed(current)}. `lightning_fp8.fall_back(model, name)`"
@@ -110,15 +110,15 @@ def _static_scales(gemms: Mapping[str, Fp8Rows], tensors: Mapping[str, Tensor]) 
         )
     found: dict[str, Scales | None] = {}
     without: list[str] = []
-    for name, rows in gemms.items():
+    for name, gemm in gemms.items():
         for role in ("input", "weight"):
-            _check_format(rows, role)
+            _check_format(gemm, role)
         check_finite(name, tensors[name])
         found[name] = None
-        if rows.switch.fprop_in_fp8:
-            input_scale = _input_scale(rows)
+        if gemm.precision.fprop_in_fp8:
+            input_scale = _input_scale(gemm)
             if input_scale is None:
-                without.append(joined(rows.name, "input"))
+                without.append(joined(gemm.name, "input"))
             else:
                 found[name] = Scales(_weight_scale(tensors[name]), input_scale)
     if without:
@@ -130,18 +130,18 @@ def _static_scales(gemms: Mapping[str, Fp8Rows], tensors: Mapping[str, Tensor]) 
     return found
 
 
-def _check_format(rows: Fp8Rows, role: Role) -> None:
-    fmt = rows.state.recipe.format_of(role)
+def _check_format(gemm: Gemm, role: Role) -> None:
+    fmt = gemm.state.recipe.format_of(role)
     if fmt != E4M3:
         raise ValueError(
-            f"export: the layout knows only E4M3, and the recipe casts {joined(rows.name, role)} to {fmt.name}:"
-            f" {rows.state.recipe}."
+            f"export: the layout knows only E4M3, and the recipe casts {joined(gemm.name, role)} to {fmt.name}:"
+            f" {gemm.state.recipe}."
         )
 
 
-def _input_scale(rows: Fp8Rows) -> Tensor | None:
-    row = rows.state.row_of(rows.module, "input")
-    return rows.state.scale[row].cpu() if bool(rows.state.amax_history[0, row] > 0) else None
+def _input_scale(gemm: Gemm) -> Tensor | None:
+    row = gemm.state.row_of(gemm.module, "input")
+    return gemm.state.scale[row].cpu() if bool(gemm.state.amax_history[0, row] > 0) else None
 
 
 def _weight_scale(weight: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from lightning_fp8.conversion.min_features import check_min_features
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.conversion.products import Overrides, as_bf16_blocks, as_overrides
 from lightning_fp8.modules.all_gather import note_sharded_weights
-from lightning_fp8.modules.frozen_content import FrozenWeights, check_frozen_weights
 from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
+from lightning_fp8.scaling.config import FrozenWeights, check_frozen_weights
 from lightning_fp8.scaling.recipe import Recipe, as_recipe
 from lightning_fp8.scaling.state import ScalingState
 

@@ -24,12 +24,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_fp8 import ops
-from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.gathered_weight import GatheredWeight
-from lightning_fp8.modules.optimizer_steps import optimizer_steps
+from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.stamp import Stamped, stamp
 from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.ops.operand import with_scale
+from lightning_fp8.scaling.optimizer_steps import optimizer_steps
 from lightning_fp8.scaling.state import ScalingState
 
 
@@ -53,10 +54,10 @@ class _Scales:
         self._scales: dict[torch.dtype, Tensor] = {}
         self._amax = torch.zeros(0)
 
-    def join(self, rows: Fp8Rows, weight: DTensor) -> int:
+    def join(self, gemm: Gemm, weight: DTensor) -> int:
         """Add a weight; returns its position."""
         self.weights.append(weight)
-        self.modules.append(rows.module)
+        self.modules.append(gemm.module)
         return len(self.weights) - 1
 
     def scale(self, place: int, dtype: torch.dtype, group: dist.ProcessGroup, training: bool) -> Tensor:
@@ -93,12 +94,12 @@ class _Scales:
 class _Gathering:
     """The two extension methods of one shard."""
 
-    def __init__(self, layer: nn.Module, rows: Fp8Rows, weight: DTensor, scales: _Scales) -> None:
+    def __init__(self, layer: nn.Module, gemm: Gemm, weight: DTensor, scales: _Scales) -> None:
         self.layer = layer
         self.shard = weight._local_tensor
         self.scales = scales
-        self.place = scales.join(rows, weight)
-        self.format = rows.state.recipe.format_of("weight")
+        self.place = scales.join(gemm, weight)
+        self.format = gemm.state.recipe.format_of("weight")
 
     def before(
         self,
@@ -149,25 +150,25 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
     names: list[str] = []
     scales: dict[Hashable, _Scales] = {}
     for layer in model.modules():
-        for rows, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
-            is_own = slots[id(weight)] == 1 and rows.weight_cache.part is None
-            if not (rows.switch.in_fp8 and is_own and _is_sharded_by_rows(weight)) or rows.switch.needs_weight:
+        for gemm, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
+            is_own = slots[id(weight)] == 1 and gemm.weight_cast.part is None
+            if not (gemm.precision.in_fp8 and is_own and _is_sharded_by_rows(weight)) or gemm.precision.needs_weight:
                 continue
-            if rows.weight_scaling.blocks:
+            if gemm.weight_scaling.blocks:
                 raise ValueError(
-                    f"`fp8_all_gather` gathers each weight with one scale, and {rows.state.recipe} gives each block of"
+                    f"`fp8_all_gather` gathers each weight with one scale, and {gemm.state.recipe} gives each block of"
                     " it a scale of its own. Leave the argument out: the weights are gathered in bf16, and cast then."
                 )
-            if not rows.state.recipe.reduce_amax:
+            if not gemm.state.recipe.reduce_amax:
                 raise ValueError("Weights are gathered in FP8 with one scale on all processes: set `reduce_amax=True`.")
             sharded = cast(DTensor, weight)
-            together = scales.setdefault((rows.state.handle, sharded.device_mesh), _Scales(rows.state))
-            gathering = _Gathering(layer, rows, sharded, together)
+            together = scales.setdefault((gemm.model.handle, sharded.device_mesh), _Scales(gemm.state))
+            gathering = _Gathering(layer, gemm, sharded, together)
             shard = sharded._local_tensor
             shard.fsdp_pre_all_gather = gathering.before  # type: ignore[attr-defined]
             shard.fsdp_post_all_gather = gathering.after  # type: ignore[attr-defined]
-            rows.switch.may_fall_back = False
-            names.append(rows.name)
+            gemm.precision.may_fall_back = False
+            names.append(gemm.name)
     if not names:
         raise ValueError(
             f"{type(model).__name__} has no FP8 layer whose weight FSDP2 shards along its first dimension: there is"
@@ -177,10 +178,10 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
 
 
 def note_sharded_weights(model: nn.Module) -> None:
-    """See :meth:`Fp8Rows.note_sharding`: for layers that were sharded after their conversion."""
+    """See :meth:`Gemm.note_sharding`: for layers that were sharded after their conversion."""
     for layer in model.modules():
-        for rows, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
-            rows.note_sharding(weight)
+        for gemm, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
+            gemm.note_sharding(weight)
 
 
 def _is_sharded_by_rows(weight: Tensor) -> bool:

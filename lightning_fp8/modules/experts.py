@@ -106,9 +106,9 @@ class Fp8Experts(Fp8Module):
         return counts
 
     def _product(self, name: str, expert: int, x: Tensor, stack: Tensor, weight: Tensor) -> Tensor:
-        rows, record = self.fp8[f"{name}.{expert}"], self.records
+        gemm, record = self.fp8[f"{name}.{expert}"], self.records
         check_input(self, f"input of {name}", x, weight)
-        return fp8_linear(rows, x, cast_weight(rows, stack, record, weight), None, record)
+        return fp8_linear(gemm, x, cast_weight(gemm, stack, record, weight), None, record)
 
     def _activated(self, h: Tensor) -> Tensor:
         return self._apply_gate(h) if self.has_gate else self.act_fn(h)

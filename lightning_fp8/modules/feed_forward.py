@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 
 from lightning_fp8 import ops
-from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.functional import (
     cast_input,
     cast_weight,
@@ -24,6 +24,7 @@ from lightning_fp8.modules.functional import (
     output_dtype,
     rounded_bias,
 )
+from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.linear import LINEAR_CLASSES
 from lightning_fp8.ops.operand import Layer
 
@@ -125,19 +126,19 @@ def fp8_feed_forward(first: nn.Module, activation: str, second: nn.Module, x: Te
     """
     one, two = cast(Fp8Module, first), cast(Fp8Module, second)
     check_input(one, "input", x, _weight(one))
-    rows, rows_2, record, dtype = one.fp8[""], two.fp8[""], one.records, output_dtype(x)
+    gemm, gemm_2, record, dtype = one.fp8[""], two.fp8[""], one.records, output_dtype(x)
     layer, layer_2 = (_as_layer(part, record, dtype) for part in (one, two))
     with_gradients = torch.is_grad_enabled()
-    x_fp8 = cast_input(rows, x, record, with_gradients and layer.weight.requires_grad)
-    with _no_evaluation(rows, record):
+    x_fp8 = cast_input(gemm, x, record, with_gradients and layer.weight.requires_grad)
+    with _no_evaluation(gemm, record):
         y, *_ = ops.mlp(
             x,
             layer,
             layer_2,
             x_fp8,
-            rows_2.slot("input", record),
-            rows.slot("grad_output", record),
-            rows_2.slot("grad_output", record),
+            gemm_2.slots["input", record],
+            gemm.slots["grad_output", record],
+            gemm_2.slots["grad_output", record],
             activation,
             with_gradients and layer_2.weight.requires_grad,
             with_gradients,
@@ -161,19 +162,19 @@ def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: T
     parts = [cast(Fp8Module, part) for part in (gate, up, down)]
     for part in parts[:2]:
         check_input(part, "input", x, _weight(part))
-    rows, record, dtype = [part.fp8[""] for part in parts], parts[0].records, output_dtype(x)
+    gemms, record, dtype = [part.fp8[""] for part in parts], parts[0].records, output_dtype(x)
     layers = [_as_layer(part, record, dtype) for part in parts]
     with_gradients = torch.is_grad_enabled()
-    x_fp8 = cast_input(rows[0], x, record, with_gradients and any(layer.weight.requires_grad for layer in layers[:2]))
+    x_fp8 = cast_input(gemms[0], x, record, with_gradients and any(layer.weight.requires_grad for layer in layers[:2]))
     # up takes the same cast
-    let_go_of_input(rows[1])
-    with _no_evaluation(rows[0], record):
+    let_go_of_input(gemms[1])
+    with _no_evaluation(gemms[0], record):
         y, *_ = ops.gated_mlp(
             x,
             *layers,
             x_fp8,
-            rows[2].slot("input", record),
-            *(row.slot("grad_output", record) for row in rows),
+            gemms[2].slots["input", record],
+            *(gemm.slots["grad_output", record] for gemm in gemms),
             with_gradients and layers[2].weight.requires_grad,
             with_gradients,
             dtype,
@@ -181,19 +182,19 @@ def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: T
     return y  # type: ignore[no-any-return]
 
 
-def _no_evaluation(rows: Fp8Rows, record: bool) -> AbstractContextManager[None]:
+def _no_evaluation(gemm: Gemm, record: bool) -> AbstractContextManager[None]:
     """For an operator in a forward with gradients: autograd runs it without, which must not count as an evaluation."""
     if record or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return nullcontext()
-    return rows.state.notices.silent()
+    return gemm.model.notices.silent()
 
 
 def _as_layer(layer: Fp8Module, record: bool, dtype: torch.dtype) -> Layer:
     """The layer's weight, its cast, and its bias for outputs of this dtype."""
-    rows, bias = layer.fp8[""], cast("Tensor | None", layer.bias)
-    weight, operand, is_kept = cast_weight(rows, _weight(layer), record)
-    check_bias(rows, bias, weight.shape[0])
-    return Layer(weight, bias, rounded_bias(rows, bias, dtype, is_kept), operand)  # type: ignore[arg-type]
+    gemm, bias = layer.fp8[""], cast("Tensor | None", layer.bias)
+    weight, operand, is_kept = cast_weight(gemm, _weight(layer), record)
+    check_bias(gemm, bias, weight.shape[0])
+    return Layer(weight, bias, rounded_bias(gemm, bias, dtype, is_kept), operand)  # type: ignore[arg-type]
 
 
 def _weight(layer: nn.Module) -> Tensor:
@@ -205,9 +206,9 @@ def reason_against_fusing(block: FeedForward) -> str | None:
     layers = [*block.first, block.second]
     if any(type(layer) not in LINEAR_CLASSES for layer in layers):
         return "a linear layer is not converted, has an adapter, or is sharded by itself"
-    rows = [cast(Fp8Module, layer).fp8[""] for layer in layers]
-    if not all(row.switch.in_fp8 and not row.switch.in_bf16 for row in rows):
-        return "a layer has products in bf16" if all(row.switch.in_fp8 for row in rows) else "a layer fell back"
+    gemms = [cast(Fp8Module, layer).fp8[""] for layer in layers]
+    if not all(gemm.precision.in_fp8 and not gemm.precision.in_bf16 for gemm in gemms):
+        return "a layer has products in bf16" if all(gemm.precision.in_fp8 for gemm in gemms) else "a layer fell back"
     if _operator(block) is None:
         of_gate = " for a gate" if len(block.first) == 2 or block.packed else ""
         return f"{_named(block.activation)} is not supported{of_gate}"
@@ -217,26 +218,25 @@ def reason_against_fusing(block: FeedForward) -> str | None:
     parts = [*layers, block.activation, *block.dropouts, *block.around]
     if any(isinstance(part, nn.Module) and _is_watched(part) for part in parts) or torch_module._has_any_global_hook():
         return "a part has hooks, or a `forward` of its own"
-    if rows[0].weight_scaling.blocks:
+    if gemms[0].weight_scaling.blocks:
         return "its tensors are scaled in blocks"
-    if any(row.state is not rows[0].state for row in rows):
+    if any(gemm.state is not gemms[0].state for gemm in gemms):
         return "its layers were not converted together"
     if any(layer.training != layers[0].training for layer in layers):
         return "its layers differ in training mode"
-    # layers that share their input have the very same index tensor
-    if len(block.first) == 2 and rows[0].index["input"] is not rows[1].index["input"]:
+    if len(block.first) == 2 and (gemms[0].shared_input is None or gemms[0].shared_input is not gemms[1].shared_input):
         return "gate and up do not share their input"
-    return _misfit([_weight(layer) for layer in layers], rows, block.packed)
+    return _misfit([_weight(layer) for layer in layers], gemms, block.packed)
 
 
-def _misfit(weights: list[Tensor], rows: list[Fp8Rows], packed: bool) -> str | None:
+def _misfit(weights: list[Tensor], gemms: list[Gemm], packed: bool) -> str | None:
     """Why these weights do not make a block; the last one is that of the second layer."""
     if any(isinstance(weight, DTensor) for weight in weights):
         return SHARDED
     # weights may have been replaced since: run part by part, the layer whose input does not fit raises the error
     if any(weight.dim() != 2 for weight in weights):
         return "its weights do not fit together"
-    shapes = [weight.shape[::-1] if row.k_by_n else weight.shape for weight, row in zip(weights, rows, strict=True)]
+    shapes = [weight.shape[::-1] if gemm.k_by_n else weight.shape for weight, gemm in zip(weights, gemms, strict=True)]
     (outputs, inputs), *others, (_, hidden) = shapes
     fits = outputs == (2 * hidden if packed else hidden) and all(other == (outputs, inputs) for other in others)
     return None if fits else "its weights do not fit together"

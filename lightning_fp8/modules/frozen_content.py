@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +13,6 @@ from lightning_fp8 import ops
 from lightning_fp8.ops.amaxes import max_abs
 from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.ops.operand import WeightSlot
-from lightning_fp8.runtime.choice import check_choice
-
-FrozenWeights = Literal["master", "fp8"]
-FROZEN_WEIGHTS: tuple[FrozenWeights, ...] = get_args(FrozenWeights)
-
-
-def check_frozen_weights(frozen_weights: object) -> None:
-    """Raise a ValueError for a value that is neither None nor one of ``FROZEN_WEIGHTS``."""
-    if frozen_weights is not None:
-        check_choice("`frozen_weights`", frozen_weights, FROZEN_WEIGHTS)
 
 
 @dataclass(eq=False)

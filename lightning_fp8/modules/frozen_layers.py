@@ -5,44 +5,51 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fp8.modules.frozen_weight import FrozenWeight, frozen
+from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.stamp import Stamped
 from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.ops.operand import Fp8Operand
 
-if TYPE_CHECKING:
-    from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+
+class _Layer(Protocol):
+    """A converted module, see :class:`lightning_fp8.modules.base.Fp8Module`."""
+
+    fp8: dict[str, Gemm]
+    _parameters: dict[str, nn.Parameter | None]
+
+    def gemms(self) -> list[tuple[Gemm, Tensor]]:
+        """Each of its own GEMMs, with the current weight."""
 
 
-def frozen_operand(rows: Fp8Rows, weight: FrozenWeight) -> tuple[Tensor, Fp8Operand]:
+def frozen_operand(gemm: Gemm, weight: FrozenWeight) -> tuple[Tensor, Fp8Operand]:
     """``[N, K]`` for autograd, and the operand of the GEMMs. After each change, updates the state as a cast does."""
-    if not torch.compiler.is_compiling() and rows.frozen_seen is not weight.scale_inv:
-        rows.frozen_seen = weight.scale_inv
-        _note(rows, weight)
+    if not torch.compiler.is_compiling() and gemm.weight_cast.frozen_seen is not weight.scale_inv:
+        gemm.weight_cast.frozen_seen = weight.scale_inv
+        _note(gemm, weight)
     scale_inv = weight.scale_inv
-    operand = Fp8Operand(*weight.operand_payloads(), scale_inv, scale_inv, rows.formats["weight"])
+    operand = Fp8Operand(*weight.operand_payloads(), scale_inv, scale_inv, gemm.slots["weight", True].format)
     return weight.place_in_graph(), operand
 
 
-def _note(rows: Fp8Rows, weight: FrozenWeight) -> None:
+def _note(gemm: Gemm, weight: FrozenWeight) -> None:
     # computed from the amax: the inverse of `scale_inv` may differ in the last bit
-    rows.state.note_weight(rows.index["weight"], weight.largest, scale_of_current(weight.largest, E4M3))
+    gemm.state.note_weight(gemm.slots["weight", True].index, weight.largest, scale_of_current(weight.largest, E4M3))
 
 
-def with_master(rows: Fp8Rows, weight: Tensor) -> Tensor:
+def with_master(gemm: Gemm, weight: Tensor) -> Tensor:
     """A weight that was to be kept in FP8 only and is not, as a plain tensor. Warns once for each model."""
-    if not (torch.compiler.is_compiling() or rows.group.told_master or weight.requires_grad):
-        rows.group.told_master = True
+    if not (torch.compiler.is_compiling() or weight.requires_grad) and gemm.model.notices.is_first("master"):
         is_changed = isinstance(weight, FrozenWeight)
         what = "changed in place, as by merging an adapter" if is_changed else "replaced, as by `fully_shard`"
         warnings.warn(
-            f"The weight of {rows.name!r} was to be kept in FP8 only and has been {what}, or is not finite. It, and any"
+            f"The weight of {gemm.name!r} was to be kept in FP8 only and has been {what}, or is not finite. It, and any"
             f" other to which this happens, has {weight.dtype} values again, with their memory. To round whole weights"
             " to FP8 again, call `lightning_fp8.convert(model, frozen_weights='fp8')`.",
             stacklevel=2,
@@ -50,27 +57,27 @@ def with_master(rows: Fp8Rows, weight: Tensor) -> Tensor:
     return weight.dequantized() if isinstance(weight, FrozenWeight) else weight
 
 
-def free_masters(layer: Fp8Module) -> None:
+def free_masters(layer: _Layer) -> None:
     """Replace the master of each frozen weight that is to be kept in FP8 only by its FP8 cast."""
-    for rows, weight in layer.gemms():
-        made = frozen(weight, rows.name, rows.k_by_n) if rows.fp8_only else None
+    for gemm, weight in layer.gemms():
+        made = frozen(weight, gemm.name, gemm.k_by_n) if gemm.weight_cast.fp8_only else None
         if made is not None:
-            replace_weight(layer, rows, weight, made)
-    for rows, weight in layer.gemms():
+            replace_weight(cast(nn.Module, layer), gemm, weight, made)
+    for gemm, weight in layer.gemms():
         if isinstance(weight, FrozenWeight) and weight.is_fp8:
             # compiled code does not store it in the state
-            _note(rows, weight)
+            _note(gemm, weight)
 
 
-def save_values(layer: Fp8Module, saved: dict[str, Any], prefix: str) -> None:
+def save_values(layer: _Layer, saved: dict[str, Any], prefix: str) -> None:
     """Replace the layer's FP8 parameters in a ``state_dict`` by their values. Warns once for each model."""
-    held = frozen_parameters(layer)
+    held = frozen_parameters(cast(nn.Module, layer))
     for name, weight in held.items():
         saved[f"{prefix}{name}"] = weight.dequantized()
-    group = next(iter(layer.fp8.values())).group
-    rounded = what_was_rounded(rows.weight for rows in group.members) if held and not group.told_rounding else None
-    if rounded is not None:
-        group.told_rounding = True
+    model = next(iter(layer.fp8.values())).model
+    gemms = cast(list[Gemm], list(model.gemms.values())) if held else []
+    rounded = what_was_rounded(gemm.weight for gemm in gemms)
+    if rounded is not None and model.notices.is_first("rounding"):
         warnings.warn(
             f"state_dict: {rounded}. It holds the rounded values, in the dtypes of the masters. Where that is not what"
             " you want, save the adapters only, or convert with `frozen_weights='master'`.",
@@ -95,17 +102,17 @@ def frozen_parameters_apart(layer: nn.Module) -> Iterator[dict[str, FrozenWeight
         layer._parameters.update(cast(dict[str, nn.Parameter], held))
 
 
-def replace_weight(layer: nn.Module, rows: Fp8Rows, former: Tensor, new: nn.Parameter) -> None:
+def replace_weight(layer: nn.Module, gemm: Gemm, former: Tensor, new: nn.Parameter) -> None:
     """Replace one of the layer's own parameters by one whose cast is the same, so that the histories belong to it."""
-    was_known = rows.is_known()
+    was_known = gemm.is_known()
     for name, parameter in layer._parameters.items():
         if parameter is former:
             layer._parameters[name] = new
-    rows.note_sharding(new)
+    gemm.note_sharding(new)
     # nothing may keep the memory of the former one
-    rows.reference = Stamped()
+    gemm.reference = Stamped()
     if was_known:
-        rows.refer()
+        gemm.refer()
 
 
 def what_was_rounded(weights: Iterable[Tensor | None]) -> str | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -13,15 +12,18 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import ops
-from lightning_fp8.modules.base import Fp8Module, Fp8Rows
+from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.frozen_layers import frozen_operand, with_master
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.gathered_weight import GatheredWeight
+from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.weight_cast import normal_tensors
+from lightning_fp8.modules.weights_together import cast_stale
 from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
 from lightning_fp8.ops.library import can_keep_copies, is_k_major
 from lightning_fp8.ops.operand import Fp8Operand
-from lightning_fp8.scaling.switches import Switch
+from lightning_fp8.scaling.precision import LayerPrecision
 
 
 class Fp8Weight(NamedTuple):
@@ -37,7 +39,7 @@ class Fp8Weight(NamedTuple):
     operand: Fp8Operand | None
     is_kept: bool = False
 
-    def rows(self, rows: slice, of: Fp8Rows) -> Fp8Weight:
+    def rows(self, rows: slice, of: Gemm) -> Fp8Weight:
         """A slice of the N rows, with the scales of the whole weight; cast separately if it splits a block."""
         weight, operand = take_rows(self.weight, rows), self.operand
         if operand is None:
@@ -46,7 +48,7 @@ class Fp8Weight(NamedTuple):
             return self
         if of.weight_scaling.blocks and (rows.start % BLOCK or rows.stop % BLOCK):
             # without the state, which must keep the amax and scale of the whole weight
-            slot = of.weight_slot(False)._replace(state=None)
+            slot = of.slots["weight", False]._replace(state=None)
             return Fp8Weight(weight, ops.cast_weight_operand(weight.detach(), slot, torch.is_grad_enabled()))
         if of.weight_scaling.blocks:
             blocks = slice(rows.start // BLOCK, rows.stop // BLOCK)
@@ -62,7 +64,7 @@ def take_rows(tensor: Tensor, rows: slice) -> Tensor:
     return tensor if rows.start == 0 and rows.stop == len(tensor) else tensor[rows]
 
 
-def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | None = None) -> Fp8Weight:
+def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None = None) -> Fp8Weight:
     """The FP8 cast of a weight ``[N, K]``, or ``[K, N]`` if the layer stores it transposed.
 
     Where the weight is a matrix of a parameter ``[E, N, K]``, ``part`` is that matrix, for autograd.
@@ -70,37 +72,37 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
     Raises:
         NotImplementedError: for a ``DTensor``.
     """
-    switch = rows.switch
-    if not switch.in_fp8 or (switch.in_bf16 and not _needs_cast(switch)):
-        if not switch.in_fp8 and not torch.compiler.is_compiling():
-            rows.weight_cache.drop()
-        check_whole(rows, parameter)
-        return Fp8Weight(_n_by_k(rows, parameter, part), None)
+    precision = gemm.precision
+    if not precision.in_fp8 or (precision.in_bf16 and not _needs_cast(precision)):
+        if not precision.in_fp8 and not torch.compiler.is_compiling():
+            gemm.weight_cast.drop()
+        check_whole(gemm, parameter)
+        return Fp8Weight(_n_by_k(gemm, parameter, part), None)
     # Forwards that do not record use the cache only while a context vouches for the weight: in evaluation, weights may
     # be swapped (EMA, averaging) without a trace.
-    cache, keep_columns = rows.weight_cache, torch.is_grad_enabled()
-    is_kept = rows.keeps_cast and can_keep_copies(parameter) and (record or cache.vouchers > 0)
+    cache, keep_columns = gemm.weight_cast, torch.is_grad_enabled()
+    is_kept = gemm.weight_cast.is_kept and can_keep_copies(parameter) and (record or cache.vouchers > 0)
     made = cache.get(parameter) if is_kept else None
     # while lost values are counted, a frozen weight is cast again, so that each step counts its losses
-    must_count = record and not parameter.requires_grad and rows.state.cast_counts.values is not None
+    must_count = record and not parameter.requires_grad and gemm.model.counts.values is not None
     if made is not None and not must_count and (not keep_columns or made.columns.dim() == 2):
-        return Fp8Weight(_n_by_k(rows, parameter, part), made, True)
+        return Fp8Weight(_n_by_k(gemm, parameter, part), made, True)
     if isinstance(parameter, FrozenWeight) and parameter.is_fp8:
-        return Fp8Weight(*frozen_operand(rows, parameter))
-    if rows.fp8_only:
-        parameter = with_master(rows, parameter)
+        return Fp8Weight(*frozen_operand(gemm, parameter))
+    if gemm.weight_cast.fp8_only:
+        parameter = with_master(gemm, parameter)
     if isinstance(parameter, GatheredWeight):
         place, scale_inv = parameter.place_in_graph(), parameter.scale_inv
-        operand = Fp8Operand(*parameter.payloads(rows.k_by_n), scale_inv, scale_inv, rows.formats["weight"])
-        return Fp8Weight(place.t() if rows.k_by_n else place, operand)
-    check_whole(rows, parameter)
-    weight = _n_by_k(rows, parameter, part)
-    if rows.is_prepared and is_dynamo_compiling():
-        return Fp8Weight(weight, rows.prepared)
-    made = rows.group.cast_stale(rows, parameter) if is_kept and record else None
+        operand = Fp8Operand(*parameter.payloads(gemm.k_by_n), scale_inv, scale_inv, gemm.slots["weight", True].format)
+        return Fp8Weight(place.t() if gemm.k_by_n else place, operand)
+    check_whole(gemm, parameter)
+    weight = _n_by_k(gemm, parameter, part)
+    if gemm.weight_cast.is_prepared and is_dynamo_compiling():
+        return Fp8Weight(weight, gemm.weight_cast.prepared)
+    made = cast_stale(gemm, parameter) if is_kept and record else None
     if made is None:
-        with _normal_tensors() if is_kept else nullcontext():
-            made = ops.cast_weight_operand(weight.detach(), rows.weight_slot(record), keep_columns)
+        with normal_tensors() if is_kept else nullcontext():
+            made = ops.cast_weight_operand(weight.detach(), gemm.slots["weight", record], keep_columns)
         if is_kept:
             cache.put(parameter, made)
             if cache.vouchers and not is_k_major(parameter):
@@ -109,56 +111,50 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
     return Fp8Weight(weight, made, is_kept)
 
 
-def _n_by_k(rows: Fp8Rows, parameter: Tensor, part: Tensor | None) -> Tensor:
+def _n_by_k(gemm: Gemm, parameter: Tensor, part: Tensor | None) -> Tensor:
     weight = parameter if part is None else part
-    return weight.t() if rows.k_by_n else weight
+    return weight.t() if gemm.k_by_n else weight
 
 
-def _needs_cast(switch: Switch) -> bool:
+def _needs_cast(precision: LayerPrecision) -> bool:
     """Whether a product takes the weight in FP8: in a forward without gradients that is fprop alone."""
-    return switch.casts("weight") if torch.is_grad_enabled() else switch.fprop_in_fp8
+    return precision.casts("weight") if torch.is_grad_enabled() else precision.fprop_in_fp8
 
 
-def check_whole(rows: Fp8Rows, parameter: Tensor) -> None:
+def check_whole(gemm: Gemm, parameter: Tensor) -> None:
     """Raise a NotImplementedError for a ``DTensor``."""
     if isinstance(parameter, DTensor):
         raise NotImplementedError(
-            f"{rows.name!r}: the weight is distributed over processes, and only `nn.Linear` computes with a part of"
+            f"{gemm.name!r}: the weight is distributed over processes, and only `nn.Linear` computes with a part of"
             " it. Leave the layer out with `ignore_modules`; or, under `fully_shard`, call it as a module, so that"
             " its hooks gather the weight."
         )
 
 
-@contextmanager
-def _normal_tensors() -> Iterator[None]:
-    """For copies that outlive an inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool, by_rows: bool = True) -> Fp8Operand:
+def cast_input(gemm: Gemm, x: Tensor, record: bool, keep: bool, by_rows: bool = True) -> Fp8Operand:
     """x ``[*, K]`` in FP8: by rows if forward needs that (``by_rows``), by columns if backward does (``keep``).
 
     Layers that share x use one cast wherever a change of x would be seen. An inference tensor does not count its
     changes, nor does a trace show them; with gradients, AOTAutograd merges casts that have the same arguments.
     """
-    shared = rows.shared_input
+    shared = gemm.shared_input
     if shared is None or torch.compiler.is_compiling() or x.is_inference():
-        return _cast_input(rows, x, record, keep, by_rows)
-    made = None if rows.is_first else shared.take(x, rows.state, record, keep, by_rows, rows.is_last)
+        return _cast_input(gemm, x, record, keep, by_rows)
+    is_first, is_last = (shared.modules[at] == gemm.module for at in (0, -1))
+    made = None if is_first else shared.take(x, gemm.model, record, keep, by_rows, is_last)
     if made is None:
-        by_columns = keep or (torch.is_grad_enabled() and rows.followers_need_columns())
-        made = _cast_input(rows, x, record, by_columns, by_rows)
-        if not rows.is_last:
-            shared.put(x, rows.state, record, made, rows.is_first)
+        by_columns = keep or (torch.is_grad_enabled() and gemm.followers_need_columns())
+        made = _cast_input(gemm, x, record, by_columns, by_rows)
+        if not is_last:
+            shared.put(x, gemm.model, record, made, is_first)
     return made
 
 
-def _cast_input(rows: Fp8Rows, x: Tensor, record: bool, keep: bool, by_rows: bool = True) -> Fp8Operand:
-    return ops.cast_operand(ops.in_rows(x.detach()), rows.slot("input", record), "none", keep, by_rows)
+def _cast_input(gemm: Gemm, x: Tensor, record: bool, keep: bool, by_rows: bool = True) -> Fp8Operand:
+    return ops.cast_operand(ops.in_rows(x.detach()), gemm.slots["input", record], "none", keep, by_rows)
 
 
-def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool) -> Tensor:
+def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool) -> Tensor:
     """``x @ weight^T + bias`` in FP8: x ``[*, K]`` -> ``[*, N]`` in autocast's dtype, else in that of ``x``.
 
     A layer that fell back computes in that dtype throughout, and so do those products that are not in FP8.
@@ -167,36 +163,36 @@ def fp8_linear(rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None,
         ValueError: if the bias does not have one element for each of the N outputs.
     """
     dtype, (parameter, operand, is_kept) = output_dtype(x), weight
-    if operand is None or rows.switch.in_bf16:
-        return _linear_in_part(rows, x, weight, bias, record, dtype)
-    check_bias(rows, bias, operand.rows.shape[0])
-    bias_value = rounded_bias(rows, bias, dtype, is_kept)
-    x_fp8 = cast_input(rows, x, record, keep=parameter.requires_grad and torch.is_grad_enabled())
-    dy = rows.slot("grad_output", record)
+    if operand is None or gemm.precision.in_bf16:
+        return _linear_in_part(gemm, x, weight, bias, record, dtype)
+    check_bias(gemm, bias, operand.rows.shape[0])
+    bias_value = rounded_bias(gemm, bias, dtype, is_kept)
+    x_fp8 = cast_input(gemm, x, record, keep=parameter.requires_grad and torch.is_grad_enabled())
+    dy = gemm.slots["grad_output", record]
     return ops.linear(x, parameter, bias, bias_value, x_fp8, operand, dy, dtype)  # type: ignore[no-any-return]
 
 
 def _linear_in_part(
-    rows: Fp8Rows, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool, dtype: torch.dtype
+    gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool, dtype: torch.dtype
 ) -> Tensor:
     """Like :func:`fp8_linear`, for a layer with products that are not in FP8: all of them if it fell back."""
-    (parameter, operand, is_kept), switch = weight, rows.switch
+    (parameter, operand, is_kept), precision = weight, gemm.precision
     with_gradients = torch.is_grad_enabled()
-    if not (switch.in_fp8 and (with_gradients or switch.fprop_in_fp8)):
-        let_go_of_input(rows)
+    if not (precision.in_fp8 and (with_gradients or precision.fprop_in_fp8)):
+        let_go_of_input(gemm)
         return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))
-    check_bias(rows, bias, len(parameter))
-    fprop, dgrad, wgrad = (product in switch.in_bf16 for product in PRODUCTS)
+    check_bias(gemm, bias, len(parameter))
+    fprop, dgrad, wgrad = (product in precision.in_bf16 for product in PRODUCTS)
     nothing, unscaled = x.new_empty(0), torch.ones((), device=x.device)
-    x_operand = Fp8Operand(nothing, nothing, unscaled, unscaled, rows.formats["input"])
-    w_operand = operand or Fp8Operand(nothing, nothing, unscaled, unscaled, rows.formats["weight"])
+    x_operand = Fp8Operand(nothing, nothing, unscaled, unscaled, gemm.slots["input", True].format)
+    w_operand = operand or Fp8Operand(nothing, nothing, unscaled, unscaled, gemm.slots["weight", True].format)
     keep = with_gradients and parameter.requires_grad
     if not fprop or (keep and not wgrad):
-        x_operand = cast_input(rows, x, record, keep and not wgrad, not fprop)
+        x_operand = cast_input(gemm, x, record, keep and not wgrad, not fprop)
     else:
-        let_go_of_input(rows)
+        let_go_of_input(gemm)
     if fprop or (keep and wgrad):
-        plain = ops.in_rows(_rounded_input(rows, x, dtype))
+        plain = ops.in_rows(_rounded_input(gemm, x, dtype))
         x_operand = x_operand._replace(
             rows=plain if fprop else x_operand.rows, columns=plain.t() if wgrad else x_operand.columns
         )
@@ -205,35 +201,36 @@ def _linear_in_part(
         w_operand = w_operand._replace(
             rows=plain if fprop else w_operand.rows, columns=plain.t() if dgrad else w_operand.columns
         )
-    bias_value, dy = rounded_bias(rows, bias, dtype, is_kept), rows.slot("grad_output", record)
+    bias_value, dy = rounded_bias(gemm, bias, dtype, is_kept), gemm.slots["grad_output", record]
     return ops.linear(x, parameter, bias, bias_value, x_operand, w_operand, dy, dtype)  # type: ignore[no-any-return]
 
 
-def _rounded_input(rows: Fp8Rows, x: Tensor, dtype: torch.dtype) -> Tensor:
-    shared = rows.shared_input
+def _rounded_input(gemm: Gemm, x: Tensor, dtype: torch.dtype) -> Tensor:
+    shared = gemm.shared_input
     # a compiler merges these casts by itself
     if shared is None or x.dtype == dtype or x.is_inference() or torch.compiler.is_compiling():
         return x.detach().to(dtype)
-    return shared.rounded(x, dtype, rows.is_last)
+    return shared.rounded(x, dtype, shared.modules[-1] == gemm.module)
 
 
-def let_go_of_input(rows: Fp8Rows) -> None:
+def let_go_of_input(gemm: Gemm) -> None:
     """For a layer that casts no input of its own: release the shared cast if no later layer shares it."""
-    if rows.is_last and rows.shared_input is not None:
-        rows.shared_input.drop()
+    shared = gemm.shared_input
+    if shared is not None and shared.modules[-1] == gemm.module:
+        shared.drop()
 
 
-def rounded_bias(rows: Fp8Rows, bias: Tensor | None, dtype: torch.dtype, keep: bool) -> Tensor | None:
+def rounded_bias(gemm: Gemm, bias: Tensor | None, dtype: torch.dtype, keep: bool) -> Tensor | None:
     """The bias in the dtype that a GEMM with this output dtype takes; cached (``keep``) if it has to be rounded."""
     if bias is None or bias.dtype == dtype or dtype == torch.float32:
         return None if bias is None else bias.detach()
     if not keep:
         return bias.detach().to(dtype)
-    kept = rows.bias_cache.get(bias)
+    kept = gemm.bias_cast.get(bias)
     if kept is None or kept.dtype != dtype:
-        with _normal_tensors():
+        with normal_tensors():
             kept = bias.detach().to(dtype)
-        rows.bias_cache.put(bias, kept)
+        gemm.bias_cast.put(bias, kept)
     return kept
 
 
@@ -266,11 +263,11 @@ def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None
         )
 
 
-def check_bias(rows: Fp8Rows, bias: Tensor | None, outputs: int) -> None:
+def check_bias(gemm: Gemm, bias: Tensor | None, outputs: int) -> None:
     """Raise a ValueError unless the bias has one element for each output: a kernel would read past its end."""
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(
-            f"The bias of {rows.name!r} must have the shape ({outputs},), one element for each output of the weight,"
+            f"The bias of {gemm.name!r} must have the shape ({outputs},), one element for each output of the weight,"
             f" got {tuple(bias.shape)}."
         )
 

@@ -31,11 +31,11 @@ class Fp8Linear(Fp8Module, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[*, in_features]`` -> y ``[*, out_features]``; see the class."""
-        weight, rows, record = self.weight, self.fp8[""], self.records
+        weight, gemm, record = self.weight, self.fp8[""], self.records
         check_input(self, "input", x, weight)
         if isinstance(weight, DTensor):
-            return parallel_linear(rows, x, weight, self.bias, record)
-        return fp8_linear(rows, x, cast_weight(rows, weight, record), self.bias, record)
+            return parallel_linear(gemm, x, weight, self.bias, record)
+        return fp8_linear(gemm, x, cast_weight(gemm, weight, record), self.bias, record)
 
 
 # the classes that are one linear layer; `conv1d` adds its own, where `transformers` has been imported

@@ -16,80 +16,82 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.modules.base import Fp8Module, Fp8Rows
-from lightning_fp8.modules.weight_group import cast_together, is_plain
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.weights_together import cast_together, is_plain
 from lightning_fp8.ops.operand import Fp8Operand
 from lightning_fp8.runtime.warn_once import warn_once
 
 _LOCK = threading.Lock()
 
 
-def compiled_rows(model: nn.Module) -> list[Fp8Rows]:
-    """The rows of layers in modules that ``torch.compile``, ``nn.Module.compile`` or ``generate`` has compiled."""
-    found: dict[int, Fp8Rows] = {}
+def compiled_gemms(model: nn.Module) -> list[Gemm]:
+    """The GEMMs of layers in modules that ``torch.compile``, ``nn.Module.compile`` or ``generate`` has compiled."""
+    found: dict[int, Gemm] = {}
     for module in model.modules():
         # `_compiler_ctx` is Lightning's; `generate` of transformers keeps what it has compiled in `_compiled_call`
         kept = (getattr(module, name, None) for name in ("_compiled_call_impl", "_compiler_ctx", "_compiled_call"))
         if "_orig_mod" in module._modules or any(one is not None for one in kept):
             layers = (layer for layer in module.modules() if isinstance(layer, Fp8Module))
-            found.update((id(rows), rows) for layer in layers for rows in layer.fp8.values())
+            found.update((id(gemm), gemm) for layer in layers for gemm in layer.fp8.values())
     return list(found.values())
 
 
 @contextmanager
-def prepared(rows: Sequence[Fp8Rows], record: bool, in_backward: bool = False) -> Iterator[None]:
+def prepared(gemms: Sequence[Gemm], record: bool, in_backward: bool = False) -> Iterator[None]:
     """Cast the weights that have changed, and let compiled code in this context, in any thread, use the casts.
 
     Args:
-        rows: the rows of layers; left out are layers whose weight is sharded, computed or not cast, and in training
+        gemms: left out are those of layers whose weight is sharded, computed or not cast, and in training
             those whose weight is frozen, as it may belong to a target network that changes within the step.
         record: whether this is a training step.
         in_backward: whether this is a backward. Its recomputation reads the same casts as the forward: nothing is cast
             again, as that would overwrite what backward has kept.
     """
-    ready = [(one, weight) for one in rows if (weight := _weight_to_prepare(one, record)) is not None]
+    ready = [(one, weight) for one in gemms if (weight := _weight_to_prepare(one, record)) is not None]
     if in_backward:
         ready = [entry for entry in ready if _is_held(*entry)]
     with _LOCK:
-        for group in () if in_backward else {id(one.group): one.group for one, _ in ready}.values():
-            _refresh([(one, weight) for one, weight in ready if one.group is group], record)
+        for model in () if in_backward else {id(one.model): one.model for one, _ in ready}.values():
+            _refresh([(one, weight) for one, weight in ready if one.model is model], record)
         for one, _ in ready:
-            one.is_prepared, one.preparers = True, one.preparers + 1
+            one.weight_cast.is_prepared, one.weight_cast.preparers = True, one.weight_cast.preparers + 1
     try:
         yield
     finally:
         with _LOCK:
             for one, _ in ready:
                 _check(one)
-                one.preparers -= 1
-                one.is_prepared &= one.preparers > 0
+                one.weight_cast.preparers -= 1
+                one.weight_cast.is_prepared &= one.weight_cast.preparers > 0
 
 
-def _is_held(rows: Fp8Rows, weight: Tensor) -> bool:
-    return rows.prepared is not None and rows.weight_cache.get(weight) is rows.prepared
+def _is_held(gemm: Gemm, weight: Tensor) -> bool:
+    return gemm.weight_cast.prepared is not None and gemm.weight_cast.get(weight) is gemm.weight_cast.prepared
 
 
-def _weight_to_prepare(rows: Fp8Rows, record: bool) -> Tensor | None:
-    weight = rows.weight
-    if weight is None or not (rows.keeps_cast and rows.may_prepare and rows.switch.casts("weight")):
+def _weight_to_prepare(gemm: Gemm, record: bool) -> Tensor | None:
+    weight = gemm.weight
+    kept = gemm.weight_cast
+    if weight is None or not (kept.is_kept and kept.may_prepare and gemm.precision.casts("weight")):
         return None
-    if not is_plain(weight, rows.state.device) or weight.dim() != 2 or not weight.numel():
+    if not is_plain(weight, gemm.state.device) or weight.dim() != 2 or not weight.numel():
         return None
     return weight if weight.requires_grad or not record else None
 
 
-def _refresh(layers: list[tuple[Fp8Rows, Tensor]], record: bool) -> None:
+def _refresh(layers: list[tuple[Gemm, Tensor]], record: bool) -> None:
     """Write the casts of those weights of a model that have changed."""
     stale = [entry for entry in layers if not _is_held(*entry)]
     if not stale:
         return
     with torch.inference_mode(False), torch.no_grad():
         for (one, weight), made in zip(stale, _cast(stale, record), strict=True):
-            one.prepared = made
-            one.weight_cache.put(weight, made)
+            one.weight_cast.prepared = made
+            one.weight_cast.put(weight, made)
 
 
-def _cast(stale: list[tuple[Fp8Rows, Tensor]], record: bool) -> list[Fp8Operand]:
+def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Fp8Operand]:
     former = [_fitting(one, weight) for one, weight in stale]
     (first, weight), *_ = stale
     if ops.casts_weights_together(weight, first.weight_scaling):
@@ -99,7 +101,7 @@ def _cast(stale: list[tuple[Fp8Rows, Tensor]], record: bool) -> list[Fp8Operand]
         new = cast_together(stale, kept_tensors)
     else:
         new = [
-            ops.cast_weight_operand(_by_rows(one, weight.detach()), one.weight_slot(record), keep=True)
+            ops.cast_weight_operand(_by_rows(one, weight.detach()), one.slots["weight", record], keep=True)
             for one, weight in stale
         ]
     pairs = [(kept, cast) for kept, cast in zip(former, new, strict=True) if kept is not None]
@@ -120,30 +122,30 @@ def _cast(stale: list[tuple[Fp8Rows, Tensor]], record: bool) -> list[Fp8Operand]
     return [cast if kept is None else kept for kept, cast in zip(former, new, strict=True)]
 
 
-def _fitting(rows: Fp8Rows, weight: Tensor) -> Fp8Operand | None:
+def _fitting(gemm: Gemm, weight: Tensor) -> Fp8Operand | None:
     """The tensors that an earlier cast was written to, if this one fits them."""
-    kept = rows.prepared
-    if kept is None or kept.rows.device != weight.device or kept.rows.shape != _by_rows(rows, weight).shape:
+    kept = gemm.weight_cast.prepared
+    if kept is None or kept.rows.device != weight.device or kept.rows.shape != _by_rows(gemm, weight).shape:
         return None
     return kept
 
 
-def _by_rows(rows: Fp8Rows, weight: Tensor) -> Tensor:
-    return weight.t() if rows.k_by_n else weight
+def _by_rows(gemm: Gemm, weight: Tensor) -> Tensor:
+    return weight.t() if gemm.k_by_n else weight
 
 
-def _as_stored(rows: Fp8Rows, operand: Fp8Operand) -> tuple[Tensor, Tensor]:
-    return (operand.columns, operand.rows) if rows.k_by_n else (operand.rows, operand.columns)
+def _as_stored(gemm: Gemm, operand: Fp8Operand) -> tuple[Tensor, Tensor]:
+    return (operand.columns, operand.rows) if gemm.k_by_n else (operand.rows, operand.columns)
 
 
-def _check(rows: Fp8Rows) -> None:
+def _check(gemm: Gemm) -> None:
     """Leave a layer out for good if its weight was changed within a context, by means that do not clear its flag."""
-    weight = rows.weight
-    if not rows.is_prepared or weight is None or _is_held(rows, weight):
+    weight = gemm.weight
+    if not gemm.weight_cast.is_prepared or weight is None or _is_held(gemm, weight):
         return
-    rows.is_prepared = rows.may_prepare = False
+    gemm.weight_cast.is_prepared = gemm.weight_cast.may_prepare = False
     warn_once(
-        f"The weight of {rows.name!r} was changed within a step, and compiled code that ran after the change used the"
+        f"The weight of {gemm.name!r} was changed within a step, and compiled code that ran after the change used the"
         " former value. From now on compiled code casts this weight in each forward. Change weights between steps, or"
         " by an optimizer or `load_state_dict`."
     )

@@ -5,26 +5,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning_fp8.ops.operand import Fp8Operand
-    from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.ops.operand import Fp8Operand
+from lightning_fp8.scaling.model import Fp8Model
 
 
-class _Cast(NamedTuple):
+class _Made(NamedTuple):
     x: weakref.ref[Tensor]
     circumstances: tuple[Any, ...]
-    operand: Fp8Operand
-
-
-class _Rounded(NamedTuple):
-    x: weakref.ref[Tensor]
-    circumstances: tuple[Any, ...]
-    values: Tensor
+    value: Any
 
 
 class SharedInput:
@@ -40,60 +33,60 @@ class SharedInput:
 
     def __init__(self, modules: Sequence[int]) -> None:
         self.modules = tuple(modules)
-        self._made: _Cast | None = None
-        self._rounded: _Rounded | None = None
+        # by kind: "fp8", or "rounded" for products that take the input in another dtype
+        self._made: dict[str, _Made] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None, "_rounded": None}
+        return {"modules": self.modules, "_made": {}}
 
     def take(
-        self, x: Tensor, state: ScalingState, record: bool, keep: bool, by_rows: bool, is_last: bool
+        self, x: Tensor, model: Fp8Model, record: bool, keep: bool, by_rows: bool, is_last: bool
     ) -> Fp8Operand | None:
         """The cast of ``x`` that an earlier layer has made, by columns if ``keep`` and by rows if ``by_rows``; None if
         there is none.
         """
         # read once: another thread may replace it
-        made = self._made
-        if is_last:
-            self._made = None
-        if made is None or made.x() is not x or made.circumstances != _circumstances(x, state, record):
+        made = self._made.pop("fp8", None) if is_last else self._made.get("fp8")
+        if made is None or made.x() is not x or made.circumstances != _circumstances(x, model, record):
             return None
-        if (keep and made.operand.columns.dim() != 2) or (by_rows and made.operand.rows.dim() != 2):
+        operand: Fp8Operand = made.value
+        if (keep and operand.columns.dim() != 2) or (by_rows and operand.rows.dim() != 2):
             return None
-        return made.operand
+        return operand
 
     def drop(self) -> None:
         """Keep no cast."""
-        self._made = self._rounded = None
+        self._made.clear()
 
-    def put(self, x: Tensor, state: ScalingState, record: bool, operand: Fp8Operand, is_first: bool) -> None:
+    def put(self, x: Tensor, model: Fp8Model, record: bool, operand: Fp8Operand, is_first: bool) -> None:
         """Keep a cast for the later layers, for as long as ``x`` exists.
 
         If a later layer was given another tensor, the cast for the other layers stays.
         """
-        made = self._made
+        made = self._made.get("fp8")
         if is_first or made is None or made.x() is x:
-            self._made = _Cast(weakref.ref(x, self._drop_with), _circumstances(x, state, record), operand)
+            self._made["fp8"] = _Made(weakref.ref(x, self._drop_with), _circumstances(x, model, record), operand)
 
     def rounded(self, x: Tensor, dtype: torch.dtype, is_last: bool) -> Tensor:
         """``x`` in another dtype, for products that take it in that dtype: one tensor for all layers, which may be
         kept for backward.
         """
         # the streams of two threads do not wait for each other
-        made, circumstances = self._rounded, (x._version, dtype, threading.get_ident())
+        made, circumstances = self._made.get("rounded"), (x._version, dtype, threading.get_ident())
         if made is None or made.x() is not x or made.circumstances != circumstances:
-            made = _Rounded(weakref.ref(x, self._drop_with), circumstances, x.detach().to(dtype))
-        self._rounded = None if is_last else made
-        return made.values
+            made = _Made(weakref.ref(x, self._drop_with), circumstances, x.detach().to(dtype))
+        if is_last:
+            self._made.pop("rounded", None)
+        else:
+            self._made["rounded"] = made
+        return made.value  # type: ignore[no-any-return]
 
     def _drop_with(self, x: weakref.ref[Tensor]) -> None:
-        made, rounded = self._made, self._rounded
-        if made is not None and made.x is x:
-            self._made = None
-        if rounded is not None and rounded.x is x:
-            self._rounded = None
+        for kind, made in list(self._made.items()):
+            if made.x is x:
+                self._made.pop(kind, None)
 
 
-def _circumstances(x: Tensor, state: ScalingState, record: bool) -> tuple[Any, ...]:
+def _circumstances(x: Tensor, model: Fp8Model, record: bool) -> tuple[Any, ...]:
     # the streams of two threads do not wait for each other
-    return x._version, record, state.changes, state.histories_fit, threading.get_ident()
+    return x._version, record, model.changes, model.histories_fit, threading.get_ident()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from lightning_fp8.modules.base import Fp8Rows
 from lightning_fp8.modules.functional import cast_weight, fp8_linear
+from lightning_fp8.modules.gemm import Gemm
 
 
-def parallel_linear(rows: Fp8Rows, x: Tensor, weight: DTensor, bias: Tensor | None, record: bool) -> Tensor:
+def parallel_linear(gemm: Gemm, x: Tensor, weight: DTensor, bias: Tensor | None, record: bool) -> Tensor:
     """``x @ weight^T + bias`` of distributed tensors: x ``[*, K]`` -> ``[*, N]``, distributed as their parts give it.
 
     - ``ColwiseParallel``: weight split by rows, x whole on each process; y is split along its last dimension.
@@ -25,33 +25,33 @@ def parallel_linear(rows: Fp8Rows, x: Tensor, weight: DTensor, bias: Tensor | No
     """
     if not isinstance(x, DTensor):
         raise TypeError(
-            f"The weight of {rows.name!r} is distributed over processes, but its input is a plain tensor. Call the"
+            f"The weight of {gemm.name!r} is distributed over processes, but its input is a plain tensor. Call the"
             " layer as a module, so that the hooks of `parallelize_module` or `fully_shard` run."
         )
     mesh = weight.device_mesh
     by_columns = (Replicate(),), (Shard(0),)
     by_rows = (Shard(x.dim() - 1),), (Shard(1),)
     if (tuple(x.placements), tuple(weight.placements)) == by_columns:
-        rows.split_over = {"grad_output": mesh.get_group().group_name}
-        part = _local_linear(rows, x.to_local(grad_placements=[Partial()]), weight, _local(bias, None), record)
+        gemm.split({"grad_output": mesh.get_group().group_name})
+        part = _local_linear(gemm, x.to_local(grad_placements=[Partial()]), weight, _local(bias, None), record)
         return DTensor.from_local(part, mesh, [Shard(part.dim() - 1)], run_check=False)
     if (tuple(x.placements), tuple(weight.placements)) == by_rows:
-        rows.split_over = {"input": mesh.get_group().group_name}
-        part = _local_linear(rows, x.to_local(), weight, None, record)
+        gemm.split({"input": mesh.get_group().group_name})
+        part = _local_linear(gemm, x.to_local(), weight, None, record)
         whole_bias = _local(bias, Partial())
         if whole_bias is not None:
             # added to one of the partial sums; the other ranks get a gradient of zero, a partial sum as well
             part = part + whole_bias * float(mesh.get_local_rank() == 0)
         return DTensor.from_local(part, mesh, [Partial()], run_check=False)
     raise NotImplementedError(
-        f"{rows.name!r} runs in FP8 with the plans ColwiseParallel and RowwiseParallel on one dimension, got a weight"
+        f"{gemm.name!r} runs in FP8 with the plans ColwiseParallel and RowwiseParallel on one dimension, got a weight"
         f" with the placements {weight.placements} and an input with {x.placements}. Leave the layer out with"
         " `ignore_modules`."
     )
 
 
-def _local_linear(rows: Fp8Rows, x: Tensor, weight: DTensor, bias: Tensor | None, record: bool) -> Tensor:
-    return fp8_linear(rows, x, cast_weight(rows, weight.to_local(), record), bias, record)
+def _local_linear(gemm: Gemm, x: Tensor, weight: DTensor, bias: Tensor | None, record: bool) -> Tensor:
+    return fp8_linear(gemm, x, cast_weight(gemm, weight.to_local(), record), bias, record)
 
 
 def _local(tensor: Tensor | None, gradient: Placement | None) -> Tensor | None:

@@ -17,7 +17,7 @@ from typing_extensions import Self
 from lightning_fp8.modules.attention import SdpaMultiheadAttention, in_gemms
 from lightning_fp8.modules.class_swap import exchange_class, own_class
 from lightning_fp8.modules.functional import take_rows
-from lightning_fp8.modules.weight_cache import WeightCache
+from lightning_fp8.modules.weight_cast import KeptCast
 from lightning_fp8.ops.library import can_keep_copies
 
 
@@ -29,7 +29,7 @@ class WeightCopyModule(nn.Module):
         plain_class: the class before the conversion, which :func:`drop_copies` restores.
     """
 
-    copies: dict[str, WeightCache[Tensor]]
+    copies: dict[str, KeptCast[Tensor]]
     plain_class: type[nn.Module]
 
     def train(self, mode: bool = True) -> Self:
@@ -110,7 +110,7 @@ def keep_copies(module: nn.Module, leave_alone: set[nn.Module]) -> None:
     for layer, new_class, weights in changes:
         changed = cast(WeightCopyModule, layer)
         changed.plain_class = own_class(layer)
-        changed.copies = {name: WeightCache() for name in weights}
+        changed.copies = {name: KeptCast() for name in weights}
         exchange_class(layer, new_class)
 
 

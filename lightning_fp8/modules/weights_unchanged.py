@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fp8.modules.base import Fp8Module, Fp8Rows
-from lightning_fp8.modules.prepared_weights import compiled_rows, prepared
-from lightning_fp8.modules.weight_cache import WeightCache, vouching
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.prepared_weights import compiled_gemms, prepared
+from lightning_fp8.modules.weight_cast import KeptCast, vouching
 
 
 @contextmanager
@@ -35,27 +36,27 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     Args:
         model: converted model, or any of its parts. One without converted layers stays as it is.
     """
-    caches = all_caches(all_rows(model))
-    drop_unvouched(caches)
+    casts = casts_of(all_gemms(model))
+    drop_unvouched(casts)
     try:
-        with vouching(caches), prepared(compiled_rows(model), record=False):
+        with vouching(casts), prepared(compiled_gemms(model), record=False):
             yield
     finally:
-        drop_unvouched(caches)
+        drop_unvouched(casts)
 
 
-def all_rows(model: nn.Module) -> Iterator[Fp8Rows]:
-    """The rows of all converted layers."""
-    return (rows for layer in model.modules() if isinstance(layer, Fp8Module) for rows in layer.fp8.values())
+def all_gemms(model: nn.Module) -> Iterator[Gemm]:
+    """The GEMMs of all converted layers."""
+    return (gemm for layer in model.modules() if isinstance(layer, Fp8Module) for gemm in layer.fp8.values())
 
 
-def all_caches(rows: Iterable[Fp8Rows]) -> list[WeightCache[Any]]:
-    """The caches of weights and biases."""
-    return [cache for one in rows for cache in one.caches]
+def casts_of(gemms: Iterable[Gemm]) -> list[KeptCast[Any]]:
+    """The kept casts of weights and biases."""
+    return [cast for gemm in gemms for cast in (gemm.weight_cast, gemm.bias_cast)]
 
 
-def drop_unvouched(caches: Iterable[WeightCache[Any]]) -> None:
-    """Drop copies, except those that another context keeps."""
-    for cache in caches:
-        if not cache.vouchers:
-            cache.drop()
+def drop_unvouched(casts: Iterable[KeptCast[Any]]) -> None:
+    """Drop casts, except those that another context keeps."""
+    for cast in casts:
+        if not cast.vouchers:
+            cast.drop()

@@ -72,7 +72,7 @@ def count(x: Tensor, scale: Tensor, slot: Slot | WeightSlot) -> None:
         scale: the scale of the cast, ``[] float32``, or in the shape of x.
         slot: the tensor's slot in the state.
     """
-    counts = None if slot.state is None else slot.state.cast_counts.values
+    counts = None if slot.state is None else slot.state.model.counts.values
     if counts is None:
         return
     # in parts on the CPU, where temporaries as large as the tensor would cost more than the arithmetic
@@ -84,7 +84,7 @@ def count(x: Tensor, scale: Tensor, slot: Slot | WeightSlot) -> None:
 def is_counting(slot: Slot | WeightSlot) -> bool:
     """Whether the losses of this cast are counted."""
     state = slot.state
-    return state is not None and state.cast_counts.values is not None and slot.record
+    return state is not None and state.model.counts.values is not None and slot.record
 
 
 def _counted(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:

@@ -101,7 +101,7 @@ def flattened(arguments: Iterable[Any]) -> list[Any]:
     leaves_process = is_exporting() or _get_tracing_state() is not None
     for argument in arguments:
         if isinstance(argument, (Slot, WeightSlot)):
-            handle = 0 if argument.state is None else argument.state.handle
+            handle = 0 if argument.state is None else argument.state.model.handle
             if leaves_process:
                 see_export(handle, argument.record)
                 handle = 0

@@ -5,13 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from lightning_fp8.ops.counting import CastCounts
 
 _handles = itertools.count(1)
 _states: weakref.WeakValueDictionary[int, State] = weakref.WeakValueDictionary()
@@ -20,19 +17,13 @@ _states: weakref.WeakValueDictionary[int, State] = weakref.WeakValueDictionary()
 class State(Protocol):
     """What operators use of a model's scaling state; documented in :class:`lightning_fp8.ScalingState`."""
 
-    handle: int
     scale: Tensor
     amax: Tensor
-    cast_counts: CastCounts
-
-    def open_cast(self, record: bool, index: Tensor | None) -> tuple[Tensor | None, bool, bool]:
-        """Called before each cast of an input or gradient."""
+    # the model at run time: `handle`, `counts`, `open_cast` and `on_export`
+    model: Any
 
     def note_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
         """Called after each cast of a weight."""
-
-    def see_export(self) -> None:
-        """Called when a program that will not know the state is exported or traced."""
 
 
 def take_handle(state: State) -> int:
@@ -67,7 +58,7 @@ def see_export(handle: int, record: bool) -> None:
         )
     state = state_of(handle)
     if state is not None:
-        state.see_export()
+        state.model.on_export()
 
 
 class Fp8Operand(NamedTuple):
@@ -198,10 +189,12 @@ class Slot(NamedTuple):
     own: OwnScaling = OwnScaling()
 
     def open(self) -> tuple[Tensor | None, bool, bool]:
-        """See :meth:`lightning_fp8.ScalingState.open_cast`."""
+        """See :meth:`lightning_fp8.scaling.model.Fp8Model.open_cast`."""
         if self.state is None:
             return None, True, False
-        return self.state.open_cast(self.record, None if self.own.always else self.index)
+        return self.state.model.open_cast(  # type: ignore[no-any-return]
+            self.record, None if self.own.always else self.index
+        )
 
 
 def with_scale(scale: Tensor, format: str) -> Slot:

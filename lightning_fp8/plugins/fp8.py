@@ -21,13 +21,13 @@ from lightning_fp8.conversion.products import as_bf16_blocks, as_overrides
 from lightning_fp8.dtypes.attention import DtypeMismatch
 from lightning_fp8.dtypes.storage import float64_parameter, store_parameters
 from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
-from lightning_fp8.modules.frozen_content import FrozenWeights, check_frozen_weights
 from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.ops.cuda.gemm_choice import check_gemm
 from lightning_fp8.plugins.arguments import arguments_of, recipe_argument
 from lightning_fp8.plugins.core import FSDPCore, PrecisionCore
 from lightning_fp8.plugins.notices import warn_first_process_once
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, GemmString, as_torch_dtype
+from lightning_fp8.scaling.config import FrozenWeights, check_frozen_weights
 from lightning_fp8.scaling.recipe import RECIPES, Recipe
 from lightning_fp8.scaling.state import ScalingState
 
@@ -149,7 +149,7 @@ class Fp8Core(PrecisionCore):
 
     def _say_switched(self, state: ScalingState) -> None:
         """Name the layers that a checkpoint has moved to bf16 or to current scaling."""
-        fallen = state.switches.fallbacks
+        fallen = state.fallbacks
         current = [name for name in state.current_modules if name not in fallen]
         for names, what in ((fallen, "fell back to bf16"), (current, "moved to current scaling")):
             if names:

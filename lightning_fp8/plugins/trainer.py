@@ -24,9 +24,9 @@ from lightning_fp8.plugins.bf16 import Bf16MixedCore, Bf16TrueCore
 from lightning_fp8.plugins.core import FSDPCore, PrecisionCore, as_dtype, by_string
 from lightning_fp8.plugins.fp8 import Fp8Core
 from lightning_fp8.plugins.loops import LoopWeights
+from lightning_fp8.scaling.model import Fp8Model
 from lightning_fp8.scaling.notices import FORWARDS_BEFORE_TRAINING
 from lightning_fp8.scaling.saved import REMEDY, load_entries
-from lightning_fp8.scaling.state import Weights
 
 
 class _TrainerPrecision(PrecisionCore, Precision):
@@ -50,14 +50,13 @@ class _TrainerPrecision(PrecisionCore, Precision):
 
 class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     _loop_weights = LoopWeights()
-    _known: Sequence[Weights] = ()
+    _known: Sequence[Fp8Model] = ()
 
     @override
     def _prepare(self, module: nn.Module) -> None:
         super()._prepare(module)
         # DDP broadcasts them before `connect`: that changes no values
-        found = [(state, state.weights) for state in self._states if state.weights is not None]
-        self._known = [weights for state, weights in found if weights.look(state)]
+        self._known = [state.model for state in self._states if state.model.look()]
 
     @override
     def connect(
@@ -65,8 +64,8 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         # only the state of this model: the plugin may have been used with another one before
         self._states = [scaling_state(model)] if is_converted(model) else []
-        for weights in self._known:
-            weights.take_as_known()
+        for known in self._known:
+            known.take_as_known()
         self._known = ()
         self._loop_weights = LoopWeights(model)
         trainer = self._trainer
@@ -124,13 +123,13 @@ class _Fp8TrainerPrecision(_TrainerPrecision, Fp8Core):
 
     def _allow_forwards(self, before_training: float) -> None:
         for state in self._states:
-            state.notices.forwards_before_training = before_training
+            state.model.notices.forwards_before_training = before_training
 
     @override
     def teardown(self) -> None:
         self._allow_forwards(FORWARDS_BEFORE_TRAINING)
         for state in self._states:
-            state.notices.see_end(state)
+            state.model.notices.on_end(state)
         self._loop_weights.end()
         super().teardown()
 

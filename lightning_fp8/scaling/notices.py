@@ -8,7 +8,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_fp8.runtime.device import is_capturing
-
-if TYPE_CHECKING:
-    from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.scaling.scales import Scales
 
 # a warning is given after this many steps of one optimizer without an update of the scales
 _STEPS_WITHOUT_UPDATE = 3
@@ -57,7 +54,7 @@ class Notices:
         finally:
             self._silent -= 1
 
-    def see_cast_without_scales(self, state: ScalingState, index: Tensor | None) -> None:
+    def on_cast_without_scales(self, state: Scales, index: Tensor | None) -> None:
         """A tensor, known by its ``index``, is cast without being recorded, and there are no scales that its histories
         give: none from training, or those of other weights.
 
@@ -73,7 +70,7 @@ class Notices:
             with_what = (
                 "with weights other than those that its scales belong to, as they were loaded or changed by something"
                 " other than an optimizer"
-                if state.has_scales
+                if state.model.has_scales
                 else "without scales from training"
             )
             self._say(
@@ -85,7 +82,7 @@ class Notices:
                 " with these weights gets scales in training."
             )
 
-    def see_export_without_scales(self, state: ScalingState) -> None:
+    def on_export_without_scales(self, state: Scales) -> None:
         """``torch.export`` sees a cast, and there are no scales from training."""
         # a logger traces the model before it is trained
         if not math.isinf(self.forwards_before_training):
@@ -95,10 +92,8 @@ class Notices:
                 " or call `lightning_fp8.load_scales(model, checkpoint)`, before the export."
             )
 
-    def see_optimizer_step(self, state: ScalingState, optimizer: int) -> None:
-        """An optimizer, by its ``id``, has changed weights of the model."""
-        if not state.has_recorded:
-            return
+    def on_step_without_update(self, state: Scales, optimizer: int) -> None:
+        """An optimizer, by its ``id``, has changed weights, and amaxes have been recorded since the last update."""
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if self._steps[optimizer] >= _STEPS_WITHOUT_UPDATE:
             self._say(
@@ -110,7 +105,7 @@ class Notices:
                 " `lightning_fp8.scaling_state(model).update()` once per optimizer step, after backward."
             )
 
-    def see_emptied(self, state: ScalingState) -> None:
+    def on_emptied(self, state: Scales) -> None:
         """The histories have been emptied, as weights have been changed by something other than an optimizer."""
         self._emptied = self._emptied + 1 if self._emptied_at in (state.updates - 1, state.updates) else 1
         self._emptied_at = state.updates
@@ -122,23 +117,23 @@ class Notices:
                 " changes part of the step: `optimizer.register_step_post_hook(...)`."
             )
 
-    def see_update(self, state: ScalingState) -> None:
+    def on_update(self, state: Scales) -> None:
         """The scales have been updated."""
         self._steps.clear()
         self._forwards.clear()
         self._report_nonfinite(state)
 
-    def see_end(self, state: ScalingState) -> None:
+    def on_end(self, state: Scales) -> None:
         """A run has ended. Waits for the device."""
         self._nonfinite.wait()
         self._report_nonfinite(state)
 
-    def see_load(self, state: ScalingState) -> None:
+    def on_load(self, state: Scales) -> None:
         """The state has been loaded or copied: non-finite values counted before belong to another run."""
         # on a CPU, `.cpu()` would return the counters themselves, not a copy
         self._nonfinite = _Nonfinite(state.nonfinite_steps.to("cpu", copy=True))
 
-    def _report_nonfinite(self, state: ScalingState) -> None:
+    def _report_nonfinite(self, state: Scales) -> None:
         found = self._nonfinite.look(state)
         # every process sees a reduced amax, so only the first one warns
         is_mine = (
@@ -154,9 +149,14 @@ class Notices:
                 " counts such steps."
             )
 
+    def is_first(self, what: str) -> bool:
+        """Whether this warning, known by its text or by a name, has not been given for the model before."""
+        is_first = what not in self._said
+        self._said.add(what)
+        return is_first
+
     def _say(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+        if self.is_first(message):
             warnings.warn(f"lightning_fp8: {message}", stacklevel=2)
 
 
@@ -171,7 +171,7 @@ class _Nonfinite:
         self._at = self._clean = 0
         self._found = False
 
-    def look(self, state: ScalingState) -> tuple[list[int], str] | None:
+    def look(self, state: Scales) -> tuple[list[int], str] | None:
         """The rows, and the step or range of steps where it began, as text; None if there is nothing new."""
         if self._found or is_capturing(state.amax.is_cuda):
             return None
@@ -198,7 +198,7 @@ class _Nonfinite:
         rows: list[int] = (self._copy > before).nonzero().flatten().tolist()
         return rows
 
-    def _fetch(self, state: ScalingState) -> None:
+    def _fetch(self, state: Scales) -> None:
         if self._copy is None:
             self._copy = torch.empty_like(state.nonfinite_steps, device="cpu", pin_memory=state.device.type == "cuda")
         self._copy.copy_(state.nonfinite_steps, non_blocking=True)

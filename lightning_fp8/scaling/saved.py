@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.scaling.scales import Scales
 
 # the values of a tensor that has not been recorded
 _NO_SCALES = {"amax": torch.zeros(()), "amax_history": torch.zeros(0), "scale": torch.ones(())}
@@ -25,31 +24,31 @@ REMEDY = (
 )
 
 
-def to_entries(state: ScalingState) -> dict[str, dict[str, Tensor]]:
+def to_entries(state: Scales) -> dict[str, dict[str, Tensor]]:
     """See :meth:`ScalingState.state_dict`."""
     state.fill_followers(state.amax.data)
     amax, history, scale, nonfinite = (getattr(state, field).detach().to("cpu", copy=True) for field in TENSORS)
     has_scales = state.recipe.from_history
-    if has_scales and state.weights is not None and not state.weights.look(state):
+    if has_scales and not state.model.look():
         for values, empty in ((amax, 0), (history, 0), (scale, 1)):
             values.fill_(empty)
     # One entry is pushed at a time from the front, so the filled part is as long as the number of non-zero entries.
     longest = int((history > 0).sum(dim=0).max()) if state.delayed else 0
     columns = history[:longest].t().contiguous()
-    switches = [state.switches[state.module_of(row)] for row in range(state.delayed)]
+    precisions = [state.precisions[state.module_of(row)] for row in range(state.delayed)]
     return {
         name: {
             **({"amax": amax[row], "amax_history": columns[row], "scale": scale[row]} if has_scales else {}),
             "nonfinite_steps": nonfinite[row],
-            "in_fp8": torch.tensor(switches[row].in_fp8),
-            **({"is_current": torch.tensor(switches[row].is_current)} if has_scales else {}),
+            "in_fp8": torch.tensor(precisions[row].in_fp8),
+            **({"is_current": torch.tensor(precisions[row].is_current)} if has_scales else {}),
         }
         for row, name in enumerate(state.names[: state.delayed])
     }
 
 
 @torch.no_grad()
-def from_entries(state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]]) -> None:
+def from_entries(state: Scales, entries: Mapping[str, Mapping[str, Tensor]]) -> None:
     """See :meth:`ScalingState.load_state_dict`; changes nothing if it raises."""
     names = state.names[: state.delayed]
     misfit = _misfit(state, entries)
@@ -68,13 +67,11 @@ def from_entries(state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]
         getattr(state, field).data[: state.delayed] = torch.stack(values).to(state.device)
     for module in range(len(state.module_names)):
         # checkpoints up to 0.3.0 lack `in_fp8`; those up to 0.5.0 and those of other recipes lack `is_current`
-        state.switches[module].in_fp8 = bool(entries[names[module]].get("in_fp8", True))
-        state.switches[module].is_current = bool(entries[names[module]].get("is_current", False))
+        state.precisions[module].in_fp8 = bool(entries[names[module]].get("in_fp8", True))
+        state.precisions[module].is_current = bool(entries[names[module]].get("is_current", False))
 
 
-def load_entries(
-    state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]], strict: bool, prefix: str = ""
-) -> None:
+def load_entries(state: Scales, entries: Mapping[str, Mapping[str, Tensor]], strict: bool, prefix: str = "") -> None:
     """Load the scales of a checkpoint into a state.
 
     Args:
@@ -99,7 +96,7 @@ def load_entries(
     state.load_state_dict(entries)
 
 
-def _misfit(state: ScalingState, entries: Mapping[str, Any], prefix: str = "") -> str:
+def _misfit(state: Scales, entries: Mapping[str, Any], prefix: str = "") -> str:
     """The names that the entries and a state do not share, in words; empty if there are none."""
     names = state.names[: state.delayed]
     missing = [name for name in names if name not in entries and name.startswith(prefix)]

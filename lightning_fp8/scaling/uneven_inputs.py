@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-if TYPE_CHECKING:
-    from lightning_fp8.scaling.recipe import Recipe
-    from lightning_fp8.scaling.state import Weights
+from lightning_fp8.scaling.model import Fp8Model
+from lightning_fp8.scaling.recipe import Recipe
 
 
 class _Updates(JoinHook):
@@ -30,17 +29,25 @@ class _Updates(JoinHook):
     @override
     def post_hook(self, is_last_joiner: bool) -> None:
         # DDP has broadcast the weights to the processes that had no inputs
-        if self._state.weights is not None:
-            self._state.weights.take_as_known()
+        self._state.model.take_as_known()
 
 
 class JoinableState(Joinable):
     """Makes ``Join([ddp, scaling_state(model)])`` possible: one update of the scales for each forward of ``ddp``."""
 
-    recipe: Recipe
     amax: Tensor
     update: Callable[[], None]
-    weights: Weights | None
+    model: Fp8Model
+    # until it is among the joinables of a context
+    _join_config = _JoinConfig.construct_disabled_join_config()
+
+    def __init__(self) -> None:
+        """Nothing: the class attribute stands for what the base class sets."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """See the subclass."""
+        raise NotImplementedError
 
     @override
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -190,14 +190,14 @@ def test_the_gemms_of_linear_gelu_linear(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in OURS:
         block = precisions[name].make(linear.Block(16, 32))
         assert block.as_one
-        found[name] = conversion_plan(block).settings.gemm
+        found[name] = conversion_plan(block).config.gemm
     assert found == dict(zip(OURS, ("rawkernel", "rawkernel", "cublaslt")))
     assert [precisions[name].around for name in OURS[:2]] == [chained.taken, chained.left_out]
     assert precisions[OURS[2]].around not in (chained.taken, chained.left_out)
     assert not linear.Block(16, 32).as_one
     # the linear layer runs as users call it
     assert (
-        conversion_plan(precisions_of(LINEAR, monkeypatch)["lightning_fp8"].make(nn.Linear(16, 32))).settings.gemm
+        conversion_plan(precisions_of(LINEAR, monkeypatch)["lightning_fp8"].make(nn.Linear(16, 32))).config.gemm
         == "auto"
     )
 

@@ -85,9 +85,9 @@ def test_a_healthy_run_is_left_alone(
     assert torch.equal(torch.stack(watched.losses), torch.stack(plain.losses))
     assert not [warning for warning in recwarn if "ScaleWatchdog" in str(warning.message)]
     state = scaling_state(watched)
-    assert state.switches.fallbacks == state.current_modules == ()
+    assert state.fallbacks == state.current_modules == ()
     assert state.cast_counts.values is None
-    assert state.before_update == []
+    assert state.model.before_update == []
 
 
 def test_a_layer_that_trains_in_eval_mode(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_an_exception_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="mine"):
         fit(tmp_path, ScaleWatchdog(every_n_steps=1), model)
     assert scaling_state(model).cast_counts.values is None
-    assert scaling_state(model).before_update == []
+    assert scaling_state(model).model.before_update == []
 
 
 def test_beside_the_logger_each_counts_for_itself(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_a_conversion_again_keeps_the_number_or_takes_another() -> None:
     assert (scale != 1).all()
     model.append(nn.Linear(4, 64))
     assert kinds(convert(model)) == ["Fp8Linear", "Linear", "Linear"]
-    assert conversion_plan(model).settings.min_features == 32
+    assert conversion_plan(model).config.min_features == 32
     assert kinds(convert(model, min_features=4)) == ["Fp8Linear"] * 3
     state = scaling_state(model)
     assert torch.equal(state.scale[[state.row_of(0, role) for role in LAYOUT]], scale)
@@ -176,7 +176,7 @@ def test_a_conversion_again_keeps_the_number_or_takes_another() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert reasons(other)["2"] == "fewer than 32 features: 64 -> 16 (min_features=32)"
     assert kinds(convert(unconvert(model))) == ["Fp8Linear", "Fp8Linear", "Linear"]
-    assert conversion_plan(model).settings.min_features == 16
+    assert conversion_plan(model).config.min_features == 16
 
 
 def test_nothing_left_names_the_number_and_the_largest() -> None:
@@ -198,7 +198,7 @@ def test_nothing_left_names_the_number_and_the_largest() -> None:
     with pytest.raises(ValueError, match="The largest here is ignored, 512 -> 520"):
         convert(model, min_features=513)
     assert scaling_state(model) is state
-    assert conversion_plan(model).settings.min_features == 16
+    assert conversion_plan(model).config.min_features == 16
 
 
 def test_without_layers_there_is_no_largest() -> None:

@@ -17,6 +17,7 @@ from lightning_fp8.conversion.checkpoint_scales import load_scales
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import plain_path
+from lightning_fp8.scaling.config import Fp8Config
 
 
 class Experts(nn.Module):
@@ -117,12 +118,12 @@ def test_a_plugin_scans_the_model_once(plugin: Any, settings: Any, monkeypatch: 
 def test_settings_are_those_asked_for_else_those_of_the_model() -> None:
     model = small_mlp()
     plan = conversion_plan(model)
-    assert (plan.recipe, *plan.settings) == (DelayedScaling(), "auto", 16, False, "master", ())
+    assert plan.config == Fp8Config(DelayedScaling(), "auto", 16, False, "master", ())
     convert(model, DelayedScaling(margin=1), gemm="rawkernel", min_features=32, adapters=True)
     plan = conversion_plan(model)
-    assert (plan.recipe, *plan.settings) == (DelayedScaling(margin=1), "rawkernel", 32, True, "master", ())
+    assert plan.config == Fp8Config(DelayedScaling(margin=1), "rawkernel", 32, True, "master", ())
     plan = conversion_plan(model, gemm="cublaslt", min_features=2, adapters=False, frozen_weights="fp8")
-    assert (plan.recipe, *plan.settings) == (DelayedScaling(margin=1), "cublaslt", 2, False, "fp8", ())
+    assert plan.config == Fp8Config(DelayedScaling(margin=1), "cublaslt", 2, False, "fp8", ())
     assert [(one.path, one.becomes) for one in plan.layers] == [("0", type(model[0])), ("2", type(model[0]))]
     assert conversion_plan(model, ignore_modules=("0",), min_features=0).restored == [("0", model[0])]
 

@@ -230,7 +230,7 @@ def test_uneven_inputs_with_the_state_among_the_joinables(device: str, tmp_path:
 model = convert(copy.deepcopy(start), long_window)
 state, ddp = scaling_state(model), DistributedDataParallel(model, find_unused_parameters=True)
 recorded = []
-state.before_update.append(lambda amax: recorded.append(amax[:state.delayed].clone()))
+state.model.before_update.append(lambda amax: recorded.append(amax[:state.delayed].clone()))
 # the first process joins early; then an epoch where all have as many
 for batches in (3 if rank == 0 else 5, 2):
     epoch(model, ddp, Join([ddp, state]), batches)

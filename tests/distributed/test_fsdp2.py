@@ -148,7 +148,7 @@ reshard(before)
 note_sharded_weights(before)
 with torch.autocast(device.type, torch.bfloat16):
     before(batch(0))
-result["kept"] = [r.weight_cache._entry is not None for m in before.modules() for r in getattr(m, "fp8", {}).values()]
+result["kept"] = [r.weight_cast._cast is not None for m in before.modules() for r in getattr(m, "fp8", {}).values()]
 """
     first, second = run(body, tmp_path, device=device)
     classes = ["FSDPFp8Linear", "Fp8Linear", "FSDPFp8TransformerEncoderLayer", "Fp8MultiheadAttention"]
@@ -516,7 +516,7 @@ class Sharded(Regression):
         state = scaling_state(self)
         entries = (state.amax_history > 0).sum(0).cpu()
         scale = state.scale.to("cpu", copy=True)
-        return {"scale": scale, "entries": entries, "weights": weights, "fallbacks": state.switches.fallbacks}
+        return {"scale": scale, "entries": entries, "weights": weights, "fallbacks": state.fallbacks}
 
 
 def train_sharded(path: Path, what: str, gather: bool, device: str) -> None:

@@ -26,6 +26,7 @@ from transformers import Trainer, TrainingArguments
 from lightning_fp8 import DelayedScaling, convert, load_scales, scaling_state
 from lightning_fp8.integrations import Fp8Callback
 from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.scaling.config import Fp8Config
 
 
 class Regressor(nn.Module):
@@ -146,7 +147,7 @@ def test_each_argument_is_that_of_convert(tmp_path: Path) -> None:
     gates = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     # `k_proj` and `v_proj` have 16 features out
     assert state.module_names == tuple(f"model.layers.{layer}.{name}" for layer in (0, 1) for name in gates)
-    assert model.model.layers[0].mlp.gate_proj.settings == ("rawkernel", 32, True, "master", ())
+    assert state.config == Fp8Config(state.recipe, "rawkernel", 32, True)
 
 
 def test_evaluation_uses_the_scales_and_moves_none(tmp_path: Path) -> None:
@@ -383,7 +384,7 @@ found = {{
     "weights": model.state_dict(),
     "resumed": [scaling_state(second).state_dict(), second.state_dict()],
     "without copies": sum(
-        not rows.keeps_cast for layer in third.modules() for rows in getattr(layer, "fp8", {{}}).values()
+        not rows.weight_cast.is_kept for layer in third.modules() for rows in getattr(layer, "fp8", {{}}).values()
     ),
 }}
 torch.save(found, path / f"rank{{rank}}.pt")

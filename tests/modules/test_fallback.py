@@ -125,11 +125,11 @@ def test_an_attentions_projections_fall_back_one_by_one(kdim: int | None) -> Non
 
     everything, names = error(), list(state.module_names)
     assert names == (["in_proj", "out_proj"] if kdim is None else ["q_proj", "k_proj", "v_proj", "out_proj"])
-    state.switches.fall_back("out_proj")
+    state.fall_back("out_proj")
     without_output = error()
     assert 0 < without_output < everything
     for name in names:
-        state.switches.fall_back(name)
+        state.fall_back(name)
     assert error() < 1e-6
     assert [row.converted for row in describe(model)] == [False, False]
 
@@ -172,20 +172,20 @@ def test_copies_keep_it_each_for_itself() -> None:
 def test_state_dict_and_back_and_what_older_versions_saved() -> None:
     model, other = convert(small_mlp()), convert(small_mlp())
     state, loaded = scaling_state(model), scaling_state(other)
-    state.switches.fall_back("2")
+    state.fall_back("2")
     saved = state.state_dict()
     assert [name for name, entry in saved.items() if not entry["in_fp8"]] == ["2.input", "2.grad_output"]
     loaded.load_state_dict(saved)
-    assert loaded.switches.fallbacks == ("2",)
+    assert loaded.fallbacks == ("2",)
     assert not other[2].in_fp8
     # a state loaded later decides, also in the other direction
     loaded.load_state_dict(convert_fresh().state_dict())
-    assert loaded.switches.fallbacks == ()
+    assert loaded.fallbacks == ()
     assert other[2].in_fp8
     for entry in saved.values():
         del entry["in_fp8"]
     loaded.load_state_dict(saved)
-    assert loaded.switches.fallbacks == ()
+    assert loaded.fallbacks == ()
 
 
 def convert_fresh() -> Any:
@@ -195,12 +195,12 @@ def convert_fresh() -> Any:
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     model = convert(small_mlp())
     state = scaling_state(model)
-    state.switches.fall_back("0")
+    state.fall_back("0")
     broken = convert_fresh().state_dict()
     del broken["2.grad_output"]["scale"]
     with pytest.raises(ValueError, match="lacks the tensors scale"):
         state.load_state_dict(broken)
-    assert state.switches.fallbacks == ("0",)
+    assert state.fallbacks == ("0",)
 
 
 def test_taking_in_more_layers_keeps_it_and_undoing_forgets_it() -> None:
@@ -231,7 +231,7 @@ def test_a_weight_that_fell_back_is_not_cast_with_the_others(cuda_half: Counter[
     for _ in range(3):
         step(model, x)
         state.update()
-    state.switches.fall_back("1")
+    state.fall_back("1")
     # inputs, then gradients, then weights of the three layers
     left, amax_of_weight = [1, 4, 7], state.amax[7].clone()
     scales = state.scale[left].clone()
@@ -243,4 +243,4 @@ def test_a_weight_that_fell_back_is_not_cast_with_the_others(cuda_half: Counter[
     assert torch.equal(state.scale[left], scales)
     # the amax at its last cast
     assert state.amax[7] == amax_of_weight == model[1].weight.detach().abs().max()
-    assert model[1].fp8[""].weight_cache._entry is None
+    assert model[1].fp8[""].weight_cast._cast is None

@@ -227,7 +227,7 @@ def test_bytes_per_parameter(dtype: torch.dtype, size: int) -> None:
     assert all(master.expired() for master in masters)
     train(model, model, steps=1, autocast=False)
     assert bytes_of(model) == FROZEN + 8 * len(BASE)
-    assert all(rows.weight_cache._entry is None for rows in scaling_state_rows(model) if rows.fp8_only)
+    assert all(rows.weight_cast._cast is None for rows in scaling_state_rows(model) if rows.weight_cast.fp8_only)
 
 
 def scaling_state_rows(model: nn.Module) -> list[Any]:

@@ -117,7 +117,7 @@ def test_the_eighth_combination_leaves_the_layer_plain() -> None:
     assert type(model[0]) is nn.Linear
     fallen = convert(nn.Linear(INPUTS, OUTPUTS))
     fallen.load_state_dict(model[0].state_dict())
-    scaling_state(fallen).switches.fall_back("")
+    scaling_state(fallen).fall_back("")
     results = [step_of_plain(one) for one in (model[0], fallen)]
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 

@@ -290,9 +290,9 @@ def test_nothing_is_kept_alive() -> None:
     shared = model.q.fp8[""].shared_input
     x = torch.randn(ROWS, WIDTH)
     model(x)
-    assert shared._made is None
+    assert not shared._made
     model.q(x)
-    payload = weakref.ref(shared._made.operand.rows)
+    payload = weakref.ref(shared._made["fp8"].value.rows)
     assert payload() is not None
     del x
     assert payload() is None
@@ -340,7 +340,7 @@ def test_compiled_graphs_cast_it_once() -> None:
         assert torch.equal(call(x), model(x))
     # a graph without gradients shows no changes in place
     assert casts == [3 + 1]
-    assert model.q.fp8[""].index["input"] is model.v.fp8[""].index["input"]
+    assert model.q.fp8[""].slots["input", True].index is model.v.fp8[""].slots["input", True].index
 
 
 @pytest.mark.usefixtures("no_caches")
@@ -557,7 +557,7 @@ def test_copies(copied: Callable[[nn.Module], nn.Module], input_casts: Counter[s
     other = copied(model)
     rows = other.k.fp8[""]
     assert rows.shared_input is other.q.fp8[""].shared_input is not model.k.fp8[""].shared_input
-    assert rows.index["input"] is other.q.fp8[""].index["input"]
+    assert rows.slots["input", True].index is other.q.fp8[""].slots["input", True].index
     input_casts.clear()
     assert_same(train(other), train(model))
     assert input_casts["q"] == 2 * 3 * 2
@@ -569,8 +569,8 @@ def test_moves() -> None:
     model = convert(Shared())
     model.to("cpu").to(torch.float64).float()
     for name in MEMBERS:
-        assert getattr(model, name).fp8[""].index["input"] is model.q.fp8[""].index["input"]
-    assert model.q.fp8[""].index["input"].tolist() == [0]
+        assert getattr(model, name).fp8[""].slots["input", True].index is model.q.fp8[""].slots["input", True].index
+    assert model.q.fp8[""].slots["input", True].index.tolist() == [0]
 
 
 # the warning about a tensor

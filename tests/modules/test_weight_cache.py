@@ -13,7 +13,8 @@ from torch import nn
 
 from lightning_fp8 import Fp8Linear, convert, scaling_state, weights_unchanged
 from lightning_fp8.modules import functional
-from lightning_fp8.modules.weight_cache import vouching
+from lightning_fp8.modules.weight_cast import vouching
+from lightning_fp8.modules.weights_unchanged import casts_of
 from lightning_fp8.ops import basic
 
 
@@ -280,7 +281,7 @@ def test_a_weight_declared_unchanged_is_cast_once(
                 with mode():
                     y = fp8(x)
         assert len(weight_casts) == times
-        assert all(cache._entry is None for cache in fp8.fp8[""].caches)
+        assert all(one._cast is None for one in casts_of([fp8.fp8[""]]))
     assert_fresh(fp8, x)
     assert torch.equal(y, fp8(x))
 
@@ -331,7 +332,7 @@ def test_copies_from_before_the_declaration_and_from_before_its_end_are_compared
     CHANGES[change](fp8)
     with weights_unchanged(fp8):
         assert_fresh(fp8, x)
-    with vouching(fp8.fp8[""].caches):
+    with vouching(casts_of(fp8.fp8.values())):
         fp8(x)
     CHANGES[change](fp8)
     assert_fresh(fp8, x)
@@ -360,7 +361,7 @@ def test_a_weight_made_in_inference_mode_is_cast_at_each_forward(declared: bool)
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
-    "vouch", [weights_unchanged, lambda fp8: vouching(fp8.fp8[""].caches)], ids=["declared", "in a loop"]
+    "vouch", [weights_unchanged, lambda fp8: vouching(casts_of(fp8.fp8.values()))], ids=["declared", "in a loop"]
 )
 def test_a_weight_that_becomes_an_inference_tensor_is_cast_again(vouch: Any, mode: Callable[[], Any]) -> None:
     fp8, x = layer().eval(), torch.randn(4, 16)
@@ -399,7 +400,7 @@ def test_declarations_nest_and_end_with_the_last(weight_casts: list[torch.Size])
         assert len(weight_casts) == 2
     model(x)
     assert len(weight_casts) == 4
-    assert [cache.vouchers for one in (model[0], model[3]) for cache in one.fp8[""].caches] == [0] * 4
+    assert [one.vouchers for layer in (model[0], model[3]) for one in casts_of(layer.fp8.values())] == [0] * 4
 
 
 def test_a_declaration_in_one_thread_holds_in_all(weight_casts: list[torch.Size]) -> None:

@@ -36,13 +36,13 @@ class Mixed(Regression):
 def casts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Shapes of the weights that were copied, in order."""
     made: list[torch.Size] = []
-    original = weight_copy.WeightCache.put
+    original = weight_copy.KeptCast.put
 
     def counting(self: Any, weight: Tensor, cast: tuple[Tensor, ...]) -> None:
         made.append(weight.shape)
         original(self, weight, cast)
 
-    monkeypatch.setattr(weight_copy.WeightCache, "put", counting)
+    monkeypatch.setattr(weight_copy.KeptCast, "put", counting)
     return made
 
 

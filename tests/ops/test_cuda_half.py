@@ -205,7 +205,7 @@ def test_nothing_keeps_a_removed_layer(cuda_half: Counter[str]) -> None:
     model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)))
     train(model, 2, (4, 16))
     weight = weakref.ref(model[1].weight)
-    payload = weakref.ref(model[1].fp8[""].weight_cache._entry.copy.rows)
+    payload = weakref.ref(model[1].fp8[""].weight_cast._cast.rows)
     del model[1]
     gc.collect()
     assert weight() is None

@@ -195,7 +195,7 @@ def test_each_module_counts_its_own() -> None:
 
 def test_a_layer_that_fell_back() -> None:
     plain, converted, inputs = pair("mlp")
-    converted[0].scaling_state.switches.fall_back("2")
+    converted[0].scaling_state.fall_back("2")
     assert flops(step(converted, inputs)) == flops(step(plain, inputs))
 
 

@@ -52,9 +52,9 @@ def test_a_conversion_decides_for_all_layers(gemms: Gemms) -> None:
     # a conversion without the argument changes nothing, whatever layers the model has
     convert(model, gemm="rawkernel")
     model.append(nn.Linear(16, 16))
-    assert conversion_plan(convert(model, ignore_modules=("0",))).settings.gemm == "rawkernel"
-    assert conversion_plan(convert(model)).settings.gemm == "rawkernel"
-    assert conversion_plan(convert(unconvert(model))).settings.gemm == "auto"
+    assert conversion_plan(convert(model, ignore_modules=("0",))).config.gemm == "rawkernel"
+    assert conversion_plan(convert(model)).config.gemm == "rawkernel"
+    assert conversion_plan(convert(unconvert(model))).config.gemm == "auto"
 
 
 def test_a_feed_forward_block_has_its_models_setting(gemms: Gemms) -> None:
@@ -69,7 +69,7 @@ def test_copies_have_it_and_checkpoints_have_not(gemms: Gemms) -> None:
         assert asked_by(gemms, other) == {"rawkernel"}
     other = convert(small_mlp())
     scaling_state(other).load_state_dict(scaling_state(model).state_dict())
-    assert conversion_plan(other).settings.gemm == "auto"
+    assert conversion_plan(other).config.gemm == "auto"
     assert scaling_state(other).state_dict().keys() == scaling_state(model).state_dict().keys()
 
 
@@ -101,7 +101,7 @@ def test_a_plugin_decides_for_each_run(gemms: Gemms) -> None:
     # also if this takes layers out of the conversion of a model that was converted before
     plugin = Fp8Precision(gemm="rawkernel", ignore_modules=["net.0"])
     trainer(plugins=plugin, max_steps=1, limit_val_batches=0).fit(model, loader())
-    assert conversion_plan(model).settings.gemm == "rawkernel"
+    assert conversion_plan(model).config.gemm == "rawkernel"
     assert len(scaling_state(model).module_names) == 1
 
 

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8 import Fp8Linear, convert, fall_back, ops, weights_unchanged
 from lightning_fp8.modules.prepared_weights import prepared
-from lightning_fp8.modules.weights_unchanged import all_rows
+from lightning_fp8.modules.weights_unchanged import all_gemms
 from lightning_fp8.ops import basic
 
 
@@ -309,7 +309,7 @@ def test_casts_are_written_in_place(
     if not together:
         monkeypatch.setattr(ops, "casts_weights_together", lambda *_: False)
     model = convert(nn.Sequential(kind(16, 32), nn.ReLU(), kind(32, 16)))
-    rows = list(all_rows(model))
+    rows = list(all_gemms(model))
     addresses = []
     for factor in (1.0, 3.0):
         with torch.no_grad():
@@ -317,8 +317,8 @@ def test_casts_are_written_in_place(
                 one.weight.mul_(factor)
         cuda_half.clear()
         with prepared(rows, record=True):
-            assert all(one.is_prepared for one in rows)
-        assert not any(one.is_prepared for one in rows)
+            assert all(one.weight_cast.is_prepared for one in rows)
+        assert not any(one.weight_cast.is_prepared for one in rows)
         assert sum(count for name, count in cuda_half.items() if "weights" in name) == 2 * together
         assert sum(cuda_half.values()) == 2 if together else 4
         for one in rows:
@@ -338,7 +338,7 @@ def test_casts_are_written_in_place(
 def test_a_backward_after_the_next_cast_fails(backend: Compiled) -> None:
     """As in a plain layer whose weight was changed in place; otherwise it would compute with the next weight."""
     model, x = convert(nn.Sequential(nn.Linear(16, 32))), torch.randn(4, 16, requires_grad=True)
-    compiled, rows = torch.compile(model, backend=backend), list(all_rows(model))
+    compiled, rows = torch.compile(model, backend=backend), list(all_gemms(model))
     with prepared(rows, record=True):
         y = compiled(x)
     scale_in_place(model)
@@ -351,11 +351,11 @@ def test_a_backward_after_the_next_cast_fails(backend: Compiled) -> None:
 def test_a_backward_does_not_write_to_the_casts() -> None:
     """They are the operands of the forward, whatever has happened to the weight since."""
     model = convert(nn.Sequential(nn.Linear(16, 32)))
-    rows = list(all_rows(model))
+    rows = list(all_gemms(model))
     with prepared(rows, record=True):
         pass
     kept = [tensor.clone() for tensor in rows[0].prepared[:3]]
     model[0].weight.data.neg_()
     with prepared(rows, record=True, in_backward=True):
-        assert rows[0].is_prepared
+        assert rows[0].weight_cast.is_prepared
         assert all(torch.equal(*pair) for pair in zip(rows[0].prepared[:3], kept, strict=True))

@@ -237,7 +237,7 @@ def test_all_of_a_scaling_state_is_restored(tmp_path: Path) -> None:
     runner = fabric(precision="fp8-delayed")
     net, model, _ = trained(runner)
     state = scaling_state(net)
-    state.switches.fall_back("net.2")
+    state.fall_back("net.2")
     state.nonfinite_steps[0] = 2
     runner.backward(model(3 * torch.randn(4, 32)).sum())
     runner.save(tmp_path / "c.ckpt", {"model": model, "scaling": state})
@@ -251,7 +251,7 @@ def test_all_of_a_scaling_state_is_restored(tmp_path: Path) -> None:
     assert (restored.amax[[restored.names.index(name) for name in ("net.0.input", "net.0.grad_output")]] > 0).all()
     assert torch.equal(restored.amax[: state.delayed], state.amax[: state.delayed])
     assert torch.equal(restored.nonfinite_steps, state.nonfinite_steps)
-    assert restored.switches.fallbacks == ("net.2",)
+    assert restored.fallbacks == ("net.2",)
 
 
 SHARDED = """

@@ -14,6 +14,7 @@ import torch
 from lit import Averaging, Regression, loader, make_trainer, needs_averaging, seeded
 
 from lightning_fp8 import convert, scaling_state, weights_unchanged
+from lightning_fp8.modules.weights_unchanged import casts_of
 from lightning_fp8.ops import basic
 from lightning_fp8.plugins.loops import LoopWeights
 
@@ -75,7 +76,7 @@ def test_one_cast_per_loop(tmp_path: Path, loop: str, inference_mode: bool, cast
         if loop == "predict":
             assert_equal(found, predicted(model))
     # the copies have been dropped
-    assert all(cache._entry is None for layer in (model.net[0], model.net[2]) for cache in layer.fp8[""].caches)
+    assert all(one._cast is None for layer in (model.net[0], model.net[2]) for one in casts_of(layer.fp8.values()))
 
 
 def load(model: Regression) -> None:

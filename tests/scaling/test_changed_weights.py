@@ -394,7 +394,7 @@ def test_what_an_optimizer_does_is_no_other_weight() -> None:
 @pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=lambda one: one.precision)
 def test_without_histories_no_weight_is_looked_at(recipe: Recipe, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = convert(deep(), recipe), torch.randn(8, 32)
-    monkeypatch.setattr("lightning_fp8.modules.base.stamps", None)
+    monkeypatch.setattr("lightning_fp8.modules.gemm.stamps", None)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for _ in range(2):
         model(x).square().mean().backward()

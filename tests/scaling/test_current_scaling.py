@@ -113,7 +113,7 @@ def test_a_margin_above_the_largest_fp32_number() -> None:
     scale = np.float32(np.float32(448) / np.float32(2.0**128 - 2.0**104))
     expected = code_values("e4m3")[saturating_cast(x.numpy(), scale, "e4m3")] / np.float64(scale)
     state = scaling_state(layer(CurrentScaling(2), 16, 16))
-    history, own = state.how_cast(state.switches[0], "")
+    history, own = state.model.how_cast(state.precisions[0], "")
     slot = Slot(state.scale, history, state.indices[0], "e4m3", state, True, own=own)
     rows, _, scale_inv = ops.cast(x, slot, "none", "rows")
     np.testing.assert_allclose(code_values("e4m3")[rows.numpy()] * np.float64(scale_inv), expected, rtol=1e-6)

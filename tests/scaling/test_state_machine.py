@@ -394,7 +394,7 @@ class ConvertedModel(RuleBasedStateMachine):
             state, scales = scaling_state(subject.net), subject.scales
             converted = {name for name, layer in subject.net.named_children() if isinstance(layer, Fp8Linear)}
             assert converted == set(scales.layers) == set(state.module_names)
-            assert set(state.switches.fallbacks) == {name for name, layer in scales.layers.items() if not layer.in_fp8}
+            assert set(state.fallbacks) == {name for name, layer in scales.layers.items() if not layer.in_fp8}
             for row, full_name in enumerate(state.names):
                 name, role = full_name.split(".")
                 amax, scale, nonfinite = (t[row].numpy() for t in (state.amax, state.scale, state.nonfinite_steps))

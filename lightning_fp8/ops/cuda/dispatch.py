@@ -116,7 +116,7 @@ def cast_weights(
     jobs = [casts.Weight(weight, index, *made) for weight, index, made in zip(weights, indices, payloads, strict=True)]
     table = casts.weight_table(jobs)
     casts.cast_weights(kernel, table, state.scale, state.amax)
-    if state.cast_counts.values is not None:
+    if state.model.counts.values is not None:
         places = torch.arange(len(state.amax), device=device)
         for weight, index in zip(weights, indices, strict=True):
             count(weight, state.scale[index], WeightSlot(places[index : index + 1], format, state, True))

@@ -78,9 +78,8 @@ class Iteration:
         if self.precision.weights_change:
             # an optimizer's in-place change increments the version, which the caches of casts check
             torch.autograd.graph.increment_version(list(self.parameters.values()))
-            weights = scaling_state(self.block).weights if self.precision.in_fp8 else None
-            if weights is not None:
-                weights.take_as_known()
+            if self.precision.in_fp8:
+                scaling_state(self.block).model.take_as_known()
         with self.precision.around():
             with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.precision.autocast):
                 y = self.block(self.x)

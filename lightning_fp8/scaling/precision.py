@@ -1,15 +1,14 @@
-"""Which modules of a converted model run in FP8 and with which of their products, and which have fallen back."""
+"""In which precision the products of one converted layer run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_fp8.ops.formats import OPERAND_OF, Product, Role
 
 
 @dataclass
-class Switch:
+class LayerPrecision:
     """Whether the GEMMs of one module run in FP8. Each forward reads it.
 
     Attributes:
@@ -42,33 +41,3 @@ class Switch:
     def casts(self, role: Role) -> bool:
         """Whether the tensor of this role is cast to FP8 for any product."""
         return self.in_fp8 and not OPERAND_OF[role].issubset(self.in_bf16)
-
-
-class Switches:
-    """The switches of all converted modules, by position in the scaling state."""
-
-    def __init__(self, module_names: Sequence[str]) -> None:
-        self._names = tuple(module_names)
-        self._switches = tuple(Switch() for _ in module_names)
-
-    def __getitem__(self, module: int) -> Switch:
-        return self._switches[module]
-
-    def __iter__(self) -> Iterator[Switch]:
-        return iter(self._switches)
-
-    def fall_back(self, module_name: str) -> None:
-        """See :func:`lightning_fp8.fall_back`."""
-        if module_name not in self._names:
-            raise ValueError(
-                f"There is no converted module {module_name!r} to fall back. The first ones are:"
-                f" {', '.join(map(repr, self._names[:6]))}."
-            )
-        switch = self._switches[self._names.index(module_name)]
-        switch.check_may_fall_back(module_name)
-        switch.in_fp8 = False
-
-    @property
-    def fallbacks(self) -> tuple[str, ...]:
-        """See :func:`lightning_fp8.fallbacks`."""
-        return tuple(name for name, switch in zip(self._names, self._switches, strict=True) if not switch.in_fp8)

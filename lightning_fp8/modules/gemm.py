@@ -1,0 +1,246 @@
+"""The product of one linear layer: its tensors' slots in the scaling state, and what is kept between forwards."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.shared_input import SharedInput
+from lightning_fp8.modules.stamp import Stamped, is_sharded, stamps
+from lightning_fp8.modules.weight_cast import KeptCast, WeightCast
+from lightning_fp8.ops.formats import Role
+from lightning_fp8.ops.operand import Fp8Operand, OwnScaling, Slot, WeightSlot
+from lightning_fp8.runtime.device import check_device
+from lightning_fp8.scaling.config import Fp8Config
+from lightning_fp8.scaling.model import Fp8Model
+from lightning_fp8.scaling.state import ScalingState
+
+
+class Layer(Protocol):
+    """A converted module, as its GEMMs use it; see :class:`lightning_fp8.modules.base.Fp8Module`."""
+
+    training: bool
+    weight_is_k_by_n: ClassVar[bool]
+    weights_are_stacked: ClassVar[bool]
+    _parameters: dict[str, nn.Parameter | None]
+
+    @staticmethod
+    def gemm_weights(layer: Any) -> dict[str, Tensor]: ...  # noqa: D102
+
+    def gemm_weight(self, gemm: str) -> Tensor | None: ...  # noqa: D102
+
+    @property
+    def records(self) -> bool: ...  # noqa: D102
+
+
+class _Owner(NamedTuple):
+    layer: weakref.ref[Any]
+    # the layer's name for the GEMM, and its name for the parameter; None for a computed weight
+    gemm: str
+    parameter: str | None
+
+
+class Gemm:
+    """The three products of one weight: fprop, dgrad and wgrad.
+
+    Attributes:
+        state: the scaling state shared by all converted modules of the model.
+        module: position of the layer among these modules.
+        precision: which of the products run in FP8.
+        slots: the places of its tensors in the state, by role and by whether a cast records. Made again when anything
+            in them changes; one tuple serves all forwards.
+        weight_cast: the FP8 cast of the weight, as it is kept between forwards.
+        bias_cast: the bias in the 16-bit dtype that torch's GEMM takes.
+        shared_input: the input, if other layers take the same tensor; it is recorded in the row of the first of
+            them.
+        split_over: by role, the name of the process group that the tensor is split over.
+        reference: the weight that the histories belong to; None until it is known.
+    """
+
+    def __init__(self, state: ScalingState, module: int) -> None:
+        self.state = state
+        self.module = module
+        self.precision = state.precisions[module]
+        self.weight_cast = WeightCast()
+        self.bias_cast: KeptCast[Tensor] = KeptCast()
+        self.shared_input: SharedInput | None = None
+        self.split_over: dict[Role, str] = {}
+        self.reference: Stamped | None = None
+        self._owner: _Owner | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy belongs to the copied layer, whose `__setstate__` sets the owner; its histories belong to its weight as
+        # they do here
+        reference = None if self.reference is None or self.is_known() else Stamped()
+        kept = {name: value for name, value in self.__dict__.items() if name != "slots"}
+        return {**kept, "_owner": None, "reference": reference}
+
+    def belong_to(self, layer: Layer, name: str) -> None:
+        """Set the layer that owns the GEMM, and the layer's name for it."""
+        weight = layer.gemm_weights(layer)[name]
+        parameter = next((key for key, one in layer._parameters.items() if one is weight), None)
+        self._owner = _Owner(weakref.ref(layer), name, parameter)
+        self.weight_cast.part = int(name.rpartition(".")[2]) if layer.weights_are_stacked else None
+        self.weight_cast.k_by_n = layer.weight_is_k_by_n
+        self.note_sharding(weight)
+        self.model.join(self)
+        self.place()
+        if self.reference is None:
+            self.refer()
+
+    @property
+    def model(self) -> Fp8Model:
+        """The model at run time."""
+        return self.state.model
+
+    @property
+    def config(self) -> Fp8Config:
+        """The settings of the model."""
+        return self.state.config
+
+    @property
+    def name(self) -> str:
+        """The layer's name in the state: its path in the converted model."""
+        return self.state.module_names[self.module]
+
+    @property
+    def layer(self) -> Layer | None:
+        """The layer that owns the GEMM; None if it no longer exists."""
+        return self._owner.layer() if self._owner is not None else None
+
+    @property
+    def k_by_n(self) -> bool:
+        """Whether the layer stores its weight as ``[K, N]``."""
+        return self.weight_cast.k_by_n
+
+    # The weight
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The current weight of the layer, or the parameter that holds it; None if the layer no longer exists."""
+        layer = self.layer
+        return None if layer is None or self._owner is None else layer.gemm_weight(self._owner.gemm)
+
+    @property
+    def weight_scaling(self) -> OwnScaling:
+        """How the weight is scaled by its values."""
+        return self.slots["weight", True].own
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """This GEMM's weight: a part of ``weight`` if that is a tensor ``[E, ...]`` of several ones."""
+        part = self.weight_cast.part
+        return weight if part is None else weight[part]
+
+    def weight_operand(self, payload: Tensor, payload_t: Tensor, scale_inv: Tensor) -> Fp8Operand:
+        """The payloads of a weight as the layer stores it, by rows and by columns -> the operand ``[N, K]``."""
+        by_rows, by_columns = (payload_t, payload) if self.k_by_n else (payload, payload_t)
+        return Fp8Operand(by_rows, by_columns, scale_inv, scale_inv, self.slots["weight", True].format)
+
+    def note_sharding(self, weight: Tensor) -> None:
+        """Keep no FP8 cast of a sharded weight, as it would hold the whole weight."""
+        self.weight_cast.sharded = weight if is_sharded(weight) else None
+        self.weight_cast.is_kept = not isinstance(weight, (DTensor, FrozenWeight))
+        if not self.weight_cast.is_kept:
+            self.weight_cast.drop()
+
+    def sources(self) -> list[Tensor]:
+        """The parameters that the weight is, or is computed from; a sharded one itself, even while it is gathered."""
+        layer, owner = self.layer, self._owner
+        if layer is None or owner is None or owner.parameter not in layer._parameters:
+            return [] if layer is None else list(cast(nn.Module, layer).parameters())
+        weight = layer._parameters[owner.parameter]
+        if is_sharded(weight):
+            self.weight_cast.sharded = weight
+        source = weight if self.weight_cast.sharded is None else self.weight_cast.sharded
+        # while FSDP1 has gathered it, it is no parameter
+        return [source] if isinstance(source, nn.Parameter) else []
+
+    def refer(self) -> None:
+        """The histories belong to the weight as it is now."""
+        sources = self.sources() if self.state.recipe.from_history else []
+        self.reference = Stamped(*sources) if sources else None
+
+    def is_known(self) -> bool:
+        """Whether the weight is the one that the histories belong to, as far as it can be known."""
+        sources = self.sources()
+        return not sources or (self.reference is not None and self.reference.key == stamps(sources))
+
+    def on_step(self) -> None:
+        """An optimizer has changed the weight, for which the histories remain valid."""
+        # compiled code casts it from now on, until it is prepared again
+        self.weight_cast.is_prepared = False
+        self.refer()
+
+    def drop_casts(self) -> None:
+        """Keep no cast that was made before."""
+        self.weight_cast.is_prepared = False
+        self.weight_cast.drop()
+        self.bias_cast.drop()
+
+    # The slots
+
+    def place(self) -> None:
+        """Make the slots again, as the state, its precisions or what the layer shares have changed.
+
+        A gradient that is not recorded belongs to another loss than those of training, as in saliency, attacks and
+        guidance: it is scaled by its own values.
+        """
+        state, recipe = self.state, self.state.recipe
+        self.slots: dict[tuple[Role, bool], Any] = {}
+        for record in (False, True):
+            for role in ("input", "grad_output"):
+                history, own = self.model.how_cast(
+                    self.precision, self.split_over.get(role, ""), record or role == "input"
+                )
+                # one index tensor for all layers that share their input, so that a compiler can merge their casts
+                shared = self.shared_input if role == "input" else None
+                module = self.module if shared is None else shared.modules[0]
+                index = state.indices[state.row_of(module, role)]
+                fmt = recipe.format_of(role).name
+                self.slots[role, record] = Slot(state.scale, history, index, fmt, state, record, self.config.gemm, own)
+            index, fmt = state.indices[state.row_of(self.module, "weight")], recipe.format_of("weight").name
+            own = OwnScaling(blocks=recipe.own.blocks)
+            self.slots["weight", record] = WeightSlot(index, fmt, state, record, own)
+
+    def split(self, over: dict[Role, str]) -> None:
+        """Set the process groups that tensors are split over, by role."""
+        if over != self.split_over:
+            self.split_over = over
+            self.place()
+
+    def to(self, device: torch.device) -> None:
+        """Move the state, which only the first layer of a model has to do."""
+        if self.state.device != device:
+            check_device(device)
+            self.state.to(device)
+
+    # Other layers with the same input
+
+    def share_input(self, shared: SharedInput | None) -> None:
+        """Set the input that the layer shares with others; None for an input of its own."""
+        self.shared_input = shared
+        self.place()
+
+    @property
+    def input_leader(self) -> Gemm | None:
+        """The first layer that takes in the same tensor; None if that is this one."""
+        modules = () if self.shared_input is None else self.shared_input.modules
+        leader = next((gemm for gemm in map(self.model.gemms.get, modules) if gemm is not None), self)
+        return None if leader is self else cast(Gemm, leader)
+
+    def followers_need_columns(self) -> bool:
+        """Whether a layer that takes in the same tensor after this one has a weight to train."""
+        modules = () if self.shared_input is None else self.shared_input.modules
+        behind = map(self.model.gemms.get, modules[modules.index(self.module) + 1 :])
+        return any(
+            gemm is not None
+            and (weight := cast(Gemm, gemm).weight) is not None
+            and weight.requires_grad
+            and "wgrad" not in cast(Gemm, gemm).precision.in_bf16
+            for gemm in behind
+        )

@@ -1,0 +1,126 @@
+"""Casts that outlive a forward: made when the tensor has changed, and only then; never stale."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.modules.stamp import Stamped, stamp
+from lightning_fp8.ops.operand import Fp8Operand
+from lightning_fp8.scaling.optimizer_steps import optimizer_steps
+
+_LOCK = threading.Lock()
+T = TypeVar("T")
+
+
+class KeptCast(Generic[T]):
+    """Keeps the cast of one tensor for as long as the tensor is certain to be the same.
+
+    A cast is stale after a change that leaves a trace, see :func:`~lightning_fp8.modules.stamp.stamp`, and, unless the
+    tensor is frozen, after an optimizer step. Copies and pickles of a model start without casts.
+
+    Attributes:
+        vouchers: how many contexts vouch for the tensor.
+    """
+
+    def __init__(self) -> None:
+        self._made_of: Stamped | None = None
+        self._steps: int | None = None
+        self._cast: T | None = None
+        self._last_used = 0
+        self.vouchers = 0
+
+    def get(self, tensor: Tensor) -> T | None:
+        """The cast of ``tensor``; None if there is none, or it may be stale."""
+        made_of = self._made_of
+        if made_of is None or made_of.key != stamp(tensor) or self._steps != _steps_of(tensor):
+            return None
+        self._last_used = id(tensor)
+        return self._cast
+
+    def was_used(self, tensor: Tensor) -> bool:
+        """Whether the last cast of ``tensor``, stale or not, has been used."""
+        return self._last_used == id(tensor)
+
+    def drop(self) -> None:
+        """Drop the cast and free its memory."""
+        self._made_of = self._cast = None
+
+    def put(self, tensor: Tensor, cast: T, used: bool = True) -> None:
+        """Keep ``cast``, just made from ``tensor``, for a forward that uses it now or, if not ``used``, later."""
+        # Only a parameter is known to be the same tensor at the next call; a parametrized weight is made each time.
+        if isinstance(tensor, nn.Parameter) and not tensor.is_inference():
+            self._made_of, self._steps, self._cast = Stamped(tensor), _steps_of(tensor), cast
+            self._last_used = id(tensor) if used else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made_of": None, "_cast": None, "_last_used": 0, "vouchers": 0}
+
+
+class WeightCast(KeptCast[Fp8Operand]):
+    """The FP8 cast of a weight, and in which form the weight exists.
+
+    Attributes:
+        is_kept: whether the cast outlives a forward; not that of a sharded weight, as it would hold the whole weight.
+        part: which matrix of a parameter ``[E, N, K]`` is the weight; None if it is all of it.
+        k_by_n: whether the layer stores the weight as ``[K, N]``.
+        sharded: the parameter of which this process holds a part; None for a whole one.
+        fp8_only: whether the weight is to be kept as its FP8 cast only, for as long as it is frozen.
+        frozen_seen: the scale of such a weight when a forward last used it.
+        prepared: the cast as compiled code reads it, in tensors that stay the same; None if there is none.
+        is_prepared: whether ``prepared`` is from the current weight; see :mod:`lightning_fp8.modules.prepared_weights`.
+        may_prepare: False after a change that came too late for compiled code.
+        preparers: how many open contexts keep it prepared.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_kept = True
+        self.part: int | None = None
+        self.k_by_n = False
+        self.sharded: Tensor | None = None
+        self.fp8_only = False
+        self.frozen_seen: Tensor | None = None
+        self.prepared: Fp8Operand | None = None
+        self.is_prepared = False
+        self.may_prepare = True
+        self.preparers = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        emptied = {"sharded": None, "frozen_seen": None, "prepared": None, "is_prepared": False, "preparers": 0}
+        return {**super().__getstate__(), **emptied}
+
+
+def _steps_of(tensor: Tensor) -> int | None:
+    # an optimizer changes what has a gradient; it may do so through `.data`
+    return optimizer_steps() if tensor.requires_grad or tensor.grad is not None else None
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """For casts that outlive an inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def vouching(casts: Iterable[KeptCast[Any]]) -> Iterator[None]:
+    """Declare that these tensors change only in ways that leave a trace, in all threads, until all such contexts end.
+
+    It does not drop the casts made before it or in it: the caller knows for how long they are valid.
+    """
+    casts = list(casts)
+    with _LOCK:
+        for one in casts:
+            one.vouchers += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for one in casts:
+                one.vouchers -= 1

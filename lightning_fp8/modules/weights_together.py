@@ -1,0 +1,68 @@
+"""The weights of a model, cast together: one launch per optimizer step where the device has a kernel for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import Tensor, nn
+
+from lightning_fp8 import ops
+from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.ops.formats import CASTABLE_DTYPES
+from lightning_fp8.ops.operand import Fp8Operand
+
+
+def cast_stale(first: Gemm, weight: Tensor) -> Fp8Operand | None:
+    """Cast ``weight``, the weight of ``first``, together with every other stale weight whose last cast was used.
+
+    Returns the operand of ``first``, or None if nothing was cast: on a device without a kernel, and for a weight
+    that is not a plain parameter with its own storage. The values of a shard or of a view of a flat buffer may not
+    have been gathered yet, or may have been replaced by another layer's.
+    """
+    device = first.state.device
+    if not is_plain(weight, device) or not ops.casts_weights_together(weight, first.weight_scaling):
+        return None
+    due = [(first, weight)]
+    for gemm in cast(list[Gemm], list(first.model.gemms.values())):
+        other = gemm.weight if gemm is not first and _records(gemm) else None
+        if other is None or not is_plain(other, device):
+            continue
+        # experts run one after the other: the first to run casts all slices of its parameter
+        if not (gemm.weight_cast.was_used(other) or (other is weight and gemm.weight_cast.part is not None)):
+            continue
+        if gemm.weight_cast.get(other) is None:
+            due.append((gemm, other))
+    for gemm, _ in due:
+        # drop the old casts first, so that the new ones can use their memory
+        gemm.weight_cast.drop()
+    operands = cast_together(due)
+    for (gemm, tensor), operand in zip(due, operands, strict=True):
+        gemm.weight_cast.put(tensor, operand, used=gemm is first)
+    return operands[0]
+
+
+def cast_together(
+    weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[tuple[Tensor, Tensor] | None] = ()
+) -> list[Fp8Operand]:
+    """The casts of weights of one model, as :func:`lightning_fp8.ops.cast_weights` makes them."""
+    (first, _), *_ = weights
+    state = first.state
+    indices = [state.row_of(gemm.module, "weight") for gemm, _ in weights]
+    tensors = [gemm.matrix(weight.detach()) for gemm, weight in weights]
+    made = ops.cast_weights(state, tensors, indices, first.slots["weight", True].format, out)
+    return [gemm.weight_operand(*one) for (gemm, _), one in zip(weights, made, strict=True)]
+
+
+def _records(gemm: Gemm) -> bool:
+    layer = gemm.layer
+    return layer is not None and layer.records and gemm.precision.casts("weight")
+
+
+def is_plain(weight: Tensor, device: object) -> bool:
+    """Whether a weight is a parameter with its own storage, on this device."""
+    # subclasses of Parameter are sharded or computed
+    if type(weight) is not nn.Parameter or weight.dtype not in CASTABLE_DTYPES or weight.device != device:
+        return False
+    owns_storage = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+    return owns_storage and weight.is_contiguous() and not weight.is_inference()

@@ -1,0 +1,55 @@
+"""The settings of a conversion, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from lightning_fp8.runtime.choice import check_choice
+from lightning_fp8.scaling.recipe import Recipe
+
+FrozenWeights = Literal["master", "fp8"]
+FROZEN_WEIGHTS: tuple[FrozenWeights, ...] = get_args(FrozenWeights)
+
+
+def check_frozen_weights(frozen_weights: object) -> None:
+    """Raise a ValueError for a value that is neither None nor one of ``FROZEN_WEIGHTS``."""
+    if frozen_weights is not None:
+        check_choice("`frozen_weights`", frozen_weights, FROZEN_WEIGHTS)
+
+
+class Override(NamedTuple):
+    """The precisions of some products of the layers that a pattern matches.
+
+    Attributes:
+        pattern: ``fnmatch`` pattern on module paths, for what it matches and everything inside it.
+        precisions: by product, ``"fp8"`` or ``"bf16"``.
+        source: the argument that asked for it, in words.
+    """
+
+    pattern: str
+    precisions: Mapping[str, str]
+    source: str
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """The settings that all layers of a model share. They are not part of a checkpoint.
+
+    Attributes:
+        recipe: how scales are computed.
+        gemm: which GEMMs they run, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``; it only changes the order of
+            summation.
+        min_features: the conversion left layers with fewer input or output features alone.
+        adapters: the conversion included the adapters of PEFT.
+        frozen_weights: whether frozen weights keep a master, ``"master"``, or only their FP8 cast, ``"fp8"``.
+        overrides: the precisions of products that differ from those of the recipe; later ones win.
+    """
+
+    recipe: Recipe
+    gemm: str = "auto"
+    min_features: int = 16
+    adapters: bool = False
+    frozen_weights: FrozenWeights = "master"
+    overrides: tuple[Override, ...] = ()

@@ -1,0 +1,85 @@
+"""Counts the optimizer steps of this process: each makes casts of weights stale, and requires an update of scales."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+
+class Stepped(Protocol):
+    """A model whose weights optimizers change."""
+
+    def sources(self) -> Iterator[Tensor]:
+        """All parameters that its GEMMs' weights are, or are computed from."""
+
+    def on_step_begins(self) -> None:
+        """An optimizer is about to change its weights."""
+
+    def on_step_ends(self, optimizer: int, weights: AbstractSet[int]) -> None:
+        """An optimizer has changed these weights, all given by ``id``."""
+
+
+_steps = 0
+_models: weakref.WeakSet[Stepped] = weakref.WeakSet()
+_joined = 0
+# for each optimizer: how many layers had joined, and how many parameters it had, at the last look-up; the models whose
+# weights it changes, and the ids of these weights
+_Changed = list[tuple[weakref.ref[Stepped], set[int]]]
+_changed_by: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], _Changed]] = weakref.WeakKeyDictionary()
+
+
+def optimizer_steps() -> int:
+    """How many steps all optimizers together have made. Some write through ``.data``, which leaves no other trace."""
+    return _steps
+
+
+def count_step() -> None:
+    """Count a step: of an optimizer of torch, or one by hand, by the update of the scales that belongs to it."""
+    global _steps
+    _steps += 1
+
+
+def note_layer(model: Stepped) -> None:
+    """A layer has joined this model."""
+    global _joined
+    _models.add(model)
+    _joined += 1
+
+
+def _changed_models(optimizer: Optimizer) -> Iterator[tuple[Stepped, set[int]]]:
+    """The models whose weights an optimizer changes, with the ids of these weights."""
+    now = _joined, sum(len(part["params"]) for part in optimizer.param_groups)
+    looked_at, changed = _changed_by.get(optimizer, (None, []))
+    if looked_at != now:
+        parameters = {id(parameter) for part in optimizer.param_groups for parameter in part["params"]}
+        weights = ((model, parameters.intersection(map(id, model.sources()))) for model in list(_models))
+        changed = [(weakref.ref(model), found) for model, found in weights if found]
+        _changed_by[optimizer] = now, changed
+    for reference, found in changed:
+        known = reference()
+        if known is not None:
+            yield known, found
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for model, _weights in _changed_models(optimizer):
+        model.on_step_begins()
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    count_step()
+    for model, weights in _changed_models(optimizer):
+        model.on_step_ends(id(optimizer), weights)
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
