@@ -30,7 +30,7 @@ from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.stamp import Stamped, stamp
 from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.ops.operand import with_scale
-from lightning_fp8.scaling.optimizer_steps import optimizer_steps
+from lightning_fp8.scaling import optimizer_steps
 from lightning_fp8.scaling.state import ScalingState
 
 
@@ -74,10 +74,12 @@ class _Scales:
 
     def _is_stale(self, place: int) -> bool:
         is_again = not self._in_training and place in self._gathered
-        return is_again or self._steps != optimizer_steps() or self._made_of[place].key != stamp(self.weights[place])
+        return (
+            is_again or self._steps != optimizer_steps.count or self._made_of[place].key != stamp(self.weights[place])
+        )
 
     def _measure(self, group: dist.ProcessGroup) -> None:
-        self._steps, self._made_of = optimizer_steps(), [Stamped(weight) for weight in self.weights]
+        self._steps, self._made_of = optimizer_steps.count, [Stamped(weight) for weight in self.weights]
         self._gathered.clear()
         self._amax = ops.measure_weights([weight._local_tensor.detach().flatten(1) for weight in self.weights])
         # as integers, NaN is the largest

@@ -18,7 +18,6 @@ from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.functional import (
     cast_input,
     cast_weight,
-    check_bias,
     check_input,
     let_go_of_input,
     output_dtype,
@@ -193,8 +192,8 @@ def _as_layer(layer: Fp8Module, record: bool, dtype: torch.dtype) -> Layer:
     """The layer's weight, its cast, and its bias for outputs of this dtype."""
     gemm, bias = layer.fp8[""], cast("Tensor | None", layer.bias)
     weight, operand, is_kept = cast_weight(gemm, _weight(layer), record)
-    check_bias(gemm, bias, weight.shape[0])
-    return Layer(weight, bias, rounded_bias(gemm, bias, dtype, is_kept), operand)  # type: ignore[arg-type]
+    bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, weight.shape[0])
+    return Layer(weight, bias, bias_value, operand)  # type: ignore[arg-type]
 
 
 def _weight(layer: nn.Module) -> Tensor:

@@ -72,48 +72,49 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
     Raises:
         NotImplementedError: for a ``DTensor``.
     """
-    precision = gemm.precision
+    precision, kept = gemm.precision, gemm.weight_cast
+    weight = parameter if part is None else part
     if not precision.in_fp8 or (precision.in_bf16 and not _needs_cast(precision)):
         if not precision.in_fp8 and not torch.compiler.is_compiling():
-            gemm.weight_cast.drop()
+            kept.drop()
         check_whole(gemm, parameter)
-        return Fp8Weight(_n_by_k(gemm, parameter, part), None)
-    # Forwards that do not record use the cache only while a context vouches for the weight: in evaluation, weights may
-    # be swapped (EMA, averaging) without a trace.
-    cache, keep_columns = gemm.weight_cast, torch.is_grad_enabled()
-    is_kept = gemm.weight_cast.is_kept and can_keep_copies(parameter) and (record or cache.vouchers > 0)
-    made = cache.get(parameter) if is_kept else None
-    # while lost values are counted, a frozen weight is cast again, so that each step counts its losses
-    must_count = record and not parameter.requires_grad and gemm.model.counts.values is not None
-    if made is not None and not must_count and (not keep_columns or made.columns.dim() == 2):
-        return Fp8Weight(_n_by_k(gemm, parameter, part), made, True)
+        return Fp8Weight(weight.t() if kept.k_by_n else weight, None)
+    # Forwards that do not record use a kept cast only while a context vouches for the weight: in evaluation, weights
+    # may be swapped (EMA, averaging) without a trace.
+    keep_columns = torch.is_grad_enabled()
+    may_keep = kept.is_kept and (record or kept.vouchers > 0) and can_keep_copies(parameter)
+    made = kept.get(parameter) if may_keep else None
+    if made is not None and (not keep_columns or made.columns.dim() == 2) and not _must_count(gemm, parameter, record):
+        return Fp8Weight(weight.t() if kept.k_by_n else weight, made, True)
+    if not is_dynamo_compiling():
+        gemm.model.on_stale_weight(gemm)
     if isinstance(parameter, FrozenWeight) and parameter.is_fp8:
         return Fp8Weight(*frozen_operand(gemm, parameter))
-    if gemm.weight_cast.fp8_only:
-        parameter = with_master(gemm, parameter)
+    if kept.fp8_only:
+        weight = parameter = with_master(gemm, parameter)
     if isinstance(parameter, GatheredWeight):
         place, scale_inv = parameter.place_in_graph(), parameter.scale_inv
         operand = Fp8Operand(*parameter.payloads(gemm.k_by_n), scale_inv, scale_inv, gemm.slots["weight", True].format)
         return Fp8Weight(place.t() if gemm.k_by_n else place, operand)
     check_whole(gemm, parameter)
-    weight = _n_by_k(gemm, parameter, part)
-    if gemm.weight_cast.is_prepared and is_dynamo_compiling():
-        return Fp8Weight(weight, gemm.weight_cast.prepared)
-    made = cast_stale(gemm, parameter) if is_kept and record else None
+    weight = weight.t() if kept.k_by_n else weight
+    if kept.is_prepared and is_dynamo_compiling():
+        return Fp8Weight(weight, kept.prepared)
+    made = cast_stale(gemm, parameter) if may_keep and record else None
     if made is None:
-        with normal_tensors() if is_kept else nullcontext():
+        with normal_tensors() if may_keep else nullcontext():
             made = ops.cast_weight_operand(weight.detach(), gemm.slots["weight", record], keep_columns)
-        if is_kept:
-            cache.put(parameter, made)
-            if cache.vouchers and not is_k_major(parameter):
+        if may_keep:
+            kept.put(parameter, made)
+            if kept.vouchers and not is_k_major(parameter):
                 # many small GEMMs follow, as in generation, each of which would dequantize the whole weight
                 ops.keep_values(made)
-    return Fp8Weight(weight, made, is_kept)
+    return Fp8Weight(weight, made, may_keep)
 
 
-def _n_by_k(gemm: Gemm, parameter: Tensor, part: Tensor | None) -> Tensor:
-    weight = parameter if part is None else part
-    return weight.t() if gemm.k_by_n else weight
+def _must_count(gemm: Gemm, parameter: Tensor, record: bool) -> bool:
+    """Whether a frozen weight is cast again, so that each step counts its losses."""
+    return record and not parameter.requires_grad and gemm.model.counts.values is not None
 
 
 def _needs_cast(precision: LayerPrecision) -> bool:
@@ -137,21 +138,18 @@ def cast_input(gemm: Gemm, x: Tensor, record: bool, keep: bool, by_rows: bool = 
     Layers that share x use one cast wherever a change of x would be seen. An inference tensor does not count its
     changes, nor does a trace show them; with gradients, AOTAutograd merges casts that have the same arguments.
     """
-    shared = gemm.shared_input
+    shared, slot = gemm.shared_input, gemm.slots["input", record]
+    values = x.detach() if x.dim() == 2 else ops.in_rows(x.detach())
     if shared is None or torch.compiler.is_compiling() or x.is_inference():
-        return _cast_input(gemm, x, record, keep, by_rows)
+        return ops.cast_operand(values, slot, "none", keep, by_rows)
     is_first, is_last = (shared.modules[at] == gemm.module for at in (0, -1))
     made = None if is_first else shared.take(x, gemm.model, record, keep, by_rows, is_last)
     if made is None:
         by_columns = keep or (torch.is_grad_enabled() and gemm.followers_need_columns())
-        made = _cast_input(gemm, x, record, by_columns, by_rows)
+        made = ops.cast_operand(values, slot, "none", by_columns, by_rows)
         if not is_last:
             shared.put(x, gemm.model, record, made, is_first)
     return made
-
-
-def _cast_input(gemm: Gemm, x: Tensor, record: bool, keep: bool, by_rows: bool = True) -> Fp8Operand:
-    return ops.cast_operand(ops.in_rows(x.detach()), gemm.slots["input", record], "none", keep, by_rows)
 
 
 def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool) -> Tensor:
@@ -165,8 +163,7 @@ def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, re
     dtype, (parameter, operand, is_kept) = output_dtype(x), weight
     if operand is None or gemm.precision.in_bf16:
         return _linear_in_part(gemm, x, weight, bias, record, dtype)
-    check_bias(gemm, bias, operand.rows.shape[0])
-    bias_value = rounded_bias(gemm, bias, dtype, is_kept)
+    bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, operand.rows.shape[0])
     x_fp8 = cast_input(gemm, x, record, keep=parameter.requires_grad and torch.is_grad_enabled())
     dy = gemm.slots["grad_output", record]
     return ops.linear(x, parameter, bias, bias_value, x_fp8, operand, dy, dtype)  # type: ignore[no-any-return]
@@ -181,7 +178,6 @@ def _linear_in_part(
     if not (precision.in_fp8 and (with_gradients or precision.fprop_in_fp8)):
         let_go_of_input(gemm)
         return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))
-    check_bias(gemm, bias, len(parameter))
     fprop, dgrad, wgrad = (product in precision.in_bf16 for product in PRODUCTS)
     nothing, unscaled = x.new_empty(0), torch.ones((), device=x.device)
     x_operand = Fp8Operand(nothing, nothing, unscaled, unscaled, gemm.slots["input", True].format)
@@ -201,7 +197,8 @@ def _linear_in_part(
         w_operand = w_operand._replace(
             rows=plain if fprop else w_operand.rows, columns=plain.t() if dgrad else w_operand.columns
         )
-    bias_value, dy = rounded_bias(gemm, bias, dtype, is_kept), gemm.slots["grad_output", record]
+    bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, len(parameter))
+    dy = gemm.slots["grad_output", record]
     return ops.linear(x, parameter, bias, bias_value, x_operand, w_operand, dy, dtype)  # type: ignore[no-any-return]
 
 
@@ -220,10 +217,19 @@ def let_go_of_input(gemm: Gemm) -> None:
         shared.drop()
 
 
-def rounded_bias(gemm: Gemm, bias: Tensor | None, dtype: torch.dtype, keep: bool) -> Tensor | None:
-    """The bias in the dtype that a GEMM with this output dtype takes; cached (``keep``) if it has to be rounded."""
-    if bias is None or bias.dtype == dtype or dtype == torch.float32:
-        return None if bias is None else bias.detach()
+def rounded_bias(gemm: Gemm, bias: Tensor, dtype: torch.dtype, keep: bool, outputs: int) -> Tensor:
+    """The bias in the dtype that a GEMM with this output dtype takes; cached (``keep``) if it has to be rounded.
+
+    Raises:
+        ValueError: unless it has one element for each output: a kernel would read past its end.
+    """
+    if bias.shape != (outputs,):
+        raise ValueError(
+            f"The bias of {gemm.name!r} must have the shape ({outputs},), one element for each output of the weight,"
+            f" got {tuple(bias.shape)}."
+        )
+    if bias.dtype == dtype or dtype == torch.float32:
+        return bias.detach()
     if not keep:
         return bias.detach().to(dtype)
     kept = gemm.bias_cast.get(bias)
@@ -260,15 +266,6 @@ def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None
         raise ValueError(
             f"{_called(module)}: the last dimension of the {what} must be {features}, the input features of the"
             f" weight, got the shape {tuple(given)}."
-        )
-
-
-def check_bias(gemm: Gemm, bias: Tensor | None, outputs: int) -> None:
-    """Raise a ValueError unless the bias has one element for each output: a kernel would read past its end."""
-    if bias is not None and bias.shape != (outputs,):
-        raise ValueError(
-            f"The bias of {gemm.name!r} must have the shape ({outputs},), one element for each output of the weight,"
-            f" got {tuple(bias.shape)}."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -31,7 +32,7 @@ class Fp8Linear(Fp8Module, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[*, in_features]`` -> y ``[*, out_features]``; see the class."""
-        weight, gemm, record = self.weight, self.fp8[""], self.records
+        weight, gemm, record = self.weight, self.fp8[""], self.training and torch.is_grad_enabled()
         check_input(self, "input", x, weight)
         if isinstance(weight, DTensor):
             return parallel_linear(gemm, x, weight, self.bias, record)

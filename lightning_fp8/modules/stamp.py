@@ -23,7 +23,7 @@ def stamp(tensor: Tensor) -> tuple[Hashable, ...]:
         return id(tensor), id(tensor.content.scale_inv), id(tensor.content.changed)
     version = None if tensor.is_inference() else tensor._version
     # FSDP1 moves its parameters between a part of their own and one of the gathered whole
-    address = 0 if is_flattened(tensor) else tensor.data_ptr()
+    address = 0 if getattr(tensor, "_fsdp_flattened", False) else tensor.data_ptr()
     return id(tensor), version, address, tensor.dtype, tensor.shape, tensor.stride()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.modules.stamp import Stamped, stamp
 from lightning_fp8.ops.operand import Fp8Operand
-from lightning_fp8.scaling.optimizer_steps import optimizer_steps
+from lightning_fp8.scaling import optimizer_steps
 
 _LOCK = threading.Lock()
 T = TypeVar("T")
@@ -30,7 +30,8 @@ class KeptCast(Generic[T]):
 
     def __init__(self) -> None:
         self._made_of: Stamped | None = None
-        self._steps: int | None = None
+        # an optimizer changes what has a gradient; it may do so through `.data`
+        self._steps = 0
         self._cast: T | None = None
         self._last_used = 0
         self.vouchers = 0
@@ -38,7 +39,9 @@ class KeptCast(Generic[T]):
     def get(self, tensor: Tensor) -> T | None:
         """The cast of ``tensor``; None if there is none, or it may be stale."""
         made_of = self._made_of
-        if made_of is None or made_of.key != stamp(tensor) or self._steps != _steps_of(tensor):
+        if made_of is None or made_of.key != stamp(tensor):
+            return None
+        if self._steps != optimizer_steps.count and (tensor.requires_grad or tensor.grad is not None):
             return None
         self._last_used = id(tensor)
         return self._cast
@@ -55,7 +58,7 @@ class KeptCast(Generic[T]):
         """Keep ``cast``, just made from ``tensor``, for a forward that uses it now or, if not ``used``, later."""
         # Only a parameter is known to be the same tensor at the next call; a parametrized weight is made each time.
         if isinstance(tensor, nn.Parameter) and not tensor.is_inference():
-            self._made_of, self._steps, self._cast = Stamped(tensor), _steps_of(tensor), cast
+            self._made_of, self._steps, self._cast = Stamped(tensor), optimizer_steps.count, cast
             self._last_used = id(tensor) if used else 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,11 +97,6 @@ class WeightCast(KeptCast[Fp8Operand]):
     def __getstate__(self) -> dict[str, Any]:
         emptied = {"sharded": None, "frozen_seen": None, "prepared": None, "is_prepared": False, "preparers": 0}
         return {**super().__getstate__(), **emptied}
-
-
-def _steps_of(tensor: Tensor) -> int | None:
-    # an optimizer changes what has a gradient; it may do so through `.data`
-    return optimizer_steps() if tensor.requires_grad or tensor.grad is not None else None
 
 
 @contextmanager

@@ -68,7 +68,6 @@ class Fp8Model:
         recording: the modules, by position, whose tensors have been recorded.
         histories_fit: whether the histories belong to the weights, as last seen.
         no_history: ``[1, D] float32`` zeros, for casts that use no history.
-        sharers: for each module that records the input of others, the positions of all of them, itself first.
         shared_rows: rows of inputs that are recorded in another row, and that row, each ``[S] int64``.
         current_rows: rows of the tensors that have moved to the scales of their own values; None if there are none.
     """
@@ -111,9 +110,6 @@ class Fp8Model:
     def on_leaders(self) -> None:
         """Other modules record their input in the row of another one."""
         row_of, leaders = self.state.row_of, self.state.input_leaders
-        self.sharers: dict[int, list[int]] = {leader: [leader] for leader in leaders.values()}
-        for one, leader in leaders.items():
-            self.sharers[leader].append(one)
         rows = [(row_of(one, "input"), row_of(other, "input")) for one, other in leaders.items()]
         with torch.inference_mode(False):
             self.shared_rows = torch.tensor(rows, dtype=torch.int64, device=self.state.device).view(-1, 2).t()
@@ -179,15 +175,20 @@ class Fp8Model:
             have one: False if ``index`` is None.
         """
         row = None if index is None else self._row_at.get(index.data_ptr())
-        if row is not None and row < len(self.state.module_names):
+        # inputs come before gradients
+        if row is not None and 2 * row < len(self._known):
+            if row in self._cast or not self._cast:
+                self._begin_forward()
+            self._cast.add(row)
             if record:
                 self.recording.add(row)
-            self._on_cast_of_input(row, record)
+                if not self.histories_fit:
+                    self._begin_anew()
         if record:
             if not self.has_recorded:
                 self.state.check_join()
             self.has_recorded = True
-        elif self.state.recipe.from_history and not (self.has_scales and self.histories_fit):
+        elif not (self.has_scales and self.histories_fit) and self.state.recipe.from_history:
             self.notices.on_cast_without_scales(self.state, index)
         may_use_history = record or self.histories_fit
         has_history = may_use_history and row is not None and bool(self._known[row])
@@ -205,25 +206,24 @@ class Fp8Model:
         self.gemms[gemm.module] = gemm
         note_layer(self)
 
-    def _on_cast_of_input(self, module: int, record: bool) -> None:
-        if module in self._cast:
-            self._cast.clear()
-        if not self._cast or (self.histories_fit and not self._is_known(module)):
-            self.look()
-            # one by hand has been made; those of torch end by themselves
-            self._is_stepping &= self._steps > 0
-        self._cast.add(module)
-        if record and not self.histories_fit:
-            # the histories belong to other weights
-            if self._must_empty:
-                self.state.empty_histories()
-            self.take_as_known()
-            self.histories_fit = True
+    def _begin_forward(self) -> None:
+        """A module casts its input again: a forward of the model begins."""
+        self._cast.clear()
+        self.look()
+        # one by hand has been made; those of torch end by themselves
+        self._is_stepping &= self._steps > 0
 
-    def _is_known(self, module: int) -> bool:
-        """Whether the weights of all layers with this input are those that the histories belong to."""
-        sharers = map(self.gemms.get, self.sharers.get(module, (module,)))
-        return all(gemm.is_known() for gemm in sharers if gemm is not None)
+    def _begin_anew(self) -> None:
+        """A forward records, and the histories belong to other weights."""
+        if self._must_empty:
+            self.state.empty_histories()
+        self.take_as_known()
+        self.histories_fit = True
+
+    def on_stale_weight(self, gemm: WeightedGemm) -> None:
+        """A weight is about to be cast, as its last cast may be stale: it may have changed within a forward."""
+        if self.histories_fit and self._cast and self.state.recipe.from_history and not gemm.is_known():
+            self.look()
 
     def look(self) -> bool:
         """Find weights that something other than an optimizer has changed.

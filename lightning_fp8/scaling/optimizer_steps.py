@@ -28,7 +28,8 @@ class Stepped(Protocol):
         """An optimizer has changed these weights, all given by ``id``."""
 
 
-_steps = 0
+# how many steps all optimizers together have made: some write through `.data`, which leaves no other trace
+count = 0
 _models: weakref.WeakSet[Stepped] = weakref.WeakSet()
 _joined = 0
 # for each optimizer: how many layers had joined, and how many parameters it had, at the last look-up; the models whose
@@ -37,15 +38,10 @@ _Changed = list[tuple[weakref.ref[Stepped], set[int]]]
 _changed_by: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], _Changed]] = weakref.WeakKeyDictionary()
 
 
-def optimizer_steps() -> int:
-    """How many steps all optimizers together have made. Some write through ``.data``, which leaves no other trace."""
-    return _steps
-
-
 def count_step() -> None:
     """Count a step: of an optimizer of torch, or one by hand, by the update of the scales that belongs to it."""
-    global _steps
-    _steps += 1
+    global count
+    count += 1
 
 
 def note_layer(model: Stepped) -> None:
