@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import os
 import shutil
 from collections.abc import Iterator
 from itertools import pairwise
@@ -37,7 +38,8 @@ pytestmark = pytest.mark.slow
 def browser() -> Iterator[Browser]:
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None:
-        pytest.fail("The report's page is tested in a real Chromium, and there is none: `make browser` installs one.")
+        without = pytest.fail if os.environ.get("CI") else pytest.skip
+        without("The report's page is tested in a real Chromium, and there is none: `make browser` installs one.")
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=found, args=ARGUMENTS)
         yield opened
