@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Half an hour on a GPU that nothing has run on yet: four stages, each less than ten minutes even if steps hang.
+# Half an hour on a GPU that nothing has run on yet: four stages, each less than ten minutes even if steps hang,
+# and their limits together 28 minutes.
 #
 #     benchmarks/first_contact.sh 1|2|3|4
 #
@@ -13,7 +14,8 @@
 # gemm-GPU.json, the measured table as of the last step.
 #
 # Environment, with defaults: OUT, the folder of these files (./first_contact). CUBINS, a folder that `doctor --compile`
-# filled elsewhere (build/cubins): copied into the cache, where only this user may write. PYTHON (python).
+# filled elsewhere (build/cubins): copied into the cache, where only this user may write. Git ignores it, so a copy of
+# the checkout on another machine has it only if it is named along with the tracked files. PYTHON (python).
 # LIMIT_SCALE, a factor for the steps' time limits (1).
 set -u
 umask 022
@@ -95,25 +97,25 @@ mkdir -p "$cache" && chmod -R go-w "$cache"
 commit=${COMMIT:-$(git describe --always --dirty --exclude='*' 2>/dev/null || echo unknown)}
 printf '# stage %s, commit %s, %s\n' "$stage" "$commit" "$(date -u +%FT%TZ)" | tee -a "$log" >>"$summary"
 printf 'step\tstatus\tseconds\tlimit\tcommand\n' >>"$summary"
-step machine 15 nvidia-smi
+step machine 10 nvidia-smi
 case $stage in
     1)
         step versions 20 "$python" -c 'import sys, importlib.metadata as m; print(sys.version, *sorted({f"{d.name}=={d.version}" for d in m.distributions()}), sep="\n")'
-        step "doctor quick" 45 "$python" -m lightning_fp8 doctor --quick
-        step doctor 150 "$python" -m lightning_fp8 doctor --time-limit 20
+        step "doctor quick" 30 "$python" -m lightning_fp8 doctor --quick
+        step doctor 120 "$python" -m lightning_fp8 doctor --time-limit 20
         tests "casts, every bit pattern" 45 "bit_pattern" tests/ops/test_cuda.py
         tests "casts, ragged; weights; scales" 45 "ragged or weights_and_scales" tests/ops/test_cuda.py
-        tune "tune 8192x4096x16384" 120 8192x4096x16384
+        tune "tune 8192x4096x16384" 90 8192x4096x16384
         bench "cast 8192x8192" 60 --suite cast --case "8192x8192 bf16->e4m3 cast_transpose"
         ;;
     2)
-        tests "GEMM self-tests" 90 "self_test" tests/ops/test_cuda_gemm.py
-        tests "GEMM random shapes" 90 "random_shapes" tests/ops/test_cuda_gemm.py
-        tests "GEMM splits" 45 "splits" tests/ops/test_cuda_gemm.py
-        tests "GEMM load, graph, chains" 120 "not (self_test or random_shapes or splits or block)" \
+        tests "GEMM self-tests" 90 "self_test and not block" tests/ops/test_cuda_gemm.py
+        tests "GEMM random shapes" 75 "random_shapes" tests/ops/test_cuda_gemm.py
+        tests "GEMM splits" 30 "splits" tests/ops/test_cuda_gemm.py
+        tests "GEMM load, graph, training" 90 "not (self_test or random_shapes or splits or block)" \
             tests/ops/test_cuda_gemm.py
         tests "casts and GEMMs in blocks" 45 "block" tests/ops/test_cuda_gemm.py
-        tests "graphs, threads, no waiting" 120 \
+        tests "graphs, threads, no waiting" 90 \
             "not (self_test or theirs or bit_pattern or ragged or reduced_overhead)" tests/ops/test_cuda.py
         ;;
     3)
@@ -122,25 +124,23 @@ case $stage in
         bench "wgrad 16384x4096x8192" 40 --suite gemm --case "wgrad 16384x4096x8192"
         bench "GEMMs in blocks" 45 --suite blocks --case "in blocks 8192x"
         bench "small GEMMs" 40 --suite gemm --case "2048x1024x1024"
-        bench "linear-GELU-linear" 120 --suite linear --case GELU
         bench "linear 8192, 4096 to 16384" 60 --suite linear --case "8192 tokens, 4096 -> 16384"
-        bench "gelu cast 8192x14336" 60 --suite cast --case "8192x14336 bf16->e4m3 gelu"
         bench launch 30 --suite launch
         ;;
     4)
-        tune "tune 8192x16384x4096" 90 8192x16384x4096
-        tune "tune 8192x4096x4096 and 2048x1024x4096" 120 8192x4096x4096,2048x1024x4096
-        bench "casts in blocks" 20 --suite blocks --case "cast 8192x8192"
-        step "profile of a GEMM" 60 ncu --set full -k regex:gemm_sm -c 2 \
+        tune "tune 8192x16384x4096" 75 8192x16384x4096
+        tune "tune 8192x4096x4096 and 2048x1024x4096" 110 8192x4096x4096,2048x1024x4096
+        bench "casts in blocks" 30 --suite blocks --case "cast 8192x8192"
+        step "profile of a GEMM" 45 ncu --set full -k regex:gemm_sm -c 2 \
             "$python" -m benchmarks --rounds 1 --suite gemm --case "fprop 8192x16384x4096"
-        step "profile of a cast" 60 ncu --set full -k regex:cast_transpose -c 2 \
+        step "profile of a cast" 45 ncu --set full -k regex:cast_transpose -c 2 \
             "$python" -m benchmarks --rounds 1 --suite cast --case "8192x8192 bf16->e4m3 cast_transpose"
-        step "memory check of split GEMMs" 90 compute-sanitizer --tool memcheck --error-exitcode 1 \
+        step "memory check of split GEMMs" 60 compute-sanitizer --tool memcheck --error-exitcode 1 \
             "$python" -m pytest -v -m cuda -p no:cacheprovider -o addopts=--strict-markers tests/ops/test_cuda_gemm.py \
             -k "splits and 2"
-        step "memory check of ragged casts" 60 compute-sanitizer --tool memcheck --error-exitcode 1 \
+        step "memory check of ragged casts" 45 compute-sanitizer --tool memcheck --error-exitcode 1 \
             "$python" -m pytest -v -m cuda -p no:cacheprovider -o addopts=--strict-markers tests/ops/test_cuda.py \
-            -k "ragged and 71"
+            -k "ragged and 63"
         ;;
 esac
 rm -rf "$private"

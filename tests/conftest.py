@@ -106,7 +106,9 @@ def _packages_are_searched_once() -> None:
 def _two_threads() -> None:
     import torch
 
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    # but as many as there are for the large products that kernels on a GPU are compared with
+    if not torch.cuda.is_available():
+        torch.set_num_threads(min(2, torch.get_num_threads()))
     # Lightning says once per run that a loader has no workers
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 

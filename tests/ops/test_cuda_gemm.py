@@ -34,6 +34,7 @@ def configurations(promote: bool) -> tuple[Configuration, ...]:
 
 
 EVERY = [(one, promote) for promote in (False, True) for one in configurations(promote)]
+NAMES = [f"{one.name} {'promoted' if promote else 'fast'}" for one, promote in EVERY]
 
 
 def kernel_of(variant: kernels.Variant, gpu: torch.device) -> Kernel:
@@ -64,10 +65,10 @@ def guarded(m: int, n: int, output: torch.dtype, device: torch.device) -> tuple[
     return whole[GUARD : GUARD + m * width].view(m, width)[:, :n], whole
 
 
-@pytest.mark.parametrize(("configuration", "promote"), EVERY, ids=str)
+@pytest.mark.parametrize(("configuration", "promote"), EVERY, ids=NAMES)
 def test_self_tests(gpu: torch.device, configuration: Configuration, promote: bool) -> None:
-    for output in gemm_variants.OUTPUTS:
-        for pair in FORMAT_PAIRS:
+    for pair in FORMAT_PAIRS:
+        for output in gemm_variants.OUTPUTS:
             variant = kernels._gemm_variant(configuration, *pair, output, promote)
             assert variant.self_test(gpu, kernel_of(variant, gpu)) is None, variant.name
 

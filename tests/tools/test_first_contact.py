@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -95,7 +96,12 @@ def test_limits_of_a_stage_are_less_than_ten_minutes(tmp_path: Path, programs: P
     assert sum(float(step.limit) + GRACE_S for step in steps) < 600
 
 
-def test_cases_layers_and_tests_are_ones_that_there_are(tmp_path: Path, programs: Path) -> None:
+def test_limits_of_all_stages_are_less_than_28_minutes(tmp_path: Path, programs: Path) -> None:
+    """Of the half hour, a machine takes two minutes to start."""
+    assert sum(float(step.limit) for stage in STAGES for step in run(tmp_path, stage)[1]) <= 28 * 60
+
+
+def test_cases_and_layers_are_ones_that_there_are(tmp_path: Path, programs: Path) -> None:
     gpu = torch.device("cuda")
     for stage in STAGES:
         for words in (shlex.split(step.command) for step in run(tmp_path, stage)[1]):
@@ -105,11 +111,45 @@ def test_cases_layers_and_tests_are_ones_that_there_are(tmp_path: Path, programs
                 assert any(chosen.get("--case", "") in case.name for case in suite.cases(gpu)), words
             if "tune" in words:
                 assert parse_layers(words[-1])
-            if "pytest" in words:
-                (file,) = (ROOT / word for word in words if word.startswith("tests/"))
-                wanted = [word for word in words[-1].split() if word not in ("and", "or")]
-                named = [] if "not" in wanted else [word for word in wanted if not word.isdigit()]
-                assert all(re.search(rf"def test_\w*{word}", file.read_text()) for word in named), words
+
+
+# as on a machine with a Hopper GPU
+ON_HOPPER = """
+import json, sys, pytest, torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+"""
+COLLECT = f"""{ON_HOPPER}
+class Selected:
+    def pytest_collection_finish(self, session):
+        found[-1] += [item.name for item in session.items]
+
+found = []
+for arguments in json.loads(sys.argv[1]):
+    found.append([])
+    pytest.main([*arguments, "--collect-only", "-q"], plugins=[Selected()])
+print(json.dumps(found))"""
+
+
+def test_tests_are_ones_that_there_are(tmp_path: Path, programs: Path) -> None:
+    """Each step's, as pytest collects them: by name and by the names of their parameters."""
+    steps = {step.name: shlex.split(step.command) for stage in STAGES for step in run(tmp_path, stage)[1]}
+    chosen = {name: words[words.index("pytest") + 1 :] for name, words in steps.items() if "pytest" in words}
+    ran = run_warm("-c", COLLECT, json.dumps(list(chosen.values())))
+    found = dict(zip(chosen, json.loads(ran.stdout.splitlines()[-1]), strict=True))
+    assert [name for name, tests in found.items() if not tests] == []
+    assert len({test for test in found["GEMM self-tests"] if test.startswith("test_self_tests[128x")}) >= 4
+    repeated = [name for name in found["casts and GEMMs in blocks"] if name.startswith("test_self_tests")]
+    assert repeated == []
+
+
+def test_on_a_gpu_products_take_every_thread(tmp_path: Path) -> None:
+    asked = tmp_path / "test_threads.py"
+    asked.write_text("import torch\n\ndef test_it():\n    assert torch.get_num_threads() == 5\n")
+    arguments = [str(asked), "-p", "conftest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "-q"]
+    program = f"{ON_HOPPER}\ntorch.set_num_threads(5)\nsys.path.insert(0, 'tests')\nsys.exit(pytest.main({arguments}))"
+    ran = run_warm("-c", program)
+    assert ran.returncode == 0, ran.stdout
 
 
 def test_what_hangs_ends_and_the_rest_is_run(tmp_path: Path, programs: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -36,20 +38,12 @@ def gemm(
 ) -> str | None:
     """More whole tiles than run at once, and partial ones; with a bias; with block scales if the kernel uses them."""
     for m, n, k in _shapes(configuration, kernel):
-        a, b = _operand(m, k, a_format, 1), _operand(n, k, b_format, 2)
+        operands, expected, margin = _problem(m, n, k, a_format, b_format, b_scale_rows)
         bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
         out = torch.full((m, -(-n // 8) * 8), float("nan"), dtype=output, device=device)[:, :n]
-        moved = a.to(device), b.to(device)
-        if b_scale_rows:
-            scales = _block_scales(m, n, k, b_scale_rows)
-            on_device = scales[0].to(device), scales[1].to(device)
-            kernels.gemm(kernel, configuration, *moved, out, *on_device, bias.to(device))
-            expected, magnitude = _product_in_blocks(a, b, *scales, a_format, b_format)
-        else:
-            kernels.gemm(kernel, configuration, *moved, out, *_scales(device), bias.to(device))
-            expected, magnitude = _product(a, b, a_format, b_format)
-        expected += bias.to(output).float()
-        failure = _difference(out.cpu(), expected, magnitude)
+        a, b, *scales = (operand.to(device) for operand in operands)
+        kernels.gemm(kernel, configuration, a, b, out, *scales, bias.to(device))
+        failure = _difference(out.cpu(), expected + bias.to(output).float(), margin)
         if failure is not None:
             return f"its self-test at {m} x {n} x {k} gave {failure}"
     return None
@@ -68,8 +62,7 @@ def chained_gemm(
     """The operand written for the next GEMM, by rows and by columns, with its amax, scale and column sums."""
     for m, n, k in _shapes(configuration, kernel):
         n = -(-n // 8) * 8
-        a, b = _operand(m, k, a_format, 1), _operand(n, k, "e4m3", 2)
-        sums, magnitude = _product(a, b, a_format, "e4m3")
+        (a, b, *scales), sums, magnitude = _problem(m, n, k, a_format, "e4m3", 0)
         bias = None if backward else torch.randn(n, generator=torch.Generator().manual_seed(3)).to(device)
         h = torch.full((m, n), float("nan"), dtype=output, device=device)
         if backward:
@@ -89,7 +82,7 @@ def chained_gemm(
             y_t,
             row,
             scale_inv,
-            *_scales(device),
+            *(each.to(device) for each in scales),
             bias,
             column_sums,
         )
@@ -143,10 +136,6 @@ def _operand(rows: int, columns: int, format: str, seed: int) -> Tensor:
     return values.to(FORMATS[format].dtype).view(torch.uint8)
 
 
-def _scales(device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.tensor(_A_SCALE_INV, device=device), torch.tensor(_B_SCALE_INV, device=device)
-
-
 def _block_scales(m: int, n: int, k: int, b_scale_rows: int) -> tuple[Tensor, Tensor]:
     """Scales of several magnitudes, those of a laid out as casts write them, those of b as a transposed weight's."""
     generator, steps = torch.Generator().manual_seed(4), -(-k // kernels.SCALE_ROWS)
@@ -154,22 +143,21 @@ def _block_scales(m: int, n: int, k: int, b_scale_rows: int) -> tuple[Tensor, Te
     return a.mul_(_A_SCALE_INV).t(), b.mul_(_B_SCALE_INV).t()
 
 
-def _product_in_blocks(
-    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, a_format: str, b_format: str
-) -> tuple[Tensor, Tensor]:
-    """:func:`_product` for operands in blocks."""
-    values = [
-        payload.view(FORMATS[its_format].dtype).float() * by_element(scale_inv, payload)
-        for payload, scale_inv, its_format in ((a, a_scale_inv, a_format), (b, b_scale_inv, b_format))
-    ]
-    return values[0] @ values[1].t(), values[0].abs() @ values[1].abs().t() * _ACCUMULATION
-
-
-def _product(a: Tensor, b: Tensor, a_format: str, b_format: str) -> tuple[Tensor, Tensor]:
-    """The product in fp32, and how far the tensor cores' sums may be from it."""
-    a_values, b_values = a.view(FORMATS[a_format].dtype).float(), b.view(FORMATS[b_format].dtype).float()
-    factor = _A_SCALE_INV * _B_SCALE_INV
-    return a_values @ b_values.t() * factor, a_values.abs() @ b_values.abs().t() * (factor * _ACCUMULATION)
+# in a row, the variants of a configuration differ in the output alone; more than both shapes would be a lot of memory
+@functools.lru_cache(maxsize=2)
+def _problem(
+    m: int, n: int, k: int, a_format: str, b_format: str, b_scale_rows: int
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """a, b and their scale_inv; the product in fp32; and how far the tensor cores' sums may be from it."""
+    a, b = _operand(m, k, a_format, 1), _operand(n, k, b_format, 2)
+    scales = torch.tensor(_A_SCALE_INV), torch.tensor(_B_SCALE_INV)
+    if b_scale_rows:
+        scales = _block_scales(m, n, k, b_scale_rows)
+    a_values, b_values = (
+        payload.view(FORMATS[its_format].dtype).float().mul_(by_element(scale, payload) if b_scale_rows else scale)
+        for payload, its_format, scale in zip((a, b), (a_format, b_format), scales, strict=True)
+    )
+    return (a, b, *scales), a_values @ b_values.t(), a_values.abs() @ b_values.abs().t() * _ACCUMULATION
 
 
 def _difference(actual: Tensor, expected: Tensor, margin: Tensor) -> str | None:
