@@ -35,6 +35,7 @@ from lightning_fp8.tools.timing import Variant
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FIELDS = {
     *("suite", "case", "variant", "p20_us", "p50_us", "p80_us", "host_us", "events_us", "bytes", "gb_per_s"),
+    *("sustained_us", "sm_clock_mhz", "power_w"),
     *(
         "flops",
         "tflops",
@@ -92,6 +93,7 @@ def test_rows_are_whole_and_consistent(suite: tuple[list[dict[str, Any]], str]) 
         assert row["ceiling_gb_per_s"] == ceiling["gb_per_s"]
         assert {row[key] for key in ("host_us", "events_us", "flops", "tflops", "ceiling_tflops")} == {None}
         assert {row[key] for key in ("tokens_per_s", "peak_memory_bytes", "saved_bytes")} == {None}
+        assert {row[key] for key in ("sustained_us", "sm_clock_mhz", "power_w")} == {None}
         assert (row["suite"], row["checked"], row["gpu"], row["driver"]) == ("cast", True, None, None)
         assert (row["torch"], row["cpu"]) == (torch.__version__, cpu_name())
         assert row["command"].startswith("python -m benchmarks --suite cast --device cpu --rounds 2 --out ")

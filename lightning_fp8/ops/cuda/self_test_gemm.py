@@ -41,8 +41,8 @@ def gemm(
         operands, expected, margin = _problem(m, n, k, a_format, b_format, b_scale_rows)
         bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
         out = torch.full((m, -(-n // 8) * 8), float("nan"), dtype=output, device=device)[:, :n]
-        a, b, *scales = (operand.to(device) for operand in operands)
-        kernels.gemm(kernel, configuration, a, b, out, *scales, bias.to(device))
+        a, b, a_inv, b_inv = (operand.to(device) for operand in operands)
+        kernels.gemm(kernel, configuration, a, b, out, a_inv, b_inv, bias.to(device))
         failure = _difference(out.cpu(), expected + bias.to(output).float(), margin)
         if failure is not None:
             return f"its self-test at {m} x {n} x {k} gave {failure}"
@@ -62,7 +62,7 @@ def chained_gemm(
     """The operand written for the next GEMM, by rows and by columns, with its amax, scale and column sums."""
     for m, n, k in _shapes(configuration, kernel):
         n = -(-n // 8) * 8
-        (a, b, *scales), sums, magnitude = _problem(m, n, k, a_format, "e4m3", 0)
+        (a, b, a_inv, b_inv), sums, magnitude = _problem(m, n, k, a_format, "e4m3", 0)
         bias = None if backward else torch.randn(n, generator=torch.Generator().manual_seed(3)).to(device)
         h = torch.full((m, n), float("nan"), dtype=output, device=device)
         if backward:
@@ -82,7 +82,8 @@ def chained_gemm(
             y_t,
             row,
             scale_inv,
-            *(each.to(device) for each in scales),
+            a_inv.to(device),
+            b_inv.to(device),
             bias,
             column_sums,
         )
