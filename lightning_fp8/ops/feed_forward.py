@@ -67,10 +67,10 @@ def _mlp_fake(
     keep_h: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    n, m = len(first.weight), math.prod(x.shape[:-1])
+    n, m = first.weight.shape[0], math.prod(x.shape[:-1])
     h = x.new_empty((m, n) if keep_h else 0, dtype=out_dtype)
     a_fp8_t = columns_fake(x, activated_width(n, activation), keep_a)
-    y = x.new_empty(*x.shape[:-1], len(second.weight), dtype=out_dtype)
+    y = x.new_empty(*x.shape[:-1], second.weight.shape[0], dtype=out_dtype)
     return y, h, a_fp8_t, x.new_empty((), dtype=torch.float32)
 
 
