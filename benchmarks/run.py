@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import baselines, steps
+from benchmarks import baselines, steps, sustained
 from benchmarks.case import Case
 from benchmarks.clock import clock
 from benchmarks.steps import Measured
 from benchmarks.suites import Suite
+from benchmarks.sustained import Sustained
 from lightning_fp8.runtime.peaks import dense_fp8_flops
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.timing import Variant
@@ -82,7 +83,7 @@ class Run:
                 made = case.variants(self.device)
                 wrong = self._wrong(case, made)
                 variants = [variant for variant in made if variant.name in wrong]
-                found = self._timed(variants)
+                found = self._timed(case, variants)
         except torch.OutOfMemoryError as error:
             self.failures.append(f"{case.name}: {error}")
             return []
@@ -91,11 +92,14 @@ class Run:
             self.ceiling_gb_per_s = next((_gb_per_s(case, times) for times in right), None)
         return [self._row(case, variant, found[variant.name], wrong[variant.name]) for variant in variants]
 
-    def _timed(self, variants: list[Variant]) -> dict[str, Measured]:
+    def _timed(self, case: Case, variants: list[Variant]) -> dict[str, Measured]:
         if self.suite.timed in ("steps", "steps alone"):
             return steps.time_in_turns(variants, self.rounds, self.device, alone=self.suite.timed == "steps alone")
         times = timing.time_in_turns(variants, self.rounds, *self.clock)
-        return {name: Measured(found) for name, found in times.items()}
+        lasting: dict[str, Sustained] = {}
+        if self.device.type == "cuda" and sustained.is_large(case):
+            lasting = {one.name: sustained.measure(one, times[one.name].p50_us, self.device) for one in variants}
+        return {name: Measured(found, sustained=lasting.get(name, Sustained())) for name, found in times.items()}
 
     def _wrong(self, case: Case, variants: list[Variant]) -> dict[str, str | None]:
         """By name of each variant that is to be timed: what is wrong with its result, or None."""
@@ -126,6 +130,7 @@ class Run:
             "case": case.name,
             "variant": variant.name,
             **times._asdict(),
+            **found.sustained._asdict(),
             "bytes": case.bytes,
             "gb_per_s": gb_per_s,
             "flops": case.flops,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.sustained import Sustained
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.timing import Times, Variant, percentiles
 
@@ -27,11 +28,13 @@ class Measured(NamedTuple):
         peak_memory_bytes: peak of torch's allocator during timed steps, without the memory of other variants; None on
             the CPU.
         saved_bytes: bytes that one forward saves for backward.
+        sustained: what a long run of a large case adds.
     """
 
     times: Times
     peak_memory_bytes: int | None = None
     saved_bytes: int | None = None
+    sustained: Sustained = Sustained()
 
 
 def time_in_turns(variants: Sequence[Variant], rounds: int, device: torch.device, alone: bool) -> dict[str, Measured]:

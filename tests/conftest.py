@@ -106,7 +106,9 @@ def _packages_are_searched_once() -> None:
 def _two_threads() -> None:
     import torch
 
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    # but as many as there are for the large products that kernels on a GPU are compared with
+    if not torch.cuda.is_available():
+        torch.set_num_threads(min(2, torch.get_num_threads()))
     # Lightning says once per run that a loader has no workers
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
@@ -127,7 +129,7 @@ def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The CUDA functions, with kernels that run on the CPU from their sources; gives the names of those loaded."""
     from host_kernels import HostKernel
 
-    from lightning_fp8.ops.cuda import gemm_choice, kernels
+    from lightning_fp8.ops.cuda import kernels
 
     loaded: list[str] = []
 
@@ -137,31 +139,53 @@ def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         loaded.append(" ".join((family, *defines)))
         return HostKernel((family, tuple(defines)), layout, block, device, shared_bytes)
 
-    def forget() -> None:
-        for function in (
-            *vars(kernels).values(),
-            gemm_choice.choose,
-            gemm_choice.choose_in_blocks,
-            gemm_choice.is_chained,
-        ):
-            if hasattr(function, "cache_clear"):
-                function.cache_clear()
-
     monkeypatch.setattr(kernels.load, "load", load)
     monkeypatch.setattr(kernels.load, "has_passed", lambda *_: True)
     monkeypatch.setattr(kernels.load, "remember_pass", lambda *_: None)
-    forget()
+    forget_kernels()
     yield loaded
-    forget()
+    forget_kernels()
+
+
+def forget_kernels() -> None:
+    """What has been chosen and loaded is chosen and loaded again."""
+    from lightning_fp8.ops.cuda import gemm_choice, kernels
+
+    for function in (*vars(kernels).values(), gemm_choice.choose, gemm_choice.choose_in_blocks):
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 @pytest.fixture
-def cuda_half(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Runs CPU tensors through ``ops.cuda``; counts the launches of each kernel."""
+def cuda_functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs CPU tensors through ``ops.cuda``, also where torch's dispatcher calls."""
     import torch
-    from host_kernels import HostKernel
 
     from benchmarks.no_kernels import override_cpu
+
+    library = torch.library.Library("lightning_fp8", "IMPL")
+    override_cpu(library)
+    monkeypatch.setattr("lightning_fp8.ops.library.cuda_on_cpu", True)
+    yield
+    library._destroy()
+
+
+@pytest.fixture
+def idle_half(cuda_functions: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same with kernels that do nothing: their results are allocated and not written."""
+    from benchmarks.no_kernels import no_kernel
+    from lightning_fp8.ops.cuda import kernels
+
+    monkeypatch.setattr(kernels, "_obtain", no_kernel)
+    forget_kernels()
+    yield
+    forget_kernels()
+
+
+@pytest.fixture
+def cuda_half(host_kernels: list[str], cuda_functions: None, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The same with kernels that run on the CPU; counts the launches of each."""
+    from host_kernels import HostKernel
 
     launches: Counter[str] = Counter()
     launch = HostKernel.__call__
@@ -170,9 +194,5 @@ def cuda_half(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> Itera
         launches[" ".join((self._function[0], *self._function[1]))] += 1
         launch(self, grid, *arguments)
 
-    library = torch.library.Library("lightning_fp8", "IMPL")
-    override_cpu(library)
     monkeypatch.setattr(HostKernel, "__call__", counting)
-    monkeypatch.setattr("lightning_fp8.ops.library.cuda_on_cpu", True)
-    yield launches
-    library._destroy()
+    return launches

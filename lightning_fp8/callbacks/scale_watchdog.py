@@ -53,7 +53,7 @@ class ScaleWatchdog(RunWatcher):
       its own weight counts as one).
     - ``fp8/watchdog/current``: number of layers that have moved to current scaling, and have not fallen back.
 
-    A check takes a few device-to-host copies, and the optimizer step before it counts the lost numbers; between checks
+    A check takes one device-to-host copy, and the optimizer step before it counts the lost numbers; between checks
     nothing synchronises with the device. With several processes, each sees the sums over all of them, so all act alike.
     Under another precision it warns once and does nothing.
 

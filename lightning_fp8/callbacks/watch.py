@@ -16,6 +16,8 @@ from lightning_fp8.scaling.statistics import cast_counts
 CONDITIONS = ("stale", "nonfinite", "saturated", "underflowed")
 # One number is a large share of a small tensor: fewer lost numbers than this at one check never exceed a limit.
 MIN_LOST = 10
+# which of the counts of casts are lost numbers, and of how many
+_LOST = {"saturated": (1, 0), "underflowed": (3, 2)}
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,12 @@ class Watch:
             self._nonfinite_in_a_row = torch.zeros_like(self._updates)
             self._most_in_a_row = torch.zeros_like(self._updates)
             self._with_gradient = torch.zeros(len(state.module_names), dtype=torch.bool, device=state.device)
-        self._is_delayed = torch.arange(count, device=state.device) < state.delayed
+        self._is_delayed = torch.arange(count) < state.delayed
+        roles = [role != "grad_output" for role in LAYOUT]
+        self._is_of_forward = torch.tensor(roles).repeat_interleave(len(state.module_names))
         self._seen = state.updates
         self._last_update = torch.zeros(count, dtype=torch.int64)
-        self._above = {name: torch.zeros(count, dtype=torch.int64) for name in ("saturated", "underflowed")}
+        self._above = {name: torch.zeros(count, dtype=torch.int64) for name in _LOST}
         state.model.before_update.append(self._see_update)
 
     def close(self) -> None:
@@ -126,32 +130,37 @@ class Watch:
             step: number of steps so far, in the unit of ``stale_steps``.
             sum_over_processes: sums a tensor over all processes, all of which have to check at the same time.
         """
-        counts = self._lost_numbers(sum_over_processes)
-        updated = (self._updates > 0) & self._is_delayed
-        most, limit = self._most_in_a_row, self.limits.nonfinite_steps or 0
+        state, most, limit = self.state, self._most_in_a_row, self.limits.nonfinite_steps or 0
+        # while gradients are accumulated an amax may wait for its update
+        waiting = (state.fill_followers(state.amax.data) != 0) & (self._seen == state.updates)
         # where scales are not reduced, each process may see different steps
-        seen = torch.stack([self._active(updated), updated, most >= limit, most > 0])
-        active, updated, in_a_row, nonfinite = (sum_over_processes(seen.long()) > 0).cpu()
-        most_in_a_row = most.cpu().clamp(min=limit)
+        seen = (self._updates > 0, waiting, self._with_gradient.repeat(len(LAYOUT)), most >= limit, most > 0)
+        summed = sum_over_processes(torch.cat([cast_counts(state).t(), torch.stack(seen)]))
+        # the one copy to the host, which waits for it
+        *counts, most_in_a_row = torch.cat([summed, most[None]]).cpu()
+        updated, waiting, with_gradient, in_a_row, nonfinite = (count > 0 for count in counts[4:])
+        updated, in_fp8 = updated & self._is_delayed, state.rows_in_fp8
+        of_layers = updated.view(len(LAYOUT), -1).any(0).repeat(len(LAYOUT)) & self._is_of_forward
+        active = of_layers | with_gradient | (waiting & self._is_delayed)
         self._start_anew()
         self._last_update[updated] = step
 
-        in_fp8 = self.state.rows_in_fp8
         findings = Findings(active=int(active.view(len(LAYOUT), -1).any(0).sum()), any_update=bool(updated.any()))
         if self.limits.stale_steps is not None:
             age = step - self._last_update
             # a scale that inf or NaN keeps unchanged is reported as `nonfinite`
             # a scale that is not used is not stale
             is_current = torch.tensor([one.is_current for one in self.state.precisions]).repeat(len(LAYOUT))
-            is_used = active & in_fp8 & self._is_delayed.cpu() & ~is_current
+            is_used = active & in_fp8 & self._is_delayed & ~is_current
             stale = is_used & ~nonfinite & (age >= self.limits.stale_steps)
             findings.tensors["stale"] = _numbers(stale, age)
         if self.limits.nonfinite_steps is not None:
-            findings.tensors["nonfinite"] = _numbers(in_a_row & in_fp8, most_in_a_row)
+            findings.tensors["nonfinite"] = _numbers(in_a_row & in_fp8, most_in_a_row.clamp(min=limit))
         for name in self._above:
             share = getattr(self.limits, f"{name}_above")
             if share is not None:
-                lost, of = counts[name]
+                # counts from before a layer fell back say nothing about the run
+                lost, of = (counts[number] * in_fp8 for number in _LOST[name])
                 findings.tensors[name] = self._lasting(name, lost, of, share)
                 findings.lost[name] = {row: (int(lost[row]), int(of[row])) for row in findings.tensors[name]}
         return findings
@@ -167,22 +176,6 @@ class Watch:
         self._with_gradient.zero_()
         # a streak may continue
         self._most_in_a_row = self._nonfinite_in_a_row.clone()
-
-    def _active(self, updated: Tensor) -> Tensor:
-        layers_updated = updated.view(len(LAYOUT), -1).any(0)
-        forward = torch.tensor([[role != "grad_output"] for role in LAYOUT], device=updated.device)
-        by_layer = (layers_updated & forward) | self._with_gradient
-        # while gradients are accumulated an amax may wait for its update
-        recorded = self.state.fill_followers(self.state.amax.data)
-        waiting = (recorded != 0) & self._is_delayed & (self._seen == self.state.updates)
-        return by_layer.flatten() | waiting
-
-    def _lost_numbers(self, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """How many numbers were clipped or turned into zero, and of how many; ``[R] int64`` on the CPU."""
-        summed = sum_over_processes(cast_counts(self.state)).cpu()
-        # counts from before a layer fell back say nothing about the run
-        numbers, saturated, nonzero, underflowed = (summed * self.state.rows_in_fp8[:, None]).unbind(dim=1)
-        return {"saturated": (saturated, numbers), "underflowed": (underflowed, nonzero)}
 
     def _lasting(self, name: str, lost: Tensor, of: Tensor, limit: float) -> dict[int, float]:
         share = lost.double() / of.clamp(min=1)

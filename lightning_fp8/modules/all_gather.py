@@ -87,7 +87,8 @@ class _Scales:
         self._scales.clear()
 
     def _note(self, amax: Tensor, scale: Tensor) -> None:
-        rows = torch.tensor([self.state.row_of(module, "weight") for module in self.modules], device=amax.device)
+        # a tensor made from a list would wait for the device
+        rows = torch.cat([self.state.indices[self.state.row_of(module, "weight")] for module in self.modules])
         # through `.data`, as a compiled graph may hold these for its backward
         self.state.amax.data.index_copy_(0, rows, amax)
         self.state.scale.data.index_copy_(0, rows, scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -78,8 +79,7 @@ class Fp8Experts(Fp8Module):
         # one gradient for all experts, not one of the whole parameter for each
         weights = {name: stack.unbind() for name, stack in stacks.items()}
         first, down = weights
-        chosen = top_k_index.flatten()
-        by_expert = chosen.argsort(stable=True)
+        chosen, by_expert = top_k_index.flatten().sort(stable=True)
         x = hidden_states[by_expert // top_k_index.shape[-1]]
         outputs = []
         for expert, tokens in enumerate(x.split(self._tokens_by_expert(chosen, len(weights[first])))):
@@ -96,14 +96,17 @@ class Fp8Experts(Fp8Module):
         if chosen.is_meta:
             # meta tensors only serve to find shapes and FLOPs, which do not depend on the routing
             return [len(chosen)] + [0] * (experts - 1)
-        counts: list[int] = chosen.bincount(minlength=experts).tolist()
-        if len(counts) > experts:
+        # `bincount` waits twice more
+        numbers = torch.arange(experts + 1, dtype=chosen.dtype, device=chosen.device)
+        edges: list[int] = torch.searchsorted(chosen, numbers).tolist()
+        if edges[0] or edges[-1] < len(chosen):
+            other = int(chosen[0 if edges[0] else -1])
             raise ValueError(
-                f"{type(self).__name__} {next(iter(self.fp8.values())).name!r}: `top_k_index` names expert"
-                f" {len(counts) - 1}, and there are {experts}. Experts that are distributed over processes stay out of"
-                " FP8: distribute them before the conversion."
+                f"{type(self).__name__} {next(iter(self.fp8.values())).name!r}: `top_k_index` names expert {other}, and"
+                f" there are {experts}. Experts that are distributed over processes stay out of FP8: distribute them"
+                " before the conversion."
             )
-        return counts
+        return [end - begin for begin, end in pairwise(edges)]
 
     def _product(self, name: str, expert: int, x: Tensor, stack: Tensor, weight: Tensor) -> Tensor:
         gemm, record = self.fp8[f"{name}.{expert}"], self.records

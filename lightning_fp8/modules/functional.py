@@ -205,7 +205,7 @@ def _linear_in_part(
 def _rounded_input(gemm: Gemm, x: Tensor, dtype: torch.dtype) -> Tensor:
     shared = gemm.shared_input
     # a compiler merges these casts by itself
-    if shared is None or x.dtype == dtype or x.is_inference() or torch.compiler.is_compiling():
+    if shared is None or x.dtype == dtype or torch.compiler.is_compiling() or x.is_inference():
         return x.detach().to(dtype)
     return shared.rounded(x, dtype, shared.modules[-1] == gemm.module)
 

@@ -74,10 +74,10 @@ def _gated_mlp_fake(
     keep_h: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    shape = (x.shape[:-1].numel(), len(gate.weight)) if keep_h else (0,)
+    shape = (in_rows(x).shape[0], gate.weight.shape[0]) if keep_h else (0,)
     h_gate, h_up = (x.new_empty(shape, dtype=out_dtype) for _ in range(2))
-    y = x.new_empty(*x.shape[:-1], len(down.weight), dtype=out_dtype)
-    return y, h_gate, h_up, columns_fake(x, len(gate.weight), keep_a), x.new_empty((), dtype=torch.float32)
+    y = x.new_empty(*x.shape[:-1], down.weight.shape[0], dtype=out_dtype)
+    return y, h_gate, h_up, columns_fake(x, gate.weight.shape[0], keep_a), x.new_empty((), dtype=torch.float32)
 
 
 def _gated_gradients(
@@ -142,7 +142,7 @@ def _gated_gradients_fake(
     biases: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (m, n), k = gate.shape, 0 if x.payload is None else x.payload.shape[0]
-    dx = nothing(da, dx_dtype) if w_gate.payload is None else da.new_empty(m, len(w_gate.payload), dtype=dx_dtype)
+    dx = nothing(da, dx_dtype) if w_gate.payload is None else da.new_empty(m, w_gate.payload.shape[0], dtype=dx_dtype)
     dw_gate, dw_up = (da.new_empty(n, k, dtype=dw_dtype) for _ in range(2))
     db_gate, db_up = (da.new_empty(n if bias else 0, dtype=torch.float32) for bias in biases)
     return dx, dw_gate, db_gate, dw_up, db_up

@@ -59,8 +59,8 @@ def _commit() -> str:
     """The commit of this package's repository, with ``-dirty`` if files differ from it; empty outside a repository."""
     # an installed package may lie inside another project's repository, which does not track it
     git = ("git", "--no-optional-locks", "-C", str(_PACKAGE))
-    if _output(*git, "ls-files", "--error-unmatch", "__init__.py"):
-        return _output(*git, "describe", "--always", "--dirty", "--exclude=*")
+    if output_of(*git, "ls-files", "--error-unmatch", "__init__.py"):
+        return output_of(*git, "describe", "--always", "--dirty", "--exclude=*")
     return ""
 
 
@@ -85,7 +85,7 @@ def _driver() -> str | None:
     return ", ".join([*filter(None, [number]), *([f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"] if cuda else [])]) or None
 
 
-def _output(*command: str) -> str:
+def output_of(*command: str) -> str:
     """What a command prints; nothing where it fails, hangs or does not exist."""
     status, printed, _ = _run(shlex.join(command))
     return "" if status else printed.strip()

@@ -34,6 +34,7 @@ def configurations(promote: bool) -> tuple[Configuration, ...]:
 
 
 EVERY = [(one, promote) for promote in (False, True) for one in configurations(promote)]
+NAMES = [f"{one.name} {'promoted' if promote else 'fast'}" for one, promote in EVERY]
 
 
 def kernel_of(variant: kernels.Variant, gpu: torch.device) -> Kernel:
@@ -64,17 +65,17 @@ def guarded(m: int, n: int, output: torch.dtype, device: torch.device) -> tuple[
     return whole[GUARD : GUARD + m * width].view(m, width)[:, :n], whole
 
 
-@pytest.mark.parametrize(("configuration", "promote"), EVERY, ids=str)
+@pytest.mark.parametrize(("configuration", "promote"), EVERY, ids=NAMES)
 def test_self_tests(gpu: torch.device, configuration: Configuration, promote: bool) -> None:
-    for output in gemm_variants.OUTPUTS:
-        for pair in FORMAT_PAIRS:
+    for pair in FORMAT_PAIRS:
+        for output in gemm_variants.OUTPUTS:
             variant = kernels._gemm_variant(configuration, *pair, output, promote)
             assert variant.self_test(gpu, kernel_of(variant, gpu)) is None, variant.name
 
 
-def test_every_other_variant_passes_its_self_test(gpu: torch.device) -> None:
+def test_the_sum_of_parts_passes_its_self_test(gpu: torch.device) -> None:
     for variant in kernels.variants(torch.cuda.get_device_capability(gpu)):
-        if "CHAIN" in variant.name or variant.family == "sum_splits":
+        if variant.family == "sum_splits":
             assert variant.self_test(gpu, kernel_of(variant, gpu)) is None, variant.name
 
 
@@ -169,7 +170,7 @@ def feed_forward(gpu: torch.device, gemm: str) -> tuple[list[Tensor], float]:
     return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())], y.float().var().item()
 
 
-def test_a_chain_of_gemms_is_what_its_parts_are(gpu: torch.device) -> None:
+def test_a_feed_forward_by_our_gemms_is_that_by_cublaslt(gpu: torch.device) -> None:
     (ours, _), (parts, _) = feed_forward(gpu, "rawkernel"), feed_forward(gpu, "cublaslt")
     for mine, theirs in zip(ours, parts, strict=True):
         assert F.cosine_similarity(mine.flatten().double(), theirs.flatten().double(), dim=0) > 0.998

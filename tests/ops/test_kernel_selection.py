@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -14,12 +15,13 @@ from host_kernels import FEW_VARIANTS, HostKernel
 from slots import slot_of
 from warm import run_warm
 
-from kernels_cuda import casts, load, scales
+from kernels_cuda import casts, gemm_variants, load, scales
 from kernels_cuda.compile import CompileError, KernelsUnavailable
 from kernels_cuda.launch import Kernel
 from lightning_fp8 import DelayedScaling, ScalingState
+from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import dispatch as cuda
-from lightning_fp8.ops.cuda import kernels, plain, self_test
+from lightning_fp8.ops.cuda import kernels, plain, self_test, self_test_gemm
 from lightning_fp8.runtime.warn_once import warn_once
 
 CPU = torch.device("cpu")
@@ -45,6 +47,33 @@ def test_the_kernels_for_weights_and_scales_pass_theirs() -> None:
     weights = HostKernel(("cast_weights", ()), casts.CAST_WEIGHTS_LAYOUT, casts.THREADS, 0)
     assert self_test.cast_weights(CPU, weights) is None
     assert self_test.update_scales(CPU, HostKernel(("update_scales", ()), scales.LAYOUT, scales.THREADS, 0)) is None
+
+
+@pytest.mark.parametrize("b_scale_rows", [0, 128])
+def test_gemms_that_differ_in_their_output_share_operands_and_products(
+    b_scale_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is shared stays as it was, though a bias of each dtype is added to it."""
+    made: list[tuple[object, ...]] = []
+    real = self_test_gemm._operand
+
+    def exact(kernel: object, configuration: object, *tensors: torch.Tensor) -> None:
+        a, b, out, a_inv, b_inv, bias = tensors
+        a_inv, b_inv = (by_element(inv, payload) if b_scale_rows else inv for inv, payload in ((a_inv, a), (b_inv, b)))
+        a, b = a.view(torch.float8_e5m2).double() * a_inv, b.view(torch.float8_e4m3fn).double() * b_inv
+        out.copy_(a @ b.t() + bias.to(out.dtype))
+
+    monkeypatch.setattr(self_test_gemm, "_operand", lambda *sizes: made.append(sizes) or real(*sizes))
+    monkeypatch.setattr(self_test_gemm.kernels, "gemm", exact)
+    (ada,) = gemm_variants.configurations((8, 9), True)
+    kernel = SimpleNamespace(multiprocessors=3)
+    for output in gemm_variants.OUTPUTS:
+        assert self_test_gemm.gemm(CPU, ada, "e5m2", "e4m3", output, kernel, b_scale_rows) is None
+    whole, ragged = self_test_gemm._shapes(ada, kernel)
+    # whole tiles, then partial ones: each operand once
+    assert made == [
+        (rows, k, fmt, seed) for m, n, k in (whole, ragged) for rows, fmt, seed in ((m, "e5m2", 1), (n, "e4m3", 2))
+    ]
 
 
 class FlushingInput(HostKernel):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gemm_in_fp64 import random_payload, values
+from operator_cases import OPERATORS
 from slots import slot_of
 from sqnr import sqnr
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -172,17 +173,19 @@ def in_e4m3(rows: torch.Tensor, columns: torch.Tensor, scale_inv: torch.Tensor) 
 
 def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
     state, fp32, bf16 = SAMPLE_STATE, torch.float32, torch.bfloat16
-    x, w, b, dy = torch.randn(12, 16), torch.randn(8, 16), torch.randn(8), torch.randn(12, 8)
-    w_2, b_2 = torch.randn(16, 8), torch.randn(16)
+    # more than one block each way, or the strides of scales would not matter
+    m, n, k = 130, 24, 144
+    x, w, b, dy = torch.randn(m, k), torch.randn(n, k), torch.randn(n), torch.randn(m, n)
+    w_2, b_2 = torch.randn(k, n), torch.randn(k)
     place, dy_place = slot_of(state), slot_of(state, GRAD, "e5m2")
     recorded, dy_recorded = slot_of(state, record=True), slot_of(state, GRAD, "e5m2", record=True)
     weight_place = WeightSlot(torch.tensor([WEIGHT]), "e4m3", None, False)
-    x_fp8 = in_e4m3(*ops.cast(x, place, "none", "both"))
-    w_fp8, w2_fp8 = (in_e4m3(*ops.cast_weight(one, weight_place, "both")) for one in (w, w_2))
+    x_fp8, a_fp8 = (ops.cast_operand(one, place, "none", True) for one in (x, dy))
+    w_fp8, w2_fp8 = (ops.cast_weight_operand(one, weight_place, True) for one in (w, w_2))
     product = (x_fp8.rows, w_fp8.rows, x_fp8.scale_inv, w_fp8.scale_inv)
     grad = [t.clone().requires_grad_() for t in (x, w, b, w_2, b_2)]
-    x_t, w_t, w2_t = (Columns(operand.columns, *operand[3:]) for operand in (x_fp8, w_fp8, w2_fp8))
-    a_t, dy_2 = Columns(random_payload(8, 12, "e4m3"), x_t.scale_inv, "e4m3"), torch.randn(12, 16)
+    x_t, a_t, w_t, w2_t = (Columns(operand.columns, *operand[3:]) for operand in (x_fp8, a_fp8, w_fp8, w2_fp8))
+    dy_2 = torch.randn(m, k)
     no_x, no_w, no_a = (kept._replace(payload=None) for kept in (x_t, w_t, a_t))
     mlp = (x_fp8, recorded, dy_recorded, dy_recorded, "gelu")
     unrecorded_mlp = (x_fp8, place, dy_place, dy_place, "gelu")
@@ -213,7 +216,7 @@ def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
         (ops.scaled_mm, (*product, b, "e4m3", "e4m3", bf16, True)),
         (ops.scaled_mm, (*product, None, "e4m3", "e4m3", fp32, False, "cublaslt")),
         (ops.linear, (*grad[:3], b, x_fp8, w_fp8, dy_recorded, fp32)),
-        (ops.linear, (grad[0].unflatten(0, (3, 4)), w, b, b.bfloat16(), x_fp8, w_fp8, dy_recorded, bf16)),
+        (ops.linear, (grad[0].unflatten(0, (2, 65)), w, b, b.bfloat16(), x_fp8, w_fp8, dy_recorded, bf16)),
         (ops.linear, (grad[0], w, None, None, x_fp8, w_fp8, dy_recorded, fp32)),
         (ops.scaled_mm_add_, (dy.clone(), *product, "e4m3", "e4m3", False, "rawkernel")),
         (ops.scaled_mm_add_, (dy.bfloat16(), *product, "e4m3", "e4m3", True)),
@@ -244,10 +247,14 @@ def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
+@pytest.mark.parametrize("half", ["cpu", "cuda"])
 @pytest.mark.parametrize("sample", range(len(op_samples())))
-def test_opcheck(sample: int) -> None:
+def test_opcheck(sample: int, half: str, request: pytest.FixtureRequest) -> None:
+    if half == "cuda":
+        request.getfixturevalue("cuda_half")
     operator, args = op_samples()[sample]
-    torch.library.opcheck(operator.op, tuple(flattened(args)))
+    torch.library.opcheck(operator.op, tuple(flattened(args)), test_utils="ALL")
 
 
 @pytest.mark.parametrize("sample", range(len(op_samples())))
@@ -305,19 +312,7 @@ def test_where_functions_cannot_serve() -> None:
 
 
 def test_every_operator_is_checked() -> None:
-    checked = {str(operator.op) for operator, _ in op_samples()}
-    gemms = (
-        "scaled_mm",
-        "scaled_mm_add_",
-        "linear",
-        "linear_backward",
-        "mlp",
-        "mlp_backward",
-        "gated_mlp",
-        "gated_backward",
-    )
-    names = ("cast", "cast_weight", "cast_blocks", "cast_weight_blocks", *gemms, "update_scales")
-    assert checked == {f"lightning_fp8.{name}.default" for name in names}
+    assert {operator.signature.name for operator, _ in op_samples()} == set(OPERATORS)
 
 
 def test_one_layer_reaches_28_and_24_db() -> None:

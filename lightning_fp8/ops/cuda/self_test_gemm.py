@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from kernels_cuda import casts
 from kernels_cuda import gemm as kernels
 from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
-from lightning_fp8.ops import reference
-from lightning_fp8.ops.activations import activate, activation_gradient
-from lightning_fp8.ops.amaxes import by_element, max_abs
-from lightning_fp8.ops.cuda.self_test import same_codes
+from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.formats import FORMATS
 
 _A_SCALE_INV, _B_SCALE_INV = 0.05, 0.02
@@ -21,8 +19,6 @@ _A_SCALE_INV, _B_SCALE_INV = 0.05, 0.02
 # twice that is allowed.
 _ACCUMULATION = 2.0**-10
 _ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-# sums that differ in their last bits are rounded to neighbouring numbers now and then
-_NEIGHBOURING = 0.05
 
 
 def gemm(
@@ -36,75 +32,12 @@ def gemm(
 ) -> str | None:
     """More whole tiles than run at once, and partial ones; with a bias; with block scales if the kernel uses them."""
     for m, n, k in _shapes(configuration, kernel):
-        a, b = _operand(m, k, a_format, 1), _operand(n, k, b_format, 2)
+        operands, expected, margin = _problem(m, n, k, a_format, b_format, b_scale_rows)
         bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
         out = torch.full((m, -(-n // 8) * 8), float("nan"), dtype=output, device=device)[:, :n]
-        moved = a.to(device), b.to(device)
-        if b_scale_rows:
-            scales = _block_scales(m, n, k, b_scale_rows)
-            on_device = scales[0].to(device), scales[1].to(device)
-            kernels.gemm(kernel, configuration, *moved, out, *on_device, bias.to(device))
-            expected, magnitude = _product_in_blocks(a, b, *scales, a_format, b_format)
-        else:
-            kernels.gemm(kernel, configuration, *moved, out, *_scales(device), bias.to(device))
-            expected, magnitude = _product(a, b, a_format, b_format)
-        expected += bias.to(output).float()
-        failure = _difference(out.cpu(), expected, magnitude)
-        if failure is not None:
-            return f"its self-test at {m} x {n} x {k} gave {failure}"
-    return None
-
-
-def chained_gemm(
-    device: torch.device,
-    configuration: Configuration,
-    a_format: str,
-    output: torch.dtype,
-    backward: bool,
-    activation: str,
-    format: str,
-    kernel: Kernel,
-) -> str | None:
-    """The operand written for the next GEMM, by rows and by columns, with its amax, scale and column sums."""
-    for m, n, k in _shapes(configuration, kernel):
-        n = -(-n // 8) * 8
-        a, b = _operand(m, k, a_format, 1), _operand(n, k, "e4m3", 2)
-        sums, magnitude = _product(a, b, a_format, "e4m3")
-        bias = None if backward else torch.randn(n, generator=torch.Generator().manual_seed(3)).to(device)
-        h = torch.full((m, n), float("nan"), dtype=output, device=device)
-        if backward:
-            h.copy_(torch.randn(m, n, generator=torch.Generator().manual_seed(4)))
-        y = torch.full((m, n), 0xA5, dtype=torch.uint8, device=device)
-        y_t = torch.full((n, m), 0xA5, dtype=torch.uint8, device=device)
-        column_sums = torch.full((kernels.column_sum_rows(m), n), float("nan"), device=device) if backward else None
-        scale, amax = torch.tensor([1.0, 37.5], device=device), torch.zeros(2, device=device)
-        row, scale_inv = casts.Row(scale, scale, torch.tensor([1], device=device), amax), torch.zeros((), device=device)
-        kernels.chained_gemm(
-            kernel,
-            configuration,
-            a.to(device),
-            b.to(device),
-            h,
-            y,
-            y_t,
-            row,
-            scale_inv,
-            *_scales(device),
-            bias,
-            column_sums,
-        )
-        if bias is None:
-            values = activation_gradient(h.cpu(), sums.to(output), activation)
-        else:
-            failure = _difference(h.cpu(), sums + bias.cpu().to(output).float(), magnitude)
-            if failure is not None:
-                return f"its self-test at {m} x {n} x {k} gave {failure}"
-            # from the computed h, so that only the activation's own last bits may differ
-            values = activate(h.cpu(), activation)
-        codes = reference.saturating_cast(values, scale[1].cpu(), FORMATS[format])
-        failure = _other_codes(y.cpu(), y_t.cpu(), codes, format) or _other_state(
-            amax.cpu(), scale_inv.cpu(), values, column_sums
-        )
+        a, b, a_inv, b_inv = (operand.to(device) for operand in operands)
+        kernels.gemm(kernel, configuration, a, b, out, a_inv, b_inv, bias.to(device))
+        failure = _difference(out.cpu(), expected + bias.to(output).float(), margin)
         if failure is not None:
             return f"its self-test at {m} x {n} x {k} gave {failure}"
     return None
@@ -127,12 +60,9 @@ def sum_splits(device: torch.device, output: torch.dtype, kernel: Kernel) -> str
 
 
 def _shapes(configuration: Configuration, kernel: Kernel) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """More tiles than run at once and more steps than stages; then partial tiles on all sides.
-
-    With ping-pong, some blocks have three tiles, so that each consumer hands over to the other.
-    """
+    """More tiles than run at once and more steps than stages; then partial tiles on all sides."""
     cluster, block_n = configuration.cluster, configuration.block_n
-    clusters = (5 if configuration.ping_pong else 3) * (kernel.multiprocessors // cluster) // 2 + 1
+    clusters = 3 * (kernel.multiprocessors // cluster) // 2 + 1
     whole = (configuration.block_m * cluster * clusters, block_n, 128 * (configuration.stages + 1))
     return whole, (configuration.block_m * cluster + 40, block_n + 23, 400)
 
@@ -143,10 +73,6 @@ def _operand(rows: int, columns: int, format: str, seed: int) -> Tensor:
     return values.to(FORMATS[format].dtype).view(torch.uint8)
 
 
-def _scales(device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.tensor(_A_SCALE_INV, device=device), torch.tensor(_B_SCALE_INV, device=device)
-
-
 def _block_scales(m: int, n: int, k: int, b_scale_rows: int) -> tuple[Tensor, Tensor]:
     """Scales of several magnitudes, those of a laid out as casts write them, those of b as a transposed weight's."""
     generator, steps = torch.Generator().manual_seed(4), -(-k // kernels.SCALE_ROWS)
@@ -154,47 +80,24 @@ def _block_scales(m: int, n: int, k: int, b_scale_rows: int) -> tuple[Tensor, Te
     return a.mul_(_A_SCALE_INV).t(), b.mul_(_B_SCALE_INV).t()
 
 
-def _product_in_blocks(
-    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, a_format: str, b_format: str
-) -> tuple[Tensor, Tensor]:
-    """:func:`_product` for operands in blocks."""
-    values = [
-        payload.view(FORMATS[its_format].dtype).float() * by_element(scale_inv, payload)
-        for payload, scale_inv, its_format in ((a, a_scale_inv, a_format), (b, b_scale_inv, b_format))
-    ]
-    return values[0] @ values[1].t(), values[0].abs() @ values[1].abs().t() * _ACCUMULATION
-
-
-def _product(a: Tensor, b: Tensor, a_format: str, b_format: str) -> tuple[Tensor, Tensor]:
-    """The product in fp32, and how far the tensor cores' sums may be from it."""
-    a_values, b_values = a.view(FORMATS[a_format].dtype).float(), b.view(FORMATS[b_format].dtype).float()
-    factor = _A_SCALE_INV * _B_SCALE_INV
-    return a_values @ b_values.t() * factor, a_values.abs() @ b_values.abs().t() * (factor * _ACCUMULATION)
+# in a row, the variants of a configuration differ in the output alone; more than both shapes would be a lot of memory
+@functools.lru_cache(maxsize=2)
+def _problem(
+    m: int, n: int, k: int, a_format: str, b_format: str, b_scale_rows: int
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """a, b and their scale_inv; the product in fp32; and how far the tensor cores' sums may be from it."""
+    a, b = _operand(m, k, a_format, 1), _operand(n, k, b_format, 2)
+    scales = torch.tensor(_A_SCALE_INV), torch.tensor(_B_SCALE_INV)
+    if b_scale_rows:
+        scales = _block_scales(m, n, k, b_scale_rows)
+    a_values, b_values = (
+        payload.view(FORMATS[its_format].dtype).float().mul_(by_element(scale, payload) if b_scale_rows else scale)
+        for payload, its_format, scale in zip((a, b), (a_format, b_format), scales, strict=True)
+    )
+    return (a, b, *scales), a_values @ b_values.t(), a_values.abs() @ b_values.abs().t() * _ACCUMULATION
 
 
 def _difference(actual: Tensor, expected: Tensor, margin: Tensor) -> str | None:
     error = (actual.float() - expected).abs()
     wrong = ~(error <= _ROUNDING[actual.dtype] * 1.01 * expected.abs() + margin)
     return f"{int(wrong.sum())} of {wrong.numel()} other sums" if bool(wrong.any()) else None
-
-
-def _other_codes(y: Tensor, y_t: Tensor, codes: Tensor, format: str) -> str | None:
-    if not torch.equal(y_t.t(), y):
-        return "a transposed payload that is not the payload's transpose"
-    dtype = FORMATS[format].dtype
-    if not same_codes(y.view(dtype), codes.view(dtype), _NEIGHBOURING):
-        return f"{int((y != codes).sum())} of {y.numel()} other codes"
-    return None
-
-
-def _other_state(amax: Tensor, scale_inv: Tensor, values: Tensor, column_sums: Tensor | None) -> str | None:
-    expected = max_abs(values)
-    if amax[0] != 0 or not torch.allclose(amax[1], expected, rtol=2**-6, atol=0):
-        return f"the amaxes {amax.tolist()} in place of {[0.0, expected.item()]}"
-    if scale_inv != torch.tensor(37.5).reciprocal():
-        return f"the scale_inv {scale_inv.item()}"
-    if column_sums is not None:
-        sums, sizes = values.float().sum(dim=0), values.float().abs().sum(dim=0)
-        if bool(((column_sums.sum(dim=0).cpu() - sums).abs() > 2.0**-9 * sizes).any()):
-            return "other column sums"
-    return None

@@ -1,0 +1,107 @@
+"""The CUDA half under inductor, which checks sizes and strides of what operators return against their fakes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.async_compile import AsyncCompile
+
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, scaling_state
+from lightning_fp8.scaling.recipe import RECIPES, Recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*", "ignore:dynamo_pgo force disabled")
+# compiled again, in this process
+SETTINGS = {"size_asserts": True, "force_disable_caches": True, "compile_threads": 1, "cpp.vec_isa_ok": False}
+INPUTS, HIDDEN, OUTPUTS = 200, 144, 40
+# numbers of tokens of consecutive steps
+TOKENS = (48, 15, 130, 17, 333)
+MIXED = "bf16-mixed"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, MIXED: torch.float32}
+OTHERS: list[Recipe] = [
+    BlockScaling(power_of_2_scales=True),
+    DelayedScaling(wgrad="bf16"),
+    CurrentScaling(margin=1, fprop="bf16"),
+    BlockScaling(dgrad="bf16"),
+]
+
+
+def named(value: Recipe | str) -> str:
+    return value if isinstance(value, str) else value.precision
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(INPUTS, HIDDEN, bias=False) for _ in range(2))
+        self.down, self.act = nn.Linear(HIDDEN, INPUTS), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+def converted(recipe: Recipe, dtype: str = MIXED) -> nn.Module:
+    """Each kind of layer, in blocks a linear one."""
+    torch.manual_seed(0)
+    feed_forward = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, INPUTS))
+    parts = [] if recipe.own.blocks else [Gated(), feed_forward]
+    model = nn.Sequential(*parts, nn.Linear(INPUTS, HIDDEN, bias=False), nn.Linear(HIDDEN, OUTPUTS, bias=False))
+    return convert(model.to(DTYPES[dtype]), recipe, min_features=0)
+
+
+def step(model: nn.Module, run: Any, tokens: int, dtype: str = MIXED) -> list[Tensor]:
+    """Output, gradients and histories."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, INPUTS, generator=generator).to(DTYPES[dtype]).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == MIXED):
+        y = run(x)
+    model.zero_grad()
+    y.sum().backward()
+    scaling_state(model).update()
+    return [y, x.grad, *(parameter.grad for parameter in model.parameters()), scaling_state(model).amax_history]  # type: ignore[list-item]
+
+
+@pytest.fixture(autouse=True)
+def _inductor() -> Iterator[None]:
+    counters.clear()
+    torch.compiler.reset()
+    with torch._inductor.config.patch(SETTINGS):
+        yield
+
+
+@pytest.mark.usefixtures("idle_half")
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [*itertools.product([kind() for kind in RECIPES.values()], DTYPES), *((recipe, MIXED) for recipe in OTHERS)],
+    ids=named,
+)
+def test_every_recipe_dtype_and_number_of_tokens(recipe: Recipe, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the C++ of what is between the operators would take a minute to compile, and has no part in this
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)
+    model = converted(recipe, dtype)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for tokens in TOKENS:
+        y, dx, *_ = step(model, compiled, tokens, dtype)
+        assert (y.shape, dx.shape) == ((tokens, OUTPUTS), (tokens, INPUTS))
+    # one graph for all; in blocks another one for more than 128 tokens, whose payloads by columns have two scales a row
+    assert counters["stats"]["unique_graphs"] == (2 if recipe.own.blocks else 1)
+
+
+@pytest.mark.parametrize("recipe", [*(kind() for kind in RECIPES.values()), OTHERS[0]], ids=named)
+def test_compiled_steps_are_the_eager_ones(cuda_half: Counter[str], recipe: Recipe) -> None:
+    eager = converted(recipe)
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for tokens in TOKENS[:3]:
+        expected = step(eager, eager, tokens)
+        cuda_half.clear()
+        actual = step(model, compiled, tokens)
+        assert sum(cuda_half.values()) > 0
+        assert all(map(torch.equal, actual, expected))

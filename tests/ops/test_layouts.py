@@ -1,0 +1,177 @@
+"""Dtypes, shapes and strides: of an operator's results on either half, with kernels and without, and of its fakes.
+
+A compiled graph is made for the fakes, and takes the memory of real results at their word.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from operator_cases import OPERATORS, Case, arguments, cases
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from kernels_cuda import gemm_variants
+from lightning_fp8 import DelayedScaling, ScalingState, ops
+from lightning_fp8.ops import library
+from lightning_fp8.ops.cuda import gemm_choice, plain
+from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.ops.library import flattened
+from lightning_fp8.ops.operand import WeightSlot
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
+# rows, outputs and inputs: all different from each other, and so are their multiples of 16
+SYMBOLIC = (41, 58, 100)
+RAGGED = [(130, 17, 48), (17, 48, 130), (48, 130, 15), (16, 15, 16)]
+# graphs are made again for these
+SPECIAL = [(0, 16, 130), (1, 130, 1), (130, 1, 17)]
+(ADA,) = gemm_variants.configurations((8, 9), True, in_blocks=True)
+HALVES = ["cpu", "kernels that do nothing", "torch's operators"]
+
+
+@pytest.fixture
+def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs the operators."""
+    if request.param == "kernels that do nothing":
+        request.getfixturevalue("idle_half")
+        # products by torch, by a kernel, and in parts that another kernel adds up
+        choices = [Choice(None), Choice(ADA), Choice(ADA, 2)]
+        monkeypatch.setattr(gemm_choice, "choose", lambda device, gemm, m, n, k, *_: choices[(m + n + k) % 3])
+        monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda device, gemm, m, n, k: choices[(m + n + k) % 3])
+    if request.param == "torch's operators":
+        request.getfixturevalue("cuda_half")
+        monkeypatch.setenv("LIGHTNING_FP8_BACKEND", "reference")
+        # as on a GPU; the CPU has no such product
+        monkeypatch.setattr(plain.reference, "scaled_mm_in_blocks", plain.product_of_blocks)
+        monkeypatch.setattr(F, "scaled_mm", no_product)
+
+
+def no_product(a: Tensor, b: Tensor, *_: Any, output_dtype: torch.dtype) -> Tensor:
+    return a.new_empty(len(a), b.shape[1], dtype=output_dtype)
+
+
+def layout(tensor: Tensor, value: Callable[[Any], int] = int) -> str:
+    """Dtype, shape, and the strides that matter."""
+    shape = [value(size) for size in tensor.shape]
+    strides = [value(stride) if size > 1 and all(shape) else None for size, stride in zip(shape, tensor.stride())]
+    return f"{tensor.dtype} {shape} {strides}"
+
+
+def results(call: Callable[..., Any], given: list[Any]) -> list[Tensor]:
+    """What a call returns, if anything, and the gradients."""
+    made = call()
+    found = [made] if isinstance(made, Tensor) else [*(made or ())]
+    trained = [one for one in given if isinstance(one, Tensor) and one.requires_grad]
+    return [*found, *torch.autograd.grad(found[0].float().square().sum(), trained)] if trained else found
+
+
+class Fakes:
+    """The results for fakes of the arguments, with sizes that are symbols."""
+
+    def __init__(self, case: Case, sizes: tuple[int, int, int], shapes: ShapeEnv | None) -> None:
+        mode, operator = FakeTensorMode(shape_env=shapes), getattr(ops, case.name).op
+        self.given = [
+            mode.from_tensor(one, source=ConstantSource(f"given{at}")) if isinstance(one, Tensor) else one
+            for at, one in enumerate(flattened(arguments(case, *sizes)))
+        ]
+        with mode:
+            self.results = results(lambda: operator(*self.given), self.given)
+
+    def layouts(self, given: list[Any]) -> list[str]:
+        """Those of the results for these arguments."""
+        values: dict[Any, int] = {}
+        for fake, real in zip(self.given, given, strict=True):
+            for symbol, value in zip(fake.shape, real.shape, strict=True) if isinstance(fake, Tensor) else ():
+                if isinstance(symbol, torch.SymInt):
+                    assert values.setdefault(symbol.node.expr, value) == value
+        return [layout(one, lambda size: _at(values, size)) for one in self.results]
+
+
+def _at(values: dict[Any, int], size: int | torch.SymInt) -> int:
+    return int(size.node.expr.subs(values)) if isinstance(size, torch.SymInt) else size
+
+
+@functools.cache
+def symbolic(case: Case, k_major: bool) -> Fakes:
+    shapes = ShapeEnv()
+    fakes = Fakes(case, SYMBOLIC, shapes)
+    pinned = [symbol for symbol, value in shapes.replacements.items() if value.is_number]
+    assert not pinned, f"{case} needs a graph for each size: {shapes.guards}"
+    return fakes
+
+
+# the same for kernels and torch's operators, and for all scalings
+@functools.cache
+def faked(case: Case, sizes: tuple[int, int, int], k_major: bool) -> list[str]:
+    fakes = symbolic(case, k_major) if min(sizes) > 1 else Fakes(case, sizes, None)
+    return fakes.layouts(flattened(arguments(case, *sizes)))
+
+
+def differences(case: Case, sizes: tuple[int, int, int]) -> Iterator[str]:
+    operator, args = getattr(ops, case.name), arguments(case, *sizes)
+    given, like = flattened(args), case._replace(scaling=cases(case.name)[0].scaling)
+    real, fakes = results(lambda: operator(*args), given), faked(like, sizes, library.cuda_on_cpu)
+    for number, (one, fake) in enumerate(zip(real, fakes, strict=True)):
+        if layout(one) != fake:
+            yield f"result {number}: {layout(one)}, its fake {fake}; m, n, k = {sizes}, {case}"
+    yield from (f"{said}; m, n, k = {sizes}, {case}" for said in aliases(real, given))
+
+
+def aliases(real: list[Tensor], given: list[Any]) -> Iterator[str]:
+    """Results that share memory with an argument or with each other."""
+    taken = {one.untyped_storage().data_ptr() for one in given if isinstance(one, Tensor) and one.numel()}
+    for number, one in enumerate(real):
+        if one.numel() and one.untyped_storage().data_ptr() in taken:
+            yield f"result {number} shares memory"
+        taken.add(one.untyped_storage().data_ptr())
+
+
+@pytest.mark.parametrize("half", HALVES, indirect=True)
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.usefixtures("half")
+def test_results_are_as_faked(name: str) -> None:
+    wrong = []
+    for number, case in enumerate(cases(name)):
+        for sizes in (*RAGGED, SPECIAL[number % len(SPECIAL)]):
+            wrong += differences(case, sizes)
+    assert not wrong, "\n".join([f"{len(wrong)} differ", *wrong[:5]])
+
+
+@pytest.mark.usefixtures("idle_half")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_fakes_on_a_gpu_are_those_of_the_cuda_half(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = getattr(ops, name).op
+    # each layout, with and without the flag
+    for case in {(case.layout, case.flag): case for case in cases(name)}.values():
+        given, expected = flattened(arguments(case, *RAGGED[0])), faked(case, RAGGED[0], True)
+        with FakeTensorMode(), monkeypatch.context() as patch:
+            patch.setattr(library, "cuda_on_cpu", False)
+            made = operator(*(on_gpu(one) if isinstance(one, Tensor) else one for one in given))
+        fakes = [made] if isinstance(made, Tensor) else made or ()
+        # without gradients: torch's autograd needs the device
+        assert [layout(one) for one in fakes] == expected[: len(fakes)]
+        assert all(one.is_cuda for one in fakes)
+
+
+def on_gpu(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+
+
+@pytest.mark.usefixtures("idle_half")
+def test_weights_cast_together_are_as_one_that_is_cast_by_itself() -> None:
+    state, shapes = ScalingState(["a"] * 4, DelayedScaling()), [(17, 48), (48, 130), (1, 15), (16, 1)]
+    together = ops.cast_weights(state, [torch.ones(shape) for shape in shapes], range(4), "e4m3")
+    for shape, made in zip(shapes, together, strict=True):
+        slot = WeightSlot(state.indices[0], "e4m3", state, True)
+        assert [*map(layout, made[:3])] == [*map(layout, ops.cast_weight(torch.ones(shape), slot, "both"))]
+
+
+def test_every_operator_is_compared() -> None:
+    assert {f"lightning_fp8::{name}" for name in OPERATORS} == library.LIBRARY._op_defs
