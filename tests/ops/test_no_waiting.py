@@ -323,9 +323,9 @@ def test_what_does_not_wait(waits: NoWaiting) -> None:
 
 # by function of the package: how often an optimizer step of two micro-batches calls it, for two layers
 PLACES = {
-    "modules.weight_group.WeightGroup.step_ends": 1,  # in a hook of the optimizer's step
+    "scaling.model.Fp8Model.on_step_ends": 1,  # in a hook of the optimizer's step
     "ops.cuda.dispatch._row": 8,  # casts of inputs and gradients
-    "modules.weight_group.cast_together": 1,
+    "modules.weights_together.cast_together": 1,
 }
 
 
