@@ -176,7 +176,7 @@ def _show_parts(measure: Callable[..., list[float]], whole: float) -> None:
     forward, model = _stack(_linear, (16, FEATURES), to_fp8=True)
     _step(forward)
     layer = model[0]
-    slot, gradient = (layer.fp8[""].slot(role, True) for role in DELAYED_ROLES)
+    slot, gradient = (layer.fp8[""].slots[role, True] for role in DELAYED_ROLES)
     x, dy = torch.randn(16, FEATURES), torch.randn(16, FEATURES).bfloat16()
     x_fp8, _, x_inv = cuda.cast(x, slot, "none", "both")
     function = functools.partial(_NoFunction.apply, x.requires_grad_(), layer.weight, layer.bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.frozen_weight import FrozenWeight
@@ -42,12 +43,18 @@ class Stamped:
 
     Attributes:
         key: the stamps of one or more tensors.
+        plain: one plain parameter, its version and address, which are enough to see that nothing has changed; None for
+            anything else.
     """
 
-    __slots__ = ("_held", "key")
+    __slots__ = ("_held", "key", "plain")
 
     def __init__(self, *tensors: Tensor) -> None:
         self.key: tuple[Hashable, ...] = stamps(tensors)
+        self.plain: tuple[Tensor, int, int] | None = None
+        if len(tensors) == 1 and type(tensors[0]) is Parameter and not tensors[0].is_inference():
+            if not is_flattened(tensors[0]):
+                self.plain = tensors[0], tensors[0]._version, tensors[0].data_ptr()
         self._held = [_held(tensor) for tensor in tensors]
 
 
