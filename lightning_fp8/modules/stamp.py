@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from torch import Tensor
-from torch.nn import Parameter
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from lightning_fp8.modules.frozen_weight import FrozenWeight
 
@@ -52,9 +52,9 @@ class Stamped:
     def __init__(self, *tensors: Tensor) -> None:
         self.key: tuple[Hashable, ...] = stamps(tensors)
         self.plain: tuple[Tensor, int, int] | None = None
-        if len(tensors) == 1 and type(tensors[0]) is Parameter and not tensors[0].is_inference():
-            if not is_flattened(tensors[0]):
-                self.plain = tensors[0], tensors[0]._version, tensors[0].data_ptr()
+        first = tensors[0] if len(tensors) == 1 else None
+        if type(first) is Parameter and not (first.is_inference() or is_flattened(first)):
+            self.plain = first, first._version, first.data_ptr()
         self._held = [_held(tensor) for tensor in tensors]
 
 
