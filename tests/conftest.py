@@ -138,12 +138,7 @@ def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return HostKernel((family, tuple(defines)), layout, block, device, shared_bytes)
 
     def forget() -> None:
-        for function in (
-            *vars(kernels).values(),
-            gemm_choice.choose,
-            gemm_choice.choose_in_blocks,
-            gemm_choice.is_chained,
-        ):
+        for function in (*vars(kernels).values(), gemm_choice.choose, gemm_choice.choose_in_blocks):
             if hasattr(function, "cache_clear"):
                 function.cache_clear()
 
