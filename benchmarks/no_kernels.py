@@ -13,7 +13,10 @@ from lightning_fp8.ops import library
 from lightning_fp8.ops.cuda import kernels
 
 # the operators that differ between devices
-_OPERATORS = (ops.cast, ops.cast_weight, ops.scaled_mm, ops.scaled_mm_add_, ops.linear_backward, ops.update_scales)
+_OPERATORS = (
+    *(ops.cast, ops.cast_weight, ops.cast_blocks, ops.cast_weight_blocks),
+    *(ops.scaled_mm, ops.scaled_mm_add_, ops.linear_backward, ops.update_scales),
+)
 # the registration that compiled graphs call
 _OVERRIDES = torch.library.Library("lightning_fp8", "IMPL")
 

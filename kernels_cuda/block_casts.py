@@ -21,12 +21,6 @@ def variant(input: torch.dtype, square: bool) -> tuple[str, ...]:
     return f"INPUT={INPUTS[input]}", f"SQUARE={int(square)}"
 
 
-def new_scales(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Uninitialised memory for the scales of the 1 x 128 blocks of a payload ``[rows, columns]``:
-    ``[rows, ceil(columns/128)] float32``, strides ``(1, rows)``, as torch's scaled product takes them too."""
-    return torch.empty(-(-columns // BLOCK), rows, dtype=torch.float32, device=device).t()
-
-
 class Recorded(NamedTuple):
     """Where a cast records.
 

@@ -13,7 +13,7 @@ from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.library import define, implement, is_k_major, is_watched
-from lightning_fp8.ops.operand import Fp8Operand, OwnScaling, Slot, WeightSlot
+from lightning_fp8.ops.operand import Fp8Operand, OwnScaling, Slot, WeightSlot, nothing
 
 # cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M] uint8, scale_inv [] float32)
 #   v = activation(x) in the dtype of x; payload = sat(v * scale[index]) in fp32, rounded to nearest even. Where
@@ -68,8 +68,8 @@ def _cast_weight_fake(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Te
 
 def _cast_blocks_fake(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (rows, columns), (by_rows, by_columns, _) = x.shape, _payloads_fake(x, x.shape[1], layout)
-    scale_inv = x.new_empty((rows, -(-columns // BLOCK)) if layout != "columns" else 0, dtype=torch.float32)
-    columns_scale_inv = x.new_empty((columns, -(-rows // BLOCK)) if layout != "rows" else 0, dtype=torch.float32)
+    scale_inv = blocks.new_scales(x, rows, columns) if layout != "columns" else nothing(x, torch.float32)
+    columns_scale_inv = blocks.new_scales(x, columns, rows) if layout != "rows" else nothing(x, torch.float32)
     return by_rows, by_columns, scale_inv, columns_scale_inv
 
 

@@ -61,11 +61,17 @@ def block_scale(amax: Tensor, fmt: Fp8Format, own: OwnScaling) -> Tensor:
     return scale if own.blocks == "float32" else power_of_2(scale)
 
 
+def new_scales(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Uninitialised memory for the scales of the 1 x 128 blocks of a payload ``[rows, columns]``, on the device of x:
+    ``[rows, ceil(columns/128)] float32``, strides ``(1, rows)``, as torch's scaled product takes them too."""
+    return x.new_empty(-(-columns // BLOCK), rows, dtype=torch.float32).t()
+
+
 def _cast(x: Tensor, fmt: Fp8Format, own: OwnScaling) -> tuple[Tensor, Tensor, Tensor]:
     """The payload by rows, its scale_inv ``[rows, ceil(columns/128)]``, and ``max|x|``."""
     amax = _block_amax(x)
     scale = block_scale(amax, fmt, own)
-    return _payload(x, scale, fmt), scale.reciprocal(), _largest(amax)
+    return _payload(x, scale, fmt), torch.reciprocal(scale, out=new_scales(x, *x.shape)), _largest(amax)
 
 
 def _no_cast(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -187,12 +187,6 @@ def test_each_output_alone(outputs: tuple[bool, bool, bool]) -> None:
         assert [blocks.y is not None, blocks.y_t is not None] == list(outputs[:2])
 
 
-def test_scales_lie_as_torch_takes_them() -> None:
-    scales = block_casts.new_scales(300, 257, torch.device("cpu"))
-    assert scales.shape == (300, 3)
-    assert scales.stride() == (1, 300)
-
-
 def test_an_amax_is_accumulated_as_bits() -> None:
     for before, element, after in (
         (5.0, 3.0, 5.0),

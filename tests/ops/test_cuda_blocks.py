@@ -11,8 +11,10 @@ import torch
 from broken_kernels import Broken, poke
 from gemm_cases import assert_close
 from host_kernels import HostKernel
+from in_blocks import linear
 from sqnr import sqnr
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels_cuda import block_casts, gemm_variants
 from lightning_fp8 import BlockScaling, ScalingState, convert, ops, scaling_state
@@ -57,9 +59,44 @@ def test_casts_equal_the_reference(cuda_half: Counter[str], kind: str, layout: s
             assert torch.equal(one, other)
         assert torch.equal(ours.amax, theirs.amax)
         assert torch.equal(ours.scale, theirs.scale)
-        # in the layout that our GEMM reads fastest, and that torch's product accepts
-        if layout != "columns" and len(x):
-            assert made[0][2].stride() == (1, len(x))
+
+
+@pytest.mark.parametrize("half", ["cpu", "cuda"])
+@pytest.mark.parametrize("shape", [(200, 310), (3, 310), (129, 16)])
+@pytest.mark.parametrize("layout", ["rows", "columns", "both"])
+def test_results_lie_as_their_fakes_say(
+    layout: str, shape: tuple[int, int], half: str, request: pytest.FixtureRequest
+) -> None:
+    if half == "cuda":
+        request.getfixturevalue("cuda_half")
+    x, (_, slot, weight_slot) = torch.randn(shape), slots("float32")
+    real = (*ops.cast_blocks(x, slot, layout), *ops.cast_weight_blocks(x, weight_slot, layout))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        like = mode.from_tensor(x)
+        fake = (*ops.cast_blocks(like, slot, layout), *ops.cast_weight_blocks(like, weight_slot, layout))
+    assert [(one.shape, one.stride(), one.dtype) for one in real] == [
+        (one.shape, one.stride(), one.dtype) for one in fake
+    ]
+    # scales of 1 x 128 blocks lie as our GEMM reads them fastest, and as torch's product takes them
+    if layout != "columns":
+        assert real[2].stride() == (1, max(len(x), 1))
+
+
+# a graph in inductor's cache may have been compiled with other fakes
+@torch._inductor.config.patch(force_disable_caches=True)
+def test_a_compiled_step(chosen: Counter[str]) -> None:
+    """inductor checks the strides of what an operator returns."""
+    # without a bias there is nothing that takes long to compile
+    layer, x = linear(BlockScaling(), 200, 144), torch.randn(50, 200, requires_grad=True)
+    results = []
+    for call in (layer, torch.compile(layer, fullgraph=True)):
+        chosen.clear()
+        call(x).square().sum().backward()
+        results.append((x.grad, layer.weight.grad))
+        x.grad = layer.weight.grad = None
+        # casts of the input, the weight and the gradient; three products
+        assert sum(chosen.values()) == 6
+    assert all(map(torch.equal, *results))
 
 
 def test_nothing_is_recorded_where_nothing_is_trained(cuda_half: Counter[str]) -> None:

@@ -51,13 +51,13 @@ def cast_blocks(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Ten
     kernel = block_cast_kernel(x.device, x.dtype, False) if x.numel() and slot.format == "e4m3" else None
     if kernel is None:
         return blocks.cast(x, slot, layout)
-    x, (rows, columns), device = x if x.stride(1) == 1 else x.contiguous(), x.shape, x.device
+    x, (rows, columns) = x if x.stride(1) == 1 else x.contiguous(), x.shape
     y = y_t = nothing(x, torch.uint8)
     scale_inv = scale_inv_t = nothing(x, torch.float32)
     if layout != "columns":
-        y, scale_inv = x.new_empty(rows, columns, dtype=torch.uint8), block_casts.new_scales(rows, columns, device)
+        y, scale_inv = x.new_empty(rows, columns, dtype=torch.uint8), blocks.new_scales(x, rows, columns)
     if layout != "rows":
-        y_t, scale_inv_t = x.new_empty(columns, rows, dtype=torch.uint8), block_casts.new_scales(columns, rows, device)
+        y_t, scale_inv_t = x.new_empty(columns, rows, dtype=torch.uint8), blocks.new_scales(x, columns, rows)
     amax, _, _ = slot.open()
     recorded = None if amax is None else block_casts.Recorded(slot.index, amax)
     block_casts.cast_blocks(kernel, x, recorded, slot.own.blocks != "float32", y, scale_inv, y_t, scale_inv_t)
