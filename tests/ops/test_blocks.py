@@ -139,7 +139,7 @@ def test_products_by_torch_are_those_of_the_reference(m: int, n: int, k: int, sq
 @pytest.mark.parametrize("squares", [True, False])
 @pytest.mark.usefixtures("strict_products")
 def test_operands_of_torchs_product_are_copied_only_where_they_are_padded(squares: bool) -> None:
-    # a, of 64 rows and 512 columns, b and their scales; those of squares are padded along K if its blocks are not in fours
+    # payloads and scales: those of squares have a number of blocks along K that is a multiple of four
     for m, n, k, expected in (
         (64, 48, 512, 0),
         (62, 48, 512, 64 * 512 + 64 * 4 * 4),

@@ -10,7 +10,7 @@ import strict_scaled_mm
 import torch
 import torch.nn.functional as F
 from gemm_in_fp64 import random_payload
-from strict_scaled_mm import Refused
+from strict_scaled_mm import RefusedError
 from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
 @pytest.mark.usefixtures("strict_products")
 def test_what_a_gpu_does_not_compute_is_refused(what: str) -> None:
     product, rule = REFUSED[what]
-    with pytest.raises(Refused, match=rule):
+    with pytest.raises(RefusedError, match=rule):
         product()
 
 
@@ -95,7 +95,7 @@ def test_gpus_differ(capability: tuple[int, int], one: bool, blocks: bool, monke
         if not refused:
             product()
             continue
-        with pytest.raises(Refused, match=r"SM90|compute capability \(8, 0\)"):
+        with pytest.raises(RefusedError, match=r"SM90|compute capability \(8, 0\)"):
             product()
 
 

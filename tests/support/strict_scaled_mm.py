@@ -26,7 +26,7 @@ ALIGNMENT = 16
 PITCH = 4
 
 
-class Refused(RuntimeError):
+class RefusedError(RuntimeError):
     """Something that a GPU would not compute."""
 
 
@@ -120,7 +120,7 @@ def scaled_mm_v2(
 
 def _require(holds: bool, rule: str) -> None:
     if not holds:
-        raise Refused(rule)
+        raise RefusedError(rule)
 
 
 def _check_architecture() -> None:
@@ -144,7 +144,7 @@ def _check_dtypes(a: Tensor, b: Tensor, output: torch.dtype | None) -> torch.dty
     _require(not e5m2, "_scaled_mm_out_cuda: Multiplication of two Float8_e5m2 matrices is not supported")
     # without one, the result would be in FP8
     if output not in OUTPUTS:
-        raise Refused(f"cuBLASLt: no result in {output}")
+        raise RefusedError(f"cuBLASLt: no result in {output}")
     return output
 
 
@@ -170,7 +170,7 @@ def _tensor_wise(scale: Tensor) -> Tensor:
 
 def _in_blocks(operand: Tensor, scale: Tensor, kind: F.ScalingType) -> Tensor:
     """The scales of ``[rows, K]`` as the GPU reads them -> ``[rows, ceil(K/128)]``."""
-    (rows, k), blocks = operand.shape, -(-operand.shape[1] // 128)
+    rows, blocks = len(operand), -(-operand.shape[1] // 128)
     _require(scale.data_ptr() % ALIGNMENT == 0, "cuBLASLt: scales of blocks begin at multiples of 16 bytes")
     if kind == ScalingType.BlockWise1x128:
         # _scaled_block1x128_block1x128, _scaled_block128x128_block1x128, _scaled_block1x128_block128x128
