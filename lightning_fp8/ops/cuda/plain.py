@@ -71,8 +71,8 @@ def scaled_mm(
         empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
         return empty if bias is None else empty + bias.to(out_dtype)
     missing = -n % ALIGNMENT
-    if missing or k % ALIGNMENT:
-        a, b, bias = _padded(a, 0), _padded(b, missing), None if bias is None else F.pad(bias, (0, missing))
+    a, b = _padded(a, 0), _padded(b, missing)
+    bias = F.pad(bias, (0, missing)) if missing and bias is not None else bias
     out = aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
     return out[:, :n].contiguous() if missing else out
 
@@ -143,15 +143,12 @@ def product_of_blocks(
     Partial sums of 128 along K are added up in fp32 in any case.
     """
     m, n = len(a), len(b)
-    a, *a_scales = as_torch_takes(a, a_scale_inv, 4)
-    b, *b_scales = as_torch_takes(b, b_scale_inv, ALIGNMENT)
-    out = F.scaled_mm(
-        a.view(FORMATS[a_format].dtype),
-        b.view(FORMATS[b_format].dtype).mT,
-        *a_scales,
-        *b_scales,
-        output_dtype=out_dtype if bias is None else torch.float32,
-    )[:m, :n]
+    a, a_scales, a_kind = as_torch_takes(a, a_scale_inv, 4)
+    b, b_scales, b_kind = as_torch_takes(b, b_scale_inv, ALIGNMENT)
+    a, b = a.view(FORMATS[a_format].dtype), b.view(FORMATS[b_format].dtype).mT
+    # a bias is added in fp32
+    dtype = out_dtype if bias is None else torch.float32
+    out = F.scaled_mm(a, b, a_scales, a_kind, b_scales, b_kind, output_dtype=dtype)[:m, :n]
     return out.contiguous() if bias is None else (out + bias.to(out_dtype)).to(out_dtype)
 
 
