@@ -17,7 +17,7 @@ splits      > 1: part s of K goes to rows s * split_rows ... of out, which is th
             adds the parts up
 */
 #pragma once
-#include "activations.cuh"
+#include "formats.cuh"
 
 #ifndef B_SCALE_ROWS
 #define B_SCALE_ROWS 0
@@ -65,14 +65,10 @@ struct OutBf16 : Bf16 {
     static constexpr int BYTES = 2;
     __device__ static void store(u16* address, float value) { *address = to_bf16(value); }
     __device__ static u32 pack(float low, float high) { return to_bf16x2(low, high); }
-    __device__ static float low(u32 pair) { return __uint_as_float(pair << 16); }
-    __device__ static float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 };
 
 struct OutFp16 : Fp16 {
     static constexpr int BYTES = 2;
     __device__ static void store(u16* address, float value) { *address = to_fp16(value); }
     __device__ static u32 pack(float low, float high) { return to_fp16x2(low, high); }
-    __device__ static float low(u32 pair) { return from_fp16((u16)pair); }
-    __device__ static float high(u32 pair) { return from_fp16((u16)(pair >> 16)); }
 };

@@ -161,12 +161,7 @@ def host_kernels(strict_products: None, monkeypatch: pytest.MonkeyPatch) -> Iter
         return HostKernel((family, tuple(defines)), layout, block, device, shared_bytes)
 
     def forget() -> None:
-        for function in (
-            *vars(kernels).values(),
-            gemm_choice.choose,
-            gemm_choice.choose_in_blocks,
-            gemm_choice.is_chained,
-        ):
+        for function in (*vars(kernels).values(), gemm_choice.choose, gemm_choice.choose_in_blocks):
             if hasattr(function, "cache_clear"):
                 function.cache_clear()
 

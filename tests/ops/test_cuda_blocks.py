@@ -26,7 +26,7 @@ from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 CPU = torch.device("cpu")
-(ADA,) = gemm_variants.configurations((8, 9), True, in_blocks=True)
+(ADA,) = gemm_variants.configurations((8, 9), True)
 SPLIT = Choice(ADA, 2)
 
 

@@ -174,7 +174,7 @@ def _launch(
     bias: Tensor | None,
 ) -> None:
     bias = None if bias is None else bias.contiguous()
-    operands = (as_operand(a), as_operand(b), out, a_scale_inv, b_scale_inv, bias)
+    operands = (_as_operand(a), _as_operand(b), out, a_scale_inv, b_scale_inv, bias)
     configuration, kernel, splits, sum_kernel = found
     if sum_kernel is None:
         kernel_gemm.gemm(kernel, configuration, *operands)
@@ -185,7 +185,7 @@ def _launch(
     kernel_gemm.split_gemm(kernel, configuration, Split(splits, parts, sum_kernel), *operands)
 
 
-def as_operand(payload: Tensor) -> Tensor:
+def _as_operand(payload: Tensor) -> Tensor:
     """``[rows, K] uint8`` as the kernels take it: K padded with zeros, rows at multiples of 16 bytes."""
     padding = -payload.shape[1] % ROW_BYTES
     payload = F.pad(payload, (0, padding)) if padding else payload.contiguous()
