@@ -1,6 +1,6 @@
 """The CUDA half of the operators in place of the CPU's: the same layers, with kernels that run from their own sources.
 
-Only the hardware is left to test on a GPU. GEMMs use the CPU's ``torch._scaled_mm``.
+Only the hardware is left to test on a GPU. GEMMs use a stand-in of torch's, ``tests/support/strict_scaled_mm.py``.
 """
 
 from __future__ import annotations

@@ -230,7 +230,10 @@ def test_products_called_directly() -> None:
     out = torch.zeros(5, 7)
     # of a payload by columns, padding is not counted
     for payload in (b, F.pad(b, (0, 8))):
-        assert flops(lambda: ops.scaled_mm(a, payload, one, one, None, *formats, torch.bfloat16, True)) == expected
+        assert (
+            flops(lambda payload=payload: ops.scaled_mm(a, payload, one, one, None, *formats, torch.bfloat16, True))
+            == expected
+        )
     assert flops(lambda: ops.scaled_mm_add_(out, a, b, one, one, *formats, False)) == expected
 
 

@@ -43,8 +43,8 @@ def state_with_history() -> ScalingState:
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
 @pytest.mark.parametrize("bias", [False, True])
-# `torch._scaled_mm` exists on the CPU, so the code around it can be checked here
 @pytest.mark.parametrize("implementation", [reference, plain])
+@pytest.mark.usefixtures("strict_products")
 def test_scaled_mm_equals_fp64_within_one_rounding(
     size: tuple[int, int, int], out_dtype: torch.dtype, formats: tuple[str, str], bias: bool, implementation: Any
 ) -> None:
@@ -89,6 +89,7 @@ def test_scaled_mm_without_bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("implementation", [reference, gemm])
+@pytest.mark.usefixtures("strict_products")
 def test_a_product_is_added_in_fp32(size: tuple[int, int, int], dtype: torch.dtype, implementation: Any) -> None:
     m, n, k = size
     a, b = random_payload(m, k, "e5m2"), random_payload(n, k, "e4m3")
