@@ -7,8 +7,9 @@ ones.
 from __future__ import annotations
 
 import pytest
+from changed_sources import Change
 from pipeline_model import Model, ProtocolError
-from traces import Change, Problem, programs
+from traces import Problem, programs
 
 from kernels_cuda.gemm_variants import Configuration, configurations
 

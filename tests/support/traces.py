@@ -13,7 +13,8 @@ from unittest import mock
 
 import numpy as np
 import torch
-from host_kernels import SOURCES, HostKernel, build_folder, compile_on_host, host_tensor_map
+from changed_sources import Change, changed
+from host_kernels import HostKernel, build_folder, compile_on_host, host_tensor_map
 
 from kernels_cuda import gemm
 from kernels_cuda.gemm_variants import Configuration, variant
@@ -34,24 +35,6 @@ extern "C" EXPORTED void launch(const void* arguments, unsigned grid, unsigned b
 }
 extern "C" EXPORTED unsigned size_of_arguments() { return sizeof(Arguments); }
 """
-
-
-class Change(NamedTuple):
-    """A change of a source: ``old``, which must occur exactly once, becomes ``new``."""
-
-    old: str
-    new: str
-
-
-def changed(family: str, change: Change | None) -> dict[str, str]:
-    """The family's own sources by name, one of them changed; fails where there is nothing to change."""
-    texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(SOURCES.glob(f"{family}*.cu*"))}
-    if change is not None:
-        found = {name: text.count(change.old) for name, text in texts.items() if change.old in text}
-        assert [*found.values()] == [1], f"{change.old!r} occurs in {found or 'no source'}"
-        (name,) = found
-        texts[name] = texts[name].replace(change.old, change.new)
-    return texts
 
 
 @functools.cache
