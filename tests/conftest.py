@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -125,7 +125,30 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def host_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def strict_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's FP8 products on the CPU refuse what they would refuse on a GPU; those in blocks are torch's, too."""
+    import torch
+    from strict_scaled_mm import replace_products
+
+    from lightning_fp8.ops import reference
+    from lightning_fp8.ops.cuda import plain
+
+    def in_blocks(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+        # as on a GPU
+        product = plain.product_of_blocks if a.numel() and b.numel() else reference.scaled_mm_in_blocks
+        return product(a, b, *rest)
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*only once for all operators.*")
+        replace_products(library)
+    monkeypatch.setattr(plain, "scaled_mm_in_blocks", in_blocks)
+    yield
+    library._destroy()
+
+
+@pytest.fixture
+def host_kernels(strict_products: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The CUDA functions, with kernels that run on the CPU from their sources; gives the names of those loaded."""
     from host_kernels import HostKernel
 

@@ -14,7 +14,7 @@ from lightning_fp8.modules.shared_input import SharedInput
 from lightning_fp8.modules.stamp import Stamped, is_sharded, stamps
 from lightning_fp8.modules.weight_cast import KeptCast, WeightCast
 from lightning_fp8.ops.formats import Role
-from lightning_fp8.ops.operand import Fp8Operand, OwnScaling, Slot, WeightSlot
+from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.config import Fp8Config
 from lightning_fp8.scaling.model import Fp8Model
@@ -136,10 +136,9 @@ class Gemm:
         part = self.weight_cast.part
         return weight if part is None else weight[part]
 
-    def weight_operand(self, payload: Tensor, payload_t: Tensor, scale_inv: Tensor) -> Fp8Operand:
-        """The payloads of a weight as the layer stores it, by rows and by columns -> the operand ``[N, K]``."""
-        by_rows, by_columns = (payload_t, payload) if self.k_by_n else (payload, payload_t)
-        return Fp8Operand(by_rows, by_columns, scale_inv, scale_inv, self.slots["weight", True].format)
+    def n_by_k(self, weight: Tensor) -> Tensor:
+        """A weight as the layer stores it -> ``[N, K]``."""
+        return weight.t() if self.k_by_n else weight
 
     def note_sharding(self, weight: Tensor) -> None:
         """Keep no FP8 cast of a sharded weight, as it would hold the whole weight."""

@@ -42,16 +42,13 @@ def cast_stale(first: Gemm, weight: Tensor) -> Fp8Operand | None:
     return operands[0]
 
 
-def cast_together(
-    weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[tuple[Tensor, Tensor] | None] = ()
-) -> list[Fp8Operand]:
+def cast_together(weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[Fp8Operand | None] = ()) -> list[Fp8Operand]:
     """The casts of weights of one model, as :func:`lightning_fp8.ops.cast_weights` makes them."""
     (first, _), *_ = weights
     state = first.state
     indices = [state.row_of(gemm.module, "weight") for gemm, _ in weights]
-    tensors = [gemm.matrix(weight.detach()) for gemm, weight in weights]
-    made = ops.cast_weights(state, tensors, indices, first.slots["weight", True].format, out)
-    return [gemm.weight_operand(*one) for (gemm, _), one in zip(weights, made, strict=True)]
+    tensors = [gemm.n_by_k(gemm.matrix(weight.detach())) for gemm, weight in weights]
+    return ops.cast_weights(state, tensors, indices, first.slots["weight", True].format, out)
 
 
 def _records(gemm: Gemm) -> bool:

@@ -256,6 +256,8 @@ def differentiable(
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Any) -> Any:
+            # backward would be given zeros in place of gradients that do not exist, those of payloads among them
+            ctx.set_materialize_grads(False)
             if layers:
                 ctx.needs, given = ctx.needs_input_grad[:count], given[-1]
             output = forward(*given)
@@ -264,6 +266,8 @@ def differentiable(
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
+            if gradients[0] is None:
+                return (None,) * len(ctx.needs_input_grad)
             return *backward(ctx, *gradients), *others
 
         @staticmethod

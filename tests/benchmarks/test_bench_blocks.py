@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from copied_bytes import copied_bytes
 
 from benchmarks import blocks, command
 from benchmarks.blocks import Gemm
@@ -35,3 +36,13 @@ def test_a_wrong_product_is_seen(kind: str) -> None:
     assert str(case._wrong(out, a, b, a_inv, b_inv)).startswith("1 of ")
     b_inv[:, 1] *= 1.1
     assert case._wrong(ours.call(0), a, b, a_inv, b_inv) is not None
+
+
+@pytest.mark.parametrize("kind", ["fprop", "wgrad"])
+@pytest.mark.usefixtures("strict_products")
+def test_torchs_product_is_timed_without_copies(kind: str) -> None:
+    _, theirs, _ = Gemm(kind, 64, 48, 512).variants(CPU)
+    assert theirs.check() is None
+    with copied_bytes() as copied:
+        theirs.call(0)
+    assert copied == {}

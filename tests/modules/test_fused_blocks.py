@@ -130,6 +130,29 @@ def test_inputs_without_gradients(make: Callable[[], nn.Module], fused: list[str
     assert len(fused) == 2
 
 
+class NoGradient(torch.autograd.Function):
+    """Gives no gradient, which is not a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(WIDTH, WIDTH), lambda: sequential(nn.GELU())[1:4], llama, phi3])
+def test_without_a_gradient_of_the_output_there_are_none(make: Callable[[], nn.Module]) -> None:
+    model, x = converted(make), torch.randn(5, WIDTH, requires_grad=True)
+    # as of plain layers
+    for one in (model, unconvert(copy.deepcopy(model))):
+        (NoGradient.apply(one(x)) + 2 * x).sum().backward()
+        assert all(parameter.grad is None for parameter in one.parameters())
+        assert torch.equal(x.grad, torch.full_like(x, 2))
+        x.grad = None
+
+
 @pytest.mark.parametrize("make", [lambda: sequential(nn.GELU())[1:4], llama, phi3])
 def test_strides_and_sizes_of_the_input(make: Callable[[], nn.Module], fused: list[str]) -> None:
     model = converted(make)

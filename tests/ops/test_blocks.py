@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from by_columns import padded, unpadded
+from copied_bytes import copied_bytes
 from fp8_numpy import cast_in_blocks, code_values
 from torch import Tensor
 
@@ -58,7 +60,7 @@ def test_both_layouts_have_their_own_blocks(
     x, (state, slot, _) = numbers(*shape, dtype), slots(kind)
     rows, columns, scale_inv, columns_scale_inv = ops.cast_blocks(x, slot, "both")
     check(rows, scale_inv, x, 1, kind)
-    check(columns, columns_scale_inv, x.t(), 1, kind)
+    check(unpadded(columns, len(x)), columns_scale_inv, x.t(), 1, kind)
     assert np.array_equal(float(state.amax[0]), largest(x), equal_nan=True)
     for layout, kept in (("rows", (rows, scale_inv)), ("columns", (columns, columns_scale_inv))):
         made = ops.cast_blocks(x, slot, layout)
@@ -72,8 +74,7 @@ def test_squares_of_a_weight(kind: str, shape: tuple[int, int]) -> None:
     x, (state, _, slot) = numbers(*shape), slots(kind)
     payload, payload_t, scale_inv = ops.cast_weight_blocks(x, slot, "both")
     check(payload, scale_inv, x, 128, kind)
-    assert torch.equal(payload_t, payload.t())
-    check(payload_t, scale_inv.t(), x.t(), 128, kind)
+    assert torch.equal(unpadded(payload_t, len(x)), payload.t())
     assert np.array_equal(float(state.amax[2]), largest(x), equal_nan=True)
 
 
@@ -108,51 +109,56 @@ def _by_rows(b: Tensor, slot: Slot) -> Any:
 
 def test_scales_as_torch_takes_them() -> None:
     """The shapes and strides that ``torch.nn.functional.scaled_mm`` checks."""
-    scales, kind = as_torch_takes(torch.rand(200, 3), 200)
+    payload, scale_inv = torch.zeros(200, 300, dtype=torch.uint8), torch.rand(2, 3)
+    padded, scales, kind = as_torch_takes(payload[:198], torch.rand(198, 3), 4)
     assert (kind.name, tuple(scales.shape), scales.stride()) == ("BlockWise1x128", (200, 3), (1, 200))
-    scale_inv = torch.rand(2, 3)
-    scales, kind = as_torch_takes(scale_inv, 200)
+    assert padded.shape == (200, 304)
+    _, scales, kind = as_torch_takes(payload, scale_inv, 16)
     assert (kind.name, tuple(scales.shape), scales.stride()) == ("BlockWise128x128", (4, 2), (1, 4))
     assert torch.equal(scales[:3].t(), scale_inv)
 
 
-def as_torch_documents(mat_a: Tensor, mat_b: Tensor, *scales: Any, output_dtype: torch.dtype, **_: Any) -> Tensor:
-    """``torch.nn.functional.scaled_mm`` from its definition, with the rules of cuBLASLt for sizes and layouts."""
-    assert mat_a.is_contiguous()
-    assert mat_b.mT.is_contiguous()
-    assert not any(size % 16 for size in (mat_a.shape[1], *mat_b.shape))
-    values = []
-    for operand, scale, kind in zip((mat_a, mat_b.mT), scales[::2], scales[1::2], strict=True):
-        (rows, k), blocks = operand.shape, -(-operand.shape[1] // 128)
-        if kind.name == "BlockWise1x128":
-            assert scale.shape == (rows, blocks)
-            by_row = scale
-        else:
-            assert scale.shape == (blocks + -blocks % 4, -(-rows // 128))
-            by_row = scale.t()[:, :blocks].repeat_interleave(128, 0)[:rows]
-        assert scale.t().is_contiguous()
-        values.append(operand.double() * by_row.repeat_interleave(128, 1)[:, :k])
-    return (values[0] @ values[1].T).to(output_dtype)
-
-
 @pytest.mark.parametrize("squares", [True, False])
-@pytest.mark.parametrize(("m", "n", "k"), [(5, 130, 300), (64, 16, 128)])
-def test_products_by_torch_are_those_of_the_reference(
-    m: int, n: int, k: int, squares: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The arguments of torch's product on a GPU, where it is untested; here a stand-in follows its documentation."""
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", as_torch_documents)
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 130, 300), (64, 16, 128), (333, 147, 300)])
+@pytest.mark.usefixtures("strict_products")
+def test_products_by_torch_are_those_of_the_reference(m: int, n: int, k: int, squares: bool) -> None:
+    """cuBLASLt reads the scales of 333 rows as if they were 336."""
     _, slot, weight_slot = slots("float32")
     a, _, a_inv, _ = ops.cast_blocks(torch.randn(m, k), slot, "rows")
     w = torch.randn(n, k)
     b, _, b_inv, *_ = ops.cast_weight_blocks(w, weight_slot, "rows") if squares else _by_rows(w, slot)
     for bias in (None, torch.randn(n)):
+        # as a payload by columns
+        longer = torch.nn.functional.pad(b, (0, padded(k) - k))
+        assert torch.equal(
+            product_of_blocks(a, longer, a_inv, b_inv, bias, "e4m3", "e4m3", torch.float32),
+            product_of_blocks(a, b, a_inv, b_inv, bias, "e4m3", "e4m3", torch.float32),
+        )
         arguments = (a, b, a_inv, b_inv, bias, "e4m3", "e4m3")
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
             expected = reference.scaled_mm(*arguments, dtype, True)
             found = product_of_blocks(*arguments, dtype)
             assert found.is_contiguous()
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("squares", [True, False])
+@pytest.mark.usefixtures("strict_products")
+def test_operands_of_torchs_product_are_copied_only_where_they_are_padded(squares: bool) -> None:
+    # payloads and scales: those of squares have a number of blocks along K that is a multiple of four
+    for m, n, k, expected in (
+        (64, 48, 512, 0),
+        (62, 48, 512, 64 * 512 + 64 * 4 * 4),
+        (64, 40, 512, 48 * 512 + (0 if squares else 48 * 4 * 4) + 64 * 40 * 2),
+        (64, 48, 384, 4 * 4 if squares else 0),
+        (64, 48, 500, (64 + 48) * 512),
+    ):
+        a, b = (torch.zeros(rows, k, dtype=torch.uint8) for rows in (m, n))
+        blocks = -(-k // 128)
+        scales = torch.ones(blocks, m).t(), torch.ones(1, blocks) if squares else torch.ones(blocks, n).t()
+        with copied_bytes() as copied:
+            product_of_blocks(a, b, *scales, None, "e4m3", "e4m3", torch.bfloat16)
+        assert sum(copied.values()) == expected, (m, n, k, copied)
 
 
 def test_other_gpus_are_refused_by_name() -> None:

@@ -79,7 +79,7 @@ class Made:
         return torch.ones(rows, columns, dtype=dtype)
 
     def slot(self, role: Role) -> Slot:
-        history, own = self.state.how_cast(next(iter(self.state.switches)), "")
+        history, own = self.state.model.how_cast(self.state.precisions[0], "")
         state, row = self.state if self.case.flag else None, self.state.indices[self.state.row_of(0, role)]
         fmt = self.state.recipe.format_of(role).name
         return Slot(self.state.scale, history, row, fmt, state, self.case.flag, "auto", own)

@@ -11,7 +11,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from kernels_cuda import source
+from changed_sources import Change, changed
+
 from kernels_cuda.compile import compile_source, headers
 
 Family = tuple[str, tuple[str, ...]]
@@ -22,8 +23,9 @@ def name(family: Family) -> str:
 
 
 @functools.cache
-def compiled(family: Family, arch: str) -> tuple[bytes, str]:
-    return compile_source(family[0], source(family[0]), arch, family[1], headers())
+def compiled(family: Family, arch: str, change: Change | None = None) -> tuple[bytes, str]:
+    texts = headers() | changed(family[0], change)
+    return compile_source(family[0], texts.pop(f"{family[0]}.cu"), arch, family[1], texts)
 
 
 def resources(log: str) -> tuple[int, int]:
@@ -87,3 +89,57 @@ def instructions(family: Family, arch: str) -> Counter[str]:
 
 def count(found: Counter[str], pattern: str) -> int:
     return sum(times for instruction, times in found.items() if re.fullmatch(pattern, instruction))
+
+
+# a register and its suffixes; not one of the uniform registers
+REGISTER = re.compile(r"(?<![A-Z])R(\d+)((?:\.\w+)*)")
+PRODUCT = re.compile(r"QGMMA\.64x(\d+)\S* R(\d+), ")
+WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)")
+# a jump, with its predicate and its target
+JUMP = re.compile(r"\*/\s+(@\S+ )?\s*(?:BRA|EXIT|RET)\b[^`]*(?:`\((\.L_\w+)\))?")
+
+
+def registers(line: str) -> set[int]:
+    """The registers that an instruction reads or writes."""
+    name = LINE.match(line)
+    assert name is not None, line
+    wide = 4 if re.search(r"\.128\b|8\.4\b", name[1]) else 2 if re.search(r"\.64\b|WIDE", name[1]) else 1
+    found: set[int] = set()
+    for place, operand in enumerate(line[name.end() :].split(",")):
+        for number, suffixes in REGISTER.findall(operand):
+            if "[" in operand:
+                size = 2 if ".64" in suffixes else 1
+            else:
+                # the factors of a wide product are narrow
+                size = 1 if "WIDE" in name[1] and place in (1, 2) else wide
+            found.update(range(int(number), int(number) + size))
+    return found
+
+
+def touching(lines: list[str], labels: dict[str, int]) -> list[str]:
+    """Instructions that some path reaches with a product under way in one of their registers."""
+    found: set[int] = set()
+    # the next instruction; the registers of each committed group of products, and of the open one
+    todo: list[tuple[int, tuple[frozenset[int], ...]]] = [(0, (frozenset(),))]
+    seen = {*todo}
+    while todo:
+        at, groups = todo.pop()
+        line = lines[at]
+        if product := PRODUCT.search(line):
+            sums = range(int(product[2]), int(product[2]) + int(product[1]) // 2)
+            groups = (*groups[:-1], groups[-1] | frozenset(sums))
+            if "gsb0" in line:
+                groups = (*groups, frozenset())
+        elif wait := WAIT.search(line):
+            groups = groups[-1 - int(wait[1]) :]
+        elif registers(line) & frozenset().union(*groups):
+            found.add(at)
+        jump = JUMP.search(line)
+        following = [at + 1] if jump is None or jump[1] else []
+        if jump is not None and jump[2]:
+            following.append(labels[jump[2]])
+        for place in following:
+            if place < len(lines) and (place, groups) not in seen:
+                seen.add((place, groups))
+                todo.append((place, groups))
+    return [lines[at] for at in sorted(found)]

@@ -35,10 +35,10 @@ def scaled_mm(
     if a_scale_inv.dim():
         return _in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, gemm)
     promote = not fast_accumulation
-    (m, k), n = a.shape, b.shape[0]
+    (m, k), (n, b_k) = a.shape, b.shape
     choice = gemm_choice.choose(a.device, gemm, m, n, k, promote, out_dtype)
     # the usual case takes a short path, because every call adds to the host time of a layer
-    if choice.configuration is None and not (n | k) % plain.ALIGNMENT and m and n and k:
+    if choice.configuration is None and not (n | k | b_k) % plain.ALIGNMENT and m and n and k:
         return plain.aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
     return run_choice(choice, a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, promote)
 

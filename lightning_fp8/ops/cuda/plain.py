@@ -11,12 +11,9 @@ from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.amaxes import as_asked, max_abs, record_amax, scale_of_current, update_scales
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import Slot, WeightSlot, in_layout
+from lightning_fp8.ops.operand import ALIGNMENT, Slot, WeightSlot, in_layout
 
 __all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
-
-# cuBLASLt takes FP8 operands whose rows are a multiple of 16 bytes
-ALIGNMENT = 16
 
 
 def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,13 +63,13 @@ def scaled_mm(
     fast_accumulation: bool,
 ) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``. Sizes that cuBLASLt does not support are padded with zeros."""
-    (m, k), n = a.shape, b.shape[0]
+    (m, k), n = a.shape, len(b)
     if not (m and n and k):
         empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
         return empty if bias is None else empty + bias.to(out_dtype)
     missing = -n % ALIGNMENT
-    if missing or k % ALIGNMENT:
-        a, b, bias = _padded(a, 0), _padded(b, missing), None if bias is None else F.pad(bias, (0, missing))
+    a, b = _padded(a, 0), _padded(b, missing)
+    bias = F.pad(bias, (0, missing)) if missing and bias is not None else bias
     out = aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
     return out[:, :n].contiguous() if missing else out
 
@@ -92,8 +89,8 @@ def aligned_mm(
     fused = None
     # torch adds a bias in the GEMM's own epilogue, in fp32, if bias and result have the same 16-bit dtype
     if bias is not None and out_dtype != torch.float32:
-        # a `.to` that does nothing takes the host as long as an allocation
-        fused = bias if bias.dtype == out_dtype else bias.to(out_dtype)
+        # cuBLASLt reads it without its stride; a `.to` that does nothing takes the host as long as an allocation
+        fused = bias if bias.dtype == out_dtype and bias.is_contiguous() else bias.to(out_dtype).contiguous()
     out = torch._scaled_mm(
         a.contiguous().view(FORMATS[a_format].dtype),
         b.contiguous().view(FORMATS[b_format].dtype).mT,
@@ -143,16 +140,12 @@ def product_of_blocks(
     Partial sums of 128 along K are added up in fp32 in any case.
     """
     m, n = len(a), len(b)
-    missing = -n % ALIGNMENT
-    if missing and len(b_scale_inv) == n:
-        b_scale_inv = F.pad(b_scale_inv, (0, 0, 0, missing))
-    out = F.scaled_mm(
-        _padded(a, 0).contiguous().view(FORMATS[a_format].dtype),
-        _padded(b, missing).contiguous().view(FORMATS[b_format].dtype).mT,
-        *as_torch_takes(a_scale_inv, m),
-        *as_torch_takes(b_scale_inv, n + missing),
-        output_dtype=out_dtype if bias is None else torch.float32,
-    )[:, :n]
+    a, a_scales, a_kind = as_torch_takes(a, a_scale_inv, 4)
+    b, b_scales, b_kind = as_torch_takes(b, b_scale_inv, ALIGNMENT)
+    a, b = a.view(FORMATS[a_format].dtype), b.view(FORMATS[b_format].dtype).mT
+    # a bias is added in fp32
+    dtype = out_dtype if bias is None else torch.float32
+    out = F.scaled_mm(a, b, a_scales, a_kind, b_scales, b_kind, output_dtype=dtype)[:m, :n]
     return out.contiguous() if bias is None else (out + bias.to(out_dtype)).to(out_dtype)
 
 
@@ -167,14 +160,22 @@ def check_blocks(capability: tuple[int, int], cuda: str | None) -> None:
         )
 
 
-def as_torch_takes(scale_inv: Tensor, rows: int) -> tuple[Tensor, F.ScalingType]:
-    """The scales of an operand with this many rows as ``torch.nn.functional.scaled_mm`` takes them, and their kind:
-    column-major; those of squares transposed, padded to a multiple of four along K."""
-    if len(scale_inv) == rows:
-        return scale_inv.t().contiguous().t(), F.ScalingType.BlockWise1x128
-    return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
+def as_torch_takes(payload: Tensor, scale_inv: Tensor, multiple: int) -> tuple[Tensor, Tensor, F.ScalingType]:
+    """An operand in blocks as ``torch.nn.functional.scaled_mm`` takes it: payload, scales, and the kind of its blocks.
+
+    Rows are padded to a multiple of ``multiple``. Scales of 1 x 128 blocks are column-major, and cuBLASLt reads them as
+    if their number of rows were a multiple of four; those of squares are transposed, and padded to a multiple of four
+    along K.
+    """
+    missing, by_rows = -len(payload) % multiple, len(scale_inv) == len(payload)
+    scales, added = (scale_inv.t(), missing) if by_rows else (scale_inv, -scale_inv.shape[1] % 4)
+    scales = F.pad(scales, (0, added)) if added else scales.contiguous()
+    kind = F.ScalingType.BlockWise1x128 if by_rows else F.ScalingType.BlockWise128x128
+    return _padded(payload, missing), scales.t(), kind
 
 
 def _padded(payload: Tensor, rows: int) -> Tensor:
-    """The payload with additional rows of zeros, and its columns padded to cuBLASLt's alignment."""
-    return F.pad(payload, (0, -payload.shape[1] % ALIGNMENT, 0, rows))
+    """The payload, contiguous, with additional rows of zeros, and its columns padded to cuBLASLt's alignment."""
+    columns = -payload.shape[1] % ALIGNMENT
+    # padding by nothing would copy
+    return F.pad(payload, (0, columns, 0, rows)) if rows or columns else payload.contiguous()
