@@ -84,7 +84,11 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
     keep_columns = torch.is_grad_enabled()
     may_keep = kept.is_kept and (record or kept.vouchers > 0) and can_keep_copies(parameter)
     made = kept.get(parameter) if may_keep else None
-    if made is not None and (not keep_columns or made.columns.dim() == 2) and not _must_count(gemm, parameter, record):
+    if (
+        made is not None
+        and (not keep_columns or made.columns.dim() == 2)
+        and (parameter.requires_grad or not _must_count(gemm, record))
+    ):
         return Fp8Weight(weight.t() if kept.k_by_n else weight, made, True)
     if not is_dynamo_compiling():
         gemm.model.on_stale_weight(gemm)
@@ -112,9 +116,9 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
     return Fp8Weight(weight, made, may_keep)
 
 
-def _must_count(gemm: Gemm, parameter: Tensor, record: bool) -> bool:
+def _must_count(gemm: Gemm, record: bool) -> bool:
     """Whether a frozen weight is cast again, so that each step counts its losses."""
-    return record and not parameter.requires_grad and gemm.model.counts.values is not None
+    return record and gemm.model.counts.values is not None
 
 
 def _needs_cast(precision: LayerPrecision) -> bool:

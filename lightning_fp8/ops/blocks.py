@@ -141,7 +141,7 @@ def _payload(x: Tensor, scale: Tensor, fmt: Fp8Format, width: int) -> Tensor:
 
 def _chunks(x: Tensor) -> list[slice]:
     """Slices of the rows that keep temporaries small on the CPU; one slice on a GPU, or if there are no rows."""
-    return [slice(len(x))] if x.is_cuda or not len(x) else list(row_chunks(*x.shape))
+    return [slice(len(x))] if x.is_cuda or not len(x) else row_chunks(*x.shape)
 
 
 def _blocks(x: Tensor) -> Tensor:

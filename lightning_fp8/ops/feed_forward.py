@@ -162,7 +162,8 @@ def dtypes_of(x: Tensor, *layers: Layer) -> list[torch.dtype | None]:
 
 
 def _mlp_backward(ctx: Any, dy: Tensor, *_: Any) -> list[Tensor | None]:
-    refuse_double_backward()
+    if torch.is_grad_enabled():
+        refuse_double_backward()
     h, *saved = ctx.saved_tensors
     x, w1, a, w2 = map(Columns, saved[::2], saved[1::2], ctx.formats)
     dtype, dtype_1, _, dtype_2, _ = ctx.dtypes

@@ -184,7 +184,8 @@ def _save_for_backward(
 
 
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> list[Tensor | None]:
-    refuse_double_backward()
+    if torch.is_grad_enabled():
+        refuse_double_backward()
     h_gate, h_up, *saved = ctx.saved_tensors
     x, a, w_gate, w_up, w_down = map(Columns, saved[::2], saved[1::2], ctx.formats)
     d_gate, d_up, dy_slot = ctx.slots

@@ -155,11 +155,11 @@ class Operator:
         if is_watched(x):
             refuse_transforms()
             return self.op(*flattened(arguments))
-        return (self._cuda if is_k_major(x) else self._cpu)(*arguments)
+        return (self._cuda if x.is_cuda or cuda_on_cpu else self._cpu)(*arguments)
 
     def run(self, *arguments: Any) -> Any:
         """The device's function: for use inside another operator, where nothing watches operators."""
-        return (self._cuda if is_k_major(arguments[0]) else self._cpu)(*arguments)
+        return (self._cuda if arguments[0].is_cuda or cuda_on_cpu else self._cpu)(*arguments)
 
 
 # dynamo calls this instead of tracing it: in torch 2.11 it would take torch's function to be True wherever it compiles

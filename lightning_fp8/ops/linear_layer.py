@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8.ops import blocks, reference
-from lightning_fp8.ops.basic import fprop
+from lightning_fp8.ops.basic import scaled_mm
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.library import define, differentiable, implement
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, nothing
@@ -46,7 +46,9 @@ def _linear(
         bias_value = None if bias_value is None else bias_value.to(out_dtype)
         # in the shape of x, as the order of summation may depend on it
         return F.linear(x_fp8.rows.view(x.shape), w_fp8.rows, bias_value)
-    return in_shape_of(x, fprop(x_fp8, w_fp8, bias_value, out_dtype, dy.gemm))
+    operands = x_fp8.rows, w_fp8.rows, x_fp8.scale_inv, w_fp8.scale_inv
+    y = scaled_mm.run(*operands, bias_value, x_fp8.format, w_fp8.format, out_dtype, True, dy.gemm)
+    return y if x.dim() == 2 else in_shape_of(x, y)
 
 
 def _linear_fake(
@@ -115,14 +117,15 @@ def _save_for_backward(
 
 
 def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    refuse_double_backward()
+    if torch.is_grad_enabled():
+        refuse_double_backward()
     x_t, x_scale_inv, w_t, w_scale_inv = ctx.saved_tensors
     slot, x_format, w_format, shape, (x_dtype, weight_dtype, bias_dtype) = ctx.rest
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     is_fp8 = (x_t is None or x_t.dtype == torch.uint8) and (w_t is None or w_t.dtype == torch.uint8)
     x, w = Columns(x_t, x_scale_inv, x_format), Columns(w_t, w_scale_inv, w_format)
     dx, dw, db = (linear_backward if is_fp8 else _gradients_in_part)(
-        in_rows(dy), None, "none", x, w, slot, x_dtype, weight_dtype, needs_bias
+        dy if dy.dim() == 2 else in_rows(dy), None, "none", x, w, slot, x_dtype, weight_dtype, needs_bias
     )
     return (
         (dx if len(shape) == 2 else dx.view(shape)) if needs_x else None,
@@ -169,12 +172,15 @@ def in_shape_of(x: Tensor, y: Tensor) -> Tensor:
 
 
 def refuse_double_backward() -> None:
-    """Raise a RuntimeError in a backward that is itself differentiated."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "lightning_fp8: gradients of gradients (`create_graph=True`) are not defined through an FP8 linear layer."
-            " Leave the layers that need them in bf16 with `ignore_modules`."
-        )
+    """For a backward that is itself differentiated.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "lightning_fp8: gradients of gradients (`create_graph=True`) are not defined through an FP8 linear layer."
+        " Leave the layers that need them in bf16 with `ignore_modules`."
+    )
 
 
 linear = differentiable(_LINEAR, 3, _linear, _save_for_backward, _linear_backward, _linear_fake)

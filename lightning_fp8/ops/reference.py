@@ -9,7 +9,7 @@ temporaries as large as the tensors again and again, which can take longer than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -31,7 +31,7 @@ _HAS_BF16_GEMM = not emulates_bf16()
 
 def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """``sat(activation(x) * scale)``; see the operator ``lightning_fp8::cast``."""
-    x = activate(x, activation)
+    x = x if activation == "none" else activate(x, activation)
     used, current = _scale_to_use(x, slot)
     if is_counting(slot):
         count(x, used, slot)
@@ -56,8 +56,10 @@ def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | Non
 
     ``amax``, if already known, saves the saturating pass over tensors that cannot saturate.
     """
-    payload = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     saturate = _may_saturate(scale, fmt, amax)
+    if x.numel() <= _CHUNK_ELEMENTS and x.is_contiguous():
+        return _scaled(x, scale, fmt, saturate).to(fmt.dtype).view(torch.uint8)
+    payload = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     for rows in row_chunks(*x.shape):
         payload[rows] = _scaled(x[rows], scale, fmt, saturate)
     return payload.view(torch.uint8)
@@ -232,12 +234,11 @@ def _mm_into(out: Tensor, a: Tensor, b: Tensor, scale_inv: float, bias: Tensor |
         out.copy_(target)
 
 
-def row_chunks(rows: int, columns: int) -> Iterator[slice]:
+def row_chunks(rows: int, columns: int) -> list[slice]:
     """Slices of about equal length that cover all rows."""
     chunks = max(1, rows * columns // _CHUNK_ELEMENTS)
     step = max(1, -(-rows // chunks))
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def _bf16_multiply(dtype: torch.dtype) -> AbstractContextManager[None]:
