@@ -172,15 +172,12 @@ class WeightGroup:
         return operands[0]
 
 
-def cast_together(
-    weights: Sequence[tuple[Fp8Rows, Tensor]], out: Sequence[tuple[Tensor, Tensor] | None] = ()
-) -> list[Fp8Operand]:
+def cast_together(weights: Sequence[tuple[Fp8Rows, Tensor]], out: Sequence[Fp8Operand | None] = ()) -> list[Fp8Operand]:
     """The casts of weights of one model, as :func:`lightning_fp8.ops.cast_weights` makes them."""
     (first, _), *_ = weights
     indices = [first.state.row_of(rows.module, "weight") for rows, _ in weights]
-    tensors = [rows.matrix(weight.detach()) for rows, weight in weights]
-    made = ops.cast_weights(first.state, tensors, indices, first.formats["weight"], out)
-    return [rows.weight_operand(*cast) for (rows, _), cast in zip(weights, made, strict=True)]
+    tensors = [rows.n_by_k(rows.matrix(weight.detach())) for rows, weight in weights]
+    return ops.cast_weights(first.state, tensors, indices, first.formats["weight"], out)
 
 
 def _records(rows: Fp8Rows) -> bool:

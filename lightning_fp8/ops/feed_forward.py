@@ -13,10 +13,10 @@ from lightning_fp8.ops.activations import activated_width
 from lightning_fp8.ops.basic import cast_operand, fprop
 from lightning_fp8.ops.library import define, differentiable, implement, is_k_major
 from lightning_fp8.ops.linear_layer import in_rows, in_shape_of, linear_backward, refuse_double_backward
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, nothing
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, columns_shape, nothing
 
 # mlp: linear - activation - linear. x [*, K], weights [N', K] and [K', N]
-#   -> (y [*, K'] and, for backward: h [M, N'], the first linear's output; a_fp8_t [N, M], the second's input; and its
+#   -> (y [*, K'] and, for backward: h [M, N'], the first linear's output; a_fp8_t, the second's input by columns; its
 #   scale_inv). N' is N, or 2 N for swiglu. The slots are those of a and of the gradients of h and y. Without `keep_a`
 #   backward does not need a_fp8_t, which may then be empty; without `keep_h` it does not need h, which is then empty.
 _MLP = define(
@@ -79,7 +79,7 @@ def columns_fake(x: Tensor, width: int, keep: bool) -> Tensor:
     m = math.prod(x.shape[:-1])
     if not is_k_major(x):
         return x.new_empty(m, width, dtype=torch.uint8).t()
-    return x.new_empty((width, m) if keep else 0, dtype=torch.uint8)
+    return x.new_empty(columns_shape(m, width) if keep else 0, dtype=torch.uint8)
 
 
 def _mlp_gradients(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_cuda import gemm as kernel_gemm
@@ -35,10 +34,10 @@ def scaled_mm(
     if a_scale_inv.dim():
         return _in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, gemm)
     promote = not fast_accumulation
-    (m, k), n = a.shape, b.shape[0]
+    (m, k), (n, b_k) = a.shape, b.shape
     choice = gemm_choice.choose(a.device, gemm, m, n, k, promote, out_dtype)
     # the usual case takes a short path, because every call adds to the host time of a layer
-    if choice.configuration is None and not (n | k) % plain.ALIGNMENT and m and n and k:
+    if choice.configuration is None and not (n | k | b_k) % plain.ALIGNMENT and m and n and k:
         return plain.aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
     return run_choice(choice, a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, promote)
 
@@ -187,8 +186,7 @@ def _launch(
 
 def _as_operand(payload: Tensor) -> Tensor:
     """``[rows, K] uint8`` as the kernels take it: K padded with zeros, rows at multiples of 16 bytes."""
-    padding = -payload.shape[1] % ROW_BYTES
-    payload = F.pad(payload, (0, padding)) if padding else payload.contiguous()
+    payload = plain.padded(payload)
     return payload if payload.data_ptr() % ROW_BYTES == 0 else payload.clone()
 
 

@@ -11,12 +11,9 @@ from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.amaxes import as_asked, max_abs, record_amax, scale_of_current, update_scales
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import Slot, WeightSlot, in_layout
+from lightning_fp8.ops.operand import ALIGNMENT, Slot, WeightSlot, in_layout
 
 __all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
-
-# cuBLASLt takes FP8 operands whose rows are a multiple of 16 bytes
-ALIGNMENT = 16
 
 
 def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,7 +68,7 @@ def scaled_mm(
         empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
         return empty if bias is None else empty + bias.to(out_dtype)
     missing = -n % ALIGNMENT
-    a, b = _padded(a, 0), _padded(b, missing)
+    a, b = padded(a), padded(b, missing)
     bias = F.pad(bias, (0, missing)) if missing and bias is not None else bias
     out = aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
     return out[:, :n].contiguous() if missing else out
@@ -174,10 +171,10 @@ def as_torch_takes(payload: Tensor, scale_inv: Tensor, multiple: int) -> tuple[T
     scales, added = (scale_inv.t(), missing) if by_rows else (scale_inv, -scale_inv.shape[1] % 4)
     scales = F.pad(scales, (0, added)) if added else scales.contiguous()
     kind = F.ScalingType.BlockWise1x128 if by_rows else F.ScalingType.BlockWise128x128
-    return _padded(payload, missing), scales.t(), kind
+    return padded(payload, missing), scales.t(), kind
 
 
-def _padded(payload: Tensor, rows: int) -> Tensor:
+def padded(payload: Tensor, rows: int = 0) -> Tensor:
     """The payload, contiguous, with additional rows of zeros, and its columns padded to cuBLASLt's alignment."""
     columns = -payload.shape[1] % ALIGNMENT
     # padding by nothing would copy
