@@ -110,7 +110,7 @@ case $stage in
         tests "GEMM self-tests" 90 "self_test" tests/ops/test_cuda_gemm.py
         tests "GEMM random shapes" 90 "random_shapes" tests/ops/test_cuda_gemm.py
         tests "GEMM splits" 45 "splits" tests/ops/test_cuda_gemm.py
-        tests "GEMM load, graph, chains" 120 "not (self_test or random_shapes or splits or block)" \
+        tests "GEMM load, graph" 120 "not (self_test or random_shapes or splits or block)" \
             tests/ops/test_cuda_gemm.py
         tests "casts and GEMMs in blocks" 45 "block" tests/ops/test_cuda_gemm.py
         tests "graphs, threads, no waiting" 120 \

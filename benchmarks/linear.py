@@ -17,7 +17,7 @@ from benchmarks.baselines import torchao_precisions
 from benchmarks.case import Case
 from lightning_fp8.conversion.convert import convert
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
-from lightning_fp8.ops.cuda import chained, gemm_choice, kernels
+from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.tools.timing import Variant
 from lightning_fp8.tools.tune import iteration
 from lightning_fp8.tools.tune.iteration import Precision
@@ -108,30 +108,12 @@ class FeedForward:
         """Whether there are kernels for all of its casts and GEMMs, or none are expected."""
         if device.type != "cuda":
             return True
-        gemms = all(one.is_served(device) for one in self._gemms)
-        return gemms and casts_are_served(device, "gelu") and self._chained_is_served(device)
-
-    def _chained_is_served(self, device: torch.device) -> bool:
-        """Whether the GEMMs that write the next GEMM's operand have kernels, where kernels are expected."""
-        for promote, a_format, fmt in ((False, "e4m3", "e4m3"), (True, "e5m2", "e5m2")):
-            sizes = (self.tokens, self.hidden, self.width)
-            choice = gemm_choice.choose(device, "rawkernel", *sizes, promote, torch.bfloat16)
-            if choice.configuration is None or choice.configuration.family != "gemm_sm90" or choice.splits > 1:
-                continue
-            rest = (a_format, torch.bfloat16, promote, "gelu", fmt)
-            if kernels.chained_kernel(device, choice.configuration, *rest) is None:
-                return False
-        return True
+        return all(one.is_served(device) for one in self._gemms) and casts_are_served(device, "gelu")
 
     def variants(self, device: torch.device) -> list[Variant]:
-        """``lightning_fp8`` with our GEMMs, with our GEMMs and separate casts, and with cuBLASLt's GEMMs.
-
-        Also torchao and bf16.
-        """
-        ours = functools.partial(_as_one, gemm="rawkernel")
+        """``lightning_fp8`` with our GEMMs, and with cuBLASLt's; torchao and bf16."""
         precisions = {
-            "lightning_fp8": Precision(ours, in_fp8=True, around=chained.taken),
-            "lightning_fp8 unchained": Precision(ours, in_fp8=True, around=chained.left_out),
+            "lightning_fp8": Precision(functools.partial(_as_one, gemm="rawkernel"), in_fp8=True),
             "lightning_fp8 cublaslt": Precision(functools.partial(_as_one, gemm="cublaslt"), in_fp8=True),
             **torchao_precisions(device),
             **iteration.bf16_precisions(),

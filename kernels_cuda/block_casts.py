@@ -55,7 +55,7 @@ def cast_blocks(
         power_of_two: whether scales are rounded down to powers of two.
         y: ``[rows, columns] uint8``, contiguous, written.
         scale_inv: ``[rows, ceil(columns/128)] float32``, strides ``(1, rows)``, written; needed with ``y``.
-        y_t: ``[columns, rows] uint8``, contiguous, written.
+        y_t: ``[columns, rows rounded up to 16] uint8``, contiguous, written; zeros beyond ``rows``.
         scale_inv_t: ``[columns, ceil(rows/128)] float32``, strides ``(1, columns)``, written; needed with ``y_t``.
         column_sums: ``[column_sum_tiles(rows), columns] float32``, written.
     """
@@ -81,7 +81,7 @@ def cast_squares(
             transposed those of ``y_t``.
         power_of_two: whether scales are rounded down to powers of two.
         y: ``[rows, columns] uint8``, contiguous, written.
-        y_t: ``[columns, rows] uint8``, contiguous, written.
+        y_t: ``[columns, rows rounded up to 16] uint8``, contiguous, written; zeros beyond ``rows``.
     """
     whole = None if recorded is None else torch.zeros(2, dtype=torch.int32, device=weight.device)
     _launch(kernel, weight, (y, y_t, None), (scale_inv, None), recorded, whole, power_of_two)
@@ -98,9 +98,7 @@ def _launch(
 ) -> None:
     (rows, columns), x_at, stride = x.shape, x.data_ptr(), x.stride(0)
     outputs_at = [address(one) for one in outputs]
-    aligned = aligned_loads(x_at, stride * x.element_size()) | aligned_stores(
-        outputs_at[0], outputs_at[1], rows, columns
-    )
+    aligned = aligned_loads(x_at, stride * x.element_size()) | aligned_stores(outputs_at[0], outputs_at[1], columns)
     recorded_at = [0, 0, 0] if recorded is None else [address(one) for one in recorded]
     kernel(
         -(-rows // TILE_ROWS) * -(-columns // BLOCK),

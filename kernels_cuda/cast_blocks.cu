@@ -77,7 +77,7 @@ __device__ __forceinline__ void cast_tile_of_blocks(const Arguments& arguments, 
     const float scale = block_scale(__uint_as_float(amax), arguments.power_of_two);
     encode(codes, x, [&](int, int) { return scale; });
     if (tensors.out.y) store_rows(codes, tensors.out, tensors, tensors.columns, place);
-    if (tensors.out.y_t) store_columns(codes, tensors.out, tensors, place, memory, tile_row, tile_column);
+    if (tensors.out.y_t) store_columns(codes, tensors.out, tensors, memory, tile_row, tile_column);
     if (threadIdx.x != 0) return;
     arguments.scale_inv[blockIdx.x] = 1.0f / scale;
     if (arguments.amax == nullptr) return;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void cast_tile_of_blocks(const Arguments& arguments, 
     if (tensors.out.y_t) {
         const float* of_columns = &blocks.scales[t % THREADS_ACROSS * THREAD_COLUMNS];
         encode(codes, x, [&](int, int j) { return of_columns[j]; });
-        store_columns(codes, tensors.out, tensors, place, memory, tile_row, tile_column);
+        store_columns(codes, tensors.out, tensors, memory, tile_row, tile_column);
     }
     keep_packed(x);
     if (tensors.out.column_sums) {

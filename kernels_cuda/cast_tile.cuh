@@ -5,14 +5,14 @@ maths       v = activation(x), or with BACKWARD the gradient of x from that of t
 tensors     x        [rows, columns] fp32, bf16 or fp16, rows `x_stride` elements apart
             dy       [rows, columns] like x, rows `dy_stride` apart; BACKWARD only
             y        [rows, columns] u8, contiguous, or null
-            y_t      [columns, rows] u8, contiguous, or null
+            y_t      [columns, pitch] u8, contiguous, or null; pitch is rows rounded up to 16, and codes beyond rows are 0
             column_sums  [ceil(rows / TILE_ROWS), columns] fp32, or null: sums of v over the rows of each tile; not with a
                      forward activation, as its output is no gradient
             Gated: x is the gate, `up` another tensor with its shape and stride; with BACKWARD the gradient of up has
                      outputs of its own, and rows of both y and both column_sums are `width` elements apart, so that
                      gate and up may also be halves of one tensor
             `aligned`: LOADS if groups of 8 elements of a row of x (and dy, and up) are aligned to 16 bytes, ROWS if
-            those of y are aligned to 8 bytes, COLUMNS if groups of 16 elements of y_t are aligned to 16 bytes
+            those of y are aligned to 8 bytes, COLUMNS if y_t is aligned to 16 bytes
 tile        128 rows x 64 columns, 256 threads; thread t holds rows 4 (t / 8) + 0..3, columns 8 (t % 8) + 0..7. With
             TILE_WIDTH 128 twice as wide, 512 threads:
 
@@ -179,8 +179,8 @@ __device__ __forceinline__ void store_rows(const u32 (&codes)[THREAD_ROWS][2], c
 }
 
 __device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2], const Outputs& out,
-                                              const Tensors& tensors, const Place& place, TileMemory& memory,
-                                              int tile_row, int tile_column) {
+                                              const Tensors& tensors, TileMemory& memory, int tile_row,
+                                              int tile_column) {
     const int t = threadIdx.x, across = t & (THREADS_ACROSS - 1), down = t >> ACROSS_BITS;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -193,23 +193,24 @@ __device__ __forceinline__ void store_columns(const u32 (&codes)[THREAD_ROWS][2]
         }
     }
     __syncthreads();
-    // eight threads write the 128 bytes of a column, 16 each
+    // eight threads write the 128 bytes of a column, 16 each; those beyond the last row are the codes of zeros
     const int sixteen = t & 7;
+    const long long pitch = (tensors.rows + 15ll) & ~15ll, row = (long long)tile_row * TILE_ROWS + sixteen * 16;
+    if (row >= pitch) return;
 #pragma unroll
     for (int first = 0; first < TILE_COLUMNS; first += THREADS / 8) {
         const int column = first + (t >> 3);
         const uint4 chunk = *reinterpret_cast<const uint4*>(
             &memory.codes[column * WORDS_PER_COLUMN + ((sixteen ^ ((column >> 3) & 7)) << 2)]);
         const long long at_column = (long long)tile_column * TILE_COLUMNS + column;
-        const long long row = (long long)tile_row * TILE_ROWS + sixteen * 16;
-        u8* target = out.y_t + at_column * tensors.rows + row;
-        if (place.inside && (tensors.aligned & COLUMNS)) {
+        if (at_column >= tensors.columns) return;
+        u8* target = out.y_t + at_column * pitch + row;
+        if (tensors.aligned & COLUMNS) {
             *reinterpret_cast<uint4*>(target) = chunk;
-        } else if (at_column < tensors.columns) {
+        } else {
             const u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
-            for (int j = 0; j < 16; ++j)
-                if (row + j < tensors.rows) target[j] = (u8)(words[j >> 2] >> (8 * (j & 3)));
+            for (int j = 0; j < 16; ++j) target[j] = (u8)(words[j >> 2] >> (8 * (j & 3)));
         }
     }
 }
@@ -220,7 +221,7 @@ __device__ __forceinline__ void store_tile(const Encoded<Format>& encoded, const
                                            long long width, const Place& place, TileMemory& memory, int tile_row,
                                            int tile_column) {
     if (out.y) store_rows(encoded.codes, out, tensors, width, place);
-    if (out.y_t) store_columns(encoded.codes, out, tensors, place, memory, tile_row, tile_column);
+    if (out.y_t) store_columns(encoded.codes, out, tensors, memory, tile_row, tile_column);
     if (SUMS && out.column_sums) {
         float* sums = out.column_sums + tile_row * width;
         sum_columns(encoded.sums, sums, memory, tile_column, tensors.columns);

@@ -87,7 +87,7 @@ def cast_transpose(
         row: which scale, and where to record. With ``current_amax``, a first launch measures it if needed.
         scale_inv: ``[] float32``, written.
         y: ``[rows, width] uint8``, written; ``width`` is ``columns``, or the width of x in a gated backward.
-        y_t: ``[width, rows] uint8``, written.
+        y_t: ``[width, rows rounded up to 16] uint8``, contiguous, written; zeros beyond ``rows``.
         column_sums: ``[column_sum_tiles(rows), width] float32``, written; None for the output of an activation.
         dy: ``[rows, columns]`` like x, for variants with ``backward``.
         gated: whether the variant is swiglu, for which x is ``[gate | up]``.
@@ -122,7 +122,7 @@ def cast_transpose(
         dy_stride,
         rows,
         columns,
-        loads | aligned_stores(y_at, y_t_at, rows, columns),
+        loads | aligned_stores(y_at, y_t_at, columns),
         scale.data_ptr(),
         0 if newest is None else newest.data_ptr(),
         index.data_ptr(),
@@ -140,7 +140,7 @@ class Result(NamedTuple):
         row: which scale, and where to record. With ``current_amax`` a first launch measures it where it is needed.
         scale_inv: ``[] float32``, written.
         y: ``[rows, columns] uint8``, written; elements of a row side by side.
-        y_t: ``[columns, rows] uint8``, contiguous, written.
+        y_t: ``[columns, rows rounded up to 16] uint8``, contiguous, written; zeros beyond ``rows``.
         column_sums: ``[column_sum_tiles(rows), columns] float32``, written; of gradients only.
     """
 
@@ -186,7 +186,7 @@ def cast_gated(
             if row.current_amax is not None and row.after_measuring is not None:
                 row.after_measuring(row.current_amax)
     outputs, up_outputs = ([address(one.y), address(one.y_t), address(one.column_sums)] for one in (result, second))
-    aligned = loads | aligned_stores(outputs[0] | up_outputs[0], outputs[1] | up_outputs[1], rows, width)
+    aligned = loads | aligned_stores(outputs[0] | up_outputs[0], outputs[1] | up_outputs[1], width)
     casting, of_up_casting = _casting(result), _casting(second)
     kernel(grid, x_at, dy_at, *outputs, *shape, aligned, *casting, 0, up_at, *up_outputs, width, *of_up_casting)
 
@@ -238,7 +238,7 @@ def weight_table(weights: Sequence[Weight]) -> WeightTable:
     words, tiles = [], [0]
     for number, (x, index, y, y_t) in enumerate(weights):
         (rows, columns), x_at, y_at, y_t_at = x.shape, x.data_ptr(), address(y), address(y_t)
-        aligned = aligned_loads(x_at, x.stride(0) * x.element_size()) | aligned_stores(y_at, y_t_at, rows, columns)
+        aligned = aligned_loads(x_at, x.stride(0) * x.element_size()) | aligned_stores(y_at, y_t_at, columns)
         # two 32-bit fields a word, the first in the lower half
         words += [x_at, 0, y_at, y_t_at, 0, x.stride(0), 0, rows | columns << 32, aligned, index]
         words += [current_amax.data_ptr() + 4 * number, scale_inv.data_ptr() + 4 * number, list(INPUTS).index(x.dtype)]
@@ -271,10 +271,10 @@ def _over_weights(kernel: Kernel, table: WeightTable, scale: Tensor | None, amax
     kernel(table.tiles, *pointers, len(table.weights), int(measure))
 
 
-def aligned_stores(y: int, y_t: int, rows: int, columns: int) -> int:
+def aligned_stores(y: int, y_t: int, columns: int) -> int:
     """Which payloads, by their addresses, can be stored in whole words."""
     # a power of two divides all of the numbers if it divides their bitwise or
-    by_rows, by_columns = y and not (y | columns) & 7, y_t and not (y_t | rows) & 15
+    by_rows, by_columns = y and not (y | columns) & 7, y_t and not y_t & 15
     return (_ROWS if by_rows else 0) | (_COLUMNS if by_columns else 0)
 
 

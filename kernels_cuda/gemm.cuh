@@ -17,7 +17,7 @@ splits      > 1: part s of K goes to rows s * split_rows ... of out, which is th
             adds the parts up
 */
 #pragma once
-#include "activations.cuh"
+#include "formats.cuh"
 
 #ifndef B_SCALE_ROWS
 #define B_SCALE_ROWS 0
@@ -49,10 +49,18 @@ __device__ __forceinline__ float whole_scale(const Gemm& gemm) {
 
 __device__ __forceinline__ float bf16_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
+/* Apart from the number that they are, so that nothing waits for the load before the number is needed. */
+__device__ __forceinline__ u32 load_bias_bits(const void* bias, int format, int column) {
+    return format == BIAS_FP32 ? static_cast<const u32*>(bias)[column] : static_cast<const u16*>(bias)[column];
+}
+
+__device__ __forceinline__ float bias_of_bits(u32 bits, int format) {
+    if (format == BIAS_FP32) return __uint_as_float(bits);
+    return format == BIAS_BF16 ? bf16_to_float((u16)bits) : from_fp16((u16)bits);
+}
+
 __device__ __forceinline__ float load_bias(const void* bias, int format, int column) {
-    if (format == BIAS_FP32) return static_cast<const float*>(bias)[column];
-    const u16 bits = static_cast<const u16*>(bias)[column];
-    return format == BIAS_BF16 ? bf16_to_float(bits) : from_fp16(bits);
+    return bias_of_bits(load_bias_bits(bias, format, column), format);
 }
 
 /* The output of a sum. `pack`: two of a 16-bit format in a word, the first in the lower half. */
@@ -65,14 +73,10 @@ struct OutBf16 : Bf16 {
     static constexpr int BYTES = 2;
     __device__ static void store(u16* address, float value) { *address = to_bf16(value); }
     __device__ static u32 pack(float low, float high) { return to_bf16x2(low, high); }
-    __device__ static float low(u32 pair) { return __uint_as_float(pair << 16); }
-    __device__ static float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 };
 
 struct OutFp16 : Fp16 {
     static constexpr int BYTES = 2;
     __device__ static void store(u16* address, float value) { *address = to_fp16(value); }
     __device__ static u32 pack(float low, float high) { return to_fp16x2(low, high); }
-    __device__ static float low(u32 pair) { return from_fp16((u16)pair); }
-    __device__ static float high(u32 pair) { return from_fp16((u16)(pair >> 16)); }
 };

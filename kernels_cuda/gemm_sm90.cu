@@ -1,6 +1,6 @@
-/* gemm_sm90: the scaled FP8 GEMM of Hopper, persistent and specialised by warps, and the casts that can follow it.
+/* gemm_sm90: the scaled FP8 GEMM of Hopper, persistent and specialised by warps.
 
-maths       see gemm.cuh; with CHAIN also the next GEMM's operand, see gemm_sm90_chain.cuh
+maths       see gemm.cuh
 tensors     a, b and out as tensor maps: a in boxes of BLOCK_M x 128 bytes, b of BLOCK_N / CLUSTER x 128, out of 64 rows
             x 128 bytes, all swizzled by 128 bytes. Boxes are filled with zeros outside a and b, and not written
             outside out: any m, n and k
@@ -14,16 +14,10 @@ tile        BLOCK_M x BLOCK_N of the output, of which each of two warpgroups com
             Warpgroup 0 loads: each step of a, and its block's share of b, which the copy engine hands to all CLUSTER
             blocks (neighbours along m, with the same columns). A stage is `full` when its bytes are there, and `empty`
             when all that read it, in all the cluster's blocks, have done so
-
-            With PING_PONG the two warpgroups take whole tiles of the block in turn. Both walk through the stages of
-            all tiles, and skip those of the other. One multiplies while the other stores:
-
-            warpgroup 1    products of tile 0 | store 0             | products of 2 | store 2
-            warpgroup 2    -                  | products of tile 1  | store 1       | products of 3
 variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, BLOCK_M, BLOCK_N 128|256, STAGES, CLUSTER;
-            PING_PONG 0|1, with 1 at 128 x 128; PROMOTE 1: partial sums leave the tensor cores every 128 along K and are
-            added up in fp32 registers (the tensor cores' own accumulator keeps fewer bits). With PROMOTE also
-            B_SCALE_ROWS 0|1|128, see gemm_sm90_blocks.cuh. CHAIN FORWARD|BACKWARD, ACTIVATION, FORMAT
+            PROMOTE 1: partial sums leave the tensor cores every 128 along K and are added up in fp32 registers (the
+            tensor cores' own accumulator keeps fewer bits). With PROMOTE also B_SCALE_ROWS 0|1|128, see
+            gemm_sm90_blocks.cuh
 grid        at most a block for each multiprocessor, whole clusters, 384 threads; each cluster takes every n-th tile.
             Tiles are ordered in groups of 16 rows of tiles, so that concurrent tiles share operands in the L2 cache
 shared      STAGES * (BLOCK_M + BLOCK_N) * 128 bytes, 16 KB per warpgroup to stage its stores, the bias, the barriers
@@ -32,16 +26,10 @@ flops       2 m n k; bytes m k + n k + out. At 128 x 256 a block reads 384 bytes
 ceiling     1979 TFLOP/s by the datasheet of the H200
 reference   lightning_fp8.ops.reference.scaled_mm
 */
-#include "gemm_sm90.cuh"
-
-#if defined(CHAIN)
-#include "gemm_sm90_chain.cuh"
-#else
-#include "gemm_sm90_store.cuh"
-#endif
 #include "gemm_sm90_blocks.cuh"
+#include "gemm_sm90_store.cuh"
 
-/* Loads all steps of all tiles of this block, and what their epilogues read, as stages become empty. */
+/* Loads all steps of all tiles of this block, as stages become empty. */
 __device__ __forceinline__ void produce(const Arguments& arguments, const SharedMemory& memory, u32 block) {
     Stage stage;
     for (Work work(arguments.gemm); work.left(); work.next()) {
@@ -60,21 +48,16 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Shared
             }
             stage.advance();
         }
-        for (int input = 0; input < Epilogue::INPUTS; ++input) {
-            barrier_wait(memory.empty(stage.index), stage.parity ^ 1);
-            Epilogue::load_input(arguments, memory.stage(stage.index), memory.full(stage.index), tile, input);
-            stage.advance();
-        }
     }
 }
 
 /* Partial sums of one step at a time, added up in registers. */
 __device__ __forceinline__ void multiply_promoted(Sums (&sums)[PIECES], const Tile& tile, const SharedMemory& memory,
-                                                  Stage& stage, int share, const Turn& turn, StepScales scales) {
+                                                  Stage& stage, int consumer, StepScales scales) {
     Sums step_sums;
     for (int step = tile.first_step; step < tile.end_step; ++step) {
         barrier_wait(memory.full(stage.index), stage.parity);
-        const u64 a = operand(memory.stage(stage.index) + share * CONSUMER_ROWS * BLOCK_K);
+        const u64 a = operand(memory.stage(stage.index) + consumer * CONSUMER_ROWS * BLOCK_K);
         const u64 b = operand(memory.stage(stage.index) + A_BYTES);
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
@@ -91,16 +74,15 @@ __device__ __forceinline__ void multiply_promoted(Sums (&sums)[PIECES], const Ti
         stage.advance();
     }
     scales.end();
-    turn.give();
 }
 
 /* All steps in the tensor cores' accumulators; the products of a step run while those of the next one are issued. */
 __device__ __forceinline__ void multiply(Sums (&sums)[PIECES], const Tile& tile, const SharedMemory& memory,
-                                         Stage& stage, int share, const Turn& turn) {
+                                         Stage& stage, int consumer) {
     int previous = 0;
     for (int step = tile.first_step; step < tile.end_step; ++step) {
         barrier_wait(memory.full(stage.index), stage.parity);
-        const u64 a = operand(memory.stage(stage.index) + share * CONSUMER_ROWS * BLOCK_K);
+        const u64 a = operand(memory.stage(stage.index) + consumer * CONSUMER_ROWS * BLOCK_K);
         const u64 b = operand(memory.stage(stage.index) + A_BYTES);
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) pin(sums[piece].values);
@@ -119,43 +101,36 @@ __device__ __forceinline__ void multiply(Sums (&sums)[PIECES], const Tile& tile,
         previous = stage.index;
         stage.advance();
     }
-    turn.give();
     mma_wait<0>();
     release(memory, previous);
 }
 
-/* Computes and stores this warpgroup's share of all tiles of this block: its rows, or with PING_PONG every other tile. */
+/* Computes and stores this warpgroup's rows of all tiles of this block. */
 __device__ __forceinline__ void consume(const Arguments& arguments, const SharedMemory& memory, u32 block,
                                         int consumer) {
-    const int share = consumer % TILE_CONSUMERS;
-    int owner = 0;
     Stage stage;
-    Turn turn(memory, consumer, block);
     Epilogue epilogue(arguments, memory, consumer);
-    for (Work work(arguments.gemm); work.left(); work.next(), owner ^= 1) {
+    for (Work work(arguments.gemm); work.left(); work.next()) {
         const Tile tile = work.tile(block);
-        if (PING_PONG && owner != consumer) {
-            stage.skip(tile.end_step - tile.first_step + Epilogue::INPUTS);
-            continue;
-        }
+        const int row = tile.row + consumer * CONSUMER_ROWS;
+        epilogue.begin(tile);
         Sums sums[PIECES];
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; ++i) sums[piece].values[i] = 0.0f;
-        turn.take();
         if constexpr (PROMOTE) {
-            const StepScales scales(arguments, memory, tile, consumer, tile.row + share * CONSUMER_ROWS);
-            multiply_promoted(sums, tile, memory, stage, share, turn, scales);
+            const StepScales scales(arguments, memory, tile, consumer, row);
+            multiply_promoted(sums, tile, memory, stage, consumer, scales);
         }
-        else multiply(sums, tile, memory, stage, share, turn);
-        epilogue.begin(tile);
+        else multiply(sums, tile, memory, stage, consumer);
+        epilogue.share_bias();
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
             for (int part = 0; part < BLOCK_N / Epilogue::COLUMNS; ++part)
-                epilogue.store(&sums[piece].values[part * Epilogue::COLUMNS / 2], tile, stage,
-                               tile.row + share * CONSUMER_ROWS + piece * PIECE_ROWS, part * Epilogue::COLUMNS);
+                epilogue.store(&sums[piece].values[part * Epilogue::COLUMNS / 2], tile, row + piece * PIECE_ROWS,
+                               part * Epilogue::COLUMNS);
     }
     epilogue.end();
 }
@@ -163,19 +138,17 @@ __device__ __forceinline__ void consume(const Arguments& arguments, const Shared
 extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(THREADS, 1)
     gemm_sm90(const __grid_constant__ Arguments arguments) {
     // uniform over the warp, which the compiler cannot see
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x, 0) / 128;
     const SharedMemory memory(shared_address());
     const u32 block = CLUSTER == 1 ? 0 : block_in_cluster();
     if (threadIdx.x == 0) {
         prefetch_map(arguments.a);
         prefetch_map(arguments.b);
-        if (arguments.gemm.out != nullptr) prefetch_map(arguments.out);
+        prefetch_map(arguments.out);
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(memory.full(i), 1);
-            barrier_init(memory.empty(i), TILE_CONSUMERS * CLUSTER);
+            barrier_init(memory.empty(i), CONSUMERS * CLUSTER);
         }
-        if constexpr (PING_PONG)
-            for (int i = 0; i < CONSUMERS; ++i) barrier_init(memory.turn(i), 128);
         barrier_init_fence();
     }
     cluster_sync<true>();

@@ -11,8 +11,7 @@ cost        registers: 2 PIECES + 1 scales of this step, as many of the next one
             and step, 4 BLOCK_M + 512 where b has them by columns, beside 128 (BLOCK_M + BLOCK_N) of codes. Instructions a
             step and 64 x 128 sums: a multiply-add for each sum, which without scales is an addition; where b has scales
             by columns also a product of both scales for each sum, and a load of shared memory for each two
-tiles       of 128 columns, 256 or 128 rows. Not 256 columns, which do not fit with promotion at all; not with PING_PONG,
-            which is not faster with promotion
+tiles       of 128 columns, 256 or 128 rows. Not 256 columns, which do not fit with promotion at all
 */
 #pragma once
 #include "gemm_sm90.cuh"
@@ -28,7 +27,7 @@ struct StepScales {
     }
 };
 #else
-static_assert(BLOCK_N == SCALED_TOGETHER && BLOCK_K == SCALED_TOGETHER && PROMOTE && !PING_PONG, "see above");
+static_assert(BLOCK_N == SCALED_TOGETHER && BLOCK_K == SCALED_TOGETHER && PROMOTE, "see above");
 
 struct StepScales {
     static constexpr int ROWS = 2 * PIECES;

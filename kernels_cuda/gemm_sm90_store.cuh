@@ -1,4 +1,4 @@
-/* The plain epilogue of a tile: its sums are scaled, the bias is added, and the copy engine stores them. */
+/* The epilogue of a tile: its sums are scaled, the bias is added, and the copy engine stores them. */
 #pragma once
 #include "gemm_sm90.cuh"
 
@@ -6,12 +6,10 @@ struct Epilogue {
     // columns of a part, which is 128 bytes of each of 64 rows
     static constexpr int COLUMNS = 128 / OUTPUT::BYTES;
     static_assert(BLOCK_N / COLUMNS % 2 == 0, "parts of a piece alternate between two halves");
-    // stages that the epilogue reads
-    static constexpr int INPUTS = 0;
-    __device__ static void load_input(const Arguments&, u32, u32, const Tile&, int) {}
     const Arguments& arguments;
     const Gemm& gemm;
     const u32 staging, bias;
+    u32 bias_bits[BLOCK_N / 128];   // of this thread's columns
     const int consumer;
     const float scale;
     const Lane at;
@@ -20,8 +18,24 @@ struct Epilogue {
         : arguments(arguments), gemm(arguments.gemm), staging(memory.staging(consumer)), bias(memory.bias(consumer)),
           consumer(consumer), scale(whole_scale(gemm)) {}
 
-    // the previous tile has passed its last barrier: no thread still reads its bias
-    __device__ __forceinline__ void begin(const Tile& tile) { stage_bias(gemm, bias, tile.column); }
+    /* Starts to load the bias of a tile's columns, which takes as long as several products: before them. */
+    __device__ __forceinline__ void begin(const Tile& tile) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 128; ++i) {
+            const int column = tile.column + 128 * i + (threadIdx.x & 127);
+            const bool some = gemm.bias_format != NO_BIAS && column < gemm.n;
+            bias_bits[i] = some ? load_bias_bits(gemm.bias, gemm.bias_format, column) : 0;
+        }
+    }
+
+    /* The bias, rounded, for all threads of the warpgroup; zeros where there is none. The previous tile has passed its
+       last barrier: no thread still reads its bias. */
+    __device__ __forceinline__ void share_bias() const {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 128; ++i)
+            store_shared(bias + 4 * (128 * i + (threadIdx.x & 127)),
+                         OUTPUT::round(bias_of_bits(bias_bits[i], gemm.bias_format)));
+    }
 
     /* Sums 4 j + 2 h and the next one, scaled and with the bias. */
     __device__ __forceinline__ float2 pair(const float* sums, int j, int h, int part) const {
@@ -33,10 +47,15 @@ struct Epilogue {
     template <class Output>
     __device__ __forceinline__ void stage(u32 half, const float* sums, int part) const {
         if constexpr (Output::BYTES == 2) {
-            stage_box(half, at, [&](int j, int h) {
+            const auto word = [&](int j, int h) {
                 const float2 values = pair(sums, j, h, part);
                 return Output::pack(values.x, values.y);
-            });
+            };
+            const int row = at.warp * 16 + (at.lane & 15);
+#pragma unroll
+            for (int j = 0; j < 8; j += 2)
+                store_matrices(half + swizzled_128(row, j + (at.lane >> 4)), word(j, 0), word(j, 1), word(j + 1, 0),
+                               word(j + 1, 1));
         } else {
 #pragma unroll
             for (int i = 0; i < COLUMNS / 4; ++i) {
@@ -49,7 +68,7 @@ struct Epilogue {
 
     /* A part of a piece: rows from `row`, columns from `part` of the tile. Parts take turns in the two halves of the
        staging memory, so that one is written while the copy engine reads the other. */
-    __device__ __forceinline__ void store(const float* sums, const Tile& tile, const Stage&, int row, int part) const {
+    __device__ __forceinline__ void store(const float* sums, const Tile& tile, int row, int part) const {
         const int thread = threadIdx.x & 127;
         const u32 half = staging + part / COLUMNS % 2 * BOX_BYTES;
         // all but the newest store have been read

@@ -7,16 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from kernels_cuda.casts import ACTIVATIONS
-
 OUTPUTS = {torch.float32: "OutFp32", torch.bfloat16: "OutBf16", torch.float16: "OutFp16"}
-# for linear - activation - linear in one kernel; not swiglu, whose halves lie in different tiles
-CHAINED_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 SUM_SPLITS_THREADS, SUM_SPLITS_COLUMNS = 256, 4
 SUM_SPLITS_LAYOUT = "PPPqqqiiii"
 _MAP = "128s"
 _GEMM = "PPPPqiiiii4x"
-_CHAIN = "PPPPPPPPPi4x"
 _STRIDES = "iiii"
 _BLOCK_K = {"gemm_sm90": 128, "gemm_sm89": 64}
 _CONSUMERS, _STAGING_BYTES = 2, 16384
@@ -31,8 +26,6 @@ class Configuration(NamedTuple):
         block_n: columns of the output that a block computes at a time.
         stages: pieces of K in shared memory at a time.
         cluster: number of blocks, neighbours along M, that each load a share of B for all of them.
-        ping_pong: whether each of a block's two warpgroups computes its own tile, one storing while the other
-            multiplies, instead of half of the rows of each tile. Hopper only.
     """
 
     family: str
@@ -40,12 +33,11 @@ class Configuration(NamedTuple):
     block_n: int
     stages: int
     cluster: int = 1
-    ping_pong: bool = False
 
     @property
     def name(self) -> str:
-        """``"128x256 s4 c2"`` or ``"128x128 s6 c2 ping-pong"``, as tables and messages call it."""
-        return f"{self.block_m}x{self.block_n} s{self.stages} c{self.cluster}{' ping-pong' * self.ping_pong}"
+        """``"128x256 s4 c2"``, as tables and messages call it."""
+        return f"{self.block_m}x{self.block_n} s{self.stages} c{self.cluster}"
 
     @property
     def threads(self) -> int:
@@ -58,7 +50,7 @@ class Configuration(NamedTuple):
         stages = self.stages * (self.block_m + self.block_n) * _BLOCK_K[self.family]
         if self.family == "gemm_sm89":
             return stages
-        return stages + _CONSUMERS * (_STAGING_BYTES + 4 * self.block_n) + 16 * (self.stages + 1)
+        return stages + _CONSUMERS * (_STAGING_BYTES + 4 * self.block_n) + 16 * self.stages
 
     @property
     def layout(self) -> str:
@@ -73,7 +65,7 @@ class Configuration(NamedTuple):
     def _layout(self, strides: str) -> str:
         if self.family == "gemm_sm89":
             return f"PPqq{_GEMM}{strides}"
-        layout = f"{3 * _MAP}{_GEMM}{_CHAIN}{strides}"
+        layout = f"{3 * _MAP}{_GEMM}{strides}"
         # tensor maps, and so the struct, are aligned to 64 bytes
         return f"{layout}{-struct.calcsize(layout) % 64}x"
 
@@ -83,8 +75,6 @@ _SM90 = (
     Configuration("gemm_sm90", 256, 128, 4, 2),
     Configuration("gemm_sm90", 128, 256, 4, 1),
     Configuration("gemm_sm90", 256, 128, 4, 1),
-    Configuration("gemm_sm90", 128, 128, 6, 2, ping_pong=True),
-    Configuration("gemm_sm90", 128, 128, 6, 1, ping_pong=True),
     Configuration("gemm_sm90", 128, 128, 6, 2),
     Configuration("gemm_sm90", 128, 128, 6, 1),
 )
@@ -92,18 +82,16 @@ _SM90 = (
 _SM89 = {False: (Configuration("gemm_sm89", 128, 128, 3),), True: (Configuration("gemm_sm89", 128, 128, 4),)}
 
 
-def configurations(capability: tuple[int, int], promote: bool, in_blocks: bool = False) -> tuple[Configuration, ...]:
+def configurations(capability: tuple[int, int], promote: bool) -> tuple[Configuration, ...]:
     """The configurations for a compute capability, possibly none; the first is the one for large shapes.
 
     Args:
         capability: major and minor.
         promote: whether partial sums are added up in fp32 registers every 128 along K.
-        in_blocks: with ``promote``, whether each block of the operands has a scale of its own.
     """
     if capability == (9, 0):
         # two accumulators of 128 x 256 do not fit into a thread's registers
-        fitting = (one for one in _SM90 if not (promote and one.block_n == 256))
-        return tuple(one for one in fitting if not (in_blocks and one.ping_pong))
+        return tuple(one for one in _SM90 if not (promote and one.block_n == 256))
     # Ada and the consumer GPUs of Blackwell; sm_100 has different FP8 instructions
     return _SM89[promote] if capability == (8, 9) or capability[0] == 12 else ()
 
@@ -116,27 +104,16 @@ def variant(
     promote: bool,
     b_scale_rows: int = 0,
 ) -> tuple[str, ...]:
-    """The definitions that make a family one kernel: the plain GEMM.
+    """The definitions that make a family one kernel.
 
     ``b_scale_rows``, with ``promote``: the rows of b that share a scale, 1 or 128, where a and b have scales for every
     128 elements along K; 0 where whole tensors have one scale.
     """
     shape = (f"BLOCK_M={configuration.block_m}", f"BLOCK_N={configuration.block_n}", f"STAGES={configuration.stages}")
-    hopper = (f"CLUSTER={configuration.cluster}", f"PING_PONG={int(configuration.ping_pong)}")
+    cluster = (f"CLUSTER={configuration.cluster}",) if configuration.family == "gemm_sm90" else ()
     formats = (f"A_FORMAT={a_format}", f"B_FORMAT={b_format}", f"OUTPUT={OUTPUTS[output]}")
     blocks = (f"B_SCALE_ROWS={b_scale_rows}",) if b_scale_rows else ()
-    kind = (*formats, f"PROMOTE={int(promote)}", *blocks)
-    return (*shape, *(hopper if configuration.family == "gemm_sm90" else ()), *kind)
-
-
-def chained_variant(
-    configuration: Configuration, a_format: str, output: torch.dtype, promote: bool, activation: str, format: str
-) -> tuple[str, ...]:
-    """The same, followed by a cast into the next GEMM's operand: of ``activation(h)``, or, if ``a`` is a gradient
-    (``promote``), of the gradient of h. ``format`` is the format of that operand.
-    """
-    chain = (f"CHAIN={'BACKWARD' if promote else 'FORWARD'}", ACTIVATIONS[activation])
-    return (*variant(configuration, a_format, "e4m3", output, promote), *chain, f"FORMAT={format.upper()}")
+    return (*shape, *cluster, *formats, f"PROMOTE={int(promote)}", *blocks)
 
 
 def sum_splits_variant(output: torch.dtype) -> tuple[str, ...]:

@@ -28,47 +28,18 @@ __device__ __forceinline__ void store_shared_pair(u32 address, float first, floa
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
 }
 
-__device__ __forceinline__ float load_shared(u32 address) {
-    float value;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-    return value;
-}
-
 __device__ __forceinline__ float2 load_shared_pair(u32 address) {
     float2 values;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(values.x), "=f"(values.y) : "r"(address) : "memory");
     return values;
 }
 
-__device__ __forceinline__ uint4 load_shared_16_bytes(u32 address) {
-    uint4 words;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "r"(address)
-                 : "memory");
-    return words;
-}
-
 /* Stores four 8 x 8 matrices of 16-bit elements. Of each, a thread holds one word of two adjacent elements: thread l has
    row l / 4, columns 2 (l % 4) and the next. Row r of matrix i goes to the 16 bytes at the address that thread 8 i + r
-   passes; transposed, column r does. */
+   passes. */
 __device__ __forceinline__ void store_matrices(u32 address, u32 first, u32 second, u32 third, u32 fourth) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(first),
                  "r"(second), "r"(third), "r"(fourth)
-                 : "memory");
-}
-
-__device__ __forceinline__ void store_matrices_transposed(u32 address, u32 first, u32 second, u32 third, u32 fourth) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(first),
-                 "r"(second), "r"(third), "r"(fourth)
-                 : "memory");
-}
-
-/* The reverse: loads four matrices, one word of two adjacent elements per thread and matrix. */
-__device__ __forceinline__ void load_matrices(u32 address, u32& first, u32& second, u32& third, u32& fourth) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(first), "=r"(second), "=r"(third), "=r"(fourth)
-                 : "r"(address)
                  : "memory");
 }
 

@@ -149,7 +149,7 @@ def forget_kernels() -> None:
     """What has been chosen and loaded is chosen and loaded again."""
     from lightning_fp8.ops.cuda import gemm_choice, kernels
 
-    for function in (*vars(kernels).values(), gemm_choice.choose, gemm_choice.choose_in_blocks, gemm_choice.is_chained):
+    for function in (*vars(kernels).values(), gemm_choice.choose, gemm_choice.choose_in_blocks):
         if hasattr(function, "cache_clear"):
             function.cache_clear()
 

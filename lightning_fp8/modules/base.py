@@ -180,10 +180,9 @@ class Fp8Rows:
         """The layer that owns these rows; None if it no longer exists."""
         return self._owner[0]() if self._owner is not None else None
 
-    def weight_operand(self, payload: Tensor, payload_t: Tensor, scale_inv: Tensor) -> Fp8Operand:
-        """The payloads of a weight as the layer stores it, by rows and by columns -> the operand ``[N, K]``."""
-        by_rows, by_columns = (payload_t, payload) if self.k_by_n else (payload, payload_t)
-        return Fp8Operand(by_rows, by_columns, scale_inv, scale_inv, self.formats["weight"])
+    def n_by_k(self, weight: Tensor) -> Tensor:
+        """A weight as the layer stores it -> ``[N, K]``."""
+        return weight.t() if self.k_by_n else weight
 
     def slot(self, role: Role, record: bool) -> Slot:
         """The slot of the input or of the gradient of the output.

@@ -37,7 +37,7 @@ class Content:
         scale_inv: ``[] float32``.
         largest: ``[] float32``, amax of the values that were rounded. The largest codes are dequantized to it, so
             that a cast of the dequantized values has the same scale.
-        payload_t: ``[K, N] uint8``, where a GPU's GEMMs have needed it; else None.
+        payload_t: the payload by columns, where a GPU's GEMMs have needed it; else None.
         changed: values in the shape of the weight, after a change in place to values that FP8 would round; then the
             payload is empty. Else None.
         error: relative RMS error of the rounding.

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_fp8.modules.frozen_content import Content
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3
 from lightning_fp8.ops.library import can_keep_copies, is_k_major
+from lightning_fp8.ops.operand import by_columns
 
 _aten = torch.ops.aten
 
@@ -60,7 +61,7 @@ class FrozenWeight(Tensor):
             return content.payload, content.payload_t
         payload_t = content.payload.t()
         if torch.is_grad_enabled() and is_k_major(content.payload):
-            payload_t = payload_t.contiguous()
+            payload_t = by_columns(content.payload)
             if can_keep_copies(content.payload):
                 content.payload_t = payload_t
         return content.payload, payload_t

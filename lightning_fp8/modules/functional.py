@@ -75,7 +75,7 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
         if not switch.in_fp8 and not torch.compiler.is_compiling():
             rows.weight_cache.drop()
         check_whole(rows, parameter)
-        return Fp8Weight(_n_by_k(rows, parameter, part), None)
+        return Fp8Weight(rows.n_by_k(parameter if part is None else part), None)
     # Forwards that do not record use the cache only while a context vouches for the weight: in evaluation, weights may
     # be swapped (EMA, averaging) without a trace.
     cache, keep_columns = rows.weight_cache, torch.is_grad_enabled()
@@ -84,7 +84,7 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
     # while lost values are counted, a frozen weight is cast again, so that each step counts its losses
     must_count = record and not parameter.requires_grad and rows.state.cast_counts.values is not None
     if made is not None and not must_count and (not keep_columns or made.columns.dim() == 2):
-        return Fp8Weight(_n_by_k(rows, parameter, part), made, True)
+        return Fp8Weight(rows.n_by_k(parameter if part is None else part), made, True)
     if isinstance(parameter, FrozenWeight) and parameter.is_fp8:
         return Fp8Weight(*frozen_operand(rows, parameter))
     if rows.fp8_only:
@@ -94,7 +94,7 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
         operand = Fp8Operand(*parameter.payloads(rows.k_by_n), scale_inv, scale_inv, rows.formats["weight"])
         return Fp8Weight(place.t() if rows.k_by_n else place, operand)
     check_whole(rows, parameter)
-    weight = _n_by_k(rows, parameter, part)
+    weight = rows.n_by_k(parameter if part is None else part)
     if rows.is_prepared and is_dynamo_compiling():
         return Fp8Weight(weight, rows.prepared)
     made = rows.group.cast_stale(rows, parameter) if is_kept and record else None
@@ -107,11 +107,6 @@ def cast_weight(rows: Fp8Rows, parameter: Tensor, record: bool, part: Tensor | N
                 # many small GEMMs follow, as in generation, each of which would dequantize the whole weight
                 ops.keep_values(made)
     return Fp8Weight(weight, made, is_kept)
-
-
-def _n_by_k(rows: Fp8Rows, parameter: Tensor, part: Tensor | None) -> Tensor:
-    weight = parameter if part is None else part
-    return weight.t() if rows.k_by_n else weight
 
 
 def _needs_cast(switch: Switch) -> bool:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_fp8.ops.formats import Fp8Format
 from lightning_fp8.ops.library import is_k_major
+from lightning_fp8.ops.operand import by_columns
 
 
 class GatheredWeight(Tensor):
@@ -59,10 +60,9 @@ class GatheredWeight(Tensor):
 
     def payloads(self, k_by_n: bool) -> tuple[Tensor, Tensor]:
         """The payloads of ``[N, K]``, by rows and by columns; ``k_by_n`` if the weight is stored transposed."""
-        payload, payload_t = (self.payload.t(), self.payload) if k_by_n else (self.payload, self.payload.t())
-        if torch.is_grad_enabled() and is_k_major(payload):
-            payload_t = payload_t.contiguous()
-        return payload.contiguous(), payload_t
+        payload = self.payload.t() if k_by_n else self.payload
+        is_copied = torch.is_grad_enabled() and is_k_major(payload)
+        return payload.contiguous(), by_columns(payload) if is_copied else payload.t()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

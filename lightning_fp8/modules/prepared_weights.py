@@ -93,13 +93,10 @@ def _cast(stale: list[tuple[Fp8Rows, Tensor]], record: bool) -> list[Fp8Operand]
     former = [_fitting(one, weight) for one, weight in stale]
     (first, weight), *_ = stale
     if ops.casts_weights_together(weight, first.weight_scaling):
-        kept_tensors = [
-            None if kept is None else _as_stored(one, kept) for (one, _), kept in zip(stale, former, strict=True)
-        ]
-        new = cast_together(stale, kept_tensors)
+        new = cast_together(stale, former)
     else:
         new = [
-            ops.cast_weight_operand(_by_rows(one, weight.detach()), one.weight_slot(record), keep=True)
+            ops.cast_weight_operand(one.n_by_k(weight.detach()), one.weight_slot(record), keep=True)
             for one, weight in stale
         ]
     pairs = [(kept, cast) for kept, cast in zip(former, new, strict=True) if kept is not None]
@@ -123,17 +120,9 @@ def _cast(stale: list[tuple[Fp8Rows, Tensor]], record: bool) -> list[Fp8Operand]
 def _fitting(rows: Fp8Rows, weight: Tensor) -> Fp8Operand | None:
     """The tensors that an earlier cast was written to, if this one fits them."""
     kept = rows.prepared
-    if kept is None or kept.rows.device != weight.device or kept.rows.shape != _by_rows(rows, weight).shape:
+    if kept is None or kept.rows.device != weight.device or kept.rows.shape != rows.n_by_k(weight).shape:
         return None
     return kept
-
-
-def _by_rows(rows: Fp8Rows, weight: Tensor) -> Tensor:
-    return weight.t() if rows.k_by_n else weight
-
-
-def _as_stored(rows: Fp8Rows, operand: Fp8Operand) -> tuple[Tensor, Tensor]:
-    return (operand.columns, operand.rows) if rows.k_by_n else (operand.rows, operand.columns)
 
 
 def _check(rows: Fp8Rows) -> None:

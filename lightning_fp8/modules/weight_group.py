@@ -32,9 +32,8 @@ class WeightGroup:
         self.told_rounding = self.told_master = False
         self.histories_fit = True
         self._must_empty = False
-        # modules that have cast their input since the last look, the latest, and how many steps there had been
+        # modules that have cast their input since the last look, and how many steps there had been
         self._cast: set[int] = set()
-        self._last: int | None = None
         self._looked_at: tuple[int, int] | None = None
         # steps of optimizers of torch, and whether one is in progress or, if none has stepped, one by hand is due
         self._steps = 0
@@ -69,16 +68,13 @@ class WeightGroup:
 
     def see_cast(self, state: ScalingState, module: int, record: bool) -> bool:
         """See :class:`lightning_fp8.scaling.state.Weights`."""
-        # a chain of GEMMs that is not run asks twice
-        is_again = module == self._last
-        if module in self._cast and not is_again:
+        if module in self._cast:
             self._cast.clear()
-        if not self._cast or (not self._is_known(module) if self.histories_fit else is_again):
+        if not self._cast or (self.histories_fit and not self._is_known(module)):
             self.look(state)
             # one by hand has been made; those of torch end by themselves
             self._is_stepping &= self._steps > 0
         self._cast.add(module)
-        self._last = module
         if record and not self.histories_fit:
             self._begin_again(state)
         return self.histories_fit
@@ -176,15 +172,12 @@ class WeightGroup:
         return operands[0]
 
 
-def cast_together(
-    weights: Sequence[tuple[Fp8Rows, Tensor]], out: Sequence[tuple[Tensor, Tensor] | None] = ()
-) -> list[Fp8Operand]:
+def cast_together(weights: Sequence[tuple[Fp8Rows, Tensor]], out: Sequence[Fp8Operand | None] = ()) -> list[Fp8Operand]:
     """The casts of weights of one model, as :func:`lightning_fp8.ops.cast_weights` makes them."""
     (first, _), *_ = weights
     indices = [first.state.row_of(rows.module, "weight") for rows, _ in weights]
-    tensors = [rows.matrix(weight.detach()) for rows, weight in weights]
-    made = ops.cast_weights(first.state, tensors, indices, first.formats["weight"], out)
-    return [rows.weight_operand(*cast) for (rows, _), cast in zip(weights, made, strict=True)]
+    tensors = [rows.n_by_k(rows.matrix(weight.detach())) for rows, weight in weights]
+    return ops.cast_weights(first.state, tensors, indices, first.formats["weight"], out)
 
 
 def _records(rows: Fp8Rows) -> bool:

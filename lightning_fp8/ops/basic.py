@@ -9,24 +9,23 @@ from torch import Tensor
 
 from lightning_fp8.ops import amaxes, blocks, reference
 from lightning_fp8.ops.activations import activate, activated_width
-from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.library import define, implement, is_k_major, is_watched
-from lightning_fp8.ops.operand import Fp8Operand, OwnScaling, Slot, WeightSlot, nothing
+from lightning_fp8.ops.operand import Fp8Operand, OwnScaling, Slot, WeightSlot, new_payloads
 
-# cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M] uint8, scale_inv [] float32)
+# cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M'] uint8, scale_inv [] float32)
 #   v = activation(x) in the dtype of x; payload = sat(v * scale[index]) in fp32, rounded to nearest even. Where
 #   amax_history[0, index] is 0 (no history yet), the scale is FP8_MAX / max|v| instead. `layout`, "rows", "columns" or
-#   "both", selects the payloads to make; the other is empty. If the slot records, the state's amax[index] becomes
-#   max(amax[index], max|v|).
+#   "both", selects the payloads to make; the other is empty. M' is M rounded up to a multiple of 16; codes beyond M are
+#   zeros. If the slot records, the state's amax[index] becomes max(amax[index], max|v|).
 _CAST = define("cast(Tensor x, Slot slot, str activation, str layout) -> (Tensor, Tensor, Tensor)")
 # cast_weight: weight [N, K] -> the results of `cast`, with current scaling, FP8_MAX / max|weight|. Amax and scale are
 #   stored in the state.
 _CAST_WEIGHT = define("cast_weight(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor)")
-# cast_blocks: x [M, K] -> (payload [M, K] uint8, payload_t [K, M] uint8, scale_inv [M, ceil(K/128)] float32 of payload,
-#   scale_inv [K, ceil(M/128)] float32 of payload_t). Every 128 elements along a row of a payload, fewer at its end,
-#   have their own scale, FP8_MAX / amax or the power of two below it; 1 where amax is not finite. `layout` and
+# cast_blocks: x [M, K] -> (payload [M, K] uint8, payload_t [K, M'] uint8, scale_inv [M, ceil(K/128)] float32 of
+#   payload, scale_inv [K, ceil(M/128)] float32 of payload_t). Every 128 elements along a row of a payload, fewer at its
+#   end, have their own scale, FP8_MAX / amax or the power of two below it; 1 where amax is not finite. `layout`, M' and
 #   recording are as for `cast`.
 _CAST_BLOCKS = define("cast_blocks(Tensor x, Slot slot, str layout) -> (Tensor, Tensor, Tensor, Tensor)")
 # cast_weight_blocks: weight [N, K] -> (payload, payload_t, scale_inv [ceil(N/128), ceil(K/128)] float32). The same for
@@ -34,7 +33,8 @@ _CAST_BLOCKS = define("cast_blocks(Tensor x, Slot slot, str layout) -> (Tensor, 
 _CAST_WEIGHT_BLOCKS = define(
     "cast_weight_blocks(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor)"
 )
-# scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype. The bias is rounded to out_dtype,
+# scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype. K is the shorter of the operands',
+#   as one by columns has zeros at the end of its rows. The bias is rounded to out_dtype,
 #   as autocast rounds it, then added in fp32 to the scaled sum, which is rounded once. Without `fast_accumulation`
 #   partial sums are added up in fp32 at least every 128 along K. `gemm` selects what may run it, see
 #   ops/cuda/gemm_choice.py. The shape of a scale_inv says what each scale is for: [] the whole operand, [M,
@@ -59,30 +59,20 @@ _UPDATE_SCALES = define(
 
 
 def _cast_fake(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    return _payloads_fake(x, activated_width(x.shape[1], activation), layout)
+    columns = activated_width(x.shape[1], activation)
+    return *new_payloads(x, (x.shape[0], columns), layout), x.new_empty((), dtype=torch.float32)
 
 
 def _cast_weight_fake(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    return _payloads_fake(weight, weight.shape[1], layout)
+    return *new_payloads(weight, weight.shape, layout), weight.new_empty((), dtype=torch.float32)
 
 
 def _cast_blocks_fake(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (rows, columns), (by_rows, by_columns, _) = x.shape, _payloads_fake(x, x.shape[1], layout)
-    scale_inv = blocks.new_scales(x, rows, columns) if layout != "columns" else nothing(x, torch.float32)
-    columns_scale_inv = blocks.new_scales(x, columns, rows) if layout != "rows" else nothing(x, torch.float32)
-    return by_rows, by_columns, scale_inv, columns_scale_inv
+    return blocks.new_cast(x, layout)
 
 
 def _cast_weight_blocks_fake(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    (rows, columns), (by_rows, by_columns, _) = weight.shape, _payloads_fake(weight, weight.shape[1], layout)
-    return by_rows, by_columns, weight.new_empty(-(-rows // BLOCK), -(-columns // BLOCK), dtype=torch.float32)
-
-
-def _payloads_fake(x: Tensor, columns: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    rows = x.shape[0]
-    payload = x.new_empty((rows, columns) if layout != "columns" else 0, dtype=torch.uint8)
-    payload_t = x.new_empty((columns, rows) if layout != "rows" else 0, dtype=torch.uint8)
-    return payload, payload_t, x.new_empty((), dtype=torch.float32)
+    return blocks.new_weight_cast(weight, layout)
 
 
 def _scaled_mm_fake(

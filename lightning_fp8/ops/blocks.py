@@ -11,18 +11,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fp8.ops.activations import activation_gradient
 from lightning_fp8.ops.amaxes import BLOCK, by_element, per_row, power_of_2, record_amax, scale_of_current
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot, nothing
-from lightning_fp8.ops.reference import row_chunks
+from lightning_fp8.ops.operand import (
+    Columns,
+    OwnScaling,
+    Slot,
+    WeightSlot,
+    columns_shape,
+    gradient_layout,
+    in_layout,
+    new_payloads,
+    nothing,
+)
+from lightning_fp8.ops.reference import row_chunks, scaled_mm_in_blocks
 
 
 def cast(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_blocks``."""
     fmt = FORMATS[slot.format]
-    (rows, scale_inv, largest) = _cast(x, fmt, slot.own) if layout != "columns" else _no_cast(x)
-    (columns, columns_scale_inv, of_columns) = _cast(x.t(), fmt, slot.own) if layout != "rows" else _no_cast(x)
+    rows, scale_inv, largest = _cast(x, fmt, slot.own, x.shape[1]) if layout != "columns" else _no_cast(x)
+    columns, columns_scale_inv, of_columns = (
+        _cast(x.t(), fmt, slot.own, columns_shape(*x.shape)[1]) if layout != "rows" else _no_cast(x)
+    )
     amax, _, _ = slot.open()
     if amax is not None:
         record_amax(amax, slot.index, largest if layout != "columns" else of_columns)
@@ -47,12 +60,29 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
         slot.state.note_weight(slot.index, largest, block_scale(largest, fmt, slot.own))
     if is_counting(slot):
         count(weight, scale_to_count(scale, weight), slot)
-    payload = _payload(weight, per_row(scale, len(weight)), fmt)
-    return (
-        payload if layout != "columns" else nothing(weight, torch.uint8),
-        payload.t().contiguous() if layout != "rows" else nothing(weight, torch.uint8),
-        scale.reciprocal(),
-    )
+    return (*in_layout(_payload(weight, per_row(scale, len(weight)), fmt, weight.shape[1]), layout), scale.reciprocal())
+
+
+def linear_backward(
+    dy: Tensor,
+    h: Tensor | None,
+    activation: str,
+    x: Columns,
+    w: Columns,
+    slot: Slot,
+    dx_dtype: torch.dtype,
+    dw_dtype: torch.dtype,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::linear_backward``. The two products take different casts of ``dy``."""
+    dy = dy if h is None else activation_gradient(h, dy, activation)
+    rows, columns, scale_inv, columns_scale_inv = cast(dy, slot, gradient_layout(x, w))
+    dx, dw, fmt = nothing(dy, dx_dtype), dy.new_empty(dy.shape[1], 0, dtype=dw_dtype), slot.format
+    if w.payload is not None:
+        dx = scaled_mm_in_blocks(rows, w.payload, scale_inv, w.scale_inv, None, fmt, w.format, dx_dtype)
+    if x.payload is not None:
+        dw = scaled_mm_in_blocks(columns, x.payload, columns_scale_inv, x.scale_inv, None, fmt, x.format, dw_dtype)
+    return dx, dw, dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
 
 
 def block_scale(amax: Tensor, fmt: Fp8Format, own: OwnScaling) -> Tensor:
@@ -61,17 +91,30 @@ def block_scale(amax: Tensor, fmt: Fp8Format, own: OwnScaling) -> Tensor:
     return scale if own.blocks == "float32" else power_of_2(scale)
 
 
-def new_scales(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Uninitialised memory for the scales of the 1 x 128 blocks of a payload ``[rows, columns]``, on the device of x:
-    ``[rows, ceil(columns/128)] float32``, strides ``(1, rows)``, as torch's scaled product takes them too."""
+def new_cast(x: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised results of the operator ``lightning_fp8::cast_blocks``."""
+    scale_inv = _new_scales(x) if layout != "columns" else nothing(x, torch.float32)
+    columns_scale_inv = _new_scales(x.t()) if layout != "rows" else nothing(x, torch.float32)
+    return *new_payloads(x, x.shape, layout), scale_inv, columns_scale_inv
+
+
+def new_weight_cast(weight: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised results of the operator ``lightning_fp8::cast_weight_blocks``."""
+    squares = [-(-size // BLOCK) for size in weight.shape]
+    return *new_payloads(weight, weight.shape, layout), weight.new_empty(squares, dtype=torch.float32)
+
+
+def _new_scales(x: Tensor) -> Tensor:
+    """``[rows, ceil(columns/128)]``, strides ``(1, rows)``: fastest to read for our GEMM, and what torch's takes."""
+    rows, columns = x.shape
     return x.new_empty(-(-columns // BLOCK), rows, dtype=torch.float32).t()
 
 
-def _cast(x: Tensor, fmt: Fp8Format, own: OwnScaling) -> tuple[Tensor, Tensor, Tensor]:
-    """The payload by rows, its scale_inv ``[rows, ceil(columns/128)]``, and ``max|x|``."""
+def _cast(x: Tensor, fmt: Fp8Format, own: OwnScaling, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The payload by rows, zeros up to ``width``, its scale_inv ``[rows, ceil(columns/128)]``, and ``max|x|``."""
     amax = _block_amax(x)
     scale = block_scale(amax, fmt, own)
-    return _payload(x, scale, fmt), torch.reciprocal(scale, out=new_scales(x, *x.shape)), _largest(amax)
+    return _payload(x, scale, fmt, width), torch.reciprocal(scale, out=_new_scales(x)), _largest(amax)
 
 
 def _no_cast(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,12 +130,12 @@ def _block_amax(x: Tensor) -> Tensor:
     return torch.cat([_blocks(x[rows]).abs().amax(-1) for rows in _chunks(x)]).float()
 
 
-def _payload(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
-    """``x`` times the scale of its block in fp32, saturated and rounded to nearest even, ``uint8``."""
-    payload = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+def _payload(x: Tensor, scale: Tensor, fmt: Fp8Format, width: int) -> Tensor:
+    """``x`` times the scale of its block in fp32, saturated and rounded to nearest even, ``[rows, width] uint8``."""
+    payload = torch.empty(len(x), width, dtype=fmt.dtype, device=x.device)
     for rows in _chunks(x):
         values = (_blocks(x[rows]).float() * scale[rows, :, None]).clamp_(-fmt.max, fmt.max)
-        payload[rows] = values.flatten(1)[:, : x.shape[1]]
+        payload[rows] = values.flatten(1)[:, :width]
     return payload.view(torch.uint8)
 
 

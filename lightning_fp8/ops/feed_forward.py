@@ -11,13 +11,12 @@ from torch import Tensor
 
 from lightning_fp8.ops.activations import activated_width
 from lightning_fp8.ops.basic import cast_operand, fprop
-from lightning_fp8.ops.cuda import chained
 from lightning_fp8.ops.library import define, differentiable, implement, is_k_major
 from lightning_fp8.ops.linear_layer import in_rows, in_shape_of, linear_backward, refuse_double_backward
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, nothing
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, columns_shape, nothing
 
 # mlp: linear - activation - linear. x [*, K], weights [N', K] and [K', N]
-#   -> (y [*, K'] and, for backward: h [M, N'], the first linear's output; a_fp8_t [N, M], the second's input; and its
+#   -> (y [*, K'] and, for backward: h [M, N'], the first linear's output; a_fp8_t, the second's input by columns; its
 #   scale_inv). N' is N, or 2 N for swiglu. The slots are those of a and of the gradients of h and y. Without `keep_a`
 #   backward does not need a_fp8_t, which may then be empty; without `keep_h` it does not need h, which is then empty.
 _MLP = define(
@@ -47,16 +46,10 @@ def _mlp(
     keep_h: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    chain, w1 = None, first.operand
-    if is_k_major(x_fp8.rows):
-        chain = chained.find(x_fp8.rows, w1.rows, x_fp8.format, out_dtype, False, activation, a)
-    if chain is not None:
-        h, a_fp8 = chained.hidden(chain, x_fp8, w1, first.bias_value, keep_a, keep_h, out_dtype)
-    else:
-        h = fprop(x_fp8, w1, first.bias_value, out_dtype, a.gemm)
-        a_fp8 = cast_operand(h, a, activation, keep_a)
-        # its memory may be reused for the output
-        h = h if keep_h else nothing(h, out_dtype)
+    h = fprop(x_fp8, first.operand, first.bias_value, out_dtype, a.gemm)
+    a_fp8 = cast_operand(h, a, activation, keep_a)
+    # its memory may be reused for the output
+    h = h if keep_h else nothing(h, out_dtype)
     y = fprop(a_fp8, second.operand, second.bias_value, out_dtype, a.gemm)
     return in_shape_of(x, y), h, a_fp8.columns, a_fp8.columns_scale_inv
 
@@ -86,7 +79,7 @@ def columns_fake(x: Tensor, width: int, keep: bool) -> Tensor:
     m = math.prod(x.shape[:-1])
     if not is_k_major(x):
         return x.new_empty(m, width, dtype=torch.uint8).t()
-    return x.new_empty((width, m) if keep else 0, dtype=torch.uint8)
+    return x.new_empty(columns_shape(m, width) if keep else 0, dtype=torch.uint8)
 
 
 def _mlp_gradients(
@@ -103,10 +96,6 @@ def _mlp_gradients(
     dw_dtype: torch.dtype,
     biases: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if is_k_major(dy):
-        chain = chained.find(dy, w2.payload, dy_slot.format, h.dtype, True, activation, dh_slot)  # type: ignore[arg-type]
-        if chain is not None:
-            return chained.gradients(chain, dy, h, x, w1, a, w2, dy_slot, dx_dtype, dw_dtype, biases)
     da, dw_2, db_2 = linear_backward.run(dy, None, "none", a, w2, dy_slot, h.dtype, dw_dtype, biases[1])
     return *linear_backward.run(da, h, activation, x, w1, dh_slot, dx_dtype, dw_dtype, biases[0]), dw_2, db_2
 

@@ -83,13 +83,12 @@ def _rows(x: Shape) -> Shape:
 
 
 def _gemm(a: Shape, b: Shape) -> int:
-    """FLOPs of ``a [M, K] @ b [N, K]^T``: M N K multiplications and as many additions."""
-    (m, k), n = a, b[0]
-    return 2 * m * n * k
+    """FLOPs of ``a [M, K] @ b [N, K]^T``: M N K multiplications and as many additions. One K may be padded."""
+    return 2 * a[0] * b[0] * min(a[1], b[1])
 
 
 def _gradients(dy: Shape, x: Columns, w: Columns) -> int:
-    """FLOPs of wgrad and dgrad for dy ``[M, N]`` and payloads ``[K, M]`` and ``[K, N]``; None if a product is left out.
+    """FLOPs of wgrad and dgrad for dy ``[M, N]`` and payloads by columns; None if a product is left out.
 
     Each product has 2 M N K FLOPs, where K is the number of rows of its payload.
     """

@@ -17,7 +17,7 @@ from lightning_fp8.ops.linear_layer import in_rows, in_shape_of, linear_backward
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, nothing
 
 # gated_mlp: x [*, K], weights [N, K], [N, K] and [K', N]
-#   -> (y [*, K'] and, for backward: the outputs of gate and up [M, N]; a_fp8_t [N, M], the input of down; and its
+#   -> (y [*, K'] and, for backward: the outputs of gate and up [M, N]; a_fp8_t, the input of down by columns; its
 #   scale_inv). The slots are those of a and of the gradients of the three layers' outputs. `keep_a` and `keep_h` are as
 #   for `mlp`.
 _GATED_MLP = define(

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fp8.ops import reference
-from lightning_fp8.ops.basic import cast_blocks, fprop, scaled_mm
+from lightning_fp8.ops import blocks, reference
+from lightning_fp8.ops.basic import fprop
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.library import define, differentiable, implement
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, gradient_layout, nothing
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, nothing
 
 # linear: fprop, differentiable in x [*, K], weight [N, K] and bias [N] -> y [*, N]. These three define the edges of the
 #   graph, and the shapes and dtypes of the gradients; the GEMMs use their FP8 casts, which are kept for backward, or
@@ -79,7 +79,14 @@ def _linear_backward_fake(
     return dx, dw, dy.new_empty(n if bias else 0, dtype=torch.float32)
 
 
-linear_backward = implement(_LINEAR_BACKWARD, reference.linear_backward, cuda.linear_backward, _linear_backward_fake)
+def _linear_backward_on_cpu(
+    dy: Tensor, h: Tensor | None, activation: str, x: Columns, w: Columns, slot: Slot, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    implementation = blocks if slot.own.blocks else reference
+    return implementation.linear_backward(dy, h, activation, x, w, slot, *rest)
+
+
+linear_backward = implement(_LINEAR_BACKWARD, _linear_backward_on_cpu, cuda.linear_backward, _linear_backward_fake)
 
 
 def _save_for_backward(
@@ -113,14 +120,9 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None
     slot, x_format, w_format, shape, (x_dtype, weight_dtype, bias_dtype) = ctx.rest
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     is_fp8 = (x_t is None or x_t.dtype == torch.uint8) and (w_t is None or w_t.dtype == torch.uint8)
-    dx, dw, db = (_gradients if is_fp8 else _gradients_in_part)(
-        in_rows(dy),
-        Columns(x_t, x_scale_inv, x_format),
-        Columns(w_t, w_scale_inv, w_format),
-        slot,
-        x_dtype,
-        weight_dtype,
-        needs_bias,
+    x, w = Columns(x_t, x_scale_inv, x_format), Columns(w_t, w_scale_inv, w_format)
+    dx, dw, db = (linear_backward if is_fp8 else _gradients_in_part)(
+        in_rows(dy), None, "none", x, w, slot, x_dtype, weight_dtype, needs_bias
     )
     return (
         (dx if len(shape) == 2 else dx.view(shape)) if needs_x else None,
@@ -129,50 +131,31 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None
     )
 
 
-def _gradients(
-    dy: Tensor, x: Columns, w: Columns, slot: Slot, dx_dtype: torch.dtype, dw_dtype: torch.dtype, bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of ``linear_backward``, whether operands have one scale or one per block."""
-    if not slot.own.blocks:
-        return linear_backward(dy, None, "none", x, w, slot, dx_dtype, dw_dtype, bias)  # type: ignore[no-any-return]
-    # the two products take different casts of dy
-    dx, dw, db = _without_products(dy, dx_dtype, dw_dtype, bias)
-    if x.payload is None and w.payload is None:
-        return dx, dw, db
-    layout = gradient_layout(x, w)
-    rows, columns, scale_inv, columns_scale_inv = cast_blocks(dy, slot, layout)
-    fmt, gemm = slot.format, slot.gemm
-    if w.payload is not None:
-        dx = scaled_mm(rows, w.payload, scale_inv, w.scale_inv, None, fmt, w.format, dx_dtype, False, gemm)
-    if x.payload is not None:
-        dw = scaled_mm(columns, x.payload, columns_scale_inv, x.scale_inv, None, fmt, x.format, dw_dtype, False, gemm)
-    return dx, dw, db
-
-
 def _gradients_in_part(
-    dy: Tensor, x: Columns, w: Columns, slot: Slot, dx_dtype: torch.dtype, dw_dtype: torch.dtype, bias: bool
+    dy: Tensor,
+    h: None,
+    activation: str,
+    x: Columns,
+    w: Columns,
+    slot: Slot,
+    dx_dtype: torch.dtype,
+    dw_dtype: torch.dtype,
+    bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same where one or both of the products are not in FP8."""
+    """The results of ``linear_backward`` where one or both of the products are not in FP8."""
     in_fp8 = [kept if kept.payload is not None and kept.payload.dtype == torch.uint8 else None for kept in (x, w)]
     if any(in_fp8):
         of_x, of_w = (kept or other._replace(payload=None) for kept, other in zip(in_fp8, (x, w), strict=True))
-        dx, dw, db = _gradients(dy, of_x, of_w, slot, dx_dtype, dw_dtype, bias)
+        dx, dw, db = linear_backward(dy, h, activation, of_x, of_w, slot, dx_dtype, dw_dtype, bias)
     else:
         # dy is not cast then, and no amax is recorded
-        dx, dw, db = _without_products(dy, dx_dtype, dw_dtype, bias)
+        dx, dw = nothing(dy, dx_dtype), nothing(dy, dw_dtype)
+        db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
     if w.payload is not None and in_fp8[1] is None:
         dx = torch.mm(dy, w.payload.t()).to(dx_dtype)
     if x.payload is not None and in_fp8[0] is None:
         dw = torch.mm(dy.t(), x.payload.t()).to(dw_dtype)
     return dx, dw, db
-
-
-def _without_products(
-    dy: Tensor, dx_dtype: torch.dtype, dw_dtype: torch.dtype, bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors in place of both products, and the bias gradient."""
-    db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
-    return nothing(dy, dx_dtype), nothing(dy, dw_dtype), db
 
 
 def in_rows(x: Tensor) -> Tensor:

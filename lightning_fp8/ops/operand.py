@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lightning_fp8.ops.counting import CastCounts
 
+# GEMMs take operands whose rows are a multiple of 16 bytes, and kernels store 16 bytes at once
+ALIGNMENT = 16
 _handles = itertools.count(1)
 _states: weakref.WeakValueDictionary[int, State] = weakref.WeakValueDictionary()
 
@@ -78,7 +81,8 @@ class Fp8Operand(NamedTuple):
 
     Attributes:
         rows: ``[M, K] uint8``, for fprop; empty if not requested.
-        columns: ``[K, M] uint8``, for dgrad or wgrad; empty if not requested.
+        columns: for dgrad or wgrad; empty if not requested. Where GEMMs take K-major operands only, of the shape of
+            :func:`columns_shape`, else ``rows`` transposed.
         scale_inv: ``[] float32``, of the payload by rows.
         columns_scale_inv: of the payload by columns; the same tensor as ``scale_inv`` if the operand has one scale.
         format: ``"e4m3"`` or ``"e5m2"``.
@@ -111,7 +115,7 @@ class Columns(NamedTuple):
     """What backward keeps of an operand ``[M, K]``.
 
     Attributes:
-        payload: ``[K, M] uint8``, or of another dtype, see :class:`Fp8Operand`; None if no gradient needs it.
+        payload: ``columns`` of the operand, of any dtype, see :class:`Fp8Operand`; None if no gradient needs it.
         scale_inv: ``[] float32``.
         format: ``"e4m3"`` or ``"e5m2"``.
     """
@@ -211,10 +215,32 @@ def with_scale(scale: Tensor, format: str) -> Slot:
     return Slot(scale, torch.ones_like(scale)[None], torch.zeros_like(scale, dtype=torch.int64), format, None, False)
 
 
+def columns_shape(rows: int, columns: int) -> tuple[int, int]:
+    """The shape of the payload by columns of a tensor with this many rows and columns: padded with zeros to a multiple
+    of 16 rows. Of two operands of a product, the shorter K is the true one."""
+    return columns, -(-rows // ALIGNMENT) * ALIGNMENT
+
+
+def new_payloads(like: Tensor, shape: Sequence[int], layout: str) -> tuple[Tensor, Tensor]:
+    """Uninitialised payloads by rows and by columns, each empty if ``layout`` does not include it."""
+    return (
+        like.new_empty(shape if layout != "columns" else 0, dtype=torch.uint8),
+        like.new_empty(columns_shape(*shape) if layout != "rows" else 0, dtype=torch.uint8),
+    )
+
+
+def by_columns(payload: Tensor) -> Tensor:
+    """The payload by columns from that by rows ``[M, K]``, contiguous."""
+    rows, columns = len(payload), payload.new_empty(columns_shape(*payload.shape))
+    columns[:, :rows] = payload.t()
+    columns[:, rows:] = 0
+    return columns
+
+
 def in_layout(payload: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """The payload by rows and by columns, each empty if ``layout`` does not include it."""
     rows = payload if layout != "columns" else payload.new_empty(0)
-    return rows, payload.t().contiguous() if layout != "rows" else payload.new_empty(0)
+    return rows, by_columns(payload) if layout != "rows" else payload.new_empty(0)
 
 
 def gradient_layout(x: Columns, w: Columns) -> str:

@@ -109,15 +109,15 @@ def scaled_mm(
     """``(a @ b^T) * a_scale_inv * b_scale_inv + bias``; see the operator ``lightning_fp8::scaled_mm``."""
     if a_scale_inv.dim():
         return scaled_mm_in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype)
-    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    out, k = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device), min(a.shape[1], b.shape[1])
     # oneDNN's bf16 GEMM takes several times as long as fp32 for one row, as in generation
     operand_dtype = torch.float32 if a.shape[0] <= _FEW_ROWS else _operand_dtype(out_dtype)
-    b_values = values_of(b, b_format).to(operand_dtype).t()
+    b_values = values_of(b, b_format)[:, :k].to(operand_dtype).t()
     scale_inv = _gemm_scale_inv(a_scale_inv, b_scale_inv, a_format, b_format)
     addend = None if bias is None else bias.to(out_dtype).to(operand_dtype)
     a_has_nan = a_format == "e4m3" and a.numel() > FEW_ELEMENTS and has_nan(a, a_format)
     for rows in row_chunks(a.shape[0], max(a.shape[1], b.shape[0])):
-        a_values = dequantize(a[rows], a_format, a_has_nan).to(operand_dtype)
+        a_values = dequantize(a[rows], a_format, a_has_nan)[:, :k].to(operand_dtype)
         _mm_into(out[rows], a_values, b_values, scale_inv, addend)
     return out
 
@@ -133,12 +133,12 @@ def scaled_mm_in_blocks(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """The same with a scale for each block: partial sums of 128 along K times their scales are added up in fp32."""
-    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    b_values = values_of(b, b_format).t()
+    out, k = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device), min(a.shape[1], b.shape[1])
+    b_values = values_of(b, b_format)[:, :k].t()
     a_scales = per_row(a_scale_inv, len(a)) * DEQUANTIZED_SHIFT[a_format]
     b_scales = per_row(b_scale_inv, len(b)).t() * DEQUANTIZED_SHIFT[b_format]
     for rows in row_chunks(a.shape[0], max(a.shape[1], b.shape[0])):
-        a_values = dequantize(a[rows], a_format)
+        a_values = dequantize(a[rows], a_format)[:, :k]
         sums = torch.zeros(len(a_values), len(b), dtype=torch.float32)
         partial = torch.empty_like(sums)
         for number in range(a_scales.shape[1]):
@@ -180,8 +180,9 @@ def linear_backward(
     if h is not None:
         dy = activation_gradient(h, dy, activation)
     fmt = FORMATS[slot.format]
-    x_fp8, w_fp8 = (None if kept.payload is None else kept.payload.t() for kept in (x, w))
-    (m, n), k = dy.shape, 0 if x_fp8 is None else x_fp8.shape[1]
+    m, n = dy.shape
+    x_fp8, w_fp8 = (None if kept.payload is None else kept.payload[:, :k].t() for kept, k in ((x, m), (w, n)))
+    k = 0 if x_fp8 is None else x_fp8.shape[1]
     used, current = _scale_to_use(dy, slot)
     if is_counting(slot):
         count(dy, used, slot)

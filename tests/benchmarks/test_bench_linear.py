@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +15,14 @@ from kernels_cuda.gemm_variants import Configuration
 from lightning_fp8 import scaling_state
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.ops import basic
-from lightning_fp8.ops.cuda import chained, gemm_choice, kernels
+from lightning_fp8.ops.cuda import gemm_choice, kernels
 from lightning_fp8.scaling.state import ScalingState
 from lightning_fp8.tools.tune import iteration
 from lightning_fp8.tools.tune.iteration import Iteration, Precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LINEAR, FEED_FORWARD = linear.cases(CPU)
-OURS = ["lightning_fp8", "lightning_fp8 unchained", "lightning_fp8 cublaslt"]
+OURS = ["lightning_fp8", "lightning_fp8 cublaslt"]
 
 
 def run(path: Path, case: str = "") -> None:
@@ -191,9 +188,7 @@ def test_the_gemms_of_linear_gelu_linear(monkeypatch: pytest.MonkeyPatch) -> Non
         block = precisions[name].make(linear.Block(16, 32))
         assert block.as_one
         found[name] = conversion_plan(block).settings.gemm
-    assert found == dict(zip(OURS, ("rawkernel", "rawkernel", "cublaslt")))
-    assert [precisions[name].around for name in OURS[:2]] == [chained.taken, chained.left_out]
-    assert precisions[OURS[2]].around not in (chained.taken, chained.left_out)
+    assert found == dict(zip(OURS, ("rawkernel", "cublaslt")))
     assert not linear.Block(16, 32).as_one
     # the linear layer runs as users call it
     assert (
@@ -208,22 +203,6 @@ def test_as_one_means_in_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     block = linear._as_one(linear.Block(16, 32), "auto")
     block(torch.randn(4, 8))
     assert calls == ["gelu"]
-
-
-def test_what_is_around_an_iteration_is_around_both_ways() -> None:
-    events: list[str] = []
-
-    @contextmanager
-    def around() -> Iterator[None]:
-        events.append("in")
-        yield
-        events.append("out")
-
-    given = made(replace(FP8, around=around))
-    given.block.register_forward_hook(lambda *_: events.append("forward"))
-    given.x.register_hook(lambda _: events.append("backward"))
-    given.run()
-    assert events == ["in", "forward", "backward", "out"]
 
 
 def test_copies_are_blocks_of_their_own_and_in_the_steady_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,14 +281,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found["sizes"] = [*found.get("sizes", []), (m, n, k)]
         return gemm_choice.Choice(found["configuration"], found["splits"])
 
-    def chained_kernel(device: Any, configuration: Any, *rest: Any) -> Any:
-        assert configuration == found["configuration"]
-        return kernel("chained", *rest)
-
     monkeypatch.setattr(kernels, "cast_kernel", lambda device, dtype, *rest: kernel("cast", *rest))
     monkeypatch.setattr(kernels, "weights_kernel", lambda device: kernel("weights"))
     monkeypatch.setattr(gemm_choice, "choose", choose)
-    monkeypatch.setattr(kernels, "chained_kernel", chained_kernel, raising=False)
     monkeypatch.setattr(kernels, "gemm_kernel", lambda device, _, *rest: kernel("gemm", *rest), raising=False)
     monkeypatch.setattr(kernels, "sum_splits_kernel", lambda device, *rest: kernel("sum", *rest), raising=False)
     return found
@@ -325,28 +299,19 @@ def test_a_linear_layer_is_served_by_its_casts(asked: dict[str, Any]) -> None:
     assert LINEAR.is_served(CPU)
 
 
-def test_linear_gelu_linear_is_served_by_casts_gemms_and_chains(asked: dict[str, Any]) -> None:
+def test_linear_gelu_linear_is_served_by_casts_and_gemms(asked: dict[str, Any]) -> None:
     assert FEED_FORWARD.is_served(GPU)
     bf16, fp32 = torch.bfloat16, torch.float32
-    chains = [("chained", "e4m3", bf16, False, "gelu", "e4m3"), ("chained", "e5m2", bf16, True, "gelu", "e5m2")]
     gemms = [
         ("gemm", "e4m3", "e4m3", bf16, False),
         ("gemm", "e5m2", "e4m3", bf16, True),
         ("gemm", "e5m2", "e4m3", fp32, True),
     ]
-    needed = {*(("cast", *cast) for cast in (*CASTS, *GELU)), ("weights",), *gemms, *chains}
+    needed = {*(("cast", *cast) for cast in (*CASTS, *GELU)), ("weights",), *gemms}
     assert set(asked["asked"]) == needed
     up, down = [(64, 96, 32), (64, 32, 96), (96, 32, 64)], [(64, 32, 96), (64, 96, 32), (32, 96, 64)]
-    # six GEMMs, and two of them chained to a cast: fprop of the first layer, dgrad of the second
-    assert asked["sizes"] == [*up, *down, (64, 96, 32), (64, 96, 32)]
+    assert asked["sizes"] == [*up, *down]
     for missing in needed:
         asked["missing"] = missing
         assert not FEED_FORWARD.is_served(GPU)
     assert FEED_FORWARD.is_served(CPU)
-
-
-@pytest.mark.parametrize("change", [{"configuration": Configuration("gemm_sm89", 128, 128, 4)}, {"splits": 2}])
-def test_where_nothing_can_be_chained_no_chain_is_missed(change: dict[str, Any], asked: dict[str, Any]) -> None:
-    asked.update(change)
-    assert FEED_FORWARD.is_served(GPU)
-    assert not any(what[0] == "chained" for what in asked["asked"])

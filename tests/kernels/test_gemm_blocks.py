@@ -20,8 +20,8 @@ from kernels_cuda.gemm import Split
 from kernels_cuda.gemm_variants import Configuration, configurations
 
 BLOCK, POISON = 128, 0xFF
-LARGE, SMALL = (configurations((9, 0), True, in_blocks=True)[at] for at in (0, -1))
-(ADA,) = configurations((8, 9), True, in_blocks=True)
+LARGE, SMALL = (configurations((9, 0), True)[at] for at in (0, -1))
+(ADA,) = configurations((8, 9), True)
 # few, because each takes long to compile: the configuration, the dimension over which b shares a scale, the output
 CASES = [
     (LARGE, 128, torch.bfloat16),

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from by_columns import padded, unpadded
 from fp8_numpy import DEFINITIONS, code_values, saturating_cast
 from host_kernels import FEW_VARIANTS, Guarded, HostKernel, ends_by, library
 from torch import Tensor
@@ -73,7 +74,7 @@ def run(
     """
     gated, backward = activation == "swiglu", dy is not None
     rows, width = x.shape[0], x.shape[1] // 2 if gated and not backward else x.shape[1]
-    shapes = ((rows, width), (width, rows), (column_sum_tiles(rows), width))
+    shapes = ((rows, width), (width, padded(rows)), (column_sum_tiles(rows), width))
     kernel, results = cast_kernel(x.dtype, fmt, activation, backward), []
     for poison in POISONS:
         y, y_t = (Guarded(shape, torch.uint8, poison, offset) if on else None for shape, on in zip(shapes, outputs[:2]))
@@ -89,7 +90,8 @@ def run(
         # as bytes, where NaN equals itself
         same = first is None or first.numpy().tobytes() == second.numpy().tobytes()
         assert same, f"{name}: not all of it is written, or not the same each time"
-    return results[0]
+    y, y_t, sums, scale_inv = results[0]
+    return Outputs(y, None if y_t is None else unpadded(y_t, rows), sums, scale_inv)
 
 
 def delayed(scale: float, amax: Tensor | None = None) -> Row:
@@ -164,7 +166,7 @@ def test_cast_is_exact(patterns: str, fmt: str) -> None:
         assert_same(scale_inv, torch.tensor(scale).reciprocal())
 
 
-SIZES = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200)
+SIZES = (1, 15, 16, 17, 63, 64, 65, 71, 127, 128, 129, 200)
 ALIGNED = ((128, 64), (256, 128), (384, 192))
 
 
@@ -184,6 +186,14 @@ def test_ragged_shapes(rows: int | str) -> None:
             assert torch.equal(y_t.t(), y), (shape, wider, shift, offset)
             assert_same(amax, torch.tensor([0.0, x.float().abs().max(), 0.0]))
             assert_sums(sums, x)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_any_number_of_rows_is_padded_by_columns(offset: int) -> None:
+    for rows in range(1, 41):
+        x = torch.randn(rows, 24).bfloat16()
+        y, y_t, _, _ = run(x, "e4m3", delayed(3.7), offset=offset)
+        assert torch.equal(y_t.t(), y)
 
 
 @pytest.mark.parametrize("outputs", list(itertools.product((False, True), repeat=3)))
@@ -449,7 +459,8 @@ def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool]) -> 
         newest[place] = 0.0 if first else 1.0
         # if every tensor has a history, nothing is measured
         row = Row(scale, newest, torch.tensor([place]), amax, torch.zeros(()) if any(firsts) else None)
-        payloads = (torch.full(shape, 0xA5, dtype=torch.uint8) for shape in ((rows, columns), (columns, rows)))
+        shapes = (rows, columns), (columns, padded(rows))
+        payloads = (torch.full(shape, 0xA5, dtype=torch.uint8) for shape in shapes)
         sums = torch.full((column_sum_tiles(rows), columns), float("nan"))
         results.append(casts.Result(row, torch.zeros(()), *payloads, sums))
     casts.cast_gated(kernel, gate, up, results[0], dy, results[1])
@@ -461,7 +472,7 @@ def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool]) -> 
         together = run(torch.cat([gate, up], dim=1), fmt, delayed(used), "swiglu", dy, (True, True, True))
         codes, sums = together.y.chunk(2, dim=1)[half], together.sums.chunk(2, dim=1)[half]
         assert torch.equal(result.y, codes)
-        assert torch.equal(result.y_t, codes.t())
+        assert torch.equal(unpadded(result.y_t, rows), codes.t())
         assert torch.equal(result.column_sums, sums)
     assert amax[2] == 0
     inputs = run(torch.cat([gate, up], dim=1), "e4m3", delayed(9.0), "swiglu")
@@ -479,7 +490,8 @@ def run_weights(xs: list[Tensor], indices: list[int]) -> Tensor:
     kernel, results, untouched = weights_kernel(), [], -7.0
     arena = 3 * len(xs)
     for poison in POISONS:
-        outputs = [[Guarded(shape, torch.uint8, poison) for shape in (x.shape, x.shape[::-1])] for x in xs]
+        shapes = [(x.shape, (x.shape[1], padded(len(x)))) for x in xs]
+        outputs = [[Guarded(shape, torch.uint8, poison) for shape in pair] for pair in shapes]
         weights = [Weight(x, index, y.tensor, y_t.tensor) for x, index, (y, y_t) in zip(xs, indices, outputs)]
         scale, amax = (Guarded((arena,), torch.float32, poison) for _ in range(2))
         for one in (scale, amax):
@@ -497,7 +509,7 @@ def run_weights(xs: list[Tensor], indices: list[int]) -> Tensor:
         used = first_scale(largest, "e4m3")
         assert_same(scale_inv[number], used.reciprocal())
         assert_codes(payloads[2 * number], x, used, "e4m3")
-        assert torch.equal(payloads[2 * number + 1].t(), payloads[2 * number])
+        assert torch.equal(unpadded(payloads[2 * number + 1], len(x)).t(), payloads[2 * number])
         assert_same(current[number], largest)
         assert_same(amax[index], largest)
         assert_same(scale[index], used)
@@ -524,7 +536,8 @@ def test_a_flag_of_alignment_selects_whole_words(flag: int, monkeypatch: pytest.
     """At addresses that are not aligned, reading or storing one ends the process, here as on a GPU."""
     rows, columns = 2 * casts.TILE_ROWS + 8, 2 * casts.TILE_COLUMNS + 4
     x = torch.randn(rows * columns + 1).bfloat16()[1:].view(rows, columns)
-    y, y_t = (torch.empty(shape, dtype=torch.uint8) for shape in ((rows, columns), (columns, rows)))
+    # of a tensor that is not aligned
+    y, y_t = (torch.empty(size + 1, dtype=torch.uint8)[1:] for size in (rows * columns, padded(rows) * columns))
     kernel, row = cast_kernel(x.dtype, "e4m3", "none", False), Row(*torch.ones(2, 1), torch.tensor([0]), None)
     monkeypatch.setattr(casts, "aligned_loads", lambda *_: flag & casts._LOADS)
     monkeypatch.setattr(casts, "aligned_stores", lambda *_: flag & ~casts._LOADS)
@@ -534,10 +547,9 @@ def test_a_flag_of_alignment_selects_whole_words(flag: int, monkeypatch: pytest.
 
 def test_which_accesses_are_aligned() -> None:
     everything = casts._ROWS | casts._COLUMNS
-    assert casts.aligned_stores(64, 128, 16, 8) == everything
-    assert casts.aligned_stores(64, 0, 16, 8) == casts._ROWS
-    assert casts.aligned_stores(64, 128, 24, 8) == casts.aligned_stores(64, 136, 16, 8) == casts._ROWS
-    assert casts.aligned_stores(64, 128, 16, 12) == casts.aligned_stores(68, 128, 16, 8) == casts._COLUMNS
+    assert casts.aligned_stores(64, 128, 8) == everything
+    assert casts.aligned_stores(64, 0, 8) == casts.aligned_stores(64, 136, 8) == casts._ROWS
+    assert casts.aligned_stores(64, 128, 12) == casts.aligned_stores(68, 128, 8) == casts._COLUMNS
     assert casts.aligned_loads(64, 48) == casts._LOADS
     assert casts.aligned_loads(64, 40) == casts.aligned_loads(72, 48) == 0
 

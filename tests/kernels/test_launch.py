@@ -194,6 +194,40 @@ def test_the_first_tensor_map_of_a_thread_sets_the_context(devices: list[int], m
 
 
 @pytest.mark.usefixtures("devices")
+def test_the_maps_of_a_large_model_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub, maps = Driver(monkeypatch), 80 * 7 * 9
+
+    def step() -> None:
+        for number in range(maps):
+            tensor_map(0, 16 * number, torch.uint8, 64, 128, 128, 64, 128)
+
+    for _ in range(2):
+        in_a_thread(step)
+    assert len(stub.row_bytes) == maps
+
+
+@pytest.mark.usefixtures("devices")
+def test_threads_do_not_mix_their_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's call releases the GIL between reading its arguments and writing the map."""
+    stub = Driver(monkeypatch)
+    together = threading.Barrier(2, timeout=60)
+
+    def encode(map: ctypes.c_void_p, *given: Any) -> int:
+        together.wait()
+        ctypes.memmove(map, struct.pack("QQQ", *given[3], *given[4]), 24)
+        together.wait()
+        return 0
+
+    monkeypatch.setattr(stub, "cuTensorMapEncodeTiled", encode)
+
+    def make(rows: int) -> tuple[int, ...]:
+        return struct.unpack("QQQ", tensor_map(0, 0, torch.uint8, rows, 128, 16 * rows, 64, 128)[:24])
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(make, (16, 32))) == [(128, 16, 256), (128, 32, 512)]
+
+
+@pytest.mark.usefixtures("devices")
 def test_a_single_row_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = Driver(monkeypatch)
     kernel = Kernel(SimpleNamespace(ptr=77), HOPPER.layout, HOPPER.threads, 0)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels_cuda.gemm_variants import CHAINED_ACTIVATIONS, Configuration, configurations
+from kernels_cuda.gemm_variants import Configuration, configurations
 from lightning_fp8.ops.cuda import gemm_choice, gemm_table, kernels
 from lightning_fp8.ops.cuda.gemm_choice import Choice, check_gemm, choose, estimated, most_splits
 from lightning_fp8.runtime.warn_once import warn_once
@@ -32,7 +32,7 @@ ABOUT = {"gpu": NAME, "driver": "580", "versions": {"torch": "2.13"}, "commit": 
 
 
 def forget() -> None:
-    for function in (choose, gemm_choice.is_chained, warn_once, gemm_table.rows, kernels.backend):
+    for function in (choose, warn_once, gemm_table.rows, kernels.backend):
         function.cache_clear()
 
 
@@ -199,14 +199,6 @@ def test_auto_is_never_slower_than_the_better_one_where_measured() -> None:
     assert sides == {False, True}
 
 
-def test_ping_pong_is_taken_as_measured_and_never_estimated() -> None:
-    measured = "128x128 s6 c2 ping-pong"
-    given(row(4096, 4096, 4096, 1.0, 2.0, configuration=measured))
-    assert chosen(4096, 4096, 8192) == Choice(FAST[measured])
-    # too far away for its configuration to apply
-    assert chosen(4096, 4096, 8193) == Choice(FAST["128x256 s4 c2"])
-
-
 def test_measured_splits_are_taken() -> None:
     given(promoted(1024, 1024, 8192, 1.0, 2.0, splits=4))
     assert chosen(1024, 1024, 8192, promote=True) == Choice(PROMOTED["256x128 s4 c1"], 4)
@@ -321,7 +313,6 @@ def test_estimate_is_the_best_by_its_formula(promote: bool, multiprocessors: int
         everything = [
             (by_hand(one, splits, m, n, k, multiprocessors), at, splits)
             for at, one in enumerate(ours)
-            if not one.ping_pong
             for splits in splits_by_hand(one, m, n, k, promote, multiprocessors)
         ]
         _, at, splits = min(everything)
@@ -359,38 +350,6 @@ def test_parts_of_k_are_long_and_few(k: int, promote: bool, most: int) -> None:
     assert most_splits(k, promote) == most
 
 
-# chained or separate
-
-
-def is_chained(activation: str, m: int, n: int, k: int, promote: bool = False) -> bool:
-    gemm_choice.is_chained.cache_clear()
-    return gemm_choice.is_chained(GPU, activation, m, n, k, promote, BF16)
-
-
-def test_unmeasured_only_relu_is_chained() -> None:
-    for rows in ((), (row(512, 512, 512, 1.0, 2.0),)):
-        given(*rows)
-        assert [name for name in CHAINED_ACTIVATIONS if is_chained(name, 512, 512, 512)] == ["relu"]
-
-
-def test_measured_chains_are_those_of_the_nearest_gemm_that_knows() -> None:
-    given(
-        row(512, 512, 512, 1.0, 2.0, chained={"gelu": True, "relu": False}),
-        row(2048, 512, 512, 1.0, 2.0, chained={"gelu": False}),
-        row(600, 512, 512, 1.0, 2.0),
-        promoted(512, 512, 512, 1.0, 2.0, chained={"gelu": False, "silu": True}),
-    )
-    assert is_chained("gelu", 600, 512, 512)
-    assert not is_chained("gelu", 1100, 512, 512)
-    assert not is_chained("relu", 512, 512, 512)
-    # too far from the measured sizes, and not measured for this activation
-    assert is_chained("relu", 2048, 512, 512)
-    assert not is_chained("gelu", 100, 512, 512)
-    assert not is_chained("silu", 512, 512, 512)
-    assert is_chained("silu", 512, 512, 512, promote=True)
-    assert not is_chained("gelu", 512, 512, 512, promote=True)
-
-
 # tables
 
 
@@ -399,8 +358,8 @@ def test_rows_come_back_as_they_were_written() -> None:
         promoted(1024, 512, 8192, 3.5, None, output="float32", splits=4), row(64, 64, 64, None, 2.0, configuration=None)
     )
     assert gemm_table.rows(NAME, HOPPER) == (
-        (64, 64, 64, False, BF16, None, 1, None, 2.0, {}),
-        (1024, 512, 8192, True, FP32, PROMOTED["256x128 s4 c1"], 4, 3.5, None, {}),
+        (64, 64, 64, False, BF16, None, 1, None, 2.0),
+        (1024, 512, 8192, True, FP32, PROMOTED["256x128 s4 c1"], 4, 3.5, None),
     )
 
 
@@ -445,7 +404,6 @@ WRONG = {
             *(("m", value) for value in (0, -1, 64.0, "64", True, None)),
             *(("n", 0), ("k", 0), ("splits", 0), ("splits", None), ("promote", 1), ("output", "int8")),
             *(("output", None), ("configuration", 3), ("p50_us", 0), ("p50_us", -1.0), ("p50_us", float("nan"))),
-            *(("chained", value) for value in (None, True, ["gelu"], {"gelu": 1})),
             *(("cublaslt_p50_us", "fast"), ("cublaslt_p50_us", float("inf")), ("p50_us", True)),
         )
     },
@@ -496,12 +454,15 @@ def test_a_malformed_table_is_written_anew() -> None:
     assert len(gemm_table.rows(NAME, HOPPER)) == 1
 
 
-@pytest.mark.parametrize(("promote", "name"), [(False, "512x512 s4 c8"), (True, "128x256 s4 c2")])
+# the last is one of version 0.5, as are the additional fields of rows
+@pytest.mark.parametrize(
+    ("promote", "name"), [(False, "512x512 s4 c8"), (True, "128x256 s4 c2"), (False, "128x128 s6 c2 ping-pong")]
+)
 def test_a_row_of_an_unknown_configuration_is_ignored_alone(promote: bool, name: str) -> None:
     given(row(64, 64, 64, 1.0, 2.0, promote=promote, configuration="128x128 s6 c1"), own=False)
     path = given(
         row(64, 64, 64, 1.0, 2.0, promote=promote, configuration=name),
-        row(4096, 64, 64, 1.0, 2.0, promote=promote, configuration="128x128 s6 c2"),
+        row(4096, 64, 64, 1.0, 2.0, promote=promote, configuration="128x128 s6 c2", chained={"gelu": True}),
     )
     with recorded() as said:
         assert chosen(64, 64, 64, promote=promote).configuration == FAST["128x128 s6 c1"]

@@ -33,7 +33,7 @@ SYMBOLIC = (41, 58, 100)
 RAGGED = [(130, 17, 48), (17, 48, 130), (128, 130, 15), (16, 15, 128)]
 # graphs are made again for these
 SPECIAL = [(0, 16, 130), (1, 130, 1), (130, 1, 17)]
-(ADA,) = gemm_variants.configurations((8, 9), True, in_blocks=True)
+(ADA,) = gemm_variants.configurations((8, 9), True)
 HALVES = ["cpu", "kernels that do nothing", "torch's operators"]
 
 

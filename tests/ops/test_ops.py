@@ -10,6 +10,8 @@ import fp8_numpy
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from by_columns import padded, unpadded
 from gemm_in_fp64 import random_payload, values
 from operator_cases import OPERATORS
 from slots import slot_of
@@ -24,7 +26,7 @@ from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm, plain
 from lightning_fp8.ops.dequantize import dequantize, keep_values
 from lightning_fp8.ops.library import Operator, flattened, is_watched
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, OwnScaling, WeightSlot
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, OwnScaling, WeightSlot, by_columns
 
 GRAD, WEIGHT = 1, 2
 SIZES = [(32, 16, 48), (1, 1, 1), (17, 15, 129), (130, 33, 7), (5, 3, 0), (0, 16, 32)]
@@ -64,6 +66,18 @@ def test_scaled_mm_equals_fp64_within_one_rounding(
     assert ((out.double() - exact).abs() <= allowed).all()
 
 
+@pytest.mark.parametrize("k", [71, 48])
+@pytest.mark.parametrize("implementation", [reference, plain, gemm])
+def test_of_two_ks_the_shorter_is_the_true_one(implementation: Any, k: int) -> None:
+    """An operand by columns has zeros at the end of its rows, as in dgrad, where the other has none."""
+    a, b, inv = random_payload(20, k, "e5m2"), random_payload(32, k, "e4m3"), torch.tensor(1e-3)
+    expected = reference.scaled_mm(a, b, inv, inv, None, "e5m2", "e4m3", torch.float32, False)
+    longer_a, longer_b = (F.pad(one, (0, padded(k) - k)) for one in (a, b))
+    for operands in ((a, longer_b), (longer_a, b), (longer_a, longer_b), (a, longer_b[:, : k + 1])):
+        out = implementation.scaled_mm(*operands, inv, inv, None, "e5m2", "e4m3", torch.float32, False)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
+
+
 def test_scaled_mm_without_bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, inv = random_payload(17, 40, "e4m3"), random_payload(9, 40, "e4m3"), torch.tensor(1e-3)
     args = (a, b, inv, inv, torch.randn(9), "e4m3", "e4m3", torch.bfloat16, True)
@@ -90,7 +104,8 @@ def test_a_product_is_added_in_fp32(size: tuple[int, int, int], dtype: torch.dty
 
 
 @pytest.mark.usefixtures("host_kernels")
-def test_cuda_path_backward_equals_the_reference() -> None:
+@pytest.mark.parametrize("transposed", [torch.Tensor.t, by_columns], ids=["a view", "padded"])
+def test_cuda_path_backward_equals_the_reference(transposed: Callable[[torch.Tensor], torch.Tensor]) -> None:
     state, dy = state_with_history(), torch.randn(20, 12)
     x_fp8, w_fp8 = random_payload(20, 18, "e4m3"), random_payload(12, 18, "e4m3")
     one = torch.tensor(0.01)
@@ -98,7 +113,7 @@ def test_cuda_path_backward_equals_the_reference() -> None:
         results = []
         for implementation in (reference, cuda):
             state.amax.zero_()
-            kept = (Columns(None if payload is None else payload.t(), one, "e4m3") for payload in (x, w))
+            kept = (Columns(None if payload is None else transposed(payload), one, "e4m3") for payload in (x, w))
             args = (dy, None, "none", *kept, slot_of(state, GRAD, record=True))
             gradients = implementation.linear_backward(*args, torch.float32, torch.float32, True)
             results.append((*gradients, state.amax.clone()))
@@ -160,7 +175,7 @@ def test_gemm_leaves_the_matmul_precision_as_it_was() -> None:
     one = torch.tensor(1.0)
     reference.scaled_mm(a, a, one, one, None, "e4m3", "e4m3", torch.float32, True)
     with pytest.raises(RuntimeError):
-        reference.scaled_mm(a, a[:, :3], one, one, None, "e4m3", "e4m3", torch.float32, True)
+        reference.scaled_mm(a, a, one, one, torch.ones(3), "e4m3", "e4m3", torch.float32, True)
     assert matmul.fp32_precision == before
 
 
@@ -347,7 +362,7 @@ def test_a_weight_is_scaled_by_what_it_holds(implementation: Any) -> None:
         amax = w.abs().max()
         expected = fp8_numpy.saturating_cast(w.numpy(), np.float32(448) / amax.numpy(), "e4m3")
         assert np.array_equal(payload.numpy(), expected)
-        assert torch.equal(payload_t, payload.t())
+        assert torch.equal(unpadded(payload_t, 9), payload.t())
         assert scale_inv == (torch.tensor(448.0) / amax).reciprocal()
         # the amax and scale that were used are recorded, for this weight only
         assert state.amax.tolist() == [1e6] * 5 + [amax]

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from lightning_fp8 import Bf16TruePrecision, Fp8Precision, scaling_state
 from lightning_fp8.dtypes import attention
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.cuda import chained
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.trainer import PLUGINS
 from lightning_fp8.runtime.switch import Switch
@@ -260,15 +259,6 @@ def test_a_context_that_ends_while_another_one_begins() -> None:
     thread.join(LIMIT)
     assert not thread.is_alive()
     assert value == ["off"]
-
-
-def test_left_out_ends_in_any_order(threads: list[Thread]) -> None:
-    for thread in threads[:2]:
-        thread.enter(chained.left_out())
-    threads[0].leave()
-    assert chained._wanted is False
-    threads[1].leave()
-    assert chained._wanted is None
 
 
 # -------------------------------------------------------------------------------------------------- fp32 products

@@ -134,7 +134,6 @@ class ModelScales:
         # the layers that have run since the weights were last looked at, the number of steps at that time, and what was
         # found
         self.cast: set[str] = set()
-        self.last: str | None = None
         self.updates, self.steps_at_look = 0, None
         self.fit, self.must_empty = True, False
         # the layers that have recorded
@@ -168,16 +167,14 @@ class ModelScales:
         """
         if record:
             self.recording.add(name)
-        is_again = name == self.last
-        if name in self.cast and not is_again:
+        if name in self.cast:
             self.cast.clear()
         own = self.layers[name].weight
-        if not self.cast or (own.version != own.held if self.fit else is_again):
+        if not self.cast or (self.fit and own.version != own.held):
             self.look()
             if not self.optimizer_steps:
                 self.is_stepping = False
         self.cast.add(name)
-        self.last = name
         if record and not self.fit:
             if self.must_empty:
                 for tensor in self.delayed():
@@ -284,7 +281,7 @@ class ModelScales:
     def copy(self) -> ModelScales:
         """Of a copied model, whose weights are new ones."""
         other = copy.deepcopy(self)
-        other.cast, other.last, other.steps_at_look = set(), None, None
+        other.cast, other.steps_at_look = set(), None
         other.fit, other.optimizer_steps, other.is_stepping = True, 0, False
         for layer in other.layers.values():
             weight = layer.weight
@@ -300,7 +297,7 @@ class ModelScales:
         if list(names) != list(self.layers):
             before = copy.copy(self.layers)
             self.layers = {name: before.get(name, ScaledLayer(self.recipe)) for name in names}
-            self.cast, self.last, self.updates, self.steps_at_look = set(), None, 0, None
+            self.cast, self.updates, self.steps_at_look = set(), 0, None
             self.fit, self.optimizer_steps, self.is_stepping = True, 0, False
             for layer in self.layers.values():
                 if layer.weight.held is None:

@@ -27,7 +27,7 @@ from kernels_cuda import casts
 from kernels_cuda import compile as kernels_compile
 from kernels_cuda.cache import cache_folder
 from kernels_cuda.compile import CompileError, KernelsUnavailable, nvrtc_version
-from kernels_cuda.gemm_variants import CHAINED_ACTIVATIONS, OUTPUTS, configurations
+from kernels_cuda.gemm_variants import OUTPUTS, configurations
 from lightning_fp8 import __main__ as entry
 from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.tools.doctor import (
@@ -219,21 +219,16 @@ def test_every_kernel_there_is_can_be_compiled_ahead() -> None:
     """For any formats, dtypes and configurations that a recipe or a table requires."""
     names = {variant.name for variant in kernels_of((9, 0), every=True)}
     assert {variant.name for variant in EVERY} < names
-    for promote, grad in ((False, "e4m3"), (True, "e5m2"), (True, "e4m3")):
+    for promote in (False, True):
         for one in configurations((9, 0), promote):
             made = [kernels._gemm_variant(one, *pair, output, promote) for pair in FORMAT_PAIRS for output in OUTPUTS]
-            made += [
-                kernels._chained_variant(one, grad, output, promote, activation, grad)
-                for output in (torch.bfloat16, torch.float16)
-                for activation in CHAINED_ACTIVATIONS
-            ]
             assert {variant.name for variant in made} <= names
     for capability in ((8, 9), (9, 0), (12, 0)):
         names = {variant.name for variant in kernels_of(capability, every=True)}
         in_blocks = [kernels._block_cast_variant(dtype, square) for dtype in casts.INPUTS for square in (False, True)]
         in_blocks += [
             kernels._gemm_variant(one, "e4m3", "e4m3", output, True, rows)
-            for one in configurations(capability, True, in_blocks=True)
+            for one in configurations(capability, True)
             for output in OUTPUTS
             for rows in (1, 128)
         ]
@@ -252,19 +247,14 @@ def test_there_is_a_variant_for_everything_that_is_cast() -> None:
 
 
 def test_every_gemm_that_training_may_use_is_tested() -> None:
-    gemms = [variant for variant in EVERY if variant.family == "gemm_sm90"]
-    plain = {variant.name for variant in gemms if "CHAIN" not in variant.name}
+    gemms = {variant.name for variant in EVERY if variant.family == "gemm_sm90"}
     for promote, (a, outputs) in {False: ("e4m3", ("Bf16",)), True: ("e5m2", ("Bf16", "Fp32", "Fp16"))}.items():
         for one in configurations((9, 0), promote):
             for output in outputs:
                 name = f"OUTPUT=Out{output} PROMOTE={int(promote)}"
                 cut = f"BLOCK_M={one.block_m} BLOCK_N={one.block_n} STAGES={one.stages} CLUSTER={one.cluster}"
-                cut += f" PING_PONG={int(one.ping_pong)}"
-                plain.remove(f"gemm_sm90 {cut} A_FORMAT={a} B_FORMAT=e4m3 {name}")
-    assert plain == set()
-    chains = [variant.defines[-3:-1] for variant in gemms if "CHAIN" in variant.name]
-    ways, activations = ("FORWARD", "BACKWARD"), ("Relu", "Gelu", "GeluTanh", "Silu")
-    assert chains == [(f"CHAIN={way}", f"ACTIVATION={activation}") for way in ways for activation in activations]
+                gemms.remove(f"gemm_sm90 {cut} A_FORMAT={a} B_FORMAT=e4m3 {name}")
+    assert gemms == set()
     assert {variant.family for variant in kernels_of((8, 9))} - {"cast_transpose"} == {
         "cast_weights", "update_scales", "gemm_sm89", "sum_splits"
     }  # fmt: skip

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 from forked_workers import fork_workers
-from gemm_in_fp64 import HOPPER as HOPPER_CONFIGURATION
-from gemm_in_fp64 import Gemms
 from repository import ROOT
 from warm import run_warm
 
@@ -26,10 +24,9 @@ from kernels_cuda.compile import KernelsUnavailable
 from kernels_cuda.gemm_variants import configurations
 from lightning_fp8 import __main__ as entry
 from lightning_fp8.ops.cuda import gemm_table, kernels, plain
-from lightning_fp8.ops.cuda.gemm import run_choice
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.tools import timing
-from lightning_fp8.tools.tune import chain, child, command, search, trial
+from lightning_fp8.tools.tune import child, command, search, trial
 from lightning_fp8.tools.tune.shapes import LAYERS, Gemm, Layer, candidates, gemms_of, parse_layers
 from lightning_fp8.tools.worker import Answer, Worker, serve
 
@@ -103,14 +100,6 @@ def test_candidates_split_k_as_long_as_all_parts_fit(
     assert {choice.configuration for choice in made} == set(PROMOTED.values())
     for name, splits in expected.items():
         assert [choice.splits for choice in made if choice.configuration == PROMOTED[name]] == splits
-
-
-@pytest.mark.parametrize("promote", [False, True])
-def test_ping_pong_is_a_candidate(promote: bool) -> None:
-    made = candidates(
-        Gemm(8192, 8192, 4096, promote, torch.bfloat16, "e4m3", "e4m3"), configurations((9, 0), promote), 132
-    )
-    assert {"128x128 s6 c2 ping-pong", "128x128 s6 c1 ping-pong"} < {choice.name for choice in made}
 
 
 def test_fast_candidates_are_the_configurations() -> None:
@@ -493,53 +482,6 @@ def test_a_gemm_shorter_than_its_call_is_not_the_hosts_time(monkeypatch: pytest.
     assert (row["p50_us"], row["cublaslt_p50_us"]) == (pytest.approx(7.0), pytest.approx(10.0))
 
 
-# chained to the next operand's cast
-
-
-@pytest.fixture
-def gemms(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> Gemms:
-    """GEMMs in fp64; casts from their own source."""
-    return Gemms(monkeypatch)
-
-
-UP, DOWN = Layer(96, 32, 48).gemms()[0], Layer(96, 48, 32).gemms()[1]
-
-
-def chain_measured(gemm: Gemm, activation: str, run: trial.Run = run_choice) -> dict[str, Any]:
-    choice = Choice(HOPPER_CONFIGURATION)
-    return chain.measured(gemm, choice, choice, activation, 2, CPU, run)
-
-
-@pytest.mark.parametrize("gemm", [UP, DOWN])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_a_chained_gemm_is_compared_and_timed_beside_gemm_and_cast(
-    gemms: Gemms, monkeypatch: pytest.MonkeyPatch, gemm: Gemm, activation: str
-) -> None:
-    ran: list[str] = []
-
-    def batch(variant: timing.Variant, calls: int) -> float:
-        ran.append(variant.name)
-        gemms.launches.clear()
-        variant.call(0)
-        assert gemms.launches == ["chained_gemm" if variant.name == chain.CHAINED else "gemm"]
-        return {chain.CHAINED: 3.0, chain.SEPARATE: 4.0}[variant.name]
-
-    monkeypatch.setattr(timing, "wall_batch", batch)
-    monkeypatch.setattr(timing, "_calls_for", lambda *_: 1)
-    assert chain_measured(gemm, activation) == {"wrong": None, "chained_us": 3.0, "separate_us": 4.0}
-    assert ran == [chain.CHAINED, chain.SEPARATE] * 2
-
-
-@pytest.mark.parametrize("gemm", [UP, DOWN])
-def test_a_chained_gemm_that_gives_something_else_is_not_timed(gemms: Gemms, gemm: Gemm) -> None:
-    def run(*arguments: Any) -> torch.Tensor:
-        return run_choice(*arguments) * 1.2
-
-    assert "other codes of" in chain_measured(gemm, "relu", run)["wrong"]
-    gemms.missing = {"chained"}
-    assert chain_measured(gemm, "relu") == {"wrong": "no kernel: chained"}
-
-
 def test_rows_are_rows_of_a_table(clock: list[str], tmp_path: Path) -> None:
     rows = [trial.timed(gemm, choices, 2, CPU, run_plain) for gemm, choices in ((WGRAD, CHOICES), (FPROP, []))]
     gemm_table.write(tmp_path / "table.json", {"gpu": NAME}, rows)
@@ -633,29 +575,23 @@ def test_tune_leaves_out_what_is_broken_and_keeps_the_fastest(
     ours, theirs = rows[0].p50_us, rows[0].cublaslt_p50_us
     assert ours
     assert theirs
-    assert line.split()[-5:] == [f"{ours:.1f}", "0", "0", f"{theirs / ours:.3f}", "-"]
+    assert line.split()[-4:] == [f"{ours:.1f}", "0", "0", f"{theirs / ours:.3f}"]
 
 
 def test_figures_of_the_table() -> None:
     row = {"configuration": "256x128 s4 c2", "splits": 2, "p50_us": 1000.0, "cublaslt_p50_us": 1500.0}
     gemm = Gemm(8192, 4096, 16384, True, torch.float32, "e5m2", "e4m3")
-    assert command._cells(gemm, row)[1:] == ("256x128 s4 c2, K in 2", "1000.0", "1100", "733", "1.500", "-")
+    assert command._cells(gemm, row)[1:] == ("256x128 s4 c2, K in 2", "1000.0", "1100", "733", "1.500")
     none = {"configuration": None, "splits": 1, "p50_us": None, "cublaslt_p50_us": None}
-    assert command._cells(gemm, none)[1:] == ("none", "-", "-", "-", "-", "-")
-    chained = {
-        **row,
-        "chained_p50_us": {"relu": 1050.0, "silu": 1250.0},
-        "separate_p50_us": {"relu": 1200.0, "silu": 1000},
-    }
-    assert command._cells(gemm, chained)[-1] == "relu 1.143, silu 0.800"
+    assert command._cells(gemm, none)[1:] == ("none", "-", "-", "-", "-")
 
 
 class Steps:
-    """Replaces a worker: gives the outcomes of trials, timings and chained GEMMs.
+    """Replaces a worker: gives the outcomes of trials and timings.
 
     Attributes:
-        wrong: configurations with wrong results, and activations with wrong results after a GEMM.
-        lost: configurations and activations that end the process, and values of M whose timing does.
+        wrong: configurations with wrong results.
+        lost: configurations that end the process, and values of M whose timing does.
     """
 
     def __init__(
@@ -678,17 +614,14 @@ class Steps:
         self.asked.append((job, limit_s))
         m, n, k, promote, output, *_ = job["gemm"]
         (name, splits), *_ = [*job["choices"], (None, 1)]
-        what = {"trial": name, "timing": f"{m}", "chain": job.get("activation")}[job["kind"]]
+        what = {"trial": name, "timing": f"{m}"}[job["kind"]]
         if what in self.lost:
             return Answer(None, "did not end")
         if job["kind"] == "timing":
             key = {"m": m, "n": n, "k": k, "promote": promote, "output": output}
             best = {"configuration": name, "splits": splits, "p50_us": name and 2.0, "cublaslt_p50_us": 3.0}
             return Answer({**key, **best}, None)
-        if what in self.wrong:
-            return Answer({"wrong": "gave rubbish"}, None)
-        times = {"relu": (4.0, 5.0), "silu": (6.0, 5.0)}.get(job.get("activation", ""), (5.0, 5.0))
-        return Answer({"wrong": None, **dict(zip(("chained_us", "separate_us"), times))}, None)
+        return Answer({"wrong": "gave rubbish" if what in self.wrong else None}, None)
 
 
 def test_a_gemm_is_done_before_the_next_is_begun(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -707,16 +640,16 @@ def test_a_gemm_is_done_before_the_next_is_begun(gpu: Path, monkeypatch: pytest.
     gemms = [*Layer(48, 64, 32).gemms(), *Layer(2048, 1024, 1024).gemms()]
     assert list(dict.fromkeys(Gemm.from_json(job["gemm"]) for job, _ in steps.asked)) == gemms
     of_each = [[job["kind"] for job, _ in steps.asked if job["gemm"] == gemm.as_json()] for gemm in gemms]
-    assert all(kinds == sorted(kinds, key=["trial", "timing", "chain"].index) for kinds in of_each)
-    assert [len(list(jobs)) for jobs in of_each][:3] == [len(FAST) + 1, len(PROMOTED) + 1 + 4, len(PROMOTED) + 1]
-    assert rows_then == [at + (kind == "chain") for at, kinds in enumerate(of_each) for kind in kinds]
+    assert all(kinds == sorted(kinds, key=["trial", "timing"].index) for kinds in of_each)
+    assert [len(list(jobs)) for jobs in of_each][:3] == [len(FAST) + 1, len(PROMOTED) + 1, len(PROMOTED) + 1]
+    assert rows_then == [at for at, kinds in enumerate(of_each) for _ in kinds]
     timings = steps.jobs("timing")
     assert all("128x128 s6 c1" not in dict(job["choices"]) for job in timings)
     assert len(timings[0]["choices"]) == len(FAST) - 1
     assert [splits for name, splits in timings[5]["choices"] if name == "256x128 s4 c2"] == [1, 2]
     assert {job["rounds"] for job in timings} == {3}
     for job, limit in steps.asked:
-        assert limit == 7.0 * {"trial": 1, "timing": 1 + len(job["choices"]), "chain": 2}[job["kind"]]
+        assert limit == 7.0 * {"trial": 1, "timing": 1 + len(job["choices"])}[job["kind"]]
 
 
 def test_what_was_lost_twice_is_not_tried_again(
@@ -730,42 +663,6 @@ def test_what_was_lost_twice_is_not_tried_again(
     printed = capsys.readouterr().out
     assert printed.count("left out: 256x128 s4 c1 for") == 6
     assert printed.count("not tried again, after 2 crashes or timeouts") == 2
-
-
-def test_chained_or_separate_is_decided_by_activation(
-    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = Steps(monkeypatch, wrong={"gelu"}, lost={"gelu_tanh"})
-    command.main(["--shapes", "48x64x32"])
-    # of fprop [48, 32], dgrad [48, 64] and wgrad, only dgrad has a bf16 output that is wider than its K
-    assert [Gemm.from_json(job["gemm"]) for job in steps.jobs("chain")] == [DGRAD] * 4
-    rows = json.loads(gemm_table.own_path(NAME).read_text())["rows"]
-    (row,) = (row for row in rows if "chained" in row)
-    assert (row["m"], row["n"], row["k"]) == DGRAD[:3]
-    assert row["chained"] == {"relu": True, "gelu": False, "gelu_tanh": False, "silu": False}
-    assert row["chained_p50_us"] == {"relu": 4.0, "silu": 6.0}
-    assert row["separate_p50_us"] == {"relu": 5.0, "silu": 5.0}
-    printed = capsys.readouterr().out
-    assert f"left out: 256x128 s4 c2 with gelu for {DGRAD.name}: gave rubbish" in printed
-    assert f"left out: 256x128 s4 c2 with gelu_tanh for {DGRAD.name}: did not end" in printed
-    assert "relu 1.250, silu 0.833" in printed
-    assert all(job["choices"] == [["256x128 s4 c2", 1], ["256x128 s4 c2", 1]] for job in steps.jobs("chain"))
-
-
-def test_what_is_chained_stands_beside_the_faster_gemm() -> None:
-    row = {"configuration": "256x128 s4 c2", "splits": 1, "p50_us": 2.0, "cublaslt_p50_us": 1.5}
-    assert child.chain_job(DGRAD, row, "relu", 3)["choices"] == [["256x128 s4 c2", 1], [None, 1]]
-    assert child.chain_job(DGRAD, {**row, "cublaslt_p50_us": None}, "relu", 3)["choices"][1] == ["256x128 s4 c2", 1]
-
-
-def test_only_what_is_whole_and_ours_can_be_chained() -> None:
-    row = {"configuration": "256x128 s4 c2", "splits": 1}
-    assert chain.activations(DGRAD, row) == ("relu", "gelu", "gelu_tanh", "silu")
-    assert chain.activations(Layer(48, 32, 64).gemms()[0], row) == ("relu", "gelu", "gelu_tanh", "silu")
-    assert (
-        chain.activations(DGRAD, {**row, "splits": 2}) == chain.activations(DGRAD, {**row, "configuration": None}) == ()
-    )
-    assert chain.activations(FPROP, row) == chain.activations(WGRAD._replace(m=64, n=128), row) == ()
 
 
 def test_a_gemm_that_cannot_be_measured_is_named_and_the_others_kept(

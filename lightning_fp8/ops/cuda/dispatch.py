@@ -17,7 +17,18 @@ from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.cuda.gemm import scaled_mm
 from lightning_fp8.ops.cuda.kernels import block_cast_kernel, cast_kernel, update_kernel, weights_kernel
 from lightning_fp8.ops.library import is_k_major
-from lightning_fp8.ops.operand import Columns, Slot, State, WeightSlot, gradient_layout, nothing
+from lightning_fp8.ops.operand import (
+    ALIGNMENT,
+    Columns,
+    Fp8Operand,
+    Slot,
+    State,
+    WeightSlot,
+    columns_shape,
+    gradient_layout,
+    new_payloads,
+    nothing,
+)
 
 
 def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,13 +62,8 @@ def cast_blocks(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Ten
     kernel = block_cast_kernel(x.device, x.dtype, False) if x.numel() and slot.format == "e4m3" else None
     if kernel is None:
         return blocks.cast(x, slot, layout)
-    x, (rows, columns) = x if x.stride(1) == 1 else x.contiguous(), x.shape
-    y = y_t = nothing(x, torch.uint8)
-    scale_inv = scale_inv_t = nothing(x, torch.float32)
-    if layout != "columns":
-        y, scale_inv = x.new_empty(rows, columns, dtype=torch.uint8), blocks.new_scales(x, rows, columns)
-    if layout != "rows":
-        y_t, scale_inv_t = x.new_empty(columns, rows, dtype=torch.uint8), blocks.new_scales(x, columns, rows)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    y, y_t, scale_inv, scale_inv_t = blocks.new_cast(x, layout)
     amax, _, _ = slot.open()
     recorded = None if amax is None else block_casts.Recorded(slot.index, amax)
     block_casts.cast_blocks(kernel, x, recorded, slot.own.blocks != "float32", y, scale_inv, y_t, scale_inv_t)
@@ -70,11 +76,8 @@ def cast_weight_blocks(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[T
     kernel = block_cast_kernel(weight.device, weight.dtype, True) if weight.numel() and slot.format == "e4m3" else None
     if kernel is None:
         return blocks.cast_weight(weight, slot, layout)
-    weight, (rows, columns), state = weight if weight.stride(1) == 1 else weight.contiguous(), weight.shape, slot.state
-    y = nothing(weight, torch.uint8) if layout == "columns" else weight.new_empty(rows, columns, dtype=torch.uint8)
-    y_t = nothing(weight, torch.uint8) if layout == "rows" else weight.new_empty(columns, rows, dtype=torch.uint8)
-    squares = -(-rows // blocks.BLOCK), -(-columns // blocks.BLOCK)
-    scale_inv = weight.new_empty(squares, dtype=torch.float32)
+    weight, state = weight if weight.stride(1) == 1 else weight.contiguous(), slot.state
+    y, y_t, scale_inv = blocks.new_weight_cast(weight, layout)
     recorded = None if state is None else block_casts.Recorded(slot.index, state.amax, state.scale)
     block_casts.cast_squares(kernel, weight, recorded, scale_inv, slot.own.blocks != "float32", y, y_t)
     if is_counting(slot):
@@ -87,16 +90,16 @@ def cast_weights(
     weights: Sequence[Tensor],
     indices: Sequence[int],
     format: str,
-    out: Sequence[tuple[Tensor, Tensor] | None] = (),
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Both payloads and scale_inv of many weights, each scaled by its own amax: one launch measures, another casts.
+    out: Sequence[Fp8Operand | None] = (),
+) -> list[Fp8Operand]:
+    """Both payloads of many weights, each scaled by its own amax: one launch measures, another casts.
 
     Args:
         state: the scaling state.
-        weights: ``[rows, columns]`` each, none empty, elements of a row side by side, on the state's device.
+        weights: ``[N, K]`` each, none empty, on the state's device.
         indices: the index of each weight in the state.
         format: the FP8 format to cast to.
-        out: for each weight, ``uint8`` tensors to write the payloads to; new ones where it is None or not given.
+        out: for each weight, an operand whose payloads are written; new ones where it is None or not given.
 
     Raises:
         RuntimeError: if the device has no kernel that casts weights together.
@@ -108,19 +111,20 @@ def cast_weights(
     for dtype in {weight.dtype for weight in weights}:
         # loaded here for CUDA graphs, which cast each weight by itself and cannot load a kernel during capture
         cast_kernel(device, dtype, format, "none", False)
-    payloads = [
-        given
-        or tuple(torch.empty(shape, dtype=torch.uint8, device=device) for shape in (weight.shape, weight.shape[::-1]))
-        for weight, given in zip(weights, out or [None] * len(weights), strict=True)
-    ]
-    jobs = [casts.Weight(weight, index, *made) for weight, index, made in zip(weights, indices, payloads, strict=True)]
+    payloads, jobs = [], []
+    for weight, index, kept in zip(weights, indices, out or [None] * len(weights), strict=True):
+        made = kept[:2] if kept else new_payloads(weight, weight.shape, "both")
+        x, is_transposed = _by_rows(weight)
+        jobs.append(casts.Weight(x, index, *(made[::-1] if is_transposed else made)))
+        payloads.append(made)
     table = casts.weight_table(jobs)
     casts.cast_weights(kernel, table, state.scale, state.amax)
     if state.cast_counts.values is not None:
         places = torch.arange(len(state.amax), device=device)
         for weight, index in zip(weights, indices, strict=True):
             count(weight, state.scale[index], WeightSlot(places[index : index + 1], format, state, True))
-    return [(job.y, job.y_t, inverse) for job, inverse in zip(jobs, table.scale_inv.unbind(), strict=True)]  # type: ignore[misc]
+    inverses = table.scale_inv.unbind()
+    return [Fp8Operand(*made, inverse, inverse, format) for made, inverse in zip(payloads, inverses, strict=True)]
 
 
 def measure_weights(weights: Sequence[Tensor]) -> Tensor:
@@ -146,7 +150,13 @@ def linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::linear_backward``."""
     layout = gradient_layout(x, w)
-    dy_fp8, dy_fp8_t, scale_inv, db = cast_gradient(dy, h, activation, slot, layout, bias)
+    if slot.own.blocks:
+        values = dy if h is None else activation_gradient(h, dy, activation)
+        dy_fp8, dy_fp8_t, scale_inv, scale_inv_t = cast_blocks(values, slot, layout)
+        db = values.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+    else:
+        dy_fp8, dy_fp8_t, scale_inv, db = cast_gradient(dy, h, activation, slot, layout, bias)
+        scale_inv_t = scale_inv
     fmt, gemm = slot.format, slot.gemm
     if w.payload is None:
         dx = nothing(dy, dx_dtype)
@@ -157,7 +167,7 @@ def linear_backward(
     if x.payload is None:
         dw = dy.new_empty((dy if h is None else h).shape[1], 0, dtype=dw_dtype)
     else:
-        dw = scaled_mm(dy_fp8_t, x.payload, scale_inv, x.scale_inv, None, fmt, x.format, dw_dtype, False, gemm)
+        dw = scaled_mm(dy_fp8_t, x.payload, scale_inv_t, x.scale_inv, None, fmt, x.format, dw_dtype, False, gemm)
     return dx, dw, db
 
 
@@ -225,7 +235,7 @@ def _result(like: Tensor, row: casts.Row, layout: str, sums: bool) -> casts.Resu
         row,
         like.new_empty((), dtype=torch.float32),
         like.new_empty(rows, columns, dtype=torch.uint8) if layout != "columns" else None,
-        like.new_empty(columns, rows, dtype=torch.uint8) if layout != "rows" else None,
+        like.new_empty(columns_shape(rows, columns), dtype=torch.uint8) if layout != "rows" else None,
         like.new_empty(casts.column_sum_tiles(rows), columns, dtype=torch.float32) if sums else None,
     )
 
@@ -273,6 +283,13 @@ def _used(row: casts.Row, scale_inv: Tensor) -> Tensor:
     return torch.where(row.newest[0].index_select(0, row.index)[0] > 0, delayed, scale_inv.reciprocal())
 
 
+def _by_rows(x: Tensor) -> tuple[Tensor, bool]:
+    """x with elements of a row side by side; or its transpose and True, whose payloads are those of x, swapped."""
+    if x.stride(1) != 1 and x.stride(0) == 1 and not (x.shape[0] | x.shape[1]) % ALIGNMENT:
+        return x.t(), True
+    return x if x.stride(1) == 1 else x.contiguous(), False
+
+
 def _launch(
     kernel: Kernel,
     x: Tensor,
@@ -283,20 +300,19 @@ def _launch(
     sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Allocate and launch: payload and transposed payload (empty unless requested), scale_inv and column sums."""
-    row_stride, column_stride = x.stride()
-    if column_stride != 1:
-        if activation == "none" and not sums and row_stride == 1:
-            # column-major: cast the transpose, and swap the payloads
+    if x.stride(1) != 1:
+        x, is_transposed = (x.contiguous(), False) if sums or activation != "none" else _by_rows(x)
+        if is_transposed:
             other = {"rows": "columns", "columns": "rows"}.get(layout, layout)
-            by_columns, by_rows, scale_inv, _ = _launch(kernel, x.t(), row, other)
+            by_columns, by_rows, scale_inv, _ = _launch(kernel, x, row, other)
             return by_rows, by_columns, scale_inv, None
-        x = x.contiguous()
     (rows, width), device, gated = x.shape, x.device, activation == "swiglu"
     if gated and dy is None:
         width //= 2
     # of torch's ways to allocate, the one that takes the least host time
     y = empty_strided((rows, width), (width, 1), dtype=torch.uint8, device=device) if layout != "columns" else None
-    y_t = empty_strided((width, rows), (rows, 1), dtype=torch.uint8, device=device) if layout != "rows" else None
+    shape = columns_shape(rows, width)
+    y_t = empty_strided(shape, (shape[1], 1), dtype=torch.uint8, device=device) if layout != "rows" else None
     scale_inv = empty_strided((), (), dtype=torch.float32, device=device)
     total = partial = None
     if sums:

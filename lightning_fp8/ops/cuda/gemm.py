@@ -35,10 +35,10 @@ def scaled_mm(
     if a_scale_inv.dim():
         return _in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, gemm)
     promote = not fast_accumulation
-    (m, k), n = a.shape, b.shape[0]
+    (m, k), (n, b_k) = a.shape, b.shape
     choice = gemm_choice.choose(a.device, gemm, m, n, k, promote, out_dtype)
     # the usual case takes a short path, because every call adds to the host time of a layer
-    if choice.configuration is None and not (n | k) % plain.ALIGNMENT and m and n and k:
+    if choice.configuration is None and not (n | k | b_k) % plain.ALIGNMENT and m and n and k:
         return plain.aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
     return run_choice(choice, a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, promote)
 
@@ -174,7 +174,7 @@ def _launch(
     bias: Tensor | None,
 ) -> None:
     bias = None if bias is None else bias.contiguous()
-    operands = (as_operand(a), as_operand(b), out, a_scale_inv, b_scale_inv, bias)
+    operands = (_as_operand(a), _as_operand(b), out, a_scale_inv, b_scale_inv, bias)
     configuration, kernel, splits, sum_kernel = found
     if sum_kernel is None:
         kernel_gemm.gemm(kernel, configuration, *operands)
@@ -185,7 +185,7 @@ def _launch(
     kernel_gemm.split_gemm(kernel, configuration, Split(splits, parts, sum_kernel), *operands)
 
 
-def as_operand(payload: Tensor) -> Tensor:
+def _as_operand(payload: Tensor) -> Tensor:
     """``[rows, K] uint8`` as the kernels take it: K padded with zeros, rows at multiples of 16 bytes."""
     padding = -payload.shape[1] % ROW_BYTES
     payload = F.pad(payload, (0, padding)) if padding else payload.contiguous()

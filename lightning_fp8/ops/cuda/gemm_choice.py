@@ -114,36 +114,8 @@ def choose_in_blocks(device: torch.device, gemm: str, m: int, n: int, k: int) ->
     if gemm == "cublaslt" or device.type != "cuda" or backend() == "reference" or 0 in (m, n, k):
         return Choice(None)
     gpu = torch.cuda.get_device_properties(device)
-    ours = configurations((gpu.major, gpu.minor), True, in_blocks=True)
+    ours = configurations((gpu.major, gpu.minor), True)
     return estimated(ours, m, n, k, True, gpu.multi_processor_count) if ours else Choice(None)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_chained(
-    device: torch.device, activation: str, m: int, n: int, k: int, promote: bool, output: torch.dtype
-) -> bool:
-    """Whether one of our GEMMs should write the operand of the next GEMM, instead of a separate cast.
-
-    True if that was faster for this activation in the nearest measured GEMM, up to the distance within which
-    :func:`choose` uses a measured configuration. Without a measurement only for relu, whose arithmetic costs less than
-    a cast's memory traffic.
-
-    Args:
-        device: a CUDA GPU.
-        activation: the activation between the two GEMMs, or with ``promote`` the one whose gradient is.
-        m: rows of the output.
-        n: columns of the output.
-        k: the dimension that is summed over.
-        promote: whether partial sums are added up in fp32 registers every 128 along K.
-        output: dtype to which the intermediate result is rounded.
-    """
-    gpu = torch.cuda.get_device_properties(device)
-    measured = gemm_table.rows(gpu.name, (gpu.major, gpu.minor))
-    knowing = tuple(row for row in measured if activation in row.chained)
-    nearest = _nearest(knowing, m, n, k, promote, output)
-    if nearest and _distance(nearest[0], m, n, k, output) <= _NEAR:
-        return nearest[0].chained[activation]
-    return activation == "relu"
 
 
 def estimated(ours: tuple[Configuration, ...], m: int, n: int, k: int, promote: bool, multiprocessors: int) -> Choice:
@@ -159,12 +131,10 @@ def estimated(ours: tuple[Configuration, ...], m: int, n: int, k: int, promote: 
     256 elements of K. The efficiency is what the L2 cache delivers, in bytes a clock, relative to what a tile needs:
     128x128 without a cluster needs 64 and is limited to 0.73, 128x256 in clusters of two needs 32. K is split only if
     sums are promoted and tiles fill less than half of the multiprocessors, and into at most :func:`most_splits` parts.
-    Ping-pong is never chosen here: neither its gain nor its loss where sums are promoted has been measured.
     """
     choices = [
         Choice(one, splits)
         for one in ours
-        if not one.ping_pong
         for splits in range(1, _splits_worth_it(one, m, n, k, promote, multiprocessors) + 1)
     ]
     return min(choices, key=lambda choice: _estimate(choice, m, n, k, multiprocessors))

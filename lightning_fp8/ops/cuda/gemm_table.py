@@ -40,8 +40,6 @@ class Row(NamedTuple):
         splits: the number of parts of K with which it was fastest.
         p50_us: its median time in microseconds; None if none ran.
         cublaslt_p50_us: the same for ``torch._scaled_mm``; None if it does not support this GEMM.
-        chained: by activation, whether the GEMM that writes the next one's operand was faster than GEMM and cast; what
-            was not measured is missing. A row in a file may lack it.
     """
 
     m: int
@@ -53,7 +51,6 @@ class Row(NamedTuple):
     splits: int
     p50_us: float | None
     cublaslt_p50_us: float | None
-    chained: Mapping[str, bool]
 
     @property
     def is_faster(self) -> bool:
@@ -241,9 +238,6 @@ def _wrong_field(row: dict[str, Any]) -> str | None:
             return f"no {field!r}"
         if not is_right(row[field]):
             return f"{field!r} is {row[field]!r}"
-    chained = row.get("chained", {})
-    if not isinstance(chained, dict) or not all(isinstance(value, bool) for value in chained.values()):
-        return f"'chained' is {chained!r}"
     return None
 
 
@@ -277,5 +271,4 @@ def _row(row: dict[str, Any], capability: tuple[int, int], path: Path) -> Row | 
         row["splits"],
         row["p50_us"],
         row["cublaslt_p50_us"],
-        row.get("chained", {}),
     )

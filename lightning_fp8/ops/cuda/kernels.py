@@ -75,8 +75,7 @@ class Attempt(NamedTuple):
 def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
     """The kernels that training with the default recipe may use on GPUs of this compute capability.
 
-    Of the GEMMs that end with a cast, only those in bf16 and of the first configuration, which stand for the others.
-    With ``every``, all that exist: other formats, outputs and configurations too.
+    With ``every``, all that exist: other formats and outputs too.
     """
     of_casts = [
         _cast_variant(dtype, fmt, activation, backward)
@@ -89,7 +88,7 @@ def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
     in_blocks = [_block_cast_variant(dtype, square) for dtype in casts.INPUTS for square in (False, True)]
     in_blocks += [
         _gemm_variant(one, "e4m3", "e4m3", output, True, rows)
-        for one in gemm_variants.configurations(capability, True, in_blocks=True)
+        for one in gemm_variants.configurations(capability, True)
         for rows in (1, gemm.SCALE_ROWS)
         for output in gemm_variants.OUTPUTS
     ]
@@ -115,14 +114,6 @@ def _gemm_variants(capability: tuple[int, int], every: bool) -> list[Variant]:
         for pair in (pairs if every else [("e5m2", "e4m3")])
         for output in outputs
     ]
-    for promote, fmt in ((False, "e4m3"), (True, "e5m2"), *([(True, "e4m3")] if every else [])):
-        chained = [one for one in (promoted if promote else fast) if one.family == "gemm_sm90"]
-        made += [
-            _chained_variant(one, fmt, output, promote, activation, fmt)
-            for one in (chained if every else chained[:1])
-            for output in ((torch.bfloat16, torch.float16) if every else (torch.bfloat16,))
-            for activation in gemm_variants.CHAINED_ACTIVATIONS
-        ]
     return [*made, *(_sum_splits_variant(output) for output in outputs)] if made else []
 
 
@@ -181,20 +172,6 @@ def block_gemm_kernel(
 
 
 @functools.cache
-def chained_kernel(
-    device: torch.device,
-    configuration: Configuration,
-    a_format: str,
-    output: torch.dtype,
-    promote: bool,
-    activation: str,
-    format: str,
-) -> Kernel | None:
-    """The GEMM that writes the next one's operand, see :func:`kernels_cuda.gemm.chained_gemm`; or None."""
-    return _obtain(_chained_variant(configuration, a_format, output, promote, activation, format), device)
-
-
-@functools.cache
 def sum_splits_kernel(device: torch.device, output: torch.dtype) -> Kernel | None:
     """``sum_splits`` for outputs of this dtype, or None."""
     return _obtain(_sum_splits_variant(output), device)
@@ -236,25 +213,8 @@ def _gemm_variant(
         return self_test_gemm.gemm(device, configuration, a_format, b_format, output, kernel, b_scale_rows)
 
     defines = gemm_variants.variant(configuration, a_format, b_format, output, promote, b_scale_rows)
-    made = _of(configuration, defines, test)
-    return made._replace(layout=configuration.blocks_layout) if b_scale_rows else made
-
-
-def _chained_variant(
-    configuration: Configuration, a_format: str, output: torch.dtype, promote: bool, activation: str, format: str
-) -> Variant:
-    def test(device: torch.device, kernel: Kernel) -> str | None:
-        return self_test_gemm.chained_gemm(device, configuration, a_format, output, promote, activation, format, kernel)
-
-    defines = gemm_variants.chained_variant(configuration, a_format, output, promote, activation, format)
-    return _of(configuration, defines, test)
-
-
-def _of(
-    configuration: Configuration, defines: tuple[str, ...], test: Callable[[torch.device, Kernel], str | None]
-) -> Variant:
-    layout, threads, shared_bytes = configuration.layout, configuration.threads, configuration.shared_bytes
-    return Variant(configuration.family, defines, layout, threads, test, shared_bytes)
+    layout = configuration.blocks_layout if b_scale_rows else configuration.layout
+    return Variant(configuration.family, defines, layout, configuration.threads, test, configuration.shared_bytes)
 
 
 def _sum_splits_variant(output: torch.dtype) -> Variant:

@@ -11,12 +11,9 @@ from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.amaxes import as_asked, max_abs, record_amax, scale_of_current, update_scales
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import Slot, WeightSlot, in_layout
+from lightning_fp8.ops.operand import ALIGNMENT, Slot, WeightSlot, in_layout
 
 __all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
-
-# cuBLASLt takes FP8 operands whose rows are a multiple of 16 bytes
-ALIGNMENT = 16
 
 
 def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,12 +63,12 @@ def scaled_mm(
     fast_accumulation: bool,
 ) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``. Sizes that cuBLASLt does not support are padded with zeros."""
-    (m, k), n = a.shape, b.shape[0]
+    (m, k), (n, b_k) = a.shape, b.shape
     if not (m and n and k):
         empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
         return empty if bias is None else empty + bias.to(out_dtype)
     missing = -n % ALIGNMENT
-    if missing or k % ALIGNMENT:
+    if missing or (k | b_k) % ALIGNMENT:
         a, b, bias = _padded(a, 0), _padded(b, missing), None if bias is None else F.pad(bias, (0, missing))
     out = aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
     return out[:, :n].contiguous() if missing else out
@@ -176,5 +173,6 @@ def as_torch_takes(scale_inv: Tensor, rows: int) -> tuple[Tensor, F.ScalingType]
 
 
 def _padded(payload: Tensor, rows: int) -> Tensor:
-    """The payload with additional rows of zeros, and its columns padded to cuBLASLt's alignment."""
-    return F.pad(payload, (0, -payload.shape[1] % ALIGNMENT, 0, rows))
+    """The payload with additional rows of zeros, and its columns padded to cuBLASLt's alignment; itself if it is."""
+    columns = -payload.shape[1] % ALIGNMENT
+    return F.pad(payload, (0, columns, 0, rows)) if rows or columns else payload

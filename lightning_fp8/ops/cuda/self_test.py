@@ -14,6 +14,7 @@ from lightning_fp8.ops import amaxes, reference
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.amaxes import max_abs, scale_of_current
 from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.ops.operand import by_columns, new_payloads
 
 # one shape of whole tiles, one with ragged edges on both sides
 _SHAPES = ((256, 128), (133, 71))
@@ -68,7 +69,7 @@ def _compare_rounding(device: torch.device, input: torch.dtype, format: str, ker
     x, dtype = hard_to_round(input, format), FORMATS[format].dtype
     one, index = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     for scale in _ROUNDING_SCALES:
-        y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in (x.shape, x.shape[::-1]))
+        y, y_t = payloads(x, device)
         row = casts.Row(one * scale, one, index, torch.zeros_like(one))
         casts.cast_transpose(kernel, x.to(device), row, torch.zeros((), device=device), y, y_t)
         codes = reference.saturating_cast(x, torch.tensor(scale), FORMATS[format])
@@ -83,7 +84,7 @@ def _compare_rounding(device: torch.device, input: torch.dtype, format: str, ker
 
 def _compare_cast_of_weight(device: torch.device, x: Tensor, kernel: Kernel) -> str | None:
     _, scale, amax, current = _state(device)
-    y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in (x.shape, x.shape[::-1]))
+    y, y_t = payloads(x, device)
     scale_inv, index = torch.zeros((), device=device), torch.tensor([2], device=device)
     # a cast replaces a weight's amax, instead of raising it
     amax.fill_(1e9)
@@ -103,8 +104,7 @@ def _compare_cast(
 ) -> str | None:
     newest, scale, amax, current = _state(device)
     rows, width = values.shape
-    y = torch.full((rows, width), 0xA5, dtype=torch.uint8, device=device)
-    y_t = torch.full((width, rows), 0xA5, dtype=torch.uint8, device=device)
+    y, y_t = payloads(values, device)
     sums = None
     # only gradients have column sums
     if activation == "none" or dy is not None:
@@ -128,8 +128,8 @@ def _compare_cast(
 
 
 def _compare(y: Tensor, y_t: Tensor, codes: Tensor, format: str, exact: bool) -> str | None:
-    if not torch.equal(y_t.t(), y):
-        return "a transposed payload that is not the payload's transpose"
+    if not torch.equal(y_t, by_columns(y)):
+        return "a transposed payload that is not the payload's transpose, padded with zeros"
     dtype = FORMATS[format].dtype
     if not same_codes(y.view(dtype), codes.view(dtype), 0.0 if exact else _NEIGHBOURING):
         return f"{int((y != codes).sum())} other codes"
@@ -171,8 +171,7 @@ def _cast_weights(device: torch.device, values: list[Tensor], kernel: Kernel) ->
     _, scale, amax, _ = _state(device)
     weights = []
     for number, x in enumerate(values):
-        y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in (x.shape, x.shape[::-1]))
-        weights.append((x.to(device), number, y, y_t))
+        weights.append((x.to(device), number, *payloads(x, device)))
     table = casts.weight_table([casts.Weight(*weight) for weight in weights])
     casts.cast_weights(kernel, table, scale, amax)
     for x, number, y, y_t in weights:
@@ -227,6 +226,12 @@ def random_values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(rows * 10007 + columns)
     values = torch.randn(rows, columns, generator=generator)
     return (values * torch.randn(rows, 1, generator=generator).exp2()).to(dtype)
+
+
+def payloads(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Both payloads of a tensor like x, which a kernel has not written yet."""
+    y, y_t = new_payloads(torch.empty(0, device=device), x.shape, "both")
+    return y.fill_(0xA5), y_t.fill_(0xA5)
 
 
 def _state(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from kernels_cuda.casts import column_sum_tiles
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops import blocks
 from lightning_fp8.ops.amaxes import max_abs
-from lightning_fp8.ops.cuda.self_test import hard_to_round, random_values
+from lightning_fp8.ops.cuda.self_test import hard_to_round, payloads, random_values
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import OwnScaling, WeightSlot, with_scale
 
@@ -37,9 +37,8 @@ def cast(device: torch.device, input: torch.dtype, square: bool, kernel: Kernel)
 
 def _compare(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -> str | None:
     (rows, columns), moved = x.shape, x.to(device)
-    y, y_t = _payloads(x, device)
-    scale_inv = blocks.new_scales(moved, rows, columns).fill_(-1)
-    scale_inv_t = blocks.new_scales(moved, columns, rows).fill_(-1)
+    y, y_t = payloads(x, device)
+    scale_inv, scale_inv_t = (one.fill_(-1) for one in blocks.new_cast(moved, "both")[2:])
     sums = torch.full((column_sum_tiles(rows), columns), float("nan"), device=device)
     amax = torch.zeros(3, device=device)
     recorded = block_casts.Recorded(torch.tensor([1], device=device), amax)
@@ -59,7 +58,7 @@ def _compare(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -
 
 
 def _compare_squares(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -> str | None:
-    y, y_t = _payloads(x, device)
+    y, y_t = payloads(x, device)
     # a cast replaces a weight's amax, instead of raising it
     amax, scale = torch.full((3,), 1e9, device=device), torch.ones(3, device=device)
     recorded = block_casts.Recorded(torch.tensor([1], device=device), amax, scale)
@@ -74,10 +73,6 @@ def _compare_squares(device: torch.device, x: Tensor, own: OwnScaling, kernel: K
         or _difference("amax", amax[1], largest)
         or _difference("scale", scale[1], blocks.block_scale(largest, FORMATS["e4m3"], own))
     )
-
-
-def _payloads(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    return tuple(torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in (x.shape, x.shape[::-1]))  # type: ignore[return-value]
 
 
 def _difference(name: str, actual: Tensor, expected: Tensor) -> str | None:

@@ -5,14 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels_cuda import casts
 from kernels_cuda import gemm as kernels
 from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
-from lightning_fp8.ops import reference
-from lightning_fp8.ops.activations import activate, activation_gradient
-from lightning_fp8.ops.amaxes import by_element, max_abs
-from lightning_fp8.ops.cuda.self_test import same_codes
+from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.formats import FORMATS
 
 _A_SCALE_INV, _B_SCALE_INV = 0.05, 0.02
@@ -21,8 +17,6 @@ _A_SCALE_INV, _B_SCALE_INV = 0.05, 0.02
 # twice that is allowed.
 _ACCUMULATION = 2.0**-10
 _ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-# sums that differ in their last bits are rounded to neighbouring numbers now and then
-_NEIGHBOURING = 0.05
 
 
 def gemm(
@@ -55,61 +49,6 @@ def gemm(
     return None
 
 
-def chained_gemm(
-    device: torch.device,
-    configuration: Configuration,
-    a_format: str,
-    output: torch.dtype,
-    backward: bool,
-    activation: str,
-    format: str,
-    kernel: Kernel,
-) -> str | None:
-    """The operand written for the next GEMM, by rows and by columns, with its amax, scale and column sums."""
-    for m, n, k in _shapes(configuration, kernel):
-        n = -(-n // 8) * 8
-        a, b = _operand(m, k, a_format, 1), _operand(n, k, "e4m3", 2)
-        sums, magnitude = _product(a, b, a_format, "e4m3")
-        bias = None if backward else torch.randn(n, generator=torch.Generator().manual_seed(3)).to(device)
-        h = torch.full((m, n), float("nan"), dtype=output, device=device)
-        if backward:
-            h.copy_(torch.randn(m, n, generator=torch.Generator().manual_seed(4)))
-        y = torch.full((m, n), 0xA5, dtype=torch.uint8, device=device)
-        y_t = torch.full((n, m), 0xA5, dtype=torch.uint8, device=device)
-        column_sums = torch.full((kernels.column_sum_rows(m), n), float("nan"), device=device) if backward else None
-        scale, amax = torch.tensor([1.0, 37.5], device=device), torch.zeros(2, device=device)
-        row, scale_inv = casts.Row(scale, scale, torch.tensor([1], device=device), amax), torch.zeros((), device=device)
-        kernels.chained_gemm(
-            kernel,
-            configuration,
-            a.to(device),
-            b.to(device),
-            h,
-            y,
-            y_t,
-            row,
-            scale_inv,
-            *_scales(device),
-            bias,
-            column_sums,
-        )
-        if bias is None:
-            values = activation_gradient(h.cpu(), sums.to(output), activation)
-        else:
-            failure = _difference(h.cpu(), sums + bias.cpu().to(output).float(), magnitude)
-            if failure is not None:
-                return f"its self-test at {m} x {n} x {k} gave {failure}"
-            # from the computed h, so that only the activation's own last bits may differ
-            values = activate(h.cpu(), activation)
-        codes = reference.saturating_cast(values, scale[1].cpu(), FORMATS[format])
-        failure = _other_codes(y.cpu(), y_t.cpu(), codes, format) or _other_state(
-            amax.cpu(), scale_inv.cpu(), values, column_sums
-        )
-        if failure is not None:
-            return f"its self-test at {m} x {n} x {k} gave {failure}"
-    return None
-
-
 def sum_splits(device: torch.device, output: torch.dtype, kernel: Kernel) -> str | None:
     """Three parts, with a bias; a ragged last group of columns."""
     rows, columns, splits = 37, 71, 3
@@ -127,12 +66,9 @@ def sum_splits(device: torch.device, output: torch.dtype, kernel: Kernel) -> str
 
 
 def _shapes(configuration: Configuration, kernel: Kernel) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """More tiles than run at once and more steps than stages; then partial tiles on all sides.
-
-    With ping-pong, some blocks have three tiles, so that each consumer hands over to the other.
-    """
+    """More tiles than run at once and more steps than stages; then partial tiles on all sides."""
     cluster, block_n = configuration.cluster, configuration.block_n
-    clusters = (5 if configuration.ping_pong else 3) * (kernel.multiprocessors // cluster) // 2 + 1
+    clusters = 3 * (kernel.multiprocessors // cluster) // 2 + 1
     whole = (configuration.block_m * cluster * clusters, block_n, 128 * (configuration.stages + 1))
     return whole, (configuration.block_m * cluster + 40, block_n + 23, 400)
 
@@ -176,25 +112,3 @@ def _difference(actual: Tensor, expected: Tensor, margin: Tensor) -> str | None:
     error = (actual.float() - expected).abs()
     wrong = ~(error <= _ROUNDING[actual.dtype] * 1.01 * expected.abs() + margin)
     return f"{int(wrong.sum())} of {wrong.numel()} other sums" if bool(wrong.any()) else None
-
-
-def _other_codes(y: Tensor, y_t: Tensor, codes: Tensor, format: str) -> str | None:
-    if not torch.equal(y_t.t(), y):
-        return "a transposed payload that is not the payload's transpose"
-    dtype = FORMATS[format].dtype
-    if not same_codes(y.view(dtype), codes.view(dtype), _NEIGHBOURING):
-        return f"{int((y != codes).sum())} of {y.numel()} other codes"
-    return None
-
-
-def _other_state(amax: Tensor, scale_inv: Tensor, values: Tensor, column_sums: Tensor | None) -> str | None:
-    expected = max_abs(values)
-    if amax[0] != 0 or not torch.allclose(amax[1], expected, rtol=2**-6, atol=0):
-        return f"the amaxes {amax.tolist()} in place of {[0.0, expected.item()]}"
-    if scale_inv != torch.tensor(37.5).reciprocal():
-        return f"the scale_inv {scale_inv.item()}"
-    if column_sums is not None:
-        sums, sizes = values.float().sum(dim=0), values.float().abs().sum(dim=0)
-        if bool(((column_sums.sum(dim=0).cpu() - sums).abs() > 2.0**-9 * sizes).any()):
-            return "other column sums"
-    return None

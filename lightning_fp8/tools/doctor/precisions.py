@@ -66,7 +66,7 @@ def _in_blocks(
     if runs != "yes":
         return per_tensor
     own = f"{_OWN} (tested at first use)" if ready and _backend() not in (None, "reference") else _TORCH
-    if own != _TORCH and configurations(capability, promote=True, in_blocks=True):
+    if own != _TORCH and configurations(capability, promote=True):
         return runs, own, scales, own
     try:
         check_blocks(capability, torch.version.cuda)

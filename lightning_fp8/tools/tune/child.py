@@ -12,7 +12,7 @@ from kernels_cuda.gemm_variants import Configuration, configurations
 from lightning_fp8.ops.cuda.gemm import run_choice
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.tools import timing
-from lightning_fp8.tools.tune import chain, trial
+from lightning_fp8.tools.tune import trial
 from lightning_fp8.tools.tune.shapes import Gemm
 from lightning_fp8.tools.worker import Job, serve
 
@@ -32,24 +32,10 @@ def timing_job(gemm: Gemm, choices: Sequence[Choice], rounds: int) -> Job:
     return {"kind": "timing", "gemm": gemm.as_json(), "choices": _named(choices), "rounds": rounds}
 
 
-def chain_job(gemm: Gemm, row: dict[str, Any], activation: str, rounds: int) -> Job:
-    """A job that compares the row's choice, chained, with its fastest GEMM; the answer is :func:`.chain.measured`'s."""
-    own, theirs = row["p50_us"], row["cublaslt_p50_us"]
-    ours = [[row["configuration"], row["splits"]]]
-    separate = ours if theirs is None or own < theirs else [[None, 1]]
-    return {
-        "kind": "chain",
-        "gemm": gemm.as_json(),
-        "choices": [*ours, *separate],
-        "activation": activation,
-        "rounds": rounds,
-    }
-
-
 def work(job: Job) -> dict[str, Any]:
     """The answer to a job."""
     with torch.no_grad():
-        return {"trial": _try, "timing": _time, "chain": _chain}[job["kind"]](job)
+        return {"trial": _try, "timing": _time}[job["kind"]](job)
 
 
 def _try(job: Job) -> dict[str, Any]:
@@ -63,12 +49,6 @@ def _time(job: Job) -> dict[str, Any]:
     # the number of copies of the inputs depends on the free memory
     timing.release()
     return trial.timed(gemm, served, job["rounds"], device, run_choice)
-
-
-def _chain(job: Job) -> dict[str, Any]:
-    gemm, (choice, separate), device = _read(job)
-    timing.release()
-    return chain.measured(gemm, choice, separate, job["activation"], job["rounds"], device, run_choice)
 
 
 def _named(choices: Sequence[Choice]) -> list[list[Any]]:

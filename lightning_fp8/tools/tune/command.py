@@ -2,10 +2,8 @@
 
 For each GEMM, every candidate first runs in another process, where it must give
 torch's result within a time limit. The candidates that do are timed in turns
-with torch._scaled_mm. The fastest of them, chained to the cast of the next
-GEMM's operand, is then timed in turns with the fastest GEMM and a separate
-cast. Each result is written at once, so an interrupted run keeps its results.
-From then on gemm="auto" chooses by these measurements.
+with torch._scaled_mm. Each result is written at once, so an interrupted run
+keeps its results. From then on gemm="auto" chooses by these measurements.
 
 With --min-features it measures the size from which linear layers are faster in
 FP8 than in bf16, with the GEMMs that gemm="auto" chooses at the time. From then
@@ -40,7 +38,7 @@ from lightning_fp8.tools.tune.search import Tried, measure
 from lightning_fp8.tools.tune.shapes import LAYERS, Gemm, Layer, candidates, gemms_of, parse_layers
 
 ROUNDS, LIMIT_S = 20, 60.0
-_COLUMNS = ("GEMM, MxNxK", "fastest of ours", "us", "TFLOP/s", "cuBLASLt", "ours / cuBLASLt", "separate / chained")
+_COLUMNS = ("GEMM, MxNxK", "fastest of ours", "us", "TFLOP/s", "cuBLASLt", "ours / cuBLASLt")
 _SIZE_COLUMNS = ("features in and out", "FP8, us", "bf16, us", "FP8 / bf16")
 
 
@@ -134,14 +132,7 @@ def _cells(gemm: Gemm, row: dict[str, Any]) -> tuple[str, ...]:
         _tflops(gemm, ours),
         _tflops(gemm, theirs),
         "-" if ours is None or theirs is None else f"{theirs / ours:.3f}",
-        _chained(row),
     )
-
-
-def _chained(row: dict[str, Any]) -> str:
-    """``"relu 1.120, gelu 0.913"``: the speedup of the chained GEMM."""
-    separate = row.get("separate_p50_us", {})
-    return ", ".join(f"{name} {separate[name] / us:.3f}" for name, us in row.get("chained_p50_us", {}).items()) or "-"
 
 
 def _tflops(gemm: Gemm, us: float | None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,6 @@ class Precision:
         weights_change: whether the weights change before each iteration, as by an optimizer step.
         forward_db: lowest SQNR of the output, compared with fp32.
         backward_db: lowest SQNR of each gradient.
-        around: context in which forward and backward run.
     """
 
     make: Callable[[Any], nn.Module]
@@ -38,7 +36,6 @@ class Precision:
     weights_change: bool = True
     forward_db: float = 20.0
     backward_db: float = 15.0
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def bf16_precisions() -> dict[str, Precision]:
@@ -81,10 +78,9 @@ class Iteration:
             weights = scaling_state(self.block).weights if self.precision.in_fp8 else None
             if weights is not None:
                 weights.take_as_known()
-        with self.precision.around():
-            with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.precision.autocast):
-                y = self.block(self.x)
-            y.backward(self.dy)
+        with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.precision.autocast):
+            y = self.block(self.x)
+        y.backward(self.dy)
         return y
 
     def results(self) -> dict[str, Tensor]:

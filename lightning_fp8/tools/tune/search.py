@@ -1,4 +1,4 @@
-"""For each GEMM: tries all candidates in another process, times the correct ones in turns, then chains the fastest."""
+"""For each GEMM: tries all candidates in another process, and times the correct ones in turns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning_fp8.ops.cuda.gemm_choice import Choice
-from lightning_fp8.tools.tune import chain, child
+from lightning_fp8.tools.tune import child
 from lightning_fp8.tools.tune.shapes import Gemm
 from lightning_fp8.tools.worker import Answer, Worker
 
@@ -16,7 +16,7 @@ _MOST_LOST = 2
 
 
 class Tried(NamedTuple):
-    """A candidate for a GEMM, its name (with the activation, if chained), and why it is left out, or None."""
+    """A candidate for a GEMM, its name, and why it is left out, or None."""
 
     gemm: Gemm
     name: str
@@ -24,7 +24,7 @@ class Tried(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A GEMM's row for the table; or None, and why there is none. It is repeated when more has been measured."""
+    """A GEMM's row for the table; or None, and why there is none."""
 
     gemm: Gemm
     row: dict[str, Any] | None
@@ -54,30 +54,6 @@ def measure(
                     right.append(choice)
             answer = worker.answer(child.timing_job(gemm, right, rounds), limit_s * (1 + len(right)))
             yield Measured(gemm, answer.found, answer.failure)
-            if answer.found is not None:
-                yield from _chains(worker, gemm, answer.found, rounds, limit_s, lost)
-
-
-def _chains(
-    worker: Worker, gemm: Gemm, row: dict[str, Any], rounds: int, limit_s: float, lost: Counter[str]
-) -> Iterator[Tried | Measured]:
-    """Try each activation chained to the GEMM; gives the row again with the results so far."""
-    times: dict[str, dict[str, float]] = {"chained": {}, "separate": {}}
-    faster: dict[str, bool] = {}
-    for activation in chain.activations(gemm, row):
-        name = f"{row['configuration']} with {activation}"
-        job = child.chain_job(gemm, row, activation, rounds)
-        answer = _answer(worker, job, 2 * limit_s, lost, f"{name} {gemm.promote}")
-        failure = _failure(answer)
-        yield Tried(gemm, name, failure)
-        # a chain whose result is wrong must not be chosen
-        faster[activation] = False
-        if answer.found is not None and failure is None:
-            faster[activation] = answer.found["chained_us"] < answer.found["separate_us"]
-            for way, us in times.items():
-                us[activation] = answer.found[f"{way}_us"]
-        found = {f"{way}_p50_us": dict(us) for way, us in times.items()}
-        yield Measured(gemm, {**row, "chained": dict(faster), **found}, None)
 
 
 def _failure(answer: Answer) -> str | None:

@@ -7,7 +7,6 @@
 #include <vector>
 
 int late = 0;
-int handovers = 0;
 
 namespace sm90 {
 constexpr u32 MEMORY = 232448, NOBODY = 0xffffffffu;
@@ -41,8 +40,6 @@ static std::vector<std::deque<std::vector<Store>>> stores;
 static std::vector<std::deque<std::vector<Product>>> products;
 static host::Barrier of_cluster;
 static std::map<u32, host::Barrier> of_warpgroup;
-/* For each block, the warpgroup that started products last. */
-static std::vector<u32> multiplying;
 
 using host::block;
 
@@ -52,7 +49,6 @@ static void start() {
     memory.assign(host::blocks, std::vector<u8>(MEMORY, 0x7e));
     unseen.assign(host::blocks, std::vector<u32>(MEMORY / 4, NOBODY));
     phases.assign(host::blocks, {});
-    multiplying.assign(host::blocks, NOBODY);
     unseen_of.assign(threads, {});
     stores.assign(threads, {{}});
     products.assign(threads, {});
@@ -193,13 +189,7 @@ static void perform(const Product& product) {
     }
 }
 
-void multiply(const Product& product) {
-    u32& last = multiplying[block()];
-    const u32 warpgroup = threadIdx.x / 128;
-    if (last != warpgroup && last != NOBODY) ++handovers;
-    last = warpgroup;
-    products[host::current].back().push_back(product);
-}
+void multiply(const Product& product) { products[host::current].back().push_back(product); }
 /* The whole warpgroup waits, as its warps execute the instruction together. */
 void wait_for_products(u32 pending) {
     host::lag();
@@ -222,52 +212,21 @@ void store_shared_pair(u32 address, float first, float second) {
     const float both[2] = {first, second};
     sm90::write(address, both, 8);
 }
-float load_shared(u32 address) {
-    float value;
-    std::memcpy(&value, sm90::at(sm90::block(), address, 4), 4);
-    return value;
-}
 float2 load_shared_pair(u32 address) {
     float2 values;
     std::memcpy(&values, sm90::at(sm90::block(), address, 8), 8);
     return values;
 }
-uint4 load_shared_16_bytes(u32 address) {
-    uint4 words;
-    std::memcpy(&words, sm90::at(sm90::block(), address, 16), 16);
-    return words;
-}
 /* Thread l's addresses and elements are read by the threads that write: row r of matrix i by thread 8 i + r. */
-static void store_any_matrices(bool transposed, u32 address, u32 first, u32 second, u32 third, u32 fourth) {
+void store_matrices(u32 address, u32 first, u32 second, u32 third, u32 fourth) {
     const u32 words[4] = {first, second, third, fourth}, lane = threadIdx.x % 32;
     u16 row[8];
     for (u32 i = 0; i < 4; ++i) {
         const unsigned* all = exchange(words[i]);
         if (lane / 8 == i)
-            for (u32 k = 0; k < 8; ++k) {
-                const u32 r = transposed ? k : lane % 8, c = transposed ? lane % 8 : k;
-                row[k] = (u16)(all[4 * r + c / 2] >> (16 * (c % 2)));
-            }
+            for (u32 k = 0; k < 8; ++k) row[k] = (u16)(all[4 * (lane % 8) + k / 2] >> (16 * (k % 2)));
     }
     sm90::write(address, row, 16);
-    exchange(0);
-}
-void store_matrices(u32 address, u32 first, u32 second, u32 third, u32 fourth) {
-    store_any_matrices(false, address, first, second, third, fourth);
-}
-void store_matrices_transposed(u32 address, u32 first, u32 second, u32 third, u32 fourth) {
-    store_any_matrices(true, address, first, second, third, fourth);
-}
-
-void load_matrices(u32 address, u32& first, u32& second, u32& third, u32& fourth) {
-    u32* const words[4] = {&first, &second, &third, &fourth};
-    const u32 lane = threadIdx.x % 32;
-    // a warp that falls behind shows what is written before all have read it
-    if (!late && threadIdx.x / 32 % 4 == 3) host::lag();
-    for (u32 i = 0; i < 4; ++i) {
-        const u32 row = exchange(address)[8 * i + lane / 4];
-        std::memcpy(words[i], sm90::at(sm90::block(), row, 16) + 4 * (lane % 4), 4);
-    }
     exchange(0);
 }
 

@@ -17,8 +17,6 @@ struct alignas(64) TensorMap {
 
 extern "C" {
 EXPORTED extern int late;
-// how often products of a block were started by a different warpgroup than the previous ones
-EXPORTED extern int handovers;
 }
 
 namespace sm90 {
@@ -39,12 +37,8 @@ static inline u32 shared_address() { return 0; }
 
 void store_shared(u32 address, float value);
 void store_shared_pair(u32 address, float first, float second);
-float load_shared(u32 address);
 float2 load_shared_pair(u32 address);
-uint4 load_shared_16_bytes(u32 address);
 void store_matrices(u32 address, u32 first, u32 second, u32 third, u32 fourth);
-void store_matrices_transposed(u32 address, u32 first, u32 second, u32 third, u32 fourth);
-void load_matrices(u32 address, u32& first, u32& second, u32& third, u32& fourth);
 
 void barrier_init(u32 barrier, u32 arrivals);
 static inline void barrier_init_fence() {}
