@@ -223,7 +223,7 @@ def cases(name: str) -> list[Case]:
     choose, scalings = random.Random(name).choice, _MAKE[name][1]
     options = DTYPES, DTYPES, ACTIVATIONS, STRIDES, (False, True)
     # products take many times as long as casts
-    drawn = [(layout, *map(choose, options)) for layout in LAYOUTS * (3 if name.startswith("cast") else 2)]
+    drawn = [(layout, *map(choose, options)) for layout in LAYOUTS * (4 if name.startswith("cast") else 2)]
     return [Case(name, scaling, *rest) for rest in drawn for scaling in scalings]
 
 
