@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import struct
 
 import pytest
 import torch
 from host_kernels import VARIANTS
-from sass import Family, compiled, count, instructions, name, program, resources
+from sass import Family, compiled, count, instructions, name, parameters, program, resources
 
-from kernels_cuda import block_casts
+from kernels_cuda import block_casts, source
 from kernels_cuda.casts import INPUTS, variant
+from kernels_cuda.compile import headers
+from kernels_cuda.launch import _ARGUMENT_BYTES
+from lightning_fp8.ops.cuda import kernels
 
 ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a", "sm_120a")
 REGISTERS_PER_MULTIPROCESSOR = 1 << 16
@@ -188,3 +192,37 @@ def test_update_scales_moves_words() -> None:
     assert count(found, r"LDG\.E\b.*") >= 8
     assert count(found, r"STG\.E\b.*") >= 8
     assert not count(found, rf"{ATOMIC}\..*")
+
+
+# --- the argument struct ----------------------------------------------------------------------------------------------
+
+
+def structs(capability: tuple[int, int]) -> list[kernels.Variant]:
+    """Of all variants the first with each host's struct and each choice of the sources' conditions: no other macro
+    changes what a struct has.
+    """
+    variants, found = kernels.variants(capability, every=True), dict[object, kernels.Variant]()
+    texts = [*headers().values(), *(source(family) for family in {one.family for one in variants})]
+    macros = set(re.findall(r"\w+", " ".join(re.findall(r"^#(?:el)?if.*", "\n".join(texts), re.MULTILINE))))
+    # bf16 first, as other tests compile that too
+    for one in sorted(variants, key=lambda one: "Bf16" not in one.name):
+        chosen = tuple(define for define in one.defines if define.partition("=")[0] in macros)
+        found.setdefault((one.family, one.layout, chosen), one)
+    return list(found.values())
+
+
+@pytest.mark.parametrize(
+    ("one", "arch", "bank"),
+    [
+        pytest.param(one, arch, bank, id=f"{one.name} {arch}")
+        for capability, arch, bank in (((8, 9), "sm_89", 0x160), ((9, 0), "sm_90a", 0x210))
+        for one in structs(capability)
+    ],
+)
+def test_the_parameter_is_the_hosts_struct(one: kernels.Variant, arch: str, bank: int) -> None:
+    begins, together, ((offset, size),) = parameters((one.family, one.defines), arch)
+    # C pads a struct to its alignment, Python's format does not
+    assert size == -(-struct.calcsize(one.layout) // 8) * 8 <= _ARGUMENT_BYTES
+    # tensor maps are aligned to 64 bytes, also on the device
+    alignment = 64 if one.family == "gemm_sm90" else 8
+    assert (begins, offset, together) == (bank, -bank % alignment, offset + size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -221,10 +222,18 @@ OPERATORS = tuple(_MAKE)
 def cases(name: str) -> list[Case]:
     """Each layout with other options at random, always the same, in each scaling; its fakes are those of the first."""
     choose, scalings = random.Random(name).choice, _MAKE[name][1]
-    options = DTYPES, DTYPES, ACTIVATIONS, STRIDES, (False, True)
-    # products take many times as long as casts
-    drawn = [(layout, *map(choose, options)) for layout in LAYOUTS * (3 if name.startswith("cast") else 2)]
-    return [Case(name, scaling, *rest) for rest in drawn for scaling in scalings]
+    if name.startswith("cast"):
+        drawn = [(*both, bool(number % 2)) for number, both in enumerate(product(STRIDES, LAYOUTS))]
+    else:
+        # products take many times as long
+        drawn = [(choose(STRIDES), layout, flag) for flag, layout in product((True, False), LAYOUTS)]
+    made = []
+    for strides, layout, flag in drawn:
+        # with an activation, a transposed tensor is copied first
+        activation = "none" if strides == "transposed" else choose(ACTIVATIONS)
+        rest = layout, choose(DTYPES), choose(DTYPES), activation, strides, flag
+        made += [Case(name, scaling, *rest) for scaling in scalings]
+    return made
 
 
 def arguments(case: Case, m: int, n: int, k: int) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import shutil
+import struct
 import subprocess
 import sysconfig
 import tempfile
@@ -38,6 +39,29 @@ def resources(log: str) -> tuple[int, int]:
     assert used is not None, log
     # registers are allocated to a thread in units of eight
     return -(-int(used[1]) // 8) * 8, 0 if static is None else int(static[1])
+
+
+def parameters(family: Family, arch: str) -> tuple[int, int, list[tuple[int, int]]]:
+    """A kernel's parameters in the constant bank 0, from its ELF file: where they begin, their bytes together, and the
+    offset from there and the bytes of each.
+    """
+    cubin = compiled(family, arch)[0]
+    (first,), (number, of_names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<HH", cubin, 0x3C)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, first + 64 * at) for at in range(number)]
+    places = {cubin[headers[of_names][4] + header[0] :].partition(b"\0")[0]: header[4:6] for header in headers}
+    at, size = places[f".nv.info.{family[0]}".encode()]
+    end, bank, found = at + size, [], []
+    while at < end:
+        # a value of 16 bits, or in format 4 as many bytes behind it
+        form, attribute, value = struct.unpack_from("<BBH", cubin, at)
+        # EIATTR_PARAM_CBANK and EIATTR_KPARAM_INFO
+        if attribute == 0x0A:
+            bank += struct.unpack_from("<HH", cubin, at + 8)
+        elif attribute == 0x17:
+            offset, sizes = struct.unpack_from("<HI", cubin, at + 10)
+            found.append((offset, sizes >> 18))
+        at += 4 + (value if form == 4 else 0)
+    return (*bank, found)  # type: ignore[return-value]
 
 
 @functools.cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_cuda import gemm as kernel_gemm
@@ -187,8 +186,7 @@ def _launch(
 
 def _as_operand(payload: Tensor) -> Tensor:
     """``[rows, K] uint8`` as the kernels take it: K padded with zeros, rows at multiples of 16 bytes."""
-    padding = -payload.shape[1] % ROW_BYTES
-    payload = F.pad(payload, (0, padding)) if padding else payload.contiguous()
+    payload = plain.padded(payload)
     return payload if payload.data_ptr() % ROW_BYTES == 0 else payload.clone()
 
 

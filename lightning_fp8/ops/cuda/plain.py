@@ -63,12 +63,12 @@ def scaled_mm(
     fast_accumulation: bool,
 ) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``. Sizes that cuBLASLt does not support are padded with zeros."""
-    (m, k), n = a.shape, len(b)
+    (m, k), n = a.shape, b.shape[0]
     if not (m and n and k):
         empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
         return empty if bias is None else empty + bias.to(out_dtype)
     missing = -n % ALIGNMENT
-    a, b = _padded(a, 0), _padded(b, missing)
+    a, b = padded(a), padded(b, missing)
     bias = F.pad(bias, (0, missing)) if missing and bias is not None else bias
     out = aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
     return out[:, :n].contiguous() if missing else out
@@ -171,10 +171,10 @@ def as_torch_takes(payload: Tensor, scale_inv: Tensor, multiple: int) -> tuple[T
     scales, added = (scale_inv.t(), missing) if by_rows else (scale_inv, -scale_inv.shape[1] % 4)
     scales = F.pad(scales, (0, added)) if added else scales.contiguous()
     kind = F.ScalingType.BlockWise1x128 if by_rows else F.ScalingType.BlockWise128x128
-    return _padded(payload, missing), scales.t(), kind
+    return padded(payload, missing), scales.t(), kind
 
 
-def _padded(payload: Tensor, rows: int) -> Tensor:
+def padded(payload: Tensor, rows: int = 0) -> Tensor:
     """The payload, contiguous, with additional rows of zeros, and its columns padded to cuBLASLt's alignment."""
     columns = -payload.shape[1] % ALIGNMENT
     # padding by nothing would copy
