@@ -90,7 +90,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
         and (parameter.requires_grad or not _must_count(gemm, record))
     ):
         return Fp8Weight(weight.t() if kept.k_by_n else weight, made, True)
-    if not is_dynamo_compiling():
+    if not torch.compiler.is_compiling():
         gemm.model.on_stale_weight(gemm)
     if isinstance(parameter, FrozenWeight) and parameter.is_fp8:
         return Fp8Weight(*frozen_operand(gemm, parameter))

@@ -83,7 +83,7 @@ class Follows(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Regression, *_: Any) -> None:  # type: ignore[override]
         for layer in fp8_layers(module):
-            made = layer.fp8[""].prepared
+            made = layer.fp8[""].weight_cast.prepared
             if made is not None:
                 self.payloads.add((made.rows.data_ptr(), made.scale_inv.data_ptr()))
         if self.change is not None:
@@ -119,7 +119,7 @@ def test_one_cast_per_optimizer_step(
     # two layers, whose payloads kept their addresses
     assert len(follows.payloads) == 2
     # the run has freed them
-    assert all(rows.prepared is None for layer in fp8_layers(model) for rows in layer.fp8.values())
+    assert all(rows.weight_cast.prepared is None for layer in fp8_layers(model) for rows in layer.fp8.values())
     assert torch.equal(torch.stack(eager.losses), torch.stack(model.losses))
     assert same(eager, model)
 
@@ -323,10 +323,10 @@ def test_casts_are_written_in_place(
         assert sum(cuda_half.values()) == 2 if together else 4
         for one in rows:
             weight = one.weight.detach().t() if one.k_by_n else one.weight.detach()
-            expected = basic.cast_weight_operand(weight.contiguous(), one.weight_slot(True), keep=True)
-            assert all(torch.equal(*pair) for pair in zip(one.prepared[:3], expected[:3], strict=True))
-        addresses.append([tensor.data_ptr() for one in rows for tensor in one.prepared[:3]])
-        versions = [tensor._version for one in rows for tensor in one.prepared[:3]]
+            expected = basic.cast_weight_operand(weight.contiguous(), one.slots["weight", True], keep=True)
+            assert all(torch.equal(*pair) for pair in zip(one.weight_cast.prepared[:3], expected[:3], strict=True))
+        addresses.append([tensor.data_ptr() for one in rows for tensor in one.weight_cast.prepared[:3]])
+        versions = [tensor._version for one in rows for tensor in one.weight_cast.prepared[:3]]
     assert addresses[0] == addresses[1]
     assert min(versions) >= 1
     cuda_half.clear()
@@ -354,8 +354,8 @@ def test_a_backward_does_not_write_to_the_casts() -> None:
     rows = list(all_gemms(model))
     with prepared(rows, record=True):
         pass
-    kept = [tensor.clone() for tensor in rows[0].prepared[:3]]
+    kept = [tensor.clone() for tensor in rows[0].weight_cast.prepared[:3]]
     model[0].weight.data.neg_()
     with prepared(rows, record=True, in_backward=True):
         assert rows[0].weight_cast.is_prepared
-        assert all(torch.equal(*pair) for pair in zip(rows[0].prepared[:3], kept, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(rows[0].weight_cast.prepared[:3], kept, strict=True))
