@@ -43,7 +43,7 @@ class UpdateArguments:
         return device.type != "cuda" or kernels.update_kernel(device) is not None
 
     def variants(self, device: torch.device) -> list[Variant]:
-        """``Kernel``, CuPy's ``Function`` and ``driver``; on the CPU ``Kernel`` without a driver."""
+        """``Kernel``, CuPy's ``RawKernel`` and ``driver``; on the CPU ``Kernel`` without a driver."""
         timed, checked = _tensors(device), _tensors(device)
         if device.type != "cuda":
             kernel = WithoutDriver(None, scales.LAYOUT, scales.THREADS, 0)
@@ -77,7 +77,7 @@ def _launches(kernel: Kernel, tensors: Tensors) -> dict[str, Launch]:
     arguments = _arguments(tensors)
     return {
         "Kernel": lambda at: kernel(1, *arguments),
-        "Function": _cupy_launch(kernel, arguments),
+        "RawKernel": _cupy_launch(kernel, arguments),
         "driver": _driver_launch(kernel, arguments),
     }
 

@@ -6,8 +6,9 @@ write there, group included; files must be regular ones, and no symbolic links. 
 through links. An administrator shares a cache by setting ``LIGHTNING_FP8_CACHE_DIR`` to a folder that root owns; a
 folder that a group may write in is refused, because its members would only replace each other's files.
 
-A file is checked through the descriptor from which it is then read, and the bytes that were read are what is loaded, so
-nothing can change in between. Where there are no user IDs (Windows), owner and mode are not checked.
+A file is checked through the descriptor from which it is then read, so nothing can change in between. The driver reads
+a cubin again, from the folder in which only the user and root can replace it. Where there are no user IDs (Windows),
+owner and mode are not checked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From a kernel family's CUDA source to a cubin file: NVRTC through CuPy's binding, with its own on-disk cache.
 
-Launches nothing, and needs neither a GPU nor a driver. CuPy's own ``RawModule(code=...)`` is not used: it chooses
-``sm_90`` where wgmma needs ``sm_90a``, and forces ``-ftz=true``.
+Launches nothing, and needs neither a GPU nor a driver. CuPy's ``RawModule`` loads the file; its own compiler is not
+used, as it chooses ``sm_90`` where wgmma needs ``sm_90a``, and forces ``-ftz=true``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 from kernels_cuda import source
 from kernels_cuda.cache import Untrusted, cache_folder, check_folder, make_folder, read_trusted, write
@@ -202,20 +201,10 @@ def source_key(family: str, arch: str, defines: Sequence[str] = ()) -> str:
     return _key(source(family), headers(), _options(arch, defines))
 
 
-class Cubin(NamedTuple):
-    """A compiled kernel family.
+def compiled(family: str, arch: str, defines: Sequence[str] = ()) -> Path:
+    """The file of the family's cubin, from the cache, or else from :func:`compile_source`.
 
-    Attributes:
-        path: where it is kept.
-        content: the bytes of an ELF file, checked; load these instead of the file, which may have changed since.
-    """
-
-    path: Path
-    content: bytes
-
-
-def compiled(family: str, arch: str, defines: Sequence[str] = ()) -> Cubin:
-    """The family's cubin, from the cache, or else from :func:`compile_source`.
+    Its name contains a hash of its content, which has been checked, and nobody else can replace it.
 
     If the cache folder cannot be written or is not trusted (see :mod:`kernels_cuda.cache`), warns once and keeps the
     file until this process ends.
@@ -261,39 +250,36 @@ def cached_by_version() -> dict[str, int]:
     return dict(sorted(Counter(match["version"] for match in found if match is not None).items()))
 
 
-def _kept(stem: str) -> Cubin | None:
+def _kept(stem: str) -> Path | None:
     for place in (cache_folder(), *_private_folders.values()):
         with contextlib.suppress(OSError):
             check_folder(place)
             for path in sorted(place.glob(f"{stem}-*.cubin")):
-                content = _whole(path, stem)
-                if content is not None:
-                    return Cubin(path, content)
+                if _is_whole(path, stem):
+                    return path
     return None
 
 
-def _whole(path: Path, stem: str) -> bytes | None:
-    """The file's content if it matches the hash in its name; None for an incomplete or foreign file."""
+def _is_whole(path: Path, stem: str) -> bool:
+    """Whether the file's content matches the hash in its name; False for an incomplete or foreign file."""
     content = read_trusted(path)
-    if content is None or not content.startswith(b"\x7fELF") or path.name != _file_name(stem, content):
-        return None
-    return content
+    return content is not None and content.startswith(b"\x7fELF") and path.name == _file_name(stem, content)
 
 
 def _file_name(stem: str, cubin: bytes) -> str:
     return f"{stem}-{hashlib.sha256(cubin).hexdigest()[:16]}.cubin"
 
 
-def _write(folder: Path, stem: str, cubin: bytes) -> Cubin:
+def _write(folder: Path, stem: str, cubin: bytes) -> Path:
     make_folder(folder)
     path = folder / _file_name(stem, cubin)
     write(path, cubin)
     # only now, and only under other names: another process may just have replaced an incomplete file
     for other in folder.glob(f"{stem}-*.cubin"):
         with contextlib.suppress(OSError):
-            if _whole(other, stem) is None:
+            if not _is_whole(other, stem):
                 other.unlink()
-    return Cubin(path, cubin)
+    return path
 
 
 @atexit.register

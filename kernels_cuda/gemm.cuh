@@ -49,10 +49,18 @@ __device__ __forceinline__ float whole_scale(const Gemm& gemm) {
 
 __device__ __forceinline__ float bf16_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
+/* Apart from the number that they are, so that nothing waits for the load before the number is needed. */
+__device__ __forceinline__ u32 load_bias_bits(const void* bias, int format, int column) {
+    return format == BIAS_FP32 ? static_cast<const u32*>(bias)[column] : static_cast<const u16*>(bias)[column];
+}
+
+__device__ __forceinline__ float bias_of_bits(u32 bits, int format) {
+    if (format == BIAS_FP32) return __uint_as_float(bits);
+    return format == BIAS_BF16 ? bf16_to_float((u16)bits) : from_fp16((u16)bits);
+}
+
 __device__ __forceinline__ float load_bias(const void* bias, int format, int column) {
-    if (format == BIAS_FP32) return static_cast<const float*>(bias)[column];
-    const u16 bits = static_cast<const u16*>(bias)[column];
-    return format == BIAS_BF16 ? bf16_to_float(bits) : from_fp16(bits);
+    return bias_of_bits(load_bias_bits(bias, format, column), format);
 }
 
 /* The output of a sum. `pack`: two of a 16-bit format in a word, the first in the lower half. */

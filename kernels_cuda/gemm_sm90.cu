@@ -109,10 +109,11 @@ __device__ __forceinline__ void multiply(Sums (&sums)[PIECES], const Tile& tile,
 __device__ __forceinline__ void consume(const Arguments& arguments, const SharedMemory& memory, u32 block,
                                         int consumer) {
     Stage stage;
-    const Epilogue epilogue(arguments, memory, consumer);
+    Epilogue epilogue(arguments, memory, consumer);
     for (Work work(arguments.gemm); work.left(); work.next()) {
         const Tile tile = work.tile(block);
         const int row = tile.row + consumer * CONSUMER_ROWS;
+        epilogue.begin(tile);
         Sums sums[PIECES];
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece)
@@ -123,7 +124,7 @@ __device__ __forceinline__ void consume(const Arguments& arguments, const Shared
             multiply_promoted(sums, tile, memory, stage, consumer, scales);
         }
         else multiply(sums, tile, memory, stage, consumer);
-        epilogue.begin(tile);
+        epilogue.share_bias();
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll

@@ -9,6 +9,7 @@ struct Epilogue {
     const Arguments& arguments;
     const Gemm& gemm;
     const u32 staging, bias;
+    u32 bias_bits[BLOCK_N / 128];   // of this thread's columns
     const int consumer;
     const float scale;
     const Lane at;
@@ -17,14 +18,23 @@ struct Epilogue {
         : arguments(arguments), gemm(arguments.gemm), staging(memory.staging(consumer)), bias(memory.bias(consumer)),
           consumer(consumer), scale(whole_scale(gemm)) {}
 
-    /* The bias, rounded, for the columns of a tile; zeros where there is none. The previous tile has passed its last
-       barrier: no thread still reads its bias. */
-    __device__ __forceinline__ void begin(const Tile& tile) const {
-        for (int i = threadIdx.x & 127; i < BLOCK_N; i += 128) {
-            const int column = tile.column + i;
+    /* Starts to load the bias of a tile's columns, which takes as long as several products: before them. */
+    __device__ __forceinline__ void begin(const Tile& tile) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 128; ++i) {
+            const int column = tile.column + 128 * i + (threadIdx.x & 127);
             const bool some = gemm.bias_format != NO_BIAS && column < gemm.n;
-            store_shared(bias + 4 * i, some ? OUTPUT::round(load_bias(gemm.bias, gemm.bias_format, column)) : 0.0f);
+            bias_bits[i] = some ? load_bias_bits(gemm.bias, gemm.bias_format, column) : 0;
         }
+    }
+
+    /* The bias, rounded, for all threads of the warpgroup; zeros where there is none. The previous tile has passed its
+       last barrier: no thread still reads its bias. */
+    __device__ __forceinline__ void share_bias() const {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 128; ++i)
+            store_shared(bias + 4 * (128 * i + (threadIdx.x & 127)),
+                         OUTPUT::round(bias_of_bits(bias_bits[i], gemm.bias_format)));
     }
 
     /* Sums 4 j + 2 h and the next one, scaled and with the bias. */

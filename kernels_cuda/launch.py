@@ -16,8 +16,6 @@ _ARGUMENT_BYTES = 1024
 _ALIGNMENT = 64
 # shared memory that a block may have without a function attribute
 _UNASKED_SHARED_BYTES = 48 << 10
-# CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of the driver's API
-_MAX_DYNAMIC_SHARED_BYTES = 8
 
 
 class _Packed(threading.local):
@@ -66,7 +64,7 @@ class Kernel:
     """A kernel ready to launch on one device. Its only parameter is a struct, by value.
 
     Args:
-        function: CuPy's ``Function``.
+        function: CuPy's ``RawKernel``. A launch passes its pointer to the driver, which takes the host less time.
         layout: format of the struct, as for Python's ``struct``, native and aligned.
         block: threads of a block.
         device: index of the CUDA device.
@@ -75,9 +73,12 @@ class Kernel:
     Attributes:
         device: index of the CUDA device.
         multiprocessors: the device's number of multiprocessors.
+        resources: ``registers`` and ``local_bytes`` of a thread, and ``shared_bytes`` of a block, as the driver says;
+            local memory is where spilled registers go.
     """
 
     multiprocessors: int
+    resources: dict[str, int]
 
     def __init__(self, function: Any, layout: str, block: int, device: int, shared_bytes: int = 0) -> None:
         self._layout = struct.Struct(layout)
@@ -97,9 +98,15 @@ class Kernel:
         # torch's public API for the same number creates a Stream object first
         self._current_stream = torch._C._cuda_getCurrentRawStream
         with torch.cuda.device(self.device), Device(self.device):
-            self._pointer: int = self._function.ptr
+            function = self._function
+            self._pointer: int = function.kernel.ptr
             if self._shared_bytes > _UNASKED_SHARED_BYTES:
-                driver.funcSetAttribute(self._pointer, _MAX_DYNAMIC_SHARED_BYTES, self._shared_bytes)
+                function.max_dynamic_shared_size_bytes = self._shared_bytes
+            self.resources = {
+                "registers": function.num_regs,
+                "local_bytes": function.local_size_bytes,
+                "shared_bytes": function.shared_size_bytes + self._shared_bytes,
+            }
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def __call__(self, grid: int, *arguments: int | float | bytes) -> None:

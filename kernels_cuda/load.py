@@ -32,15 +32,12 @@ def load(family: str, defines: Sequence[str], layout: str, block: int, device: i
     """
     version = nvrtc_version()
     check_driver(_driver_version(), version)
-    from cupy.cuda import Device
-    from cupy.cuda.function import Module
+    import cupy
 
     cubin = compiled(family, architecture(torch.cuda.get_device_capability(device)), defines)
-    with torch.cuda.device(device), Device(device):
-        # not `RawModule(path=...)`, for which the driver reads the file again: it may have been replaced by then
-        module = Module()
-        module.load(cubin.content)
-        function = module.get_function(family)
+    with torch.cuda.device(device), cupy.cuda.Device(device):
+        # CuPy keeps modules by path and device: the hash in the file's name makes this one kernel
+        function = cupy.RawModule(path=str(cubin)).get_function(family)
     return Kernel(function, layout, block, device, shared_bytes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 
 import torch
 
@@ -15,7 +16,21 @@ _SWIZZLE_128B, _L2_PROMOTION_256B = 3, 3
 _BYTES, _ALIGNMENT = 128, 64
 
 
-@functools.lru_cache(maxsize=4096)
+class _Arrays(threading.local):
+    """What the driver reads, and the map that it writes. One for each thread, as a call releases the GIL."""
+
+    def __init__(self) -> None:
+        u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+        self._memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
+        self.map = -(-ctypes.addressof(self._memory) // _ALIGNMENT) * _ALIGNMENT
+        self.sizes, self.row_bytes, self.box, self.steps = (u64 * 2)(), (u64 * 1)(), (u32 * 2)(), (u32 * 2)(1, 1)
+
+
+_arrays = _Arrays()
+
+
+# more than a large model has, 80 layers of 7 weights with 9 maps each: used in turn, they would evict each other
+@functools.lru_cache(maxsize=16384)
 def tensor_map(
     device: int,
     address: int,
@@ -44,18 +59,17 @@ def tensor_map(
     set_context(device)
     if rows == 1:
         row_bytes = -(-columns * dtype.itemsize // 16) * 16
-    memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
-    at = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
-    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+    arrays, sizes, box = _arrays, _arrays.sizes, _arrays.box
+    sizes[0], sizes[1], arrays.row_bytes[0], box[0], box[1] = columns, rows, row_bytes, box_columns, box_rows
     code = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at),
+        ctypes.c_void_p(arrays.map),
         _DATA_TYPES[dtype],
         2,
         ctypes.c_void_p(address),
-        (u64 * 2)(columns, rows),
-        (u64 * 1)(row_bytes),
-        (u32 * 2)(box_columns, box_rows),
-        (u32 * 2)(1, 1),
+        sizes,
+        arrays.row_bytes,
+        box,
+        arrays.steps,
         0,
         _SWIZZLE_128B,
         _L2_PROMOTION_256B,
@@ -66,7 +80,7 @@ def tensor_map(
             f"cuTensorMapEncodeTiled gave error {code} for a {dtype} matrix of {rows} x {columns} at {address:#x}, rows"
             f" {row_bytes} bytes apart, in boxes of {box_rows} x {box_columns}."
         )
-    return ctypes.string_at(at, _BYTES)
+    return ctypes.string_at(arrays.map, _BYTES)
 
 
 @functools.cache

@@ -578,7 +578,7 @@ def test_all_ways_to_launch_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     tensors = launch._tensors(CPU)
     launches = launch._launches(WithDriver(("update_scales", ()), scales.LAYOUT, scales.THREADS, 0), tensors)
-    assert list(launches) == ["Kernel", "Function", "driver"]
+    assert list(launches) == ["Kernel", "RawKernel", "driver"]
     for way in launches.values():
         assert launch._difference(way, tensors) is None
         assert launch._difference(lambda at: None, tensors) == "another amax"
@@ -603,7 +603,7 @@ def test_small_cases_on_a_gpu(tmp_path: Path) -> None:
     for suite, case in (*chosen, ("gemm", "2048x1024x1024"), ("linear", "2048 tokens, 1024")):
         command.main(["--suite", suite, "--case", case, "--rounds", "3", "--out", str(out)])
     found = {(row["suite"], row["variant"]): row for row in written(out)}
-    assert {("cast", "lightning_fp8"), ("cast", "torch.compile"), ("launch", "Kernel"), ("launch", "Function")} <= set(
+    assert {("cast", "lightning_fp8"), ("cast", "torch.compile"), ("launch", "Kernel"), ("launch", "RawKernel")} <= set(
         found
     )
     for row in found.values():

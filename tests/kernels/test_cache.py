@@ -98,7 +98,7 @@ def test_a_planted_file_would_be_used(folder: Path) -> None:
     """It is used in the user's own folder and file; otherwise the tests below would prove nothing."""
     path = planted(folder)
     with said() as messages:
-        assert compiled("update_scales", "sm_90a") == (path, THEIRS)
+        assert compiled("update_scales", "sm_90a") == path
     assert messages == []
 
 
@@ -129,9 +129,9 @@ def test_kernels_of_an_untrusted_folder_are_not_used(folder: Path, untrusted: tu
         first = compiled("update_scales", "sm_90a")
         compiled("cast_weights", "sm_90a")
         assert compiled("update_scales", "sm_90a") == first
-    assert first.content == first.path.read_bytes() == OURS
-    assert first.path.parent != folder
-    assert mode(first.path.parent) == 0o700
+    assert first.read_bytes() == OURS
+    assert first.parent != folder
+    assert mode(first.parent) == 0o700
     assert set(folder.iterdir()) == before
     (message,) = messages
     assert re.search(rf"{re.escape(str(folder))} is not used: {why}\.", message)
@@ -185,7 +185,7 @@ def test_a_folder_of_roots_serves_everybody(folder: Path, monkeypatch: pytest.Mo
         tell_owners(monkeypatch, lambda found: 0 if found.st_uid == me else found.st_uid)
     monkeypatch.setattr(os, "geteuid", lambda: OTHER_USER)
     with said() as messages:
-        assert compiled("update_scales", "sm_90a") == (path, THEIRS)
+        assert compiled("update_scales", "sm_90a") == path
         assert load.has_passed(*MARK)
     assert messages == []
 
@@ -194,7 +194,7 @@ def test_a_link_to_a_folder_is_followed(folder: Path, monkeypatch: pytest.Monkey
     """Caches are links where home folders are small; the target of the link decides."""
     (tmp_path / "link").symlink_to(folder)
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path / "link"))
-    assert compiled("update_scales", "sm_90a").path.parent == tmp_path / "link"
+    assert compiled("update_scales", "sm_90a").parent == tmp_path / "link"
     folder.chmod(0o777)
     with pytest.raises(Untrusted):
         check_folder(tmp_path / "link")
@@ -236,7 +236,7 @@ def test_untrusted_files_are_named_and_compiled_anew(kind: str, folder: Path, mo
         spoil(path, monkeypatch)
     with said() as messages:
         first = compiled("update_scales", "sm_90a")
-        assert compiled("update_scales", "sm_90a") == first == (paths[0], OURS)
+        assert compiled("update_scales", "sm_90a") == first == paths[0]
     assert len(messages) == 2
     for path in paths:
         assert any(re.search(rf"{re.escape(str(path))} is not used: {why}", message) for message in messages)
@@ -385,7 +385,7 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_relative_folder_stays_where_it_was_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", f"own-{tmp_path.name}")
     monkeypatch.chdir(tmp_path)
-    path = compiled("update_scales", "sm_90a").path
+    path = compiled("update_scales", "sm_90a")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert path.parent == cache_folder() == tmp_path / f"own-{tmp_path.name}"

@@ -207,7 +207,7 @@ def test_program_is_always_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_family_of_the_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(folder / "and" / "below"))
-    path = compiled("update_scales", "sm_89").path
+    path = compiled("update_scales", "sm_89")
     assert path.parent == folder / "and" / "below"
     assert b"update_scales" in path.read_bytes()
     with pytest.raises(ValueError, match="no kernel source 'nowhere'"):
@@ -223,12 +223,12 @@ def test_headers_are_those_of_the_package() -> None:
 
 
 def test_compiles_once(compiler: Compiler, folder: Path) -> None:
-    path = compiled("twice", "sm_89").path
+    path = compiled("twice", "sm_89")
     content, version = path.read_bytes(), "{}.{}".format(*nvrtc_version())
     digest = hashlib.sha256(content).hexdigest()
     assert path == folder / f"twice-sm_89-nvrtc{version}-{source_key('twice', 'sm_89')[:16]}-{digest[:16]}.cubin"
     assert content.startswith(b"\x7fELF")
-    assert compiled("twice", "sm_89").path == path
+    assert compiled("twice", "sm_89") == path
     assert compiler.calls == 1
     assert list(folder.iterdir()) == [path]
 
@@ -263,9 +263,9 @@ def test_key_names_all_that_a_cubin_follows_from(compiler: Compiler, monkeypatch
 
 
 def test_a_changed_source_is_compiled_anew(compiler: Compiler) -> None:
-    first = compiled("twice", "sm_89").path
+    first = compiled("twice", "sm_89")
     compiler.source = KERNEL.replace("2.0f", "3.0f")
-    second = compiled("twice", "sm_89").path
+    second = compiled("twice", "sm_89")
     assert second != first
     assert second.read_bytes() != first.read_bytes()
     assert compiler.calls == 2
@@ -273,7 +273,7 @@ def test_a_changed_source_is_compiled_anew(compiler: Compiler) -> None:
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "renamed", "not an ELF"])
 def test_damaged_files_are_replaced(compiler: Compiler, folder: Path, damage: str) -> None:
-    path = compiled("twice", "sm_89").path
+    path = compiled("twice", "sm_89")
     content = path.read_bytes()
     if damage == "truncated":
         path.write_bytes(content[:-1])
@@ -286,18 +286,18 @@ def test_damaged_files_are_replaced(compiler: Compiler, folder: Path, damage: st
     else:
         path.unlink()
         (folder / f"{path.stem[:-16]}{hashlib.sha256(b'text').hexdigest()[:16]}.cubin").write_bytes(b"text")
-    assert compiled("twice", "sm_89").path == path
+    assert compiled("twice", "sm_89") == path
     assert compiler.calls == 2
     assert path.read_bytes() == content
     assert list(folder.iterdir()) == [path]
 
 
 def test_a_damaged_file_that_stays_is_ignored(compiler: Compiler, folder: Path) -> None:
-    path = compiled("twice", "sm_89").path
+    path = compiled("twice", "sm_89")
     path.unlink()
     (folder / f"{path.stem[:-16]}{'0' * 16}.cubin").mkdir()
     for _ in range(2):
-        assert compiled("twice", "sm_89").path == path
+        assert compiled("twice", "sm_89") == path
     assert compiler.calls == 2
 
 
@@ -314,18 +314,18 @@ def test_a_file_that_another_process_wrote_meanwhile_is_left_alone(
 ) -> None:
     """That process may be about to load it."""
     cubin, log = compile_source("twice", KERNEL, "sm_89")
-    path = compiled("twice", "sm_89").path
+    path = compiled("twice", "sm_89")
     path.unlink()
     other = folder / f"{path.stem[:-16]}{hashlib.sha256(cubin + cubin).hexdigest()[:16]}.cubin"
     monkeypatch.setattr(
         kernels_compile, "compile_source", lambda *_: (other.write_bytes(cubin + cubin), log) and (cubin, log)
     )
-    assert compiled("twice", "sm_89").path == path
+    assert compiled("twice", "sm_89") == path
     assert set(folder.iterdir()) == {path, other}
 
 
 def test_eight_processes_at_once(folder: Path) -> None:
-    script = "print(flush=True); input(); print(kernels_compile.compiled('twice', 'sm_89').path)"
+    script = "print(flush=True); input(); print(kernels_compile.compiled('twice', 'sm_89'))"
     processes = [run(script, folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(8)]
     for process in processes:
         process.stdout.readline()
@@ -351,7 +351,7 @@ kernels_compile.compiled('twice', 'sm_89')
     assert run(script, folder).wait(timeout=60) == 9
     (left,) = folder.iterdir()
     assert left.suffix == ".tmp"
-    path = compiled("twice", "sm_89").path
+    path = compiled("twice", "sm_89")
     assert compiler.calls == 1
     assert set(folder.iterdir()) == {left, path}
 
@@ -365,7 +365,7 @@ def test_writing_is_seen_whole_or_not_at_all(compiler: Compiler, folder: Path, m
         replace(temporary, path)
 
     monkeypatch.setattr(os, "replace", watched)
-    path = compiled("twice", "sm_89").path
+    path = compiled("twice", "sm_89")
     assert seen == [([".tmp"], folder, path.read_bytes())]
 
 
@@ -411,7 +411,7 @@ def test_unusable_folder(compiler: Compiler, folder: Path, monkeypatch: pytest.M
             said = "no home folder"
         place = str(cache_folder())
         with pytest.warns(UserWarning, match="set LIGHTNING_FP8_CACHE_DIR to a writable folder") as warned:
-            path = compiled("twice", "sm_89").path
+            path = compiled("twice", "sm_89")
         assert len(warned) == 1
         assert warned[0].filename == __file__
         assert place in str(warned[0].message)
@@ -420,10 +420,10 @@ def test_unusable_folder(compiler: Compiler, folder: Path, monkeypatch: pytest.M
         assert path.parent not in (folder, folder.parent)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert compiled("twice", "sm_89").path == path
+            assert compiled("twice", "sm_89") == path
             assert compiler.calls == 1
             # another kernel gives no second message
-            assert compiled("twice", "sm_90a").path.parent == path.parent
+            assert compiled("twice", "sm_90a").parent == path.parent
         assert {found.suffix for found in path.parent.iterdir()} == {".cubin"}
     assert not folder.is_dir() or not list(folder.iterdir())
     assert not Path("~").exists()
@@ -432,12 +432,12 @@ def test_unusable_folder(compiler: Compiler, folder: Path, monkeypatch: pytest.M
 
 
 def test_a_cubin_in_a_read_only_folder_is_used(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = compiled("twice", "sm_89").path
+    path = compiled("twice", "sm_89")
     monkeypatch.setattr(Path, "mkdir", refused)
     monkeypatch.setattr(Path, "write_bytes", refused)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert compiled("twice", "sm_89").path == path
+        assert compiled("twice", "sm_89") == path
 
 
 def test_private_folder_goes_with_its_process(tmp_path: Path) -> None:
@@ -446,11 +446,11 @@ def test_private_folder_goes_with_its_process(tmp_path: Path) -> None:
     script = """
 import os, warnings
 warnings.simplefilter("ignore")
-first = kernels_compile.compiled('twice', 'sm_89').path
+first = kernels_compile.compiled('twice', 'sm_89')
 child = os.fork()
 if child == 0:
-    assert kernels_compile.compiled('twice', 'sm_89').path == first
-    print(kernels_compile.compiled('twice', 'sm_90a').path.parent)
+    assert kernels_compile.compiled('twice', 'sm_89') == first
+    print(kernels_compile.compiled('twice', 'sm_90a').parent)
     sys.exit()
 assert os.waitpid(child, 0)[1] == 0
 assert first.exists()

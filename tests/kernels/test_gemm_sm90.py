@@ -168,6 +168,11 @@ def test_bias(dtype: torch.dtype, output: torch.dtype) -> None:
     check(operands(70, 135, 48), SMALL, output, bias=bias)
 
 
+def test_each_tile_of_a_block_has_its_own_bias(late: bool) -> None:
+    # tiles of 256 columns, one after the other in a cluster
+    check(operands(70, 700, 144), LARGE, bias=torch.randn(700) * 100, late=late, multiprocessors=2)
+
+
 @pytest.mark.parametrize(("splits", "output"), [*zip((2, 3, 7), OUTPUTS)])
 def test_splits(splits: int, output: torch.dtype, late: bool) -> None:
     case = operands(140, 67, 8 * 128 - 48, "e5m2")

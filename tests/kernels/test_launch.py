@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cupy
+import cupy_stand_in
 import pytest
 import torch
 from cupy_backends.cuda.api import driver, runtime
@@ -106,7 +108,7 @@ def test_threads_do_not_mix_their_arguments() -> None:
     assert found == {(n, (n, step, n, step, float(n))) for n in range(8) for step in range(300)}
 
 
-class Driver:
+class Driver(cupy_stand_in.Driver):
     """Refuses calls from a thread without a context, as CUDA's driver does; the runtime creates contexts.
 
     Attributes:
@@ -117,6 +119,7 @@ class Driver:
     INVALID_VALUE, INVALID_CONTEXT = 1, 201
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
         self.contexts: list[tuple[int, int]] = []
         self.row_bytes: list[int] = []
         self._thread = threading.local()
@@ -125,7 +128,6 @@ class Driver:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: CURRENT_DEVICE)
         properties = SimpleNamespace(multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-        monkeypatch.setattr("cupy.cuda.Device", lambda _: nullcontext())
         tensor_map.cache_clear()
         monkeypatch.setattr("kernels_cuda.tensor_map._driver", lambda: self)
 
@@ -158,7 +160,7 @@ def test_the_first_launch_of_a_thread_sets_the_context(
     devices: list[int], device: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub = Driver(monkeypatch)
-    kernel = Kernel(SimpleNamespace(ptr=77), LAYOUT, 32, device)
+    kernel = Kernel(cupy_stand_in.RawKernel(stub, "", "name"), LAYOUT, 32, device)
 
     def launch() -> None:
         for _ in range(3):
@@ -172,7 +174,7 @@ def test_the_first_launch_of_a_thread_sets_the_context(
 @pytest.mark.usefixtures("devices")
 def test_a_thread_gets_the_context_of_each_device_that_it_launches_on(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = Driver(monkeypatch)
-    kernels = [Kernel(SimpleNamespace(ptr=77), LAYOUT, 32, device) for device in (0, 1)]
+    kernels = [Kernel(cupy_stand_in.RawKernel(stub, "", "name"), LAYOUT, 32, device) for device in (0, 1)]
 
     def launch() -> None:
         for kernel in (*kernels, *kernels):
@@ -184,7 +186,7 @@ def test_a_thread_gets_the_context_of_each_device_that_it_launches_on(monkeypatc
 
 def test_the_first_tensor_map_of_a_thread_sets_the_context(devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     stub = Driver(monkeypatch)
-    kernel = Kernel(SimpleNamespace(ptr=77), HOPPER.layout, HOPPER.threads, 1)
+    kernel = Kernel(cupy_stand_in.RawKernel(stub, "", "name"), HOPPER.layout, HOPPER.threads, 1)
     del devices[:]
     a, b, out = *torch.zeros(2, 64, 128, dtype=torch.uint8), torch.zeros(64, 64)
     thread = in_a_thread(lambda: gemm.gemm(kernel, HOPPER, a, b, out, torch.ones(()), torch.ones(())))
@@ -194,9 +196,43 @@ def test_the_first_tensor_map_of_a_thread_sets_the_context(devices: list[int], m
 
 
 @pytest.mark.usefixtures("devices")
+def test_the_maps_of_a_large_model_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub, maps = Driver(monkeypatch), 80 * 7 * 9
+
+    def step() -> None:
+        for number in range(maps):
+            tensor_map(0, 16 * number, torch.uint8, 64, 128, 128, 64, 128)
+
+    for _ in range(2):
+        in_a_thread(step)
+    assert len(stub.row_bytes) == maps
+
+
+@pytest.mark.usefixtures("devices")
+def test_threads_do_not_mix_their_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's call releases the GIL between reading its arguments and writing the map."""
+    stub = Driver(monkeypatch)
+    together = threading.Barrier(2, timeout=60)
+
+    def encode(map: ctypes.c_void_p, *given: Any) -> int:
+        together.wait()
+        ctypes.memmove(map, struct.pack("QQQ", *given[3], *given[4]), 24)
+        together.wait()
+        return 0
+
+    monkeypatch.setattr(stub, "cuTensorMapEncodeTiled", encode)
+
+    def make(rows: int) -> tuple[int, ...]:
+        return struct.unpack("QQQ", tensor_map(0, 0, torch.uint8, rows, 128, 16 * rows, 64, 128)[:24])
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(make, (16, 32))) == [(128, 16, 256), (128, 32, 512)]
+
+
+@pytest.mark.usefixtures("devices")
 def test_a_single_row_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = Driver(monkeypatch)
-    kernel = Kernel(SimpleNamespace(ptr=77), HOPPER.layout, HOPPER.threads, 0)
+    kernel = Kernel(cupy_stand_in.RawKernel(stub, "", "name"), HOPPER.layout, HOPPER.threads, 0)
     # contiguous by torch's rule, with a row stride of one element
     a, b = (torch.zeros(144, 1, dtype=torch.uint8).t() for _ in range(2))
     assert a.is_contiguous()
@@ -213,71 +249,80 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: list[int]) -> SimpleNamespace:
-    """A CuPy stand-in that records what it is asked to load."""
-    record = SimpleNamespace(cubins=[], names=[], devices=[], attributes=[], driver=13000)
-
-    class Module:
-        def load(self, cubin: bytes) -> None:
-            record.cubins.append(cubin)
-
-        def get_function(self, name: str) -> SimpleNamespace:
-            record.names.append(name)
-            return SimpleNamespace(ptr=4242)
-
-    @contextmanager
-    def device(index: int) -> Iterator[None]:
-        record.devices.append(index)
-        yield
-
-    monkeypatch.setattr("cupy.cuda.function.Module", Module)
-    monkeypatch.setattr(driver, "funcSetAttribute", lambda *arguments: record.attributes.append(arguments))
-    monkeypatch.setattr("cupy.cuda.Device", device)
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: list[int]) -> cupy_stand_in.Driver:
+    """CuPy without a driver."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(kernels_cuda.load, "_driver_version", lambda: record.driver)
+    monkeypatch.setattr(kernels_cuda.load, "_driver_version", lambda: 13000)
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path))
-    return record
+    return cupy_stand_in.Driver(monkeypatch)
 
 
-def test_loading_compiles_for_the_device_and_takes_the_function_there(
-    cupy: SimpleNamespace, devices: list[int]
+def test_loading_compiles_for_the_device_and_takes_the_kernel_there(
+    stand_in: cupy_stand_in.Driver, devices: list[int]
 ) -> None:
     kernel = kernels_cuda.load.load("update_scales", (), "PPPPPiiif", 1024, 1)
-    assert kernel._pointer == 4242
+    assert kernel._pointer == 78
     assert kernel.multiprocessors == 132
+    assert kernel.resources == {"registers": 64, "local_bytes": 0, "shared_bytes": 8448}
     assert kernel._current_stream is current_stream
     assert kernel._current_device is torch.cuda.current_device
-    assert cupy.names == ["update_scales"]
-    assert cupy.cubins == [compiled("update_scales", "sm_90a").content]
-    # once for the module and once for its function: both need the device's context
-    assert devices == cupy.devices == [1, 1]
+    assert kernel._function.name == "update_scales"
+    cubin = compiled("update_scales", "sm_90a")
+    assert stand_in.loaded == {(str(cubin), 1): cubin.read_bytes()}
+    # once for the module and once for its kernel: both need the device's context
+    assert devices == stand_in.entered == [1, 1]
 
 
 @pytest.mark.parametrize(("shared_bytes", "asked"), [(0, None), (48 << 10, None), ((48 << 10) + 16, (48 << 10) + 16)])
 def test_more_shared_memory_than_usual_is_asked_for(
-    cupy: SimpleNamespace, shared_bytes: int, asked: int | None, monkeypatch: pytest.MonkeyPatch
+    stand_in: cupy_stand_in.Driver, shared_bytes: int, asked: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = kernels_cuda.load.load("update_scales", (), LAYOUT, 1024, 0, shared_bytes)
-    # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    assert cupy.attributes == ([] if asked is None else [(4242, 8, asked)])
+    assert stand_in.attributes == ([] if asked is None else [(77, asked)])
+    assert kernel.resources["shared_bytes"] == 8448 + shared_bytes
     launches: list[tuple[Any, ...]] = []
     monkeypatch.setattr(kernel, "_launch_kernel", lambda *sizes: launches.append(sizes))
     monkeypatch.setattr(kernel, "_current_device", lambda: 0)
     monkeypatch.setattr(kernel, "_set_context", lambda device: None)
     kernel(3, 1, 2, 3, 4, 5.0)
-    assert launches[0][:8] == (4242, 3, 1, 1, 1024, 1, 1, shared_bytes)
+    assert launches[0][:8] == (77, 3, 1, 1, 1024, 1, 1, shared_bytes)
 
 
-def test_a_driver_that_is_too_old_is_named(cupy: SimpleNamespace) -> None:
-    cupy.driver = 12080
-    with pytest.raises(KernelsUnavailable, match=r"driver is for CUDA 12\.8 .*pip install cupy-cuda12x"):
+def test_kernels_of_one_family_are_kept_apart(stand_in: cupy_stand_in.Driver) -> None:
+    """CuPy keeps modules by path: that of another variant must be another one, and of another source, too."""
+    variants = [casts.variant(torch.bfloat16, "e4m3", activation, False) for activation in ("none", "relu")]
+    for defines in (*variants, *variants):
+        kernels_cuda.load.load("cast_transpose", defines, LAYOUT, 256, 0)
+    assert len(stand_in.loaded) == len(set(stand_in.loaded.values())) == 2
+
+
+def test_cupys_own_classes_are_as_the_stand_in() -> None:
+    module, kernel = cupy.RawModule(path="nowhere.cubin"), cupy.RawKernel("", "name")
+    assert (module.file_path, module.code) == ("nowhere.cubin", None)
+    assert hasattr(cupy.cuda.function.Function, "ptr")
+    for ours, theirs in ((cupy_stand_in.RawModule, module), (cupy_stand_in.RawKernel, kernel)):
+        assert {name for name in vars(ours) if not name.startswith("_")} <= set(dir(theirs))
+    for name in ("num_regs", "local_size_bytes", "shared_size_bytes"):
+        with pytest.raises(AttributeError):
+            setattr(kernel, name, 1)
+    # these reach the driver, or its absence
+    for call in (lambda: module.get_function("name"), lambda: setattr(kernel, "max_dynamic_shared_size_bytes", 1)):
+        with pytest.raises((runtime.CUDARuntimeError, driver.CUDADriverError)):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [(12080, r"driver is for CUDA 12\.8 .*pip install cupy-cuda12x"), (0, "none was found")]
+)
+def test_a_driver_that_is_too_old_is_named(
+    stand_in: cupy_stand_in.Driver, version: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels_cuda.load, "_driver_version", lambda: version)
+    with pytest.raises(KernelsUnavailable, match=said):
         kernels_cuda.load.load("update_scales", (), "PPPPPiiif", 1024, 0)
-    cupy.driver = 0
-    with pytest.raises(KernelsUnavailable, match="none was found"):
-        kernels_cuda.load.load("update_scales", (), "PPPPPiiif", 1024, 0)
-    assert cupy.cubins == []
+    assert stand_in.loaded == {}
 
 
 @pytest.mark.parametrize("x", [(0, 24), (4, 24), (0, 20)])

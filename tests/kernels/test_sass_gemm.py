@@ -190,6 +190,25 @@ def test_a_step_costs_at_most(chosen: Chosen) -> None:
     assert count(found, r"BAR\.SYNC.*") == (2 if by_columns else 0), found
 
 
+@pytest.mark.parametrize(
+    "chosen", [plain(FAST[0], "e4m3", "e4m3", torch.bfloat16, False), *(one for one in BLOCKS[:2])], ids=named
+)
+def test_the_bias_is_loaded_while_products_run(chosen: Chosen) -> None:
+    configuration, family = chosen
+    lines, _ = program(family, "sm_90a")
+    products = [place for place, line in enumerate(lines) if "QGMMA" in line]
+    # nothing else is loaded in 16 bits; a bias in fp32 goes to the same register
+    loads = [
+        (place, found[1]) for place, line in enumerate(lines) if (found := re.search(r"LDG\.E\.U16 (R\d+),", line))
+    ]
+    assert len(loads) == configuration.block_n // 128
+    for place, register in loads:
+        used = (
+            n for n, line in enumerate(lines) if n > place and re.search(rf"\b{register}\b", line) and "LDG" not in line
+        )
+        assert place < products[0] < products[-1] < next(used)
+
+
 # --- cost of the epilogue -------------------------------------------------------------------------------------------
 
 

@@ -154,6 +154,7 @@ class HostKernel(Kernel):
     multiprocessors = 4
 
     def _load(self) -> None:
+        self.resources = {"registers": 64, "local_bytes": 0, "shared_bytes": 8448 + self._shared_bytes}
         family, defines = self._function
         self._library = library(family, defines)
         size = self._library.size_of_arguments()

@@ -185,6 +185,7 @@ def test_kernels_are_compiled_without_a_gpu_and_kept(monkeypatch: pytest.MonkeyP
     for checks, how in ((first, "compiled"), (second, "from the cache")):
         assert {(check.place, check.compiled, check.failure) for check in checks} == {("sm_90a", how, None)}
         assert {(check.self_test, check.self_test_s) for check in checks} == {("not run: no GPU", None)}
+        assert {check.resources for check in checks} == {None}
     assert all(check.compile_s > 0 for check in first)
     assert sum(check.compile_s for check in second) < sum(check.compile_s for check in first)
     assert len(list(cache_folder().glob("*-sm_90a-*.cubin"))) == len(FEW)
@@ -429,6 +430,9 @@ def test_all_is_fine(host_gpu: list[str]) -> None:
     assert found.verdict == "fp8-delayed runs with its own kernels on every GPU (cpu)."
     assert [check.self_test for check in found.kernels] == ["passed"] * len(FEW)
     assert all(check.self_test_s and check.compile_s > 0 for check in found.kernels)
+    taken = {"registers": 64, "local_bytes": 0, "shared_bytes": 8448}
+    assert [check["resources"] for check in found.as_dict()["kernels"]] == [taken] * len(FEW)
+    assert {row["at most"] for row in rows(found, "Kernels")} == {"64 registers, local 0 B, shared 8448 B"}
     row = fp8(found, "cpu")
     assert (row["runs"], row["casts"], row["scales"], row["GEMMs"]) == (
         "yes",
@@ -463,6 +467,7 @@ def test_a_kernel_that_fails_its_self_test(monkeypatch: pytest.MonkeyPatch, host
     assert "doctor --json" in found.problems[0].do
     failed = [check.kernel for check in found.kernels if check.self_test == "failed"]
     assert failed == [variant.name for variant in FEW if variant.family == family]
+    assert {check.resources is None for check in found.kernels if check.self_test == "failed"} == {True}
     # the pass of an earlier self-test is forgotten
     assert host_gpu == [family] * len(failed)
     row = fp8(found, "cpu")

@@ -19,7 +19,7 @@ def command() -> list[str]:
 
 def job(device: torch.device, kernel: str) -> Job:
     """A job for one kernel. The answer has ``cached``, whether it had been compiled before, and the fields of an
-    :class:`~lightning_fp8.ops.cuda.kernels.Attempt` except the kernel itself.
+    :class:`~lightning_fp8.ops.cuda.kernels.Attempt`, with the kernel's ``resources`` in place of the kernel itself.
     """
     return {"device": str(device), "kernel": kernel}
 
@@ -31,7 +31,8 @@ def test(job: Job) -> dict[str, Any]:
     (variant,) = (one for one in kernels.variants(capability) if one.name == job["kernel"])
     cached = is_cached(variant.family, architecture(capability), variant.defines)
     attempt = kernels.try_kernel(variant, device, test_again=True)
-    return {"cached": cached, **attempt._replace(kernel=None)._asdict()}
+    resources = None if attempt.kernel is None else attempt.kernel.resources
+    return {"cached": cached, "resources": resources, **attempt._replace(kernel=None)._asdict()}
 
 
 if __name__ == "__main__":

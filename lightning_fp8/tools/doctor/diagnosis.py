@@ -46,6 +46,7 @@ class KernelCheck:
         self_test: ``"passed"``, ``"failed"``, or ``"not run: "`` and why.
         self_test_s: seconds that the self-test took, or None.
         failure: what went wrong, or None.
+        resources: :attr:`kernels_cuda.launch.Kernel.resources`; None if it was not loaded or failed its self-test.
     """
 
     kernel: str
@@ -55,6 +56,7 @@ class KernelCheck:
     self_test: str
     self_test_s: float | None
     failure: str | None
+    resources: dict[str, int] | None = None
 
 
 @dataclass

@@ -18,7 +18,7 @@ from lightning_fp8.tools.worker import Answer, Worker
 ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a", "sm_120a")
 NOT_TRIED = ("not compiled or tested",)
 _NOT_LOADED = "not run: not loaded"
-_COLUMNS = ("where", "kernels", "compiling", "self-tests")
+_COLUMNS = ("where", "kernels", "compiling", "self-tests", "at most")
 # number of kernels that a problem names; the list of kernels has all
 _NAMED = 4
 _MOST_LOST = 2
@@ -55,7 +55,8 @@ def _checked(kernel: str, device: torch.device, answer: Answer) -> KernelCheck:
     how, test = "from the cache" if found["cached"] else "compiled", "passed" if found["failure"] is None else "failed"
     if found["testing_s"] is None:
         how, test = "failed", _NOT_LOADED
-    return KernelCheck(kernel, str(device), how, found["loading_s"], test, found["testing_s"], found["failure"])
+    seconds = found["loading_s"], found["testing_s"]
+    return KernelCheck(kernel, str(device), how, seconds[0], test, seconds[1], found["failure"], found["resources"])
 
 
 def for_architecture(arch: str, why_no_test: str, every: bool, progress: Progress) -> list[KernelCheck]:
@@ -84,9 +85,11 @@ def for_architecture(arch: str, why_no_test: str, every: bool, progress: Progres
 
 
 def _said(check: KernelCheck) -> str:
-    """``"compiled 0.71 s, self-test passed 0.02 s"``."""
+    """``"compiled 0.71 s, self-test passed 0.02 s, 64 registers, local 0 B, shared 8448 B"``."""
     test = "" if check.self_test_s is None else f" {check.self_test_s:.2f} s"
     text = f"{check.compiled} {check.compile_s:.2f} s, self-test {check.self_test}{test}"
+    if check.resources is not None:
+        text += f", {_most([check])}"
     return text if check.failure is None else f"{text}: {' '.join(check.failure.split())[:500]}"
 
 
@@ -133,7 +136,18 @@ def _row(place: str, name: str, group: list[KernelCheck]) -> tuple[str, ...]:
     compiling = _counted([check.compiled for check in group], sum(check.compile_s for check in group))
     times = [check.self_test_s for check in group if check.self_test_s is not None]
     tests = _counted([check.self_test for check in group], sum(times) if times else None)
-    return place, name, compiling, tests
+    return place, name, compiling, tests, _most(group)
+
+
+def _most(group: list[KernelCheck]) -> str:
+    """``"64 registers, local 0 B, shared 8448 B"``: the most of each that a kernel takes."""
+    taken = [check.resources for check in group if check.resources is not None]
+    if not taken:
+        return "-"
+    registers, local, shared = (
+        max(one[what] for one in taken) for what in ("registers", "local_bytes", "shared_bytes")
+    )
+    return f"{registers} registers, local {local} B, shared {shared} B"
 
 
 def _counted(results: list[str], seconds: float | None) -> str:
