@@ -166,18 +166,18 @@ class WeightGroup:
         for rows, _ in due:
             # drop the old copies first, so that the new ones can use their memory
             rows.weight_cache.drop()
-        operands = cast_together(due)
+        operands = cast_together(due, [None] * len(due))
         for (rows, tensor), operand in zip(due, operands, strict=True):
             rows.weight_cache.put(tensor, operand, used=rows is first)
         return operands[0]
 
 
-def cast_together(weights: Sequence[tuple[Fp8Rows, Tensor]], out: Sequence[Fp8Operand | None] = ()) -> list[Fp8Operand]:
+def cast_together(weights: Sequence[tuple[Fp8Rows, Tensor]], out: Sequence[Fp8Operand | None]) -> list[Fp8Operand]:
     """The casts of weights of one model, as :func:`lightning_fp8.ops.cast_weights` makes them."""
-    (first, _), *_ = weights
-    indices = [first.state.row_of(rows.module, "weight") for rows, _ in weights]
+    for rows, weight in weights:
+        rows.to(weight.device)
     tensors = [rows.n_by_k(rows.matrix(weight.detach())) for rows, weight in weights]
-    return ops.cast_weights(first.state, tensors, indices, first.formats["weight"], out)
+    return ops.cast_weights(tensors, [rows.weight_slot(True) for rows, _ in weights], out)
 
 
 def _records(rows: Fp8Rows) -> bool:
