@@ -67,7 +67,9 @@ class Cast:
 
     def is_served(self, device: torch.device) -> bool:
         """Whether there is a kernel, or none is expected."""
-        return device.type != "cuda" or kernels.block_cast_kernel(device, torch.bfloat16, self.weight) is not None
+        if self.weight:
+            return device.type != "cuda" or kernels.weights_kernel(device, True) is not None
+        return device.type != "cuda" or kernels.block_cast_kernel(device, torch.bfloat16) is not None
 
     def variants(self, device: torch.device) -> list[Variant]:
         """``lightning_fp8``, ``torch`` (the same cast in torch's operations), and a copy."""

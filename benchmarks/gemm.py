@@ -38,8 +38,8 @@ _LAYERS_ON_CPU = ((64, 32, 48), (48, 64, 32))
 _CHECKED_ROWS = 64
 # neither is a power of two, so a scale that is left out or rounded to bf16 gives a wrong result
 _A_SCALE_INV, _B_SCALE_INV = 0.3717, 1.6183
-# Tensor cores add 32 products at a time to a sum that has 13 bits below the leading one; precise GEMMs start a new sum
-# every 128 along K. A sum stays within five standard deviations.
+# Tensor cores add 32 products at a time to a sum, all of which lose what is 13 bits below the largest; precise GEMMs
+# start a new sum every 128 along K. A sum stays within five standard deviations.
 _KEPT, _ADDED, _PROMOTED_EVERY, _DEVIATIONS = 2.0**-13, 32, 128, 5.0
 
 

@@ -227,7 +227,7 @@ class Counted:
         if any(gated):
             # counted by `cast_gated`, which it calls
             return
-        role = "weights" if row.newest is None else "gradients" if "FORMAT=E5M2" in kernel.variant.defines else "inputs"
+        role = "gradients" if "FORMAT=E5M2" in kernel.variant.defines else "inputs"
         passes = 1 if row.current_amax is None else 2
         self.now[role] += 1
         self.now["read"] += passes * sum(tensor.nbytes for tensor in (x, dy) if tensor is not None)
@@ -248,11 +248,11 @@ class Counted:
         self.now["read"] += passes * sum(tensor.nbytes for tensor in (gate, up, dy) if tensor is not None)
         self.now["written"] += sum(one.nbytes for each in results for one in (each.y, each.y_t) if one is not None)
 
-    def _weight_table(self, weights: list[casts.Weight]) -> None:
+    def _weight_table(self, weights: list[casts.Weight], squares: bool = False) -> None:
         for x, _, y, y_t in weights:
             # a table without outputs only measures the amaxes of weights
             self.now["weights"] += y is not None
-            self.now["read"] += x.nbytes * (1 if y is None else 2)
+            self.now["read"] += x.nbytes * (1 if y is None or squares else 2)
             self.now["written"] += sum(tensor.nbytes for tensor in (y, y_t) if tensor is not None)
 
 

@@ -65,7 +65,7 @@ class Weights:
 
     def is_served(self, device: torch.device) -> bool:
         """Whether there is a kernel, or none is expected."""
-        return device.type != "cuda" or kernels.weights_kernel(device) is not None
+        return device.type != "cuda" or kernels.weights_kernel(device, False) is not None
 
     def variants(self, device: torch.device) -> list[Variant]:
         """``lightning_fp8``, ``torch``, ``torch.compile`` and a copy; ours casts weight by weight on the CPU."""
@@ -81,7 +81,7 @@ class Weights:
 
         def ours(at: int) -> list[Any]:
             if device.type == "cuda":
-                return cuda.cast_weights(state, copies[at], rows, "e4m3")
+                return [made[:3] for made in cuda.cast_weights(copies[at], slots, [None] * len(slots))]
             return one_by_one(ops.cast_weight, copies[at])
 
         def theirs(at: int) -> list[Any]:

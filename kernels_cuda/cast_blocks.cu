@@ -1,15 +1,12 @@
 /* cast_blocks: a tensor into E4M3, by rows, by columns, or both, each block with its own scale, in one pass.
 
-maths       scale = FP8_MAX / max |x| over the block, at most the largest finite fp32, and 1 where the maximum is inf or
-            NaN; with `power_of_two` rounded down to a power of two. code = sat(x * scale) in fp32, rounded to nearest
-            even; scale_inv = 1 / scale
-            SQUARE 0: blocks of 1 x 128 along the rows of y and along those of y_t, so the two have different codes
-            SQUARE 1: blocks of 128 x 128, the same for y and y_t; for weights
-            amax[index] = max(amax[index], max |x|) as bits. SQUARE: amax[index] = max |x|, and scale[index] what the
-            whole tensor's scale would be, for logs
+maths       blocks of 1 x 128 along the rows of y and along those of y_t, so the two have different codes. scale = FP8_MAX /
+            max |x| over the block, at most the largest finite fp32, and 1 where the maximum is inf or NaN; with
+            `power_of_two` rounded down to a power of two. code = sat(x * scale) in fp32, rounded to nearest even;
+            scale_inv = 1 / scale; amax[index] = max(amax[index], max |x|) as bits
 tensors     those of cast_tile.cuh except dy, and those of Arguments
-variants    INPUT Fp32|Bf16|Fp16, SQUARE 0|1
-tile        128 x 128, 512 threads: a tile holds whole blocks of all three shapes. A thread keeps its 4 x 8 elements in
+variants    INPUT Fp32|Bf16|Fp16
+tile        128 x 128, 512 threads: a tile holds whole blocks of both shapes. A thread keeps its 4 x 8 elements in
             registers while the maxima go through shared memory:
 
             1 x 128 along rows       the 16 threads of half a warp hold four rows: shuffles
@@ -25,26 +22,18 @@ reference   a scale for each block, and lightning_fp8.ops.reference.saturating_c
 
 struct Arguments {
     Tensors tensors;
-    float* scale_inv;         // of y, [tiles across, rows]: a column of blocks is contiguous. SQUARE: of both, [down, across]
+    float* scale_inv;         // of y, [tiles across, rows]: a column of blocks is contiguous
     float* scale_inv_t;       // of y_t, [tiles down, columns]
     const long long* index;   // [1], of the tensor in the two arenas
     float* amax;              // [R], or null: record nothing
-    float* scale;             // [R], SQUARE only
-    u32* whole;               // [2], zeros, SQUARE only: the maximum over the blocks that are done, and their number
     int power_of_two;
 };
 
-/* For blocks of 1 x 128: the maxima of rows, then all scales, those of columns first. */
+/* The maxima of rows, then all scales, those of columns first. */
 struct BlockMemory {
     float of_rows[TILE_ROWS];
     float scales[TILE_COLUMNS + TILE_ROWS];
 };
-
-__device__ __forceinline__ float block_scale(float amax, int power_of_two) {
-    const float scale = scale_of_current(amax, E4M3::max());
-    // never subnormal: sign and exponent alone are the power of two below
-    return power_of_two ? __uint_as_float(__float_as_uint(scale) & 0xff800000u) : scale;
-}
 
 /* Codes of a thread's elements; `scale(i, j)` is that of row i, column j. */
 template <class Scale>
@@ -58,38 +47,6 @@ __device__ __forceinline__ void encode(u32 (&codes)[THREAD_ROWS][2], const Loade
         }
 }
 
-#if SQUARE
-/* The tile is one block. */
-__device__ __forceinline__ void cast_tile_of_blocks(const Arguments& arguments, const Place& place,
-                                                    const Loaded<INPUT>& x, TileMemory& memory, int tile_row,
-                                                    int tile_column) {
-    const Tensors& tensors = arguments.tensors;
-    u32 amax = 0, codes[THREAD_ROWS][2];
-#pragma unroll
-    for (int i = 0; i < THREAD_ROWS; ++i)
-#pragma unroll
-        for (int j = 0; j < THREAD_COLUMNS; ++j) amax = larger_amax(amax, x.get(i, j));
-    amax = __reduce_max_sync(0xffffffffu, amax);
-    if (threadIdx.x % 32 == 0) memory.amax[threadIdx.x / 32] = amax;
-    __syncthreads();
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) amax = max(amax, memory.amax[warp]);
-    const float scale = block_scale(__uint_as_float(amax), arguments.power_of_two);
-    encode(codes, x, [&](int, int) { return scale; });
-    if (tensors.out.y) store_rows(codes, tensors.out, tensors, tensors.columns, place);
-    if (tensors.out.y_t) store_columns(codes, tensors.out, tensors, memory, tile_row, tile_column);
-    if (threadIdx.x != 0) return;
-    arguments.scale_inv[blockIdx.x] = 1.0f / scale;
-    if (arguments.amax == nullptr) return;
-    atomicMax(&arguments.whole[0], amax);
-    __threadfence();
-    // the last block sees all maxima
-    if (atomicAdd(&arguments.whole[1], 1u) + 1 != gridDim.x) return;
-    const float current = __uint_as_float(atomicMax(&arguments.whole[0], 0u));
-    const float whole = block_scale(current, arguments.power_of_two);
-    note_weight(arguments.amax, arguments.scale, *arguments.index, current, whole);
-}
-#else
 /* Keeps the elements as they lie in memory until they are needed again: two codes of each would need 64 registers. */
 __device__ __forceinline__ void keep_packed(Loaded<INPUT>& x) {
 #pragma unroll
@@ -153,7 +110,7 @@ __device__ __forceinline__ void make_scale(const Arguments& arguments, TileMemor
         const u32 of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(amax));
         if (t % 32 == 0) memory.amax[t / 32] = of_warp;
     }
-    const float scale = block_scale(amax, arguments.power_of_two);
+    const float scale = block_scale(amax, E4M3::max(), arguments.power_of_two);
     blocks.scales[t] = scale;
     if (scale_inv != nullptr) *scale_inv = 1.0f / scale;
 }
@@ -197,7 +154,6 @@ __device__ __forceinline__ void cast_tile_of_blocks(const Arguments& arguments, 
         sum_columns(sums, of_tile, memory, tile_column, tensors.columns);
     }
 }
-#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, sizeof(INPUT::Element) == 2 ? 2 : 1)
     cast_blocks(const __grid_constant__ Arguments arguments) {

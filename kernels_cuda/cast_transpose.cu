@@ -1,9 +1,8 @@
 /* cast_transpose: a tensor into FP8, by rows, by columns, or both, with its amax and column sums, in one pass.
 
 maths       code = sat(v * scale[index]) in fp32, rounded to nearest even; amax[index] = max(amax[index], max |v|);
-            v = activation(x), or the gradient of x (BACKWARD). For a tensor without a history, and for a weight, the
-            scale is FP8_MAX / current_amax, which the same kernel has measured before (`measure`: no output but
-            current_amax). For a weight, amax and scale are written to the arenas, and no maximum is recorded
+            v = activation(x), or the gradient of x (BACKWARD). For a tensor without a history, the scale is
+            FP8_MAX / current_amax, which the same kernel has measured before (`measure`: no output but current_amax)
 tensors     see cast_tile.cuh and scales.cuh
 variants    INPUT Fp32|Bf16|Fp16, FORMAT E4M3|E5M2, BACKWARD 0|1, and either
             ACTIVATION Identity|Relu|Gelu|GeluTanh|Silu or GATED 1, which is swiglu
@@ -32,17 +31,14 @@ struct Arguments {
 };
 
 /* Records a block's maximum of one tensor and, by one thread of the grid, what the tensor was cast with. */
-__device__ __forceinline__ void leave(const ScalingRow& row, long long index, int measure, bool is_weight, float scale,
-                                      u32 amax, TileMemory& memory) {
-    float* recorded = measure ? row.amax : row.amax == nullptr || is_weight ? nullptr : row.amax + index;
+__device__ __forceinline__ void leave(const ScalingRow& row, long long index, int measure, float scale, u32 amax,
+                                      TileMemory& memory) {
+    float* recorded = measure || row.amax == nullptr ? row.amax : row.amax + index;
     if (recorded != nullptr) {
         amax = block_max(amax, memory);
         if (threadIdx.x == 0) record_amax(recorded, amax);
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0 && row.scale_inv != nullptr) {
-        *row.scale_inv = 1.0f / scale;
-        if (is_weight) note_weight(row.amax, row.scale, index, *row.current_amax, scale);
-    }
+    if (blockIdx.x == 0 && threadIdx.x == 0 && row.scale_inv != nullptr) *row.scale_inv = 1.0f / scale;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -56,8 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const long long index_up = *row_up.index;
     if (arguments.measure && row.newest[index] > 0.0f && row_up.newest[index_up] > 0.0f) return;
 #else
-    const bool is_weight = row.newest == nullptr;
-    if (arguments.measure && !is_weight && row.newest[index] > 0.0f) return;
+    if (arguments.measure && row.newest[index] > 0.0f) return;
 #endif
     const int tiles_across = (arguments.tensors.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
     const int tile_row = blockIdx.x / tiles_across, tile_column = blockIdx.x % tiles_across;
@@ -66,14 +61,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const float scale_up = arguments.measure ? 1.0f : scale_to_use(row_up, index_up, FORMAT::max());
     const uint2 amax = cast_gated_tile<INPUT, FORMAT, BACKWARD>(arguments.tensors, arguments.gated, scale, scale_up,
                                                                 memory, tile_row, tile_column);
-    leave(row, index, arguments.measure, false, scale, amax.x, memory);
+    leave(row, index, arguments.measure, scale, amax.x, memory);
     if (BACKWARD) {
         __syncthreads();   // the first maximum has been read
-        leave(row_up, index_up, arguments.measure, false, scale_up, amax.y, memory);
+        leave(row_up, index_up, arguments.measure, scale_up, amax.y, memory);
     }
 #else
     const u32 amax =
         cast_tile<INPUT, FORMAT, ACTIVATION, BACKWARD>(arguments.tensors, scale, memory, tile_row, tile_column);
-    leave(row, index, arguments.measure, is_weight, scale, amax, memory);
+    leave(row, index, arguments.measure, scale, amax, memory);
 #endif
 }

@@ -1,29 +1,37 @@
-/* cast_weights: all weights of a model into E4M3, by rows and by columns, with their amaxes, in one launch.
+/* cast_weights: weights into E4M3, by rows and by columns, each scaled by its own values.
 
-maths       as cast_transpose for each weight. Two launches: `measure` finds each current_amax, and the other scales by
-            it; amax and scale of each weight are written to the arenas
-tensors     weights [count] Weight; first_tile [count + 1] int32, the running sum of tiles
-grid        first_tile[count] blocks of 256 threads; a block finds its weight by bisection
-bytes       fp32 4 an element to measure and 6 to cast, bf16 and fp16 2 and 4
+maths       SQUARES 0: one scale, FP8_MAX / max |w|. Two launches: `measure` finds each current_amax, the other casts
+            SQUARES 1: a scale for each block of 128 x 128, as in cast_blocks, the same for y and y_t. One launch, in
+            which the last block of a weight knows its maximum
+            amax[index] = max |w|, and scale[index] that of the whole weight, for logs
+tensors     weights [count] Weight, first_tile [count + 1] int32, the running sum of tiles; or null for a single weight,
+            which is part of the arguments: a CUDA graph then needs no memory of the host
+variants    SQUARES 0|1
+grid        first_tile[count] blocks of 256 threads, with SQUARES 512; a block finds its weight by bisection
+bytes       fp32 4 an element to measure and 6 to cast, bf16 and fp16 2 and 4; nothing is measured with SQUARES
 ceiling     memory bandwidth
-reference   lightning_fp8.ops.reference.cast, weight by weight
+reference   lightning_fp8.ops.reference.cast_weight, lightning_fp8.ops.blocks.cast_weight, weight by weight
 */
+#if SQUARES
+#define TILE_WIDTH 128
+#endif
 #include "cast_tile.cuh"
 
 struct Weight {
     Tensors tensors;
-    long long index;
-    float* current_amax;
-    float* scale_inv;
-    long long input;   // 0 fp32, 1 bf16, 2 fp16
+    const long long* index;   // [1], of the tensor in the two arenas
+    float* current_amax;      // zero; with SQUARES the number of blocks that are done, u32, is `count` further
+    float* scale_inv;         // [1]; SQUARES [tiles down, tiles across]
+    long long input;          // 0 fp32, 1 bf16, 2 fp16
 };
 
 struct Arguments {
     const Weight* weights;
     const int* first_tile;
-    float* scale;
-    float* amax;
-    int count, measure;
+    float* scale;   // [R]
+    float* amax;    // [R], or null: note nothing
+    int count, measure, power_of_two;
+    Weight one;
 };
 
 /* The last weight whose first tile is not after `tile`. */
@@ -37,17 +45,84 @@ __device__ __forceinline__ int weight_of(const int* first_tile, int count, int t
     return low;
 }
 
+/* Writes what a weight was cast with; by one thread. */
+__device__ __forceinline__ void note(const Arguments& arguments, const Weight& weight, float amax, float scale) {
+    if (arguments.amax == nullptr) return;
+    arguments.amax[*weight.index] = amax;
+    arguments.scale[*weight.index] = scale;
+}
+
+#if SQUARES
+/* Writes the scale of a tile, and counts it; the last tile of a weight sees all maxima. By one thread. */
+__device__ __forceinline__ void leave(const Arguments& arguments, const Weight& weight, int tile, u32 amax,
+                                      float scale) {
+    weight.scale_inv[tile] = 1.0f / scale;
+    if (arguments.amax == nullptr) return;
+    const Tensors& tensors = weight.tensors;
+    const u32 tiles = ((tensors.rows - 1) / TILE_ROWS + 1) * ((tensors.columns - 1) / TILE_COLUMNS + 1);
+    u32* whole = reinterpret_cast<u32*>(weight.current_amax);
+    atomicMax(whole, amax);
+    __threadfence();
+    if (atomicAdd(whole + arguments.count, 1u) + 1 != tiles) return;
+    const float current = __uint_as_float(atomicMax(whole, 0u));
+    note(arguments, weight, current, block_scale(current, E4M3::max(), arguments.power_of_two));
+}
+
+/* A tile, which is one block. */
+template <class Input>
+__device__ __forceinline__ void cast_square(const Arguments& arguments, const Weight& weight, TileMemory& memory,
+                                            u32 tile_row, int tile_column, int tile) {
+    const Tensors& tensors = weight.tensors;
+    const Loaded<Input> x(tensors.x, tensors.x_stride, Place(tensors, tile_row, tile_column), tensors);
+    u32 amax = 0;
+#pragma unroll
+    for (int i = 0; i < THREAD_ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < THREAD_COLUMNS; ++j) amax = larger_amax(amax, x.get(i, j));
+    amax = __reduce_max_sync(0xffffffffu, amax);
+    if (threadIdx.x % 32 == 0) memory.amax[threadIdx.x / 32] = amax;
+    __syncthreads();
+    // computed again: across the barrier there are registers for the elements alone
+    forget_origin(tile_row);
+    const Place place(tensors, tile_row, tile_column);
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) amax = max(amax, memory.amax[warp]);
+    const float scale = block_scale(__uint_as_float(amax), E4M3::max(), arguments.power_of_two);
+    Encoded<E4M3> encoded;
+#pragma unroll
+    for (int i = 0; i < THREAD_ROWS; ++i) {
+        float v[THREAD_COLUMNS];
+#pragma unroll
+        for (int j = 0; j < THREAD_COLUMNS; ++j) v[j] = x.get(i, j);
+        encoded.put(i, v, scale);
+    }
+    store_tile<false>(encoded, tensors.out, tensors, tensors.columns, place, memory, tile_row, tile_column);
+    if (threadIdx.x == 0) leave(arguments, weight, tile, amax, scale);
+}
+
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2) cast_weights(const __grid_constant__ Arguments arguments) {
     __shared__ __align__(16) TileMemory memory;
-    const int number = weight_of(arguments.first_tile, arguments.count, blockIdx.x);
-    const Weight& weight = arguments.weights[number];
+    const Weight* given = &arguments.one;
+    int tile = blockIdx.x;
+    if (arguments.weights != nullptr) {
+        const int number = weight_of(arguments.first_tile, arguments.count, tile);
+        given = &arguments.weights[number];
+        tile -= arguments.first_tile[number];
+    }
+    const Weight& weight = *given;
+    const int tiles_across = (weight.tensors.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    const int tile_row = tile / tiles_across, tile_column = tile % tiles_across;
+#if SQUARES
+    if (weight.input == 0) cast_square<Fp32>(arguments, weight, memory, tile_row, tile_column, tile);
+    else if (weight.input == 1) cast_square<Bf16>(arguments, weight, memory, tile_row, tile_column, tile);
+    else cast_square<Fp16>(arguments, weight, memory, tile_row, tile_column, tile);
+#else
     const float scale = arguments.measure ? 1.0f : scale_of_current(*weight.current_amax, E4M3::max());
     Tensors tensors = weight.tensors;
     if (arguments.measure) tensors.out.y = tensors.out.y_t = nullptr;
-    const int tiles_across = (tensors.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    const int tile = blockIdx.x - arguments.first_tile[number];
-    const int tile_row = tile / tiles_across, tile_column = tile % tiles_across;
-    u32 amax = 0;
+    u32 amax;
     if (weight.input == 0) amax = cast_tile<Fp32, E4M3, Identity, false>(tensors, scale, memory, tile_row, tile_column);
     else if (weight.input == 1)
         amax = cast_tile<Bf16, E4M3, Identity, false>(tensors, scale, memory, tile_row, tile_column);
@@ -57,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cast_weights(const __gr
         if (threadIdx.x == 0) record_amax(weight.current_amax, amax);
     } else if (tile == 0 && threadIdx.x == 0) {
         *weight.scale_inv = 1.0f / scale;
-        note_weight(arguments.amax, arguments.scale, weight.index, *weight.current_amax, scale);
+        note(arguments, weight, *weight.current_amax, scale);
     }
+#endif
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,12 +24,12 @@ ACTIVATIONS = {
     "swiglu": "GATED=1",
 }
 _LOADS, _ROWS, _COLUMNS = 1, 2, 4
-# struct Tensors, and struct Arguments of either family
+# struct Tensors, and struct Arguments of each family
 TENSORS = "PPPPPqqiii4x"
 _CAST_TRANSPOSE_LAYOUT = f"{TENSORS}PPPPPPi"
 _GATED_LAYOUT = f"{_CAST_TRANSPOSE_LAYOUT}4xPPPPqPPPPPP"
-CAST_WEIGHTS_LAYOUT = "PPPPii"
 _WEIGHT_WORDS = 13
+CAST_WEIGHTS_LAYOUT = f"PPPPiii4x{_WEIGHT_WORDS}q"
 
 
 def variant(input: torch.dtype, format: str, activation: str = "none", backward: bool = False) -> tuple[str, ...]:
@@ -46,17 +47,16 @@ class Row(NamedTuple):
 
     Attributes:
         scale: ``[R] float32``.
-        newest: ``[D] float32``, the newest row of the history (or a longer tensor that begins with it); None for a
-            weight, which is scaled by ``current_amax``; the values used are written to ``scale`` and ``amax``.
+        newest: ``[D] float32``, the newest row of the history (or a longer tensor that begins with it).
         index: ``[1] int64``, which of the R.
         amax: ``[R] float32`` to record in, or None.
-        current_amax: ``[] float32``, initially zero; receives the amax that scales a weight or a tensor without a
-            history. None for a tensor that has a history.
+        current_amax: ``[] float32``, initially zero; receives the amax that scales a tensor without a history. None for
+            a tensor that has one.
         after_measuring: changes ``current_amax`` in place between the launch that measures it and the one that uses it.
     """
 
     scale: Tensor
-    newest: Tensor | None
+    newest: Tensor
     index: Tensor  # type: ignore[assignment]
     amax: Tensor | None = None
     current_amax: Tensor | None = None
@@ -124,7 +124,7 @@ def cast_transpose(
         columns,
         loads | aligned_stores(y_at, y_t_at, columns),
         scale.data_ptr(),
-        0 if newest is None else newest.data_ptr(),
+        newest.data_ptr(),
         index.data_ptr(),
         current_at,
         0 if amax is None else amax.data_ptr(),
@@ -193,63 +193,94 @@ def cast_gated(
 
 def _measuring(row: Row) -> tuple[int, ...]:
     current = address(row.current_amax)
-    return row.scale.data_ptr(), address(row.newest), row.index.data_ptr(), current, current, 0
+    return row.scale.data_ptr(), row.newest.data_ptr(), row.index.data_ptr(), current, current, 0
 
 
 def _casting(result: Result) -> tuple[int, ...]:
     scale, newest, index, amax, current, _ = result.row
-    at = scale.data_ptr(), address(newest), index.data_ptr(), address(current), address(amax)
+    at = scale.data_ptr(), newest.data_ptr(), index.data_ptr(), address(current), address(amax)
     return *at, result.scale_inv.data_ptr()
 
 
+def weights_variant(squares: bool) -> tuple[str, ...]:
+    """The definitions that make ``cast_weights.cu`` one kernel: one scale a weight, or one for each 128 x 128 of it."""
+    return ("SQUARES=1",) if squares else ()
+
+
 class Weight(NamedTuple):
-    """One weight of :func:`cast_weights`: x ``[rows, columns]``, elements of a row side by side, and its results."""
+    """One weight of :func:`cast_weights`: x ``[rows, columns]``, elements of a row side by side, and its results.
+
+    Attributes:
+        x: fp32, bf16 or fp16; any distance between rows.
+        index: ``[1] int64``, its place where amax and scale are noted; or None.
+        y: as for :func:`cast_transpose`.
+        y_t: the same.
+    """
 
     x: Tensor
-    index: int  # type: ignore[assignment]
+    index: Tensor | None = None  # type: ignore[assignment]
     y: Tensor | None = None
     y_t: Tensor | None = None
 
 
 class WeightTable(NamedTuple):
-    """What the kernel reads about many weights, on their device.
+    """What the kernel reads about weights.
 
     Attributes:
-        weights: ``[count, 13] int64``, ``struct Weight`` of each.
-        first_tile: ``[count + 1] int32``, running sum of tiles; ``tiles`` is its last entry, on the host.
+        weights: ``[count, 13] int64``, ``struct Weight`` of each; None for a single weight.
+        first_tile: ``[count + 1] int32``, running sum of tiles; None for a single weight.
+        tiles: the last of them, on the host.
+        one: ``struct Weight`` of a single weight, else zeros.
         current_amax: ``[count] float32``, zeros, for the kernel to measure into.
-        scale_inv: ``[count] float32``, for the kernel to write.
+        scale_inv: for each weight ``[] float32``, or ``[ceil(rows/128), ceil(columns/128)]``, for the kernel to write.
+        squares: whether each 128 x 128 of a weight has a scale.
     """
 
-    weights: Tensor
-    first_tile: Tensor
+    weights: Tensor | None
+    first_tile: Tensor | None
     tiles: int
+    one: Sequence[int]
     current_amax: Tensor
-    scale_inv: Tensor
+    scale_inv: Sequence[Tensor]
+    squares: bool
 
 
-def weight_table(weights: Sequence[Weight]) -> WeightTable:
-    """The table of nonempty weights that are all on one device: one copy to the device, no launch."""
+def weight_table(weights: Sequence[Weight], squares: bool = False) -> WeightTable:
+    """The table of nonempty weights that are all on one device: one copy to the device, no launch.
+
+    A single weight is passed with the launch: a CUDA graph, which casts each by itself, has no memory on the host.
+    """
     count, device = len(weights), weights[0].x.device
-    half = count // 2 + 1
-    memory = torch.empty(count * _WEIGHT_WORDS + 2 * half, dtype=torch.int64, device=device)
-    table, first_tile, amax = memory.split((count * _WEIGHT_WORDS, half, half))
-    current_amax, scale_inv = amax.view(torch.float32), torch.empty(count, dtype=torch.float32, device=device)
     words, tiles = [], [0]
-    for number, (x, index, y, y_t) in enumerate(weights):
+    # 64 bits a weight at the end, for its amax and the number of its tiles that are done
+    if count == 1:
+        memory = torch.zeros(1, dtype=torch.int64, device=device)
+    else:
+        memory = torch.empty(count * _WEIGHT_WORDS + count // 2 + 1 + count, dtype=torch.int64, device=device)
+    current_amax, scale_inv = memory[-count:].view(torch.float32)[:count], _new_scales(weights, squares)
+    for number, ((x, index, y, y_t), inverse) in enumerate(zip(weights, scale_inv, strict=True)):
         (rows, columns), x_at, y_at, y_t_at = x.shape, x.data_ptr(), address(y), address(y_t)
         aligned = aligned_loads(x_at, x.stride(0) * x.element_size()) | aligned_stores(y_at, y_t_at, columns)
         # two 32-bit fields a word, the first in the lower half
-        words += [x_at, 0, y_at, y_t_at, 0, x.stride(0), 0, rows | columns << 32, aligned, index]
-        words += [current_amax.data_ptr() + 4 * number, scale_inv.data_ptr() + 4 * number, list(INPUTS).index(x.dtype)]
-        tiles.append(tiles[-1] + column_sum_tiles(rows) * -(-columns // TILE_COLUMNS))
+        words += [x_at, 0, y_at, y_t_at, 0, x.stride(0), 0, rows | columns << 32, aligned, address(index)]
+        words += [current_amax.data_ptr() + 4 * number, inverse.data_ptr(), list(INPUTS).index(x.dtype)]
+        tiles.append(tiles[-1] + column_sum_tiles(rows) * -(-columns // (TILE_ROWS if squares else TILE_COLUMNS)))
+    if count == 1:
+        return WeightTable(None, None, tiles[1], words, current_amax, scale_inv, squares)
     on_host = torch.zeros(len(memory), dtype=torch.int64, pin_memory=device.type == "cuda")
     on_host[: len(words)] = torch.tensor(words)
     on_host[len(words) :].view(torch.int32)[: count + 1] = torch.tensor(tiles, dtype=torch.int32)
     # torch does not reuse pinned memory until the copy is done, so nothing has to wait
     memory.copy_(on_host, non_blocking=True)
-    table = table.view(count, _WEIGHT_WORDS)
-    return WeightTable(table, first_tile.view(torch.int32)[: count + 1], tiles[-1], current_amax[:count], scale_inv)
+    table = memory[: len(words)].view(count, _WEIGHT_WORDS)
+    first_tile = memory[len(words) :].view(torch.int32)[: count + 1]
+    return WeightTable(table, first_tile, tiles[-1], (0,) * _WEIGHT_WORDS, current_amax, scale_inv, squares)
+
+
+def _new_scales(weights: Sequence[Weight], squares: bool) -> list[Tensor]:
+    shapes = [[-(-size // TILE_ROWS) for size in weight.x.shape] if squares else [] for weight in weights]
+    parts = torch.empty(sum(map(math.prod, shapes)), dtype=torch.float32, device=weights[0].x.device)
+    return [one.view(shape) for one, shape in zip(parts.split([*map(math.prod, shapes)]), shapes, strict=True)]
 
 
 def measure_weights(kernel: Kernel, table: WeightTable) -> None:
@@ -257,18 +288,33 @@ def measure_weights(kernel: Kernel, table: WeightTable) -> None:
     _over_weights(kernel, table, None, None, measure=True)
 
 
-def cast_weights(kernel: Kernel, table: WeightTable, scale: Tensor, amax: Tensor) -> None:
-    """Measure, and launch once more to cast into each weight's ``y`` and ``y_t``; writes ``table.scale_inv``.
+def cast_weights(
+    kernel: Kernel, table: WeightTable, scale: Tensor | None, amax: Tensor | None, power_of_two: bool = False
+) -> None:
+    """Cast into each weight's ``y`` and ``y_t``; writes ``table.scale_inv``. One launch for squares, else two.
 
-    Scale and amax, ``[R] float32``, receive the values used, at each weight's index.
+    Args:
+        kernel: of family ``cast_weights``.
+        table: the weights, which have not been measured yet.
+        scale: ``[R] float32``, receives what each weight was scaled by, for squares as a whole, at its index; or None.
+        amax: ``[R] float32``, likewise.
+        power_of_two: for squares, whether scales are rounded down to powers of two.
     """
-    measure_weights(kernel, table)
-    _over_weights(kernel, table, scale, amax, measure=False)
+    if not table.squares:
+        measure_weights(kernel, table)
+    _over_weights(kernel, table, scale, amax, False, power_of_two)
 
 
-def _over_weights(kernel: Kernel, table: WeightTable, scale: Tensor | None, amax: Tensor | None, measure: bool) -> None:
-    pointers = (table.weights.data_ptr(), table.first_tile.data_ptr(), address(scale), address(amax))
-    kernel(table.tiles, *pointers, len(table.weights), int(measure))
+def _over_weights(
+    kernel: Kernel,
+    table: WeightTable,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    measure: bool,
+    power_of_two: bool = False,
+) -> None:
+    pointers = (address(table.weights), address(table.first_tile), address(scale), address(amax))
+    kernel(table.tiles, *pointers, len(table.scale_inv), int(measure), int(power_of_two), *table.one)
 
 
 def aligned_stores(y: int, y_t: int, columns: int) -> int:

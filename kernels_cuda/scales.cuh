@@ -5,7 +5,7 @@
 /* One tensor's place in the scaling state. [R] and [D] are whole arenas, in which `index` selects the tensor. */
 struct ScalingRow {
     float* scale;                // [R]
-    const float* newest;         // [D], the newest row of the history; 0 where a tensor has none. Null for a weight
+    const float* newest;         // [D], the newest row of the history; 0 where a tensor has none
     const long long* index;      // [1]
     const float* current_amax;   // [1], max|x| of this very tensor; null where every tensor has a history
     float* amax;                 // [R], or null: record nothing
@@ -20,16 +20,16 @@ __device__ __forceinline__ float scale_of_current(float amax, float fp8_max) {
     return fminf(fp8_max / amax, largest_finite());
 }
 
-__device__ __forceinline__ float scale_to_use(const ScalingRow& row, long long index, float fp8_max) {
-    const bool delayed = row.current_amax == nullptr || (row.newest != nullptr && row.newest[index] > 0.0f);
-    return delayed ? row.scale[index] : scale_of_current(*row.current_amax, fp8_max);
+/* The scale of one block, at most FP8_MAX / amax. */
+__device__ __forceinline__ float block_scale(float amax, float fp8_max, int power_of_two) {
+    const float scale = scale_of_current(amax, fp8_max);
+    // never subnormal: sign and exponent alone are the power of two below
+    return power_of_two ? __uint_as_float(__float_as_uint(scale) & 0xff800000u) : scale;
 }
 
-/* Writes amax and scale of a weight's cast, for logs; by one thread. */
-__device__ __forceinline__ void note_weight(float* amax, float* scale, long long index, float current_amax, float used) {
-    if (amax == nullptr) return;
-    amax[index] = current_amax;
-    scale[index] = used;
+__device__ __forceinline__ float scale_to_use(const ScalingRow& row, long long index, float fp8_max) {
+    const bool delayed = row.current_amax == nullptr || row.newest[index] > 0.0f;
+    return delayed ? row.scale[index] : scale_of_current(*row.current_amax, fp8_max);
 }
 
 /* Amaxes are handled as bits: those of non-negative floats order as integers, NaN > inf > every finite value. */

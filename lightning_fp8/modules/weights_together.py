@@ -36,19 +36,18 @@ def cast_stale(first: Gemm, weight: Tensor) -> Fp8Operand | None:
     for gemm, _ in due:
         # drop the old casts first, so that the new ones can use their memory
         gemm.weight_cast.drop()
-    operands = cast_together(due)
+    operands = cast_together(due, [None] * len(due))
     for (gemm, tensor), operand in zip(due, operands, strict=True):
         gemm.weight_cast.put(tensor, operand, used=gemm is first)
     return operands[0]
 
 
-def cast_together(weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[Fp8Operand | None] = ()) -> list[Fp8Operand]:
+def cast_together(weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[Fp8Operand | None]) -> list[Fp8Operand]:
     """The casts of weights of one model, as :func:`lightning_fp8.ops.cast_weights` makes them."""
-    (first, _), *_ = weights
-    state = first.state
-    indices = [state.row_of(gemm.module, "weight") for gemm, _ in weights]
+    for gemm, weight in weights:
+        gemm.to(weight.device)
     tensors = [gemm.n_by_k(gemm.matrix(weight.detach())) for gemm, weight in weights]
-    return ops.cast_weights(state, tensors, indices, first.slots["weight", True].format, out)
+    return ops.cast_weights(tensors, [gemm.slots["weight", True] for gemm, _ in weights], out)
 
 
 def _records(gemm: Gemm) -> bool:

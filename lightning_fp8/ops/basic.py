@@ -97,9 +97,7 @@ def _in_place_fake(*_: Any, **__: Any) -> None:
 cast = implement(_CAST, reference.cast, cuda.cast, _cast_fake)
 cast_weight = implement(_CAST_WEIGHT, reference.cast_weight, cuda.cast_weight, _cast_weight_fake)
 cast_blocks = implement(_CAST_BLOCKS, blocks.cast, cuda.cast_blocks, _cast_blocks_fake)
-cast_weight_blocks = implement(
-    _CAST_WEIGHT_BLOCKS, blocks.cast_weight, cuda.cast_weight_blocks, _cast_weight_blocks_fake
-)
+cast_weight_blocks = implement(_CAST_WEIGHT_BLOCKS, blocks.cast_weight, cuda.cast_weight, _cast_weight_blocks_fake)
 scaled_mm = implement(_SCALED_MM, reference.scaled_mm, gemm.scaled_mm, _scaled_mm_fake)
 scaled_mm_add_ = implement(_SCALED_MM_ADD, reference.scaled_mm_add_, gemm.scaled_mm_add_, _in_place_fake)
 update_scales = implement(_UPDATE_SCALES, amaxes.update_scales, cuda.update_scales, _in_place_fake)
@@ -140,6 +138,6 @@ def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dt
 
 def casts_weights_together(weight: Tensor, own: OwnScaling) -> bool:
     """Whether :func:`cast_weights`, which is no operator, supports the device and the scaling of this weight."""
-    if own.blocks or not is_k_major(weight) or is_watched(weight):
+    if not is_k_major(weight) or is_watched(weight):
         return False
-    return cuda.weights_kernel(weight.device) is not None
+    return cuda.weights_kernel(weight.device, bool(own.blocks)) is not None

@@ -283,7 +283,7 @@ SERVED = {
     "gelu gradient": (
         cast.Cast(8, 8, "e5m2", "gelu", gradient=True), "cast_kernel", (GPU, torch.bfloat16, "e5m2", "gelu", True),
     ),
-    "weights": (Weights("a model", ((8, 8),)), "weights_kernel", (GPU,)),
+    "weights": (Weights("a model", ((8, 8),)), "weights_kernel", (GPU, False)),
     "scales": (UpdateScales(1, "3 tensors", 4), "update_kernel", (GPU,)),
     "launch": (launch.UpdateArguments(), "update_kernel", (GPU,)),
 }  # fmt: skip

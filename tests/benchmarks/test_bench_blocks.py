@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from copied_bytes import copied_bytes
+from tensor_cores import HOPPER
 
 from benchmarks import blocks, command
 from benchmarks.blocks import Gemm
+from lightning_fp8.ops.amaxes import per_row
 
 CPU = torch.device("cpu")
 
@@ -46,3 +48,18 @@ def test_torchs_product_is_timed_without_copies(kind: str) -> None:
     with copied_bytes() as copied:
         theirs.call(0)
     assert copied == {}
+
+
+@pytest.mark.parametrize("kind", ["fprop", "wgrad"])
+def test_the_bound_takes_tensor_cores_sums_and_no_missing_step(kind: str) -> None:
+    case = Gemm(kind, 24, 16, 4096)
+    a, b, a_inv, b_inv = case._operands(CPU, 0)
+    values = [one.view(torch.float8_e4m3fn).double() for one in (a, b)]
+    scales = [per_row(inverse, len(one)) for one, inverse in ((a, a_inv), (b, b_inv))]
+    sums = torch.zeros(24, 16)
+    for step in range(32):
+        assert case._wrong(sums.to(case.output), a, b, a_inv, b_inv) is not None
+        its = [one[:, 128 * step :][:, :128] for one in values]
+        partial = HOPPER.sums(its[0], its[1], ("e4m3", "e4m3"), promote=True).float()
+        sums += partial * (scales[0][:, step, None] * scales[1][:, step])
+    assert case._wrong(sums.to(case.output), a, b, a_inv, b_inv) is None

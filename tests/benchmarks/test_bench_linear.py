@@ -282,7 +282,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return gemm_choice.Choice(found["configuration"], found["splits"])
 
     monkeypatch.setattr(kernels, "cast_kernel", lambda device, dtype, *rest: kernel("cast", *rest))
-    monkeypatch.setattr(kernels, "weights_kernel", lambda device: kernel("weights"))
+    monkeypatch.setattr(kernels, "weights_kernel", lambda *_: kernel("weights"))
     monkeypatch.setattr(gemm_choice, "choose", choose)
     monkeypatch.setattr(kernels, "gemm_kernel", lambda device, _, *rest: kernel("gemm", *rest), raising=False)
     monkeypatch.setattr(kernels, "sum_splits_kernel", lambda device, *rest: kernel("sum", *rest), raising=False)

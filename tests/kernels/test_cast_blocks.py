@@ -14,8 +14,8 @@ from fp8_numpy import cast_in_blocks, code_values
 from host_kernels import Guarded, HostKernel
 from torch import Tensor
 
-from kernels_cuda import block_casts
-from kernels_cuda.block_casts import BLOCK, Recorded
+from kernels_cuda import block_casts, casts
+from kernels_cuda.block_casts import BLOCK
 from kernels_cuda.casts import column_sum_tiles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,9 +26,21 @@ POISONS = (0x11, 0xEE)
 ALL = (True, True, True)
 
 
-def kernel(dtype: torch.dtype, square: bool) -> HostKernel:
-    defines = block_casts.variant(dtype, square)
-    return HostKernel(("cast_blocks", defines), block_casts.LAYOUT, block_casts.THREADS, 0)
+def kernel(dtype: torch.dtype) -> HostKernel:
+    return HostKernel(("cast_blocks", block_casts.variant(dtype)), block_casts.LAYOUT, block_casts.THREADS, 0)
+
+
+def square_kernel() -> HostKernel:
+    family = ("cast_weights", casts.weights_variant(True))
+    return HostKernel(family, casts.CAST_WEIGHTS_LAYOUT, block_casts.THREADS, 0)
+
+
+class Recorded(NamedTuple):
+    """Index and arenas; the scale of squares only."""
+
+    index: Tensor  # type: ignore[assignment]
+    amax: Tensor
+    scale: Tensor
 
 
 class Blocks(NamedTuple):
@@ -61,7 +73,7 @@ def run(
     shapes = {
         "y": (rows, columns) if by_rows else None,
         # the long dimension is contiguous
-        "scale_inv": (down, across) if square else (across, rows) if by_rows else None,
+        "scale_inv": (across, rows) if by_rows and not square else None,
         "y_t": (columns, padded(rows)) if by_columns else None,
         "scale_inv_t": (down, columns) if by_columns and not square else None,
         "sums": (column_sum_tiles(rows), columns) if sums and not square else None,
@@ -76,17 +88,18 @@ def run(
         of = {name: None if one is None else one.tensor for name, one in made.items()}
         again = None if record is None else Recorded(*(tensor.clone() for tensor in record))
         if square:
-            scale_inv = of["scale_inv"]
-            block_casts.cast_squares(kernel(x.dtype, True), x, again, scale_inv, power_of_two, y=of["y"], y_t=of["y_t"])
-            of["scale_inv_t"] = scale_inv.t()
+            index, amax, scale = again or (None, None, None)
+            table = casts.weight_table([casts.Weight(x, index, of["y"], of["y_t"])], squares=True)
+            casts.cast_weights(square_kernel(), table, scale, amax, power_of_two)
+            of["scale_inv"], of["scale_inv_t"] = table.scale_inv[0], table.scale_inv[0].t()
         else:
             of["scale_inv"], of["scale_inv_t"] = (
                 None if one is None else one.t() for one in (of["scale_inv"], of["scale_inv_t"])
             )
             block_casts.cast_blocks(
-                kernel(x.dtype, False),
+                kernel(x.dtype),
                 x,
-                again,
+                None if again is None else again[:2],
                 power_of_two,
                 of["y"],
                 of["scale_inv"],
@@ -187,6 +200,30 @@ def test_each_output_alone(outputs: tuple[bool, bool, bool]) -> None:
         blocks = run(x, None, square=square, outputs=outputs)
         check(x, blocks, square=square)
         assert [blocks.y is not None, blocks.y_t is not None] == list(outputs[:2])
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_squares_of_many_weights_in_one_launch(power_of_two: bool) -> None:
+    """Each as if alone: codes, scales, and what is noted."""
+    shapes = [(1, 1), (128, 128), (129, 257), (40, 300), (300, 16), (256, 384)]
+    xs = [spread(*shape, DTYPES[number % 3]) for number, shape in enumerate(shapes)]
+    xs[3][5, 7], xs[4][299, 3] = INF, NAN
+    places = [int(place) for place in torch.randperm(len(xs))]
+    made = [[Guarded(shape, torch.uint8, 0x11) for shape in (x.shape, (x.shape[1], padded(len(x))))] for x in xs]
+    weights = [
+        casts.Weight(x, torch.tensor([place]), y.tensor, y_t.tensor)
+        for x, place, (y, y_t) in zip(xs, places, made, strict=True)
+    ]
+    table = casts.weight_table(weights, squares=True)
+    amax, scale = torch.full((len(xs),), 1e9), torch.zeros(len(xs))
+    casts.cast_weights(square_kernel(), table, scale, amax, power_of_two)
+    for x, place, weight, inverse, guards in zip(xs, places, weights, table.scale_inv, made, strict=True):
+        assert all(guard.unharmed() for guard in guards)
+        y_t = unpadded(weight.y_t, len(x))
+        check(x, Blocks(weight.y, inverse, y_t, inverse.t(), None), power_of_two, square=True)
+        alone = recorded()
+        run(x, alone, power_of_two, square=True)
+        np.testing.assert_equal([amax[place].item(), scale[place].item()], [one[1].item() for one in alone[1:]])
 
 
 def test_an_amax_is_accumulated_as_bits() -> None:

@@ -11,7 +11,7 @@ from host_kernels import VARIANTS
 from sass import Family, compiled, count, instructions, name, parameters, program, resources
 
 from kernels_cuda import block_casts, source
-from kernels_cuda.casts import INPUTS, variant
+from kernels_cuda.casts import INPUTS, variant, weights_variant
 from kernels_cuda.compile import headers
 from kernels_cuda.launch import _ARGUMENT_BYTES
 from lightning_fp8.ops.cuda import kernels
@@ -24,12 +24,10 @@ def casts(*chosen: object) -> Family:
     return "cast_transpose", variant(*chosen)  # type: ignore[arg-type]
 
 
-WEIGHTS: Family = ("cast_weights", ())
+WEIGHTS, SQUARES = (("cast_weights", weights_variant(squares)) for squares in (False, True))
 UPDATE: Family = ("update_scales", ())
 EVERY_CAST = [casts(*chosen) for chosen in VARIANTS]
-IN_BLOCKS: list[Family] = [
-    ("cast_blocks", block_casts.variant(dtype, square)) for dtype in INPUTS for square in (False, True)
-]
+IN_BLOCKS: list[Family] = [("cast_blocks", block_casts.variant(dtype)) for dtype in INPUTS]
 # one kernel of each structure, to be disassembled
 CHOSEN = [
     casts(torch.bfloat16, "e4m3"),
@@ -49,6 +47,8 @@ def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
         return 1, 1024
     if family in IN_BLOCKS:
         return 1 if "INPUT=Fp32" in family[1] else 2, 512
+    if family == SQUARES:
+        return 2, 512
     if family == WEIGHTS or "GATED=1" in family[1] or "BACKWARD=1" in family[1]:
         return 2, 256
     plain = "ACTIVATION=Identity" in family[1] or "ACTIVATION=Relu" in family[1]
@@ -57,7 +57,7 @@ def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
 
 # each dtype in one format for one architecture, because a format only changes the name of one instruction; for the
 # others the kernels with the most registers, in bf16; `doctor` compiles all kernels for the GPU at hand
-OTHERS = [WEIGHTS, *IN_BLOCKS, UPDATE]
+OTHERS = [WEIGHTS, SQUARES, *IN_BLOCKS, UPDATE]
 EVERY = [*EVERY_CAST, *OTHERS]
 LARGE = [
     one
@@ -158,27 +158,38 @@ def shortest_way(lines: list[str], labels: dict[str, int], start: int, landmark:
     raise AssertionError(f"no way to {landmark}")
 
 
-@pytest.mark.parametrize("family", IN_BLOCKS[2:4], ids=name)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_casts_in_blocks(arch: str, family: Family) -> None:
-    found = instructions(family, arch)
+def test_casts_in_blocks(arch: str) -> None:
+    found = instructions(IN_BLOCKS[1], arch)
     assert not count(found, r"(LDL|STL|F2F|DMUL|DADD|DFMA)\b.*"), found
     # bf16: four rows of eight elements per thread, 16 bytes at once, read once
     assert count(found, r"LDG\.E\.NA\.128\.CONSTANT") == 4, found
     assert count(found, r"STG\.E\.64") == 4, found
     assert count(found, r"STG\.E\.128") == 2, found
-    # codes by rows and by columns differ, except for squares
-    squares = "SQUARE=1" in family[1]
-    assert count(found, r"F2FP\.SATFINITE\.E4M3\.F32\..*") == count(found, r"F2FP\.SATFINITE\..*") == 16 * (2 - squares)
+    # codes by rows and by columns differ
+    assert count(found, r"F2FP\.SATFINITE\.E4M3\.F32\..*") == count(found, r"F2FP\.SATFINITE\..*") == 16 * 2
     # maxima over a row in half a warp, and over two halves for columns and for their sums
-    assert count(found, r"SHFL\.BFLY") == (0 if squares else 4 * 4 + 8 + 8), found
-    # the tensor's maximum; for squares also the count of finished ones, and the last one's read of both
-    assert count(found, rf"{ATOMIC}\..*") == (3 if squares else 1), found
+    assert count(found, r"SHFL\.BFLY") == 4 * 4 + 8 + 8, found
+    assert count(found, rf"{ATOMIC}\..*") == 1, found
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_casts_of_weights_in_squares(arch: str) -> None:
+    found = instructions(SQUARES, arch)
+    assert not count(found, r"(LDL|STL|F2F|DMUL|DADD|DFMA|SHFL)\b.*"), found
+    # fp32, bf16 and fp16: 8 + 4 + 4 words of 16 bytes, read once; their addresses come from a table
+    assert count(found, r"LDG\.E\.NA\.128\.CONSTANT") == 16, found
+    assert count(found, r"ST\.E\.64") == 4 * 3, found
+    assert count(found, r"ST\.E\.128") == 2 * 3, found
+    # one code for both layouts
+    assert count(found, r"F2FP\.SATFINITE\.E4M3\.F32\..*") == count(found, r"F2FP\.SATFINITE\..*") == 16 * 3
+    # a tile's maximum, the count of those that are done, and the last one's read of the weight's
+    assert count(found, rf"{ATOMIC}\..*") in (3, 3 * 3), found
 
 
 def test_a_cast_in_blocks_costs_an_element_at_most() -> None:
     """As below, for a thread that computes no scale."""
-    lines, labels = program(IN_BLOCKS[2], "sm_90a")
+    lines, labels = program(IN_BLOCKS[1], "sm_90a")
     passed, place = 0, 0
     for landmark in (r"LDG\.E\.NA\.128", "SHFL", "BAR", "BAR", r"STG\.E\.64", r"STG\.E\.128", "EXIT"):
         place, between = shortest_way(lines, labels, place, landmark)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from by_columns import unpadded
 from feed_forward_blocks import BLOCKS, HIDDEN, WIDTH, converted, part_by_part
 from feed_forward_step import ACTIVATIONS, training_step
+from outermost import NO_LAUNCH, is_outermost
 from slots import slot_of
 from sqnr import sqnr
 from torch import Tensor, nn
@@ -155,7 +156,8 @@ def test_a_frozen_encoder_goes_on_with_current_amaxes(cuda_half: Counter[str]) -
         x = torch.randn(8, 32) * factor
         assert sqnr(model(x), F.linear(x, model.weight, model.bias)) > 25
     assert scaling_state(model).amax.tolist() == [0, 0, model.weight.abs().max()]
-    assert "cast_weights" not in cuda_half
+    # measured and cast in each forward, as it may have been swapped
+    assert cuda_half["cast_weights"] == 2 * 2
 
 
 class Switched(nn.Module):
@@ -230,7 +232,10 @@ def test_a_captured_graph_casts_weights_itself(cuda_half: Counter[str], monkeypa
     monkeypatch.setattr("lightning_fp8.ops.library.is_capturing", lambda _: True)
     model(torch.randn(4, 16))
     # an input and a weight, measured and cast, for each layer, because no cached copy may become part of the graph
-    assert cuda_half == {"cast_transpose INPUT=Fp32 FORMAT=E4M3 ACTIVATION=Identity BACKWARD=0": 2 * (1 + 2)}
+    assert cuda_half == {
+        "cast_transpose INPUT=Fp32 FORMAT=E4M3 ACTIVATION=Identity BACKWARD=0": 2,
+        "cast_weights": 2 * 2,
+    }
 
 
 @pytest.mark.usefixtures("cuda_half")
@@ -274,8 +279,8 @@ def test_parameters_that_are_no_tensors_of_their_own_are_cast_one_by_one(cuda_ha
         weight = part.view(16, 16)
         layer.weight = nn.Parameter(weight) if kind == "views of one tensor" else Computed(weight.clone())
     train(model, 2, (4, 16))
-    assert cuda_half["cast_weights"] == 0
-    assert cuda_half["cast_transpose INPUT=Fp32 FORMAT=E4M3 ACTIVATION=Identity BACKWARD=0"] > 0
+    # two layers in two steps, each measured and cast
+    assert cuda_half["cast_weights"] == 2 * 2 * 2
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(), BlockScaling()], ids=lambda recipe: recipe.precision)
@@ -402,33 +407,6 @@ def test_any_number_of_rows(cuda_half: Counter[str], shape: tuple[int, ...]) -> 
     assert model.weight.grad.isfinite().all()
 
 
-# torch operators that launch nothing on a GPU
-NO_LAUNCH = {
-    "empty",
-    "new_empty",
-    "empty_like",
-    "empty_strided",
-    "view",
-    "t",
-    "mT",
-    "transpose",
-    "as_strided",
-    "detach",
-}
-NO_LAUNCH |= {
-    "reshape",
-    "_reshape_alias",
-    "contiguous",
-    "slice",
-    "select",
-    "to",
-    "result_type",
-    "expand",
-    "resolve_conj",
-    "chunk",
-}
-
-
 # ragged tokens are neither padded nor copied
 @pytest.mark.parametrize("shape", [(256, 32), (2, 128, 32), (251, 32), (3, 1, 32)])
 def test_six_launches_of_a_biased_linear(cuda_half: Counter[str], shape: tuple[int, ...]) -> None:
@@ -450,14 +428,6 @@ def test_six_launches_of_a_biased_linear(cuda_half: Counter[str], shape: tuple[i
     # up to 128 rows, the sums of one tile are the bias gradient
     assert launches == {"_scaled_mm": 3, **({"sum": 1} if math.prod(shape[:-1]) > 128 else {})}
     assert sum(cuda_half.values()) == 2
-
-
-def is_outermost(event: Any) -> bool:
-    """Whether this is a torch operator that was not called by another torch operator."""
-    parent = event.cpu_parent
-    while parent is not None and not parent.name.startswith("aten::"):
-        parent = parent.cpu_parent
-    return parent is None and event.name.startswith("aten::")
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -173,7 +173,7 @@ def test_a_failing_cast_of_weights_is_not_used(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Broken, "damage", staticmethod(poke(3, byte=2)), raising=False)
     with_kernels(monkeypatch, Broken, [])
     with pytest.warns(UserWarning, match="cast_weights is not used on cpu: its self-test gave the amax"):
-        assert kernels.weights_kernel(CPU) is None
+        assert kernels.weights_kernel(CPU, False) is None
 
 
 @pytest.mark.usefixtures("host_kernels")

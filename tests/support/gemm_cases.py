@@ -16,7 +16,7 @@ FORMAT_PAIRS = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))
 # half the distance of neighbouring numbers, relative, and half the smallest number
 _ROUNDING = {torch.float32: (2.0**-24, 0.0), torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
 # The largest error of sums of Hopper's tensor cores over `random_problems`, relative to the sum of absolute terms, with
-# and without promotion, in the model of host_shim/instructions_sm90.cpp; see `test_the_worst_sums`.
+# and without promotion, in the model of tensor_cores.py; see `test_the_worst_sums`. Ada's is about the same.
 LARGEST = {True: 2.0**-12.00, False: 2.0**-10.65}
 # twice that is allowed: for other operands, and for tensor cores that add in a different order
 ACCUMULATION = {promote: 2 * error for promote, error in LARGEST.items()}

@@ -22,7 +22,6 @@ from lightning_fp8.ops.operand import (
     Columns,
     Fp8Operand,
     Slot,
-    State,
     WeightSlot,
     columns_shape,
     gradient_layout,
@@ -44,95 +43,88 @@ def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, T
 
 
 def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """See the operator ``lightning_fp8::cast_weight``."""
-    state = slot.state
-    kernel = cast_kernel(weight.device, weight.dtype, slot.format, "none", False) if weight.numel() else None
-    if kernel is None or state is None:
-        return plain.cast_weight(weight, slot, layout)
-    current = torch.zeros((), dtype=torch.float32, device=weight.device)
-    row = casts.Row(state.scale, None, slot.index, state.amax, current)
-    y, y_t, scale_inv, _ = _launch(kernel, weight, row, layout)
-    if is_counting(slot):
-        count(weight, state.scale.index_select(0, slot.index)[0], slot)
-    return y, y_t, scale_inv
+    """See the operators ``lightning_fp8::cast_weight`` and, for a weight in blocks, ``cast_weight_blocks``."""
+    squares, castable = bool(slot.own.blocks), weight.numel() and weight.dtype in casts.INPUTS
+    kernel = weights_kernel(weight.device, squares) if castable and slot.format == "e4m3" else None
+    if kernel is None:
+        return (blocks if squares else plain).cast_weight(weight, slot, layout)
+    (made,) = _cast_weights(kernel, [weight], [slot], [new_payloads(weight, weight.shape, layout)])
+    return made.rows, made.columns, made.scale_inv.contiguous()
 
 
 def cast_blocks(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_blocks``."""
-    kernel = block_cast_kernel(x.device, x.dtype, False) if x.numel() and slot.format == "e4m3" else None
+    return _cast_blocks(x, slot, layout, False)[:4]
+
+
+def _cast_blocks(x: Tensor, slot: Slot, layout: str, sums: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same, and with ``sums`` the column sums ``[columns] float32``."""
+    kernel = block_cast_kernel(x.device, x.dtype) if x.numel() and slot.format == "e4m3" else None
     if kernel is None:
-        return blocks.cast(x, slot, layout)
+        db = x.sum(dim=0, dtype=torch.float32) if sums else nothing(x, torch.float32)
+        return *blocks.cast(x, slot, layout), db
     x = x if x.stride(1) == 1 else x.contiguous()
     y, y_t, scale_inv, scale_inv_t = blocks.new_cast(x, layout)
+    partial = x.new_empty(casts.column_sum_tiles(len(x)), x.shape[1], dtype=torch.float32) if sums else None
     amax, _, _ = slot.open()
-    recorded = None if amax is None else block_casts.Recorded(slot.index, amax)
-    block_casts.cast_blocks(kernel, x, recorded, slot.own.blocks != "float32", y, scale_inv, y_t, scale_inv_t)
+    recorded = None if amax is None else (slot.index, amax)
+    block_casts.cast_blocks(kernel, x, recorded, slot.own.blocks != "float32", y, scale_inv, y_t, scale_inv_t, partial)
     blocks.count_if_asked(x, scale_inv, scale_inv_t, slot, layout)
-    return y, y_t, scale_inv, scale_inv_t
-
-
-def cast_weight_blocks(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """See the operator ``lightning_fp8::cast_weight_blocks``."""
-    kernel = block_cast_kernel(weight.device, weight.dtype, True) if weight.numel() and slot.format == "e4m3" else None
-    if kernel is None:
-        return blocks.cast_weight(weight, slot, layout)
-    weight, state = weight if weight.stride(1) == 1 else weight.contiguous(), slot.state
-    y, y_t, scale_inv = blocks.new_weight_cast(weight, layout)
-    recorded = None if state is None else block_casts.Recorded(slot.index, state.amax, state.scale)
-    block_casts.cast_squares(kernel, weight, recorded, scale_inv, slot.own.blocks != "float32", y, y_t)
-    if is_counting(slot):
-        count(weight, blocks.scale_to_count(scale_inv.reciprocal(), weight), slot)
-    return y, y_t, scale_inv
+    return y, y_t, scale_inv, scale_inv_t, nothing(x, torch.float32) if partial is None else _total(partial)
 
 
 def cast_weights(
-    state: State,
-    weights: Sequence[Tensor],
-    indices: Sequence[int],
-    format: str,
-    out: Sequence[Fp8Operand | None] = (),
+    weights: Sequence[Tensor], slots: Sequence[WeightSlot], out: Sequence[Fp8Operand | None]
 ) -> list[Fp8Operand]:
-    """Both payloads of many weights, each scaled by its own amax: one launch measures, another casts.
+    """Both payloads of many weights, each scaled by its own values: in blocks by one launch, else by two.
 
     Args:
-        state: the scaling state.
-        weights: ``[N, K]`` each, none empty, on the state's device.
-        indices: the index of each weight in the state.
-        format: the FP8 format to cast to.
-        out: for each weight, an operand whose payloads are written; new ones where it is None or not given.
+        weights: ``[N, K]`` each, none empty, all on one device.
+        slots: of one state, with the same format and scaling.
+        out: for each weight, an operand whose payloads are written; None for new ones.
 
     Raises:
         RuntimeError: if the device has no kernel that casts weights together.
     """
-    device = state.amax.device
-    kernel = weights_kernel(device)
+    device = weights[0].device
+    kernel = weights_kernel(device, bool(slots[0].own.blocks))
     if kernel is None:
         raise RuntimeError(f"There is no kernel on {device} that casts weights together.")
-    for dtype in {weight.dtype for weight in weights}:
-        # loaded here for CUDA graphs, which cast each weight by itself and cannot load a kernel during capture
-        cast_kernel(device, dtype, format, "none", False)
-    payloads, jobs = [], []
-    for weight, index, kept in zip(weights, indices, out or [None] * len(weights), strict=True):
-        made = kept[:2] if kept else new_payloads(weight, weight.shape, "both")
+    payloads = [
+        new_payloads(weight, weight.shape, "both") if kept is None else kept[:2]
+        for weight, kept in zip(weights, out, strict=True)
+    ]
+    return _cast_weights(kernel, weights, slots, payloads)
+
+
+def _cast_weights(
+    kernel: Kernel, weights: Sequence[Tensor], slots: Sequence[WeightSlot], payloads: Sequence[tuple[Tensor, Tensor]]
+) -> list[Fp8Operand]:
+    own, state = slots[0].own, slots[0].state
+    jobs, operands, of_transpose = [], [], []
+    for weight, slot, made in zip(weights, slots, payloads, strict=True):
         x, is_transposed = _by_rows(weight)
-        jobs.append(casts.Weight(x, index, *(made[::-1] if is_transposed else made)))
-        payloads.append(made)
-    table = casts.weight_table(jobs)
-    casts.cast_weights(kernel, table, state.scale, state.amax)
-    if state.model.counts.values is not None:
-        places = torch.arange(len(state.amax), device=device)
-        for weight, index in zip(weights, indices, strict=True):
-            count(weight, state.scale[index], WeightSlot(places[index : index + 1], format, state, True))
-    inverses = table.scale_inv.unbind()
-    return [Fp8Operand(*made, inverse, inverse, format) for made, inverse in zip(payloads, inverses, strict=True)]
+        jobs.append(casts.Weight(x, slot.index, *(made[::-1] if is_transposed else made)))
+        of_transpose.append(is_transposed)
+    table = casts.weight_table(jobs, bool(own.blocks))
+    scale, amax = (None, None) if state is None else (state.scale, state.amax)
+    casts.cast_weights(kernel, table, scale, amax, own.blocks == "power of 2")
+    for weight, slot, made, inverse, is_transposed in zip(weights, slots, payloads, table.scale_inv, of_transpose):
+        scales = (inverse, inverse.t() if own.blocks else inverse)
+        operand = Fp8Operand(*made, *(scales[::-1] if is_transposed else scales), slot.format)
+        operands.append(operand)
+        if scale is not None and is_counting(slot):
+            whole = scale.index_select(0, slot.index)[0]
+            count(weight, blocks.scale_to_count(operand.scale_inv.reciprocal(), weight) if own.blocks else whole, slot)
+    return operands
 
 
 def measure_weights(weights: Sequence[Tensor]) -> Tensor:
     """``max|w|`` of many weights on one device, ``[count] float32``; in one launch if there is a kernel for it."""
-    kernel = weights_kernel(weights[0].device) if is_k_major(weights[0]) else None
+    kernel = weights_kernel(weights[0].device, False) if is_k_major(weights[0]) else None
     if kernel is None or not all(weight.numel() for weight in weights):
         return torch.stack([max_abs(weight) for weight in weights])
-    table = casts.weight_table([casts.Weight(weight, 0) for weight in weights])
+    table = casts.weight_table([casts.Weight(weight) for weight in weights])
     casts.measure_weights(kernel, table)
     return table.current_amax
 
@@ -152,8 +144,7 @@ def linear_backward(
     layout = gradient_layout(x, w)
     if slot.own.blocks:
         values = dy if h is None else activation_gradient(h, dy, activation)
-        dy_fp8, dy_fp8_t, scale_inv, scale_inv_t = cast_blocks(values, slot, layout)
-        db = values.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+        dy_fp8, dy_fp8_t, scale_inv, scale_inv_t, db = _cast_blocks(values, slot, layout, bias)
     else:
         dy_fp8, dy_fp8_t, scale_inv, db = cast_gradient(dy, h, activation, slot, layout, bias)
         scale_inv_t = scale_inv
@@ -278,7 +269,7 @@ def _after_measuring(slot: Slot) -> Callable[[Tensor], object] | None:
 def _used(row: casts.Row, scale_inv: Tensor) -> Tensor:
     """The scale used by a cast; exact if it came from the state."""
     delayed = row.scale.index_select(0, row.index)[0]
-    if row.current_amax is None or row.newest is None:
+    if row.current_amax is None:
         return delayed
     return torch.where(row.newest[0].index_select(0, row.index)[0] > 0, delayed, scale_inv.reciprocal())
 
@@ -314,13 +305,16 @@ def _launch(
     shape = columns_shape(rows, width)
     y_t = empty_strided(shape, (shape[1], 1), dtype=torch.uint8, device=device) if layout != "rows" else None
     scale_inv = empty_strided((), (), dtype=torch.float32, device=device)
-    total = partial = None
+    partial = None
     if sums:
-        tiles = casts.column_sum_tiles(rows)
-        partial = empty_strided((tiles, width), (width, 1), dtype=torch.float32, device=device)
+        shape = casts.column_sum_tiles(rows), width
+        partial = empty_strided(shape, (width, 1), dtype=torch.float32, device=device)
     casts.cast_transpose(kernel, x, row, scale_inv, y, y_t, partial, dy, gated)
-    if partial is not None:
-        total = partial.sum(dim=0) if tiles > 1 else partial.view(width)
     payload = nothing(x, torch.uint8) if y is None else y
     payload_t = nothing(x, torch.uint8) if y_t is None else y_t
-    return payload, payload_t, scale_inv, total
+    return payload, payload_t, scale_inv, None if partial is None else _total(partial)
+
+
+def _total(partial: Tensor) -> Tensor:
+    """Column sums of all tiles from those of each."""
+    return partial.sum(dim=0) if len(partial) > 1 else partial[0]

@@ -85,14 +85,14 @@ def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
         for backward in (False, True)
         if not (backward and activation == "none")
     ]
-    in_blocks = [_block_cast_variant(dtype, square) for dtype in casts.INPUTS for square in (False, True)]
+    in_blocks = [*(_block_cast_variant(dtype) for dtype in casts.INPUTS), _weights_variant(True)]
     in_blocks += [
         _gemm_variant(one, "e4m3", "e4m3", output, True, rows)
         for one in gemm_variants.configurations(capability, True)
         for rows in (1, gemm.SCALE_ROWS)
         for output in gemm_variants.OUTPUTS
     ]
-    default = [*of_casts, _weights_variant(), _update_variant(), *_gemm_variants(capability, every)]
+    default = [*of_casts, _weights_variant(False), _update_variant(), *_gemm_variants(capability, every)]
     return [*default, *in_blocks] if every else default
 
 
@@ -128,15 +128,15 @@ def cast_kernel(
 
 
 @functools.cache
-def weights_kernel(device: torch.device) -> Kernel | None:
-    """``cast_weights``, or None."""
-    return _obtain(_weights_variant(), device)
+def weights_kernel(device: torch.device, squares: bool) -> Kernel | None:
+    """``cast_weights``, with one scale a weight or one for each 128 x 128 of it; or None."""
+    return _obtain(_weights_variant(squares), device)
 
 
 @functools.cache
-def block_cast_kernel(device: torch.device, input: torch.dtype, square: bool) -> Kernel | None:
-    """``cast_blocks`` for inputs of this dtype, in blocks of 1 x 128 or squares of 128 x 128; or None."""
-    return _obtain(_block_cast_variant(input, square), device) if input in casts.INPUTS else None
+def block_cast_kernel(device: torch.device, input: torch.dtype) -> Kernel | None:
+    """``cast_blocks`` for inputs of this dtype, or None."""
+    return _obtain(_block_cast_variant(input), device) if input in casts.INPUTS else None
 
 
 @functools.cache
@@ -185,16 +185,18 @@ def _cast_variant(input: torch.dtype, format: str, activation: str, backward: bo
     return Variant("cast_transpose", defines, casts.layout(defines), casts.THREADS, test)
 
 
-def _block_cast_variant(input: torch.dtype, square: bool) -> Variant:
+def _block_cast_variant(input: torch.dtype) -> Variant:
     def test(device: torch.device, kernel: Kernel) -> str | None:
-        return self_test_blocks.cast(device, input, square, kernel)
+        return self_test_blocks.cast(device, input, kernel)
 
-    defines = block_casts.variant(input, square)
+    defines = block_casts.variant(input)
     return Variant("cast_blocks", defines, block_casts.LAYOUT, block_casts.THREADS, test)
 
 
-def _weights_variant() -> Variant:
-    return Variant("cast_weights", (), casts.CAST_WEIGHTS_LAYOUT, casts.THREADS, self_test.cast_weights)
+def _weights_variant(squares: bool) -> Variant:
+    threads, test = (block_casts.THREADS if squares else casts.THREADS), (self_test_blocks if squares else self_test)
+    defines = casts.weights_variant(squares)
+    return Variant("cast_weights", defines, casts.CAST_WEIGHTS_LAYOUT, threads, test.cast_weights)
 
 
 def _update_variant() -> Variant:

@@ -5,6 +5,8 @@ A test returns None, or a description of the error. It waits for the device, onc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -40,10 +42,6 @@ def cast_transpose(
             failure = _compare_cast(device, format, activation, x, dy if backward else None, values, index, kernel)
             if failure is not None:
                 return f"its self-test at {rows} x {columns} gave {failure}"
-        if activation == "none" and format == "e4m3":
-            failure = _compare_cast_of_weight(device, x, kernel)
-            if failure is not None:
-                return f"its self-test of a weight of {rows} x {columns} gave {failure}"
     failure = _compare_rounding(device, input, format, kernel) if activation == "none" else None
     return None if failure is None else f"its self-test of numbers that are hard to round gave {failure}"
 
@@ -80,16 +78,6 @@ def _compare_rounding(device: torch.device, input: torch.dtype, format: str, ker
         if failure is not None:
             return f"{failure}, at a scale of {scale}"
     return None
-
-
-def _compare_cast_of_weight(device: torch.device, x: Tensor, kernel: Kernel) -> str | None:
-    _, scale, amax, current = _state(device)
-    y, y_t = payloads(x, device)
-    scale_inv, index = torch.zeros((), device=device), torch.tensor([2], device=device)
-    # a cast replaces a weight's amax, instead of raising it
-    amax.fill_(1e9)
-    casts.cast_transpose(kernel, x.to(device), casts.Row(scale, None, index, amax, current), scale_inv, y, y_t)
-    return _compare_weight(x, y, y_t, scale_inv, scale[2], amax[2])
 
 
 def _compare_cast(
@@ -159,26 +147,37 @@ def _compare_state(scale_inv: Tensor, used: Tensor, amax: Tensor, expected: Tens
 
 
 def cast_weights(device: torch.device, kernel: Kernel) -> str | None:
-    """Weights of all dtypes and both shapes together; then numbers that are hard to round."""
-    random = [random_values(*_SHAPES[number % len(_SHAPES)], dtype) for number, dtype in enumerate(casts.INPUTS)]
-    # without numbers above the format's largest, so that the scale is 1
-    hard = [hard_to_round(dtype, "e4m3") for dtype in casts.INPUTS]
-    hard = [values.where(values.abs() <= FORMATS["e4m3"].max, 0) for values in hard]
-    return _cast_weights(device, random, kernel) or _cast_weights(device, hard, kernel)
-
-
-def _cast_weights(device: torch.device, values: list[Tensor], kernel: Kernel) -> str | None:
-    _, scale, amax, _ = _state(device)
-    weights = []
-    for number, x in enumerate(values):
-        weights.append((x.to(device), number, *payloads(x, device)))
-    table = casts.weight_table([casts.Weight(*weight) for weight in weights])
-    casts.cast_weights(kernel, table, scale, amax)
-    for x, number, y, y_t in weights:
-        failure = _compare_weight(x.cpu(), y, y_t, table.scale_inv[number], scale[number], amax[number])
+    """Weights of all dtypes and both shapes; numbers that are hard to round."""
+    values = [random_values(*_SHAPES[number % len(_SHAPES)], dtype) for number, dtype in enumerate(casts.INPUTS)]
+    for dtype in casts.INPUTS:
+        hard = hard_to_round(dtype, "e4m3")
+        # without numbers above the format's largest, so that the scale is 1
+        values.append(hard.where(hard.abs() <= FORMATS["e4m3"].max, 0))
+    for x, *cast in casts_of_weights(device, values, kernel):
+        failure = _compare_weight(x, *cast)
         if failure is not None:
             return f"its self-test gave {failure}"
     return None
+
+
+def casts_of_weights(
+    device: torch.device, values: list[Tensor], kernel: Kernel, squares: bool = False, power_of_two: bool = False
+) -> Iterator[tuple[Tensor, ...]]:
+    """Each weight, cast with the others and then alone: its values, both payloads, scale_inv, noted scale and amax."""
+    for together in (True, False):
+        outputs = [payloads(x, device) for x in values]
+        # a cast replaces a weight's amax, instead of raising it
+        scale, amax = torch.ones(len(values), device=device), torch.full((len(values),), 1e9, device=device)
+        weights = [
+            casts.Weight(x.to(device), torch.tensor([number], device=device), *made)
+            for number, (x, made) in enumerate(zip(values, outputs, strict=True))
+        ]
+        tables = [casts.weight_table(some, squares) for some in ([weights] if together else zip(weights))]
+        for table in tables:
+            casts.cast_weights(kernel, table, scale, amax, power_of_two)
+        inverses = [inverse for table in tables for inverse in table.scale_inv]
+        for number, x in enumerate(values):
+            yield x, *outputs[number], inverses[number], scale[number], amax[number]
 
 
 def _compare_weight(

@@ -6,33 +6,50 @@ import torch
 from torch import Tensor
 
 from kernels_cuda import block_casts
-from kernels_cuda.casts import column_sum_tiles
+from kernels_cuda.casts import INPUTS, column_sum_tiles
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops import blocks
 from lightning_fp8.ops.amaxes import max_abs
-from lightning_fp8.ops.cuda.self_test import hard_to_round, payloads, random_values
+from lightning_fp8.ops.cuda.self_test import casts_of_weights, hard_to_round, payloads, random_values
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import OwnScaling, WeightSlot, with_scale
 
 # whole tiles, and ragged ones
 _SHAPES = ((256, 256), (133, 171))
+_KINDS = ("float32", "power of 2")
 
 
-def cast(device: torch.device, input: torch.dtype, square: bool, kernel: Kernel) -> str | None:
-    """Both payloads and their scales, amax and column sums; both kinds of scales; numbers that are hard to round."""
+def cast(device: torch.device, input: torch.dtype, kernel: Kernel) -> str | None:
+    """Both payloads and their scales, amax and column sums; both kinds of scales."""
+    for x in _cases(input):
+        for kind in _KINDS:
+            failure = _compare(device, x, OwnScaling(blocks=kind), kernel)
+            if failure is not None:
+                return f"its self-test at {len(x)} x {x.shape[1]} with scales in {kind} gave {failure}"
+    return None
+
+
+def cast_weights(device: torch.device, kernel: Kernel) -> str | None:
+    """Weights of all dtypes in squares, together and each alone: both payloads, their scales, scale and amax."""
+    values = [x for dtype in INPUTS for x in _cases(dtype)]
+    for kind in _KINDS:
+        own = OwnScaling(blocks=kind)
+        for x, *cast in casts_of_weights(device, values, kernel, True, kind == "power of 2"):
+            failure = _compare_squares(x, own, *cast)
+            if failure is not None:
+                return f"its self-test at {len(x)} x {x.shape[1]} with scales in {kind} gave {failure}"
+    return None
+
+
+def _cases(input: torch.dtype) -> list[Tensor]:
+    """Blocks of zeros, with inf and with NaN; ragged edges; numbers that are hard to round."""
     cases = [random_values(*shape, input) for shape in _SHAPES]
-    # a block of zeros, and one with inf and one with NaN
     cases[0][:128, :128], cases[0][130, 140], cases[0][140, 3] = 0, float("inf"), float("nan")
     hard = hard_to_round(input, "e4m3")
     # 448 makes the scale 1, which leaves midpoints where they are
     hard = hard.where(hard.abs() <= FORMATS["e4m3"].max, 0)
     hard[:, 0] = FORMATS["e4m3"].max
-    for x in (*cases, hard):
-        for kind in ("float32", "power of 2"):
-            failure = (_compare_squares if square else _compare)(device, x, OwnScaling(blocks=kind), kernel)
-            if failure is not None:
-                return f"its self-test at {len(x)} x {x.shape[1]} with scales in {kind} gave {failure}"
-    return None
+    return [*cases, hard]
 
 
 def _compare(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -> str | None:
@@ -41,7 +58,7 @@ def _compare(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -
     scale_inv, scale_inv_t = (one.fill_(-1) for one in blocks.new_cast(moved, "both")[2:])
     sums = torch.full((column_sum_tiles(rows), columns), float("nan"), device=device)
     amax = torch.zeros(3, device=device)
-    recorded = block_casts.Recorded(torch.tensor([1], device=device), amax)
+    recorded = (torch.tensor([1], device=device), amax)
     power_of_two = own.blocks != "float32"
     block_casts.cast_blocks(kernel, moved, recorded, power_of_two, y, scale_inv, y_t, scale_inv_t, sums)
     slot = with_scale(torch.ones(()), "e4m3")._replace(own=own)
@@ -57,21 +74,17 @@ def _compare(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -
     )
 
 
-def _compare_squares(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -> str | None:
-    y, y_t = payloads(x, device)
-    # a cast replaces a weight's amax, instead of raising it
-    amax, scale = torch.full((3,), 1e9, device=device), torch.ones(3, device=device)
-    recorded = block_casts.Recorded(torch.tensor([1], device=device), amax, scale)
+def _compare_squares(
+    x: Tensor, own: OwnScaling, y: Tensor, y_t: Tensor, scale_inv: Tensor, scale: Tensor, amax: Tensor
+) -> str | None:
     payload, payload_t, inverse = blocks.cast_weight(x, WeightSlot(torch.zeros(1), "e4m3", None, False, own), "both")
-    scale_inv = torch.full(inverse.shape, -1.0, device=device)
-    block_casts.cast_squares(kernel, x.to(device), recorded, scale_inv, own.blocks != "float32", y, y_t)
     largest = max_abs(x)
     return (
         _difference("payload", y, payload)
         or _difference("payload by columns", y_t, payload_t)
         or _difference("scale_inv", scale_inv, inverse)
-        or _difference("amax", amax[1], largest)
-        or _difference("scale", scale[1], blocks.block_scale(largest, FORMATS["e4m3"], own))
+        or _difference("amax", amax, largest)
+        or _difference("scale", scale, blocks.block_scale(largest, FORMATS["e4m3"], own))
     )
 
 

@@ -1,10 +1,13 @@
-/* FP8 formats from their definition, for the stand-ins of tensor cores. */
+/* FP8 formats from their definition, and how tensor cores add products of them. */
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
-/* Of a code: its value, and the exponent that Hopper's tensor cores align it by. A subnormal has the smallest exponent of
+#include "cuda_on_host.h"
+
+/* Of a code: its value, and the exponent that tensor cores align it by. A subnormal has the smallest exponent of
    its format, and zero one that no sum is aligned by. */
 constexpr short ZERO = -1000;
 struct Values {
@@ -27,4 +30,35 @@ struct Values {
 static inline const Values& values(const char* format) {
     static const Values e4m3("e4m3"), e5m2("e5m2");
     return std::strcmp(format, "e5m2") == 0 ? e5m2 : e4m3;
+}
+
+/* sum + the sum of a[k] * b[k], as tensor cores add them: all terms are aligned to the largest exponent (of a product:
+   the sum of its factors'), each is cut off behind BITS, they are added exactly, and of the result KEPT bits behind the
+   leading one remain. The model is that of MMA-Sim (github.com/microsoft/MMA-Sim), which was compared with the hardware
+   bit for bit: on Hopper 32 products with 13 bits, on Ada twice 16, on sm_120 32 with 25 bits, of which fp32 keeps 23.
+   Most of a GEMM's time goes here. */
+template <int COUNT, int BITS, int KEPT>
+__attribute__((no_sanitize("undefined"))) static float accumulate(float sum, const float* a, const short* a_exponents,
+                                                                  const float* b, const short* b_exponents) {
+    using Units = std::conditional_t<(BITS > 20), long long, int>;
+    float products[COUNT], plain = sum;
+    short exponent = ZERO;
+    for (int k = 0; k < COUNT; ++k) {
+        const short of_product = a_exponents[k] + b_exponents[k];
+        exponent = of_product > exponent ? of_product : exponent;
+        products[k] = a[k] * b[k];
+    }
+    for (int k = 0; k < COUNT; ++k) plain += products[k];
+    if (sum != 0) exponent = std::max<int>(exponent, (__float_as_uint(sum) >> 23 & 255) - 127);
+    if (!std::isfinite(plain) || exponent <= ZERO / 2) return plain;
+    const float unit = __uint_as_float((127 + exponent - BITS) << 23), units = 1 / unit;
+    Units total = (Units)(sum * units);
+    for (int k = 0; k < COUNT; ++k) total += (Units)(products[k] * units);
+    const double exact = total;
+    unsigned long long bits;
+    std::memcpy(&bits, &exact, 8);
+    bits &= ~0ull << (52 - KEPT);
+    double kept;
+    std::memcpy(&kept, &bits, 8);
+    return (float)kept * unit;
 }

@@ -6,7 +6,7 @@
 #include <vector>
 
 int late = 1;
-int accumulator_bits = 24;
+int fraction_bits = 13;
 
 namespace sm89 {
 typedef unsigned long long Address;
@@ -64,13 +64,6 @@ static const Words& exchanged(const u32 (&words)[COUNT]) {
     return all;
 }
 
-static float rounded(double sum) {
-    if (!std::isfinite(sum) || sum == 0) return (float)sum;
-    int exponent;
-    const double fraction = std::frexp(sum, &exponent);
-    return (float)std::ldexp(std::nearbyint(std::ldexp(fraction, accumulator_bits)), exponent - accumulator_bits);
-}
-
 /* Memory left by an earlier block becomes NaN in both formats. */
 void begin(u32 shared_bytes) {
     if (threadIdx.x == 0) memory.assign(shared_bytes, 0x7f);
@@ -86,19 +79,23 @@ void wait_for_copies(u32 pending) {
 }
 
 void mma(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], const char* a_format, const char* b_format) {
-    const Values &a_values = values(a_format), &b_values = values(b_format);
+    const Values* formats[2] = {&values(a_format), &values(b_format)};
     const u32 lane = threadIdx.x % 32;
     const Words& words = exchanged({a[0], a[1], a[2], a[3], b[0], b[1]});
     for (u32 i = 0; i < 4; ++i) {
         // a's rows lane / 4 and 8 more, b's rows 2 (lane % 4) and the next; four of K to a word, 16 to a quarter warp
-        const u32 a_row = lane / 4, upper = i / 2, b_row = 2 * (lane % 4) + i % 2;
-        double sum = sums[i];
-        for (u32 k = 0; k < 32; ++k) {
-            const u32 a_word = words.of[4 * a_row + k % 16 / 4][upper + k / 16 * 2];
-            const u32 b_word = words.of[4 * b_row + k % 16 / 4][4 + k / 16];
-            sum += (double)a_values.of[a_word >> 8 * (k % 4) & 255] * b_values.of[b_word >> 8 * (k % 4) & 255];
-        }
-        sums[i] = rounded(sum);
+        const u32 rows[2] = {lane / 4, 2 * (lane % 4) + i % 2}, first[2] = {i / 2, 4}, apart[2] = {2, 1};
+        float of[2][32];
+        short exponents[2][32];
+        for (u32 side = 0; side < 2; ++side)
+            for (u32 k = 0; k < 32; ++k) {
+                const u32 word = words.of[4 * rows[side] + k % 16 / 4][first[side] + k / 16 * apart[side]];
+                of[side][k] = formats[side]->of[word >> 8 * (k % 4) & 255];
+                exponents[side][k] = formats[side]->exponents[word >> 8 * (k % 4) & 255];
+            }
+        if (fraction_bits == 25) sums[i] = accumulate<32, 25, 23>(sums[i], of[0], exponents[0], of[1], exponents[1]);
+        else for (u32 k = 0; k < 32; k += 16)
+            sums[i] = accumulate<16, 13, 13>(sums[i], of[0] + k, exponents[0] + k, of[1] + k, exponents[1] + k);
     }
 }
 }  // namespace sm89

@@ -2,14 +2,14 @@
 
    A copy happens, if `late`, as late as the waits allow: when its thread waits for it. Otherwise it happens as early as
    it can, and the first warp falls behind the others. A kernel is right only if both give the same: one shows what is
-   read before it has arrived, the other what is overwritten before it has been read. An mma adds up exactly and rounds
-   once, to `accumulator_bits`. */
+   read before it has arrived, the other what is overwritten before it has been read. An mma adds up as the tensor cores
+   do it, see `accumulate` in formats_on_host.h: Ada's or, with `fraction_bits` 25, those of sm_120. */
 #pragma once
 #include "instructions.cuh"
 
 extern "C" {
 EXPORTED extern int late;
-EXPORTED extern int accumulator_bits;
+EXPORTED extern int fraction_bits;
 }
 
 namespace sm89 {

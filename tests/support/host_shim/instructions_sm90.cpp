@@ -154,28 +154,6 @@ struct Row {
     }
 };
 
-/* sum + the sum of a[k] * b[k] over 32 of K, as Hopper's tensor cores add them: all 33 terms are aligned to the largest
-   exponent (of a product: the sum of its factors'), each is cut off behind FRACTION_BITS, they are added exactly, and of
-   the result so many bits behind the leading one are kept. The model is that of MMA-Sim (github.com/microsoft/MMA-Sim),
-   which was compared with the hardware bit for bit. */
-constexpr int FRACTION_BITS = 13;
-/* Most of a GEMM's time goes here. */
-__attribute__((no_sanitize("undefined"))) static float accumulate(float sum, const Row& a, const Row& b) {
-    float products[32], plain = sum;
-    short exponent = ZERO;
-    for (u32 k = 0; k < 32; ++k) {
-        const short of_product = a.exponents[k] + b.exponents[k];
-        exponent = of_product > exponent ? of_product : exponent;
-        products[k] = a.values[k] * b.values[k];
-    }
-    for (u32 k = 0; k < 32; ++k) plain += products[k];
-    if (sum != 0) exponent = std::max<int>(exponent, (__float_as_uint(sum) >> 23 & 255) - 127);
-    if (!std::isfinite(plain) || exponent <= ZERO / 2) return plain;
-    const float units = __uint_as_float((127 + FRACTION_BITS - exponent) << 23);
-    int total = (int)(sum * units);
-    for (u32 k = 0; k < 32; ++k) total += (int)(products[k] * units);
-    return __uint_as_float(__float_as_uint((float)total) & ~0u << (23 - FRACTION_BITS)) / units;
-}
 static void perform(const Product& product) {
     const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
     const Values &a_values = values(product.a_format), &b_values = values(product.b_format);
@@ -184,7 +162,7 @@ static void perform(const Product& product) {
         const Row b(product.b, i / 2 * 8 + lane % 4 * 2 + i % 2, b_values);
         for (u32 h = 0; h < 2; ++h) {
             float& sum = product.sums[i / 2 * 4 + h * 2 + i % 2];
-            sum = accumulate(product.fresh ? 0.0f : sum, a[h], b);
+            sum = accumulate<32, 13, 13>(product.fresh ? 0.0f : sum, a[h].values, a[h].exponents, b.values, b.exponents);
         }
     }
 }

@@ -5,7 +5,7 @@
    their thread waits for them; products always only when their warpgroup waits for them. So a stage that is read before
    it is full, or written before it is empty, shows in the result. Stores from shared memory that no fence has made
    visible to the copy engine are an error. Products are added up as the tensor cores do it, see
-   `accumulate` in instructions_sm90.cpp. */
+   `accumulate` in formats_on_host.h. */
 #pragma once
 #include "instructions.cuh"
 
