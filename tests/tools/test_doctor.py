@@ -234,7 +234,7 @@ def test_every_kernel_there_is_can_be_compiled_ahead() -> None:
             for rows in (1, 128)
         ]
         # at least one GEMM for each output and kind of scales
-        assert len(in_blocks) >= 12
+        assert len(in_blocks) >= 10
         assert {variant.name for variant in in_blocks} <= names
 
 
