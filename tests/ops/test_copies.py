@@ -59,8 +59,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int) -> tup
     return of_layer, of_step
 
 
-# whatever the number of tokens: biases rounded to bf16, and the table from which a launch casts all weights, or the amax
-# of a single one; with current scaling the amaxes of inputs and gradients begin at 0
+# whatever the number of tokens: biases rounded to bf16, and the table from which a launch casts all weights, or the
+# amax of a single one; with current scaling the amaxes of inputs and gradients begin at 0
 OF_LAYER = {
     ("linear", "delayed"): {"_to_copy": 96, "zeros": 8},
     ("linear", "current"): {"_to_copy": 96, "zeros": 16},
