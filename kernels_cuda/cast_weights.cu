@@ -71,9 +71,10 @@ __device__ __forceinline__ void leave(const Arguments& arguments, const Weight& 
 /* A tile, which is one block. */
 template <class Input>
 __device__ __forceinline__ void cast_square(const Arguments& arguments, const Weight& weight, TileMemory& memory,
-                                            u32 tile_row, int tile_column, int tile) {
+                                            int tile_row, int tile_column, int tile) {
     const Tensors& tensors = weight.tensors;
-    const Loaded<Input> x(tensors.x, tensors.x_stride, Place(tensors, tile_row, tile_column), tensors);
+    const Place place(tensors, tile_row, tile_column);
+    const Loaded<Input> x(tensors.x, tensors.x_stride, place, tensors);
     u32 amax = 0;
 #pragma unroll
     for (int i = 0; i < THREAD_ROWS; ++i)
@@ -82,11 +83,7 @@ __device__ __forceinline__ void cast_square(const Arguments& arguments, const We
     amax = __reduce_max_sync(0xffffffffu, amax);
     if (threadIdx.x % 32 == 0) memory.amax[threadIdx.x / 32] = amax;
     __syncthreads();
-    // computed again: across the barrier there are registers for the elements alone
-    forget_origin(tile_row);
-    const Place place(tensors, tile_row, tile_column);
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) amax = max(amax, memory.amax[warp]);
+    amax = __reduce_max_sync(0xffffffffu, memory.amax[threadIdx.x % WARPS]);
     const float scale = block_scale(__uint_as_float(amax), E4M3::max(), arguments.power_of_two);
     Encoded<E4M3> encoded;
 #pragma unroll

@@ -680,8 +680,8 @@ def compile_in_a_shared_folder(folder: Path, version: int, goes: Any, result: Pa
     goes.wait(PATIENCE)
     for _ in range(3):
         compiled = kernels_compile.compiled("times", "sm_89")
-        assert kernels_compile.compile_source("times", kernel, "sm_89", (), {})[0] == compiled.content
-    result.write_text(compiled.path.name)
+        assert kernels_compile.compile_source("times", kernel, "sm_89", (), {})[0] == compiled.read_bytes()
+    result.write_text(compiled.name)
 
 
 def test_runs_of_two_versions_share_a_kernel_cache(tmp_path: Path) -> None:

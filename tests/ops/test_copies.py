@@ -59,18 +59,18 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int) -> tup
     return of_layer, of_step
 
 
-# whatever the number of tokens: biases rounded to bf16, and the table from which a launch casts all weights; with
-# current scaling the amaxes of inputs and gradients begin at 0, with blocks those of weights, which are cast one by one
+# whatever the number of tokens: biases rounded to bf16, and the table from which a launch casts all weights, or the
+# amax of a single one; with current scaling the amaxes of inputs and gradients begin at 0
 OF_LAYER = {
-    ("linear", "delayed"): {"_to_copy": 96, "zeros": 120, "copy_": 232},
-    ("linear", "current"): {"_to_copy": 96, "zeros": 128, "copy_": 232},
+    ("linear", "delayed"): {"_to_copy": 96, "zeros": 8},
+    ("linear", "current"): {"_to_copy": 96, "zeros": 16},
     ("linear", "block"): {"_to_copy": 96, "zeros": 8},
     ("feed-forward", "delayed"): {"_to_copy": 160, "zeros": 240, "copy_": 460},
     ("feed-forward", "current"): {"_to_copy": 160, "zeros": 256, "copy_": 460},
-    ("feed-forward", "block"): {"_to_copy": 160, "zeros": 16},
-    ("gated", "delayed"): {"zeros": 344, "copy_": 672},
-    ("gated", "current"): {"zeros": 364, "copy_": 672},
-    ("gated", "block"): {"zeros": 24},
+    ("feed-forward", "block"): {"_to_copy": 160, "zeros": 240, "copy_": 460},
+    ("gated", "delayed"): {"zeros": 352, "copy_": 680},
+    ("gated", "current"): {"zeros": 372, "copy_": 680},
+    ("gated", "block"): {"zeros": 352, "copy_": 680},
 }
 # counters on the host, and the amax of an input that gate and up share
 OF_STEP = {

@@ -192,9 +192,9 @@ def test_payloads_by_columns_end_at_a_multiple_of_16_and_scales_of_rows_lie_in_c
 @pytest.mark.usefixtures("idle_half")
 def test_weights_cast_together_are_as_one_that_is_cast_by_itself() -> None:
     state, shapes = ScalingState(["a"] * 4, DelayedScaling()), [(17, 48), (48, 130), (1, 15), (16, 1)]
-    together = ops.cast_weights(state, [torch.ones(shape) for shape in shapes], range(4), "e4m3")
+    slot = WeightSlot(state.indices[0], "e4m3", state, True)
+    together = ops.cast_weights([torch.ones(shape) for shape in shapes], [slot] * 4, [None] * 4)
     for shape, made in zip(shapes, together, strict=True):
-        slot = WeightSlot(state.indices[0], "e4m3", state, True)
         assert [*map(layout, made[:3])] == [*map(layout, ops.cast_weight(torch.ones(shape), slot, "both"))]
 
 
