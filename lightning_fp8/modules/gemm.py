@@ -172,7 +172,8 @@ class Gemm:
             weight, version, address = reference.plain
             layer = owner.layer()
             is_same = layer is not None and layer._parameters.get(owner.parameter) is weight
-            if is_same and weight._version == version and weight.data_ptr() == address:
+            # its `.data` may have become an inference tensor
+            if is_same and not weight.is_inference() and weight._version == version and weight.data_ptr() == address:
                 return True
         sources = self.sources()
         return not sources or (self.reference is not None and self.reference.key == stamps(sources))

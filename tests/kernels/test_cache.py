@@ -30,6 +30,10 @@ from lightning_fp8.tools.doctor.software import settings
 # the compiled code, and code that someone else would have the GPU run
 OURS, THEIRS = b"\x7fELF ours", b"\x7fELF theirs"
 NAME, OTHER_USER = "NVIDIA H200", 12345
+ROW = {
+    "m": 64, "n": 64, "k": 64, "promote": False, "output": "bfloat16", "configuration": None, "splits": 1,
+    "p50_us": None, "cublaslt_p50_us": 2.0,
+}  # fmt: skip
 MARK = ("update_scales", (), 0)
 
 
@@ -160,11 +164,11 @@ def test_passes_in_an_untrusted_folder_are_not_believed(folder: Path, monkeypatc
 
 @pytest.mark.usefixtures("untrusted")
 def test_tables_in_an_untrusted_folder_are_left_out(folder: Path, untrusted: tuple[str, bool]) -> None:
-    (folder / f"gemm-{gemm_table.slug(NAME)}.json").write_text('{"rows": [], "min_features": {"features": 7}}')
+    (folder / f"gemm-{gemm_table.slug(NAME)}.json").write_text(json.dumps({"rows": [ROW]}))
     with said() as messages:
-        assert gemm_table.min_features(NAME) is None
+        assert gemm_table.rows.__wrapped__(NAME, (9, 0)) == ()
     (message,) = messages
-    assert "left out of account for `min_features`" in message
+    assert "is left out of account" in message
     assert re.search(untrusted[0], message)
 
 
@@ -268,11 +272,11 @@ def test_untrusted_passes_are_named_and_not_believed(kind: str, folder: Path, mo
 def test_untrusted_tables_are_named_and_left_out(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil, why = FILES[kind]
     path = gemm_table.own_path(NAME)
-    gemm_table.write_min_features(path, {"gpu": NAME}, {"features": 7})
-    assert gemm_table.min_features(NAME) == 7
+    gemm_table.write(path, {"gpu": NAME}, [ROW])
+    assert len(gemm_table.rows.__wrapped__(NAME, (9, 0))) == 1
     spoil(path, monkeypatch)
     with said() as messages:
-        assert gemm_table.min_features(NAME) is None
+        assert gemm_table.rows.__wrapped__(NAME, (9, 0)) == ()
     (message,) = messages
     assert re.search(why, message)
     assert str(path) in message
@@ -280,10 +284,10 @@ def test_untrusted_tables_are_named_and_left_out(kind: str, folder: Path, monkey
 
 def test_a_table_that_was_chosen_by_name_may_be_anybodys(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    path.write_text(json.dumps({"rows": [], "min_features": {"features": 7}}))
+    path.write_text(json.dumps({"rows": [ROW]}))
     path.chmod(0o666)
-    gemm_table.write(path, {"gpu": NAME}, [])
-    assert json.loads(path.read_text())["min_features"] == {"features": 7}
+    gemm_table.write(path, {"gpu": NAME}, [{**ROW, "m": 128}])
+    assert [row["m"] for row in json.loads(path.read_text())["rows"]] == [64, 128]
     assert mode(path) == 0o644
 
 

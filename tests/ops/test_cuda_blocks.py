@@ -217,11 +217,11 @@ def test_all_weights_of_a_model_in_one_launch(chosen: Counter[str]) -> None:
         cleared.append(sum(event.name == "aten::zeros" for event in profiler.events()))
         launches.append(chosen["cast_weights SQUARES=1"])
         state.update()
-        made = [layer.fp8[""].weight_cache._entry.copy for layer in model]
+        made = [layer.fp8[""].weight_cast._cast for layer in model]
         noted = state.amax.clone(), state.scale.clone()
         for layer, operand in zip(model, made, strict=True):
             rows = layer.fp8[""]
-            alone = ops.cast_weight_operand(rows.n_by_k(layer.weight.detach()), rows.weight_slot(False), True)
+            alone = ops.cast_weight_operand(rows.n_by_k(layer.weight.detach()), rows.slots["weight", False], True)
             for one, other in zip(operand[:4], alone[:4], strict=True):
                 assert one.dtype == other.dtype
                 assert torch.equal(one, other)
