@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.iteration import Precision
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.formats import E4M3, FORMATS
 from lightning_fp8.tools.timing import Variant, copies_for
-from lightning_fp8.tools.tune.iteration import Precision
 
 # rounding error of E4M3: half the distance of neighbouring codes relative to their value, and half the smallest code
 # relative to the largest

@@ -103,7 +103,7 @@ profile() {
 }
 
 tune() {
-    step "$1" "$2" "$python" -m lightning_fp8 tune --rounds 5 --time-limit 15 --shapes "$3"
+    step "$1" "$2" "$python" -m lightning_fp8 tune --shapes "$3"
 }
 
 mkdir -p "$cache" && chmod -R go-w "$cache"

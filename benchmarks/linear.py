@@ -12,15 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import gemm
+from benchmarks import gemm, iteration
 from benchmarks.baselines import torchao_precisions
 from benchmarks.case import Case
+from benchmarks.iteration import Precision
 from lightning_fp8.conversion.convert import convert
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.tools.timing import Variant
-from lightning_fp8.tools.tune import iteration
-from lightning_fp8.tools.tune.iteration import Precision
 
 
 def cases(device: torch.device) -> list[Case]:

@@ -16,7 +16,7 @@ _COMMANDS = {
     "compare": "train a configuration under several precisions, and recommend one",
     "doctor": "examine this machine: what runs in FP8 here, and what to change",
     "report": "one HTML page about runs, from their logs",
-    "tune": "measure which kernels are faster here, and from which size FP8 is",
+    "tune": "measure which GEMM kernels are faster here",
 }
 _LIGHTNINGS = ("fit", "validate", "test", "predict")
 # what the command lines of Lightning need

@@ -73,7 +73,7 @@ FAULTS = [
     ("lightning_fp8/ops/formats.py", "from lightning_fp8 import ScalingState", "-> lightning_fp8"),
     ("lightning_fp8/callbacks/watch.py", "from lightning_fp8.tools import timing", "-> lightning_fp8.tools.timing"),
     ("lightning_fp8/tools/doctor/page.py", "import lightning_fp8.tools.tune", "-> lightning_fp8.tools.tune"),
-    ("lightning_fp8/tools/tune/child.py", "from benchmarks.case import Case", "-> benchmarks.case"),
+    ("lightning_fp8/tools/tune/command.py", "from benchmarks.case import Case", "-> benchmarks.case"),
     ("lightning_fp8/tools/report/runs.py", "from lightning_fp8.plugins import fp8", "-> lightning_fp8.plugins.fp8"),
     ("lightning_fp8/export/write.py", "import lightning.pytorch as pl", "-> lightning"),
     ("lightning_fp8/__init__.py", "import lightning.fabric", "-> lightning"),

@@ -60,9 +60,9 @@ def convert(
         recipe: how scales are computed. Default ``DelayedScaling()``, or for a converted model its current recipe.
         ignore_modules: ``fnmatch`` patterns on module paths; matching modules, and everything inside them, stay (or
             become again) plain.
-        gemm: the backend of FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster there; ``"rawkernel"``,
-            the kernels of this package; ``"cublaslt"``, those of ``torch._scaled_mm``. Default ``"auto"``, or for a
-            converted model its current setting.
+        gemm: the backend of FP8 GEMMs on a GPU: ``"auto"``, whichever is faster there, measured when a product
+            first runs; ``"rawkernel"``, the kernels of this package; ``"cublaslt"``, those of ``torch._scaled_mm``.
+            Default ``"auto"``, or for a converted model its current setting.
         min_features: layers with fewer features in or out, in any of their weights, stay (or become again) plain;
             0 converts all layers. Default 16, or for a converted model its current setting.
         adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too; the

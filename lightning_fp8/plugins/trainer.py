@@ -192,9 +192,9 @@ class Fp8Precision(_Fp8TrainerPrecision):
         reduce_dtype: dtype in which FSDP sums gradients over the ranks.
         fp8_all_gather: under ``ModelParallelStrategy`` with ``fully_shard``, gather the weights of converted layers in
             FP8: half the bytes of bf16, bit-identical numbers. These layers cannot fall back.
-        gemm: the backend of FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster
-            (``python -m lightning_fp8 tune`` measures it); ``"rawkernel"``, the kernels of this package;
-            ``"cublaslt"``, those of ``torch._scaled_mm``.
+        gemm: the backend of FP8 GEMMs on a GPU: ``"auto"``, whichever is faster there, measured when a
+            product first runs; ``"rawkernel"``, the kernels of this package; ``"cublaslt"``, those of
+            ``torch._scaled_mm``.
         min_features: layers with fewer features in or out, in any of their weights, are not converted; 0 converts all.
             None, the default, means 16, and leaves a model that was converted before as it is. A
             checkpoint fits only the layers that were converted.

@@ -1,11 +1,11 @@
-"""Jobs in another process: one that hangs or crashes affects nothing else."""
+"""Programs and jobs in another process: one that hangs or crashes affects nothing else."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import os
-import queue
+import select
 import signal
 import subprocess
 import sys
@@ -97,6 +97,10 @@ class Answer(NamedTuple):
     failure: str | None
 
 
+class _NoAnswer(Exception):  # noqa: N818 - what became of a job, not a mistake
+    """Says in one line why there is no answer."""
+
+
 class Worker:
     """Runs jobs in another process, one after the other; a context manager.
 
@@ -109,28 +113,77 @@ class Worker:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
-        self._child: _Child | None = None
+        self._process: subprocess.Popen[str] | None = None
+        # a file, not a pipe, which would block the process once it is full
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self._kill()
+        self._printed.close()
 
     def answer(self, job: Job, limit_s: float) -> Answer:
         """The answer to a job within ``limit_s`` seconds, not counting the start of a process."""
-        if self._child is None:
-            with held_interrupts():
-                self._child = _Child(self._command)
-        found = self._child.answer(job, limit_s)
-        if found.failure is not None:
-            self._end()
-        return found
+        try:
+            process = self._process
+            if process is None:
+                process = self._start()
+                if self._line(process, _SECONDS_TO_START, "start") != _READY:
+                    raise _NoAnswer("did not start as a worker")
+            # a process that has ended does not read; the reason follows from its output
+            if process.stdin is not None:
+                with suppress(BrokenPipeError):
+                    process.stdin.write(f"{json.dumps(job)}\n")
+                    process.stdin.flush()
+            line = self._line(process, limit_s, "end")
+            with suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    return Answer(found, None)
+            raise _NoAnswer(f"gave {line.strip()[:200]!r} in place of an answer")
+        except _NoAnswer as reason:
+            self._kill()
+            return Answer(None, str(reason))
 
-    def _end(self) -> None:
-        if self._child is not None:
-            self._child.end()
-        self._child = None
+    def _start(self) -> subprocess.Popen[str]:
+        self._printed.seek(0)
+        self._printed.truncate()
+        with held_interrupts():
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._printed,
+                text=True,
+                start_new_session=True,
+            )
+        return self._process
+
+    def _line(self, process: subprocess.Popen[str], limit_s: float, what: str) -> str:
+        """The next line of its output, of which there is one for each job."""
+        if process.stdout is None or not select.select([process.stdout], [], [], limit_s)[0]:
+            raise _NoAnswer(f"did not {what} within {limit_s:g} s")
+        line = process.stdout.readline()
+        if line:
+            return line
+        try:
+            status = process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            raise _NoAnswer("closed its output without an answer") from None
+        self._printed.seek(0)
+        raise _NoAnswer(why_it_ended(status, self._printed.read().decode(errors="replace")))
+
+    def _kill(self) -> None:
+        if self._process is None:
+            return
+        _end(self._process)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        self._process = None
 
 
 def serve(work: Callable[[Job], dict[str, Any]]) -> None:
@@ -149,67 +202,3 @@ def serve(work: Callable[[Job], dict[str, Any]]) -> None:
         for line in sys.stdin:
             output.write(f"{json.dumps(work(json.loads(line)))}\n")
             output.flush()
-
-
-class _Child:
-    """A process, and a thread that waits for its answers."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        # a file, not a pipe, which would block the process once it is full
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, start_new_session=True
-        )
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self._is_ready = False
-
-    def _read(self) -> None:
-        if self._process.stdout is not None:
-            for line in self._process.stdout:
-                self._lines.put(line)
-        self._lines.put(None)
-
-    def answer(self, job: Job, limit_s: float) -> Answer:
-        """The answer to one job."""
-        # a process that has ended does not read; the reason is returned below
-        with suppress(BrokenPipeError):
-            if self._process.stdin is not None:
-                self._process.stdin.write(f"{json.dumps(job)}\n")
-                self._process.stdin.flush()
-        line: str | None = _READY
-        try:
-            if not self._is_ready:
-                line = self._lines.get(timeout=_SECONDS_TO_START)
-                self._is_ready = True
-            if line == _READY:
-                line = self._lines.get(timeout=limit_s)
-        except queue.Empty:
-            rule = f"end within {limit_s:g} s" if self._is_ready else f"start within {_SECONDS_TO_START} s"
-            return Answer(None, f"did not {rule}")
-        if line is None:
-            return Answer(None, self._why_it_ended())
-        with suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                return Answer(found, None)
-        return Answer(None, f"gave {line.strip()[:200]!r} in place of an answer")
-
-    def _why_it_ended(self) -> str:
-        try:
-            status = self._process.wait(_SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            return "closed its output without an answer"
-        self._said.seek(0)
-        return why_it_ended(status, self._said.read().decode(errors="replace"))
-
-    def end(self) -> None:
-        """Kill it, and close what is open."""
-        _end(self._process)
-        self._reader.join(_SECONDS_TO_END)
-        for pipe in (self._process.stdin, None if self._reader.is_alive() else self._process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
-        self._said.close()

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from repository import ROOT
 from torch import Tensor, nn
 
-from benchmarks import baselines, command, layer, memory, plot, steps, train, trainer_precisions, training
+from benchmarks import baselines, command, iteration, layer, memory, plot, steps, train, trainer_precisions, training
 from benchmarks.trainer_precisions import Setting
 from benchmarks.training import Start, Work
 from lightning_fp8 import Fp8Precision, convert, scaling_state
@@ -31,7 +31,6 @@ from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.scaling.state import ScalingState
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.timing import Variant
-from lightning_fp8.tools.tune import iteration
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 EAGER, COMPILED = layer.cases(CPU)

@@ -10,15 +10,14 @@ import torch
 from bench_rows import written
 from torch import Tensor, nn
 
-from benchmarks import baselines, command, linear
+from benchmarks import baselines, command, iteration, linear
+from benchmarks.iteration import Iteration, Precision
 from kernels_cuda.gemm_variants import Configuration
 from lightning_fp8 import scaling_state
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.ops import basic
 from lightning_fp8.ops.cuda import gemm_choice, kernels
 from lightning_fp8.scaling.state import ScalingState
-from lightning_fp8.tools.tune import iteration
-from lightning_fp8.tools.tune.iteration import Iteration, Precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LINEAR, FEED_FORWARD = linear.cases(CPU)
@@ -277,7 +276,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found["asked"].append(what)
         return None if what == found["missing"] else "a kernel"
 
-    def choose(device: Any, word: str, m: int, n: int, k: int, promote: bool, output: Any) -> gemm_choice.Choice:
+    def choose(device: Any, word: str, m: int, n: int, k: int, *_: Any) -> gemm_choice.Choice:
         found["sizes"] = [*found.get("sizes", []), (m, n, k)]
         return gemm_choice.Choice(found["configuration"], found["splits"])
 

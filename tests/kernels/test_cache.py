@@ -164,7 +164,7 @@ def test_passes_in_an_untrusted_folder_are_not_believed(folder: Path, monkeypatc
 
 @pytest.mark.usefixtures("untrusted")
 def test_tables_in_an_untrusted_folder_are_left_out(folder: Path, untrusted: tuple[str, bool]) -> None:
-    (folder / f"gemm-{gemm_table.slug(NAME)}.json").write_text(json.dumps({"rows": [ROW]}))
+    gemm_table.own_path(NAME).write_text(json.dumps({"rows": [ROW]}))
     with said() as messages:
         assert gemm_table.rows.__wrapped__(NAME, (9, 0)) == ()
     (message,) = messages

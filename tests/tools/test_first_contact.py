@@ -19,7 +19,7 @@ from warm import run_warm
 
 from benchmarks.suites import SUITES
 from kernels_cuda import cache
-from lightning_fp8.tools.tune.shapes import parse_layers
+from lightning_fp8.tools.tune.command import parse_layers
 
 SCRIPT = ROOT / "benchmarks" / "first_contact.sh"
 GRACE_S = 10

@@ -1,4 +1,7 @@
-"""FP8 GEMMs on a CUDA device: our kernels where chosen and available, else cuBLASLt. Nothing here synchronises."""
+"""FP8 GEMMs on a CUDA device: our kernels where chosen and available, else cuBLASLt.
+
+Nothing here synchronises, except that ``gemm="auto"`` may measure a product when it first runs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from kernels_cuda.gemm import ROW_BYTES, Split
 from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.cuda import gemm_choice, kernels, plain
-from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.ops.cuda.gemm_table import Choice
 
 # elements of K in a step; each part of a split has at least one step
 _STEP = 128
@@ -35,7 +38,7 @@ def scaled_mm(
         return _in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, gemm)
     promote = not fast_accumulation
     (m, k), (n, b_k) = a.shape, b.shape
-    choice = gemm_choice.choose(a.device, gemm, m, n, k, promote, out_dtype)
+    choice = gemm_choice.choose(a.device, gemm, m, n, k, promote, out_dtype, run_choice)
     # the usual case takes a short path, because every call adds to the host time of a layer
     if choice.configuration is None and not (n | k | b_k) % plain.ALIGNMENT and m and n and k:
         return plain.aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)

@@ -1,53 +1,38 @@
-"""Chooses the GEMM for a product, cuBLASLt or one of our kernels, from measurements on this GPU."""
+"""Chooses the GEMM for a product, cuBLASLt or one of our kernels: by measurement on this GPU, or by a rule."""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+import threading
 
 import torch
+from torch import distributed
 
 from kernels_cuda.gemm_variants import Configuration, configurations
-from lightning_fp8.ops.cuda import gemm_table
-from lightning_fp8.ops.cuda.gemm_table import Row
+from lightning_fp8.ops.cuda import gemm_table, gemm_timing, kernels
+from lightning_fp8.ops.cuda.gemm_table import Choice, Product, Row
+from lightning_fp8.ops.cuda.gemm_timing import Run
 from lightning_fp8.ops.cuda.kernels import backend
 from lightning_fp8.runtime.choice import check_choice
+from lightning_fp8.runtime.device import is_capturing
 from lightning_fp8.runtime.warn_once import warn_once
 
 GEMMS = ("auto", "rawkernel", "cublaslt")
 MOST_SPLITS = 16
+# of our configurations, by their estimates
+_MOST_MEASURED = 3
 # elements of K in a step, and steps in a part: a shorter one spends most of its time filling and draining the pipeline
 _STEP, _LEAST_STEPS = 128, 8
-# measured GEMMs up to this distance count as similar: a factor of two in one of m, n, k
-_NEAR = 1.0
-# if none is similar, this many of the nearest must agree
-_VOTES = 3
-# distance of a GEMM that differs only in the dtype of its output
-_OTHER_OUTPUT = 0.5
 # overhead of a tile beyond its products, in elements of K
 _FILL = 256
 # per clock and multiprocessor: bytes from the L2 cache, and FP8 multiply-adds
 _L2_BYTES, _MULTIPLY_ADDS = 47, 4096
 
-
-class Choice(NamedTuple):
-    """How a GEMM is computed.
-
-    Attributes:
-        configuration: of our kernel; None for cuBLASLt, which is ``torch._scaled_mm``.
-        splits: the number of parts of K that are computed in parallel and then added.
-    """
-
-    configuration: Configuration | None
-    splits: int = 1
-
-    @property
-    def name(self) -> str:
-        """``"256x128 s4 c2, K in 4"``, as in tables and messages."""
-        if self.configuration is None:
-            return "cuBLASLt"
-        return self.configuration.name + (f", K in {self.splits}" if self.splits > 1 else "")
+# What a product of a size class was first chosen by, a measurement or the rule (None), stays in this process: backward
+# recomputes a forward to the last bit. By GPU and size class.
+_first_choices: dict[tuple[object, ...], Row | None] = {}
+_lock = threading.Lock()
 
 
 def check_gemm(value: str) -> None:
@@ -57,15 +42,26 @@ def check_gemm(value: str) -> None:
 
 # more shapes than a model has, but bounded, for models in which the number of tokens always changes
 @functools.lru_cache(maxsize=4096)
-def choose(device: torch.device, gemm: str, m: int, n: int, k: int, promote: bool, output: torch.dtype) -> Choice:
+def choose(
+    device: torch.device,
+    gemm: str,
+    m: int,
+    n: int,
+    k: int,
+    promote: bool,
+    output: torch.dtype,
+    run: Run | None = None,
+) -> Choice:
     """Which GEMM computes ``[m, k] x [n, k] -> [m, n]``.
 
-    ``"cublaslt"`` always selects cuBLASLt, ``"rawkernel"`` one of ours if the GPU has any. ``"auto"`` selects whichever
-    had the lower median time in the nearest measured GEMM: same ``promote``, smallest
-    ``sqrt(log2(m/m')^2 + log2(n/n')^2 + log2(k/k')^2)``, plus 0.5 for another dtype of the output. Up to a distance of
-    1, a factor of two in one of m, n, k, our kernel runs in the measured configuration, beyond that in the one of
-    :func:`estimated`; and there ``"auto"`` selects ours only if ours was faster in all of the three nearest. If no GEMM
-    with this ``promote`` was measured, ``"auto"`` selects cuBLASLt, and a warning says so once.
+    ``"cublaslt"`` always selects cuBLASLt, ``"rawkernel"`` one of ours if the GPU has any: the one that was fastest in
+    the tables (:mod:`.gemm_table`), else that of :func:`estimated`.
+
+    ``"auto"`` selects whichever was faster for products of this :attr:`~.gemm_table.Product.size_class`, according to
+    the tables. If they do not have it, it is measured now (:func:`measure`) and kept, where that is allowed: in a
+    single process, on a stream that is not captured, and not under torch's deterministic settings. Where it is not
+    allowed or gives no answer, a rule chooses: cuBLASLt without promotion, ours by :func:`estimated` with it. Both
+    remain for the process.
 
     Args:
         device: where it runs; our kernels run on CUDA GPUs only.
@@ -75,6 +71,7 @@ def choose(device: torch.device, gemm: str, m: int, n: int, k: int, promote: boo
         k: the dimension that is summed over.
         promote: whether partial sums are added up in fp32 registers every 128 along K.
         output: dtype of the output.
+        run: computes a choice; without it nothing is measured.
 
     Raises:
         ValueError: for another ``gemm``.
@@ -83,25 +80,27 @@ def choose(device: torch.device, gemm: str, m: int, n: int, k: int, promote: boo
     if gemm == "cublaslt" or device.type != "cuda" or backend() == "reference" or 0 in (m, n, k):
         return Choice(None)
     gpu = torch.cuda.get_device_properties(device)
-    capability = (gpu.major, gpu.minor)
-    ours = configurations(capability, promote)
+    ours = configurations((gpu.major, gpu.minor), promote)
     if not ours:
         warn_once(
             f"FP8 GEMMs run by torch._scaled_mm on {gpu.name}: lightning_fp8 has no GEMM kernel for compute capability"
             f" {gpu.major}.{gpu.minor}."
         )
         return Choice(None)
-    measured = gemm_table.rows(gpu.name, capability)
-    nearest = _nearest(measured, m, n, k, promote, output)
-    if gemm == "auto" and not nearest:
-        _say_unmeasured(gpu, promote, bool(measured))
+    product = Product(m, n, k, promote, output)
+    tables = gemm_table.rows(gpu.name, (gpu.major, gpu.minor))
+    row = next((row for row in tables if row.product.size_class == product.size_class), None)
+    if row is None and gemm == "auto":
+        row = _first_choice(product, device, run)
+    if row is None or not row.is_measured:
+        is_faster, best = promote, Choice(None)
+    else:
+        is_faster, best = row.is_faster, row.ours
+    if gemm == "auto" and not is_faster:
         return Choice(None)
-    is_near = bool(nearest) and _distance(nearest[0], m, n, k, output) <= _NEAR
-    if gemm == "auto" and not all(row.is_faster for row in nearest[: 1 if is_near else _VOTES]):
-        return Choice(None)
-    if is_near and nearest[0].configuration is not None:
-        return Choice(nearest[0].configuration, min(nearest[0].splits, most_splits(k, promote)))
-    return estimated(ours, m, n, k, promote, gpu.multi_processor_count)
+    if best.configuration is None:
+        return estimated(ours, m, n, k, promote, gpu.multi_processor_count)
+    return best._replace(splits=min(best.splits, most_splits(k, promote)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -118,6 +117,77 @@ def choose_in_blocks(device: torch.device, gemm: str, m: int, n: int, k: int) ->
     return estimated(ours, m, n, k, True, gpu.multi_processor_count) if ours else Choice(None)
 
 
+def measure(product: Product, device: torch.device, run: Run, replace: bool = False) -> Row | None:
+    """Time cuBLASLt and the three best of ours by their estimates, and keep the result in the user's table.
+
+    Waits for the GPU, and for the compiler if a kernel has not been used before.
+
+    Args:
+        product: what is measured.
+        device: the GPU, which has GEMM kernels.
+        run: computes a choice.
+        replace: whether the result replaces one in the table, which otherwise stays and is returned.
+
+    Returns:
+        The row in the table; None, and nothing is kept, if no kernel of ours is available.
+
+    Raises:
+        OSError: if the table cannot be written.
+    """
+    gpu, (m, n, k, promote, _) = torch.cuda.get_device_properties(device), product
+    capability = (gpu.major, gpu.minor)
+    ranked = _ranked(configurations(capability, promote), m, n, k, promote, gpu.multi_processor_count)
+    found: dict[Choice, float] = {}
+    try:
+        ours = [choice for choice in ranked[:_MOST_MEASURED] if _is_available(choice, device, product)]
+        if not ours:
+            return None
+        found = gemm_timing.times(product, ours, device, run)
+    except torch.OutOfMemoryError:
+        warn_once(f"There was no memory to measure FP8 GEMMs like {product.name}: they are chosen by a rule.")
+    cublaslt = found.pop(Choice(None), None)
+    best = min(found, key=found.__getitem__, default=Choice(None))
+    configuration = best.configuration and best.configuration.name
+    fields = {"configuration": configuration, "splits": best.splits, "p50_us": found.get(best)}
+    row = {**product.as_json(), **fields, "cublaslt_p50_us": cublaslt}
+    return gemm_table.keep(gpu.name, capability, row, replace)
+
+
+def _first_choice(product: Product, device: torch.device, run: Run | None) -> Row | None:
+    """The measurement, made now where that is allowed, for a product that the tables do not have; None for the rule."""
+    gpu = torch.cuda.get_device_name(device)
+    with _lock:
+        key = (gpu, *product.size_class)
+        if key not in _first_choices:
+            _first_choices[key] = None
+            if run is not None and _may_measure():
+                try:
+                    _first_choices[key] = measure(product, device, run)
+                except OSError as error:
+                    warn_once(
+                        f"FP8 GEMMs are chosen by a rule on {gpu}, not by measurement: the table of measured GEMMs"
+                        f" cannot be kept ({error}). Set LIGHTNING_FP8_CACHE_DIR to a folder that you may write to."
+                    )
+        return _first_choices[key]
+
+
+def _may_measure() -> bool:
+    """Whether a measurement disturbs nothing, and other processes of the job need not come to the same choice."""
+    is_alone = not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
+    is_deterministic = torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
+    return is_alone and not is_deterministic and not torch.compiler.is_compiling() and not is_capturing(True)
+
+
+def _is_available(choice: Choice, device: torch.device, product: Product) -> bool:
+    if choice.configuration is None:
+        return False
+    # parts of a sum are in fp32
+    stored, formats = product.output if choice.splits == 1 else torch.float32, gemm_timing.formats(product)
+    if kernels.gemm_kernel(device, choice.configuration, *formats, stored, product.promote) is None:
+        return False
+    return choice.splits == 1 or kernels.sum_splits_kernel(device, product.output) is not None
+
+
 def estimated(ours: tuple[Configuration, ...], m: int, n: int, k: int, promote: bool, multiprocessors: int) -> Choice:
     """The configuration and number of splits with the smallest estimated time; the first and smallest of equals.
 
@@ -132,12 +202,7 @@ def estimated(ours: tuple[Configuration, ...], m: int, n: int, k: int, promote: 
     128x128 without a cluster needs 64 and is limited to 0.73, 128x256 in clusters of two needs 32. K is split only if
     sums are promoted and tiles fill less than half of the multiprocessors, and into at most :func:`most_splits` parts.
     """
-    choices = [
-        Choice(one, splits)
-        for one in ours
-        for splits in range(1, _splits_worth_it(one, m, n, k, promote, multiprocessors) + 1)
-    ]
-    return min(choices, key=lambda choice: _estimate(choice, m, n, k, multiprocessors))
+    return _ranked(ours, m, n, k, promote, multiprocessors)[0]
 
 
 def most_splits(k: int, promote: bool) -> int:
@@ -146,40 +211,26 @@ def most_splits(k: int, promote: bool) -> int:
     return max(1, min(steps // _LEAST_STEPS, MOST_SPLITS)) if promote else 1
 
 
-def clusters(configuration: Configuration, m: int, n: int) -> int:
-    """The number of clusters for an output ``[m, n]``, including partial ones."""
-    return -(-m // (configuration.block_m * configuration.cluster)) * -(-n // configuration.block_n)
+def _ranked(
+    ours: tuple[Configuration, ...], m: int, n: int, k: int, promote: bool, multiprocessors: int
+) -> list[Choice]:
+    """Each configuration with its best number of splits, by estimated time."""
+    timed = []
+    for one in ours:
+        clusters = -(-m // (one.block_m * one.cluster)) * -(-n // one.block_n)
+        fills_half = 2 * clusters * one.cluster >= multiprocessors
+        for_splits = {
+            splits: _estimate(one, clusters, splits, k, multiprocessors)
+            for splits in range(1, (1 if fills_half else most_splits(k, promote)) + 1)
+        }
+        splits = min(for_splits, key=for_splits.__getitem__)
+        timed.append((for_splits[splits], Choice(one, splits)))
+    return [choice for _, choice in sorted(timed, key=lambda entry: entry[0])]
 
 
-def _splits_worth_it(one: Configuration, m: int, n: int, k: int, promote: bool, multiprocessors: int) -> int:
-    fills_half = 2 * clusters(one, m, n) * one.cluster >= multiprocessors
-    return 1 if fills_half else most_splits(k, promote)
-
-
-def _estimate(choice: Choice, m: int, n: int, k: int, multiprocessors: int) -> float:
-    one, splits = choice
-    if one is None:
-        raise ValueError("Only our own kernels' times are estimated.")
-    waves = -(-clusters(one, m, n) * splits // (multiprocessors // one.cluster))
+def _estimate(one: Configuration, clusters: int, splits: int, k: int, multiprocessors: int) -> float:
+    waves = -(-clusters * splits // (multiprocessors // one.cluster))
     steps = math.ceil(math.ceil(k / _STEP) / splits)
     tile = one.block_m * one.block_n
     needed = _MULTIPLY_ADDS * (one.block_m + one.block_n / one.cluster) / tile
     return waves * tile * (_STEP * steps + _FILL) / min(1.0, _L2_BYTES / needed)
-
-
-def _nearest(measured: tuple[Row, ...], m: int, n: int, k: int, promote: bool, output: torch.dtype) -> list[Row]:
-    alike = [row for row in measured if row.promote == promote]
-    return sorted(alike, key=lambda row: _distance(row, m, n, k, output))[:_VOTES]
-
-
-def _distance(row: Row, m: int, n: int, k: int, output: torch.dtype) -> float:
-    ratios = (m / row.m, n / row.n, k / row.k)
-    return math.hypot(*map(math.log2, ratios)) + (0.0 if row.output == output else _OTHER_OUTPUT)
-
-
-def _say_unmeasured(gpu: Any, promote: bool, others: bool) -> None:
-    kind = f" {'with' if promote else 'without'} promoted sums" if others else ""
-    warn_once(
-        f"FP8 GEMMs{kind} run by torch._scaled_mm on {gpu.name}: nothing has been measured on this GPU that would say"
-        " where lightning_fp8's kernels are faster. `python -m lightning_fp8 tune` does that."
-    )

@@ -1,1 +1,1 @@
-"""Measures which GEMM is fastest for each shape on this GPU; ``gemm="auto"`` chooses by the results."""
+"""Measures the GEMMs of linear layers on this GPU ahead of training, as ``gemm="auto"`` does at first use."""

@@ -1,105 +1,120 @@
-"""Measure the GEMM kernels on this GPU, and keep which is fastest for which shape.
+"""Measure the GEMMs of linear layers on this GPU, and keep which is fastest.
 
-For each GEMM, every candidate first runs in another process, where it must give
-torch's result within a time limit. The candidates that do are timed in turns
-with torch._scaled_mm. Each result is written at once, so an interrupted run
-keeps its results. From then on gemm="auto" chooses by these measurements.
+gemm="auto" measures a product when it first runs; this measures the products of
+layers ahead, and again if they have been measured before. It is for jobs of
+several processes and for deterministic runs, which measure nothing themselves.
+Each result is written at once, so an interrupted run keeps its results.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from kernels_cuda.cache import make_folder
 from kernels_cuda.compile import nvrtc_version
 from kernels_cuda.gemm_variants import configurations
-from lightning_fp8.ops.cuda import gemm_table, kernels
-from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.ops.cuda import gemm_choice, gemm_table, kernels
+from lightning_fp8.ops.cuda.gemm import run_choice
+from lightning_fp8.ops.cuda.gemm_table import Product, Row
 from lightning_fp8.runtime.device import MIN_CAPABILITY, check_device
-from lightning_fp8.runtime.environment import environment, gpu_environment
 from lightning_fp8.runtime.program import program
-from lightning_fp8.tools.arguments import positive
-from lightning_fp8.tools.tables import aligned
-from lightning_fp8.tools.tune import child
-from lightning_fp8.tools.tune.search import Tried, measure
-from lightning_fp8.tools.tune.shapes import LAYERS, Gemm, Layer, candidates, gemms_of, parse_layers
 
-ROUNDS, LIMIT_S = 20, 60.0
-_COLUMNS = ("GEMM, MxNxK", "fastest of ours", "us", "TFLOP/s", "cuBLASLt", "ours / cuBLASLt")
+# the most important sizes first, as a run may be interrupted
+_TOKENS, _HIDDEN = (8192, 2048, 32768), (4096, 1024, 8192)
+# in and out, in units of the hidden size: the two of the feed-forward; attention's output; its query, key and value
+_PROJECTIONS = ((1, 4), (4, 1), (1, 1), (1, 3))
+
+
+class Layer(NamedTuple):
+    """A linear layer and the number of tokens in its input."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+
+    def products(self) -> list[Product]:
+        """Fprop, dgrad and wgrad, the last with an output for fp32 weights."""
+        tokens, inputs, outputs = self
+        return [
+            Product(tokens, outputs, inputs, False, torch.bfloat16),
+            Product(tokens, inputs, outputs, True, torch.bfloat16),
+            Product(outputs, inputs, tokens, True, torch.float32),
+        ]
+
+
+LAYERS = tuple(
+    Layer(tokens, hidden * inputs, hidden * outputs)
+    for tokens in _TOKENS
+    for hidden in _HIDDEN
+    for inputs, outputs in _PROJECTIONS
+)
+
+
+def parse_layers(text: str) -> tuple[Layer, ...]:
+    """Layers from the command line.
+
+    >>> parse_layers("8192x4096x16384,2048x1024x1024")[0]
+    Layer(tokens=8192, inputs=4096, outputs=16384)
+
+    Raises:
+        argparse.ArgumentTypeError: if the text is not valid; the message names the part that is wrong.
+    """
+    layers = []
+    for part in text.split(","):
+        sizes = part.strip().split("x")
+        if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
+            raise argparse.ArgumentTypeError(
+                f"layers are given as TOKENSxINxOUT, such as 8192x4096x16384, with commas; got {part!r}"
+            )
+        layers.append(Layer(*map(int, sizes)))
+    return tuple(layers)
+
+
+def products_of(layers: Iterable[Layer]) -> list[Product]:
+    """The products of all layers, the first of each size class."""
+    products: dict[object, Product] = {}
+    for layer in layers:
+        for product in layer.products():
+            products.setdefault(product.size_class, product)
+    return [*products.values()]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, save and print; exits with a message if it cannot, or if a GEMM could not be measured."""
+    """Measure, save and print; exits with a message if it cannot, or if a product could not be measured."""
     options = _parser().parse_args(arguments)
     device = _device()
-    gpu = torch.cuda.get_device_name(device)
-    path = options.out or gemm_table.own_path(gpu)
-    _check_folder(path, is_asked_for=options.out is not None)
-    about = _about(device, f"python -m lightning_fp8 {shlex.join(['tune', *arguments])}")
-    ways = _ways(gemms_of(options.shapes), device)
-    print(f"{gpu}: {len(ways)} GEMMs, {sum(map(len, ways.values()))} candidates, into {path}", flush=True)
-    failures: dict[Gemm, str] = {}
-    measured: dict[Gemm, dict[str, Any]] = {}
-    begun: set[Gemm] = set()
-    for one in measure(ways, options.rounds, options.time_limit, child.command()):
-        if one.gemm not in begun:
-            begun.add(one.gemm)
-            print(f"[{len(begun)}/{len(ways)}] {one.gemm.name}", flush=True)
-        if isinstance(one, Tried):
-            if one.failure is not None:
-                print(f"left out: {one.name} for {one.gemm.name}: {one.failure}", flush=True)
-        elif one.row is None:
-            failures[one.gemm] = f"{one.gemm.name}: {one.failure}"
-        else:
-            gemm_table.write(path, about, [one.row])
-            measured[one.gemm] = one.row
-            print("  ".join(_cells(one.gemm, one.row)), flush=True)
-    print(f"\n{_table(measured)}\nWritten: {path}")
-    if failures:
-        sys.exit("\nThese could not be measured:\n" + "\n".join(failures.values()))
+    gpu, products = torch.cuda.get_device_name(device), products_of(options.shapes)
+    print(f"{gpu}: {len(products)} GEMMs, into {gemm_table.own_path(gpu)}", flush=True)
+    failed = []
+    for product in products:
+        try:
+            row = gemm_choice.measure(product, device, run_choice, replace=True)
+        except OSError as error:
+            sys.exit(f"tune: the table cannot be written ({error}). Set LIGHTNING_FP8_CACHE_DIR.")
+        if row is None or not row.is_measured:
+            failed.append(product.name)
+        print(line(product, row), flush=True)
+    if failed:
+        sys.exit(f"\nThese could not be measured: {', '.join(failed)}")
 
 
-def _ways(gemms: Sequence[Gemm], device: torch.device) -> dict[Gemm, list[Choice]]:
-    gpu = torch.cuda.get_device_properties(device)
-    ours = {promote: configurations((gpu.major, gpu.minor), promote) for promote in (False, True)}
-    return {gemm: candidates(gemm, ours[gemm.promote], gpu.multi_processor_count) for gemm in gemms}
+def line(product: Product, row: Row | None) -> str:
+    """What was chosen for a product, and the times: ``"8192x4096x1024 fast bfloat16: cuBLASLt; ours 86.1 us ..."``."""
+    if row is None or not row.is_measured:
+        return f"{product.name}: not measured, chosen by the rule"
+    choice = row.ours if row.is_faster else gemm_table.Choice(None)
+    ours, theirs = (_time(product, us) for us in (row.p50_us, row.cublaslt_p50_us))
+    return f"{product.name}: {choice.name}; ours {ours}, cuBLASLt {theirs}"
 
 
-def _about(device: torch.device, command: str) -> dict[str, Any]:
-    """How a table was measured: GPU, driver, versions, commit and command."""
-    found = {**environment("lightning-fp8", command=command), **gpu_environment(device)}
-    versions = {name: found[name] for name in ("torch", "cupy", "lightning-fp8")}
-    return {**{name: found[name] for name in ("gpu", "driver", "commit", "command")}, "versions": versions}
-
-
-def _table(measured: Mapping[Gemm, dict[str, Any]]) -> str:
-    return "\n".join(
-        map("  ".join, aligned([_COLUMNS, *(_cells(gemm, row) for gemm, row in measured.items())], words=2))
-    )
-
-
-def _cells(gemm: Gemm, row: dict[str, Any]) -> tuple[str, ...]:
-    ours, theirs = row["p50_us"], row["cublaslt_p50_us"]
-    splits = f", K in {row['splits']}" if row["splits"] > 1 else ""
-    return (
-        gemm.name,
-        "none" if row["configuration"] is None else f"{row['configuration']}{splits}",
-        "-" if ours is None else f"{ours:.1f}",
-        _tflops(gemm, ours),
-        _tflops(gemm, theirs),
-        "-" if ours is None or theirs is None else f"{theirs / ours:.3f}",
-    )
-
-
-def _tflops(gemm: Gemm, us: float | None) -> str:
-    return "-" if us is None else f"{2 * gemm.m * gemm.n * gemm.k / us / 1e6:.0f}"
+def _time(product: Product, us: float | None) -> str:
+    if us is None:
+        return "not available"
+    return f"{us:.1f} us ({2 * product.m * product.n * product.k / us / 1e6:.0f} TFLOP/s)"
 
 
 def _device() -> torch.device:
@@ -122,17 +137,6 @@ def _device() -> torch.device:
     return device
 
 
-def _check_folder(path: Path, is_asked_for: bool) -> None:
-    if is_asked_for:
-        if not path.parent.is_dir():
-            sys.exit(f"--out: there is no folder {path.parent} to write {path.name} in.")
-        return
-    try:
-        make_folder(path.parent)
-    except OSError as error:
-        sys.exit(f"tune: the table cannot be written ({error}). Set LIGHTNING_FP8_CACHE_DIR, or give --out.")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{program()} tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -141,17 +145,5 @@ def _parser() -> argparse.ArgumentParser:
         "linear layers, separated by commas, each measured in its three GEMMs; by default 2048, 8192 and 32768"
         " tokens in the projections of transformers of width 1024, 4096 and 8192"
     )
-    parser.add_argument("--shapes", type=_layers, default=LAYERS, metavar="TOKENSxINxOUT", help=shapes)
-    out = "by default the table in the cache folder, which training uses; rows of other GEMMs in it are kept"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
-    parser.add_argument("--rounds", type=positive, default=ROUNDS, help="batches of each candidate (%(default)s)")
-    limit = "seconds for trying one candidate, or for timing it (%(default)g)"
-    parser.add_argument("--time-limit", type=positive, default=LIMIT_S, metavar="S", help=limit)
+    parser.add_argument("--shapes", type=parse_layers, default=LAYERS, metavar="TOKENSxINxOUT", help=shapes)
     return parser
-
-
-def _layers(text: str) -> tuple[Layer, ...]:
-    try:
-        return parse_layers(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
