@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -11,13 +12,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 from broken_kernels import Broken, poke
-from host_kernels import FEW_VARIANTS, HostKernel
+from gemm_cases import FORMAT_PAIRS
+from host_kernels import FEW_VARIANTS, VARIANTS, HostKernel
 from slots import slot_of
 from warm import run_warm
 
 from kernels_cuda import casts, gemm_variants, load, scales
 from kernels_cuda.compile import CompileError, KernelsUnavailable
-from kernels_cuda.launch import Kernel
 from lightning_fp8 import DelayedScaling, ScalingState
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import dispatch as cuda
@@ -50,30 +51,49 @@ def test_the_kernels_for_weights_and_scales_pass_theirs() -> None:
 
 
 @pytest.mark.parametrize("b_scale_rows", [0, 128])
-def test_gemms_that_differ_in_their_output_share_operands_and_products(
-    b_scale_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what is shared stays as it was, though a bias of each dtype is added to it."""
-    made: list[tuple[object, ...]] = []
-    real = self_test_gemm._operand
+def test_an_exact_gemm_passes_whatever_its_output(b_scale_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operands are the same for each output, and stay as they are though a bias of each dtype is added."""
 
     def exact(kernel: object, configuration: object, *tensors: torch.Tensor) -> None:
         a, b, out, a_inv, b_inv, bias = tensors
         a_inv, b_inv = (by_element(inv, payload) if b_scale_rows else inv for inv, payload in ((a_inv, a), (b_inv, b)))
         a, b = a.view(torch.float8_e5m2).double() * a_inv, b.view(torch.float8_e4m3fn).double() * b_inv
-        out.copy_(a @ b.t() + bias.to(out.dtype))
+        out.copy_(a @ b.t() + bias.to(out.dtype) + fault * out[0, 0].new_ones(()))
 
-    monkeypatch.setattr(self_test_gemm, "_operand", lambda *sizes: made.append(sizes) or real(*sizes))
     monkeypatch.setattr(self_test_gemm.kernels, "gemm", exact)
     (ada,) = gemm_variants.configurations((8, 9), True)
-    kernel = SimpleNamespace(multiprocessors=3)
+    kernel, fault = SimpleNamespace(multiprocessors=3), 0.0
     for output in gemm_variants.OUTPUTS:
         assert self_test_gemm.gemm(CPU, ada, "e5m2", "e4m3", output, kernel, b_scale_rows) is None
-    whole, ragged = self_test_gemm._shapes(ada, kernel)
-    # whole tiles, then partial ones: each operand once
-    assert made == [
-        (rows, k, fmt, seed) for m, n, k in (whole, ragged) for rows, fmt, seed in ((m, "e5m2", 1), (n, "e4m3", 2))
-    ]
+    fault = 1.0
+    assert "other sums" in str(self_test_gemm.gemm(CPU, ada, "e5m2", "e4m3", torch.float32, kernel, b_scale_rows))
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
+def test_kernels_that_can_be_compiled_ahead(capability: tuple[int, int]) -> None:
+    """Those of the default recipe, and those of any formats, dtypes and configurations."""
+    default = {variant.name for variant in kernels.variants(capability)}
+    everything = {variant.name for variant in kernels.variants(capability, every=True)}
+    of_casts = {" ".join(("cast_transpose", *casts.variant(*variant))) for variant in VARIANTS}
+    gemms: dict[bool, set[str]] = {False: set(), True: set()}
+    for every, pairs in ((False, [("e4m3", "e4m3"), ("e5m2", "e4m3")]), (True, FORMAT_PAIRS)):
+        for promote, output in product((False, True), gemm_variants.OUTPUTS):
+            for one, pair in product(gemm_variants.configurations(capability, promote), pairs):
+                # forward in bf16 without promotion, gradients with it
+                used = promote == ("e5m2" in pair) and (promote or output == torch.bfloat16)
+                if every or used:
+                    defines = gemm_variants.variant(one, *pair, output, promote)
+                    gemms[every].add(" ".join((one.family, *defines)))
+    sums = {f"sum_splits OUTPUT={name}" for name in gemm_variants.OUTPUTS.values()} if gemms[False] else set()
+    assert default == {*of_casts, *gemms[False], *sums, "cast_weights", "update_scales"}
+    in_blocks = {
+        " ".join((one.family, *gemm_variants.variant(one, "e4m3", "e4m3", output, True, rows)))
+        for one, output, rows in product(
+            gemm_variants.configurations(capability, True), gemm_variants.OUTPUTS, (1, 128)
+        )
+    }
+    assert everything > {*of_casts, *gemms[True], *sums, *in_blocks}
+    assert sum(name.startswith(("cast_blocks", "cast_weights")) for name in everything) == 2 + len(casts.INPUTS)
 
 
 class FlushingInput(HostKernel):
@@ -124,13 +144,16 @@ def test_the_self_test_finds_flushed_inputs(dtype: torch.dtype) -> None:
     assert (found is None) == (dtype == torch.float16)
 
 
-# positions in the argument structs of kernels_cuda/casts.py and scales.py
-CAST_DAMAGES = {
-    "a payload": (2, r"\d+ other codes|transpose"),
-    "a transposed payload": (3, "transpose"),
-    "column sums": (4, "column sums"),
-    "the amax": (14, "amax|scale_inv|codes"),
-    "the scale_inv": (15, "scale_inv"),
+# a kernel, which of its arguments is damaged at which byte (see the argument structs of kernels_cuda/casts.py and
+# scales.py), and what its self-test says
+DAMAGES = {
+    "a payload": ("cast_transpose", 2, 3, r"\d+ other codes|transpose"),
+    "a transposed payload": ("cast_transpose", 3, 3, "transpose"),
+    "column sums": ("cast_transpose", 4, 3, "column sums"),
+    "the amax": ("cast_transpose", 14, 3, "amax|scale_inv|codes"),
+    "the scale_inv": ("cast_transpose", 15, 3, "scale_inv"),
+    "the amax of weights": ("cast_weights", 3, 2, "the amax"),
+    **{f"argument {at} of an update": ("update_scales", at, 3, "another") for at in (0, 1, 2, 4)},
 }
 
 
@@ -141,39 +164,26 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch, kind: type[HostKernel], passed
 
 
 @pytest.mark.usefixtures("host_kernels")
-@pytest.mark.parametrize("case", CAST_DAMAGES)
-def test_a_kernel_that_fails_is_named_and_not_used(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    position, words = CAST_DAMAGES[case]
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_kernel_that_fails_is_named_once_and_not_used(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, position, byte, words = DAMAGES[case]
     passed: list[str] = []
-    monkeypatch.setattr(Broken, "damage", staticmethod(poke(position, byte=3)), raising=False)
+    monkeypatch.setattr(Broken, "damage", staticmethod(poke(position, byte=byte)), raising=False)
     with_kernels(monkeypatch, Broken, passed)
     x = torch.randn(40, 24)
-    with pytest.warns(UserWarning, match=rf"cast_transpose INPUT=Fp32 .*is not used on cpu: its self-test.*({words})"):
-        first = cast(x)
-    assert passed == []
+    use = {
+        "cast_transpose": lambda: cast(x),
+        "cast_weights": lambda: kernels.weights_kernel(CPU, False),
+        "update_scales": lambda: kernels.update_kernel(CPU),
+    }[family]
+    with pytest.warns(UserWarning, match=rf"{family}.* is not used on cpu: its self-test.*({words})"):
+        first = use()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        second = cast(x)
-    for results in (first, second):
-        assert all(map(torch.equal, results, cast(x, plain)))
-
-
-@pytest.mark.usefixtures("host_kernels")
-@pytest.mark.parametrize("position", [0, 1, 2, 4])
-def test_a_failing_update_is_not_used(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Broken, "damage", staticmethod(poke(position, byte=3)), raising=False)
-    with_kernels(monkeypatch, Broken, [])
-    with pytest.warns(UserWarning, match="update_scales is not used on cpu: its self-test gave another"):
-        assert kernels.update_kernel(CPU) is None
-
-
-@pytest.mark.usefixtures("host_kernels")
-def test_a_failing_cast_of_weights_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    # the recorded amaxes
-    monkeypatch.setattr(Broken, "damage", staticmethod(poke(3, byte=2)), raising=False)
-    with_kernels(monkeypatch, Broken, [])
-    with pytest.warns(UserWarning, match="cast_weights is not used on cpu: its self-test gave the amax"):
-        assert kernels.weights_kernel(CPU, False) is None
+        second = use()
+    assert passed == []
+    for found in (first, second):
+        assert found is None if family != "cast_transpose" else all(map(torch.equal, found, cast(x, plain)))
 
 
 @pytest.mark.usefixtures("host_kernels")
@@ -213,24 +223,13 @@ def test_passes_belong_to_device_driver_and_source(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("host_kernels")
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (CompileError("NVRTC refused"), "CompileError: NVRTC refused"),
-        (RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU"), "CUDA_ERROR_NO_BINARY_FOR_GPU"),
-    ],
-)
-def test_what_does_not_compile_or_load_is_named_and_not_used(
-    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(*_: object) -> Kernel:
-        raise error
-
-    monkeypatch.setattr(kernels.load, "load", load)
-    x = torch.randn(40, 24)
-    with pytest.warns(UserWarning, match=rf"cast_transpose.*is not used on cpu: .*{words}.*torch's own operators"):
-        results = cast(x)
-    assert all(map(torch.equal, results, cast(x, plain)))
+@pytest.mark.parametrize("error", [CompileError("NVRTC refused"), RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU")])
+def test_what_does_not_compile_or_load_is_named_and_not_used(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.load, "load", Mock(side_effect=error))
+    words = f"{type(error).__name__}: {error}"
+    with pytest.warns(UserWarning, match=rf"cast_transpose.*is not used on cpu: {words}.*torch's own operators"):
+        results = cast(torch.ones(40, 24))
+    assert all(map(torch.equal, results, cast(torch.ones(40, 24), plain)))
 
 
 @pytest.mark.usefixtures("host_kernels")
@@ -258,17 +257,12 @@ def test_a_want_of_memory_is_not_remembered(place: str, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("host_kernels")
 def test_a_missing_toolchain_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: object) -> Kernel:
-        raise KernelsUnavailable("Run `pip install cupy-cuda13x`.")
-
-    monkeypatch.setattr(kernels.load, "load", load)
+    monkeypatch.setattr(kernels.load, "load", Mock(side_effect=KernelsUnavailable("Run `pip install cupy-cuda13x`.")))
     warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for dtype in (torch.float32, torch.bfloat16):
-            assert all(
-                map(torch.equal, cast(torch.ones(4, 4, dtype=dtype)), cast(torch.ones(4, 4, dtype=dtype), plain))
-            )
+        for x in (torch.ones(4, 4), torch.ones(4, 4, dtype=torch.bfloat16)):
+            assert all(map(torch.equal, cast(x), cast(x, plain)))
         assert kernels.update_kernel(CPU) is None
     assert [str(warning.message) for warning in said] == [
         "Run `pip install cupy-cuda13x`. Until then torch's own operators take over, with the same results and more"
@@ -276,16 +270,14 @@ def test_a_missing_toolchain_is_said_once(monkeypatch: pytest.MonkeyPatch) -> No
     ]
 
 
-def test_reference_backend_uses_no_kernel(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_FP8_BACKEND", "reference")
     x = torch.randn(40, 24)
     assert all(map(torch.equal, cast(x), cast(x, plain)))
     assert host_kernels == []
-
-
-@pytest.mark.usefixtures("host_kernels")
-def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_FP8_BACKEND", "cuda")
+    for function in (kernels.backend, kernels.cast_kernel):
+        function.cache_clear()
     with pytest.raises(ValueError, match="LIGHTNING_FP8_BACKEND must be one of auto, reference, got 'cuda'"):
         cast(torch.ones(2, 2))
 

@@ -1,38 +1,39 @@
-"""``python -m lightning_fp8.tools.doctor.child``: tests one kernel per job, see :func:`job`."""
+"""``python -m lightning_fp8.tools.doctor.child``: tests one kernel per job."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 
 from kernels_cuda.compile import architecture, is_cached
 from lightning_fp8.ops.cuda import kernels
+from lightning_fp8.tools.doctor.diagnosis import NOT_LOADED
 from lightning_fp8.tools.worker import Job, serve
 
 
-def command() -> list[str]:
-    """The command that starts a process for the jobs."""
-    return [sys.executable, "-m", "lightning_fp8.tools.doctor.child"]
-
-
-def job(device: torch.device, kernel: str) -> Job:
-    """A job for one kernel. The answer has ``cached``, whether it had been compiled before, and the fields of an
-    :class:`~lightning_fp8.ops.cuda.kernels.Attempt`, with the kernel's ``resources`` in place of the kernel itself.
-    """
-    return {"device": str(device), "kernel": kernel}
-
-
 def test(job: Job) -> dict[str, Any]:
-    """The answer to a job."""
+    """The answer to a job with the names of a ``device`` and a ``kernel``.
+
+    It has the fields of a :class:`~.diagnosis.KernelCheck` that say how it went, and whether the toolchain is
+    ``unavailable`` to every kernel.
+    """
     device = torch.device(job["device"])
     capability = torch.cuda.get_device_capability(device)
     (variant,) = (one for one in kernels.variants(capability) if one.name == job["kernel"])
-    cached = is_cached(variant.family, architecture(capability), variant.defines)
+    compiled = "from the cache" if is_cached(variant.family, architecture(capability), variant.defines) else "compiled"
     attempt = kernels.try_kernel(variant, device, test_again=True)
-    resources = None if attempt.kernel is None else attempt.kernel.resources
-    return {"cached": cached, "resources": resources, **attempt._replace(kernel=None)._asdict()}
+    passed = "passed" if attempt.failure is None else "failed"
+    was_loaded = attempt.testing_s is not None
+    return {
+        "compiled": compiled if was_loaded else "failed",
+        "compile_s": attempt.loading_s,
+        "self_test": passed if was_loaded else NOT_LOADED,
+        "self_test_s": attempt.testing_s,
+        "failure": attempt.failure,
+        "resources": None if attempt.kernel is None else attempt.kernel.resources,
+        "unavailable": attempt.unavailable,
+    }
 
 
 if __name__ == "__main__":

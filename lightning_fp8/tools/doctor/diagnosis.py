@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 # exit statuses, also the severities of problems
 FINE, SLOWER, CANNOT = 0, 1, 2
+NOT_LOADED = "not run: not loaded"
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A table of the output page; every row has a cell for each column."""
 
     title: str
@@ -80,6 +80,10 @@ class Diagnosis:
     def problem(self, status: int, what: str, do: str) -> None:
         """Add something to fix."""
         self.problems.append(Problem(status, what, do))
+
+    def section(self, title: str, columns: tuple[str, ...], *rows: tuple[str, ...]) -> None:
+        """Add a table."""
+        self.sections.append(Section(title, columns, rows))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with rows keyed by the names of their columns."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 import torch
 
 from lightning_fp8.tools.doctor import hardware, kernel_checks, precisions, software
-from lightning_fp8.tools.doctor.diagnosis import CANNOT, FINE, SLOWER, Diagnosis, Section
+from lightning_fp8.tools.doctor.diagnosis import CANNOT, FINE, SLOWER, Diagnosis
 
 # for one kernel, including CUDA's initialization for the first one, but not the start of the process
 LIMIT_S = 60.0
@@ -18,7 +17,6 @@ _Result = TypeVar("_Result")
 
 
 def examine(
-    device: torch.device | str | None = None,
     *,
     compile: bool = True,
     architectures: Sequence[str] | None = None,
@@ -30,7 +28,6 @@ def examine(
     The precision strings are registered with Lightning, as by importing the package.
 
     Args:
-        device: one GPU; every visible one if left out; ``"cpu"`` leaves GPUs out.
         compile: whether to compile, load and test the package's kernels.
         architectures: other architectures to compile every kernel for, without testing, such as ``"sm_90a"``. If left
             out and there is no GPU, the kernels of the default recipe are compiled for ``"sm_90a"``.
@@ -38,79 +35,51 @@ def examine(
         progress: called with pieces of text before and after each kernel is tried.
     """
     findings = Diagnosis()
+
+    def guarded(title: str, part: Callable[[], _Result], otherwise: _Result) -> _Result:
+        try:
+            return part()
+        # any exception is possible on a machine in a bad state, and the other parts may show the cause
+        except Exception as error:
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            findings.section(title, ("this part failed",), (cause,))
+            what = f"{title} could not be examined: {cause}"
+            findings.problem(SLOWER, what, "Please report this with the whole page.")
+            return otherwise
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         no_gpus: list[torch.device] = []
-        devices = _guarded(findings, "GPUs", lambda: _devices(device), no_gpus)
-        _examine(findings, devices, compile, architectures, limit_s, progress)
+        devices = guarded("GPUs", hardware.gpus, no_gpus)
+        guarded("Versions", lambda: software.versions(findings), None)
+        # without a GPU, CuPy is missed only by those who ask for kernels
+        compiles = bool(devices or architectures)
+        ready = guarded("GPU and toolchain", lambda: hardware.describe(findings, devices, compiles), False)
+        guarded("Settings", lambda: software.settings(findings, bool(devices)), None)
+        unfit = hardware.unfit(findings, devices)
+        if compile and ready:
+            fit = [device for device in devices if device not in unfit]
+            wanted = (() if devices else ("sm_90a",)) if architectures is None else architectures
+            why_no_test, every = "compiled only" if devices else "no GPU", architectures is not None
+
+            def check() -> None:
+                checks = [check for device in fit for check in kernel_checks.on_device(device, limit_s, progress)]
+                for arch in wanted:
+                    checks += kernel_checks.for_architecture(arch, why_no_test, every, progress)
+                kernel_checks.note(findings, checks)
+
+            guarded("Kernels", check, None)
+        else:
+            why = "--quick compiles nothing" if not compile else "NVRTC cannot be used, see above"
+            findings.section("Kernels", kernel_checks.NOT_TRIED, (why,))
+        guarded("Precisions", lambda: precisions.describe(findings, devices, unfit, ready, compile), None)
     said = dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, (UserWarning, RuntimeWarning)))
     if said:
-        findings.sections.append(Section("Warnings", ("said meanwhile",), tuple((text,) for text in said)))
+        findings.section("Warnings", ("said meanwhile",), *((text,) for text in said))
     findings.problems.sort(key=lambda problem: -problem.status)
     findings.status = max((problem.status for problem in findings.problems), default=FINE)
     findings.verdict = _verdict(findings.status, devices, compile, len(findings.problems))
     return findings
-
-
-def _examine(
-    findings: Diagnosis,
-    devices: list[torch.device],
-    compile: bool,
-    architectures: Sequence[str] | None,
-    limit_s: float,
-    progress: Callable[[str], None],
-) -> None:
-    _guarded(findings, "Versions", lambda: software.versions(findings), None)
-    # without a GPU, CuPy is missed only by those who ask for kernels
-    compiles = bool(devices or architectures)
-    ready = _guarded(findings, "GPU and toolchain", lambda: hardware.describe(findings, devices, compiles), False)
-    _guarded(findings, "Settings", lambda: software.settings(findings, bool(devices)), None)
-    unfit = hardware.unfit(devices)
-    hardware.note_unfit(findings, devices, unfit)
-    if compile and ready:
-        fit = [device for device in devices if device not in unfit]
-        kernels = partial(_kernels, findings, fit, bool(devices), architectures, limit_s, progress)
-        _guarded(findings, "Kernels", kernels, None)
-    else:
-        why = "--quick compiles nothing" if not compile else "NVRTC cannot be used, see above"
-        findings.sections.append(Section("Kernels", kernel_checks.NOT_TRIED, ((why,),)))
-    _guarded(findings, "Precisions", lambda: precisions.describe(findings, devices, unfit, ready, compile), None)
-
-
-def _kernels(
-    findings: Diagnosis,
-    devices: list[torch.device],
-    has_gpu: bool,
-    architectures: Sequence[str] | None,
-    limit_s: float,
-    progress: Callable[[str], None],
-) -> None:
-    checks = [check for device in devices for check in kernel_checks.on_device(device, limit_s, progress)]
-    wanted = (() if has_gpu else ("sm_90a",)) if architectures is None else architectures
-    for arch in wanted:
-        why = "compiled only" if has_gpu else "no GPU"
-        checks += kernel_checks.for_architecture(arch, why, architectures is not None, progress)
-    kernel_checks.note(findings, checks)
-
-
-def _devices(device: torch.device | str | None) -> list[torch.device]:
-    if device is None:
-        return hardware.gpus()
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    return [] if chosen.type == "cpu" else [chosen]
-
-
-def _guarded(findings: Diagnosis, title: str, part: Callable[[], _Result], otherwise: _Result) -> _Result:
-    try:
-        return part()
-    # any exception is possible on a machine in a bad state, and the other parts may show the cause
-    except Exception as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
-        findings.sections.append(Section(title, ("this part failed",), ((cause,),)))
-        findings.problem(SLOWER, f"{title} could not be examined: {cause}", "Please report this with the whole page.")
-        return otherwise
 
 
 def _verdict(status: int, devices: list[torch.device], compile: bool, problems: int) -> str:

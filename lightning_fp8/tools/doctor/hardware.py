@@ -11,7 +11,7 @@ import torch
 from kernels_cuda.compile import KernelsUnavailable, cached_by_version, check_driver, nvrtc_version
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.runtime.environment import CUPY, driver_cuda, driver_version, package_version
-from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Diagnosis, Section
+from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Diagnosis
 from lightning_fp8.tools.doctor.software import asked
 
 
@@ -40,7 +40,7 @@ def describe(findings: Diagnosis, devices: list[torch.device], compiles: bool) -
         )
     ready, nvrtc = _toolchain(findings, bool(devices), bool(installed), compiles, driver)
     rows += [("NVRTC", nvrtc), ("compiled kernels", asked(partial(_compiled, nvrtc)))]
-    findings.sections.append(Section("GPU and toolchain", ("what", "found"), tuple(rows)))
+    findings.section("GPU and toolchain", ("what", "found"), *rows)
     if not devices and number:
         _unseen(findings, number, driver)
     return ready
@@ -79,13 +79,10 @@ def _toolchain(findings: Diagnosis, has_gpu: bool, has_cupy: bool, compiles: boo
         findings.problem(SLOWER, what, do if has_cupy else f"pip install {_cupy(driver)}")
         return False, f"cannot be used: {str(error).split('. ')[0]}"
     except Exception as error:
-        findings.problem(SLOWER, f"CuPy or NVRTC is broken: {type(error).__name__}: {error}", _reinstall(driver))
+        what = f"CuPy or NVRTC is broken: {type(error).__name__}: {error}"
+        findings.problem(SLOWER, what, f"pip install --force-reinstall {_cupy(driver)}")
         return False, f"broken: {type(error).__name__}"
     return True, f"{version[0]}.{version[1]}"
-
-
-def _reinstall(driver: int) -> str:
-    return f"pip install --force-reinstall {_cupy(driver)}"
 
 
 def _parted(message: str) -> tuple[str, str]:
@@ -96,34 +93,25 @@ def _parted(message: str) -> tuple[str, str]:
     return " ".join(message.replace(found[0], "").split()), found[0]
 
 
-def _index(driver: int) -> str:
-    """torch's name for its wheels for the driver's CUDA version."""
-    return "cu130" if driver >= 13000 else "cu126"
-
-
 def _unseen(findings: Diagnosis, number: str, driver: int) -> None:
     if torch.version.cuda is None:
         what = "torch was built without CUDA"
-        do = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{_index(driver)}"
+        wheels = "cu130" if driver >= 13000 else "cu126"
+        do = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheels}"
     else:
         what = f"torch, built for CUDA {torch.version.cuda}, cannot use it"
         do = "Update the driver, or unset CUDA_VISIBLE_DEVICES where it hides the GPU."
     findings.problem(SLOWER, f"There is an NVIDIA GPU (driver {number}), but {what}.", do)
 
 
-def unfit(devices: list[torch.device]) -> dict[torch.device, str]:
-    """The GPUs that cannot run FP8, and why."""
-    found = {}
+def unfit(findings: Diagnosis, devices: list[torch.device]) -> set[torch.device]:
+    """The GPUs that cannot run FP8, each a problem, which is more serious if no other GPU can."""
+    reasons = {}
     for device in devices:
         try:
             check_device(device)
         except Exception as error:
-            found[device] = str(error)
-    return found
-
-
-def note_unfit(findings: Diagnosis, devices: list[torch.device], reasons: dict[torch.device, str]) -> None:
-    """Add a problem for each GPU that cannot run FP8; it is more serious if no other GPU can."""
+            reasons[device] = str(error)
     # torch's indices count visible GPUs only
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     indices = [device.index or 0 for device in devices if device not in reasons]
@@ -131,3 +119,4 @@ def note_unfit(findings: Diagnosis, devices: list[torch.device], reasons: dict[t
     do = f"export CUDA_VISIBLE_DEVICES={fit}" if fit else 'Trainer(precision="bf16-mixed"), or a newer GPU.'
     for reason in reasons.values():
         findings.problem(SLOWER if fit else CANNOT, reason, do)
+    return {*reasons}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -11,14 +12,12 @@ import torch
 from kernels_cuda.compile import capability, compiled, is_cached
 from lightning_fp8.ops.cuda import kernels, plain
 from lightning_fp8.ops.formats import E4M3
-from lightning_fp8.tools.doctor import child
-from lightning_fp8.tools.doctor.diagnosis import SLOWER, Diagnosis, KernelCheck, Section
+from lightning_fp8.tools.doctor.diagnosis import NOT_LOADED, SLOWER, Diagnosis, KernelCheck
 from lightning_fp8.tools.worker import Answer, Worker
 
 ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a", "sm_120a")
 NOT_TRIED = ("not compiled or tested",)
-_NOT_LOADED = "not run: not loaded"
-_COLUMNS = ("where", "kernels", "compiling", "self-tests", "at most")
+_COMMAND = (sys.executable, "-m", "lightning_fp8.tools.doctor.child")
 # number of kernels that a problem names; the list of kernels has all
 _NAMED = 4
 _MOST_LOST = 2
@@ -33,30 +32,24 @@ def on_device(device: torch.device, limit_s: float, progress: Progress) -> list[
     """
     checks: list[KernelCheck] = []
     lost: Counter[str] = Counter()
-    with Worker(child.command()) as worker:
+    with Worker(_COMMAND) as worker:
         for variant in kernels.variants(torch.cuda.get_device_capability(device)):
             progress(f"{device}: {variant.name}: ")
             if lost[variant.family] < _MOST_LOST:
-                answer = worker.answer(child.job(device, variant.name), limit_s)
+                answer = worker.answer({"device": str(device), "kernel": variant.name}, limit_s)
             else:
                 answer = Answer(None, f"not tried, after {_MOST_LOST} of {variant.family} in a row gave no result")
             lost[variant.family] = 0 if answer.failure is None else lost[variant.family] + 1
-            checks.append(_checked(variant.name, device, answer))
+            found = answer.found or {
+                **{"compiled": "failed", "compile_s": 0.0, "self_test": NOT_LOADED, "self_test_s": None},
+                **{"failure": answer.failure, "unavailable": False},
+            }
+            is_last = found.pop("unavailable")
+            checks.append(KernelCheck(variant.name, str(device), **found))
             progress(f"{_said(checks[-1])}\n")
-            if answer.found is not None and answer.found["unavailable"]:
+            if is_last:
                 break
     return checks
-
-
-def _checked(kernel: str, device: torch.device, answer: Answer) -> KernelCheck:
-    if answer.found is None:
-        return KernelCheck(kernel, str(device), "failed", 0.0, _NOT_LOADED, None, answer.failure)
-    found = answer.found
-    how, test = "from the cache" if found["cached"] else "compiled", "passed" if found["failure"] is None else "failed"
-    if found["testing_s"] is None:
-        how, test = "failed", _NOT_LOADED
-    seconds = found["loading_s"], found["testing_s"]
-    return KernelCheck(kernel, str(device), how, seconds[0], test, seconds[1], found["failure"], found["resources"])
 
 
 def for_architecture(arch: str, why_no_test: str, every: bool, progress: Progress) -> list[KernelCheck]:
@@ -117,10 +110,10 @@ def note(findings: Diagnosis, checks: Sequence[KernelCheck]) -> None:
         if check.failure is not None:
             failures[check.place, check.self_test == "failed", check.failure].append(check.kernel)
     if checks:
-        rows = tuple(_row(place, name, group) for (place, name), group in groups.items())
-        findings.sections.append(Section("Kernels", _COLUMNS, rows))
+        columns = ("where", "kernels", "compiling", "self-tests", "at most")
+        findings.section("Kernels", columns, *(_row(*named, group) for named, group in groups.items()))
     else:
-        findings.sections.append(Section("Kernels", NOT_TRIED, (("no GPU here runs them",),)))
+        findings.section("Kernels", NOT_TRIED, ("no GPU here runs them",))
     for (place, tested, failure), names in failures.items():
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         rule = "did not pass on" if tested else "cannot be compiled or loaded for"

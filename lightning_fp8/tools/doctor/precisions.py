@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -10,18 +10,17 @@ from kernels_cuda.gemm_variants import configurations
 from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.ops.cuda.plain import check_blocks
 from lightning_fp8.scaling.recipe import RECIPES
-from lightning_fp8.tools.doctor.diagnosis import CANNOT, Diagnosis, KernelCheck, Section
+from lightning_fp8.tools.doctor.diagnosis import CANNOT, Diagnosis, KernelCheck
 from lightning_fp8.tools.doctor.kernel_checks import gemm
 
 # Ampere: the first generation with bf16
 _BF16_CAPABILITY = (8, 0)
-_COLUMNS = ("device", "precision", "runs", "casts", "scales", "GEMMs")
 _BF16 = ("bf16-mixed", "bf16-true")
 _TORCH, _OWN, _REFERENCE, _CUBLASLT = "torch's operators", "own kernels", "reference (CPU)", "torch._scaled_mm"
 
 
 def describe(
-    findings: Diagnosis, devices: Sequence[torch.device], unfit: Mapping[torch.device, str], ready: bool, compile: bool
+    findings: Diagnosis, devices: Sequence[torch.device], unfit: Collection[torch.device], ready: bool, compile: bool
 ) -> None:
     """Add the table of precisions, from the results for toolchain and kernels."""
     rows = []
@@ -34,11 +33,11 @@ def describe(
         rows += [(str(device), precision, *found.get(precision, per_tensor)) for precision in RECIPES]
     rows += [("cpu", precision, "yes", "-", "-", "-") for precision in _BF16]
     rows += [("cpu", precision, "yes", _REFERENCE, _REFERENCE, _REFERENCE) for precision in RECIPES]
-    findings.sections.append(Section("Precisions", _COLUMNS, tuple(rows)))
+    findings.section("Precisions", ("device", "precision", "runs", "casts", "scales", "GEMMs"), *rows)
 
 
 def _fp8(
-    findings: Diagnosis, device: torch.device, unfit: Mapping[torch.device, str], ready: bool, compile: bool
+    findings: Diagnosis, device: torch.device, unfit: Collection[torch.device], ready: bool, compile: bool
 ) -> tuple[str, str, str, str]:
     if device in unfit:
         major, minor = torch.cuda.get_device_capability(device)
@@ -90,14 +89,15 @@ def _served(checks: Sequence[KernelCheck], device: torch.device, ready: bool, co
 
 
 def _gemms(device: torch.device, ready: bool) -> str:
-    """What ``gemm="auto"`` runs, according to the GPU's table."""
+    """What ``gemm="auto"`` runs, according to the GPU's tables."""
     capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
     if not ready or _backend() != "auto" or not configurations(capability, promote=False):
         return _CUBLASLT
     measured = gemm_table.rows(name, capability)
     if not measured:
-        return f"{_CUBLASLT} (nothing measured: lightning_fp8 tune)"
-    return f"{_OWN} for {sum(row.is_faster for row in measured)} of {len(measured)} measured, else {_CUBLASLT}"
+        return f"{_OWN} or {_CUBLASLT}, measured at first use"
+    faster = sum(row.is_faster for row in measured)
+    return f"{_OWN} for {faster} of {len(measured)} measured, else {_CUBLASLT}; others measured at first use"
 
 
 def _backend() -> str | None:

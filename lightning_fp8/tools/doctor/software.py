@@ -18,7 +18,7 @@ from lightning_fp8.ops.cuda.kernels import backend
 from lightning_fp8.plugins.registration import register, registered
 from lightning_fp8.runtime.environment import package_version
 from lightning_fp8.runtime.version import __version__
-from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Diagnosis, Section
+from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Diagnosis
 
 # severity if a required package is too old
 _REQUIRED = {"torch": CANNOT, "lightning": SLOWER, "torchmetrics": SLOWER}
@@ -52,7 +52,7 @@ def versions(findings: Diagnosis) -> None:
     for package, wanted in _OPTIONAL.items():
         version = package_version(package)
         rows.append((package, version or f"not installed (optional: pip install {wanted})"))
-    findings.sections.append(Section("Versions", ("what", "found"), tuple(rows)))
+    findings.section("Versions", ("what", "found"), *rows)
     _check_requirements(findings)
 
 
@@ -112,7 +112,7 @@ def settings(findings: Diagnosis, has_gpu: bool) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     rows.append(("CUDA_VISIBLE_DEVICES", "not set" if visible is None else repr(visible)))
     rows.append(("python", sys.executable or "not known"))
-    findings.sections.append(Section("Settings", ("what", "found"), tuple(rows)))
+    findings.section("Settings", ("what", "found"), *rows)
 
 
 def _backend(findings: Diagnosis, has_gpu: bool) -> str:
