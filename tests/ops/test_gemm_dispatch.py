@@ -13,6 +13,7 @@ from feed_forward_step import training_step
 from gemm_cases import ACCUMULATION
 from gemm_in_fp64 import HOPPER, Gemms, random_payload, values
 from host_kernels import host_tensor_map
+from pairwise import pairwise
 from torch import Tensor, nn
 
 from kernels_cuda import gemm as kernel_gemm
@@ -47,10 +48,7 @@ def assert_one_rounding(
     assert ((actual.double() - exact).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("output", DTYPES)
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("bias", [None, *DTYPES])
+@pytest.mark.parametrize(("size", "output", "splits", "bias"), pairwise(SIZES, DTYPES, [1, 3], [None, *DTYPES]))
 def test_a_choice_gives_the_product(
     gemms: Gemms, size: tuple[int, int, int], output: torch.dtype, splits: int, bias: torch.dtype | None
 ) -> None:
@@ -93,25 +91,34 @@ def test_payloads_may_lie_anywhere(gemms: Gemms) -> None:
     assert gemms.launches == ["gemm"] * 4
 
 
+@pytest.fixture
+def torch_products(gemms: Gemms, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Shape and accumulation of each of torch's own products."""
+    seen: list[tuple[Any, ...]] = []
+    real = torch._scaled_mm
+
+    def recording(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append((*a.shape, b.shape[1], kwargs["use_fast_accum"]))
+        return real(a, b, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", recording)
+    return seen
+
+
 @pytest.mark.parametrize(("missing", "splits"), [("gemm", 1), ("gemm", 3), ("sum_splits", 3)])
 def test_torchs_gemm_takes_the_place_of_a_kernel_that_is_not_to_be_had(
-    gemms: Gemms, missing: str, splits: int, monkeypatch: pytest.MonkeyPatch
+    gemms: Gemms, missing: str, splits: int, torch_products: list[tuple[Any, ...]]
 ) -> None:
-    fast = []
-    real = torch._scaled_mm
-    monkeypatch.setattr(
-        torch, "_scaled_mm", lambda *args, **kwargs: fast.append(kwargs["use_fast_accum"]) or real(*args, **kwargs)
-    )
     gemms.missing.add(missing)
     gemms.choice = Choice(HOPPER, splits)
     a, b = operands(17, 15, 400)
-    for fast_accumulation in (False, True):
-        out = gemm.scaled_mm(a, b, A_INV, B_INV, torch.ones(15), "e5m2", "e4m3", torch.bfloat16, fast_accumulation)
+    for fast in (False, True):
+        out = gemm.scaled_mm(a, b, A_INV, B_INV, torch.ones(15), "e5m2", "e4m3", torch.bfloat16, fast)
         assert_one_rounding(out, a, b, 1.0)
         sums = torch.ones(17, 15)
-        gemm.scaled_mm_add_(sums, a, b, A_INV, B_INV, "e5m2", "e4m3", fast_accumulation)
+        gemm.scaled_mm_add_(sums, a, b, A_INV, B_INV, "e5m2", "e4m3", fast)
         assert_one_rounding(sums, a, b, 1.0)
-    assert fast == [False, False, True, True]
+    assert torch_products == [(17, 400, 16, fast) for fast in (False, False, True, True)]
     assert gemms.launches == []
 
 
@@ -120,24 +127,18 @@ def test_torchs_gemm_takes_the_place_of_a_kernel_that_is_not_to_be_had(
     [(17, 15, 129), (17, 15, 128), (17, 16, 129), (17, 16, 128), (0, 16, 128), (17, 0, 128), (17, 16, 0)],
 )
 def test_without_a_kernel_of_ours_torchs_gemm_runs(
-    gemms: Gemms, m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+    gemms: Gemms, m: int, n: int, k: int, torch_products: list[tuple[Any, ...]]
 ) -> None:
     gemms.choice = Choice(None)
     a, b = operands(m, n, k)
     # cuBLASLt would take its neighbours for it
-    bias, shapes, real = torch.randn(n, 2).bfloat16()[:, 1], [], torch._scaled_mm
-
-    def recording(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        shapes.append((*a.shape, b.shape[1]))
-        return real(a, b, *args, **kwargs)
-
-    monkeypatch.setattr(torch, "_scaled_mm", recording)
+    bias = torch.randn(n, 2).bfloat16()[:, 1]
     for output in (torch.bfloat16, torch.float32):
         out = gemm.scaled_mm(a, b, A_INV, B_INV, bias, "e5m2", "e4m3", output, False, "cublaslt")
         assert out.is_contiguous()
         assert_one_rounding(out, a, b, bias.to(output).double())
     # cuBLASLt takes multiples of 16
-    assert shapes == ([(m, -(-k // 16) * 16, 16)] * 2 if m and n and k else [])
+    assert torch_products == ([(m, -(-k // 16) * 16, 16, False)] * 2 if m and n and k else [])
     assert gemms.launches == []
     assert gemms.asked == [("cublaslt", m, n, k, True, output) for output in (torch.bfloat16, torch.float32)]
 
@@ -154,16 +155,6 @@ def test_a_product_in_fp32_is_added(gemms: Gemms, dtype: torch.dtype, splits: in
     assert_one_rounding(out, a, b, before.double())
     assert [kernel.output for kernel in gemms.kernels] == [torch.float32]
     assert gemms.asked == [("rawkernel", 20, 32, 256, True, torch.float32)]
-
-
-def test_a_ragged_sum_of_gradients(gemms: Gemms) -> None:
-    out = torch.zeros(17, 15)
-    total = torch.zeros(17, 15, dtype=torch.float64)
-    for k in (129, 7):
-        a, b = operands(17, 15, k)
-        gemm.scaled_mm_add_(out, a, b, A_INV, B_INV, "e5m2", "e4m3", False)
-        assert_one_rounding(out, a, b, total)
-        total = out.double()
 
 
 @pytest.mark.usefixtures("cuda_half")
