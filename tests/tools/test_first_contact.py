@@ -146,15 +146,6 @@ def test_tests_are_ones_that_there_are(tmp_path: Path, programs: Path) -> None:
     assert sorted(set(once)) == sorted(once)
 
 
-def test_on_a_gpu_products_take_every_thread(tmp_path: Path) -> None:
-    asked = tmp_path / "test_threads.py"
-    asked.write_text("import torch\n\ndef test_it():\n    assert torch.get_num_threads() == 5\n")
-    arguments = [str(asked), "-p", "conftest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "-q"]
-    program = f"{ON_HOPPER}\ntorch.set_num_threads(5)\nsys.path.insert(0, 'tests')\nsys.exit(pytest.main({arguments}))"
-    ran = run_warm("-c", program)
-    assert ran.returncode == 0, ran.stdout
-
-
 def test_what_hangs_ends_and_the_rest_is_run(tmp_path: Path, programs: Path) -> None:
     """Even a step that no signal ends, one that ignores the first, and one that leaves a process holding its output."""
     left, stuck = tmp_path / "left", tmp_path / "stuck"
