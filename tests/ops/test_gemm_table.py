@@ -28,8 +28,8 @@ def test_rows_come_back_as_they_were_written_one_a_line() -> None:
     rows = [row(64, 64, 64, None, 2.0, configuration=None, p20_us=0.5), promoted(1024, 512, 8192, 3.5, None, splits=4)]
     path = given(*reversed(rows))
     assert gemm_table.rows(NAME, HOPPER) == (
-        (Product(64, 64, 64, False, torch.bfloat16), Choice(None), None, 2.0),
-        (Product(1024, 512, 8192, True, torch.bfloat16), Choice(PROMOTED["256x128 s4 c1"], 4), 3.5, None),
+        (Product(64, 64, 64, False, torch.bfloat16), Choice(None), None, 2.0, False),
+        (Product(1024, 512, 8192, True, torch.bfloat16), Choice(PROMOTED["256x128 s4 c1"], 4), 3.5, None, False),
     )
     text = path.read_text()
     assert json.loads(text) == {"gpu": NAME, "rows": rows}
@@ -57,7 +57,7 @@ def test_what_is_kept_is_the_row_to_go_by(replace: bool, time: float) -> None:
     gemm_table.keep(NAME, HOPPER, row(64, 64, 64, 1.0, 3.0), replace)
     kept = gemm_table.keep(NAME, HOPPER, row(65, 64, 64, 2.0, 3.0), replace)
     assert kept is not None
-    assert kept.p50_us == time
+    assert (kept.p50_us, kept.at_first_use) == (time, not replace)
     assert gemm_table.rows(NAME, HOPPER) == (kept,)
 
 

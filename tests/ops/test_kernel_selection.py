@@ -153,6 +153,8 @@ DAMAGES = {
     "the amax": ("cast_transpose", 14, 3, "amax|scale_inv|codes"),
     "the scale_inv": ("cast_transpose", 15, 3, "scale_inv"),
     "the amax of weights": ("cast_weights", 3, 2, "the amax"),
+    "the scale of weights": ("cast_weights", 2, 2, "the scale "),
+    "the last bits of an amax": ("cast_transpose", 14, 0, "amax"),
     **{f"argument {at} of an update": ("update_scales", at, 3, "another") for at in (0, 1, 2, 4)},
 }
 

@@ -31,7 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Produc
         products.append(product)
         if product.m == 32:
             raise torch.OutOfMemoryError("full")
-        return {Choice(None): 1.0 + product.promote, choices[0]: 1.5}
+        return {Choice(None): 1.0 + product.promote, choices[0]: 1.5 + len(products) / 100}
 
     monkeypatch.setattr(gemm_timing, "times", times)
     monkeypatch.setattr(kernels, "gemm_kernel", lambda *_: "kernel")
@@ -74,7 +74,9 @@ def test_products_are_measured_again_each_kept_at_once(gpu: list[Product], capsy
     for calls in (1, 2):
         tune.main(["--shapes", "48x64x128"])
         assert gpu == calls * Layer(48, 64, 128).products()
-        assert len(gemm_table.rows.__wrapped__(NAME, HOPPER)) == 3
+        # in the order of their sizes
+        times = [row.p50_us for row in gemm_table.rows.__wrapped__(NAME, HOPPER)]
+        assert times == pytest.approx([1.5 + (3 * calls - at) / 100 for at in (1, 2, 0)])
         head, *lines = capsys.readouterr().out.splitlines()
         assert head == f"{NAME}: 3 GEMMs, into {gemm_table.own_path(NAME)}"
         assert [line.split(";")[0].split(": ") for line in lines] == [

@@ -32,7 +32,7 @@ def work(job):
     number += 1
     print("what libraries print")
     if "pids" in job:
-        below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         open(job["pids"], "w").write(f"{{os.getpid()}} {{below.pid}}")
     time.sleep(job.get("sleep", 0))
     if "signal" in job:

@@ -29,7 +29,7 @@ _FILL = 256
 # per clock and multiprocessor: bytes from the L2 cache, and FP8 multiply-adds
 _L2_BYTES, _MULTIPLY_ADDS = 47, 4096
 
-# What a product of a size class was first chosen by, a measurement or the rule (None), stays in this process: backward
+# What "auto" first went by for a size class, a measurement or the rule (None), stays in this process: backward
 # recomputes a forward to the last bit. By GPU and size class.
 _first_choices: dict[tuple[object, ...], Row | None] = {}
 _lock = threading.Lock()
@@ -58,10 +58,12 @@ def choose(
     the tables (:mod:`.gemm_table`), else that of :func:`estimated`.
 
     ``"auto"`` selects whichever was faster for products of this :attr:`~.gemm_table.Product.size_class`, according to
-    the tables. If they do not have it, it is measured now (:func:`measure`) and kept, where that is allowed: in a
-    single process, on a stream that is not captured, and not under torch's deterministic settings. Where it is not
-    allowed or gives no answer, a rule chooses: cuBLASLt without promotion, ours by :func:`estimated` with it. Both
-    remain for the process.
+    the tables. If they do not have it, it is measured now (:func:`measure`) and kept, in a single process, on a stream
+    that is not captured, and not under torch's deterministic settings. Otherwise a rule chooses: cuBLASLt without
+    promotion, ours by :func:`estimated` with it. Either remains for the process.
+
+    What runs have measured at first use counts neither for ``"rawkernel"``, nor in jobs of several processes, nor under
+    the deterministic settings: these must give the same numbers whatever ran in between.
 
     Args:
         device: where it runs; our kernels run on CUDA GPUs only.
@@ -88,10 +90,7 @@ def choose(
         )
         return Choice(None)
     product = Product(m, n, k, promote, output)
-    tables = gemm_table.rows(gpu.name, (gpu.major, gpu.minor))
-    row = next((row for row in tables if row.product.size_class == product.size_class), None)
-    if row is None and gemm == "auto":
-        row = _first_choice(product, device, run)
+    row = _first_choice(product, device, run) if gemm == "auto" else _from_tables(product, device, False)
     if row is None or not row.is_measured:
         is_faster, best = promote, Choice(None)
     else:
@@ -154,28 +153,40 @@ def measure(product: Product, device: torch.device, run: Run, replace: bool = Fa
 
 
 def _first_choice(product: Product, device: torch.device, run: Run | None) -> Row | None:
-    """The measurement, made now where that is allowed, for a product that the tables do not have; None for the rule."""
+    """What ``"auto"`` goes by: a row of the tables, a measurement made now, or None for the rule."""
     gpu = torch.cuda.get_device_name(device)
     with _lock:
         key = (gpu, *product.size_class)
-        if key not in _first_choices:
-            _first_choices[key] = None
-            if run is not None and _may_measure():
-                try:
-                    _first_choices[key] = measure(product, device, run)
-                except OSError as error:
-                    warn_once(
-                        f"FP8 GEMMs are chosen by a rule on {gpu}, not by measurement: the table of measured GEMMs"
-                        f" cannot be kept ({error}). Set LIGHTNING_FP8_CACHE_DIR to a folder that you may write to."
-                    )
-        return _first_choices[key]
+        if key in _first_choices:
+            return _first_choices[key]
+        may_vary, is_eager = _may_vary(), not torch.compiler.is_compiling() and not is_capturing(True)
+        row = _from_tables(product, device, may_vary)
+        if row is None and may_vary and is_eager and run is not None:
+            try:
+                row = measure(product, device, run)
+            except OSError as error:
+                warn_once(
+                    f"FP8 GEMMs are chosen by a rule on {gpu}, not by measurement: the table of measured GEMMs"
+                    f" cannot be kept ({error}). Set LIGHTNING_FP8_CACHE_DIR to a folder that you may write to."
+                )
+        _first_choices[key] = row
+        return row
 
 
-def _may_measure() -> bool:
-    """Whether a measurement disturbs nothing, and other processes of the job need not come to the same choice."""
+def _from_tables(product: Product, device: torch.device, at_first_use: bool) -> Row | None:
+    """The row for a product; with ``at_first_use``, one that a run has measured by itself also counts."""
+    gpu = torch.cuda.get_device_properties(device)
+    for row in gemm_table.rows(gpu.name, (gpu.major, gpu.minor)):
+        if row.product.size_class == product.size_class and (at_first_use or not row.at_first_use):
+            return row
+    return None
+
+
+def _may_vary() -> bool:
+    """Whether the choice may depend on when it is made: not for one of several processes, which must choose alike."""
     is_alone = not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
     is_deterministic = torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
-    return is_alone and not is_deterministic and not torch.compiler.is_compiling() and not is_capturing(True)
+    return is_alone and not is_deterministic
 
 
 def _is_available(choice: Choice, device: torch.device, product: Product) -> bool:

@@ -91,12 +91,14 @@ class Row(NamedTuple):
         ours: the fastest of our kernels; ``Choice(None)`` if none ran.
         p50_us: its median time in microseconds; None if none ran.
         cublaslt_p50_us: the same for ``torch._scaled_mm``; None if it does not support this GEMM.
+        at_first_use: whether a run measured it by itself, and not ``tune``.
     """
 
     product: Product
     ours: Choice
     p50_us: float | None
     cublaslt_p50_us: float | None
+    at_first_use: bool = False
 
     @property
     def is_measured(self) -> bool:
@@ -167,7 +169,8 @@ def keep(gpu: str, capability: tuple[int, int], measured: Mapping[str, Any], rep
     """
     path = own_path(gpu)
     cache.make_folder(path.parent)
-    table = write(path, {"gpu": gpu, **_versions()}, [measured], replace)
+    row = {**measured, "at_first_use": not replace}
+    table = write(path, {"gpu": gpu, **_versions()}, [row], replace)
     return _row(table[_product(measured).size_class], capability, path)
 
 
@@ -289,4 +292,4 @@ def _row(row: Mapping[str, Any], capability: tuple[int, int], path: Path) -> Row
         )
         return None
     ours = Choice(None if name is None else known[name], row["splits"])
-    return Row(_product(row), ours, row["p50_us"], row["cublaslt_p50_us"])
+    return Row(_product(row), ours, row["p50_us"], row["cublaslt_p50_us"], row.get("at_first_use") is True)

@@ -79,22 +79,19 @@ def _registration(findings: Diagnosis) -> str:
     return f"registered with Lightning: {', '.join(sorted(ours))}" + (f"; {theirs}: Lightning's own" if theirs else "")
 
 
-def requirements() -> dict[str, str]:
-    """Requirements in this package's metadata, by package. Empty if the package is not installed."""
+def _check_requirements(findings: Diagnosis) -> None:
+    """Compare what is installed with this package's metadata, if it is installed itself."""
     from packaging.requirements import Requirement
 
     try:
-        found = [Requirement(text) for text in requires("lightning-fp8") or ()]
+        needed = [Requirement(text) for text in requires("lightning-fp8") or ()]
     except PackageNotFoundError:
-        return {}
-    return {one.name: f"{one.name}{one.specifier}" for one in found if one.marker is None}
-
-
-def _check_requirements(findings: Diagnosis) -> None:
-    from packaging.requirements import Requirement
-
-    for package, text in requirements().items():
-        requirement = Requirement(text)
+        return
+    for requirement in needed:
+        # the others belong to extras
+        if requirement.marker is not None:
+            continue
+        package, text = requirement.name, f"{requirement.name}{requirement.specifier}"
         # not torch's metadata, which lacks what torch was built for and does not exist for a build from source
         version = torch.__version__ if package == "torch" else package_version(package)
         if version is not None and requirement.specifier.contains(str(version), prereleases=True):
