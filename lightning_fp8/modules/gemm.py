@@ -153,7 +153,8 @@ class Gemm:
 
     def sources(self) -> list[Tensor]:
         """The parameters that the weight is, or is computed from; a sharded one itself, even while it is gathered."""
-        layer, owner = self.layer, self._owner
+        owner = self._owner
+        layer = None if owner is None else owner.layer()
         if layer is None or owner is None or owner.parameter not in layer._parameters:
             return [] if layer is None else list(cast(nn.Module, layer).parameters())
         weight = layer._parameters[owner.parameter]
@@ -165,13 +166,8 @@ class Gemm:
 
     def refer(self) -> None:
         """The histories belong to the weight as it is now."""
-        if self.state.recipe.from_history:
-            self._refer_to(self.sources())
-        else:
-            self.reference = None
-
-    def _refer_to(self, sources: list[Tensor]) -> None:
-        self.reference = Stamped(*sources) if sources and self.state.recipe.from_history else None
+        sources = self.sources() if self.state.config.recipe.from_history else []
+        self.reference = Stamped(*sources) if sources else None
 
     def is_known(self) -> bool:
         """Whether the weight is the one that the histories belong to, as far as it can be known."""
@@ -193,7 +189,7 @@ class Gemm:
         if not changed.isdisjoint(map(id, sources)):
             # compiled code casts it from now on, until it is prepared again
             self.weight_cast.is_prepared = False
-            self._refer_to(sources)
+            self.reference = Stamped(*sources) if self.state.config.recipe.from_history else None
 
     def drop_casts(self) -> None:
         """Keep no cast that was made before."""

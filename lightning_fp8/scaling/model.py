@@ -261,7 +261,7 @@ class Fp8Model:
     def on_update(self) -> None:
         """The scales have been updated, which is done once per optimizer step; one by hand is made next."""
         # casts under other recipes use no histories, so these need not fit the weights
-        if self.state.recipe.from_history and not self.every_history_is_known:
+        if self.state.config.recipe.from_history and not self.every_history_is_known:
             self._answer.copy_(self.state.amax_history[0] > 0, non_blocking=True)
         count_step()
         self._is_stepping = not self._steps
@@ -274,7 +274,7 @@ class Fp8Model:
     def on_step_begins(self) -> None:
         """An optimizer steps, and may run forwards between changes of its own: until it ends, changes are its own."""
         self._is_stepping &= not self._steps
-        if self.state.recipe.from_history:
+        if self.state.config.recipe.from_history:
             self.look()
         self._steps += 1
         self._is_stepping = self.histories_fit

@@ -135,11 +135,11 @@ class Notices:
 
     def _report_nonfinite(self, state: Scales) -> None:
         found = self._nonfinite.look(state)
+        if found is None:
+            return
         # every process sees a reduced amax, so only the first one warns
-        is_mine = (
-            not (state.recipe.reduce_amax and dist.is_available() and dist.is_initialized()) or not dist.get_rank()
-        )
-        if found and is_mine:
+        is_reduced = state.recipe.reduce_amax and dist.is_available() and dist.is_initialized()
+        if not is_reduced or not dist.get_rank():
             rows, step = found
             self._say(
                 f"inf or NaN in {_some([state.names[row] for row in rows])} at optimizer step {step} of this model. The"
@@ -173,16 +173,17 @@ class _Nonfinite:
 
     def look(self, state: Scales) -> tuple[list[int], str] | None:
         """The rows, and the step or range of steps where it began, as text; None if there is nothing new."""
-        if self._found or is_capturing(state.amax.is_cuda):
+        is_on_cpu = state.amax.is_cpu
+        if self._found or (not is_on_cpu and is_capturing(state.amax.is_cuda)):
             return None
-        if state.device.type == "cpu":
+        if is_on_cpu:
             self._copy, self._at = state.nonfinite_steps, state.updates
         elif self._copied is not None and not self._copied.query():
             return None
         rows = self._news()
         step = str(self._at) if self._at - self._clean <= 1 else f"{self._clean + 1} to {self._at}"
         self._clean, self._found = self._at, bool(rows)
-        if state.device.type != "cpu":
+        if not is_on_cpu:
             self._fetch(state)
         return (rows, step) if rows else None
 

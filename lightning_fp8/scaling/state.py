@@ -256,13 +256,15 @@ class ScalingState(JoinableState):
         Under ``torch.distributed`` (and ``reduce_amax``) every rank must call it: one ``all_reduce(MAX)`` of the whole
         vector makes the scales agree bit for bit. Nothing here waits for the device.
         """
-        self.fill_followers(self.amax.data)
-        if self.recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        recipe = self.config.recipe
+        if self.input_leaders:
+            self.fill_followers(self.amax.data)
+        if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # As integers, the bits of non-negative floats order as finite < inf < NaN, so no non-finite value is lost.
             dist.all_reduce(self.amax[: self.delayed].view(torch.int32), op=dist.ReduceOp.MAX)
         for watch in self.model.before_update:
             watch(self.amax)
-        own = self.recipe.own
+        own = recipe.own
         # Through `.data`: a compiled graph may hold these for its backward, which reads them as they are then.
         update_scales(
             self.amax.data,
@@ -270,7 +272,7 @@ class ScalingState(JoinableState):
             self.scale.data,
             self.fp8_max,
             self.nonfinite_steps.data,
-            self.recipe.newest_only,
+            recipe.newest_only,
             2.0**own.margin,
         )
         if own.blocks == "power of 2":
