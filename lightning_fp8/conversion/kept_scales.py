@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -42,6 +43,7 @@ def keep_scales(model: nn.Module, entries: Mapping[str, Any], strict: bool = Fal
     if layers:
         load_entries(state_of(model, layers), entries, strict)
     else:
+        _watch_steps()
         _kept[model] = _Kept(entries, _versions(model), [*model.parameters()])
 
 
@@ -75,4 +77,6 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
                 del _kept[model]
 
 
-register_optimizer_step_post_hook(_after_step)
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_after_step)

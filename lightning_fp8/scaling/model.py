@@ -178,7 +178,11 @@ class Fp8Model:
         # inputs come before gradients
         if row is not None and 2 * row < len(self._known):
             if row in self._cast or not self._cast:
-                self._begin_forward()
+                # a module casts its input again: a forward of the model begins
+                self._cast.clear()
+                self.look()
+                # a step by hand has been made; those of torch end by themselves
+                self._is_stepping &= self._steps > 0
             self._cast.add(row)
             if record:
                 self.recording.add(row)
@@ -205,13 +209,6 @@ class Fp8Model:
         """Add the GEMM of a layer."""
         self.gemms[gemm.module] = gemm
         note_layer(self)
-
-    def _begin_forward(self) -> None:
-        """A module casts its input again: a forward of the model begins."""
-        self._cast.clear()
-        self.look()
-        # one by hand has been made; those of torch end by themselves
-        self._is_stepping &= self._steps > 0
 
     def _begin_anew(self) -> None:
         """A forward records, and the histories belong to other weights."""

@@ -121,26 +121,26 @@ class Notices:
         """The scales have been updated."""
         self._steps.clear()
         self._forwards.clear()
-        self._report_nonfinite(state)
+        found = self._nonfinite.look(state)
+        if found is not None:
+            self._report_nonfinite(state, *found)
 
     def on_end(self, state: Scales) -> None:
         """A run has ended. Waits for the device."""
         self._nonfinite.wait()
-        self._report_nonfinite(state)
+        found = self._nonfinite.look(state)
+        if found is not None:
+            self._report_nonfinite(state, *found)
 
     def on_load(self, state: Scales) -> None:
         """The state has been loaded or copied: non-finite values counted before belong to another run."""
         # on a CPU, `.cpu()` would return the counters themselves, not a copy
         self._nonfinite = _Nonfinite(state.nonfinite_steps.to("cpu", copy=True))
 
-    def _report_nonfinite(self, state: Scales) -> None:
-        found = self._nonfinite.look(state)
-        if found is None:
-            return
+    def _report_nonfinite(self, state: Scales, rows: Sequence[int], step: str) -> None:
         # every process sees a reduced amax, so only the first one warns
         is_reduced = state.recipe.reduce_amax and dist.is_available() and dist.is_initialized()
         if not is_reduced or not dist.get_rank():
-            rows, step = found
             self._say(
                 f"inf or NaN in {_some([state.names[row] for row in rows])} at optimizer step {step} of this model. The"
                 " cast to FP8 makes inf the largest number (NaN stays NaN), so the loss may stay finite, and other"

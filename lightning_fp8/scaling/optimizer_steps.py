@@ -74,7 +74,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     count_step()
-    for model, weights in _models_of(optimizer):
+    # those that were found before the step
+    for model, weights in _changed_by.get(optimizer, (None, []))[1]:
         if (stepped := model()) is not None:
             stepped.on_step_ends(id(optimizer), weights)
 
