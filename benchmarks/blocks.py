@@ -18,7 +18,7 @@ from lightning_fp8.ops import blocks
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import gemm_choice, kernels, plain
 from lightning_fp8.ops.cuda.gemm import kernels_of
-from lightning_fp8.ops.operand import OwnScaling, WeightSlot, with_scale
+from lightning_fp8.ops.operand import Fp8Tensor, OwnScaling, WeightSlot, with_scale
 from lightning_fp8.tools.timing import Variant, copies_for
 
 _OWN = OwnScaling(blocks="float32")
@@ -115,12 +115,13 @@ class Gemm(Product):
         """``lightning_fp8``, ``torch`` (cuBLASLt in blocks), and cuBLASLt with one scale per tensor."""
         copies = copies_for((self.m + self.n) * self.k + self.m * self.n * self.output.itemsize, device)
         given = [self._operands(device, seed) for seed in range(copies)]
-        rest = (None, "e4m3", "e4m3", self.output)
         one = torch.ones((), device=device)
 
         def variant(name: str, call: Callable[..., Tensor], whole: bool = False) -> Variant:
             def on(operands: tuple[Tensor, ...]) -> Tensor:
-                return call(*operands[:2], *((one, one) if whole else operands[2:]), *rest)
+                a, b, *scales = operands
+                a_inv, b_inv = (one, one) if whole else scales
+                return call(Fp8Tensor(a, a_inv, "e4m3"), Fp8Tensor(b, b_inv, "e4m3"), None, self.output)
 
             def check() -> str | None:
                 return self._wrong(on(given[0]), *given[0][:2], *((None, None) if whole else given[0][2:]))

@@ -21,6 +21,7 @@ from lightning_fp8 import ops
 from lightning_fp8.ops.cuda import gemm_choice
 from lightning_fp8.ops.cuda.gemm import kernels_of
 from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.ops.operand import Fp8Tensor
 from lightning_fp8.tools.timing import Variant, copies_for
 
 # tokens, in_features, out_features
@@ -143,8 +144,14 @@ class Gemm(Product):
             return Variant(name, lambda at: call(operands[at]), check, len(operands))
 
         def ours(gemm: str) -> Callable[[Operands], Tensor]:
-            rest = (None, self.a_format, "e4m3", self.output, self.fast, gemm)
-            return lambda given: ops.scaled_mm(given.a, given.b, *scales, *rest)
+            return lambda given: ops.scaled_mm(
+                Fp8Tensor(given.a, scales[0], self.a_format),
+                Fp8Tensor(given.b, scales[1], "e4m3"),
+                None,
+                self.output,
+                self.fast,
+                gemm,
+            )
 
         def cublaslt(fast: bool) -> Callable[[Operands], Tensor]:
             return lambda given: torch._scaled_mm(

@@ -32,6 +32,7 @@ from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.formats import DELAYED_ROLES
+from lightning_fp8.ops.operand import Fp8Tensor
 
 FEATURES = 16
 LAYERS = 8
@@ -179,12 +180,13 @@ def _show_parts(measure: Callable[..., list[float]], whole: float) -> None:
     slot, gradient = (layer.fp8[""].slots[role, True] for role in DELAYED_ROLES)
     x, dy = torch.randn(16, FEATURES), torch.randn(16, FEATURES).bfloat16()
     x_fp8, _, x_inv = cuda.cast(x, slot, "none", "both")
+    operand = Fp8Tensor(x_fp8, x_inv, "e4m3")
     function = functools.partial(_NoFunction.apply, x.requires_grad_(), layer.weight, layer.bias)
     names = ("cast of the input", "cast of the gradient", "three GEMMs", "autograd, for a function that does nothing")
     times = measure(
         lambda: cuda.cast(x, slot, "none", "both"),
         lambda: cuda.cast_gradient(dy, None, "none", gradient, "both", True),
-        lambda: gemm.scaled_mm(x_fp8, x_fp8, x_inv, x_inv, None, "e4m3", "e4m3", torch.bfloat16, True),
+        lambda: gemm.scaled_mm(operand, operand, None, torch.bfloat16, True),
         lambda: function().backward(dy),
     )
     parts = {name: (3 if name == "three GEMMs" else 1) * one for name, one in zip(names, times, strict=True)}

@@ -17,6 +17,7 @@ from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import (
     Columns,
+    Fp8Tensor,
     OwnScaling,
     Slot,
     WeightSlot,
@@ -79,9 +80,11 @@ def linear_backward(
     rows, columns, scale_inv, columns_scale_inv = cast(dy, slot, gradient_layout(x, w))
     dx, dw, fmt = nothing(dy, dx_dtype), dy.new_empty(dy.shape[1], 0, dtype=dw_dtype), slot.format
     if w.payload is not None:
-        dx = scaled_mm_in_blocks(rows, w.payload, scale_inv, w.scale_inv, None, fmt, w.format, dx_dtype)
+        operands = Fp8Tensor(rows, scale_inv, fmt), Fp8Tensor(w.payload, w.scale_inv, w.format)
+        dx = scaled_mm_in_blocks(*operands, None, dx_dtype)
     if x.payload is not None:
-        dw = scaled_mm_in_blocks(columns, x.payload, columns_scale_inv, x.scale_inv, None, fmt, x.format, dw_dtype)
+        operands = Fp8Tensor(columns, columns_scale_inv, fmt), Fp8Tensor(x.payload, x.scale_inv, x.format)
+        dw = scaled_mm_in_blocks(*operands, None, dw_dtype)
     return dx, dw, dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
 
 

@@ -36,13 +36,13 @@ def _count(operator: Operator) -> Callable[[Callable[..., int]], None]:
 
 
 @_count(scaled_mm)
-def _scaled_mm(a: Shape, b: Shape, *_: Any) -> int:
-    return _gemm(a, b)
+def _scaled_mm(a: Any, b: Any, *_: Any) -> int:
+    return _gemm(a.payload, b.payload)
 
 
 @_count(scaled_mm_add_)
-def _scaled_mm_add(out: Shape, a: Shape, b: Shape, *_: Any) -> int:
-    return _gemm(a, b)
+def _scaled_mm_add(out: Shape, a: Any, b: Any, *_: Any) -> int:
+    return _gemm(a.payload, b.payload)
 
 
 @_count(linear)

@@ -14,7 +14,7 @@ from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.feed_forward import as_needed, columns_fake, dtypes_of
 from lightning_fp8.ops.library import define, differentiable, implement, is_k_major
 from lightning_fp8.ops.linear_layer import in_rows, in_shape_of, linear_backward, refuse_double_backward
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, nothing
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Fp8Tensor, Layer, Slot, nothing
 
 # gated_mlp: x [*, K], weights [N, K], [N, K] and [K', N]
 #   -> (y [*, K'] and, for backward: the outputs of gate and up [M, N]; a_fp8_t, the input of down by columns; its
@@ -122,9 +122,11 @@ def _products(
     fmt, gemm, n = slot.format, slot.gemm, max(len(by_columns), by_rows.shape[-1])
     dx, dw = nothing(by_rows, dx_dtype), by_rows.new_empty(n, 0, dtype=dw_dtype)
     if w.payload is not None:
-        dx = scaled_mm.run(by_rows, w.payload, scale_inv, w.scale_inv, None, fmt, w.format, dx_dtype, False, gemm)
+        operands = Fp8Tensor(by_rows, scale_inv, fmt), Fp8Tensor(w.payload, w.scale_inv, w.format)
+        dx = scaled_mm.run(*operands, None, dx_dtype, False, gemm)
     if x.payload is not None:
-        dw = scaled_mm.run(by_columns, x.payload, scale_inv, x.scale_inv, None, fmt, x.format, dw_dtype, False, gemm)
+        operands = Fp8Tensor(by_columns, scale_inv, fmt), Fp8Tensor(x.payload, x.scale_inv, x.format)
+        dw = scaled_mm.run(*operands, None, dw_dtype, False, gemm)
     return dx, dw, db
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from lightning_fp8.ops.operand import (
     Columns,
     Fp8Operand,
+    Fp8Tensor,
     Layer,
     Slot,
     WeightSlot,
@@ -47,6 +48,7 @@ cuda_on_cpu = False
 # since a maximum may be taken twice and in any order.
 _PARTS: dict[type[tuple[Any, ...]], str] = {
     Fp8Operand: "Tensor {0}, Tensor {0}_t, Tensor {0}_scale_inv, Tensor {0}_t_scale_inv, str {0}_format",
+    Fp8Tensor: "Tensor {0}, Tensor {0}_scale_inv, str {0}_format",
     Layer: "Tensor {0}_weight, Tensor? {0}_bias, Tensor? {0}_bias_value, Tensor {0}, Tensor {0}_t, "
     "Tensor {0}_scale_inv, Tensor {0}_t_scale_inv, str {0}_format",
     Columns: "Tensor? {0}, Tensor {0}_scale_inv, str {0}_format",
@@ -62,17 +64,28 @@ class Signature(NamedTuple):
     Attributes:
         name: of the operator.
         kinds: for each argument of the functions, the class to flatten; None if the operator takes it as it is.
+        order: for each argument of the operator, its place among the flattened ones; empty if they are in that order.
     """
 
     name: str
     kinds: tuple[type[tuple[Any, ...]] | None, ...]
+    order: tuple[int, ...] = ()
 
-    def assembled(self, flat: Iterable[Any]) -> list[Any]:
+    def assembled(self, flat: Sequence[Any]) -> list[Any]:
         """The functions' arguments, made from the operator's."""
         if not any(self.kinds):
             return [*flat]
-        values = iter(flat)
-        return [next(values) if kind is None else _assemble(kind, values) for kind in self.kinds]
+        values = iter([flat[self.order.index(at)] for at in range(len(flat))] if self.order else flat)
+        made: list[Any] = []
+        for kind in self.kinds:
+            # the dispatcher leaves out what has its default value
+            made.extend(islice(values, 1) if kind is None else (_assemble(kind, values),))
+        return made
+
+    def flattened(self, arguments: Iterable[Any]) -> list[Any]:
+        """The operator's arguments, made from the functions'."""
+        flat = _in_parts(arguments)
+        return [flat[at] for at in self.order if at < len(flat)] if self.order else flat
 
 
 def _assemble(kind: type[tuple[Any, ...]], values: Iterator[Any]) -> Any:
@@ -92,8 +105,8 @@ def _arguments(kind: type[tuple[Any, ...]]) -> int:
     return _PARTS[kind].count(",") + 1
 
 
-def flattened(arguments: Iterable[Any]) -> list[Any]:
-    """The operator's arguments, made from the functions'."""
+def _in_parts(arguments: Iterable[Any]) -> list[Any]:
+    """The functions' arguments, with each value in its parts."""
     # `extend`, because the compiler of torch 2.11 cannot add a named tuple to a list by `+=`
     flat: list[Any] = []
     # an exported or traced program may be loaded in another process, where the handle may belong to another model
@@ -111,7 +124,7 @@ def flattened(arguments: Iterable[Any]) -> list[Any]:
                 flat.append(argument.index)
                 how = how_in_words(argument.format, "", argument.own)
             flat.extend((handle, argument.record, how))
-        elif isinstance(argument, (Fp8Operand, Columns)):
+        elif isinstance(argument, (Fp8Operand, Fp8Tensor, Columns)):
             flat.extend(argument)
         elif isinstance(argument, Layer):
             flat.extend((*argument[:3], *argument.operand))
@@ -120,17 +133,22 @@ def flattened(arguments: Iterable[Any]) -> list[Any]:
     return flat
 
 
-def define(schema: str) -> Signature:
-    """Define an operator by a schema that may name the classes of :mod:`lightning_fp8.ops.operand` as types."""
+def define(schema: str, order: Sequence[str] = ()) -> Signature:
+    """Define an operator by a schema that may name the classes of :mod:`lightning_fp8.ops.operand` as types.
+
+    ``order`` has the names of the operator's arguments, if they are not in the order of the schema.
+    """
     name, arguments, results = re.fullmatch(r"(\w+)\((.*)\) -> (.*)", schema).groups()  # type: ignore[union-attr]
     split = [argument.split(" ", 1) for argument in arguments.split(", ")]
     kinds = tuple(_BY_NAME.get(kind) for kind, _ in split)
-    flat = (
+    flat = ", ".join(
         f"{of} {called}" if kind is None else _PARTS[kind].format(called)
         for (of, called), kind in zip(split, kinds, strict=True)
-    )
-    LIBRARY.define(f"{name}({', '.join(flat)}) -> {results}", tags=_TAGS)
-    return Signature(name, kinds)
+    ).split(", ")
+    names = [argument.split(" ")[1].split("=")[0] for argument in flat]
+    places = tuple(names.index(called) for called in order)
+    LIBRARY.define(f"{name}({', '.join([flat[at] for at in places] or flat)}) -> {results}", tags=_TAGS)
+    return Signature(name, kinds, places)
 
 
 class Operator:
@@ -147,18 +165,20 @@ class Operator:
         self.op = getattr(torch.ops.lightning_fp8, signature.name).default
         self.signature = signature
         self._cpu, self._cuda = cpu, cuda
+        self._takes_fp8 = signature.kinds[0] is Fp8Tensor
 
     def __call__(self, *arguments: Any) -> Any:
-        """The operator's result; its first argument is a tensor."""
-        x = arguments[0]
+        """The operator's result; its first argument is a tensor, possibly in FP8."""
+        x = arguments[0][0] if self._takes_fp8 else arguments[0]
         if is_watched(x):
             refuse_transforms()
-            return self.op(*flattened(arguments))
+            return self.op(*self.signature.flattened(arguments))
         return (self._cuda if x.is_cuda or cuda_on_cpu else self._cpu)(*arguments)
 
     def run(self, *arguments: Any) -> Any:
         """The device's function: for use inside another operator, where nothing watches operators."""
-        return (self._cuda if arguments[0].is_cuda or cuda_on_cpu else self._cpu)(*arguments)
+        x = arguments[0][0] if self._takes_fp8 else arguments[0]
+        return (self._cuda if x.is_cuda or cuda_on_cpu else self._cpu)(*arguments)
 
 
 # dynamo calls this instead of tracing it: in torch 2.11 it would take torch's function to be True wherever it compiles

@@ -13,7 +13,7 @@ from lightning_fp8.ops import blocks, reference
 from lightning_fp8.ops.basic import scaled_mm
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.library import define, differentiable, implement
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Slot, nothing
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Fp8Tensor, Slot, nothing
 
 # linear: fprop, differentiable in x [*, K], weight [N, K] and bias [N] -> y [*, N]. These three define the edges of the
 #   graph, and the shapes and dtypes of the gradients; the GEMMs use their FP8 casts, which are kept for backward, or
@@ -46,8 +46,11 @@ def _linear(
         bias_value = None if bias_value is None else bias_value.to(out_dtype)
         # in the shape of x, as the order of summation may depend on it
         return F.linear(x_fp8.rows.view(x.shape), w_fp8.rows, bias_value)
-    operands = x_fp8.rows, w_fp8.rows, x_fp8.scale_inv, w_fp8.scale_inv
-    y = scaled_mm.run(*operands, bias_value, x_fp8.format, w_fp8.format, out_dtype, True, dy.gemm)
+    operands = (
+        Fp8Tensor(x_fp8.rows, x_fp8.scale_inv, x_fp8.format),
+        Fp8Tensor(w_fp8.rows, w_fp8.scale_inv, w_fp8.format),
+    )
+    y = scaled_mm.run(*operands, bias_value, out_dtype, True, dy.gemm)
     return y if x.dim() == 2 else in_shape_of(x, y)
 
 

@@ -86,6 +86,21 @@ class Fp8Operand(NamedTuple):
     format: str
 
 
+class Fp8Tensor(NamedTuple):
+    """A tensor in FP8 as one product takes it.
+
+    Attributes:
+        payload: ``[M, K] uint8``; the product sums over K.
+        scale_inv: ``[] float32``, or one for each block: ``[M, ceil(K/128)]`` for 128 elements along a row,
+            ``[ceil(M/128), ceil(K/128)]`` for a square.
+        format: ``"e4m3"`` or ``"e5m2"``.
+    """
+
+    payload: Tensor
+    scale_inv: Tensor
+    format: str
+
+
 class Layer(NamedTuple):
     """A linear layer among the arguments of an operator that runs several.
 

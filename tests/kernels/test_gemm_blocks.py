@@ -102,9 +102,9 @@ def run(
     if configuration.family == "gemm_sm90":
         ctypes.c_int.in_dll(kernel._library, "late").value = late
     memory = Guarded((m, columns), output, POISON)
-    out = memory.tensor[:, :n]
+    out, operands = memory.tensor[:, :n], ((case[0], case[2]), (case[1], case[3]))
     if splits == 1:
-        gemm.gemm(kernel, configuration, *case[:2], out, *case[2:], bias)
+        gemm.gemm(kernel, configuration, *operands, out, bias)
     else:
         parts = Guarded((splits, gemm.split_rows(configuration, m), columns), torch.float32, POISON)
         defines = gemm_variants.sum_splits_variant(output)
@@ -112,7 +112,7 @@ def run(
             ("sum_splits", defines), gemm_variants.SUM_SPLITS_LAYOUT, gemm_variants.SUM_SPLITS_THREADS, 0
         )
         split = Split(splits, parts.tensor, added)
-        gemm.split_gemm(kernel, configuration, split, *case[:2], out, *case[2:], bias)
+        gemm.gemm(kernel, configuration, *operands, out, bias, split)
         assert parts.unharmed()
     assert memory.unharmed()
     return out.clone()

@@ -21,7 +21,7 @@ from sass import compiled, count, instructions, resources
 from tensor_cores import ADA, SM120, TensorCores
 from torch import Tensor
 
-from kernels_cuda.gemm import Split, gemm, split_gemm, split_rows
+from kernels_cuda.gemm import Operand, Split, gemm, split_rows
 from kernels_cuda.gemm_variants import Configuration, configurations, variant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,6 +76,7 @@ class Problem:
         """Copies codes into memory, and gives their values."""
         self.a, self.b = placed(self.a_codes, self.apart), placed(self.b_codes, 2 * self.apart)
         self.scales = torch.tensor(1 / A_SCALE), torch.tensor(1 / B_SCALE)
+        self.scaled: tuple[Operand, Operand] = (self.a, self.scales[0]), (self.b, self.scales[1])
         self.a_values = code_values(self.formats[0])[self.a_codes]
         self.b_values = code_values(self.formats[1])[self.b_codes]
 
@@ -95,7 +96,7 @@ class Problem:
         stride = -(-len(self.b) * output.itemsize // 16) * 16 // output.itemsize + 16 // output.itemsize
         guarded = Guarded((len(self.a), stride), output, POISON)
         out = guarded.tensor[:, : len(self.b)]
-        gemm(kernel, configuration, self.a, self.b, out, *self.scales, bias)
+        gemm(kernel, configuration, *self.scaled, out, bias)
         assert guarded.unharmed(), "written outside of out"
         assert (guarded.tensor[:, len(self.b) :].contiguous().view(torch.uint8) == POISON).all(), "written beside it"
         return out.contiguous()
@@ -194,7 +195,7 @@ def test_the_worst_sums_on_ada(promote: bool, number: int, row: int, column: int
     case = case._replace(a=case.a[row : row + 1], b=case.b[column : column + 1])
     out, configuration = torch.empty(1, 4), chosen(promote)
     kernel = host_kernel(configuration, (case.a_format, case.b_format), torch.float32, promote, cores=ADA)
-    gemm(kernel, configuration, case.a, case.b, out[:, :1], case.a_scale_inv, case.b_scale_inv)
+    gemm(kernel, configuration, *case.scaled, out[:, :1])
     error = ((out[:, :1].double() - case.product()).abs() / case.magnitude()).item()
     assert math.log2(error) == pytest.approx(most, abs=0.01)
     assert error < 0.6 * ACCUMULATION[promote]
@@ -213,7 +214,7 @@ def test_splits(m: int, n: int, k: int, splits: int, promote: bool) -> None:
     guarded = Guarded((splits, rows, stride), torch.float32, POISON)
     parts, out = guarded.tensor[:, :, :n], torch.zeros(m, n)
     split = Split(splits, parts, lambda *arguments: summed.append(arguments))  # type: ignore[arg-type]
-    split_gemm(kernel, configuration, split, problem.a, problem.b, out, *problem.scales, torch.ones(n))
+    gemm(kernel, configuration, *problem.scaled, out, torch.ones(n), split)
     assert guarded.unharmed()
     result = parts[:, :m].clone()
     parts[:, :m].view(torch.int32).fill_(int.from_bytes([POISON] * 4, "little", signed=True))
@@ -252,7 +253,7 @@ def test_nothing_behind_out_and_bias_is_read(output: torch.dtype) -> None:
         out = at_the_edge(torch.empty(5, 8, dtype=output))[:, :n]
         bias = at_the_edge(torch.empty(n, dtype=output))
         bias.copy_(torch.randn(n))
-        gemm(kernel, chosen(False), problem.a, problem.b, out, *problem.scales, bias)
+        gemm(kernel, chosen(False), *problem.scaled, out, bias)
         problem.check(out, bias)
 
 

@@ -80,16 +80,15 @@ def run(
         configuration, gemm_variants.variant(configuration, case.a_format, case.b_format, made, promote), late
     )
     kernel.multiprocessors = multiprocessors
-    scales = case.a_scale_inv, case.b_scale_inv
     memory = Guarded((m, padded), output, POISON)
     out = memory.tensor[:, :n]
     if splits == 1:
-        gemm.gemm(kernel, configuration, case.a, case.b, out, *scales, bias)
+        gemm.gemm(kernel, configuration, *case.scaled, out, bias)
     else:
         rows = gemm.split_rows(configuration, m)
         parts = Guarded((splits, rows, -(-n // 4) * 4), torch.float32, POISON)
         split = Split(splits, parts.tensor, sum_kernel(output))
-        gemm.split_gemm(kernel, configuration, split, case.a, case.b, out, *scales, bias)
+        gemm.gemm(kernel, configuration, *case.scaled, out, bias, split)
         assert parts.unharmed()
     assert memory.unharmed()
     # the padding columns of a row must stay unchanged: the copy engine never writes outside the matrix
@@ -186,7 +185,7 @@ def test_parts_are_those_of_their_steps() -> None:
     kernel = load(configuration, gemm_variants.variant(configuration, "e5m2", "e4m3", torch.float32, True))
     parts = torch.full((2, 128, 64), NAN)
     out, split = torch.empty(64, 64), Split(2, parts, sum_kernel(torch.float32))
-    gemm.split_gemm(kernel, configuration, split, case.a, case.b, out, case.a_scale_inv, case.b_scale_inv)
+    gemm.gemm(kernel, configuration, *case.scaled, out, None, split)
     for part, steps in zip(parts, (slice(0, 256), slice(256, 640))):
         its = case._replace(a=case.a[:, steps], b=case.b[:, steps])
         assert_close(part[:64], its.product(), its.magnitude(), ACCUMULATION[True])
@@ -266,8 +265,8 @@ def test_reads_nothing_behind_its_tensors(shape: tuple[int, int, int]) -> None:
     for output in (torch.bfloat16, torch.float32):
         out = at_the_edge(torch.empty(m, width, dtype=output))
         kernel = load(SMALL, gemm_variants.variant(SMALL, "e4m3", "e4m3", output, False))
-        edges = at_the_edge(case.a), at_the_edge(case.b)
-        gemm.gemm(kernel, SMALL, *edges, out[:, :n], case.a_scale_inv, case.b_scale_inv, bias)
+        edges = case._replace(a=at_the_edge(case.a), b=at_the_edge(case.b))
+        gemm.gemm(kernel, SMALL, *edges.scaled, out[:, :n], bias)
         expected = case.product() + bias.to(output).double()
         assert_close(out[:, :n], expected, case.magnitude() + 10, ACCUMULATION[False])
 

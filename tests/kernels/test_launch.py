@@ -188,8 +188,8 @@ def test_the_first_tensor_map_of_a_thread_sets_the_context(devices: list[int], m
     stub = Driver(monkeypatch)
     kernel = Kernel(cupy_stand_in.RawKernel(stub, "", "name"), HOPPER.layout, HOPPER.threads, 1)
     del devices[:]
-    a, b, out = *torch.zeros(2, 64, 128, dtype=torch.uint8), torch.zeros(64, 64)
-    thread = in_a_thread(lambda: gemm.gemm(kernel, HOPPER, a, b, out, torch.ones(()), torch.ones(())))
+    operand, out = (torch.zeros(64, 128, dtype=torch.uint8), torch.ones(())), torch.zeros(64, 64)
+    thread = in_a_thread(lambda: gemm.gemm(kernel, HOPPER, operand, operand, out))
     # the context of the kernel's device, although another is current, and no context for the current one
     assert stub.contexts == [(thread, 1)]
     assert set(devices) == {1}
@@ -238,8 +238,9 @@ def test_a_single_row_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> No
     assert a.is_contiguous()
     assert a.stride(0) == 1
     out = torch.zeros(3, dtype=torch.bfloat16).as_strided((1, 3), (1, 1))
-    gemm.gemm(kernel, HOPPER, a, b, out[:, :1], torch.ones(()), torch.ones(()))
-    gemm.gemm(kernel, HOPPER, a, torch.zeros(3, 144, dtype=torch.uint8), out, torch.ones(()), torch.ones(()))
+    one, rows = torch.ones(()), torch.zeros(3, 144, dtype=torch.uint8)
+    gemm.gemm(kernel, HOPPER, (a, one), (b, one), out[:, :1])
+    gemm.gemm(kernel, HOPPER, (a, one), (rows, one), out)
     assert stub.row_bytes == [144, 144, 16, 144, 16]
 
 

@@ -23,7 +23,7 @@ from lightning_fp8.ops import blocks, reference
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import gemm_choice, plain, self_test_blocks, self_test_gemm
 from lightning_fp8.ops.cuda.gemm_choice import Choice
-from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot
+from lightning_fp8.ops.operand import Fp8Tensor, OwnScaling, Slot, WeightSlot
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 CPU = torch.device("cpu")
@@ -125,8 +125,8 @@ def test_products_are_those_of_the_values(
     else:
         b_fp8, _, b_inv, _ = ops.cast_blocks(b, slot, "rows")
     cuda_half.clear()
-    bias = torch.randn(140)
-    out = ops.scaled_mm(a_fp8, b_fp8, a_inv, b_inv, bias, "e4m3", "e4m3", torch.bfloat16, squares)
+    bias, operands = torch.randn(140), (Fp8Tensor(a_fp8, a_inv, "e4m3"), Fp8Tensor(b_fp8, b_inv, "e4m3"))
+    out = ops.scaled_mm(*operands, bias, torch.bfloat16, squares)
     assert any(name.startswith("gemm_sm89") and name.endswith(f"={128 if squares else 1}") for name in cuda_half)
     values = [
         payload[:, :300].view(torch.float8_e4m3fn).double() * by_element(inverse, payload[:, :300])
@@ -135,7 +135,7 @@ def test_products_are_those_of_the_values(
     exact, size = values[0] @ values[1].t() + bias.bfloat16(), values[0].abs() @ values[1].abs().t()
     assert_close(out, exact, size, ACCUMULATION[True])
     # the reference adds in a different order, and exactly
-    other = reference.scaled_mm(a_fp8, b_fp8, a_inv, b_inv, bias, "e4m3", "e4m3", torch.bfloat16, True)
+    other = reference.scaled_mm(*operands, bias, torch.bfloat16, True)
     assert sqnr(out, other) > 50
 
 
@@ -238,13 +238,13 @@ def test_what_no_kernel_takes_goes_to_torch(chosen: Counter[str], monkeypatch: p
     asked: list[Any] = []
     monkeypatch.setattr(plain, "scaled_mm_in_blocks", lambda *arguments: asked.append(arguments))
     a, b, square = torch.zeros(130, 16, dtype=torch.uint8), torch.zeros(140, 16, dtype=torch.uint8), torch.ones(2, 1)
-    rest = (None, "e4m3", "e4m3", torch.bfloat16, False)
-    ops.scaled_mm(a, b, square, square, *rest)
+    rest = (Fp8Tensor(b, square, "e4m3"), None, torch.bfloat16, False)
+    ops.scaled_mm(Fp8Tensor(a, square, "e4m3"), *rest)
     assert len(asked) == 1
-    ops.scaled_mm(a, b, torch.ones(130, 1), square, *rest)
+    ops.scaled_mm(Fp8Tensor(a, torch.ones(130, 1), "e4m3"), *rest)
     assert len(asked) == 1
     monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_: Choice(None))
-    ops.scaled_mm(a, b, torch.ones(130, 1), square, *rest)
+    ops.scaled_mm(Fp8Tensor(a, torch.ones(130, 1), "e4m3"), *rest)
     assert len(asked) == 2
 
 

@@ -27,7 +27,7 @@ from transformer_models import made
 from lightning_fp8 import convert, ops
 from lightning_fp8.examples.transformer_block import Block
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
-from lightning_fp8.ops.operand import Columns
+from lightning_fp8.ops.operand import Columns, Fp8Tensor
 from lightning_fp8.plugins.trainer import PLUGINS
 
 Forward = Callable[..., Any]
@@ -224,15 +224,14 @@ def test_feed_forward_as_one(activation: str, frozen: tuple[str, ...], x_needs_g
 
 
 def test_products_called_directly() -> None:
-    a, b, one = torch.zeros(5, 24, dtype=torch.uint8), torch.zeros(7, 24, dtype=torch.uint8), torch.tensor(1.0)
+    a, b = (Fp8Tensor(torch.zeros(rows, 24, dtype=torch.uint8), torch.tensor(1.0), "e4m3") for rows in (5, 7))
     expected = flops(lambda: torch.randn(5, 24) @ torch.randn(24, 7))
-    formats = ("e4m3", "e4m3")
     out = torch.zeros(5, 7)
     # the padding of a payload by columns is not counted
-    padded = F.pad(b, (0, 8))
-    assert flops(lambda: ops.scaled_mm(a, padded, one, one, None, *formats, torch.bfloat16, True)) == expected
-    assert flops(lambda: ops.scaled_mm(a, b, one, one, None, *formats, torch.bfloat16, True)) == expected
-    assert flops(lambda: ops.scaled_mm_add_(out, a, b, one, one, *formats, False)) == expected
+    padded = b._replace(payload=F.pad(b.payload, (0, 8)))
+    assert flops(lambda: ops.scaled_mm(a, padded, None, torch.bfloat16, True)) == expected
+    assert flops(lambda: ops.scaled_mm(a, b, None, torch.bfloat16, True)) == expected
+    assert flops(lambda: ops.scaled_mm_add_(out, a, b, False)) == expected
 
 
 def test_a_backward_through_an_activation_counts_by_the_width_before_it() -> None:

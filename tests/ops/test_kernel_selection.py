@@ -17,6 +17,7 @@ from warm import run_warm
 
 from kernels_cuda import casts, gemm_variants, load, scales
 from kernels_cuda.compile import CompileError, KernelsUnavailable
+from kernels_cuda.gemm import Operand
 from kernels_cuda.launch import Kernel
 from lightning_fp8 import DelayedScaling, ScalingState
 from lightning_fp8.ops.amaxes import by_element
@@ -57,8 +58,10 @@ def test_gemms_that_differ_in_their_output_share_operands_and_products(
     made: list[tuple[object, ...]] = []
     real = self_test_gemm._operand
 
-    def exact(kernel: object, configuration: object, *tensors: torch.Tensor) -> None:
-        a, b, out, a_inv, b_inv, bias = tensors
+    def exact(
+        kernel: object, configuration: object, a_fp8: Operand, b_fp8: Operand, out: torch.Tensor, bias: torch.Tensor
+    ) -> None:
+        (a, a_inv), (b, b_inv) = a_fp8, b_fp8
         a_inv, b_inv = (by_element(inv, payload) if b_scale_rows else inv for inv, payload in ((a_inv, a), (b_inv, b)))
         a, b = a.view(torch.float8_e5m2).double() * a_inv, b.view(torch.float8_e4m3fn).double() * b_inv
         out.copy_(a @ b.t() + bias.to(out.dtype))

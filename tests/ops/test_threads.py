@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_fp8 import Bf16TruePrecision, Fp8Precision, scaling_state
 from lightning_fp8.dtypes import attention
 from lightning_fp8.ops import reference
+from lightning_fp8.ops.operand import Fp8Tensor
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.trainer import PLUGINS
 from lightning_fp8.runtime.switch import Switch
@@ -267,8 +268,8 @@ def test_a_context_that_ends_while_another_one_begins() -> None:
 def product(out_dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(8, 64, generator=generator).to(torch.float8_e4m3fn).view(torch.uint8) for _ in range(2))
-    one = torch.ones(())
-    return reference.scaled_mm(a, b, one, one, None, "e4m3", "e4m3", out_dtype, False)
+    operands = (Fp8Tensor(payload, torch.ones(()), "e4m3") for payload in (a, b))
+    return reference.scaled_mm(*operands, None, out_dtype, False)
 
 
 def test_four_threads_inside_an_fp32_product(threads: list[Thread], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from lightning_fp8.ops.operand import (
     ALIGNMENT,
     Columns,
     Fp8Operand,
+    Fp8Tensor,
     Slot,
     WeightSlot,
     columns_shape,
@@ -152,13 +153,16 @@ def linear_backward(
     if w.payload is None:
         dx = nothing(dy, dx_dtype)
     else:
-        dx = scaled_mm(dy_fp8, w.payload, scale_inv, w.scale_inv, None, fmt, w.format, dx_dtype, False, gemm)
+        operands = Fp8Tensor(dy_fp8, scale_inv, fmt), Fp8Tensor(w.payload, w.scale_inv, w.format)
+        dx = scaled_mm(*operands, None, dx_dtype, False, gemm)
+        del operands
     # a large tensor, whose memory may be reused for the next one
     del dy_fp8
     if x.payload is None:
         dw = dy.new_empty((dy if h is None else h).shape[1], 0, dtype=dw_dtype)
     else:
-        dw = scaled_mm(dy_fp8_t, x.payload, scale_inv_t, x.scale_inv, None, fmt, x.format, dw_dtype, False, gemm)
+        operands = Fp8Tensor(dy_fp8_t, scale_inv_t, fmt), Fp8Tensor(x.payload, x.scale_inv, x.format)
+        dw = scaled_mm(*operands, None, dw_dtype, False, gemm)
     return dx, dw, db
 
 

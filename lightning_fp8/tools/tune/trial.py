@@ -15,6 +15,7 @@ from kernels_cuda.gemm import split_rows
 from lightning_fp8.ops.cuda.gemm import kernels_of
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.ops.formats import FORMATS, dtype_name
+from lightning_fp8.ops.operand import Fp8Tensor
 from lightning_fp8.tools import timing
 from lightning_fp8.tools.timing import Variant
 from lightning_fp8.tools.tune.shapes import Gemm
@@ -29,12 +30,10 @@ _SCALES_INV = (0.5, 0.25)
 
 
 class Operands(NamedTuple):
-    """``a [m, k] uint8``, ``b [n, k] uint8``, and their inverse scales, ``[] float32``."""
+    """``a [m, k]`` and ``b [n, k]``."""
 
-    a: Tensor
-    b: Tensor
-    a_scale_inv: Tensor
-    b_scale_inv: Tensor
+    a: Fp8Tensor
+    b: Fp8Tensor
 
 
 def unserved(gemm: Gemm, choice: Choice, device: torch.device) -> str | None:
@@ -103,7 +102,7 @@ def _call(run: Run, choice: Choice, gemm: Gemm, inputs: Sequence[Operands], at: 
 
 def computed(run: Run, choice: Choice, operands: Operands, gemm: Gemm) -> Tensor:
     """The result of a choice, ``[m, n]``."""
-    return run(choice, *operands, None, gemm.a_format, gemm.b_format, gemm.output, gemm.promote)
+    return run(choice, *operands, None, gemm.output, gemm.promote)
 
 
 def _torch_if_it_can(run: Run, gemm: Gemm, operands: Operands) -> list[Choice]:
@@ -123,20 +122,20 @@ def _percentiles(prefix: str, times: timing.Times | None) -> dict[str, float | N
 
 def operands(gemm: Gemm, device: torch.device, whole: bool = False) -> Operands:
     """Operands with normally distributed values, whose bits vary as in training, or with integers if ``whole``."""
-    payloads = []
-    for rows, name in ((gemm.m, gemm.a_format), (gemm.n, gemm.b_format)):
+    made = []
+    for rows, name, scale_inv in zip((gemm.m, gemm.n), (gemm.a_format, gemm.b_format), _SCALES_INV, strict=True):
         if whole:
             values = torch.randint(-_LARGEST, _LARGEST + 1, (rows, gemm.k), dtype=torch.int8, device=device).bfloat16()
         else:
             values = torch.randn(rows, gemm.k, dtype=torch.bfloat16, device=device)
-        payloads.append(values.to(FORMATS[name].dtype).view(torch.uint8))
-    a_scale_inv, b_scale_inv = (torch.tensor(scale_inv, device=device) for scale_inv in _SCALES_INV)
-    return Operands(payloads[0], payloads[1], a_scale_inv, b_scale_inv)
+        payload = values.to(FORMATS[name].dtype).view(torch.uint8)
+        made.append(Fp8Tensor(payload, torch.tensor(scale_inv, device=device), name))
+    return Operands(*made)
 
 
 def _product(gemm: Gemm, operands: Operands) -> Tensor:
-    a, b = operands.a.view(FORMATS[gemm.a_format].dtype), operands.b.view(FORMATS[gemm.b_format].dtype)
-    return (a.float() @ b.float().t()).mul_(math.prod(_SCALES_INV)).to(gemm.output)
+    a, b = (operand.payload.view(FORMATS[operand.format].dtype).float() for operand in operands)
+    return (a @ b.t()).mul_(math.prod(_SCALES_INV)).to(gemm.output)
 
 
 def _leave_poison(gemm: Gemm, choice: Choice, device: torch.device) -> None:
