@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.fp8_parameter import is_frozen
 from lightning_fp8.modules.frozen_layers import free_masters, replace_weight, what_was_rounded
-from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -28,7 +28,7 @@ def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
     for layer in layers:
         for gemm, weight in layer.gemms():
             gemm.weight_cast.fp8_only = _reason_against(gemm, weight, uses) is None
-            if isinstance(weight, FrozenWeight) and not weight.is_fp8:
+            if is_frozen(weight) and not weight.is_fp8:
                 weight.content.take(weight.dequantized(), rounds=True)
         free_masters(layer)
     if not any(gemm.weight_cast.fp8_only for layer in layers for gemm in layer.fp8.values()):
@@ -47,7 +47,7 @@ def restore_masters(layers: Iterable[Fp8Module]) -> None:
     for layer in layers:
         for gemm, weight in layer.gemms():
             gemm.weight_cast.fp8_only = False
-            if isinstance(weight, FrozenWeight):
+            if is_frozen(weight):
                 plain = nn.Parameter(weight.dequantized().contiguous(), requires_grad=False)
                 replace_weight(layer, gemm, weight, plain)
 
@@ -63,7 +63,7 @@ def notes_on_weights(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
 
 
 def _note(gemm: Gemm, weight: Tensor, uses: Counter[int]) -> str:
-    if isinstance(weight, FrozenWeight):
+    if is_frozen(weight):
         return "weight in FP8 only" if weight.is_fp8 else "weight changed in place, in FP8 only after `convert`"
     reason = _reason_against(gemm, weight, uses)
     if reason is None and weight.is_meta:

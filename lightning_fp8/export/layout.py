@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops.amaxes import scale_of_current
@@ -161,7 +161,7 @@ def memory_of(tensor: Tensor) -> Hashable:
     """A key that is equal for tensors in the same memory, such as tied weights."""
     if tensor.numel() == 0:
         return id(tensor)
-    if isinstance(tensor, FrozenWeight):
+    if isinstance(tensor, Fp8Parameter):
         # never tied
         return id(tensor)
     start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
@@ -173,7 +173,7 @@ def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
 
     A weight kept only in FP8 keeps its codes if it has this scale.
     """
-    if isinstance(weight, FrozenWeight):
+    if isinstance(weight, Fp8Parameter):
         if weight.is_fp8 and torch.equal(weight.scale_inv, scale.to(weight.device).reciprocal()):
             codes = weight.payload.t() if weight.content.k_by_n else weight.payload
             return codes.contiguous().cpu().view(E4M3.dtype)

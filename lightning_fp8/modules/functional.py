@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.frozen_layers import frozen_operand, with_master
-from lightning_fp8.modules.frozen_weight import FrozenWeight
-from lightning_fp8.modules.gathered_weight import GatheredWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
+from lightning_fp8.modules.frozen_layers import fp8_only_operand, with_master
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_stale
@@ -92,14 +91,10 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
         return Fp8Weight(weight.t() if kept.k_by_n else weight, made, True)
     if not torch.compiler.is_compiling():
         gemm.model.on_stale_weight(gemm)
-    if isinstance(parameter, FrozenWeight) and parameter.is_fp8:
-        return Fp8Weight(*frozen_operand(gemm, parameter))
+    if isinstance(parameter, Fp8Parameter) and parameter.is_fp8:
+        return Fp8Weight(*fp8_only_operand(gemm, parameter))
     if kept.fp8_only:
         weight = parameter = with_master(gemm, parameter)
-    if isinstance(parameter, GatheredWeight):
-        place, scale_inv = parameter.place_in_graph(), parameter.scale_inv
-        operand = Fp8Operand(*parameter.payloads(gemm.k_by_n), scale_inv, scale_inv, gemm.slots["weight", True].format)
-        return Fp8Weight(gemm.n_by_k(place), operand)
     check_whole(gemm, parameter)
     weight = gemm.n_by_k(weight)
     if kept.is_prepared and is_dynamo_compiling():

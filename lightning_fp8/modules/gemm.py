@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.shared_input import SharedInput
 from lightning_fp8.modules.stamp import Stamped, is_sharded, stamps
 from lightning_fp8.modules.weight_cast import KeptCast, WeightCast
@@ -147,7 +147,7 @@ class Gemm:
     def note_sharding(self, weight: Tensor) -> None:
         """Keep no FP8 cast of a sharded weight, as it would hold the whole weight."""
         self.weight_cast.sharded = weight if is_sharded(weight) else None
-        self.weight_cast.is_kept = not isinstance(weight, (DTensor, FrozenWeight))
+        self.weight_cast.is_kept = not isinstance(weight, (DTensor, Fp8Parameter))
         if not self.weight_cast.is_kept:
             self.weight_cast.drop()
 

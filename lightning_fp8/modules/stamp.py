@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 
 
 def stamp(tensor: Tensor) -> tuple[Hashable, ...]:
@@ -20,7 +20,7 @@ def stamp(tensor: Tensor) -> tuple[Hashable, ...]:
     """
     if isinstance(tensor, DTensor):
         return id(tensor), tensor._version, *stamp(tensor._local_tensor)
-    if isinstance(tensor, FrozenWeight):
+    if isinstance(tensor, Fp8Parameter):
         return id(tensor), id(tensor.content.scale_inv), id(tensor.content.changed)
     version = None if tensor.is_inference() else tensor._version
     # FSDP1 moves its parameters between a part of their own and one of the gathered whole
@@ -60,7 +60,7 @@ def stamps(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
 
 def _held(tensor: Tensor) -> object:
     # not weak references, with which `torch.utils.swap_tensors` would refuse to swap a weight
-    if isinstance(tensor, FrozenWeight):
+    if isinstance(tensor, Fp8Parameter):
         return tensor, tensor.content.scale_inv, tensor.content.changed
     if getattr(tensor, "_fsdp_flattened", False):
         return tensor

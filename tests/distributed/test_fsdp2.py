@@ -18,7 +18,7 @@ from processes import DEVICES, all_end_well, as_ranks, run_processes
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_fp8 import Fp8Precision, fall_back, fsdp2_policy, scaling_state
-from lightning_fp8.modules.gathered_weight import GatheredWeight
+from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter
 from lightning_fp8.ops.formats import FORMATS
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_fp8 import BlockScaling, fall_back, fsdp2_policy
 from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
-from lightning_fp8.modules.gathered_weight import GatheredWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 
 # a layer of Net has one output
 convert = functools.partial(convert, min_features=0)
@@ -208,7 +208,7 @@ result["kinds"] = sorted(kinds)
     ranks = run(body, tmp_path, processes, device)
     for rank in ranks:
         assert len(rank["names"]) == 7
-        assert rank["kinds"] == ["GatheredWeight"]
+        assert rank["kinds"] == ["Fp8Parameter"]
         assert_same(rank["fp8"], rank["bf16"])
         assert torch.equal(rank["fp8"]["scale"], ranks[0]["fp8"]["scale"])
     # below the weight of zeros there is no gradient in the first step
@@ -422,7 +422,7 @@ read = {}
 
 def look(layer, args):
     read["values"] = (layer.weight + 0).detach()
-    read["kind"] = type(layer.weight) is GatheredWeight and type(layer.weight + 0) is torch.Tensor
+    read["kind"] = type(layer.weight) is Fp8Parameter and type(layer.weight + 0) is torch.Tensor
     read["norm"] = layer.weight.norm()
     read["dtype"] = str(layer.weight.dtype)
 
@@ -589,10 +589,12 @@ def test_payloads_of_a_gathered_weight_are_laid_out_for_the_device(
     k_by_n: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = torch.arange(12, dtype=torch.uint8).view(3, 4)
-    weight = GatheredWeight(kept, torch.tensor(0.5), FORMATS["e4m3"], torch.bfloat16)
+    weight = Fp8Parameter(
+        Content(torch.bfloat16, k_by_n, FORMATS["e4m3"], kept.t() if k_by_n else kept, torch.tensor(0.5))
+    )
     for k_major in (False, True):
         monkeypatch.setattr("lightning_fp8.ops.library.cuda_on_cpu", k_major)
-        payload, payload_t = weight.payloads(k_by_n)
+        payload, payload_t = weight.operand_payloads()
         assert torch.equal(payload, kept.t() if k_by_n else kept)
         assert payload.is_contiguous()
         # FP8 GEMMs on a GPU accept no other layout

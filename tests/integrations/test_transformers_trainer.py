@@ -25,7 +25,7 @@ from transformers import Trainer, TrainingArguments
 
 from lightning_fp8 import DelayedScaling, convert, load_scales, scaling_state
 from lightning_fp8.integrations import Fp8Callback
-from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.scaling.config import Fp8Config
 
 
@@ -238,7 +238,7 @@ def test_a_resumed_run_of_adapters_on_a_base_in_fp8_is_exact(tmp_path: Path) -> 
         trainer(tmp_path, m, Fp8Callback(frozen_weights="fp8"), save_strategy="steps", save_steps=3) for m in models
     ]
     kept = [
-        isinstance(p, FrozenWeight) for name, p in models[0].named_parameters() if "proj" in name and "lora" not in name
+        isinstance(p, Fp8Parameter) for name, p in models[0].named_parameters() if "proj" in name and "lora" not in name
     ]
     assert kept == [True] * 14
     runs[0].train()

@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_fp8 import convert, describe, fall_back, scaling_state, unconvert, weights_unchanged
-from lightning_fp8.modules.frozen_content import dequantized, quantized
-from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter, dequantized, quantized
 from lightning_fp8.ops import reference
 
 BASE = ("attention.in_proj_weight", "attention.out_proj.weight", "mlp.0.weight", "mlp.2.weight", "conv.weight")
@@ -35,8 +34,8 @@ def converted(how: str, dtype: torch.dtype = torch.float32) -> OnFrozenBase:
     return convert(on_frozen_base(dtype), ignore_modules=ADAPTERS, frozen_weights=how)
 
 
-def frozen_weights(model: nn.Module) -> dict[str, FrozenWeight]:
-    return {name: p for name, p in model.named_parameters() if isinstance(p, FrozenWeight)}
+def frozen_weights(model: nn.Module) -> dict[str, Fp8Parameter]:
+    return {name: p for name, p in model.named_parameters() if isinstance(p, Fp8Parameter)}
 
 
 def payloads(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
@@ -207,7 +206,7 @@ def bytes_of(model: nn.Module, names: tuple[str, ...] = BASE) -> int:
     tensors = []
     for name, parameter in model.named_parameters():
         if name in names:
-            held = isinstance(parameter, FrozenWeight)
+            held = isinstance(parameter, Fp8Parameter)
             tensors += (
                 [one for one in vars(parameter.content).values() if isinstance(one, Tensor)] if held else [parameter]
             )

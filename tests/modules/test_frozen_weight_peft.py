@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lightning_fp8 import convert, describe, scaling_state
-from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 
 ADAPTERS = ("*lora_*",)
 IDS = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
@@ -57,8 +57,8 @@ def losses(model: Any, steps: int = 3) -> list[float]:
     return found
 
 
-def held(model: Any) -> dict[str, FrozenWeight]:
-    return {name: p for name, p in model.named_parameters() if isinstance(p, FrozenWeight)}
+def held(model: Any) -> dict[str, Fp8Parameter]:
+    return {name: p for name, p in model.named_parameters() if isinstance(p, Fp8Parameter)}
 
 
 @pytest.mark.parametrize(("make", "count"), [(llama, 14), (gpt2, 8)])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import Fp8FabricPrecision, Fp8FSDPPrecision, Fp8Precision, ScaleFactorLogger, convert
-from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.plugins.fabric import Fp8FabricFSDPPrecision
 
 LAYERS = ("attention.in_proj", "attention.out_proj", "mlp.0", "mlp.2", "conv", "query.base")
@@ -49,7 +49,7 @@ def trainer(folder: Path, how: str | None, steps: int = 4, **more: Any) -> pl.Tr
 
 
 def payloads(model: nn.Module) -> list[Tensor]:
-    return [p.payload for p in model.parameters() if isinstance(p, FrozenWeight)]
+    return [p.payload for p in model.parameters() if isinstance(p, Fp8Parameter)]
 
 
 def test_a_run_its_checkpoint_and_its_continuation(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_run_its_checkpoint_and_its_continuation(tmp_path: Path) -> None:
     plain = Tuning()
     # the base in its own dtype: masters are stored in fp32, and there are none
     bf16 = {name for name, tensor in saved.items() if tensor.dtype == torch.bfloat16}
-    assert bf16 == {name for name, p in tuned.named_parameters() if isinstance(p, FrozenWeight)}
+    assert bf16 == {name for name, p in tuned.named_parameters() if isinstance(p, Fp8Parameter)}
     assert len(bf16) == 6
     plain.load_state_dict(saved)
     # a resumed run loads into a base with other values, and continues exactly like the run with masters
