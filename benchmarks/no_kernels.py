@@ -13,7 +13,7 @@ from lightning_fp8.ops import library
 from lightning_fp8.ops.cuda import kernels
 
 # the operators that differ between devices
-_OPERATORS = [one for one in vars(ops).values() if isinstance(one, library.Operator) and one._cpu is not one._cuda]
+_OPERATORS = [one for one in vars(ops).values() if isinstance(one, library.Operator) and one.cpu is not one.cuda]
 # the registration that compiled graphs call
 _OVERRIDES = torch.library.Library("lightning_fp8", "IMPL")
 
@@ -44,7 +44,7 @@ def no_kernel(variant: kernels.Variant, device: torch.device) -> Kernel:
 def override_cpu(overrides: torch.library.Library) -> None:
     """Let torch's operators run their CUDA functions on the CPU, as compiled graphs call them."""
     for operator in _OPERATORS:
-        flat = library.with_flat_arguments(operator.signature, operator._cuda)
+        flat = library.with_flat_arguments(operator.signature, operator.cuda)
         overrides.impl(operator.signature.name, flat, "CPU", allow_override=True)
 
 

@@ -20,7 +20,7 @@ from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_stale
 from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
-from lightning_fp8.ops.library import can_keep_copies, is_k_major
+from lightning_fp8.ops.library import can_keep_copies, is_k_major, is_watched
 from lightning_fp8.ops.operand import Fp8Operand
 from lightning_fp8.scaling.precision import LayerPrecision
 
@@ -131,7 +131,9 @@ def check_whole(gemm: Gemm, parameter: Tensor) -> None:
         )
 
 
-def cast_input(gemm: Gemm, x: Tensor, record: bool, keep: bool, by_rows: bool = True) -> Fp8Operand:
+def cast_input(
+    gemm: Gemm, x: Tensor, record: bool, keep: bool, by_rows: bool = True, watched: bool = True
+) -> Fp8Operand:
     """x ``[*, K]`` in FP8: by rows if forward needs that (``by_rows``), by columns if backward does (``keep``).
 
     Layers that share x use one cast wherever a change of x would be seen. An inference tensor does not count its
@@ -140,12 +142,12 @@ def cast_input(gemm: Gemm, x: Tensor, record: bool, keep: bool, by_rows: bool = 
     shared, slot = gemm.shared_input, gemm.slots["input", record]
     values = x.detach() if x.dim() == 2 else ops.in_rows(x.detach())
     if shared is None or torch.compiler.is_compiling() or x.is_inference():
-        return ops.cast_operand(values, slot, "none", keep, by_rows)
+        return ops.cast_operand(values, slot, "none", keep, by_rows, watched)
     is_first, is_last = (shared.modules[at] == gemm.module for at in (0, -1))
     made = None if is_first else shared.take(x, gemm.model, record, keep, by_rows, is_last)
     if made is None:
         by_columns = keep or (torch.is_grad_enabled() and gemm.followers_need_columns())
-        made = ops.cast_operand(values, slot, "none", by_columns, by_rows)
+        made = ops.cast_operand(values, slot, "none", by_columns, by_rows, watched)
         if not is_last:
             shared.put(x, gemm.model, record, made, is_first)
     return made
@@ -163,9 +165,11 @@ def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, re
     if operand is None or gemm.precision.in_bf16:
         return _linear_in_part(gemm, x, weight, bias, record, dtype)
     bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, operand.rows.shape[0])
-    x_fp8 = cast_input(gemm, x, record, keep=parameter.requires_grad and torch.is_grad_enabled())
+    watched, keep = is_watched(x), parameter.requires_grad and torch.is_grad_enabled()
+    x_fp8 = cast_input(gemm, x, record, keep, watched=watched)
     dy = gemm.slots["grad_output", record]
-    return ops.linear(x, parameter, bias, bias_value, x_fp8, operand, dy, dtype)  # type: ignore[no-any-return]
+    linear = ops.linear if watched else ops.linear.cpu
+    return linear(x, parameter, bias, bias_value, x_fp8, operand, dy, dtype)  # type: ignore[no-any-return]
 
 
 def _linear_in_part(

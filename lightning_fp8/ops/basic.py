@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops import amaxes, blocks, reference
+from lightning_fp8.ops import amaxes, blocks, library, reference
 from lightning_fp8.ops.activations import activate, activated_width
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
@@ -102,19 +102,24 @@ cast_weights = cuda.cast_weights
 measure_weights = cuda.measure_weights
 
 
-def cast_operand(x: Tensor, slot: Slot, activation: str, keep: bool, by_rows: bool = True) -> Fp8Operand:
+def cast_operand(
+    x: Tensor, slot: Slot, activation: str, keep: bool, by_rows: bool = True, watched: bool = True
+) -> Fp8Operand:
     """:func:`cast` for the GEMMs on the device of ``x``; by columns too if backward needs that (``keep``).
 
-    Without ``by_rows``, forward does not run in FP8 and the payload by rows may be empty.
+    Without ``by_rows``, forward does not run in FP8 and the payload by rows may be empty. ``watched`` is False if the
+    caller knows that nothing watches operators.
     """
     layout = "rows" if not keep else "both" if by_rows else "columns"
     if slot.own.blocks:
         rows, columns, scale_inv, columns_scale_inv = cast_blocks(activate(x, activation), slot, layout)
         return Fp8Operand(rows, columns, scale_inv, columns_scale_inv, slot.format)
-    if is_k_major(x):
-        rows, columns, scale_inv = cast(x, slot, activation, layout)
+    on_gpu = x.is_cuda or library.cuda_on_cpu
+    run = cast if watched else cast.cuda if on_gpu else cast.cpu
+    if on_gpu:
+        rows, columns, scale_inv = run(x, slot, activation, layout)
         return Fp8Operand(rows, columns, scale_inv, scale_inv, slot.format)
-    rows, _, scale_inv = cast(x, slot, activation, "rows")
+    rows, _, scale_inv = run(x, slot, activation, "rows")
     return Fp8Operand(rows, rows.t(), scale_inv, scale_inv, slot.format)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fp8.ops.activations import activated_width
 from lightning_fp8.ops.basic import cast_operand, fprop
-from lightning_fp8.ops.library import define, differentiable, implement, is_k_major
+from lightning_fp8.ops.library import define, differentiable_in_layers, implement, is_k_major
 from lightning_fp8.ops.linear_layer import in_rows, in_shape_of, linear_backward, refuse_double_backward
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, columns_shape, nothing
 
@@ -186,4 +186,4 @@ def as_needed(ctx: Any, dx: Tensor | None, *of_layers: Tensor | None) -> list[Te
     return [gradient.to(dtype) if needed and gradient is not None else None for gradient, needed, dtype in found]
 
 
-mlp = differentiable(_MLP, 1, _mlp, _save_mlp_for_backward, _mlp_backward, _mlp_fake)
+mlp = differentiable_in_layers(_MLP, _mlp, _save_mlp_for_backward, _mlp_backward, _mlp_fake)

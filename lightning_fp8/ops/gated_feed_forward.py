@@ -12,7 +12,7 @@ from lightning_fp8.ops.activations import gated, gated_gradients
 from lightning_fp8.ops.basic import cast_operand, fprop, scaled_mm
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.feed_forward import as_needed, columns_fake, dtypes_of
-from lightning_fp8.ops.library import define, differentiable, implement, is_k_major
+from lightning_fp8.ops.library import define, differentiable_in_layers, implement, is_k_major
 from lightning_fp8.ops.linear_layer import in_rows, in_shape_of, linear_backward, refuse_double_backward
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Fp8Tensor, Layer, Slot, nothing
 
@@ -204,4 +204,4 @@ def _backward(ctx: Any, dy: Tensor, *_: Any) -> list[Tensor | None]:
     return as_needed(ctx, *of_first, dw_down, db_down)
 
 
-gated_mlp = differentiable(_GATED_MLP, 1, _gated_mlp, _save_for_backward, _backward, _gated_mlp_fake)
+gated_mlp = differentiable_in_layers(_GATED_MLP, _gated_mlp, _save_for_backward, _backward, _gated_mlp_fake)
