@@ -143,13 +143,16 @@ def cast_input(
     values = x.detach() if x.dim() == 2 else ops.in_rows(x.detach())
     if shared is None or torch.compiler.is_compiling() or x.is_inference():
         return ops.cast_operand(values, slot, "none", keep, by_rows, watched)
-    is_first, is_last = (shared.modules[at] == gemm.module for at in (0, -1))
-    made = None if is_first else shared.take(x, gemm.model, record, keep, by_rows, is_last)
-    if made is None:
+    is_first, is_last = shared.modules[0] == gemm.module, shared.modules[-1] == gemm.module
+    circumstances = record, gemm.model.changes, gemm.model.histories_fit
+    made: Fp8Operand | None = None if is_first else shared.take("fp8", x, circumstances, is_last)
+    if made is None or (keep and made.columns.dim() != 2) or (by_rows and made.rows.dim() != 2):
         by_columns = keep or (torch.is_grad_enabled() and gemm.followers_need_columns())
         made = ops.cast_operand(values, slot, "none", by_columns, by_rows, watched)
         if not is_last:
-            shared.put(x, gemm.model, record, made, is_first)
+            # a cast that records may begin the histories anew
+            circumstances = record, gemm.model.changes, gemm.model.histories_fit
+            shared.put("fp8", x, circumstances, made, is_first)
     return made
 
 
@@ -210,7 +213,13 @@ def _rounded_input(gemm: Gemm, x: Tensor, dtype: torch.dtype) -> Tensor:
     # a compiler merges these casts by itself
     if shared is None or x.dtype == dtype or torch.compiler.is_compiling() or x.is_inference():
         return x.detach().to(dtype)
-    return shared.rounded(x, dtype, shared.modules[-1] == gemm.module)
+    is_first, is_last = shared.modules[0] == gemm.module, shared.modules[-1] == gemm.module
+    made: Tensor | None = shared.take("rounded", x, (dtype,), is_last)
+    if made is None:
+        made = x.detach().to(dtype)
+        if not is_last:
+            shared.put("rounded", x, (dtype,), made, is_first)
+    return made
 
 
 def let_go_of_input(gemm: Gemm) -> None:

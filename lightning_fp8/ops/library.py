@@ -28,6 +28,7 @@ from lightning_fp8.ops.operand import (
     see_export,
     state_of,
 )
+from lightning_fp8.runtime.device import is_capturing
 
 LIBRARY = torch.library.Library("lightning_fp8", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -229,8 +230,7 @@ def can_keep_copies(weight: Tensor) -> bool:
     Nothing in a compiled or captured graph can see whether a copy is stale. A dispatch mode, such as that of selective
     checkpointing, must see the same operators when a forward is recomputed.
     """
-    is_followed = is_dynamo_compiling() or _len_torch_dispatch_stack()
-    return not (is_followed or (weight.is_cuda and torch.cuda.is_current_stream_capturing()))
+    return not (is_dynamo_compiling() or _len_torch_dispatch_stack() or is_capturing(weight.is_cuda))
 
 
 def implement(
