@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -25,7 +26,6 @@ from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.feed_forward import feed_forward
 from lightning_fp8.modules.fused_blocks import plain_class
 from lightning_fp8.modules.shared_input import SharedInput
-from lightning_fp8.modules.straight_line import parsed
 
 # code that may run less often, more often or later than the code around it
 _BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
@@ -99,8 +99,11 @@ def find_shared_inputs(modules: Iterable[nn.Module]) -> list[list[Fp8Module]]:
 @functools.cache
 def _calls_of_one_name(forward: Callable[..., Any]) -> list[list[str]]:
     """Groups of attributes of ``self`` that a function calls with the same local name as their only argument."""
-    tree = parsed(inspect.unwrap(forward))
-    function = None if tree is None else next((part for part in tree.body if isinstance(part, ast.FunctionDef)), None)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    function = next((part for part in tree.body if isinstance(part, ast.FunctionDef)), None)
     parts = [] if function is None else list(ast.walk(function))
     if (
         function is None

@@ -123,27 +123,7 @@ def fp8_feed_forward(first: nn.Module, activation: str, second: nn.Module, x: Te
         second: converted linear layer of the same model.
         x: fp32, bf16 or fp16.
     """
-    one, two = cast(Fp8Module, first), cast(Fp8Module, second)
-    check_input(one, "input", x, _weight(one))
-    gemm, gemm_2, record, dtype = one.fp8[""], two.fp8[""], one.records, output_dtype(x)
-    layer, layer_2 = (_as_layer(part, record, dtype) for part in (one, two))
-    with_gradients = torch.is_grad_enabled()
-    x_fp8 = cast_input(gemm, x, record, with_gradients and layer.weight.requires_grad)
-    with _no_evaluation(gemm, record):
-        y, *_ = ops.mlp(
-            x,
-            layer,
-            layer_2,
-            x_fp8,
-            gemm_2.slots["input", record],
-            gemm.slots["grad_output", record],
-            gemm_2.slots["grad_output", record],
-            activation,
-            with_gradients and layer_2.weight.requires_grad,
-            with_gradients,
-            dtype,
-        )
-    return y  # type: ignore[no-any-return]
+    return _run_fused(ops.mlp, (first, second), x, activation)
 
 
 def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> Tensor:
@@ -158,27 +138,37 @@ def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: T
         down: converted linear layer ``[N -> K']``; all are of the same model.
         x: fp32, bf16 or fp16.
     """
-    parts = [cast(Fp8Module, part) for part in (gate, up, down)]
-    for part in parts[:2]:
+    return _run_fused(ops.gated_mlp, (gate, up, down), x)
+
+
+def _run_fused(
+    operator: Callable[..., tuple[Tensor, ...]], layers: tuple[nn.Module, ...], x: Tensor, *activation: str
+) -> Tensor:
+    """The output of a block, whose last layer takes in what the others give."""
+    parts = [cast(Fp8Module, layer) for layer in layers]
+    for part in parts[:-1]:
         check_input(part, "input", x, _weight(part))
     gemms, record, dtype = [part.fp8[""] for part in parts], parts[0].records, output_dtype(x)
-    layers = [_as_layer(part, record, dtype) for part in parts]
+    *first, last = [_as_layer(part, record, dtype) for part in parts]
     with_gradients = torch.is_grad_enabled()
-    x_fp8 = cast_input(gemms[0], x, record, with_gradients and any(layer.weight.requires_grad for layer in layers[:2]))
-    # up takes the same cast
-    let_go_of_input(gemms[1])
+    x_fp8 = cast_input(gemms[0], x, record, with_gradients and any(layer.weight.requires_grad for layer in first))
+    for gemm in gemms[1:-1]:
+        # it takes the same cast
+        let_go_of_input(gemm)
     with _no_evaluation(gemms[0], record):
-        y, *_ = ops.gated_mlp(
+        y, *_ = operator(
             x,
-            *layers,
+            *first,
+            last,
             x_fp8,
-            gemms[2].slots["input", record],
+            gemms[-1].slots["input", record],
             *(gemm.slots["grad_output", record] for gemm in gemms),
-            with_gradients and layers[2].weight.requires_grad,
+            *activation,
+            with_gradients and last.weight.requires_grad,
             with_gradients,
             dtype,
         )
-    return y  # type: ignore[no-any-return]
+    return y
 
 
 def _no_evaluation(gemm: Gemm, record: bool) -> AbstractContextManager[None]:
