@@ -19,8 +19,7 @@ from lightning_fp8.callbacks import (
     ScaleWatchdog,
 )
 from lightning_fp8.conversion.checkpoint_scales import load_scales
-from lightning_fp8.conversion.convert import convert, describe, scaling_state, unconvert
-from lightning_fp8.conversion.fallback import fall_back, fallbacks
+from lightning_fp8.conversion.convert import convert, describe, fall_back, fallbacks, scaling_state, unconvert
 from lightning_fp8.dtypes.audit import audit
 from lightning_fp8.export.load import load_exported
 from lightning_fp8.export.write import export

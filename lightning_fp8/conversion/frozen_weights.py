@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -20,10 +20,9 @@ def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
     """Keep only the FP8 cast of the frozen weights of converted layers, except where that is not possible.
 
     Args:
-        modules: all modules of the model.
+        modules: all modules of the model, each once.
     """
-    uses = _uses(modules)
-    layers = list(_layers(modules))
+    uses, layers = _uses(modules), [module for module in modules if isinstance(module, Fp8Module)]
     restore_masters(layer for layer in layers if any(gemm.precision.needs_weight for gemm in layer.fp8.values()))
     for layer in layers:
         for gemm, weight in layer.gemms():
@@ -57,8 +56,8 @@ def notes_on_weights(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
     uses = _uses(modules)
     return {
         layer: ", ".join(dict.fromkeys(_note(gemm, weight, uses) for gemm, weight in layer.gemms()))
-        for layer in _layers(modules)
-        if layer.config.frozen_weights == "fp8"
+        for layer in modules
+        if isinstance(layer, Fp8Module) and layer.config.frozen_weights == "fp8"
     }
 
 
@@ -87,8 +86,4 @@ def _reason_against(gemm: Gemm, weight: Tensor, uses: Counter[int]) -> str | Non
 
 def _uses(modules: Sequence[nn.Module]) -> Counter[int]:
     """How many modules hold each parameter, by its ``id``."""
-    return Counter(id(one) for module in dict.fromkeys(modules) for one in module._parameters.values())
-
-
-def _layers(modules: Sequence[nn.Module]) -> Iterator[Fp8Module]:
-    return (module for module in dict.fromkeys(modules) if isinstance(module, Fp8Module))
+    return Counter(id(one) for module in modules for one in module._parameters.values())

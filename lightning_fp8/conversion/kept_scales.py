@@ -17,8 +17,9 @@ from lightning_fp8.scaling.state import ScalingState
 
 class _Kept(NamedTuple):
     entries: Mapping[str, Any]
-    # of each weight that they belong to, by its id; the weights are held, so that no other one can get the same id
+    # of each weight that they belong to, by its id
     versions: dict[int, int | None]
+    # held so that no other weight can get the same id
     weights: list[Tensor]
 
 
@@ -49,10 +50,6 @@ def keep_scales(model: nn.Module, entries: Mapping[str, Any], strict: bool = Fal
 
 def load_kept_scales(state: ScalingState, modules: Sequence[tuple[str, nn.Module]]) -> None:
     """Load what is kept for a model or its parts into the state of its converted layers.
-
-    Args:
-        state: the new state.
-        modules: the model's modules, by path.
 
     Raises:
         ValueError: if an entry is malformed.

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from lightning_fp8.conversion.candidates import fp8_classes, is_linear_by_name, reason_against, sizes
-from lightning_fp8.conversion.min_features import too_small
+from lightning_fp8.conversion.candidates import fp8_classes, is_linear_by_name, reason_against, too_small
 from lightning_fp8.modules.adapters import adapted_layer, adapter_modules
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.experts import find_routers
@@ -17,8 +16,6 @@ from lightning_fp8.modules.linear import Fp8Linear
 from lightning_fp8.modules.paths import matches
 from lightning_fp8.ops.formats import PRODUCTS, Product
 from lightning_fp8.scaling.config import Fp8Config
-
-_IN_ADAPTER = "belongs to an adapter of PEFT: pass `adapters=True` to convert it"
 
 
 class PlannedLayer(NamedTuple):
@@ -29,9 +26,9 @@ class PlannedLayer(NamedTuple):
         layer: the layer itself.
         becomes: its class after the conversion; None if it will be plain.
         reason: why it stays plain, or becomes plain again; None for a layer to convert.
-        in_bf16: its products that do not run in FP8 even if it is converted.
         is_too_small: whether the reason is ``min_features``.
         in_adapter: whether it belongs to an adapter of PEFT, converted or not.
+        in_bf16: its products that do not run in FP8 even if it is converted.
     """
 
     path: str
@@ -40,7 +37,7 @@ class PlannedLayer(NamedTuple):
     reason: str | None
     is_too_small: bool
     in_adapter: bool
-    in_bf16: tuple[Product, ...] = ()
+    in_bf16: tuple[Product, ...]
 
 
 def planned_layers(
@@ -57,34 +54,26 @@ def planned_layers(
         config: of the model.
         products: by layer, its products in bf16, and the setting that put them there.
     """
-    classes = fp8_classes(layer for _, layer in modules)
-    routers = set(find_routers(layer for _, layer in modules))
-    kinds = tuple(classes)
+    everything = [layer for _, layer in modules]
+    classes, routers, of_adapters = fp8_classes(everything), set(find_routers(everything)), adapter_modules(everything)
     ignored = {part for path, layer in modules if matches(path, ignore_modules) for part in layer.modules()}
-    of_adapters = adapter_modules(layer for _, layer in modules)
-    least = config.min_features
     outputs_of_converted: set[nn.Module] = set()
     for path, layer in modules:
-        if not (isinstance(layer, (*kinds, nn.Bilinear)) or layer in routers or is_linear_by_name(layer)):
+        if not (isinstance(layer, (*classes, nn.Bilinear)) or layer in routers or is_linear_by_name(layer)):
             continue
-        is_output, in_adapter = layer in outputs_of_converted, layer in of_adapters
-        in_bf16, source = products[layer]
+        in_adapter, (in_bf16, source) = layer in of_adapters, products[layer]
         if layer in ignored:
             reason: str | None = "matches `ignore_modules`"
         elif in_bf16 == PRODUCTS:
             reason = f"all three products in bf16 by {source}"
         elif in_adapter and not config.adapters:
-            reason = _IN_ADAPTER
+            reason = "belongs to an adapter of PEFT: pass `adapters=True` to convert it"
         elif layer in routers:
             reason = "a router: rounded to FP8, its outputs would choose other experts"
         else:
-            reason = reason_against(layer, kinds, is_output)
-        size_reason = too_small(sizes(layer), least) if least and not reason else None
-        if reason or size_reason:
-            is_too_small = size_reason is not None
-            yield PlannedLayer(path, layer, None, reason or size_reason, is_too_small, in_adapter, in_bf16)
-            continue
-        if isinstance(layer, nn.MultiheadAttention):
+            reason = reason_against(layer, tuple(classes), layer in outputs_of_converted)
+        of_size = None if reason else too_small(layer, config.min_features)
+        becomes = None if reason or of_size else classes.get(plain_class(layer), Fp8Linear)
+        if becomes is not None and isinstance(layer, nn.MultiheadAttention):
             outputs_of_converted.add(adapted_layer(layer.out_proj))
-        # the output projection of an attention is a subclass of nn.Linear that only marks its owner
-        yield PlannedLayer(path, layer, classes.get(plain_class(layer), Fp8Linear), None, False, in_adapter, in_bf16)
+        yield PlannedLayer(path, layer, becomes, reason or of_size, of_size is not None, in_adapter, in_bf16)

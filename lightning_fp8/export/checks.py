@@ -18,11 +18,11 @@ from lightning_fp8.export.layout import (
     codes_of,
     dequantized,
     is_scale,
-    joined,
     listed,
     memory_of,
     scale_names,
     scales_of,
+    weight_name,
 )
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops.amaxes import max_abs, scale_of_current
@@ -130,12 +130,12 @@ def check_convertible(file: Path, model: nn.Module, gemms: Gemms, plain: Sequenc
     Raises:
         ValueError: for any other GEMM, and for a shared layer with different scales under its names.
     """
-    layers = {one.layer for one in conversion_plan(model, ignore_modules=plain, min_features=0).chosen}
+    layers = {one.layer for one, _ in conversion_plan(model, plain, min_features=0).chosen}
     found: dict[str, tuple[nn.Module, str]] = {}
     for path, layer in model.named_modules(remove_duplicate=False):
         if layer in layers:
             for gemm in gemm_weights(layer):
-                found[joined(plain_path(path), f"{gemm}_weight" if gemm else "weight")] = layer, gemm
+                found[weight_name(plain_path(path), gemm)] = layer, gemm
     _refuse(file, "ran in FP8 and cannot here, see `describe(model)`", (name for name in gemms if name not in found))
     first: dict[tuple[nn.Module, str], Scales | None] = {}
     _refuse(
@@ -145,18 +145,28 @@ def check_convertible(file: Path, model: nn.Module, gemms: Gemms, plain: Sequenc
     )
 
 
-def check_values(file: Path, own: Tensors, tensors: Tensors, gemms: Gemms) -> None:
-    """In the model's dtypes, weights keep their values and are cast back to the codes of the file."""
+def fp8_weights(own: Tensors, tensors: Tensors, gemms: Gemms) -> dict[str, Tensor]:
+    """The weights that are FP8 in the file, as the model's tensors will hold them."""
+    return {
+        name: _held(own[name], dequantized(name, tensors, gemms))
+        for name, scales in gemms.items()
+        if scales is not None and name in tensors and tensors[name].dtype == E4M3.dtype
+    }
+
+
+def check_values(file: Path, own: Tensors, tensors: Tensors, gemms: Gemms, weights: Tensors) -> None:
+    """In the model's dtypes, ``weights`` keep their values and are cast back to the codes of the file."""
     _refuse(
         file,
         "do not keep the values of the file in the model's dtype (call `model.float()` first)",
         (
             f"{name} ({dtype_name(own[name].dtype)})"
-            for name, scales in gemms.items()
-            if scales is not None
-            and name in tensors
-            and tensors[name].dtype == E4M3.dtype
-            and not _keeps_codes(_held(own[name], dequantized(name, tensors, gemms)), scales, tensors[name])
+            for name, weight in weights.items()
+            if not (
+                (scales := gemms[name]) is not None
+                and _has_codes(weight, scales.weight, tensors[name])
+                and bool(weight.isfinite().all())
+            )
         ),
     )
     first: dict[object, str] = {}
@@ -175,21 +185,16 @@ def check_values(file: Path, own: Tensors, tensors: Tensors, gemms: Gemms) -> No
     )
 
 
-def rounded_again(own: Tensors, tensors: Tensors, gemms: Gemms) -> list[str]:
+def rounded_again(weights: Tensors, tensors: Tensors) -> list[str]:
     """Weights that are not cast back to the codes of the file, because these do not reach the largest code."""
-    held = {
-        name: _held(own[name], dequantized(name, tensors, gemms))
-        for name, scales in gemms.items()
-        if scales is not None and name in tensors and tensors[name].dtype == E4M3.dtype
-    }
     return [
         name
-        for name, weight in held.items()
-        if not has_codes(weight, scale_of_current(max_abs(weight), E4M3), tensors[name])
+        for name, weight in weights.items()
+        if not _has_codes(weight, scale_of_current(max_abs(weight), E4M3), tensors[name])
     ]
 
 
-def has_codes(weight: Tensor, scale: Tensor, codes: Tensor) -> bool:
+def _has_codes(weight: Tensor, scale: Tensor, codes: Tensor) -> bool:
     """Whether the weight is cast to these codes."""
     return torch.equal(codes_of(weight, scale).view(torch.uint8), codes.view(torch.uint8))
 
@@ -197,7 +202,3 @@ def has_codes(weight: Tensor, scale: Tensor, codes: Tensor) -> bool:
 def _held(own: Tensor, value: Tensor) -> Tensor:
     """The value as the model's tensor will hold it."""
     return value.to(own.device, own.dtype)
-
-
-def _keeps_codes(weight: Tensor, scales: Scales, codes: Tensor) -> bool:
-    return has_codes(weight, scales.weight, codes) and bool(weight.isfinite().all())

@@ -87,6 +87,15 @@ def scale_names(weight: str) -> tuple[str, str]:
     return f"{weight}_scale", f"{weight.removesuffix('weight')}input_scale"
 
 
+def weight_name(path: str, gemm: str) -> str:
+    """Name of the weight of a layer's GEMM.
+
+    >>> weight_name("layers.0.up", ""), weight_name("self_attn", "in_proj")
+    ('layers.0.up.weight', 'self_attn.in_proj_weight')
+    """
+    return joined(path, f"{gemm}_weight" if gemm else "weight")
+
+
 def printable(text: str) -> str:
     """A text from a file for a message: characters that a terminal would interpret are escaped.
 
@@ -122,7 +131,7 @@ def converted_gemms(model: nn.Module) -> dict[str, Gemm]:
     Not those of experts: the layout has one scale for each tensor, and their parameters hold many weights.
     """
     return {
-        joined(plain_path(path), f"{name}_weight" if name else "weight"): gemm
+        weight_name(plain_path(path), name): gemm
         for path, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, Fp8Module) and not layer.weights_are_stacked
         for name, gemm in layer.fp8.items()

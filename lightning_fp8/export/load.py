@@ -21,6 +21,7 @@ from lightning_fp8.export.checks import (
     check_same_scales,
     check_scales,
     check_values,
+    fp8_weights,
     rounded_again,
 )
 from lightning_fp8.export.config import is_dynamic
@@ -85,18 +86,19 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     own = {name: tensor for name, (_, tensor) in state.items()}
     check_names(file, own, tensors, gemms)
     plan = conversion_plan(model, default=CurrentScaling if dynamic else DelayedScaling)
-    own_scaling = plan.recipe.own
-    if plan.recipe.from_history == dynamic or (dynamic and own_scaling != OwnScaling()):
+    recipe = plan.config.recipe
+    if recipe.from_history == dynamic or (dynamic and recipe.own != OwnScaling()):
         scales = "scales inputs by their own values, with no margin" if dynamic else "has static scales of inputs"
         raise ValueError(
-            f"load_exported: the model is converted with {plan.recipe}, and {file} {scales}. Call"
+            f"load_exported: the model is converted with {recipe}, and {file} {scales}. Call"
             " `lightning_fp8.unconvert(model)` first."
         )
     plain = _plain_layers(model, plan.layers, gemms)
     check_convertible(file, model, gemms, plain)
-    check_values(file, own, tensors, gemms)
-    again = rounded_again(own, tensors, gemms)
-    convert(model, plan.recipe, ignore_modules=plain, min_features=0)
+    weights = fp8_weights(own, tensors, gemms)
+    check_values(file, own, tensors, gemms, weights)
+    again = rounded_again(weights, tensors)
+    convert(model, recipe, ignore_modules=plain, min_features=0)
     values = {state[name][0]: dequantized(name, tensors, gemms) for name in tensors if name in own}
     model.load_state_dict(values, strict=False)
     _set_scales(model, gemms)

@@ -15,19 +15,17 @@ from typing_extensions import override
 
 from lightning_fp8.conversion.convert import carry_out_for_run, unconvert
 from lightning_fp8.conversion.coverage import coverage
-from lightning_fp8.conversion.min_features import check_min_features
 from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
-from lightning_fp8.conversion.products import as_bf16_blocks, as_overrides
+from lightning_fp8.conversion.settings import checked_settings
 from lightning_fp8.dtypes.attention import DtypeMismatch
 from lightning_fp8.dtypes.storage import float64_parameter, store_parameters
 from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
 from lightning_fp8.modules.paths import as_patterns
-from lightning_fp8.ops.cuda.gemm_choice import check_gemm
 from lightning_fp8.plugins.arguments import arguments_of, recipe_argument
 from lightning_fp8.plugins.core import FSDPCore, PrecisionCore
 from lightning_fp8.plugins.notices import warn_first_process_once
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, GemmString, as_torch_dtype
-from lightning_fp8.scaling.config import FrozenWeights, check_frozen_weights
+from lightning_fp8.scaling.config import FrozenWeights
 from lightning_fp8.scaling.recipe import RECIPES, Recipe
 from lightning_fp8.scaling.state import ScalingState
 
@@ -61,10 +59,13 @@ class Fp8Core(PrecisionCore):
         overrides: dict[str, str | dict[str, str]] | None = None,
         bf16_blocks: tuple[int, int] | None = None,
     ) -> None:
-        check_gemm(gemm)
-        if min_features is not None:
-            check_min_features(min_features)
-        check_frozen_weights(frozen_weights)
+        given = checked_settings(
+            gemm=gemm,
+            min_features=min_features,
+            frozen_weights=frozen_weights,
+            overrides=overrides,
+            bf16_blocks=bf16_blocks,
+        )
         if frozen_weights == "fp8" and isinstance(self, FSDPCore):
             raise ValueError(
                 "`frozen_weights='fp8'` does not work under FSDP, which shards masters. Use DDP, or leave the argument"
@@ -83,8 +84,7 @@ class Fp8Core(PrecisionCore):
         self.min_features = min_features
         self.adapters = adapters
         self.frozen_weights = frozen_weights
-        self.overrides = None if overrides is None else as_overrides(overrides)
-        self.bf16_blocks = None if bf16_blocks is None else as_bf16_blocks(bf16_blocks)
+        self.overrides, self.bf16_blocks = given.get("overrides"), given.get("bf16_blocks")
         self._states: list[ScalingState] = []
         # converted models without a forward so far: their layers may have been sharded since
         self._not_run: list[weakref.ref[nn.Module]] = []
@@ -124,24 +124,24 @@ class Fp8Core(PrecisionCore):
     def _convert_layers(self, module: nn.Module) -> ScalingState:
         plan = conversion_plan(
             module,
-            self.recipe,
             self._not_converted,
-            self.gemm,
-            self.min_features,
-            self.adapters or None,
-            self.frozen_weights,
-            self.overrides,
-            self.bf16_blocks,
             RECIPES[self.precision],
+            recipe=self.recipe,
+            gemm=self.gemm,
+            min_features=self.min_features,
+            adapters=self.adapters or None,
+            frozen_weights=self.frozen_weights,
+            overrides=self.overrides,
+            bf16_blocks=self.bf16_blocks,
         )
-        if plan.recipe.precision != self.precision:
+        recipe = plan.config.recipe
+        if recipe.precision != self.precision:
             raise ValueError(
-                f"The model is already converted with {plan.recipe}, but this run has precision={self.precision!r}."
-                f" Pass `precision={plan.recipe.precision!r}`, or call `lightning_fp8.unconvert(model)` first."
+                f"The model is already converted with {recipe}, but this run has precision={self.precision!r}."
+                f" Pass `precision={recipe.precision!r}`, or call `lightning_fp8.unconvert(model)` first."
             )
         was_plain = not plan.converted
-        given = any(one is not None for one in (self.min_features, self.overrides, self.bf16_blocks))
-        state = carry_out_for_run(plan, given or bool(self._not_converted or self.adapters))
+        state = carry_out_for_run(plan)
         if was_plain:
             _say_once(type(module).__qualname__, f"{self.precision}: {coverage(plan)}.")
             self._say_switched(state)

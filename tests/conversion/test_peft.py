@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from adapted_models import ORDERS, TARGETS, adapted, adapter_layers, base, base_layers, step
 from lit import make_trainer, same
+from pairwise import pairwise
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import (
     CurrentScaling,
@@ -37,9 +37,9 @@ from lightning_fp8.ops import basic
 
 CONVERTED = ORDERS[:2]
 KINDS = {"lora": {}, "dora": {"use_dora": True}}
-every_model = pytest.mark.parametrize("name", ["llama", "gpt2"])
-every_kind = pytest.mark.parametrize("kind", KINDS)
 every_order = pytest.mark.parametrize("order", CONVERTED)
+# each value with each other one
+every_case = pytest.mark.parametrize(("name", "kind", "order"), pairwise(["llama", "gpt2"], list(KINDS), CONVERTED))
 
 
 def is_fp8(layers: list[nn.Module]) -> set[bool]:
@@ -49,8 +49,7 @@ def is_fp8(layers: list[nn.Module]) -> set[bool]:
 # --- which layers ---
 
 
-@every_model
-@every_order
+@pytest.mark.parametrize(("name", "order"), [("llama", "converted first"), ("gpt2", "adapted first")])
 def test_adapters_stay_out_unless_requested(name: str, order: str) -> None:
     model, _ = adapted(name, order)
     assert (is_fp8(base_layers(model)), is_fp8(adapter_layers(model))) == ({True}, {False})
@@ -100,14 +99,12 @@ def test_a_module_is_no_adapter_by_its_name() -> None:
 
 @pytest.mark.parametrize("requested", [False, True])
 def test_a_plugin_converts_them_on_request(requested: bool) -> None:
-    for order in ("converted first", "plain"):
-        model, _ = adapted("llama", order)
-        Fp8Precision(adapters=requested).convert_module(model)
-        assert is_fp8(adapter_layers(model)) == {requested}
-        # False leaves a model as it is
-        for other in (Fp8Precision(), Fp8Precision(min_features=1)):
-            other.convert_module(model)
-            assert is_fp8(adapter_layers(convert(model))) == {requested}
+    model, _ = adapted("llama", "converted first")
+    Fp8Precision(adapters=requested).convert_module(model)
+    assert is_fp8(adapter_layers(model)) == {requested}
+    # False leaves a model as it is
+    Fp8Precision(min_features=1).convert_module(model)
+    assert is_fp8(adapter_layers(convert(model))) == {requested}
 
 
 def test_scales_of_converted_adapters_fit_only_converted_adapters() -> None:
@@ -125,8 +122,7 @@ def test_scales_of_converted_adapters_fit_only_converted_adapters() -> None:
 # --- the numbers ---
 
 
-@every_model
-@every_kind
+@pytest.mark.parametrize(("name", "kind"), [("llama", "dora"), ("gpt2", "lora")])
 def test_both_orders_train_alike(name: str, kind: str) -> None:
     models = [adapted(name, order, **KINDS[kind]) for order in CONVERTED]
     runs = [[step(model, batch) for _ in range(2)] for model, batch in models]
@@ -196,44 +192,15 @@ def test_an_adapter_that_changes_the_input_shares_none() -> None:
     assert {row.path.rpartition(".")[2] for row in describe(model) if "shares its input" in row.reason} == {"up_proj"}
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_nothing_is_kept_or_computed_for_a_frozen_weight(frozen: bool) -> None:
-    model = nn.Sequential(nn.Linear(32, 64))
-    made = get_peft_model(model, LoraConfig(r=4, target_modules=["0"], init_lora_weights=False))  # type: ignore[arg-type]
-    layer = convert(made).base_model.model[0].base_layer
-    if not frozen:
-        layer.weight.requires_grad_()
-    found: list[tuple[torch.dtype, tuple[int, ...]]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.dim() == 2 and tensor.numel():
-            found.append((tensor.dtype, tuple(tensor.shape)))
-        return tensor
-
-    x = torch.randn(24, 32, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = layer(x)
-    # for dgrad the weight by columns, and for wgrad the input by columns
-    assert sorted(shape for dtype, shape in found if dtype == torch.uint8) == [(32, 24), (32, 64)][frozen:]
-    with FlopCounterMode(display=False) as flops:
-        y.sum().backward()
-    assert flops.get_total_flops() == 2 * 24 * 64 * 32 * (2 - frozen)
-    assert (layer.weight.grad is None) == frozen
-    assert x.grad is not None
-
-
 # --- what PEFT does to a model ---
 
 
-@every_model
-@every_kind
-@every_order
-@pytest.mark.parametrize("safe_merge", [False, True])
-def test_merged_weights_are_those_of_a_plain_model(name: str, kind: str, order: str, safe_merge: bool) -> None:
+@every_case
+def test_merged_weights_are_those_of_a_plain_model(name: str, kind: str, order: str) -> None:
     model, batch = adapted(name, order, **KINDS[kind])
     plain, _ = adapted(name, "plain", **KINDS[kind])
     step(model, batch)
-    merged, expected = (one.merge_and_unload(safe_merge=safe_merge) for one in (model, plain))
+    merged, expected = (one.merge_and_unload(safe_merge=kind == "dora") for one in (model, plain))
     found, wanted = merged.state_dict(), expected.state_dict()
     assert list(found) == list(wanted)
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
@@ -249,9 +216,7 @@ def test_merged_weights_are_those_of_a_plain_model(name: str, kind: str, order: 
         assert merged(**batch).loss.isfinite()
 
 
-@every_model
-@every_kind
-@every_order
+@every_case
 def test_training_after_a_merge_sees_the_merged_weights(name: str, kind: str, order: str) -> None:
     model, batch = adapted(name, order, **KINDS[kind])
     plain, _ = adapted(name, "plain", **KINDS[kind])
@@ -272,9 +237,7 @@ def test_training_after_a_merge_sees_the_merged_weights(name: str, kind: str, or
         assert abs(loss - plain(**batch).loss) < 0.05 * loss
 
 
-@every_model
-@every_kind
-@every_order
+@every_case
 def test_disabled_adapters_leave_the_converted_model(name: str, kind: str, order: str) -> None:
     alone, batch = base(name)
     convert(alone).eval()
@@ -318,15 +281,11 @@ def test_another_adapter_has_the_scales_of_the_former_until_training_goes_on() -
     assert delayed[1] > 3 * current[1]
 
 
-@every_model
-@every_kind
-@every_order
+@every_case
 def test_saved_adapters_are_those_of_a_plain_model(name: str, kind: str, order: str, tmp_path: Path) -> None:
     made = {order: adapted(name, order, **KINDS[kind])[0] for order in (order, "plain")}
-    for order_of_one, model in made.items():
-        model.save_pretrained(tmp_path / order_of_one)
-    files = sorted(path.name for path in (tmp_path / "plain").iterdir())
-    assert files == sorted(path.name for path in (tmp_path / order).iterdir())
+    for folder, model in made.items():
+        model.save_pretrained(tmp_path / folder)
     found, wanted = (load_file(tmp_path / one / "adapter_model.safetensors") for one in (order, "plain"))
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
@@ -385,11 +344,9 @@ def test_attention_of_torch(requested: bool) -> None:
 
 
 class Tuned(pl.LightningModule):
-    def __init__(self, order: str, requested: bool = False) -> None:
+    def __init__(self, order: str) -> None:
         super().__init__()
-        self.net, self.batch = adapted("llama", order, lora_dropout=0.1)
-        if requested:
-            convert(self.net, adapters=True)
+        self.net, self.batch = adapted("llama", order)
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -401,35 +358,23 @@ class Tuned(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-def batches() -> DataLoader[int]:
-    return DataLoader(range(4), batch_size=2)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_resumed_run_equals_the_whole_one(order: str, tmp_path: Path) -> None:
-    def run(model: Tuned, epochs: int, **resume: Any) -> pl.Trainer:
-        torch.manual_seed(5 + epochs)
-        trainer = make_trainer(tmp_path, max_epochs=epochs)
-        trainer.fit(model, batches(), **resume)
-        return trainer
+    def run(epochs: int, **resume: Any) -> tuple[Tuned, pl.Trainer]:
+        model, trainer = Tuned(order), make_trainer(tmp_path, max_epochs=epochs)
+        trainer.fit(model, DataLoader(range(4), batch_size=2), **resume)  # type: ignore[arg-type]
+        return model, trainer
 
-    whole, stopped, resumed = (Tuned(order) for _ in range(3))
-    for part in (whole, stopped, resumed):
-        for module in part.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-    run(whole, 3)
-    run(stopped, 2).save_checkpoint(tmp_path / "half.ckpt")
-    run(resumed, 3, ckpt_path=tmp_path / "half.ckpt")
+    whole, _ = run(3)
+    run(2)[1].save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = run(3, ckpt_path=tmp_path / "half.ckpt")
     assert torch.equal(torch.stack(whole.losses[4:]), torch.stack(resumed.losses))
     assert same(whole, resumed)
     assert is_fp8(adapter_layers(resumed)) == {False}
-    plain, _ = adapted("llama", "plain")
-    frozen = {name: p for name, p in plain.named_parameters() if not p.requires_grad}
-    trained = dict(resumed.net.named_parameters())
-    assert frozen
-    assert all(torch.equal(trained[name], p) for name, p in frozen.items())
-    assert all(not torch.equal(trained[name], p) for name, p in plain.named_parameters() if p.requires_grad)
+    plain, trained = adapted("llama", "plain")[0], dict(resumed.net.named_parameters())
+    assert {p.requires_grad for p in plain.parameters()} == {True, False}
+    for name, p in plain.named_parameters():
+        assert torch.equal(trained[name], p) is not p.requires_grad, name
 
 
 def test_compiled() -> None:

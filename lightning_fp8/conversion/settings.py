@@ -1,34 +1,52 @@
-"""Which products of which layers run in bf16, as set by the recipe, ``bf16_blocks`` and ``overrides``."""
+"""The settings of a conversion as users give them, and which products of which layers run in bf16 by them."""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from torch import nn
 
 from lightning_fp8.modules.paths import as_patterns, matches
+from lightning_fp8.ops.cuda.gemm_choice import check_gemm
 from lightning_fp8.ops.formats import PRODUCTS, Product
 from lightning_fp8.runtime.did_you_mean import did_you_mean
-from lightning_fp8.scaling.config import Override
-from lightning_fp8.scaling.recipe import ProductPrecision, Recipe
+from lightning_fp8.scaling.config import Override, check_frozen_weights
+from lightning_fp8.scaling.recipe import KINDS, ProductPrecision, Recipe
 
 # a precision for a layer, or for some of its products, by patterns on module paths
 Overrides = Mapping[str, str | Mapping[str, str]]
 _PRECISIONS: tuple[str, ...] = get_args(ProductPrecision)
 
 
-def as_overrides(overrides: Any) -> dict[str, dict[str, str]]:
-    """Overrides with one precision for each product that they set.
+def checked_settings(**settings: Any) -> dict[str, Any]:
+    """The settings that are not None, checked, each in one form.
+
+    Args:
+        settings: by the names of the arguments of :func:`lightning_fp8.convert`.
 
     Raises:
-        TypeError: for anything but a mapping of patterns.
-        ValueError: for an unknown product or precision.
-
-    >>> as_overrides({"*.down": {"wgrad": "bf16"}, "head": "fp8"})
-    {'*.down': {'wgrad': 'bf16'}, 'head': {'fprop': 'fp8', 'dgrad': 'fp8', 'wgrad': 'fp8'}}
+        TypeError, ValueError: for an invalid one; the message has its name, the rule and the value.
     """
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in _CHECKS.keys() & given.keys():
+        _CHECKS[name](given[name])
+    return {**given, **{name: _FORMS[name](given[name]) for name in _FORMS.keys() & given.keys()}}
+
+
+def _check_recipe(recipe: Any) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"`recipe` must be {KINDS}, got {type(recipe).__name__}: {recipe!r}.")
+
+
+def _check_min_features(value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"`min_features` must be an integer of at least 0, got {value!r}.")
+
+
+def _as_overrides(overrides: Any) -> dict[str, dict[str, str]]:
+    """Overrides with one precision for each product that they set."""
     if not isinstance(overrides, Mapping):
         raise TypeError(
             "`overrides` must be a mapping of patterns on module paths, such as"
@@ -54,8 +72,7 @@ def _by_product(pattern: str, chosen: Any) -> dict[str, str]:
     return by_product
 
 
-def as_bf16_blocks(value: Any) -> tuple[int, int]:
-    """ValueError for anything but two numbers of blocks."""
+def _as_bf16_blocks(value: Any) -> tuple[int, int]:
     is_pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
     if not is_pair or not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in value):
         raise ValueError(
@@ -66,16 +83,27 @@ def as_bf16_blocks(value: Any) -> tuple[int, int]:
     return first, last
 
 
-def all_overrides(
-    modules: Sequence[tuple[str, nn.Module]], overrides: Overrides, bf16_blocks: tuple[int, int]
-) -> tuple[Override, ...]:
-    """All overrides in the order in which they apply: ``bf16_blocks``, then ``overrides``.
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    "recipe": _check_recipe,
+    "gemm": check_gemm,
+    "min_features": _check_min_features,
+    "frozen_weights": check_frozen_weights,
+}
+_FORMS: dict[str, Callable[[Any], Any]] = {"overrides": _as_overrides, "bf16_blocks": _as_bf16_blocks}
+
+
+def resolved_overrides(
+    modules: Sequence[tuple[str, nn.Module]], settings: Mapping[str, Any]
+) -> tuple[Override, ...] | None:
+    """The overrides of checked settings in the order in which they apply; None if they have neither argument.
 
     Raises:
-        TypeError, ValueError: for invalid ones, or if there is no single longest list with enough blocks.
+        ValueError: if there is no single longest list with enough blocks.
     """
-    by_blocks = _of_blocks(modules, as_bf16_blocks(bf16_blocks))
-    by_pattern = as_overrides(overrides).items()
+    if settings.keys().isdisjoint(_FORMS):
+        return None
+    by_blocks = _of_blocks(modules, settings.get("bf16_blocks", (0, 0)))
+    by_pattern = settings.get("overrides", {}).items()
     return (*by_blocks, *(Override(pattern, chosen, f"`overrides`, {pattern!r}") for pattern, chosen in by_pattern))
 
 
@@ -117,6 +145,5 @@ def _of_blocks(modules: Sequence[tuple[str, nn.Module]], bf16_blocks: tuple[int,
     if first + last > most:
         raise ValueError(f"{asked}: the longest `nn.ModuleList`, {path!r}, has only {most} blocks.")
     for at in (*range(first), *range(most - last, most)):
-        block = ".".join(filter(None, (path, str(at))))
         source = f"{asked}: block {at} of {most} in {path!r}"
-        yield Override(glob.escape(block), dict.fromkeys(PRODUCTS, "bf16"), source)
+        yield Override(glob.escape(f"{path}.{at}" if path else str(at)), dict.fromkeys(PRODUCTS, "bf16"), source)
