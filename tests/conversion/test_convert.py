@@ -9,9 +9,10 @@ import torch
 from small_models import small_mlp
 from torch import nn
 
-from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8Precision, convert, describe, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, Fp8Precision, convert, describe, scaling_state, unconvert
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.plan import conversion_plan
+from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.runtime import device as fp8_device
 
 

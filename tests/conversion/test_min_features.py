@@ -17,18 +17,7 @@ from small_models import small_mlp
 from torch import nn
 
 import lightning_fp8
-from lightning_fp8 import (
-    Fp8FabricPrecision,
-    Fp8FSDPPrecision,
-    Fp8Precision,
-    convert,
-    describe,
-    export,
-    load_exported,
-    load_scales,
-    scaling_state,
-    unconvert,
-)
+from lightning_fp8 import Fp8Precision, convert, describe, export, load_exported, load_scales, scaling_state, unconvert
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.ops.cuda import gemm_table
 from lightning_fp8.plugins.fp8 import _say_once
@@ -84,8 +73,7 @@ def sized_layers() -> nn.Sequential:
 def test_by_default_layers_with_16_features_are_converted(setting: dict[str, Any], converted: int) -> None:
     expected = ["Fp8Linear"] * converted + ["Linear"] * (3 - converted)
     assert kinds(convert(sized_layers(), **setting)) == expected
-    for plugin in (Fp8Precision, Fp8FabricPrecision):
-        assert kinds(plugin(**setting).convert_module(sized_layers())) == expected
+    assert kinds(Fp8Precision(**setting).convert_module(sized_layers())) == expected
 
 
 def test_a_layer_left_alone_computes_as_before() -> None:
@@ -215,9 +203,8 @@ BAD = [-1, True, False, 1024.0, "1024", "auto", ""]
 def test_other_values_are_refused_by_name(value: Any) -> None:
     model = small_mlp()
     said = f"`min_features` must be an integer of at least 0, got {value!r}"
-    for plugin in (Fp8Precision, Fp8FSDPPrecision, Fp8FabricPrecision):
-        with pytest.raises(ValueError, match=said):
-            plugin(min_features=value)
+    with pytest.raises(ValueError, match=said):
+        Fp8Precision(min_features=value)
     with pytest.raises(ValueError, match=said):
         convert(model, min_features=value)
     assert type(model[0]) is nn.Linear
@@ -254,12 +241,11 @@ def test_a_plugin_converts_by_it(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 def test_fabric_and_fsdp_take_it_over(monkeypatch: pytest.MonkeyPatch) -> None:
     fabric = lf.Fabric(accelerator="cpu", devices=1, plugins=Fp8Precision(min_features=32))
-    assert isinstance(fabric._precision, Fp8FabricPrecision)
     assert scaling_state(fabric.setup(small_mlp())).module_names == ("0",)
     with_cuda(monkeypatch)
-    lightning_fp8.register()
+    lightning_fp8.plugins.register()
     made = trainer(accelerator="cuda", strategy="fsdp", plugins=Fp8Precision(min_features=32))
-    assert isinstance(made.precision_plugin, Fp8FSDPPrecision)
+    assert isinstance(made.precision_plugin, Fp8Precision)
     assert made.precision_plugin.min_features == 32
 
 

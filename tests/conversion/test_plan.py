@@ -12,7 +12,7 @@ from small_models import small_mlp
 from torch import nn
 from transformer_models import HUGGING_FACE
 
-from lightning_fp8 import DelayedScaling, Fp8FabricPrecision, Fp8Precision, convert, describe, scaling_state
+from lightning_fp8 import DelayedScaling, Fp8Precision, convert, describe, scaling_state
 from lightning_fp8.conversion.checkpoint_scales import load_scales
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.modules.base import Fp8Module
@@ -105,12 +105,11 @@ def test_a_conversion_scans_the_model_once(settings: Any, monkeypatch: pytest.Mo
     assert scans_of(model, lambda: describe(model, **settings), monkeypatch) == ["conversion_plan"]
 
 
-@pytest.mark.parametrize("plugin", [Fp8Precision, Fp8FabricPrecision])
 @pytest.mark.parametrize("settings", [{}, {"ignore_modules": ("2",)}, {"min_features": 32}])
-def test_a_plugin_scans_the_model_once(plugin: Any, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_scans_the_model_once(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_mlp()
     for _ in ("plain", "converted"):
-        made = plugin(**settings)
+        made = Fp8Precision(**settings)
         assert scans_of(model, lambda made=made: made.convert_module(model), monkeypatch) == ["conversion_plan"]
     assert made._states == [scaling_state(model)]
 

@@ -34,7 +34,6 @@ from lightning_fp8 import (
     describe,
     export,
     fall_back,
-    fallbacks,
     load_exported,
     scaling_state,
 )
@@ -342,7 +341,7 @@ def test_layers_that_fell_back(tmp_path: Path, fallen: tuple[str, ...]) -> None:
         assert weight in plain
         assert not {*scale_names(weight)} & tensors.keys()
     assert sorted(quantization(tmp_path / "out")["ignored_layers"]) == sorted(fallen)
-    assert fallbacks(loaded) == fallbacks(model)
+    assert scaling_state(loaded).fallbacks == scaling_state(model).fallbacks
 
 
 def test_conv1d_that_fell_back(tmp_path: Path) -> None:
@@ -485,7 +484,7 @@ def test_an_attention_that_is_fp8_in_part_of_somebody_elses(tmp_path: Path) -> N
     export(model, tmp_path)
     edited(tmp_path, lambda tensors: None, keep_metadata=False)
     loaded = load_exported(make(), tmp_path)
-    assert fallbacks(loaded) == ("self_attn.in_proj",)
+    assert scaling_state(loaded).fallbacks == ("self_attn.in_proj",)
 
 
 @pytest.mark.parametrize("margin", [0, 3])
@@ -544,7 +543,7 @@ def test_current_scaling_needs_no_scales_of_inputs(tmp_path: Path, dtype: torch.
         fresh["tied"].weight = fresh["head"].weight
         loaded = load_exported(convert(fresh, CurrentScaling()) if converted else fresh, tmp_path / "out")
         assert scaling_state(loaded).recipe == CurrentScaling()
-        assert fallbacks(loaded) == ("a.0",)
+        assert scaling_state(loaded).fallbacks == ("a.0",)
         for size in (1.0, 1e5):
             x = torch.randn(16, 32) * size
             same_outputs(model, loaded, lambda model, x=x: model["head"](model["a"](x)))

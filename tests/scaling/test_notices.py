@@ -19,7 +19,7 @@ from lit import TRUSTED, Regression, loader, long_window, make_trainer, seeded
 from small_models import small_mlp
 from torch import Tensor, nn
 
-from lightning_fp8 import convert, fall_back, fallbacks, load_scales, scaling_state
+from lightning_fp8 import convert, fall_back, load_scales, scaling_state
 
 OTHER_WEIGHTS = "evaluated with weights other than"
 WITHOUT_SCALES, WITHOUT_UPDATE, NONFINITE = (
@@ -436,7 +436,7 @@ def test_load_scales(form: str, tmp_path: Path) -> None:
             model.load_state_dict(source.state_dict())
             assert load_scales(model, saved) is model
             assert torch.equal(model.eval()(x), expected)
-            assert fallbacks(model) == ("2",)
+            assert scaling_state(model).fallbacks == ("2",)
 
 
 def test_load_scales_converts_what_the_checkpoint_knows() -> None:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from lightning_fp8 import DelayedScaling, ScalingState
+from lightning_fp8 import DelayedScaling
+from lightning_fp8.scaling import ScalingState
 
 INF, NAN = math.inf, math.nan
 INPUT, GRAD, WEIGHT = 0, 1, 2

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fp8 import ScalingState, convert, scaling_state
+from lightning_fp8 import convert, scaling_state
+from lightning_fp8.scaling import ScalingState
 
 
 def converted() -> nn.Linear:

@@ -20,7 +20,8 @@ from scales_in_numpy import NOTICES, ModelScales, ScaledLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import DelayedScaling, Fp8Linear, convert, fall_back, load_scales, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, convert, fall_back, load_scales, scaling_state, unconvert
+from lightning_fp8.modules import Fp8Linear
 
 WIDTH = 16
 LAYERS = ("a", "b", "c", "d")
