@@ -230,7 +230,8 @@ def scaling_state(module: nn.Module) -> ScalingState:
 def fall_back(module: nn.Module, name: str) -> None:
     """Run one layer's GEMMs without FP8 from its next forward on: in bf16 under autocast, else in its input's dtype.
 
-    The layer keeps its scales. Checkpoints record the fallback. To undo it, call ``unconvert`` and then ``convert``.
+    The layer keeps its scales. ``scaling_state(model).fallbacks`` names such layers, and checkpoints record them. To
+    undo it, call ``unconvert`` and then ``convert``.
 
     Args:
         module: a converted model.
@@ -240,15 +241,6 @@ def fall_back(module: nn.Module, name: str) -> None:
         ValueError: if the model is not converted, no converted layer has this name, or its weight is gathered in FP8.
     """
     scaling_state(module).fall_back(name)
-
-
-def fallbacks(module: nn.Module) -> tuple[str, ...]:
-    """Names of the layers of a converted model that have fallen back.
-
-    Raises:
-        ValueError: if the model is not converted.
-    """
-    return scaling_state(module).fallbacks
 
 
 def _attach(plan: ConversionPlan) -> ScalingState:

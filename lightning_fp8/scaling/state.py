@@ -186,7 +186,7 @@ class ScalingState(Joinable):
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """See :func:`lightning_fp8.fallbacks`."""
+        """Names of the layers that have fallen back."""
         return tuple(name for name, one in zip(self.module_names, self.precisions, strict=True) if not one.in_fp8)
 
     def fall_back(self, module_name: str) -> None:

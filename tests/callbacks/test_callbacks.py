@@ -24,12 +24,12 @@ from lightning_fp8 import (
     QuantizationProbe,
     ScaleFactorLogger,
     ScaleWatchdog,
-    ScalingState,
     convert,
     scaling_state,
 )
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.formats import ROLES
+from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scaling.statistics import QUANTITIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")

@@ -17,14 +17,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from lit import Regression, loader, make_trainer, seeded
 from torch import nn
 
-from lightning_fp8 import (
-    DtypeAudit,
-    QuantizationProbe,
-    RunRecord,
-    ScaleFactorLogger,
-    ScalingState,
-    scaling_state,
-)
+from lightning_fp8 import DtypeAudit, QuantizationProbe, RunRecord, ScaleFactorLogger, scaling_state
+from lightning_fp8.scaling import ScalingState
 
 # values by key and step
 Numbers = dict[str, dict[int, float]]

@@ -14,8 +14,9 @@ from sqnr import sqnr
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import Fp8Linear, QuantizationProbe, ScaleFactorLogger, scaling_state
+from lightning_fp8 import QuantizationProbe, ScaleFactorLogger, scaling_state
 from lightning_fp8.callbacks import quantization_probe
+from lightning_fp8.modules import Fp8Linear
 
 
 class Encoder(Regression):

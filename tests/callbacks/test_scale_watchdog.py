@@ -14,7 +14,7 @@ from processes import run_script
 from torch import Tensor, nn
 from watched_models import NEVER, Vanishing
 
-from lightning_fp8 import Fp8Precision, ScaleWatchdog, convert, fall_back, fallbacks, scaling_state
+from lightning_fp8 import Fp8Precision, ScaleWatchdog, convert, fall_back, scaling_state
 from lightning_fp8.callbacks.watch import CONDITIONS, Findings, Limits, Watch
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.ops.formats import DELAYED_ROLES
@@ -254,7 +254,7 @@ def test_fallback_moves_the_layer_and_a_resumed_run_keeps_it(tmp_path: Path) -> 
     )
     with pytest.warns(UserWarning, match=r"turned into zero.*\n  In bf16 from now on: net.0\."):
         trainer.fit(model, loader())
-    assert fallbacks(model) == ("net.0",)
+    assert scaling_state(model).fallbacks == ("net.0",)
     trainer.save_checkpoint(tmp_path / "fallen.ckpt")
 
     whole = seeded(Vanishing)
@@ -263,11 +263,11 @@ def test_fallback_moves_the_layer_and_a_resumed_run_keeps_it(tmp_path: Path) -> 
     # without the callback
     resumed = seeded(Vanishing)
     make_trainer(tmp_path, max_epochs=4).fit(resumed, loader(), ckpt_path=tmp_path / "fallen.ckpt")
-    assert fallbacks(resumed) == ("net.0",)
+    assert scaling_state(resumed).fallbacks == ("net.0",)
     assert torch.equal(torch.stack(whole.losses[8:]), torch.stack(resumed.losses))
     evaluated = seeded(Vanishing)
     make_trainer(tmp_path).validate(evaluated, loader(), ckpt_path=tmp_path / "fallen.ckpt", verbose=False)
-    assert fallbacks(evaluated) == ("net.0",)
+    assert scaling_state(evaluated).fallbacks == ("net.0",)
 
 
 def test_a_run_resumed_with_fallbacks_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -287,7 +287,7 @@ def test_what_no_single_layer_is_to_blame_for_moves_none(model: Any, condition: 
     options = {**NEVER, "nonfinite_steps": 2, "stale_steps": 4}
     with pytest.warns(UserWarning, match=condition) as caught:
         fit(tmp_path, ScaleWatchdog("fallback", 4, **options), fitted)
-    assert fallbacks(fitted) == ()
+    assert scaling_state(fitted).fallbacks == ()
     assert all("from now on" not in str(warning.message) for warning in caught)
 
 
@@ -427,7 +427,7 @@ import warnings
 import torch, torch.distributed as dist
 from lit import loader, make_trainer, seeded
 from watched_models import NEVER, Vanishing
-from lightning_fp8 import ScaleWatchdog, fallbacks, scaling_state
+from lightning_fp8 import ScaleWatchdog, scaling_state
 
 
 class OnOneRank(Vanishing):
@@ -445,7 +445,7 @@ with warnings.catch_warnings(record=True) as caught:
 if dist.get_rank() == 0:
     open({path!r} + "/warnings", "w").write("".join(str(warning.message) for warning in caught))
 state = scaling_state(model)
-torch.save((fallbacks(model) + state.current_modules, state.scale, model.net[0].weight.detach()),
+torch.save((scaling_state(model).fallbacks + state.current_modules, state.scale, model.net[0].weight.detach()),
            {path!r} + f"/rank{{dist.get_rank()}}.pt")
 """
 

@@ -18,10 +18,9 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from lightning.pytorch.trainer.states import RunningStage
 from lit import Regression, loader, make_trainer, seeded
 
-from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8FSDPPrecision, Fp8Precision
+from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision
 from lightning_fp8.callbacks.throughput_monitor import Fp8ThroughputMonitor, dense_fp8_flops
 from lightning_fp8.examples import ByteGPT
-from lightning_fp8.plugins.trainer import FSDP_PLUGINS
 
 H100 = "NVIDIA H100 80GB HBM3"
 H100_SLICE = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
@@ -70,10 +69,7 @@ def peak_and_warnings(*args: Any, **kwargs: Any) -> tuple[float | None, list[str
         (Fp8Precision(compute_dtype="float32"), 66.9, 1979),
         (Bf16MixedPrecision(), 989.4, 989.4),
         (Bf16TruePrecision(), 989.4, 989.4),
-        (Fp8FSDPPrecision(), 66.9, 1979),
-        (Fp8FSDPPrecision(reduce_dtype="bfloat16"), 989.4, 1979),
-        (FSDP_PLUGINS["bf16-mixed"](), 66.9, 989.4),
-        (FSDP_PLUGINS["bf16-true"](), 66.9, 989.4),
+        (Fp8Precision(reduce_dtype="bfloat16"), 989.4, 1979),
     ],
 )
 def test_the_peak_is_that_of_the_precision_where_the_stock_monitor_takes_fp32(

@@ -26,7 +26,6 @@ from lightning_fp8 import (
     describe,
     export,
     fall_back,
-    fallbacks,
     scaling_state,
     unconvert,
 )
@@ -69,7 +68,7 @@ def test_a_tensor_that_grows_is_clipped_no_more(tmp_path: Path) -> None:
     assert len(said) == 1
     assert said[0].endswith("\n  With current scaling from now on: net.0.")
     assert logged(logger) == [(1, 0, 1, 0), (0, 0, 1, 0), (0, 0, 1, 0)]
-    assert fallbacks(model) == ()
+    assert scaling_state(model).fallbacks == ()
     rows = {row.path: row for row in describe(model)}
     assert "moved to current scaling: net.0" in rows["net.0"].reason
     assert "current" not in rows["net.2"].reason
@@ -89,7 +88,7 @@ def test_what_it_does_not_help_moves_to_bf16(tmp_path: Path) -> None:
     # two checks in a row for each move
     in_current, in_bf16 = [(0, 1, 1, 0), (0, 0, 1, 0)], [(0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 0, 1)]
     assert logged(logger) == [(0, 0, 0, 0), *in_current, *in_bf16]
-    assert fallbacks(model) == ("net.0",)
+    assert scaling_state(model).fallbacks == ("net.0",)
     assert "fell back to bf16: net.0" in describe(model)[0].reason
 
 
@@ -212,7 +211,7 @@ def test_other_recipes_fall_back_and_say_so_once(tmp_path: Path) -> None:
     assert len(said) == 2
     assert "all layers are scaled by their own values already: `action='current'` moves a layer" in said[0]
     assert said[1].endswith("In bf16 from now on: net.0.")
-    assert fallbacks(model) == ("net.0",)
+    assert scaling_state(model).fallbacks == ("net.0",)
 
 
 def test_an_export_has_no_scales_for_them(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from small_models import small_mlp
 from torch import Tensor, nn
 
-from lightning_fp8 import convert, fall_back, fallbacks, load_scales, scaling_state
+from lightning_fp8 import convert, fall_back, load_scales, scaling_state
 
 ENTRY = "The scaling state of '2.input' must hold single real numbers, and a list of them in `amax_history`, as tensors"
 
@@ -48,7 +48,7 @@ def test_load_scales(form: str, tmp_path: Path) -> None:
             model.load_state_dict(source.state_dict())
             assert load_scales(model, saved) is model
             assert torch.equal(model.eval()(x), expected)
-            assert fallbacks(model) == ("2",)
+            assert scaling_state(model).fallbacks == ("2",)
 
 
 def test_a_plain_model_is_converted_where_the_checkpoint_has_scales() -> None:

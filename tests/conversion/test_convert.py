@@ -12,7 +12,8 @@ from small_models import small_mlp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8Precision, convert, describe, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, Fp8Precision, convert, describe, scaling_state, unconvert
+from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.runtime import device as fp8_device
 
 

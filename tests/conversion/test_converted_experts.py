@@ -18,9 +18,10 @@ from transformer_models import HuggingFace
 from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from lightning_fp8 import Fp8Linear, convert, describe, export, load_exported, scaling_state
+from lightning_fp8 import convert, describe, export, load_exported, scaling_state
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
+from lightning_fp8.modules import Fp8Linear
 
 ROUTER = "a router: rounded to FP8, its outputs would choose other experts"
 

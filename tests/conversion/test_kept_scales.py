@@ -14,7 +14,7 @@ import torch
 from lit import Regression, loader, make_trainer, seeded
 from torch import nn
 
-from lightning_fp8 import convert, fallbacks, scaling_state
+from lightning_fp8 import convert, scaling_state
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_layers_that_fell_back_stay_in_bf16_and_are_named(
     model = Regression.load_from_checkpoint(tmp_path / "run.ckpt")
     with caplog.at_level("INFO"):
         make_trainer(tmp_path).validate(model, loader(), verbose=False)
-    assert fallbacks(model) == ("net.2",)
+    assert scaling_state(model).fallbacks == ("net.2",)
     assert "1 layers fell back to bf16 in the run that saved this checkpoint, and stay there: net.2." in caplog.text
 
 

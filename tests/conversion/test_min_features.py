@@ -18,15 +18,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import lightning_fp8
-from lightning_fp8 import (
-    Fp8FabricPrecision,
-    Fp8FSDPPrecision,
-    Fp8Precision,
-    convert,
-    describe,
-    scaling_state,
-    unconvert,
-)
+from lightning_fp8 import Fp8Precision, convert, describe, scaling_state, unconvert
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.scaling.state import LAYOUT
 from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
@@ -67,8 +59,7 @@ def sized_layers() -> nn.Sequential:
 def test_by_default_layers_with_16_features_are_converted(number: int | None, converted: int) -> None:
     expected = ["Fp8Linear"] * converted + ["Linear"] * (3 - converted)
     assert kinds(convert(sized_layers(), min_features=number)) == expected
-    for plugin in (Fp8Precision, Fp8FabricPrecision):
-        assert kinds(plugin(min_features=number).convert_module(sized_layers())) == expected
+    assert kinds(Fp8Precision(min_features=number).convert_module(sized_layers())) == expected
 
 
 @pytest.mark.parametrize(
@@ -158,9 +149,8 @@ def test_nothing_left_names_the_number_and_the_largest() -> None:
 @pytest.mark.parametrize("value", [-1, True, 1024.0, "auto"])
 def test_other_values_are_refused_by_name(value: Any) -> None:
     said = f"`min_features` must be an integer of at least 0, got {value!r}"
-    for plugin in (Fp8Precision, Fp8FSDPPrecision, Fp8FabricPrecision):
-        with pytest.raises(ValueError, match=said):
-            plugin(min_features=value)
+    with pytest.raises(ValueError, match=said):
+        Fp8Precision(min_features=value)
     with pytest.raises(ValueError, match=said):
         convert(small_mlp(), min_features=value)
 
@@ -188,9 +178,9 @@ def test_fabric_and_fsdp_take_it_over(monkeypatch: pytest.MonkeyPatch) -> None:
     fabric = lf.Fabric(accelerator="cpu", devices=1, plugins=Fp8Precision(min_features=32))
     assert scaling_state(fabric.setup(small_mlp())).module_names == ("0",)
     with_cuda(monkeypatch)
-    lightning_fp8.register()
+    lightning_fp8.plugins.register()
     made = trainer(accelerator="cuda", strategy="fsdp", plugins=Fp8Precision(min_features=32))
-    assert isinstance(made.precision_plugin, Fp8FSDPPrecision)
+    assert isinstance(made.precision_plugin, Fp8Precision)
     assert made.precision_plugin.min_features == 32
 
 

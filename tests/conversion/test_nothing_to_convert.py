@@ -16,9 +16,8 @@ from lit import Averaging, Regression, loader, long_window, make_trainer, seeded
 from torch import Tensor, nn
 
 import lightning_fp8
-from lightning_fp8 import Fp8FSDPPrecision, Fp8Precision, scaling_state
+from lightning_fp8 import Bf16MixedPrecision, Fp8Precision, scaling_state
 from lightning_fp8.conversion.convert import is_converted
-from lightning_fp8.plugins.trainer import FSDP_PLUGINS
 from lightning_fp8.runtime.warn_once import warn_once
 
 NO_LAYER = "fp8-delayed: no layer runs in FP8, and the model computes in torch.bfloat16"
@@ -104,9 +103,8 @@ def test_one_plugin_for_a_model_with_scales_and_one_without(tmp_path: Path) -> N
 
 
 @silent
-@pytest.mark.parametrize("plugin", [Fp8Precision, Fp8FSDPPrecision])
-def test_a_gather_in_fp8_has_nothing_to_gather(plugin: Any) -> None:
-    model, made = Convolution(), plugin(fp8_all_gather=True)
+def test_a_gather_in_fp8_has_nothing_to_gather() -> None:
+    model, made = Convolution(), Fp8Precision(fp8_all_gather=True)
     made.convert_module(model)
     made.connect(model, [], [])
     with made.forward_context():
@@ -149,7 +147,7 @@ def test_a_checkpoint_with_scales_is_refused_by_name(tmp_path: Path) -> None:
         without.fit(seeded(), loader(), ckpt_path=path)
     # bf16 does not use scales
     make_trainer(tmp_path, max_epochs=2, precision="bf16-mixed").fit(seeded(), loader(), ckpt_path=path)
-    FSDP_PLUGINS["bf16-mixed"]().load_state_dict(torch.load(path, weights_only=True)["Fp8Precision"])
+    Bf16MixedPrecision().load_state_dict(torch.load(path, weights_only=True)["Fp8Precision"])
 
 
 @silent

@@ -12,15 +12,7 @@ from small_models import small_mlp
 from torch import nn
 from transformer_models import HUGGING_FACE
 
-from lightning_fp8 import (
-    DelayedScaling,
-    Fp8FabricPrecision,
-    Fp8Precision,
-    convert,
-    describe,
-    load_scales,
-    scaling_state,
-)
+from lightning_fp8 import DelayedScaling, Fp8Precision, convert, describe, load_scales, scaling_state
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import plain_path
@@ -99,7 +91,7 @@ def test_a_conversion_scans_the_model_once(settings: Any, monkeypatch: pytest.Mo
         assert scans_of(model, lambda: convert(model, **settings), monkeypatch) == 1
     assert scans_of(model, lambda: describe(model, **settings), monkeypatch) == 1
     model = small_mlp()
-    for plugin in (Fp8Precision(**settings), Fp8FabricPrecision(**settings)):
+    for plugin in (Fp8Precision(**settings), Fp8Precision(**settings)):
         assert scans_of(model, lambda plugin=plugin: plugin.convert_module(model), monkeypatch) == 1
         assert plugin._states == [scaling_state(model)]
 

@@ -15,7 +15,8 @@ import torch
 from lit import Regression, loader, make_trainer, seeded
 from torch import Tensor, nn
 
-from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Linear, Fp8Precision
+from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision
+from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, PRECISIONS
 from lightning_fp8.plugins.trainer import PLUGINS
 

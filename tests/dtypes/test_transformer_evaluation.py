@@ -291,9 +291,9 @@ def test_trainer_validates_what_it_trains(tmp_path: Path, precision: Any) -> Non
 
 
 def test_lightnings_own_bf16_mixed_fails_in_validation(tmp_path: Path) -> None:
-    lightning_fp8.unregister()
+    lightning_fp8.plugins.unregister()
     try:
         with pytest.raises(RuntimeError, match=r"expected scalar type|same dtype"):
             make_trainer(tmp_path, precision="bf16-mixed").fit(seeded(Padded), loader(), loader())
     finally:
-        lightning_fp8.register()
+        lightning_fp8.plugins.register()

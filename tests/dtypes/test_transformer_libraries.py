@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from transformer_models import MODELS, Batch, made
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import Fp8Linear, Fp8Precision, describe, scaling_state
-from lightning_fp8.modules import functional
+from lightning_fp8 import Fp8Precision, describe, scaling_state
+from lightning_fp8.modules import Fp8Linear, functional
 from lightning_fp8.modules.conv1d import Fp8Conv1D
 from lightning_fp8.plugins.trainer import PLUGINS
 

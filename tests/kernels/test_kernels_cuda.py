@@ -24,10 +24,11 @@ from torch import Tensor
 
 from kernels_cuda import casts, scales, source
 from kernels_cuda.casts import Row, Weight, column_sum_tiles, variant
-from lightning_fp8 import DelayedScaling, ScalingState
+from lightning_fp8 import DelayedScaling
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.amaxes import max_abs, scale_of_current
 from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.scaling import ScalingState
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT_MAX = torch.finfo(torch.float32).max

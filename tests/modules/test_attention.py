@@ -11,7 +11,8 @@ from pairwise import pairwise
 from sqnr import sqnr
 from torch import Tensor, nn
 
-from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8MultiheadAttention, convert, describe, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, convert, describe, scaling_state, unconvert
+from lightning_fp8.modules import Fp8Linear, Fp8MultiheadAttention
 from lightning_fp8.modules.weight_copy import WeightCopyMultiheadAttention, drop_copies, keep_copies
 
 WIDTH, HEADS, BATCH, LENGTH, SOURCE = 32, 4, 3, 6, 5

@@ -15,8 +15,9 @@ from lit import Averaging, Regression, loader, long_window, make_trainer, needs_
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from lightning_fp8 import ScalingState, convert, scaling_state, unconvert
+from lightning_fp8 import convert, scaling_state, unconvert
 from lightning_fp8.conversion.convert import is_converted
+from lightning_fp8.scaling import ScalingState
 
 # Lightning 2.5 lacks it
 Ema: Any = getattr(callbacks, "EMAWeightAveraging", None)

@@ -12,7 +12,8 @@ from torch import nn
 from transformer_models import made
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import DelayedScaling, Fp8Linear, convert, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, convert, scaling_state, unconvert
+from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.modules.conv1d import Fp8Conv1D
 
 

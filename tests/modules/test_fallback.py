@@ -13,7 +13,7 @@ from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import DelayedScaling, convert, describe, fall_back, fallbacks, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, convert, describe, fall_back, scaling_state, unconvert
 
 
 def step(model: nn.Module, x: Tensor, run: Callable[..., Any] | None = None) -> tuple[Tensor, list[Tensor]]:
@@ -64,7 +64,7 @@ def test_only_the_layer_that_fell_back_leaves_fp8(backend: str | None, monkeypat
     step(model, x, run)
     scaling_state(model).update()
     fall_back(model, "2")
-    assert fallbacks(model) == ("2",)
+    assert scaling_state(model).fallbacks == ("2",)
     # the same history for the layer that stays in FP8
     fresh, other = scaling_state(model), scaling_state(reference)
     other.copy_module(0, fresh, 0)
@@ -163,8 +163,8 @@ def test_copies_keep_it_each_for_itself() -> None:
     fall_back(model, "0")
     copied = copy.deepcopy(model)
     fall_back(copied, "2")
-    assert fallbacks(model) == ("0",)
-    assert fallbacks(copied) == ("0", "2")
+    assert scaling_state(model).fallbacks == ("0",)
+    assert scaling_state(copied).fallbacks == ("0", "2")
     assert not copied[2].in_fp8
     assert model[2].in_fp8
 
@@ -208,10 +208,10 @@ def test_taking_in_more_layers_keeps_it_and_undoing_forgets_it() -> None:
     convert(model, ignore_modules=("0",))
     fall_back(model, "1")
     convert(model)
-    assert fallbacks(model) == ("1",)
+    assert scaling_state(model).fallbacks == ("1",)
     unconvert(model)
     convert(model, DelayedScaling(margin=1))
-    assert fallbacks(model) == ()
+    assert scaling_state(model).fallbacks == ()
 
 
 def test_describe_and_unknown_names() -> None:

@@ -11,7 +11,8 @@ import torch
 from sqnr import sqnr
 from torch import Tensor, nn
 
-from lightning_fp8 import DelayedScaling, Fp8Linear, convert, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, convert, scaling_state, unconvert
+from lightning_fp8.modules import Fp8Linear
 
 
 def pair(inputs: int, outputs: int, bias: bool = True) -> tuple[nn.Linear, Fp8Linear]:

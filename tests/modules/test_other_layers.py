@@ -11,7 +11,8 @@ from sqnr import sqnr
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from lightning_fp8 import Bf16TruePrecision, Fp8Linear, Fp8Precision, convert, describe, scaling_state, unconvert
+from lightning_fp8 import Bf16TruePrecision, Fp8Precision, convert, describe, scaling_state, unconvert
+from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import PLUGINS
 from lightning_fp8.scaling.recipe import RECIPES

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fp8 import Fp8Linear, convert, scaling_state, weights_unchanged
-from lightning_fp8.modules import functional
+from lightning_fp8 import convert, scaling_state, weights_unchanged
+from lightning_fp8.modules import Fp8Linear, functional
 from lightning_fp8.modules.weight_cast import vouching
 from lightning_fp8.modules.weights_unchanged import casts_of
 

@@ -12,10 +12,11 @@ from copied_bytes import copied_bytes
 from fp8_numpy import cast_in_blocks, code_values
 from torch import Tensor
 
-from lightning_fp8 import BlockScaling, ScalingState, ops
+from lightning_fp8 import BlockScaling, ops
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda.plain import as_torch_takes, check_blocks, product_of_blocks
 from lightning_fp8.ops.operand import Fp8Tensor, OwnScaling, Slot, WeightSlot
+from lightning_fp8.scaling import ScalingState
 
 # rows, columns: empty, less than a block, a block, several, with partial blocks at the end
 SHAPES = [(0, 40), (1, 1), (3, 128), (129, 40), (300, 257)]

@@ -9,12 +9,13 @@ import torch
 from fp8_numpy import code_values, saturating_cast
 from slots import slot_of
 
-from lightning_fp8 import DelayedScaling, ScalingState, ops
+from lightning_fp8 import DelayedScaling, ops
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.dequantize import DEQUANTIZED_SHIFT, dequantize, has_nan
 from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.scaling import ScalingState
 
 SCALES = [1.0, 0.37, 224.0, 1e-3, 3.0e38, 1.2e-38]
 

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from kernels_cuda import casts, scales
 from kernels_cuda.launch import Kernel
 from kernels_cuda.load import load
-from lightning_fp8 import DelayedScaling, ScalingState, convert, ops, scaling_state
+from lightning_fp8 import DelayedScaling, convert, ops, scaling_state
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import kernels, plain, self_test
 from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.scaling import ScalingState
 
 pytestmark = pytest.mark.cuda
 GUARD = 64

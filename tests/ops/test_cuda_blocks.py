@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels_cuda import block_casts, casts, gemm_variants
-from lightning_fp8 import BlockScaling, ScalingState, convert, ops, scaling_state
+from lightning_fp8 import BlockScaling, convert, ops, scaling_state
 from lightning_fp8.ops import blocks, reference
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import gemm_choice, plain, self_test_blocks, self_test_gemm
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.ops.operand import Fp8Tensor, OwnScaling, Slot, WeightSlot
+from lightning_fp8.scaling import ScalingState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 CPU = torch.device("cpu")

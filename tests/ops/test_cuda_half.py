@@ -25,12 +25,13 @@ from torch import Tensor, nn
 
 from kernels_cuda import casts
 from kernels_cuda.launch import Kernel
-from lightning_fp8 import BlockScaling, DelayedScaling, ScalingState, convert, scaling_state, unconvert
+from lightning_fp8 import BlockScaling, DelayedScaling, convert, scaling_state, unconvert
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scaling.recipe import Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")

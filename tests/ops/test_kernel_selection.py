@@ -19,11 +19,12 @@ from kernels_cuda import casts, gemm_variants, load, scales
 from kernels_cuda.compile import CompileError, KernelsUnavailable
 from kernels_cuda.gemm import Operand
 from kernels_cuda.launch import Kernel
-from lightning_fp8 import DelayedScaling, ScalingState
+from lightning_fp8 import DelayedScaling
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import kernels, plain, self_test, self_test_gemm
 from lightning_fp8.runtime.warn_once import warn_once
+from lightning_fp8.scaling import ScalingState
 
 CPU = torch.device("cpu")
 

@@ -20,11 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kernels_cuda import gemm_variants
-from lightning_fp8 import DelayedScaling, ScalingState, ops
+from lightning_fp8 import DelayedScaling, ops
 from lightning_fp8.ops import library
 from lightning_fp8.ops.cuda import gemm_choice, plain
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.ops.operand import WeightSlot
+from lightning_fp8.scaling import ScalingState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 # rows, outputs and inputs: all different from each other, and so are their multiples of 16

@@ -20,13 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_fp8 import DelayedScaling, ScalingState, ops
+from lightning_fp8 import DelayedScaling, ops
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm, plain
 from lightning_fp8.ops.dequantize import dequantize, keep_values
 from lightning_fp8.ops.library import Operator, is_watched
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Fp8Tensor, Layer, OwnScaling, WeightSlot, by_columns
+from lightning_fp8.scaling import ScalingState
 
 GRAD, WEIGHT = 1, 2
 SIZES = [(32, 16, 48), (1, 1, 1), (17, 15, 129), (130, 33, 7), (5, 3, 0), (0, 16, 32)]

@@ -16,7 +16,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import Fp8Linear, convert, fall_back, ops, weights_unchanged
+from lightning_fp8 import convert, fall_back, ops, weights_unchanged
+from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.modules.prepared_weights import prepared
 from lightning_fp8.modules.weights_unchanged import all_gemms
 from lightning_fp8.ops import basic

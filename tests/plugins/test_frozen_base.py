@@ -17,9 +17,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import Fp8FabricPrecision, Fp8FSDPPrecision, Fp8Precision, ScaleFactorLogger, convert
+from lightning_fp8 import Fp8Precision, ScaleFactorLogger, convert
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
-from lightning_fp8.plugins.fabric import Fp8FabricFSDPPrecision
 
 LAYERS = ("attention.in_proj", "attention.out_proj", "mlp.0", "mlp.2", "conv", "query.base")
 
@@ -111,7 +110,7 @@ def test_the_scales_are_logged(tmp_path: Path) -> None:
 def test_fabric() -> None:
     losses = []
     for how in ("master", "fp8"):
-        plugin = Fp8FabricPrecision(frozen_weights=how, ignore_modules=ADAPTERS)  # type: ignore[arg-type]
+        plugin = Fp8Precision(frozen_weights=how, ignore_modules=ADAPTERS)  # type: ignore[arg-type]
         fabric = Fabric(accelerator="cpu", devices=1, plugins=plugin)
         model = on_frozen_base()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -124,12 +123,6 @@ def test_fabric() -> None:
         losses.append(loss)
         assert len(payloads(model)) == (6 if how == "fp8" else 0)
     assert torch.equal(*losses)
-
-
-def test_fsdp_is_refused() -> None:
-    for kind in (Fp8FSDPPrecision, Fp8FabricFSDPPrecision):
-        with pytest.raises(ValueError, match="`frozen_weights='fp8'` does not work under FSDP"):
-            kind(**Fp8Precision(frozen_weights="fp8").settings)
 
 
 def from_yaml(folder: Path, frozen_weights: str) -> Any:

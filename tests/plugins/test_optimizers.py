@@ -16,8 +16,9 @@ from lit import Regression, make_trainer, same, seeded
 from torch import Tensor, nn
 from transformers.optimization import Adafactor
 
-from lightning_fp8 import ScalingState, convert, scaling_state
+from lightning_fp8 import convert, scaling_state
 from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.scaling import ScalingState
 
 EPOCHS, STEPS = 3, 12
 Parameters = Iterator[nn.Parameter]

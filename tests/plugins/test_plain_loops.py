@@ -17,7 +17,9 @@ from repository import ROOT
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fp8 import Fp8Linear, ScalingState, convert, scaling_state
+from lightning_fp8 import convert, scaling_state
+from lightning_fp8.modules import Fp8Linear
+from lightning_fp8.scaling import ScalingState
 
 Batches = list[tuple[Tensor, Tensor]]
 

@@ -17,7 +17,6 @@ from torch import nn
 
 from lightning_fp8 import (
     CurrentScaling,
-    Fp8FabricPrecision,
     Fp8Precision,
     QuantizationProbe,
     ScaleFactorLogger,
@@ -28,6 +27,7 @@ from lightning_fp8 import (
     load_exported,
     scaling_state,
 )
+from lightning_fp8.plugins.fabric import FabricPrecision
 
 
 class Deep(Regression):
@@ -80,7 +80,7 @@ def test_yaml_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_plugin_keeps_them_for_another_front_end_and_a_converted_model() -> None:
     plugin = Fp8Precision(overrides={"*.down": {"wgrad": "bf16"}}, bf16_blocks=(1, 0))
-    other = Fp8FabricPrecision(**plugin.settings)
+    other = FabricPrecision(plugin)
     model = other.convert_module(Deep())
     # without the arguments, a plugin leaves a converted model unchanged
     found = products(model)

@@ -29,10 +29,10 @@ from warm import run_warm
 
 import lightning_fp8
 from lightning_fp8 import DelayedScaling, callbacks, convert, scaling_state
-from lightning_fp8.plugins.fabric import FABRIC_PLUGINS
+from lightning_fp8.plugins.fabric import FabricPrecision
 from lightning_fp8.plugins.front_ends import MIRRORS
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, PRECISIONS
-from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
+from lightning_fp8.plugins.trainer import PLUGINS
 
 THEIRS = {**dict.fromkeys(FP8_PRECISIONS, Precision), "bf16-mixed": MixedPrecision, "bf16-true": HalfPrecision}
 
@@ -73,7 +73,7 @@ for name, plugin in PLUGINS.items():
     assert made(plugins=given) is given
     assert lightning_fabric.Fabric(accelerator="cpu", precision=name)._precision.precision == name
 finders = len(sys.meta_path)
-lightning_fp8.unregister()
+lightning_fp8.plugins.unregister()
 assert len(sys.meta_path) == finders
 assert type(made(precision="bf16-mixed")).__module__.startswith("pytorch_lightning.")
 for kwargs in ({"precision": "fp8-delayed"}, {"plugins": lightning_fp8.Fp8Precision()}):
@@ -83,7 +83,7 @@ for kwargs in ({"precision": "fp8-delayed"}, {"plugins": lightning_fp8.Fp8Precis
         assert "is invalid" in str(error) or "Expected one of: Precision" in str(error)
     else:
         raise AssertionError(kwargs)
-lightning_fp8.register()
+lightning_fp8.plugins.register()
 assert type(made(precision="fp8-delayed")) is lightning_fp8.Fp8Precision
 """
 
@@ -121,7 +121,7 @@ for union, literal in types():
     assert literal is None or {*strings, "bf16-mixed"} <= {*get_args(literal)}
     assert all(accepts(union, string) for string in (*strings, "bf16-mixed", "32-true", 16))
     assert not accepts(union, "fp8")
-lightning_fp8.unregister()
+lightning_fp8.plugins.unregister()
 for union, literal in types():
     assert (len(get_args(union)), accepts(union, "bf16-mixed")) == (3, True)
     assert not any(accepts(annotation, string) for annotation in (union, literal) for string in strings)
@@ -139,7 +139,7 @@ def test_types_by_which_packages_check_a_precision(order: str) -> None:
 def test_unregister_leaves_no_finder_behind() -> None:
     program = (
         "import sys\nbefore = list(sys.meta_path)\nimport lightning_fp8\nassert len(sys.meta_path) == len(before) + 2\n"
-        "lightning_fp8.unregister()\nassert sys.meta_path == before\nimport pytorch_lightning\n"
+        "lightning_fp8.plugins.unregister()\nassert sys.meta_path == before\nimport pytorch_lightning\n"
         "assert not isinstance(lightning_fp8.Fp8Precision(), pytorch_lightning.plugins.Precision)"
     )
     ran = run_warm("-c", program)
@@ -155,8 +155,9 @@ def test_plugins_are_of_both_names(precision: str) -> None:
     # the same object in either Trainer
     assert pl.Trainer(plugins=plugin, **QUIET).precision_plugin is plugin
     fabric = lightning_fabric.Fabric(accelerator="cpu", plugins=PLUGINS[precision](keep_fp32=["head"]))
-    assert type(fabric._precision) is FABRIC_PLUGINS[precision]
-    assert fabric._precision.keep_fp32 == ("head",)  # type: ignore[attr-defined]
+    assert type(fabric._precision) is FabricPrecision
+    assert isinstance(fabric._precision, lightning_fabric.plugins.precision.fsdp.FSDPPrecision)
+    assert fabric._precision.plugin.keep_fp32 == ("head",)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -164,7 +165,7 @@ def test_fsdp(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     with_cuda(monkeypatch, (mirror, lightning_fabric))
     for choice in ({"precision": precision}, {"plugins": PLUGINS[precision](keep_fp32=["head"])}):
         plugin = trainer(accelerator="cuda", strategy="fsdp", **choice).precision_plugin
-        assert type(plugin) is FSDP_PLUGINS[precision]
+        assert type(plugin) is PLUGINS[precision]
         assert isinstance(plugin, FSDPPrecision)
         assert plugin.keep_fp32 == (("head",) if "plugins" in choice else ())
 
@@ -282,11 +283,11 @@ def test_unregister_restores_the_other_name_exactly() -> None:
             if not isinstance(owner, dict)
         ]
         places += [inspect.unwrap(mirror.Trainer.__init__).__annotations__["precision"], mirror.Trainer.fit]
-        kinds = [*PLUGINS.values(), *FSDP_PLUGINS.values(), *(getattr(callbacks, name) for name in callbacks.__all__)]
+        kinds = [*PLUGINS.values(), FabricPrecision, *(getattr(callbacks, name) for name in callbacks.__all__)]
         return places + [kind.__mro__ for kind in kinds]
 
     registered = seam()
-    lightning_fp8.unregister()
+    lightning_fp8.plugins.unregister()
     try:
         original = seam()
         assert not any("lightning_fp8" in getattr(place, "__globals__", {}).get("__name__", "") for place in original)
@@ -295,32 +296,32 @@ def test_unregister_restores_the_other_name_exactly() -> None:
         with pytest.raises(ValueError, match="is invalid"):
             trainer(precision="fp8-delayed")
     finally:
-        lightning_fp8.register()
+        lightning_fp8.plugins.register()
     again = seam()
     assert [place for place in again if isinstance(place, tuple)] == [
         place for place in registered if isinstance(place, tuple)
     ]
-    lightning_fp8.unregister()
+    lightning_fp8.plugins.unregister()
     try:
         assert all(a is b or a == b for a, b in zip(seam(), original, strict=True))
     finally:
-        lightning_fp8.register()
+        lightning_fp8.plugins.register()
 
 
 def test_a_version_without_the_seam_is_told_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    lightning_fp8.unregister()
+    lightning_fp8.plugins.unregister()
     monkeypatch.delattr(_AcceleratorConnector, "_check_and_init_precision")
     name = (
         "`pytorch_lightning.trainer.connectors.accelerator_connector._AcceleratorConnector._check_and_init_precision`"
     )
     with pytest.warns(UserWarning, match="lightning_fp8 does not work with pytorch_lightning") as warned:
-        lightning_fp8.register()
+        lightning_fp8.plugins.register()
     (message,) = (str(warning.message) for warning in warned)
     assert f"it has no {name}. Import `lightning.pytorch` in place of `pytorch_lightning`." in message
     # nothing is left half done, and the package in use works
     assert not issubclass(lightning_fp8.Fp8Precision, Precision)
     assert type(pl.Trainer(precision="fp8-delayed", **QUIET).precision_plugin) is lightning_fp8.Fp8Precision
-    lightning_fp8.unregister()
+    lightning_fp8.plugins.unregister()
     monkeypatch.undo()
-    lightning_fp8.register()
+    lightning_fp8.plugins.register()
     assert issubclass(lightning_fp8.Fp8Precision, Precision)

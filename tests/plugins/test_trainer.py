@@ -16,8 +16,8 @@ from processes import run_script
 from torch import Tensor, nn
 
 import lightning_fp8
-from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8Precision, convert, fall_back, scaling_state, unconvert
-from lightning_fp8.modules import feed_forward
+from lightning_fp8 import DelayedScaling, Fp8Precision, convert, fall_back, scaling_state, unconvert
+from lightning_fp8.modules import Fp8Linear, feed_forward
 from lightning_fp8.plugins.trainer import PLUGINS
 
 
@@ -293,11 +293,11 @@ def test_bf16_precisions_train_as_lightnings_own(tmp_path: Path, precision: str)
 
     ours, stock = seeded(), seeded()
     make_trainer(tmp_path, precision=precision, max_epochs=2).fit(ours, loader())
-    lightning_fp8.unregister()
+    lightning_fp8.plugins.unregister()
     try:
         make_trainer(tmp_path, precision=precision, max_epochs=2).fit(stock, loader())
     finally:
-        lightning_fp8.register()
+        lightning_fp8.plugins.register()
     assert torch.equal(torch.stack(ours.losses), torch.stack(stock.losses))
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), stock.parameters(), strict=True))
 
@@ -449,11 +449,11 @@ def test_layers_that_fell_back_are_not_in_fp8(tmp_path: Path) -> None:
 
 def test_after_unregister_nothing_is_said_even_by_a_trainer_of_before(tmp_path: Path) -> None:
     trainer = of_another("32-true", tmp_path)
-    lightning_fp8.unregister()
+    lightning_fp8.plugins.unregister()
     try:
         assert warned("Trainer", lambda: trainer.fit(convert(seeded()), loader())) == []
     finally:
-        lightning_fp8.register()
+        lightning_fp8.plugins.register()
 
 
 STRATEGIES = """

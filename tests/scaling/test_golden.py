@@ -25,7 +25,7 @@ from repository import ROOT
 from sqnr import sqnr
 
 import lightning_fp8
-from lightning_fp8 import convert, fallbacks, load_scales, scaling_state
+from lightning_fp8 import convert, load_scales, scaling_state
 
 FOLDER = ROOT / "tests" / "golden"
 VERSIONS = sorted(path.stem for path in FOLDER.glob("*.ckpt"))
@@ -62,7 +62,7 @@ def check_loaded(model: Golden, golden: dict[str, Any]) -> None:
     found = of_inputs_and_gradients(model)
     assert found["scales"] == golden["scales"]
     assert found["histories"] == golden["histories"]
-    assert list(fallbacks(model)) == golden["fallbacks"]
+    assert list(scaling_state(model).fallbacks) == golden["fallbacks"]
 
 
 def check_next_steps(model: Golden, golden: dict[str, Any]) -> None:

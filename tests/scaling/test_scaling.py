@@ -11,7 +11,8 @@ import pytest
 import torch
 from in_blocks import linear
 
-from lightning_fp8 import DelayedScaling, ScalingState, scaling_state
+from lightning_fp8 import DelayedScaling, scaling_state
+from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scaling.statistics import scales_in_words
 
 INF, NAN = math.inf, math.nan

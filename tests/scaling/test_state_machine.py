@@ -18,7 +18,8 @@ from observed_chain import LAYERS, WIDTH, Chain, Observer, Subject
 from scales_in_numpy import NOTICES, ModelScales
 from torch import Tensor, nn
 
-from lightning_fp8 import DelayedScaling, Fp8Linear, convert, fall_back, load_scales, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, convert, fall_back, load_scales, scaling_state, unconvert
+from lightning_fp8.modules import Fp8Linear
 
 which = st.integers(0, 1)
 seeds = st.integers(0, 99)

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, ScalingState, ops
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, ops
 from lightning_fp8.ops.activations import ACTIVATIONS
 from lightning_fp8.ops.formats import Role
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Fp8Tensor, Layer, Slot, WeightSlot
+from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scaling.recipe import Recipe
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

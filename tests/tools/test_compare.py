@@ -439,11 +439,11 @@ def test_digest_of_batches() -> None:
 def test_each_variant_runs_under_its_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["fit", "--config", str(write_config(tmp_path))]
-    lightning_fp8.register(bf16=False)
+    lightning_fp8.plugins.register(bf16=False)
     try:
         cli = compare_run.CompareCLI(variant, tmp_path / "out" / variant, 2, 1, arguments)
     finally:
-        lightning_fp8.register(bf16=True)
+        lightning_fp8.plugins.register(bf16=True)
     kinds = {"bf16-mixed": lightning_fp8.Bf16MixedPrecision, "bf16-true": lightning_fp8.Bf16TruePrecision,
              **dict.fromkeys(RECIPES, lightning_fp8.Fp8Precision), "32-true": Precision}  # fmt: skip
     precision = re.split("[+,]", variant)[0]

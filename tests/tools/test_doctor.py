@@ -665,12 +665,12 @@ def test_bf16_plugins_that_are_left_to_lightning(monkeypatch: pytest.MonkeyPatch
         if way == "environment":
             patch.setenv("LIGHTNING_FP8_REPLACE_BF16", "0")
         try:
-            lightning_fp8.register(bf16=False if way == "argument" else None)
+            lightning_fp8.plugins.register(bf16=False if way == "argument" else None)
             said = value(examine(compile=False), "Versions", "precision strings")
             # the examination changes nothing
             plugin = Fabric(accelerator="cpu", precision="bf16-mixed").strategy.precision
         finally:
-            lightning_fp8.register(bf16=True)
+            lightning_fp8.plugins.register(bf16=True)
     assert (
         said
         == "registered with Lightning: fp8-block, fp8-current, fp8-delayed; bf16-mixed and bf16-true: Lightning's own"

@@ -6,8 +6,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_fp8.plugins.arguments import ARGUMENTS, recipe_argument
-from lightning_fp8.plugins.settings import suggestion
+from lightning_fp8.plugins.settings import ARGUMENTS, recipe_argument, suggestion
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.scaling.recipe import RECIPES, as_recipe, recipe_fields
 
@@ -84,7 +83,7 @@ def plugin_settings(variant: str, own: Mapping[str, Any]) -> dict[str, Any]:
     if variant == "32-true":
         return {}
     precision = precision_of(variant)
-    of_fp8 = ARGUMENTS["fp8-delayed"]
+    of_fp8 = ARGUMENTS["Fp8Precision"]
     in_all = [name for name in of_fp8 if all(name in taken for taken in ARGUMENTS.values())]
     held = {name: own[name] for name in (of_fp8 if precision in RECIPES else in_all) if name in own}
     if precision not in RECIPES:

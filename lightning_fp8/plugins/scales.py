@@ -1,4 +1,4 @@
-"""The scales of models in the checkpoints of ``fabric.save`` and ``fabric.load``."""
+"""The scales of models in the checkpoints of the Trainer and of Fabric."""
 
 from __future__ import annotations
 
@@ -10,7 +10,23 @@ from torch import nn
 from lightning_fp8.conversion.checkpoint_scales import SCALES, scaling_states
 from lightning_fp8.conversion.kept_scales import keep_scales
 from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.plugins.fp8 import Fp8Precision
 from lightning_fp8.scaling.state import ScalingState
+
+
+def add_scales(checkpoint: dict[str, Any], connector: Any, *_: Any, **__: Any) -> None:
+    """Add the scales to a checkpoint of the Trainer: with ``weights_only``, Lightning leaves out the plugin's state."""
+    plugin = connector.trainer.precision_plugin
+    key = type(plugin).__qualname__
+    if isinstance(plugin, Fp8Precision) and key not in checkpoint and (scales := plugin.state_dict()):
+        checkpoint[key] = scales
+
+
+def keep_loaded_scales(model: Any, kind: type[Any], checkpoint: dict[str, Any], *_: Any, **__: Any) -> None:
+    """Keep the scales of a checkpoint for a model that ``load_from_checkpoint`` has made from it."""
+    states = list(scaling_states(checkpoint).values())
+    if isinstance(model, nn.Module) and len(states) == 1:
+        keep_scales(model, states[0])
 
 
 def with_scales(saved: Any) -> Any:
