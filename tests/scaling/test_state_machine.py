@@ -314,10 +314,20 @@ def is_same(actual: np.ndarray, expected: np.float32) -> bool:
     return np.array_equal(actual, np.float32(expected), equal_nan=True)
 
 
-TestConvertedModel = ConvertedModel.TestCase
-TestConvertedModel.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, database=None, report_multiple_bugs=False
-)
+class TestConvertedModel(ConvertedModel.TestCase):
+    settings = settings(
+        max_examples=60,
+        stateful_step_count=25,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        report_multiple_bugs=False,
+    )
+
+
+@pytest.mark.usefixtures("cuda_half")
+class TestConvertedModelOnTheCudaHalf(ConvertedModel.TestCase):
+    settings = settings(TestConvertedModel.settings, max_examples=30)
 
 
 def train(machine: ConvertedModel, update: str) -> None:
@@ -365,8 +375,11 @@ RARE: dict[str, Callable[[ConvertedModel], None]] = {
 }
 
 
+@pytest.mark.parametrize("half", ["cpu", "cuda_half"])
 @pytest.mark.parametrize("what", RARE)
-def test_rare_sequence(what: str) -> None:
+def test_rare_sequence(what: str, half: str, request: pytest.FixtureRequest) -> None:
+    if half != "cpu":
+        request.getfixturevalue(half)
     machine = ConvertedModel()
     machine.start(DelayedScaling(amax_history_len=2), steps=2)
     RARE[what](machine)
