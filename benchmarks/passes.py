@@ -222,16 +222,15 @@ class Counted:
 
         return counting
 
-    def _cast_transpose(self, kernel: Any, x: Tensor, row: casts.Row, *outputs_and_more: Any, **others: Any) -> None:
-        _, y, y_t, _, dy, *gated = outputs_and_more
-        if any(gated):
+    def _cast_transpose(self, kernel: Any, x: Tensor, result: casts.Result, dy: Tensor | None, gated: bool) -> None:
+        if gated:
             # counted by `cast_gated`, which it calls
             return
         role = "gradients" if "FORMAT=E5M2" in kernel.variant.defines else "inputs"
-        passes = 1 if row.current_amax is None else 2
+        passes = 1 if result.row.current_amax is None else 2
         self.now[role] += 1
         self.now["read"] += passes * sum(tensor.nbytes for tensor in (x, dy) if tensor is not None)
-        self.now["written"] += sum(tensor.nbytes for tensor in (y, y_t) if tensor is not None)
+        self.now["written"] += result.y.nbytes + result.y_t.nbytes
 
     def _cast_gated(
         self,
@@ -246,7 +245,7 @@ class Counted:
         passes = 1 if all(one.row.current_amax is None for one in results) else 2
         self.now["inputs" if dy is None else "gradients"] += len(results)
         self.now["read"] += passes * sum(tensor.nbytes for tensor in (gate, up, dy) if tensor is not None)
-        self.now["written"] += sum(one.nbytes for each in results for one in (each.y, each.y_t) if one is not None)
+        self.now["written"] += sum(one.y.nbytes + one.y_t.nbytes for one in results)
 
     def _weight_table(self, weights: list[casts.Weight], squares: bool = False) -> None:
         for x, _, y, y_t in weights:

@@ -13,8 +13,7 @@ from typing import Any
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_fp8.ops.basic import scaled_mm, scaled_mm_add_
-from lightning_fp8.ops.feed_forward import mlp, mlp_backward
-from lightning_fp8.ops.gated_feed_forward import gated_backward, gated_mlp
+from lightning_fp8.ops.feed_forward import gated_backward, gated_mlp, mlp, mlp_backward
 from lightning_fp8.ops.library import Operator
 from lightning_fp8.ops.linear_layer import linear, linear_backward
 from lightning_fp8.ops.operand import Columns

@@ -251,11 +251,6 @@ def in_layout(payload: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     return rows, by_columns(payload) if layout != "rows" else payload.new_empty(0)
 
 
-def gradient_layout(x: Columns, w: Columns) -> str:
-    """The layout in which the gradient of the output is cast: dgrad takes it by rows, wgrad by columns."""
-    return "rows" if x.payload is None else "columns" if w.payload is None else "both"
-
-
 def nothing(like: Tensor, dtype: torch.dtype) -> Tensor:
     """An empty tensor, in place of a result that is not requested."""
     return like.new_empty(0, dtype=dtype)

@@ -101,10 +101,8 @@ def run(
                 x,
                 None if again is None else again[:2],
                 power_of_two,
-                of["y"],
-                of["scale_inv"],
-                of["y_t"],
-                of["scale_inv_t"],
+                (of["y"], of["scale_inv"]),
+                (of["y_t"], of["scale_inv_t"]),
                 of["sums"],
             )
         assert all(one is None or one.unharmed() for one in made.values()), "written outside of an output"

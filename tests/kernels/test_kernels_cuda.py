@@ -33,6 +33,7 @@ from lightning_fp8.scaling import ScalingState
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT_MAX = torch.finfo(torch.float32).max
 INF, NAN = math.inf, math.nan
+NO_PAYLOAD = torch.empty(0, dtype=torch.uint8)
 # two buffers per output, with different initial bytes: an element that differs afterwards was not written
 POISONS = (0x11, 0xEE)
 
@@ -82,9 +83,10 @@ def run(
         sums = Guarded(shapes[2], torch.float32, poison) if outputs[2] else None
         scale_inv = Guarded((), torch.float32, poison)
         tensors = [None if one is None else one.tensor for one in (y, y_t, sums, scale_inv)]
+        payloads = (NO_PAYLOAD if one is None else one for one in tensors[:2])
         if row.current_amax is not None:
             row.current_amax.zero_()
-        casts.cast_transpose(kernel, x, row, tensors[3], *tensors[:3], dy, gated)
+        casts.cast_transpose(kernel, x, casts.Result(row, tensors[3], *payloads, tensors[2]), dy, gated)
         assert all(one is None or one.unharmed() for one in (y, y_t, sums, scale_inv)), "written outside of an output"
         results.append(Outputs(*tensors))
     for name, first, second in zip(Outputs._fields, *results):
@@ -281,11 +283,11 @@ def test_a_history_leaves_nothing_to_measure() -> None:
         launches.clear()
         y.zero_()
         row = Row(torch.tensor([10.0]), torch.tensor([newest]), torch.tensor([0]), amax, current)
-        casts.cast_transpose(spied, x, row, scale_inv, y)  # type: ignore[arg-type]
+        casts.cast_transpose(spied, x, casts.Result(row, scale_inv, y, NO_PAYLOAD))  # type: ignore[arg-type]
         codes = int(reference.saturating_cast(x, torch.tensor(scale), FORMATS["e4m3"]).sum())
         assert launches == [(measured, 0.0, 0.0, 0), (measured, 2.0, torch.tensor(scale).reciprocal().item(), codes)]
     launches.clear()
-    casts.cast_transpose(spied, x, row._replace(current_amax=None), scale_inv, y)  # type: ignore[arg-type]
+    casts.cast_transpose(spied, x, casts.Result(row._replace(current_amax=None), scale_inv, y, NO_PAYLOAD))  # type: ignore[arg-type]
     assert len(launches) == 1
     assert scale_inv == torch.tensor(10.0).reciprocal()
 
@@ -478,7 +480,7 @@ def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool]) -> 
     assert amax[2] == 0
     inputs = run(torch.cat([gate, up], dim=1), "e4m3", delayed(9.0), "swiglu")
     payload, scale_inv = torch.empty(rows, columns, dtype=torch.uint8), torch.zeros(())
-    forward = casts.Result(delayed(9.0), scale_inv, payload)
+    forward = casts.Result(delayed(9.0), scale_inv, payload, NO_PAYLOAD)
     casts.cast_gated(cast_kernel(torch.float32, "e4m3", "swiglu", False), gate, up, forward)
     assert torch.equal(payload, inputs.y)
 
@@ -544,7 +546,7 @@ def test_a_flag_of_alignment_selects_whole_words(flag: int, monkeypatch: pytest.
     kernel, row = cast_kernel(x.dtype, "e4m3", "none", False), Row(*torch.ones(2, 1), torch.tensor([0]), None)
     monkeypatch.setattr(casts, "aligned_loads", lambda *_: flag & casts._LOADS)
     monkeypatch.setattr(casts, "aligned_stores", lambda *_: flag & ~casts._LOADS)
-    ended = ends_by(lambda: casts.cast_transpose(kernel, x, row, torch.empty(()), y, y_t))
+    ended = ends_by(lambda: casts.cast_transpose(kernel, x, casts.Result(row, torch.empty(()), y, y_t)))
     assert ended in ((signal.SIGILL, signal.SIGABRT) if flag else (0,))
 
 

@@ -336,7 +336,9 @@ def test_a_cast_reads_words_of_16_bytes_where_all_rows_begin_with_one(
     tensors = [None if at is None else memory.as_strided((8, 16), (at[1], 1), at[0]) for at in (x, dy)]
     launches: list[tuple[int, ...]] = []
     row = casts.Row(torch.ones(1), torch.ones(1), torch.tensor([0]))
-    casts.cast_transpose(lambda *launch: launches.append(launch), tensors[0], row, torch.ones(()), dy=tensors[1])
+    empty = torch.empty(0, dtype=torch.uint8)
+    result = casts.Result(row, torch.ones(()), empty, empty)
+    casts.cast_transpose(lambda *launch: launches.append(launch), tensors[0], result, tensors[1])
     begin_with_one = (
         (t.data_ptr() + 2 * t.stride(0) * r) % 16 == 0 for t in tensors if t is not None for r in range(8)
     )

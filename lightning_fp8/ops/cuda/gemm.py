@@ -74,9 +74,7 @@ def run_choice(
         found = kernels_of(choice, device, a.format, b.format, output, promote)
     if found is None:
         return plain.scaled_mm(a, b, bias, output, not promote)
-    out = _output(m, n, output, device)
-    _launch(found, out, a, b, bias)
-    return out.contiguous()
+    return _launch(found, a, b, bias, output)
 
 
 def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype, gemm: str) -> Tensor:
@@ -87,9 +85,7 @@ def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dt
     found = kernels_of(choice, device, a.format, b.format, output, True, b_scale_rows)
     if found is None:
         return plain.scaled_mm_in_blocks(a, b, bias, output)
-    out = _output(m, n, output, device)
-    _launch(found, out, a, b, bias)
-    return out.contiguous()
+    return _launch(found, a, b, bias, output)
 
 
 class Found(NamedTuple):
@@ -116,41 +112,34 @@ def kernels_of(
         return None
     # parts of a sum are in fp32
     stored = output if choice.splits == 1 else torch.float32
-    variant = (device, choice.configuration, a_format, b_format, stored)
-    if b_scale_rows:
-        kernel = kernels.block_gemm_kernel(*variant, b_scale_rows)
-    else:
-        kernel = kernels.gemm_kernel(*variant, promote)
-    if kernel is None:
-        return None
-    sum_kernel = kernels.sum_splits_kernel(device, output) if choice.splits > 1 else None
-    if choice.splits > 1 and sum_kernel is None:
+    blocks = (b_scale_rows,) if b_scale_rows else ()
+    kernel = kernels.gemm_kernel(device, choice.configuration, a_format, b_format, stored, promote, *blocks)
+    sum_kernel = kernels.sum_splits_kernel(device, output) if choice.splits > 1 and kernel is not None else None
+    if kernel is None or (choice.splits > 1 and sum_kernel is None):
         return None
     return Found(choice.configuration, kernel, choice.splits, sum_kernel)
 
 
-def _launch(found: Found, out: Tensor, a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None) -> None:
-    bias = None if bias is None else bias.contiguous()
-    operands = ((_as_operand(a.payload), a.scale_inv), (_as_operand(b.payload), b.scale_inv), out, bias)
+def _launch(found: Found, a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor:
+    """The product ``[M, N]``, contiguous."""
     configuration, kernel, splits, sum_kernel = found
+    m, n, device = a.payload.shape[0], b.payload.shape[0], a.payload.device
+    # kernels write rows that begin at multiples of 16 bytes
+    out = torch.empty(m, _up_to(ROW_BYTES // output.itemsize, n), dtype=output, device=device)[:, :n]
+    bias = None if bias is None else bias.contiguous()
     split = None
     if sum_kernel is not None:
-        (m, n), per_row = out.shape, ROW_BYTES // torch.float32.itemsize
-        shape = (splits, kernel_gemm.split_rows(configuration, m), _up_to(per_row, n))
-        split = Split(splits, torch.empty(shape, dtype=torch.float32, device=out.device), sum_kernel)
-    kernel_gemm.gemm(kernel, configuration, *operands, split)
+        shape = (splits, kernel_gemm.split_rows(configuration, m), _up_to(ROW_BYTES // torch.float32.itemsize, n))
+        split = Split(splits, torch.empty(shape, dtype=torch.float32, device=device), sum_kernel)
+    operands = ((_as_operand(a.payload), a.scale_inv), (_as_operand(b.payload), b.scale_inv))
+    kernel_gemm.gemm(kernel, configuration, *operands, out, bias, split)
+    return out.contiguous()
 
 
 def _as_operand(payload: Tensor) -> Tensor:
     """``[rows, K] uint8`` as the kernels take it: K padded with zeros, rows at multiples of 16 bytes."""
     payload = plain.padded(payload)
     return payload if payload.data_ptr() % ROW_BYTES == 0 else payload.clone()
-
-
-def _output(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[m, n]``, not initialised, with the row alignment that the kernels need."""
-    columns = _up_to(ROW_BYTES // dtype.itemsize, n)
-    return torch.empty(m, columns, dtype=dtype, device=device)[:, :n]
 
 
 def _up_to(multiple: int, size: int) -> int:
