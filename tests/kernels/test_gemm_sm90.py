@@ -5,10 +5,11 @@ Copies and products happen as early or as late as a device may do them, see host
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterator
+from typing import Any
 
+import gemm_on_host
 import pytest
 import torch
 from gemm_cases import (
@@ -22,11 +23,12 @@ from gemm_cases import (
     operands,
     random_problems,
 )
-from host_kernels import Guarded, HostKernel, at_the_edge, host_tensor_map
+from gemm_on_host import Chosen, load, sum_kernel
+from host_kernels import HostKernel, at_the_edge, host_tensor_map
 from tensor_cores import HOPPER
 from torch import Tensor
 
-from kernels_cuda import gemm, gemm_variants
+from kernels_cuda import gemm
 from kernels_cuda.gemm import Split
 from kernels_cuda.gemm_variants import Configuration, configurations
 from lightning_fp8.ops.cuda import kernels
@@ -34,8 +36,6 @@ from lightning_fp8.ops.cuda import kernels
 FAST, PROMOTED = (configurations((9, 0), promote) for promote in (False, True))
 LARGE, SMALL = FAST[0], FAST[-1]
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
-# NaN in every dtype: what is left unwritten is no number, and neither is what is made from it
-POISON = 0xFF
 INF, NAN = math.inf, math.nan
 
 
@@ -49,51 +49,16 @@ def late(request: pytest.FixtureRequest) -> Iterator[bool]:
     return request.param == "late"
 
 
-def load(configuration: Configuration, defines: tuple[str, ...], late: bool = True) -> HostKernel:
-    kernel = HostKernel(
-        (configuration.family, defines), configuration.layout, configuration.threads, 0, configuration.shared_bytes
-    )
-    ctypes.c_int.in_dll(kernel._library, "late").value = late
-    return kernel
-
-
-def sum_kernel(output: torch.dtype) -> HostKernel:
-    defines = gemm_variants.sum_splits_variant(output)
-    return HostKernel(("sum_splits", defines), gemm_variants.SUM_SPLITS_LAYOUT, gemm_variants.SUM_SPLITS_THREADS, 0)
-
-
 def run(
     case: Operands,
     configuration: Configuration,
     output: torch.dtype,
     promote: bool = False,
     bias: Tensor | None = None,
-    splits: int = 1,
-    late: bool = True,
-    multiprocessors: int = 4,
+    **options: Any,
 ) -> Tensor:
-    """One GEMM, into poisoned memory between guards."""
-    m, n = len(case.a), len(case.b)
-    padded = -(-n * output.itemsize // 16) * 16 // output.itemsize
-    made = torch.float32 if splits > 1 else output
-    kernel = load(
-        configuration, gemm_variants.variant(configuration, case.a_format, case.b_format, made, promote), late
-    )
-    kernel.multiprocessors = multiprocessors
-    memory = Guarded((m, padded), output, POISON)
-    out = memory.tensor[:, :n]
-    if splits == 1:
-        gemm.gemm(kernel, configuration, *case.scaled, out, bias)
-    else:
-        rows = gemm.split_rows(configuration, m)
-        parts = Guarded((splits, rows, -(-n // 4) * 4), torch.float32, POISON)
-        split = Split(splits, parts.tensor, sum_kernel(output))
-        gemm.gemm(kernel, configuration, *case.scaled, out, bias, split)
-        assert parts.unharmed()
-    assert memory.unharmed()
-    # the padding columns of a row must stay unchanged: the copy engine never writes outside the matrix
-    assert (memory.tensor[:, n:].contiguous().view(torch.uint8) == POISON).all()
-    return out.clone()
+    chosen = Chosen(configuration, output, (case.a_format, case.b_format), promote)
+    return gemm_on_host.run(case.scaled, chosen, bias, **options)
 
 
 def check(
@@ -175,7 +140,7 @@ def test_splits(splits: int, output: torch.dtype, late: bool) -> None:
 
 def test_parts_are_those_of_their_steps() -> None:
     case, configuration = operands(64, 64, 5 * 128, "e5m2"), PROMOTED[-1]
-    kernel = load(configuration, gemm_variants.variant(configuration, "e5m2", "e4m3", torch.float32, True))
+    kernel = load(Chosen(configuration, torch.float32, ("e5m2", "e4m3"), True))
     parts = torch.full((2, 128, 64), NAN)
     out, split = torch.empty(64, 64), Split(2, parts, sum_kernel(torch.float32))
     gemm.gemm(kernel, configuration, *case.scaled, out, None, split)
@@ -230,7 +195,7 @@ def test_reads_nothing_behind_its_tensors(shape: tuple[int, int, int]) -> None:
     bias, width = at_the_edge(torch.randn(n)), -(-n // 8) * 8
     for output in (torch.bfloat16, torch.float32):
         out = at_the_edge(torch.empty(m, width, dtype=output))
-        kernel = load(SMALL, gemm_variants.variant(SMALL, "e4m3", "e4m3", output, False))
+        kernel = load(Chosen(SMALL, output))
         edges = case._replace(a=at_the_edge(case.a), b=at_the_edge(case.b))
         gemm.gemm(kernel, SMALL, *edges.scaled, out[:, :n], bias)
         expected = case.product() + bias.to(output).double()
