@@ -144,8 +144,9 @@ def _save(ctx: Any, output: tuple[Tensor, ...], block: Block) -> None:
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> list[Tensor | None]:
     if torch.is_grad_enabled():
         refuse_double_backward()
-    layers = len(ctx.slots) - 1
-    hidden, saved = ctx.saved_tensors[:layers], ctx.saved_tensors[layers:]
+    # a checkpoint lets them be taken once
+    layers, tensors = len(ctx.slots) - 1, ctx.saved_tensors
+    hidden, saved = tensors[:layers], tensors[layers:]
     x, a, *inner, outer = map(Columns, saved[::2], saved[1::2], ctx.formats)
     *inner_slots, dy_slot = ctx.slots
     needs, dtype, dtypes = ctx.needs, ctx.dtypes[0], ctx.dtypes[1::2]

@@ -16,17 +16,7 @@ from lit import Regression, loader, make_trainer, seeded
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lightning_fp8 import (
-    Fp8Precision,
-    RunRecord,
-    ScaleFactorLogger,
-    convert,
-    describe,
-    export,
-    fall_back,
-    load_exported,
-    scaling_state,
-)
+from lightning_fp8 import Fp8Precision, RunRecord, ScaleFactorLogger, convert, describe, export, fall_back, load_exported, scaling_state
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.plugins.fp8 import _say_once

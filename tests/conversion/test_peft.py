@@ -20,16 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import (
-    CurrentScaling,
-    DelayedScaling,
-    Fp8Precision,
-    convert,
-    describe,
-    load_scales,
-    scaling_state,
-    unconvert,
-)
+from lightning_fp8 import CurrentScaling, DelayedScaling, Fp8Precision, convert, describe, load_scales, scaling_state, unconvert
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.modules.base import Fp8Module

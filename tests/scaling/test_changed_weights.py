@@ -16,17 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_fp8 import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    convert,
-    export,
-    load_exported,
-    scaling_state,
-    unconvert,
-    weights_unchanged,
-)
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, export, load_exported, scaling_state, unconvert, weights_unchanged
 from lightning_fp8.scaling.recipe import Recipe
 
 STEPS = 8
