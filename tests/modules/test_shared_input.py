@@ -154,8 +154,8 @@ def test_what_one_layer_is_given_instead_is_cast_for_it(
         # without histories each cast has its own scale, so the results are those of separate casts
         found, casts = shared(x), input_casts["blocks.1.q"]
         assert torch.equal(found, separate(x))
-    # two layers share a cast if something counts the changes of their tensor
-    assert casts == (3 if mode is torch.inference_mode else 2)
+    # two layers share a cast if something counts the changes of their tensor; casts in blocks are not counted
+    assert casts == (0 if isinstance(recipe, BlockScaling) else 3 if mode is torch.inference_mode else 2)
     if mode is torch.enable_grad and recipe is None:
         mine, theirs = scaling_state(shared), scaling_state(separate)
         for block in ("blocks.0", "blocks.1"):
@@ -177,15 +177,6 @@ def test_a_buffer_that_is_used_again(mode: Callable[[], Any], compiled: bool) ->
         for name in "qkvkkqq":
             assert torch.equal(calls[name](x), getattr(separate, name)(x))
             x.copy_(torch.randn(ROWS, WIDTH))
-
-
-def test_recorded_amaxes_dropped_between_two_layers_are_recorded_again() -> None:
-    model = convert(Shared())
-    state = scaling_state(model)
-    x = torch.randn(ROWS, WIDTH)
-    model.between = state.discard
-    model(x)
-    assert state.amax[state.names.index("q.input")] == x.abs().max()
 
 
 def test_nothing_survives_into_the_next_forward(input_casts: Counter[str]) -> None:
@@ -214,17 +205,6 @@ def test_columns_for_a_layer_behind(input_casts: Counter[str]) -> None:
     input_casts.clear()
     assert_same(train(shared), expected)
     assert input_casts["blocks.0.q"] == 3 * 2
-
-
-def test_columns_that_are_missing(cuda_half: Counter[str]) -> None:
-    model, x = convert(Shared()).eval(), torch.randn(ROWS, WIDTH)
-    with torch.no_grad():
-        model.q(x)
-    model.k(x).sum().backward()
-    expected = convert(Separate()).eval()
-    expected.load_state_dict(model.state_dict())
-    expected.k(x).sum().backward()
-    assert torch.equal(model.k.weight.grad, expected.k.weight.grad)
 
 
 @pytest.mark.parametrize(("fallen", "casts"), [("q", 1), ("k", 1), ("v", 1), ("qk", 1), ("qkv", 0)])
