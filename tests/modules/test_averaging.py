@@ -11,11 +11,11 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
-from lit import Averaging, Regression, loader, long_window, make_trainer, needs_averaging, same, seeded
+from lit import Averaging, Regression, loader, make_trainer, needs_averaging, same, seeded
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from lightning_fp8 import convert, scaling_state, unconvert
+from lightning_fp8 import convert, scaling_state
 from lightning_fp8.conversion.convert import is_converted
 
 # Lightning 2.5 lacks it
@@ -187,17 +187,6 @@ def test_an_average_that_was_copied_in_fp8_evaluates_right(tmp_path: Path) -> No
 # --- StochasticWeightAveraging ---
 
 
-class Normalized(Regression):
-    """A model with running statistics, which are recomputed for the average in an extra epoch without backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(self.norm(x))
-
-
 class FollowsEpochs(pl.Callback):
     """Records the weights that the callback averages: those at the start of each epoch from the second on."""
 
@@ -235,18 +224,3 @@ def test_swa(tmp_path: Path) -> None:
     # the histories belong to the weights of the last step, not to their average
     assert found == pytest.approx(evaluated(average, {}), abs=1e-7)
     assert found == pytest.approx(evaluated(average, None), rel=0.03)
-
-
-def test_swa_computes_batch_norm_anew(tmp_path: Path) -> None:
-    follows = FollowsEpochs()
-    model = fit(tmp_path, swa(), follows, model=seeded(Normalized), max_epochs=4, plugins=long_window())
-    # the fifth epoch has no backward and a single optimizer step at its end, which sees the amaxes of its forwards
-    # of the average, whose histories begin anew
-    assert follows.entries == [*range(1, 17), 0, 0, 0, 1]
-    assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [1, 1, 0, 0]
-    assert scaling_state(model).amax[:4].count_nonzero() == 0
-    x = torch.cat([batch[0] for batch in loader()])
-    torch.testing.assert_close(model.norm.running_mean, x.mean(0), atol=1e-6, rtol=0)
-    found = make_trainer(tmp_path).validate(model, loader(), verbose=False)[0]["val_loss"]
-    exact = make_trainer(tmp_path, precision="32-true").validate(unconvert(model), loader(), verbose=False)
-    assert found == pytest.approx(exact[0]["val_loss"], rel=0.03)
