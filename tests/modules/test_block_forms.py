@@ -46,12 +46,6 @@ def test_classes_of_transformers() -> None:
         assert form.kind == "two modules"
 
 
-class Twice(Mine):
-    def forward(self, hidden: Tensor) -> Tensor:
-        _ = self.two(self.one(hidden))
-        return self.two(self.act(self.one(hidden)))
-
-
 class Inheriting(Mine):
     pass
 
@@ -89,7 +83,7 @@ def test_a_class_is_known_by_what_it_computes(kind: type[nn.Module], fused: list
         model(other=x)
 
 
-@pytest.mark.parametrize("kind", [Scaled, Twice, Registered, Decorated])
+@pytest.mark.parametrize("kind", [Scaled, Registered, Decorated])
 def test_any_other_is_left_alone(kind: type[nn.Module], fused: list[str]) -> None:
     model = converted(kind)
     assert type(model) is kind
@@ -183,3 +177,14 @@ def test_what_a_method_computes(forward: Any, tree: Any, called: tuple[str, ...]
 )
 def test_a_method_that_may_do_more_is_unknown(forward: Any) -> None:
     assert computed_by(forward) == (None, ())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "self.up(x); return self.down(self.act(self.gate(x)) * self.up(x))",
+        "self.down(x); return self.down(self.act(self.up(x)))",
+    ],
+)
+def test_a_module_that_is_called_twice_is_no_part_of_a_form(body: str) -> None:
+    assert form_of_class(type("Block", (nn.Module,), {"forward": method(body)}), {}) is None
