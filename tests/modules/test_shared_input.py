@@ -64,9 +64,6 @@ def input_casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return casts
 
 
-# the same results, from fewer casts
-
-
 @pytest.mark.usefixtures("half")
 def test_training_gives_the_numbers_of_separate_casts(input_casts: Counter[str]) -> None:
     shared, separate = pair()
@@ -251,9 +248,6 @@ def test_nothing_is_kept_alive() -> None:
         gc.enable()
 
 
-# compiled
-
-
 def counting(casts: list[int]) -> Callable[..., Any]:
     """Inductor up to the graphs that it would compile; appends their numbers of casts."""
 
@@ -321,9 +315,6 @@ def test_all_blocks_share_their_graphs() -> None:
             model(torch.randn(ROWS, WIDTH))
         frames.append(counter.frame_count)
     assert frames[0] == frames[1] < 4
-
-
-# recomputed
 
 
 def recomputed(block: nn.Module, x: Tensor, **options: Any) -> Tensor:
@@ -433,9 +424,6 @@ def test_copies(copied: Callable[[nn.Module], nn.Module], input_casts: Counter[s
     assert torch.equal(alone.eval()(x), model.k.eval()(x))
     other.to(torch.float64).float()
     assert all(getattr(other, name).fp8[""].slots["input", True].index.tolist() == [0] for name in MEMBERS)
-
-
-# the warning about a tensor
 
 
 def test_what_watches_and_counts_find() -> None:
