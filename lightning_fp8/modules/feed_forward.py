@@ -111,32 +111,25 @@ def run_block(block: FeedForward, x: Tensor) -> Tensor:
 
 
 def fp8_feed_forward(first: nn.Module, activation: str, second: nn.Module, x: Tensor) -> Tensor:
-    """``second(activation(first(x)))``, with the same numbers: x ``[*, K]`` -> ``[*, K']``.
+    """``second(activation(first(x)))`` of converted layers of one model: x ``[*, K]`` -> ``[*, K']``.
 
     Between the two GEMMs, the only pass over memory is the cast; in backward it is the one that casts the gradient and
-    sums it for the bias. Where our own GEMMs run, in the steady state of 16-bit training, they write the results of
-    these passes themselves. Backward keeps both inputs in FP8 and the activation's input.
+    sums it for the bias. Backward keeps both inputs in FP8 and the activation's input.
 
     Args:
         first: converted linear layer.
         activation: one of ``lightning_fp8.ops.activations.ACTIVATIONS``; ``swiglu`` halves the width.
-        second: converted linear layer of the same model.
+        second: converted linear layer.
         x: fp32, bf16 or fp16.
     """
     return _run_fused(ops.mlp, (first, second), x, activation)
 
 
 def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> Tensor:
-    """``down(silu(gate(x)) * up(x))``, with the same numbers: x ``[*, K]`` -> ``[*, K']``.
+    """``down(silu(gate(x)) * up(x))`` of converted layers of one model, which share x: x ``[*, K]`` -> ``[*, K']``.
 
     One kernel makes the product and casts it, and one makes both gradients and casts them. Backward keeps both inputs
     in FP8, and the outputs of gate and up.
-
-    Args:
-        gate: converted linear layer ``[K -> N]``.
-        up: likewise; both record their input in the same row of the scaling state.
-        down: converted linear layer ``[N -> K']``; all are of the same model.
-        x: fp32, bf16 or fp16.
     """
     return _run_fused(ops.gated_mlp, (gate, up, down), x)
 
@@ -258,10 +251,7 @@ def activation_name(activation: Any) -> str | None:
     if isinstance(activation, functools.partial):
         is_tanh = activation.func is F.gelu and not activation.args and activation.keywords == {"approximate": "tanh"}
         return "gelu_tanh" if is_tanh else None
-    for function, name in _FUNCTIONS:
-        if activation is function:
-            return name
-    return None
+    return next((name for function, name in _FUNCTIONS if activation is function), None)
 
 
 def _named(activation: Any) -> str:

@@ -124,8 +124,7 @@ class OwnGated(Own):
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Own, "silu"), (OwnGated, "gated")])
-@pytest.mark.parametrize("activation", [F.silu, nn.SiLU()])
+@pytest.mark.parametrize(("kind", "name", "activation"), [(Own, "silu", nn.SiLU()), (OwnGated, "gated", F.silu)])
 def test_the_public_function(kind: type[Own], name: str, activation: Any, fused: list[str]) -> None:
     model, x = kind(activation), torch.randn(4, 5, WIDTH)
     # plain layers, and bf16
