@@ -79,30 +79,6 @@ def test_a_resumed_run_is_exact(tmp_path: Path) -> None:
     assert set(saved) == {"0.input", "0.grad_output", "2.input", "2.grad_output"}
 
 
-def test_scales_of_another_conversion_are_refused(tmp_path: Path) -> None:
-    run = Run()
-    run.train()
-    run.runner.save_state(str(tmp_path / "state"))
-    other = accelerate.Accelerator(cpu=True)
-    model = other.prepare(convert(seeded().net, ignore_modules=["2"]))
-    other.register_for_checkpointing(scaling_state(model))
-    with pytest.raises(ValueError, match=r"does not fit this model.*but not in the model: '2.input', '2.grad_output'"):
-        other.load_state(str(tmp_path / "state"))
-
-
-def test_a_forgotten_update_is_said_once() -> None:
-    run = Run()
-
-    def train() -> None:
-        for x, y in run.data:
-            run.runner.backward(nn.functional.mse_loss(run.model(x), y))
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-    (message,) = warned("lightning_fp8", train)
-    assert "nothing has updated its scales" in message
-
-
 def test_the_fp8_of_accelerate_is_said_once() -> None:
     """Its `prepare` replaces layers, including converted ones, with those of torchao."""
     runner = accelerate.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])

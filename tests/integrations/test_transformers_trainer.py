@@ -10,14 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
 from lit import LONG_WINDOW, same, warned
 from processes import run_script
 from repository import ROOT
-from safetensors.torch import load_file
 from small_models import small_mlp
 from torch import Tensor, nn
 from trainer_runs import Batch, llama, texts, trainer
@@ -25,7 +23,6 @@ from transformers import Trainer, TrainingArguments
 
 from lightning_fp8 import DelayedScaling, convert, load_scales, scaling_state
 from lightning_fp8.integrations import Fp8Callback
-from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.scaling.config import Fp8Config
 
 
@@ -171,21 +168,6 @@ def test_evaluation_uses_the_scales_and_moves_none(tmp_path: Path) -> None:
         assert not torch.equal(model(tokens).logits.float(), logits)
 
 
-def test_the_compiled_model_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # transformers sets it for the whole process
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
-    torch._dynamo.reset()
-    counted = torch._dynamo.utils.counters["frames"]
-    counted.clear()
-    model, other = regressor(), regressor()
-    trainer(tmp_path, other, Fp8Callback(), data=numbers()).train()
-    assert counted["ok"] == 0
-    compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
-    trainer(tmp_path, model, Fp8Callback(), data=numbers(), **compiled).train()
-    assert counted["ok"] > 0
-    assert same(model, other)
-
-
 def test_what_an_abandoned_step_recorded_is_dropped(tmp_path: Path) -> None:
     models = llama(), llama()
     runs = [trainer(tmp_path, model, Fp8Callback(), max_steps=2) for model in models]
@@ -224,28 +206,6 @@ def test_a_resumed_run_is_exact(tmp_path: Path, options: dict[str, Any]) -> None
     assert losses(resumed) == losses(uninterrupted)
     assert same(whole, second)
     assert scaling_state(second).updates == 3
-
-
-def adapted(seed_of_adapters: int) -> Any:
-    base = llama()
-    torch.manual_seed(seed_of_adapters)
-    return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-
-
-def test_a_resumed_run_of_adapters_on_a_base_in_fp8_is_exact(tmp_path: Path) -> None:
-    models = adapted(1), adapted(2)
-    runs = [
-        trainer(tmp_path, m, Fp8Callback(frozen_weights="fp8"), save_strategy="steps", save_steps=3) for m in models
-    ]
-    kept = [
-        isinstance(p, FrozenWeight) for name, p in models[0].named_parameters() if "proj" in name and "lora" not in name
-    ]
-    assert kept == [True] * 14
-    runs[0].train()
-    runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert losses(runs[1]) == losses(runs[0])
-    assert same(*models)
-    assert not list((tmp_path / "checkpoint-3").glob("model*"))
 
 
 def without_scales(folder: Path) -> None:
@@ -335,23 +295,6 @@ def test_a_model_made_by_the_trainer_and_a_callback_that_it_restores(tmp_path: P
     assert same(uninterrupted.model, resumed.model)
 
 
-def test_saved_models_are_plain(tmp_path: Path) -> None:
-    model = llama()
-    run = trainer(tmp_path, model, Fp8Callback(), max_steps=2)
-    run.train()
-    run.save_model(str(tmp_path / "model"))
-    saved = load_file(tmp_path / "model" / "model.safetensors")
-    assert set(saved) == set(llama().state_dict())
-    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
-    assert all(map(torch.equal, plain.parameters(), model.parameters()))
-
-
-def test_load_scales_names_a_folder_without_scales(tmp_path: Path) -> None:
-    stopped_at_3(tmp_path, max_steps=3)
-    with pytest.raises(ValueError, match=r"checkpoint-3 has no scales.*`transformers.Trainer` with `Fp8Callback`"):
-        load_scales(llama(), tmp_path / "checkpoint-3")
-
-
 # --- two processes ---
 
 SCRIPT = """
@@ -406,13 +349,6 @@ def test_two_processes(tmp_path: Path) -> None:
 
 
 # --- errors ---
-
-
-def test_a_forgotten_callback_is_said_once(tmp_path: Path) -> None:
-    run = trainer(tmp_path, convert(llama()))
-    (message,) = warned("lightning_fp8", run.train)
-    assert "has been trained for 3 optimizer steps, and nothing has updated its scales" in message
-    assert "give `transformers.Trainer` a `lightning_fp8.integrations.Fp8Callback()`" in message
 
 
 def test_a_model_converted_by_hand_stays_as_it_is(tmp_path: Path) -> None:

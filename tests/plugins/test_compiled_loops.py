@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import convert, fall_back, ops, weights_unchanged
+from lightning_fp8 import convert, ops, weights_unchanged
 from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.modules.prepared_weights import prepared
 from lightning_fp8.modules.weights_unchanged import all_gemms
@@ -262,16 +262,6 @@ def test_recomputation_reads_the_same_casts(tmp_path: Path, use_reentrant: bool,
             return torch.utils.checkpoint.checkpoint(self.net, x.requires_grad_(), use_reentrant=use_reentrant)  # type: ignore[no-any-return]
 
     eager, model = seeded(Checkpointed), seeded(Checkpointed)
-    make_trainer(tmp_path).fit(eager, loader())
-    make_trainer(tmp_path).fit(compile_part(model, backend), loader())
-    assert backend.weight_casts == 0
-    assert same(eager, model)
-
-
-def test_a_layer_that_fell_back(tmp_path: Path, backend: Compiled) -> None:
-    eager, model = seeded(), seeded()
-    for one in (eager, model):
-        fall_back(convert(one), "net.0")
     make_trainer(tmp_path).fit(eager, loader())
     make_trainer(tmp_path).fit(compile_part(model, backend), loader())
     assert backend.weight_casts == 0

@@ -6,7 +6,6 @@ import csv
 import inspect
 import json
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ import lightning_fabric
 import pytest
 import pytorch_lightning as mirror
 import torch
-import yaml
 from connectors import QUIET, with_cuda
 from lightning.pytorch.loggers import CSVLogger
 from lit import TRUSTED, Regression, by_hand, loader, make_trainer, same, seeded
-from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.loggers import CSVLogger as MirrorCSVLogger
 from pytorch_lightning.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from pytorch_lightning.strategies import DeepSpeedStrategy
@@ -28,7 +25,7 @@ from small_models import small_mlp
 from warm import run_warm
 
 import lightning_fp8
-from lightning_fp8 import DelayedScaling, callbacks, convert, scaling_state
+from lightning_fp8 import callbacks, convert, scaling_state
 from lightning_fp8.plugins.fabric import FabricPrecision
 from lightning_fp8.plugins.front_ends import MIRRORS
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, PRECISIONS
@@ -133,16 +130,6 @@ assert "fp8" not in str(pl.Trainer.__init__.__annotations__["precision"])
 def test_types_by_which_packages_check_a_precision(order: str) -> None:
     pytest.importorskip("pydantic")
     ran = run_warm("-c", f"import sys\n{ORDERS[order]}\n{TYPES_OF_A_PRECISION}")
-    assert ran.returncode == 0, ran.stderr[-3000:]
-
-
-def test_unregister_leaves_no_finder_behind() -> None:
-    program = (
-        "import sys\nbefore = list(sys.meta_path)\nimport lightning_fp8\nassert len(sys.meta_path) == len(before) + 2\n"
-        "lightning_fp8.plugins.unregister()\nassert sys.meta_path == before\nimport pytorch_lightning\n"
-        "assert not isinstance(lightning_fp8.Fp8Precision(), pytorch_lightning.plugins.Precision)"
-    )
-    ran = run_warm("-c", program)
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
@@ -254,24 +241,6 @@ def test_throughput_under_a_precision_of_the_other_name_is_refused(tmp_path: Pat
     monitor = callbacks.Fp8ThroughputMonitor(batch_size_fn=len)
     with pytest.raises(TypeError, match=r"Import `lightning\.pytorch` in place of `pytorch_lightning`, or use"):
         trainer(precision="32-true", callbacks=monitor, logger=MirrorCSVLogger(tmp_path)).fit(Mirrored(), loader())
-
-
-def test_its_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plugin = {"class_path": "lightning_fp8.Fp8Precision", "init_args": {"recipe": {"margin": 2}}}
-    for choice in ({"plugins": plugin}, {"precision": "fp8-delayed"}):
-        config = {"trainer": {**QUIET, **choice, "callbacks": [{"class_path": "lightning_fp8.ScaleWatchdog"}]}}
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-        monkeypatch.setattr(sys, "argv", ["main.py"])
-        cli = LightningCLI(Mirrored, run=False, args=["--config", str(tmp_path / "config.yaml")])
-        made = cli.trainer.precision_plugin
-        assert type(made) is lightning_fp8.Fp8Precision
-        assert made.recipe == (DelayedScaling(margin=2) if "plugins" in choice else None)
-        assert any(isinstance(callback, callbacks.ScaleWatchdog) for callback in cli.trainer.callbacks)
-
-
-def test_names_that_are_mixed_get_lightnings_own_error() -> None:
-    with pytest.raises(TypeError, match="must be a `LightningModule`"):
-        trainer(precision="fp8-delayed").fit(Regression(), loader())  # type: ignore[arg-type]
 
 
 def test_unregister_restores_the_other_name_exactly() -> None:
