@@ -3,16 +3,15 @@ from __future__ import annotations
 import math
 import statistics
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fp8_numpy
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lit import Regression, loader, make_trainer, seeded, warned
 from logged_runs import rows_of
-from processes import run_script
 from torch import nn
 
 from lightning_fp8 import (
@@ -317,42 +316,22 @@ def test_histograms_and_several_loggers(tmp_path: Path) -> None:
     }
 
 
-SCRIPT = """
-import torch, torch.distributed as dist
-from lightning.pytorch import Callback
-from lightning.pytorch.loggers import CSVLogger
-from lit import Regression, loader, make_trainer, seeded, warned
-from lightning_fp8 import ScaleFactorLogger, scaling_state
+def test_fractions_are_those_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has cast as many numbers, and has lost all of them."""
+    asked = []
 
-class Keep(Callback):
-    def on_train_batch_end(self, trainer, module, *_):
-        name = f"/counts{{trainer.global_rank}}-{{trainer.global_step}}.pt"
-        torch.save(scaling_state(module).cast_counts.values, {path!r} + name)
+    def reduce(strategy: Any, counts: torch.Tensor, group: Any = None, reduce_op: str = "mean") -> torch.Tensor:
+        if counts.shape != (6, 4):
+            return counts
+        asked.append(reduce_op)
+        numbers, saturated, nonzero, underflowed = counts.unbind(1)
+        return torch.stack([2 * numbers, saturated + numbers, 2 * nonzero, underflowed + nonzero], 1)
 
-torch.set_num_threads(1)
-trainer = make_trainer({path!r}, strategy="ddp", devices=2, logger=CSVLogger({path!r}, version=0),
-                       callbacks=[Keep(), ScaleFactorLogger(every_n_steps=2)])
-class Growing(Regression):
-    # in the second step beyond the scales of the first, on one rank more than on the other
-
-    def forward(self, x):
-        return super().forward(x * (1 + dist.get_rank() + 10 * (self.trainer.global_step == 1)))
-
-
-trainer.fit(seeded(Growing), loader())
-"""
-
-
-@pytest.mark.slow
-def test_fractions_are_those_of_all_processes(tmp_path: Path) -> None:
-    run_script(SCRIPT.format(path=str(tmp_path)), tmp_path)
-    counts = [torch.load(tmp_path / f"counts{rank}-2.pt", weights_only=True) for rank in (0, 1)]
-    assert not torch.equal(*counts)
-    logger = SimpleNamespace(log_dir=tmp_path / "lightning_logs" / "version_0")
+    monkeypatch.setattr(SingleDeviceStrategy, "reduce", reduce)
+    logger = CSVLogger(tmp_path)
+    make_trainer(tmp_path, logger=logger, callbacks=[ScaleFactorLogger(every_n_steps=4)]).fit(seeded(), loader())
+    assert asked == ["sum"]
     (last,) = [row for row in rows_of(logger) if row.get("fp8/net.0.input/scale")]
-    together = sum(counts).double()
-    assert together[0, 1] > counts[0][0, 1] > 0
-    for position, name in ((0, "net.0.input"), (2, "net.0.grad_output"), (4, "net.0.weight")):
-        numbers, saturated, nonzero, underflowed = together[position].tolist()
-        assert float(last[f"fp8/{name}/saturated_fraction"]) == pytest.approx(saturated / numbers, abs=1e-12)
-        assert float(last[f"fp8/{name}/underflowed_fraction"]) == pytest.approx(underflowed / nonzero, abs=1e-12)
+    for name in ("net.0.input", "net.2.grad_output", "net.0.weight"):
+        for fraction in ("saturated_fraction", "underflowed_fraction"):
+            assert 0.5 <= float(last[f"fp8/{name}/{fraction}"]) < 0.6

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities import throughput as lightnings
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision, Precision
@@ -183,28 +182,3 @@ def test_mfu_in_a_run_is_flops_per_second_over_the_peak(precision: str, tmp_path
             assert row[f"{stage}/device/items_per_sec"] == 16 * 32 / seconds
         assert of_stage[-1][f"{stage}/samples"] == 16 * batches
         assert of_stage[-1][f"{stage}/lengths"] == 16 * 32 * batches
-
-
-class MeasuresItself(Regression):
-    flops_per_batch = None
-
-    def on_fit_start(self) -> None:
-        x = torch.zeros(16, 32)
-        self.eval()
-        self.flops_per_batch = lightnings.measure_flops(self, lambda: self(x), torch.Tensor.sum)
-        self.train()
-
-
-@pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed"])
-def test_flops_measured_on_the_model_itself(precision: str, tmp_path: Path) -> None:
-    model, logger = seeded(MeasuresItself), CSVLogger(tmp_path)
-    monitor = Fp8ThroughputMonitor(samples, window_size=2, peak_flops=3e9)
-    trainer = make_trainer(tmp_path, callbacks=[monitor], logger=logger, log_every_n_steps=1, precision=precision)
-    trainer.fit(model, loader())
-    # three products for the second layer, two for the first, whose input needs no gradient
-    expected = 2 * 16 * (2 * 32 * 64 + 3 * 64 * 16)
-    assert model.flops_per_batch == expected
-    before, last = [row for row in rows_of(logger) if row["train/time"]][-2:]
-    rate = expected / (float(last["train/time"]) - float(before["train/time"]))
-    assert float(last["train/device/flops_per_sec"]) == pytest.approx(rate)
-    assert float(last["train/device/mfu"]) == pytest.approx(rate / 3e9)

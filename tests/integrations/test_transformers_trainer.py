@@ -25,6 +25,17 @@ from lightning_fp8 import DelayedScaling, convert, load_scales, scaling_state
 from lightning_fp8.integrations import Fp8Callback
 from lightning_fp8.scaling.config import Fp8Config
 
+SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+# the loss falls, so that the first checkpoint is the "best"
+BEST: dict[str, Any] = {
+    **SAVED,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,
+}
+
 
 class Regressor(nn.Module):
     """A model that is not from transformers."""
@@ -199,9 +210,9 @@ RECOMPUTATION = next(
 def test_a_resumed_run_is_exact(tmp_path: Path, options: dict[str, Any]) -> None:
     whole, second = llama(), llama(seed=8)
     recipe = DelayedScaling(amax_history_len=4)
-    uninterrupted = trainer(tmp_path, whole, Fp8Callback(recipe), save_strategy="steps", save_steps=3, **options)
+    uninterrupted = trainer(tmp_path, whole, Fp8Callback(recipe), **SAVED, **options)
     uninterrupted.train()
-    resumed = trainer(tmp_path, second, Fp8Callback(recipe), save_strategy="steps", save_steps=3, **options)
+    resumed = trainer(tmp_path, second, Fp8Callback(recipe), **SAVED, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert losses(resumed) == losses(uninterrupted)
     assert same(whole, second)
@@ -217,14 +228,14 @@ def without_scales(folder: Path) -> None:
 
 def stopped_at_3(path: Path, *callbacks: Any, **kwargs: Any) -> Any:
     model = llama()
-    trainer(path, model, *callbacks, save_strategy="steps", save_steps=3, **kwargs).train()
+    trainer(path, model, *callbacks, **SAVED, **kwargs).train()
     return model
 
 
 def test_a_checkpoint_without_scales_is_said_once(tmp_path: Path) -> None:
     whole, second = stopped_at_3(tmp_path, Fp8Callback()), llama(seed=8)
     without_scales(tmp_path / "checkpoint-3")
-    resumed = trainer(tmp_path, second, Fp8Callback(), save_strategy="steps", save_steps=3)
+    resumed = trainer(tmp_path, second, Fp8Callback(), **SAVED)
     (message,) = warned("Fp8Callback", lambda: resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3")))
     assert message.startswith("Fp8Callback: The checkpoint of step 3 has weights but no FP8 scales.")
     # the run differs
@@ -245,9 +256,7 @@ def test_the_scales_of_another_model_are_refused(tmp_path: Path) -> None:
 def test_the_best_model_has_its_own_scales(tmp_path: Path) -> None:
     model = llama()
     # the loss falls, so that the first checkpoint is the "best"
-    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    steps: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
-    run = trainer(tmp_path, model, Fp8Callback(LONG_WINDOW), **best, **steps)
+    run = trainer(tmp_path, model, Fp8Callback(LONG_WINDOW), **BEST)
     run.train()
     assert run.state.best_global_step == 3
     assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [3] * scaling_state(model).delayed
@@ -268,9 +277,7 @@ def test_a_best_model_without_scales_is_said(tmp_path: Path) -> None:
             if state.global_step == 3:
                 without_scales(tmp_path / "checkpoint-3")
 
-    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    steps: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
-    (message,) = warned("Fp8Callback", trainer(tmp_path, model, Fp8Callback(), Removed(), **best, **steps).train)
+    (message,) = warned("Fp8Callback", trainer(tmp_path, model, Fp8Callback(), Removed(), **BEST).train)
     assert "checkpoint-3 has weights but no FP8 scales" in message
     # those of other weights are not saved
     assert not any(len(entry["amax_history"]) for entry in scaling_state(model).state_dict().values())
@@ -279,7 +286,7 @@ def test_a_best_model_without_scales_is_said(tmp_path: Path) -> None:
 def test_a_model_made_by_the_trainer_and_a_callback_that_it_restores(tmp_path: Path) -> None:
     """The restored callback is created from the arguments stored in the checkpoint."""
     recipe = DelayedScaling(amax_history_len=4, margin=1)
-    kwargs: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "model_init": lambda: llama()}
+    kwargs: dict[str, Any] = {**SAVED, "model_init": lambda: llama()}
     kwargs["restore_callback_states_from_checkpoint"] = True
 
     def make() -> Trainer:

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lit import Averaging, Regression, loader, make_trainer, needs_averaging, same, seeded, warned
+from lit import Regression, loader, make_trainer, same, seeded, warned
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
@@ -161,32 +161,6 @@ def test_a_change_between_steps_is_seen(
     assert backend.weight_casts == 0
     assert torch.equal(torch.stack(eager.losses), torch.stack(model.losses))
     assert same(eager, model)
-
-
-@needs_averaging
-def test_averages_in_validation(tmp_path: Path, backend: Compiled, casts: Counter[int]) -> None:
-    found = []
-    for compiles in (False, True):
-        casts.clear()
-        model = seeded()
-        trainer = make_trainer(
-            tmp_path, callbacks=[Averaging(), Losses()], val_check_interval=1, num_sanity_val_steps=0
-        )
-        trainer.fit(compile_part(model, backend) if compiles else model, loader(), loader())
-        # four steps, each followed by a validation
-        assert sorted(casts.values()) == [8, 8]
-        found.append((*model.losses, *trainer.callbacks[-1].losses))
-    assert len(found[0]) == 8
-    assert torch.equal(*map(torch.stack, found))
-    assert backend.weight_casts == 0
-
-
-class Losses(pl.Callback):
-    def __init__(self) -> None:
-        self.losses: list[torch.Tensor] = []
-
-    def on_validation_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:  # type: ignore[override]
-        self.losses.append(trainer.callback_metrics["val_loss"].clone())
 
 
 class TwoStepsInOne(Regression):
