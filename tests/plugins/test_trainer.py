@@ -17,22 +17,17 @@ from torch import Tensor, nn
 from lightning_fp8 import DelayedScaling, Fp8Precision, convert, fall_back, scaling_state, unconvert
 from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.plugins import register, unregister
+from lightning_fp8.scaling.recipe import RECIPES
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip": 0.1}])
-def test_fit_equals_a_plain_loop_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("precision", RECIPES)
+def test_fit_equals_a_plain_loop_bit_for_bit(tmp_path: Path, precision: str) -> None:
     model = seeded()
-    trainer = make_trainer(
-        tmp_path,
-        accumulate_grad_batches=options.get("accumulate", 1),
-        gradient_clip_val=options.get("clip"),
-    )
+    trainer = make_trainer(tmp_path, precision=precision, accumulate_grad_batches=2)
     trainer.fit(model, loader())
-    assert trainer.precision == "fp8-delayed"
-    assert trainer.global_step == 4 // options.get("accumulate", 1)
-    assert same(model, by_hand(trainer.global_step, **options))
-    # one entry of history per optimizer step
-    assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [trainer.global_step] * 4
+    assert trainer.precision == precision
+    assert trainer.global_step == scaling_state(model).updates == 2
+    assert same(model, by_hand(2, accumulate=2, recipe=RECIPES[precision]()))
 
 
 def test_fp64_model_is_refused(tmp_path: Path) -> None:
