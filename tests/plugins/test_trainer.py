@@ -192,24 +192,6 @@ def test_another_precision_says_that_scales_stand_still(tmp_path: Path, precisio
     assert warned("Trainer", lambda: of_another(precision, tmp_path).fit(unconvert(model), loader())) == []
 
 
-def test_a_converted_part_of_a_model_is_named(tmp_path: Path) -> None:
-    class Whole(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before = nn.Linear(32, 32)
-            self.part = seeded()
-            self.net = nn.Identity()
-
-        def configure_model(self) -> None:
-            convert(self.part, ignore_modules=("net.0",))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.part(self.before(x))
-
-    (message,) = warned("Trainer", lambda: of_another("32-true", tmp_path).fit(seeded(Whole), loader()))
-    assert ": Whole has 1 converted layer, which this precision leaves in FP8: part.net.2. This" in message
-
-
 def test_layers_that_fell_back_are_not_in_fp8(tmp_path: Path) -> None:
     model = convert(seeded())
     fall_back(model, "net.0")
