@@ -68,23 +68,15 @@ class Fp8Precision(PrecisionCore):
         reduce_dtype: dtype in which FSDP sums gradients over the ranks.
         fp8_all_gather: under ``ModelParallelStrategy`` with ``fully_shard``, gather the weights of converted layers in
             FP8: half the bytes of bf16, bit-identical numbers. These layers cannot fall back.
-        gemm: the backend of FP8 GEMMs on a GPU: ``"auto"``, whichever was measured to be faster
-            (``python -m lightning_fp8 tune`` measures it); ``"rawkernel"``, the kernels of this package;
-            ``"cublaslt"``, those of ``torch._scaled_mm``.
-        min_features: layers with fewer features in or out, in any of their weights, are not converted; 0 converts all.
-            None, the default, means 16, and leaves a model that was converted before as it is. A
-            checkpoint fits only the layers that were converted.
-        adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too;
-            False leaves a model that was converted before as it is.
-        frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights of converted layers, one byte per parameter,
-            and frees their masters: for adapters on a frozen base. Checkpoints hold the rounded values. ``"master"``
-            keeps masters; None, the default, means ``"master"``, or for a converted model its current setting. See
-            :func:`lightning_fp8.convert`. Not under FSDP.
+        gemm: the backend of FP8 GEMMs on a GPU: ``"auto"``, ``"rawkernel"`` or ``"cublaslt"``. This argument and those
+            below are those of :func:`lightning_fp8.convert`; by default they leave a converted model as it is.
+        min_features: layers with fewer features in or out are not converted: 16 by default, 0 for all.
+        adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too.
+        frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights, one byte per parameter: for adapters on a
+            frozen base. Checkpoints hold the rounded values. Not under FSDP.
         overrides: by pattern on module paths, the precision of a layer's products in place of the recipe's, such as
-            ``{"blocks.0": "bf16", "*.down": {"wgrad": "bf16"}}``; see :func:`lightning_fp8.convert`. None leaves a
-            model that was converted before as it is.
-        bf16_blocks: how many of the first and of the last blocks of the longest ``nn.ModuleList`` stay in bf16, for
-            example ``(1, 1)``; see :func:`lightning_fp8.convert`.
+            ``{"blocks.0": "bf16", "*.down": {"wgrad": "bf16"}}``.
+        bf16_blocks: how many of the first and of the last blocks of the longest ``nn.ModuleList`` stay in bf16.
 
     Raises:
         ValueError: for an unsupported value, settings that contradict each other, a recipe field out of range; at

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,14 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lit import Regression, loader, make_trainer, same, seeded
+from logged_runs import rows_of
 from projections import MEMBERS, Shared
 from small_models import small_mlp
 from torch import Tensor, nn
-from watched_models import NEVER, Vanishing
+from watched_models import NEVER, Growing, Vanishing
 
 from lightning_fp8 import CurrentScaling, DelayedScaling, Fp8Precision, ScaleWatchdog, convert, describe, export, fall_back, scaling_state, unconvert
 from lightning_fp8.callbacks.watch import Limits, Watch
-
-
-class Growing(Regression):
-    """Its input grows fourfold from step to step, so that a scale from past steps always clips."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * 4.0 ** min(self.trainer.global_step, 20) if self.training else x)
-
-    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return super().step(batch) * 1e-20
 
 
 def clips(every: int = 2, **kwargs: Any) -> ScaleWatchdog:
@@ -42,8 +32,7 @@ def underflows(**kwargs: Any) -> ScaleWatchdog:
 
 def logged(logger: CSVLogger) -> list[tuple[float, ...]]:
     names = ("saturated", "underflowed", "current", "fallbacks")
-    with open(Path(logger.log_dir) / "metrics.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("fp8/watchdog/current")]
+    rows = [row for row in rows_of(logger) if row.get("fp8/watchdog/current")]
     return [tuple(float(row[f"fp8/watchdog/{name}"]) for name in names) for row in rows]
 
 
@@ -185,8 +174,7 @@ def test_a_scale_that_is_not_used_is_not_stale() -> None:
 
 
 def test_layers_with_one_input_move_together() -> None:
-    model = convert(Shared())
-    state = scaling_state(model)
+    state = scaling_state(convert(Shared()))
     state.use_current_scaling([state.module_names.index("k")])
     assert state.current_modules == MEMBERS
 
