@@ -1,7 +1,4 @@
-"""FSDP2 in real processes on the CPU: sharded modules converted, weights gathered in FP8, checkpoints, hybrid sharding.
-
-Each test collects the values of every process, and checks them here.
-"""
+"""FSDP2 in real processes on the CPU: sharded modules converted, weights gathered in FP8, hybrid sharding."""
 
 from __future__ import annotations
 
@@ -47,11 +44,10 @@ class Net(nn.Module):
         return self.last(self.around(self.encoder, x))
 
 
-def sharded(model, leaves=True, mesh=None, **kwargs):
-    kwargs = {"mp_policy": fsdp2_policy("fp8-delayed"), "mesh": mesh, **kwargs}
-    for layer in [model.encoder, *([model.first, model.last] if leaves else [])]:
-        fully_shard(layer, **kwargs)
-    return fully_shard(model, **kwargs)
+def sharded(model, mesh=None):
+    for layer in (model.encoder, model.first, model.last, model):
+        fully_shard(layer, mp_policy=fsdp2_policy("fp8-delayed"), mesh=mesh)
+    return model
 
 
 def whole(tensor):
@@ -68,7 +64,7 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def train(model, steps=4, micro=1, clip=None, start=0, optimizer=None, update=True):
+def train(model, steps=4, micro=1, clip=None, start=0, optimizer=None):
     '''Losses of training and of the evaluation after each step, gradient norms.'''
     seen = []
     optimizer = optimizer or adamw(model)
@@ -83,8 +79,7 @@ def train(model, steps=4, micro=1, clip=None, start=0, optimizer=None, update=Tr
         if clip:
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
             seen.append(whole(norm))
-        if update:
-            scaling_state(model).update()
+        scaling_state(model).update()
         optimizer.step()
         optimizer.zero_grad()
         model.eval()
