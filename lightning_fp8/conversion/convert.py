@@ -112,14 +112,7 @@ def convert(
 
 
 def carry_out(plan: ConversionPlan) -> ScalingState:
-    """Convert the layers that the plan has chosen, in place.
-
-    Returns:
-        The scaling state of the model.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: see :func:`convert`; nothing is changed then, and no scales are lost.
-    """
+    """Convert the layers that the plan has chosen, in place; after an error, nothing is changed."""
     plan.check()
     _restore(plan.restored)
     state = _attach(plan)
@@ -136,12 +129,6 @@ def carry_out_for_run(plan: ConversionPlan) -> ScalingState:
 
     If the user or an earlier run has converted it, its layers stay as they are, unless the run selects layers.
     The GEMM backend and ``frozen_weights`` are always those of the plan.
-
-    Returns:
-        The scaling state of the model.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: see :func:`convert`.
     """
     if plan.selects or not plan.converted:
         return carry_out(plan)

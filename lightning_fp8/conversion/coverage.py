@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
+from lightning_fp8.conversion.candidates import PlannedLayer
 from lightning_fp8.conversion.plan import ConversionPlan
-from lightning_fp8.conversion.planned import PlannedLayer
 from lightning_fp8.conversion.rows import LARGE_SHARE
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import numbered

@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fp8.conversion.candidates import check_dtype, check_unparametrized, gemm_weights, sizes
+from lightning_fp8.conversion.candidates import (
+    PlannedLayer,
+    check_dtype,
+    check_unparametrized,
+    gemm_weights,
+    planned_layers,
+    sizes,
+)
 from lightning_fp8.conversion.frozen_weights import notes_on_weights
-from lightning_fp8.conversion.planned import PlannedLayer, planned_layers
 from lightning_fp8.conversion.rows import Candidate, elements_of, large_parameters, row_of
 from lightning_fp8.conversion.settings import checked_settings, products_in_bf16, resolved_overrides
 from lightning_fp8.modules.base import Fp8Module

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from lightning_fp8.conversion.candidates import sizes
-from lightning_fp8.conversion.planned import PlannedLayer
+from lightning_fp8.conversion.candidates import PlannedLayer, sizes
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.experts import Fp8Experts

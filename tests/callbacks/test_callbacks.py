@@ -14,7 +14,16 @@ from lit import Regression, loader, make_trainer, seeded, warned
 from logged_runs import rows_of
 from torch import nn
 
-from lightning_fp8 import BlockScaling, DelayedScaling, Fp8Precision, QuantizationProbe, ScaleFactorLogger, ScaleWatchdog, convert, scaling_state
+from lightning_fp8 import (
+    BlockScaling,
+    DelayedScaling,
+    Fp8Precision,
+    QuantizationProbe,
+    ScaleFactorLogger,
+    ScaleWatchdog,
+    convert,
+    scaling_state,
+)
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.formats import ROLES
 from lightning_fp8.scaling import ScalingState

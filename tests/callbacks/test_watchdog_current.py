@@ -17,7 +17,18 @@ from small_models import small_mlp
 from torch import Tensor, nn
 from watched_models import NEVER, Growing, Vanishing
 
-from lightning_fp8 import CurrentScaling, DelayedScaling, Fp8Precision, ScaleWatchdog, convert, describe, export, fall_back, scaling_state, unconvert
+from lightning_fp8 import (
+    CurrentScaling,
+    DelayedScaling,
+    Fp8Precision,
+    ScaleWatchdog,
+    convert,
+    describe,
+    export,
+    fall_back,
+    scaling_state,
+    unconvert,
+)
 from lightning_fp8.callbacks.watch import Limits, Watch
 
 

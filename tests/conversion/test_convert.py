@@ -178,6 +178,11 @@ def test_converting_again_keeps_scales_and_takes_in_new_layers() -> None:
     assert other.has_scales
     convert(joined, ignore_modules=("2",))
     assert type(joined[2]) is nn.Linear
+    # histories of weights that have been changed since they were recorded are known to be so
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    convert(joined)(torch.randn(4, 32))
+    assert not scaling_state(joined).amax_history.any()
     with pytest.raises(ValueError, match="no FP8 layers"):
         scaling_state(unconvert(joined))
 

@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 from experts import FORMS, WIDTH, experts, mixtral, token_batch
-from lit import make_trainer
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.data import DataLoader
-from transformer_models import HuggingFace
 from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -155,24 +152,6 @@ def test_experts_added_later_leave_the_scales_of_others() -> None:
     after = scaling_state(convert(model)).state_dict()
     assert len(after) == len(before) + 2 * 2 * 2 * 4
     assert all(torch.equal(after[name]["amax_history"], before[name]["amax_history"]) for name in before)
-
-
-def fitted(path: Path, model: nn.Module, steps: int, ckpt_path: str | None = None) -> tuple[Any, Any]:
-    module = HuggingFace(model)
-    trainer = make_trainer(path, max_steps=steps, max_epochs=-1, limit_val_batches=0)
-    trainer.fit(module, DataLoader([token_batch()], batch_size=None), ckpt_path=ckpt_path)
-    return module, trainer
-
-
-def test_the_trainer_trains_and_resumes(tmp_path: Path) -> None:
-    whole, _ = fitted(tmp_path, mixtral(), 4)
-    _, trainer = fitted(tmp_path, mixtral(), 2)
-    trainer.save_checkpoint(tmp_path / "two.ckpt")
-    resumed, _ = fitted(tmp_path, mixtral(), 4, str(tmp_path / "two.ckpt"))
-    assert not whole.bad_gradients
-    assert resumed.losses == whole.losses[2:]
-    assert torch.equal(scaling_state(whole).scale, scaling_state(resumed).scale)
-    assert any("experts" in name for name in scaling_state(whole).names)
 
 
 def test_exports_write_experts_as_they_are_and_say_so(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from experts import mixtral
-from lightning.pytorch.loggers import CSVLogger
-from lit import Regression, loader, make_trainer, seeded
+from lit import loader, make_trainer, seeded
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lightning_fp8 import Fp8Precision, RunRecord, ScaleFactorLogger, convert, describe, export, fall_back, load_exported, scaling_state
+from lightning_fp8 import Fp8Precision, convert, describe, fall_back
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.plugins.fp8 import _say_once
-from lightning_fp8.tools.report import tables
-from lightning_fp8.tools.report.runs import read_runs
 
 
 class Experts(nn.Module):
@@ -232,34 +228,3 @@ def test_what_is_converted_is_said_once_for_a_model_and_its_settings(
 
 
 # readers of `describe`
-
-
-class Mixed(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 16), Experts())
-
-
-def test_callbacks_and_report(tmp_path: Path) -> None:
-    model, logger = seeded(Mixed), CSVLogger(tmp_path)
-    callbacks = [RunRecord(), ScaleFactorLogger(1)]
-    make_trainer(tmp_path, logger=logger, callbacks=callbacks, max_steps=2, log_every_n_steps=1).fit(model, loader())
-    record = json.loads((Path(logger.log_dir) / "fp8_run.json").read_text())
-    expected = [("net.0", "Linear"), ("net.1.up", "Parameter"), ("net.1.down", "Parameter")]
-    assert [(row["path"], row["kind"]) for row in record["layers"]] == expected
-    table = tables.layers(read_runs([Path(logger.log_dir)])[0])
-    assert len(table.rows) == 3
-    assert table.note == "1 of 1 layers ran in FP8 when the run started."
-    assert [cell.text for cell in table.rows[-1]][:3] == ["net.1.down", "Parameter", "not FP8"]
-
-
-def test_export_and_back(tmp_path: Path) -> None:
-    tokens, model = torch.randint(0, 20, (4, 5)), convert(mixture(), ignore_modules=("2",))
-    model(tokens).sum().backward()
-    scaling_state(model).update()
-    model.eval()
-    export(model, tmp_path)
-    loaded = load_exported(mixture(), tmp_path)
-    assert torch.equal(loaded(tokens), model(tokens))
-    assert [row[:3] for row in describe(loaded)] == [row[:3] for row in describe(model)]
-    assert [row.path for row in describe(loaded) if row.converted] == ["1.0.0", "1.1.0"]

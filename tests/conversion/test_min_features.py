@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from pathlib import Path
 from typing import Any
 
-import lightning.fabric as lf
 import pytest
 import torch
-from connectors import trainer, with_cuda
-from lit import Regression, loader, make_trainer, seeded
+from lit import loader, make_trainer, seeded
 from small_models import small_mlp
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-import lightning_fp8
 from lightning_fp8 import Fp8Precision, convert, describe, scaling_state, unconvert
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.scaling.state import LAYOUT
-from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
 
 
 def reasons(model: nn.Module, **arguments: Any) -> dict[str, str]:
@@ -174,59 +169,4 @@ def test_a_plugin_converts_by_it(tmp_path: Path) -> None:
         assert list(scaling_state(model).module_names) == names
 
 
-def test_fabric_and_fsdp_take_it_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    fabric = lf.Fabric(accelerator="cpu", devices=1, plugins=Fp8Precision(min_features=32))
-    assert scaling_state(fabric.setup(small_mlp())).module_names == ("0",)
-    with_cuda(monkeypatch)
-    lightning_fp8.plugins.register()
-    made = trainer(accelerator="cuda", strategy="fsdp", plugins=Fp8Precision(min_features=32))
-    assert isinstance(made.precision_plugin, Fp8Precision)
-    assert made.precision_plugin.min_features == 32
-
-
-@pytest.mark.parametrize(("value", "is_valid"), [(32, True), ("auto", False), (-1, False), (True, False)])
-def test_a_yaml_file_sets_it(tmp_path: Path, value: Any, is_valid: bool) -> None:
-    from lightning.pytorch.cli import LightningCLI
-
-    plugin = {"class_path": "lightning_fp8.Fp8Precision", "init_args": {"min_features": value}}
-    config = tmp_path / "config.yaml"
-    # JSON is YAML
-    config.write_text(json.dumps({"trainer": {"accelerator": "cpu", "logger": False, "plugins": [plugin]}}))
-    arguments: dict[str, Any] = {"run": False, "args": ["--config", str(config)], "save_config_callback": None}
-    if is_valid:
-        assert LightningCLI(Regression, **arguments).trainer.precision_plugin.min_features == value
-    else:
-        with pytest.raises((SystemExit, ValueError)):
-            LightningCLI(Regression, **arguments)
-
-
-def test_a_comparison_leaves_it_to_fp8() -> None:
-    for variant in VARIANTS:
-        settings = plugin_settings(variant, {"min_features": 64})
-        assert settings.get("min_features") == (64 if variant.startswith("fp8-") else None)
-
-
 # checkpoints
-
-
-@pytest.mark.parametrize(
-    ("saved", "resumed", "said"),
-    [
-        (32, 32, None),
-        (32, 0, "In the model but not in the checkpoint"),
-        (0, 32, "In the checkpoint but not in the model"),
-    ],
-)
-def test_a_run_resumes_with_its_number(tmp_path: Path, saved: int, resumed: int, said: str | None) -> None:
-    model, made = seeded(), make_trainer(tmp_path, plugins=Fp8Precision(min_features=saved))
-    made.fit(model, loader())
-    made.save_checkpoint(tmp_path / "model.ckpt")
-    again = seeded()
-    trainer = make_trainer(tmp_path, plugins=Fp8Precision(min_features=resumed), max_epochs=1 if said is None else 2)
-    if said is not None:
-        with pytest.raises(ValueError, match=f"{said}: 'net.2.input', 'net.2.grad_output'.*`min_features`"):
-            trainer.fit(again, loader(), ckpt_path=tmp_path / "model.ckpt")
-        return
-    trainer.fit(again, loader(), ckpt_path=tmp_path / "model.ckpt")
-    delayed = scaling_state(model).delayed
-    assert torch.equal(scaling_state(again).scale[:delayed], scaling_state(model).scale[:delayed])

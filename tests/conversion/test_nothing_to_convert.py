@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.fabric as lf
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lit import Averaging, Regression, loader, long_window, make_trainer, seeded
-from torch import Tensor, nn
+from torch import nn
 
 import lightning_fp8
 from lightning_fp8 import Bf16MixedPrecision, Fp8Precision, scaling_state
@@ -161,20 +160,3 @@ def test_with_every_callback(tmp_path: Path) -> None:
     trainer.fit(model, loader(), loader())
     make_trainer(tmp_path).fit(alone, loader(), loader())
     assert torch.equal(torch.stack(model.losses), torch.stack(alone.losses))
-
-
-def test_fabric(tmp_path: Path) -> None:
-    def trained(precision: Any) -> list[Tensor]:
-        fabric, net = lf.Fabric(accelerator="cpu", devices=1, precision=precision), seeded(Convolution)
-        model, optimizer = fabric.setup(net, net.configure_optimizers())
-        for x, y in fabric.setup_dataloaders(loader()):
-            fabric.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-        fabric.save(tmp_path / "f.ckpt", {"model": model, "optimizer": optimizer})
-        fabric.load(tmp_path / "f.ckpt", {"model": model, "optimizer": optimizer})
-        return list(net.parameters())
-
-    with pytest.warns(UserWarning, match=NO_LAYER):
-        without = trained("fp8-delayed")
-    assert all(map(torch.equal, without, trained("bf16-mixed")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import copy
-import json
 import os
 import stat
 from collections.abc import Callable
@@ -260,10 +259,3 @@ def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for call in (lambda: export(copy.deepcopy(model), tmp_path / "out"), lambda: load_exported(small_mlp(), tmp_path)):
         with pytest.raises(ImportError, match=r"pip install safetensors"):
             call()
-
-
-def test_a_config_names_the_class_of_a_model_that_was_never_saved(tmp_path: Path) -> None:
-    wrapped, batch = made("bert")
-    export(trained(wrapped.net, lambda model: model(**batch).logits), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["architectures"] == [type(wrapped.net).__name__]

@@ -16,7 +16,17 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformer_models import made
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, describe, export, fall_back, load_exported, scaling_state
+from lightning_fp8 import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    convert,
+    describe,
+    export,
+    fall_back,
+    load_exported,
+    scaling_state,
+)
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.export.layout import amax_of_scale, codes_of
 from lightning_fp8.scaling.recipe import Recipe

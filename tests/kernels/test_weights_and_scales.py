@@ -23,8 +23,8 @@ from torch import Tensor
 from kernels_cuda import casts, scales
 from kernels_cuda.casts import Weight
 from lightning_fp8 import DelayedScaling
-from lightning_fp8.scaling import ScalingState
 from lightning_fp8.ops.amaxes import max_abs
+from lightning_fp8.scaling import ScalingState
 
 
 def weights_kernel() -> HostKernel:

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from kernels_cuda import casts
 from kernels_cuda.launch import Kernel
 from lightning_fp8 import DelayedScaling, convert, scaling_state, unconvert
-from lightning_fp8.scaling import ScalingState
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.scaling import ScalingState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 

@@ -25,7 +25,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import Bf16MixedPrecision, DelayedScaling, Fp8Precision, callbacks, convert, fall_back, fsdp2_policy, scaling_state
+from lightning_fp8 import (
+    Bf16MixedPrecision,
+    DelayedScaling,
+    Fp8Precision,
+    callbacks,
+    convert,
+    fall_back,
+    fsdp2_policy,
+    scaling_state,
+)
 from lightning_fp8.modules.all_gather import gather_in_fp8
 from lightning_fp8.scaling.recipe import RECIPES
 

@@ -15,7 +15,17 @@ from small_models import small_mlp
 from stacked_blocks import Blocks, products
 from torch import nn
 
-from lightning_fp8 import Fp8Precision, QuantizationProbe, ScaleFactorLogger, ScaleWatchdog, convert, describe, export, load_exported, scaling_state
+from lightning_fp8 import (
+    Fp8Precision,
+    QuantizationProbe,
+    ScaleFactorLogger,
+    ScaleWatchdog,
+    convert,
+    describe,
+    export,
+    load_exported,
+    scaling_state,
+)
 from lightning_fp8.plugins.fabric import FabricPrecision
 
 

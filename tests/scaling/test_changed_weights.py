@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,19 @@ import pytest
 import torch
 from small_models import small_mlp
 from torch import Tensor, nn
-from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, export, load_exported, scaling_state, unconvert, weights_unchanged
+from lightning_fp8 import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    convert,
+    export,
+    load_exported,
+    scaling_state,
+    unconvert,
+    weights_unchanged,
+)
 from lightning_fp8.scaling.recipe import Recipe
 
 STEPS = 8
@@ -61,30 +69,9 @@ def assign(model: nn.Linear, values: Tensor) -> None:
     model.load_state_dict({**model.state_dict(), "weight": values.clone()}, assign=True)
 
 
-def merge(model: nn.Linear, values: Tensor) -> None:
-    # as PEFT merges an adapter: a low-rank product, added through `.data`; here of full rank, to reach all values
-    delta = values - model.weight.detach()
-    left, singular, right = torch.linalg.svd(delta)
-    model.weight.data += (left[:, : len(singular)] * singular) @ right[: len(singular)]
-
-
-def swap(model: nn.Linear, values: Tensor) -> None:
-    # as weight averaging does: through `.data`, swapped in (and never back)
-    kept = model.weight.data.clone()
-    average = nn.Parameter(values.clone())
-    model.weight.data.copy_(average.data)
-    average.data.copy_(kept)
-
-
 def swap_tensors(model: nn.Linear, values: Tensor) -> None:
     model.zero_grad()
     torch.utils.swap_tensors(model.weight, nn.Parameter(values.clone()))
-
-
-def prune_half(model: nn.Linear, values: Tensor) -> None:
-    model.weight.data.copy_(values)
-    prune.l1_unstructured(model, "weight", amount=0.5)
-    prune.remove(model, "weight")
 
 
 CHANGES: dict[str, Callable[[nn.Linear, Tensor], None]] = {
@@ -93,10 +80,7 @@ CHANGES: dict[str, Callable[[nn.Linear, Tensor], None]] = {
     "new .data": new_data,
     "load_state_dict": load,
     "assign=True": assign,
-    "adapter merged": merge,
-    "averaged weights": swap,
     "swap_tensors": swap_tensors,
-    "pruned": prune_half,
 }
 
 
@@ -159,32 +143,6 @@ def test_a_whole_model_that_is_changed_is_a_fresh_conversion(how: str, first: st
     state = scaling_state(model)
     assert state.amax_history.count_nonzero() == 0
     assert (state.scale[: state.delayed] == 1).all()
-
-
-def test_scales_that_come_with_the_weights_stay() -> None:
-    source, x = trained(small_mlp()), torch.randn(8, 32)
-    weights, scales = source.state_dict(), scaling_state(source).state_dict()
-    with torch.no_grad():
-        expected = source.eval()(x)
-    for order in ("weights first", "scales first"):
-        model = trained(small_mlp())
-        parts = [(model, weights), (scaling_state(model), scales)]
-        for target, values in parts if order == "weights first" else parts[::-1]:
-            target.load_state_dict(values)
-        with torch.no_grad():
-            assert torch.equal(model.eval()(x), expected)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_weights_loaded_after_a_forward_do_not_belong_to_the_scales_before_it(training: bool) -> None:
-    source, model = trained(small_mlp()), trained(small_mlp())
-    state = scaling_state(model)
-    state.load_state_dict(scaling_state(source).state_dict())
-    with torch.set_grad_enabled(training):
-        model.train(training)(torch.randn(8, 32))
-    model.load_state_dict(small_mlp().state_dict())
-    model.train()(torch.randn(8, 32))
-    assert state.amax_history.count_nonzero() == 0
 
 
 class Followed(nn.Module):
@@ -259,22 +217,6 @@ def test_steps_by_hand_are_those_between_two_updates() -> None:
     assert not state.amax_history.any()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_knows_its_weights(copied: Callable[[nn.Module], nn.Module]) -> None:
-    x = torch.randn(64, 32)
-    for changed in ("never", "before", "after"):
-        model = trained(small_mlp())
-        if changed == "before":
-            in_place(model[0], model[0].weight * 8)
-        other = copied(model)
-        if changed == "after":
-            in_place(other[0], other[0].weight * 8)
-        with torch.no_grad():
-            batch_decides = not torch.equal(other.eval()(torch.cat([x, 10 * x]))[:64], other(x))
-        other.train()(x)
-        assert batch_decides == (changed != "never") == (not scaling_state(other).amax_history.any())
-
-
 @pytest.mark.parametrize("move", [lambda model: model.double().float(), lambda model: model.to(torch.bfloat16)])
 def test_a_move_is_no_change(move: Callable[[nn.Module], nn.Module]) -> None:
     model = trained(small_mlp())
@@ -310,23 +252,6 @@ def test_weights_swapped_for_evaluation_leave_the_histories() -> None:
                 assert torch.equal(model.eval()(batch)[:64], before)
 
 
-@pytest.mark.usefixtures("half")
-def test_what_an_optimizer_does_is_no_other_weight() -> None:
-    # from almost nothing, growing tenfold at each step
-    model = convert(deep(), DelayedScaling(amax_history_len=16))
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, 1e-6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for step in range(6):
-        model(torch.rand(8, 32)).sum().backward()
-        scaling_state(model).update()
-        for parameter in model.parameters():
-            parameter.grad = -9 * parameter.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert (scaling_state(model).amax_history[: step + 1] > 0).all()
-
-
 @pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=lambda one: one.precision)
 def test_without_histories_no_weight_is_looked_at(recipe: Recipe, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = convert(deep(), recipe), torch.randn(8, 32)
@@ -348,21 +273,6 @@ def test_nothing_is_kept_alive() -> None:
     model.weight = nn.Parameter(torch.randn(48, 32))
     model(torch.randn(4, 32))
     assert former() is None
-
-
-# with a layer between them that is the same, too
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_step_that_empties_the_histories_keeps_what_it_records(every: int) -> None:
-    model = trained(deep())
-    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
-    assert len(layers) > 2
-    for layer in layers[::every]:
-        in_place(layer, layer.weight * 3)
-    model(torch.randn(64, 32)).square().sum().backward()
-    scaling_state(model).update()
-    history = scaling_state(model).amax_history
-    assert (history[0] > 0).all()
-    assert (history[1:] == 0).all()
 
 
 def test_compiled_layers_see_other_weights_before_them() -> None:
@@ -395,20 +305,6 @@ def test_an_update_makes_no_tensor_on_the_host() -> None:
     with Made():
         scaling_state(model).update()
     assert not names & {"aten::zeros", "aten::tensor", "aten::_to_copy", "aten::where", "aten::lift_fresh"}
-
-
-def test_a_checkpoint_has_no_histories_of_other_weights() -> None:
-    model, x = trained(small_mlp()), torch.randn(8, 32)
-    in_place(model[0], model[0].weight * 8)
-    saved, weights = scaling_state(model).state_dict(), model.state_dict()
-    assert not any(len(entry["amax_history"]) for entry in saved.values())
-    other = convert(small_mlp(), DelayedScaling(amax_history_len=16))
-    other.load_state_dict(weights)
-    scaling_state(other).load_state_dict(saved)
-    with torch.no_grad():
-        # as before it was saved: scaled by itself
-        assert torch.equal(other.eval()(x), model.eval()(x))
-    assert scaling_state(model).amax_history.any()
 
 
 def test_weights_made_in_inference_mode_keep_the_histories_that_are_loaded() -> None:

@@ -101,16 +101,6 @@ def test_a_run_goes_on(tmp_path: Path, version: str) -> None:
 
 
 @every_version
-def test_evaluation(tmp_path: Path, version: str) -> None:
-    golden, model = read(version)["golden"], Golden()
-    trainer_of(version, tmp_path).validate(
-        model, batches(golden["next_batches"][:1]), ckpt_path=file_of(version), verbose=False
-    )
-    check_loaded(model, golden)
-    assert sqnr(model.logits[0], golden["logits"]) > LEAST_SQNR
-
-
-@every_version
 def test_by_hand(version: str) -> None:
     checkpoint = read(version)
     golden = checkpoint["golden"]

@@ -16,7 +16,19 @@ from lit import loader, make_trainer, same, seeded
 from small_models import small_mlp
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, QuantizationProbe, RunRecord, ScaleFactorLogger, ScaleWatchdog, convert, load_scales, scaling_state, weights_unchanged
+from lightning_fp8 import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    QuantizationProbe,
+    RunRecord,
+    ScaleFactorLogger,
+    ScaleWatchdog,
+    convert,
+    load_scales,
+    scaling_state,
+    weights_unchanged,
+)
 from lightning_fp8.scaling.recipe import Recipe
 
 both = pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=str)
