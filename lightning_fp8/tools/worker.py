@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import queue
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from types import FrameType
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
 Job = dict[str, Any]
@@ -24,53 +22,34 @@ _READY = "ready\n"
 _PR_SET_PDEATHSIG = 1
 
 
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], Any], *signals: signal.Signals) -> Iterator[None]:
-    # other threads get no signals
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in signals}
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
-
-
-@contextmanager
-def held_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the end: while a process is started, they would leave it running unnoticed."""
-    came: list[int] = []
-    try:
-        with _handling(lambda number, _: came.append(number), signal.SIGINT, signal.SIGTERM):
-            yield
-    finally:
-        if came:
-            signal.raise_signal(came[0])
-
-
 def run(command: Sequence[str], output: IO[str]) -> int:
-    """Run a program to its end, with its output in ``output``, and return its status.
+    """Run a program to its end, with its output in ``output``, and return its status; in the main thread.
 
     On Ctrl-C or SIGTERM, a ``KeyboardInterrupt`` here, it first gets SIGTERM, so that it can end processes that it has
     started in other groups.
     """
-    process: subprocess.Popen[bytes] | None = None
-    with _handling(signal.default_int_handler, signal.SIGTERM):
-        try:
-            with held_interrupts():
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-                )
-            return process.wait()
-        except BaseException:
-            if process is not None:
-                with held_interrupts():
-                    _end(process, signal.SIGTERM)
-                    # processes that it started may still be there
-                    _end(process)
-            raise
+    came: list[int] = []
+    # while the process is started, an exception would leave it running unnoticed
+    before = {number: signal.signal(number, lambda *_: came.append(1)) for number in (signal.SIGINT, signal.SIGTERM)}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        for number in before:
+            signal.signal(number, signal.default_int_handler)
+        if came:
+            raise KeyboardInterrupt
+        return process.wait()
+    except BaseException:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        _end(process, signal.SIGTERM)
+        # processes that it started may still be there
+        _end(process)
+        raise
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def why_it_ended(status: int, printed: str) -> str:
@@ -97,6 +76,10 @@ class Answer(NamedTuple):
     failure: str | None
 
 
+class _NoAnswerError(Exception):
+    """The reason why a job has no answer."""
+
+
 class Worker:
     """Runs jobs in another process, one after the other; a context manager.
 
@@ -109,28 +92,68 @@ class Worker:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
-        self._child: _Child | None = None
+        # a `Popen` with pipes, while one runs, and a file with what it prints
+        self._process: Any = None
+        self._said: IO[bytes]
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        if self._process is not None:
+            _end(self._process)
+            for stream in (self._process.stdin, self._process.stdout, self._said):
+                # of what the process has not read
+                with suppress(BrokenPipeError):
+                    stream.close()
+            self._process = None
 
     def answer(self, job: Job, limit_s: float) -> Answer:
         """The answer to a job within ``limit_s`` seconds, not counting the start of a process."""
-        if self._child is None:
-            with held_interrupts():
-                self._child = _Child(self._command)
-        found = self._child.answer(job, limit_s)
-        if found.failure is not None:
-            self._end()
-        return found
+        try:
+            if self._process is None:
+                self._start()
+            # a process that has ended does not read; the reason is returned below
+            with suppress(BrokenPipeError):
+                print(json.dumps(job), file=self._process.stdin, flush=True)
+            line = self._line(limit_s, "end")
+            with suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    return Answer(found, None)
+            raise _NoAnswerError(f"gave {line.strip()[:200]!r} in place of an answer")
+        except _NoAnswerError as reason:
+            self.__exit__()
+            return Answer(None, str(reason))
 
-    def _end(self) -> None:
-        if self._child is not None:
-            self._child.end()
-        self._child = None
+    def _start(self) -> None:
+        # a file, not a pipe, which would block the process once it is full
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            self._command, stdin=pipe, stdout=pipe, stderr=self._said, text=True, start_new_session=True
+        )
+        line = self._line(_SECONDS_TO_START, "start")
+        if line != _READY:
+            raise _NoAnswerError(f"gave {line.strip()[:200]!r} in place of an answer")
+
+    def _line(self, limit_s: float, what: str) -> str:
+        """The next line: none is waiting in the buffer, as each follows a job or the start."""
+        output = self._process.stdout
+        if not select.select([output], [], [], limit_s)[0]:
+            raise _NoAnswerError(f"did not {what} within {limit_s:g} s")
+        line = output.readline()
+        if not line:
+            raise _NoAnswerError(self._why_it_ended())
+        return str(line)
+
+    def _why_it_ended(self) -> str:
+        try:
+            status = self._process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            return "closed its output without an answer"
+        self._said.seek(0)
+        return why_it_ended(status, self._said.read().decode(errors="replace"))
 
 
 def serve(work: Callable[[Job], dict[str, Any]]) -> None:
@@ -149,67 +172,3 @@ def serve(work: Callable[[Job], dict[str, Any]]) -> None:
         for line in sys.stdin:
             output.write(f"{json.dumps(work(json.loads(line)))}\n")
             output.flush()
-
-
-class _Child:
-    """A process, and a thread that waits for its answers."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        # a file, not a pipe, which would block the process once it is full
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, start_new_session=True
-        )
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self._is_ready = False
-
-    def _read(self) -> None:
-        if self._process.stdout is not None:
-            for line in self._process.stdout:
-                self._lines.put(line)
-        self._lines.put(None)
-
-    def answer(self, job: Job, limit_s: float) -> Answer:
-        """The answer to one job."""
-        # a process that has ended does not read; the reason is returned below
-        with suppress(BrokenPipeError):
-            if self._process.stdin is not None:
-                self._process.stdin.write(f"{json.dumps(job)}\n")
-                self._process.stdin.flush()
-        line: str | None = _READY
-        try:
-            if not self._is_ready:
-                line = self._lines.get(timeout=_SECONDS_TO_START)
-                self._is_ready = True
-            if line == _READY:
-                line = self._lines.get(timeout=limit_s)
-        except queue.Empty:
-            rule = f"end within {limit_s:g} s" if self._is_ready else f"start within {_SECONDS_TO_START} s"
-            return Answer(None, f"did not {rule}")
-        if line is None:
-            return Answer(None, self._why_it_ended())
-        with suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                return Answer(found, None)
-        return Answer(None, f"gave {line.strip()[:200]!r} in place of an answer")
-
-    def _why_it_ended(self) -> str:
-        try:
-            status = self._process.wait(_SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            return "closed its output without an answer"
-        self._said.seek(0)
-        return why_it_ended(status, self._said.read().decode(errors="replace"))
-
-    def end(self) -> None:
-        """Kill it, and close what is open."""
-        _end(self._process)
-        self._reader.join(_SECONDS_TO_END)
-        for pipe in (self._process.stdin, None if self._reader.is_alive() else self._process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
-        self._said.close()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from by_columns import unpadded
-from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter
 from processes import DEVICES, run_processes
 
+from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter
 from lightning_fp8.ops.formats import FORMATS
 
 pytestmark = pytest.mark.slow
@@ -431,6 +431,7 @@ from projections import Nested, Separate, Shared, train
 
 original, casts = basic.cast, []
 basic.cast = lambda x, slot, *rest: (casts.append(int(slot.index)), original(x, slot, *rest))[1]
+basic.cast.cpu = basic.cast.cuda = basic.cast
 weights = Nested(Shared).state_dict()
 for kind in (Shared, Separate):
     model = Nested(kind)

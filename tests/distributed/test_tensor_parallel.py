@@ -121,6 +121,7 @@ def noting(x, *rest):
     return y
 
 
+noting.cpu = noting
 ops.linear = noting
 model = parallel(convert(net(), DelayedScaling(wgrad="bf16")))
 train(model, steps=1)

@@ -63,7 +63,7 @@ def test_only_the_layer_that_fell_back_leaves_fp8(backend: str | None, monkeypat
     assert scaling_state(model).fallbacks == ("2",)
     # the same history for the layer that stays in FP8
     fresh, other = scaling_state(model), scaling_state(reference)
-    other.copy_module(0, fresh, 0)
+    other.copy_modules({0: (fresh, 0)})
     for _ in range(2):
         (y, gradients), (expected, expected_gradients) = step(model, x, run), step(reference, x)
         assert torch.equal(y, expected)

@@ -60,6 +60,8 @@ def input_casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             casts[slot.state.names[int(slot.index)].removesuffix(".input")] += 1
         return original(x, slot, *rest)
 
+    # an operator calls the function of a device directly where nothing watches operators
+    counting.cpu = counting.cuda = counting  # type: ignore[attr-defined]
     monkeypatch.setattr(basic, "cast", counting)
     return casts
 
