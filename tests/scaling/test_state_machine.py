@@ -325,11 +325,6 @@ class TestConvertedModel(ConvertedModel.TestCase):
     )
 
 
-@pytest.mark.usefixtures("cuda_half")
-class TestConvertedModelOnTheCudaHalf(ConvertedModel.TestCase):
-    settings = settings(TestConvertedModel.settings, max_examples=30)
-
-
 def train(machine: ConvertedModel, update: str) -> None:
     machine.forward_and_backward(0, 5, 1.0, 1.0, None, frozenset(), True, "no", update)
 
