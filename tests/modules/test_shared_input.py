@@ -191,7 +191,6 @@ def test_nothing_survives_into_the_next_forward(input_casts: Counter[str]) -> No
         model(x)
         state.update()
         if step:
-            # the first layer does not run
             model.k(x)
             assert state.amax[state.names.index("q.input")] == x.abs().max()
             state.update()
