@@ -64,6 +64,7 @@ CASES = {
     "self": lambda q, k, v: [q, q, q],
     "key is value": lambda q, k, v: [q, k, k],
     "query is key": lambda q, k, v: [q, q, (2 * q).detach().requires_grad_()],
+    "query is value": lambda q, k, v: [q, (2 * q).detach().requires_grad_(), q],
     "all different": lambda q, k, v: [q, k, v],
 }
 

@@ -199,11 +199,12 @@ def test_a_weight_that_fell_back_is_not_cast_with_the_others(cuda_half: Counter[
     left, amax_of_weight = [1, 4, 7], state.amax[7].clone()
     scales = state.scale[left].clone()
     for _ in range(2):
+        torch.optim.SGD(model.parameters(), lr=10.0).step()
         step(model, x)
         assert state.amax[[1, 4]].eq(0).all()
         assert state.amax[[0, 2, 3, 5, 6, 8]].gt(0).all()
         state.update()
     assert torch.equal(state.scale[left], scales)
     # the amax at its last cast
-    assert state.amax[7] == amax_of_weight == model[1].weight.detach().abs().max()
+    assert state.amax[7] == amax_of_weight != model[1].weight.detach().abs().max()
     assert model[1].fp8[""].weight_cast._cast is None

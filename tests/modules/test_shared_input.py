@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from feed_forward_blocks import converted, llama
 from functorch.compile import make_boxed_func
 from projections import MEMBERS, ROWS, WIDTH, Nested, Separate, Shared, train
 from torch import Tensor, nn
@@ -108,9 +109,6 @@ def test_evaluation_with_one_weight_changed() -> None:
         assert torch.equal(shared(x), separate(x))
 
 
-# another tensor's payload is never taken
-
-
 def changed_by_a_hook(model: nn.Module) -> None:
     for block in model.blocks:
         block.k.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,))
@@ -178,6 +176,14 @@ def test_a_buffer_that_is_used_again(mode: Callable[[], Any], compiled: bool) ->
             x.copy_(torch.randn(ROWS, WIDTH))
 
 
+def test_recorded_amaxes_dropped_between_two_layers_are_recorded_again() -> None:
+    model, x = convert(Shared()), torch.randn(ROWS, WIDTH)
+    state = scaling_state(model)
+    model.between = state.discard
+    model(x)
+    assert state.amax[state.names.index("q.input")] == x.abs().max()
+
+
 def test_nothing_survives_into_the_next_forward(input_casts: Counter[str]) -> None:
     model, x = convert(Shared()), torch.randn(ROWS, WIDTH)
     state = scaling_state(model)
@@ -187,7 +193,6 @@ def test_nothing_survives_into_the_next_forward(input_casts: Counter[str]) -> No
         model(x)
         state.update()
         if step:
-            # the first layer does not run
             model.k(x)
             assert state.amax[state.names.index("q.input")] == x.abs().max()
             state.update()
@@ -235,6 +240,9 @@ def test_nothing_is_kept_alive() -> None:
     x = torch.randn(ROWS, WIDTH)
     model(x)
     assert not shared._made
+    block, given = converted(llama), torch.randn(ROWS, 32)
+    block(given)
+    assert not block.gate_proj.fp8[""].shared_input._made
     model.q(x)
     payload = weakref.ref(shared._made["fp8"].value.rows)
     assert payload() is not None
@@ -266,7 +274,6 @@ def test_compiled_graphs_cast_it_once() -> None:
     call = torch.compile(model, backend=counting(casts), fullgraph=True)
     x = torch.randn(ROWS, WIDTH)
     call(x).sum().backward()
-    # the input of the last layer differs
     assert casts == [1 + 1, 0]
     casts.clear()
     with torch.no_grad():
@@ -349,9 +356,6 @@ def test_activation_checkpointing(kind: str, input_casts: Counter[str]) -> None:
     assert input_casts["blocks.0.q"] == 3 * 2 * 2
 
 
-# histories
-
-
 def of_inputs(state: ScalingState, field: str = "amax_history") -> dict[str, Tensor]:
     values = getattr(state, field)
     return {name: values[..., row] for row, name in enumerate(state.names) if name.endswith(".input")}
@@ -367,7 +371,7 @@ def test_loading_weights_of_one_empties_the_histories(loaded: str) -> None:
     fresh = convert(Shared())
     fresh.load_state_dict(shared.state_dict())
     with torch.no_grad():
-        # all inputs have their own scales, those before the loaded layer included
+        # those before the loaded layer included
         assert torch.equal(shared.eval()(x), fresh.eval()(x))
     assert_same([shared.train()(x)], [separate.train()(x)])
     assert not scaling_state(shared).amax_history.any()
