@@ -65,6 +65,9 @@ def test_floating_masks_follow_and_bool_masks_stay(precision: Any, dtype: torch.
             F.scaled_dot_product_attention(*operands, attn_mask=keep),
             F.scaled_dot_product_attention(*operands, is_causal=True),
         )
+        # a mask alone does not change the dtype of the others
+        exact = F.scaled_dot_product_attention(*qkv(*[torch.float32] * 3), attn_mask=bias)
+    assert exact.dtype == (torch.float32 if precision == "bf16-true" else torch.bfloat16)
 
 
 def test_compute_dtype_fp32() -> None:

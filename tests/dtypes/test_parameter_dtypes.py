@@ -214,6 +214,8 @@ def test_a_model_in_fp32_gets_no_hooks_and_a_later_run_drops_those_of_an_earlier
     Bf16TruePrecision().convert_module(model)
     assert hooks(model) == 3
     assert not any("forward" in vars(layer) for layer in model)
+    Bf16MixedPrecision(param_dtype="bfloat16").convert_module(model)
+    assert hooks(model) == 3
     Fp8Precision().convert_module(model)
     assert hooks(model) == 0
     assert set(dtypes(model).values()) == {torch.float32}

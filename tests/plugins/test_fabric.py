@@ -303,3 +303,11 @@ def test_inputs_arrive_in_the_compute_dtype_and_outputs_in_the_default_one(plugi
     runner.backward(y.sum())
     optimizer.step()
     assert {p.dtype for p in net.parameters()} == {plugin.param_dtype}
+
+
+def test_one_plugin_for_two_fabrics() -> None:
+    plugin, nets = Fp8Precision(), []
+    for _ in range(2):
+        net, _, _ = trained(fabric(plugins=plugin))
+        nets.append(net)
+    assert [scaling_state(net).updates for net in nets] == [1, 1]

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from lit import Regression, by_hand, loader, make_trainer, same, seeded, warned
+from lit import Regression, by_hand, loader, long_window, make_trainer, same, seeded, warned
 from processes import run_script
 from torch import Tensor, nn
 
@@ -74,6 +74,22 @@ def test_a_plugin_that_is_used_again_has_the_state_of_the_new_model_alone(tmp_pa
     # launchers that spawn processes pickle the plugin at a second `fit`
     for one in (plugin, pickle.loads(pickle.dumps(plugin))):
         assert one.state_dict()["net.0.input"]["nonfinite_steps"] == 7
+
+
+def test_weights_that_a_strategy_writes_at_set_up_keep_their_histories(tmp_path: Path) -> None:
+    """As DDP broadcasts them: written in place, with the same values."""
+
+    class Written(Regression):
+        def configure_optimizers(self) -> Any:
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.copy_(parameter.clone())
+            return super().configure_optimizers()
+
+    model = seeded(Written)
+    for steps in (4, 8):
+        make_trainer(tmp_path, plugins=long_window()).fit(model, loader())
+        assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [steps] * 4
 
 
 def test_a_model_converted_by_hand_stays_as_it_is(tmp_path: Path) -> None:
