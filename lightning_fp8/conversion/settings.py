@@ -30,9 +30,10 @@ def checked_settings(**settings: Any) -> dict[str, Any]:
         TypeError, ValueError: for an invalid one; the message has its name, the rule and the value.
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    for name in _CHECKS.keys() & given.keys():
-        _CHECKS[name](given[name])
-    return {**given, **{name: _FORMS[name](given[name]) for name in _FORMS.keys() & given.keys()}}
+    for name, value in given.items():
+        if name in _CHECKS:
+            _CHECKS[name](value)
+    return {name: _FORMS[name](value) if name in _FORMS else value for name, value in given.items()}
 
 
 def _check_recipe(recipe: Any) -> None:

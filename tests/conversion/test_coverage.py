@@ -148,6 +148,10 @@ def test_ties() -> None:
         f"2 of 2 linear layers run in FP8, with {(50 * 16 + 256) / (50 * 16 + 256 + 3 * 768):.0%} of the parameters;"
         " not in FP8: one.up, one.down, two.down (69%, outside of linear layers)"
     )
+    # a weight counts once, in FP8 if one of its layers runs in FP8
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
+    model[1].weight = model[0].weight
+    assert covered(model, ignore_modules=("1",)) == "1 of 2 linear layers run in FP8, with 100% of the parameters"
     # an embedding that is used elsewhere, too, is not only looked up
     lookup = nn.Embedding(50, 16)
     model = nn.ModuleList([lookup, nn.ParameterList([lookup.weight]), nn.Linear(4, 4)])

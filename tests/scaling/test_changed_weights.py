@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -316,3 +317,60 @@ def test_weights_made_in_inference_mode_keep_the_histories_that_are_loaded() -> 
         assert model[0].weight.is_inference()
         for _ in range(2):
             assert torch.equal(model(torch.cat([x, 10 * x]))[:8], source.eval()(x))
+
+
+def test_a_checkpoint_has_no_histories_of_other_weights() -> None:
+    model, x = trained(small_mlp()), torch.randn(8, 32)
+    in_place(model[0], model[0].weight * 8)
+    saved, weights = scaling_state(model).state_dict(), model.state_dict()
+    assert not any(len(entry["amax_history"]) for entry in saved.values())
+    other = convert(small_mlp(), DelayedScaling(amax_history_len=16))
+    other.load_state_dict(weights)
+    scaling_state(other).load_state_dict(saved)
+    with torch.no_grad():
+        # as before it was saved: scaled by itself
+        assert torch.equal(other.eval()(x), model.eval()(x))
+    assert scaling_state(model).amax_history.any()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_loaded_after_a_forward_do_not_belong_to_the_scales_before_it(training: bool) -> None:
+    source, model = trained(small_mlp()), trained(small_mlp())
+    state = scaling_state(model)
+    state.load_state_dict(scaling_state(source).state_dict())
+    with torch.set_grad_enabled(training):
+        model.train(training)(torch.randn(8, 32))
+    model.load_state_dict(small_mlp().state_dict())
+    model.train()(torch.randn(8, 32))
+    assert state.amax_history.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_knows_its_weights(copied: Callable[[nn.Module], nn.Module]) -> None:
+    x = torch.randn(64, 32)
+    for changed in ("never", "before", "after"):
+        model = trained(small_mlp())
+        if changed == "before":
+            in_place(model[0], model[0].weight * 8)
+        other = copied(model)
+        if changed == "after":
+            in_place(other[0], other[0].weight * 8)
+        with torch.no_grad():
+            batch_decides = not torch.equal(other.eval()(torch.cat([x, 10 * x]))[:64], other(x))
+        other.train()(x)
+        assert batch_decides == (changed != "never") == (not scaling_state(other).amax_history.any())
+
+
+# with a layer between them that is the same, too
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_that_empties_the_histories_keeps_what_it_records(every: int) -> None:
+    model = trained(deep())
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    assert len(layers) > 2
+    for layer in layers[::every]:
+        in_place(layer, layer.weight * 3)
+    model(torch.randn(64, 32)).square().sum().backward()
+    scaling_state(model).update()
+    history = scaling_state(model).amax_history
+    assert (history[0] > 0).all()
+    assert (history[1:] == 0).all()

@@ -127,6 +127,8 @@ def same(one: ScalingState, other: ScalingState) -> bool:
 
 def test_state_dict_round_trip_through_a_weights_only_file() -> None:
     state, file = filled(), io.BytesIO()
+    state.use_current_scaling([1])
+    state.fall_back("a")
     torch.save(state.state_dict(), file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
@@ -138,6 +140,7 @@ def test_state_dict_round_trip_through_a_weights_only_file() -> None:
         other = ScalingState(names, DelayedScaling(amax_history_len=4))
         other.load_state_dict(saved)
         assert same(other, state)
+        assert (other.current_modules, other.fallbacks) == (("b",), ("a",))
     # which empties histories, too
     other.load_state_dict(ScalingState(["a", "b"], DelayedScaling()).state_dict())
     assert other.amax_history.count_nonzero() == 0
