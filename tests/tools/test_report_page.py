@@ -230,18 +230,13 @@ def test_metrics_gaps_the_log_switch_and_shares(browser: Browser, tmp_path: Path
     opened.check()
 
 
-def test_the_order_and_the_number_of_rows(browser: Browser, tmp_path: Path) -> None:
-    one = [{"step": step, "a": 1.0, "b": 1.0, "c": 2.0} for step in range(2)]
-    other = [{"step": step, "a": 1.0, **{f"m{n}": 2.0 for n in range(22)}, "c": 2.0} for step in range(2)]
-    opened = open_metrics(browser, tmp_path, one, other)
-    assert len(opened.table("finals-table")) == 20
-    opened.page.click("#finals-table .more")
-    assert len(opened.table("finals-table")) == 25
-    title = opened.page.locator("#finals-table thead button").nth(1)
-    # cells without a number come last in both directions
-    for order in ("abc", "cab"):
+def test_cells_without_a_number_come_last_in_both_directions(browser: Browser, tmp_path: Path) -> None:
+    runs = [[{"step": step, **dict.fromkeys(keys, 1.0), "c": 2.0} for step in range(2)] for keys in ("ab", "a")]
+    opened = open_metrics(browser, tmp_path, *runs)
+    title = opened.page.locator("#finals-table thead button").nth(2)
+    for order in ("acb", "cab"):
         title.click()
-        assert "".join(row[0] for row in opened.table("finals-table"))[:3] == order
+        assert "".join(row[0] for row in opened.table("finals-table")) == order
     opened.check()
 
 

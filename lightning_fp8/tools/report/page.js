@@ -68,7 +68,7 @@ function setUp() {
   new Table(element("finals-table"), report.finals);
   showTables("layers-tables", (run) => [run.layers]);
   showTables("dtypes-tables", (run) => run.dtypes);
-  new Table(element("environment-table"), report.environment, Infinity);
+  new Table(element("environment-table"), report.environment);
   element("environment-note").hidden = report.runs.length < 2 || !report.environment.rows.length;
   chooseRun();
   redraws.push(() => {

@@ -17,7 +17,7 @@ import torch
 from lightning_fp8.tools.report import tables
 from lightning_fp8.tools.report.charts import as_numbers, curve_keys, curves, loss_keys, role_charts
 from lightning_fp8.tools.report.runs import Run
-from lightning_fp8.tools.report.tensors import Tensors, layer_of, sqnr_of, tensors_of
+from lightning_fp8.tools.report.tensors import Tensors, sqnr_of, tensors_of
 
 _FOLDER = Path(__file__).parent
 _SCRIPTS = ("data.js", "tables.js", "charts.js", "heatmap.js", "page.js")
@@ -84,7 +84,7 @@ def _tensor_data(run: Run, tensors: Tensors) -> dict[str, Any]:
         "columns": tensors.steps[tensors.bounds].tolist(),
         "planes": {quantity: half(values) for quantity, values in tensors.columns.items()},
         "worst": {quantity: as_numbers(values) for quantity, (values, _) in tensors.worst.items()}
-        | {"sqnr": as_numbers([sqnr.get(layer_of(name, run, sqnr), math.nan) for name in tensors.names])},
+        | {"sqnr": as_numbers([sqnr.get(layer, math.nan) for layer in tensors.layers])},
     }
 
 

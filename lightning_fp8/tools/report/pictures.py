@@ -68,7 +68,7 @@ def _lines(rows: dict[str, list[Chart]], width: float, height: float) -> Any:
     for line_of_axes, (run, charts) in zip(grid, rows.items(), strict=True):
         for axes, chart in zip(line_of_axes, charts):
             for line in chart.lines:
-                style = {"color": COLOURS[line.colour % len(COLOURS)], "label": line.name}
+                style = {"color": COLOURS[line.colour % len(COLOURS)], "label": line.name, "markersize": 3}
                 marker = "o" if len(line.steps) < 20 else ""
                 axes.plot(line.steps, np.array(line.values, float), _LINES[line.style], marker=marker, **style)
             axes.set(xlabel="step", title=f"{chart.title}: {run}" if run else chart.title)

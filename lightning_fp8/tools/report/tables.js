@@ -1,11 +1,9 @@
-// Tables: a click on a title sorts, a filter selects layers, and twenty rows are shown at first.
-const ROWS_AT_FIRST = 20;
-// by the element that holds it
+// Tables: a click on a title sorts, and a filter selects layers. By the element that holds it:
 const tables = new Map();
 
 class Table {
-  constructor(place, { columns, rows, note, by_layer }, limit = ROWS_AT_FIRST) {
-    Object.assign(this, { place, rows, note, limit, byLayer: by_layer, sortedBy: null, descending: false, showsAll: false });
+  constructor(place, { columns, rows, note, by_layer }) {
+    Object.assign(this, { place, rows, note, byLayer: by_layer, sortedBy: null, descending: false });
     this.columns = columns.map((title, column) => ({
       title: title.replace(/[<>]$/, ""),
       highFirst: title.endsWith(">"),
@@ -38,10 +36,9 @@ class Table {
     const shown = rows.filter(([[layer]]) => ["", ...ROLES.map((role) => `.${role}`)].some((role) => matches(layer + role)));
     const table = make("table");
     table.createTHead().append(this.head());
-    table.createTBody().append(...shown.slice(0, this.showsAll ? undefined : this.limit).map((row) => this.line(row)));
+    table.createTBody().append(...shown.map((row) => this.line(row)));
     place.append(make("div", "", { class: "scrolled" }, table));
     if (!shown.length) place.append(make("p", "No layer matches the filter.", { class: "note" }));
-    if (shown.length > this.limit) place.append(this.more(shown.length));
   }
 
   cell(tag, column, content, attributes) {
@@ -68,17 +65,6 @@ class Table {
       return cell;
     });
     return make("tr", "", {}, ...made);
-  }
-
-  more(count) {
-    const text = this.showsAll ? `Show the first ${this.limit}` : `Show all ${counted(count)}`;
-    const button = make("button", text, { type: "button", class: "more" });
-    button.addEventListener("click", () => {
-      this.showsAll = !this.showsAll;
-      this.draw();
-      this.place.querySelector(".more").focus();
-    });
-    return button;
   }
 }
 

@@ -13,7 +13,7 @@ import torch
 
 from lightning_fp8.tools.report.charts import curve_keys
 from lightning_fp8.tools.report.runs import Run
-from lightning_fp8.tools.report.tensors import Tensors, layer_of, sqnr_of
+from lightning_fp8.tools.report.tensors import Tensors, sqnr_of
 
 # title, and format with unit, of each quantity in the table of the worst values
 _WORST = {
@@ -73,8 +73,8 @@ def worst_layers(run: Run, tensors: Tensors | None) -> Table:
     if tensors is None and not sqnr:
         return Table([], [], "Nothing was logged about tensors: add lightning_fp8.ScaleFactorLogger to an FP8 run.")
     members: dict[str, list[int]] = {}
-    for row, name in enumerate(tensors.names if tensors else []):
-        members.setdefault(layer_of(name, run, sqnr), []).append(row)
+    for row, layer in enumerate(tensors.layers if tensors else []):
+        members.setdefault(layer, []).append(row)
     members |= {path: [] for path in sqnr if path not in members}
     rows = [
         [Cell(path or "(root)"), _number(sqnr.get(path), "{:.1f} dB"), *_worst_cells(tensors, members[path])]

@@ -29,12 +29,14 @@ class Tensors:
 
     Attributes:
         names: ``<module path>.<role>``, R of them.
+        layers: the layer of each: its module, or the attention module for an attention's projection.
         steps: at which any tensor was logged, ``[S]``.
         values: ``[R, S]`` by quantity of ``PLANES``, NaN where nothing was logged.
         nonfinite_steps: newest count of each tensor, ``[R]``.
     """
 
     names: list[str]
+    layers: list[str]
     steps: npt.NDArray[np.int64]
     values: dict[str, Floats]
     nonfinite_steps: Floats
@@ -88,7 +90,8 @@ def tensors_of(run: Run) -> Tensors | None:
                 values[quantity][row, np.searchsorted(steps, series.steps)] = series.values
             else:
                 nonfinite[row] = series.values[-1]
-    return Tensors(names, steps, values, nonfinite)
+    known = {row["path"] for row in run.record.get("layers") or []} | sqnr_of(run).keys()
+    return Tensors(names, [_layer_of(name, known) for name in names], steps, values, nonfinite)
 
 
 def _in_model_order(names: Iterable[str], run: Run) -> list[str]:
@@ -103,12 +106,10 @@ def _in_model_order(names: Iterable[str], run: Run) -> list[str]:
     return sorted(names, key=place)
 
 
-def layer_of(name: str, run: Run, sqnr: dict[str, float]) -> str:
-    """The layer that a tensor belongs to: its module, or the attention module for an attention's projection."""
+def _layer_of(name: str, known: set[str]) -> str:
     module = name.rpartition(".")[0]
     parent = module.rpartition(".")[0]
-    layers = {row["path"] for row in run.record.get("layers") or []} | sqnr.keys()
-    return parent if module not in layers and parent in layers else module
+    return parent if module not in known and parent in known else module
 
 
 def sqnr_of(run: Run) -> dict[str, float]:
