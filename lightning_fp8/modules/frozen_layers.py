@@ -5,27 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fp8.modules.frozen_weight import FrozenWeight, frozen
-from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.gemm import Gemm, Layer
 from lightning_fp8.modules.stamp import Stamped
 from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.ops.operand import Fp8Operand
-
-
-class _Layer(Protocol):
-    """A converted module, see :class:`lightning_fp8.modules.base.Fp8Module`."""
-
-    fp8: dict[str, Gemm]
-    _parameters: dict[str, nn.Parameter | None]
-
-    def gemms(self) -> list[tuple[Gemm, Tensor]]:
-        """Each of its own GEMMs, with the current weight."""
 
 
 def frozen_operand(gemm: Gemm, weight: FrozenWeight) -> tuple[Tensor, Fp8Operand]:
@@ -57,7 +47,7 @@ def with_master(gemm: Gemm, weight: Tensor) -> Tensor:
     return weight.dequantized() if isinstance(weight, FrozenWeight) else weight
 
 
-def free_masters(layer: _Layer) -> None:
+def free_masters(layer: Layer) -> None:
     """Replace the master of each frozen weight that is to be kept in FP8 only by its FP8 cast."""
     for gemm, weight in layer.gemms():
         made = frozen(weight, gemm.name, gemm.k_by_n) if gemm.weight_cast.fp8_only else None
@@ -69,7 +59,7 @@ def free_masters(layer: _Layer) -> None:
             _note(gemm, weight)
 
 
-def save_values(layer: _Layer, saved: dict[str, Any], prefix: str) -> None:
+def save_values(layer: Layer, saved: dict[str, Any], prefix: str) -> None:
     """Replace the layer's FP8 parameters in a ``state_dict`` by their values. Warns once for each model."""
     held = frozen_parameters(cast(nn.Module, layer))
     for name, weight in held.items():

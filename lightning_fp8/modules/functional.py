@@ -78,7 +78,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
         if not precision.in_fp8 and not torch.compiler.is_compiling():
             kept.drop()
         check_whole(gemm, parameter)
-        return Fp8Weight(weight.t() if kept.k_by_n else weight, None)
+        return Fp8Weight(gemm.n_by_k(weight), None)
     # Forwards that do not record use a kept cast only while a context vouches for the weight: in evaluation, weights
     # may be swapped (EMA, averaging) without a trace.
     keep_columns = torch.is_grad_enabled()
@@ -99,9 +99,9 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
     if isinstance(parameter, GatheredWeight):
         place, scale_inv = parameter.place_in_graph(), parameter.scale_inv
         operand = Fp8Operand(*parameter.payloads(gemm.k_by_n), scale_inv, scale_inv, gemm.slots["weight", True].format)
-        return Fp8Weight(place.t() if gemm.k_by_n else place, operand)
+        return Fp8Weight(gemm.n_by_k(place), operand)
     check_whole(gemm, parameter)
-    weight = weight.t() if kept.k_by_n else weight
+    weight = gemm.n_by_k(weight)
     if kept.is_prepared and is_dynamo_compiling():
         return Fp8Weight(weight, kept.prepared)
     made = cast_stale(gemm, parameter) if may_keep and record else None

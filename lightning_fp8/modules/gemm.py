@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
@@ -24,6 +25,7 @@ from lightning_fp8.scaling.state import ScalingState
 class Layer(Protocol):
     """A converted module, as its GEMMs use it; see :class:`lightning_fp8.modules.base.Fp8Module`."""
 
+    fp8: dict[str, Gemm]
     training: bool
     weight_is_k_by_n: ClassVar[bool]
     weights_are_stacked: ClassVar[bool]
@@ -33,6 +35,8 @@ class Layer(Protocol):
     def gemm_weights(layer: Any) -> dict[str, Tensor]: ...  # noqa: D102
 
     def gemm_weight(self, gemm: str) -> Tensor | None: ...  # noqa: D102
+
+    def gemms(self) -> list[tuple[Gemm, Tensor]]: ...  # noqa: D102
 
     @property
     def records(self) -> bool: ...  # noqa: D102
@@ -161,8 +165,13 @@ class Gemm:
 
     def refer(self) -> None:
         """The histories belong to the weight as it is now."""
-        sources = self.sources() if self.state.recipe.from_history else []
-        self.reference = Stamped(*sources) if sources else None
+        if self.state.recipe.from_history:
+            self._refer_to(self.sources())
+        else:
+            self.reference = None
+
+    def _refer_to(self, sources: list[Tensor]) -> None:
+        self.reference = Stamped(*sources) if sources and self.state.recipe.from_history else None
 
     def is_known(self) -> bool:
         """Whether the weight is the one that the histories belong to, as far as it can be known."""
@@ -178,11 +187,13 @@ class Gemm:
         sources = self.sources()
         return not sources or (self.reference is not None and self.reference.key == stamps(sources))
 
-    def on_step(self) -> None:
-        """An optimizer has changed the weight, for which the histories remain valid."""
-        # compiled code casts it from now on, until it is prepared again
-        self.weight_cast.is_prepared = False
-        self.refer()
+    def on_step(self, changed: AbstractSet[int]) -> None:
+        """An optimizer has changed these parameters, given by ``id``: the histories remain valid for the weight."""
+        sources = self.sources()
+        if not changed.isdisjoint(map(id, sources)):
+            # compiled code casts it from now on, until it is prepared again
+            self.weight_cast.is_prepared = False
+            self._refer_to(sources)
 
     def drop_casts(self) -> None:
         """Keep no cast that was made before."""
@@ -231,8 +242,9 @@ class Gemm:
 
     def share_input(self, shared: SharedInput | None) -> None:
         """Set the input that the layer shares with others; None for an input of its own."""
-        self.shared_input = shared
-        self.place()
+        if shared is not self.shared_input:
+            self.shared_input = shared
+            self.place()
 
     @property
     def input_leader(self) -> Gemm | None:

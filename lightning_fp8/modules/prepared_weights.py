@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_together, is_plain
 from lightning_fp8.ops.operand import Fp8Operand
 from lightning_fp8.runtime.warn_once import warn_once
@@ -85,7 +86,7 @@ def _refresh(layers: list[tuple[Gemm, Tensor]], record: bool) -> None:
     stale = [entry for entry in layers if not _is_held(*entry)]
     if not stale:
         return
-    with torch.inference_mode(False), torch.no_grad():
+    with normal_tensors():
         for (one, weight), made in zip(stale, _cast(stale, record), strict=True):
             one.weight_cast.prepared = made
             one.weight_cast.put(weight, made)

@@ -44,8 +44,6 @@ def cast_stale(first: Gemm, weight: Tensor) -> Fp8Operand | None:
 
 def cast_together(weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[Fp8Operand | None]) -> list[Fp8Operand]:
     """The casts of weights of one model, as :func:`lightning_fp8.ops.cast_weights` makes them."""
-    for gemm, weight in weights:
-        gemm.to(weight.device)
     tensors = [gemm.n_by_k(gemm.matrix(weight.detach())) for gemm, weight in weights]
     return ops.cast_weights(tensors, [gemm.slots["weight", True] for gemm, _ in weights], out)
 

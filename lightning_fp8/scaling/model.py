@@ -44,8 +44,8 @@ class WeightedGemm(Protocol):
     def sources(self) -> list[Tensor]:
         """The parameters that the weight is, or is computed from."""
 
-    def on_step(self) -> None:
-        """An optimizer has changed the weight, for which the histories remain valid."""
+    def on_step(self, changed: AbstractSet[int]) -> None:
+        """An optimizer has changed these parameters, given by ``id``: the histories remain valid for the weight."""
 
 
 class Fp8Model:
@@ -283,8 +283,7 @@ class Fp8Model:
         """An optimizer has changed these parameters, all given by ``id``: the histories remain valid for them."""
         self._is_stepping = False
         for gemm in list(self.gemms.values()):
-            if not weights.isdisjoint(map(id, gemm.sources())):
-                gemm.on_step()
+            gemm.on_step(weights)
         if self.has_recorded:
             self.notices.on_step_without_update(self.state, optimizer)
 
