@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import rows
+from benchmarks.harness import append
 from lightning_fp8 import convert, scaling_state
 from lightning_fp8.runtime.environment import environment
 
@@ -81,7 +81,7 @@ def main() -> None:
         made.append({"layers": layers, "us_per_layer": found, **environment()})
         each = ", ".join(f"{name} {us:.1f}" for name, us in found.items())
         print(f"{layers:5} layers, us per layer: {each}", flush=True)
-    rows.append(made, arguments.out)
+    append(made, arguments.out)
 
 
 if __name__ == "__main__":

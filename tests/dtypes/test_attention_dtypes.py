@@ -201,7 +201,7 @@ def test_pickling() -> None:
 
 
 def test_only_attention_calls_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of ours runs for any other operator; `benchmarks/attention_dtypes.py` measures the cost of a call."""
+    """Nothing of ours runs for any other operator."""
     calls: list[int] = []
     original = attention_dtypes._agreed
     monkeypatch.setattr(attention_dtypes, "_agreed", lambda *args: (calls.append(1), original(*args))[1])
