@@ -57,11 +57,10 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-# a training step of the demo's model, compared with plain bf16 and torchao's emulated float8; then a comparison of all precisions
+# training steps of the demo's model in all precisions, compared with bf16-mixed and torchao's emulated float8
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	$(BIN)/python -m benchmarks.cpu_step
-	$(BIN)/python -m benchmarks.precisions
+	$(BIN)/python -m benchmarks --suite train --device cpu --case demo
 
 $(DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

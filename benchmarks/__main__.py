@@ -2,7 +2,8 @@
 
 import sys
 
-from benchmarks.command import main
+from benchmarks.harness import main
+from benchmarks.suites import SUITES
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:], SUITES)

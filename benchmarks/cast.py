@@ -1,204 +1,374 @@
-"""The suite ``cast``: casts of activations, gradients and weights, and the update of scales, at training sizes."""
+"""The suite ``cast``: casts of activations, gradients and weights, and the update of scales, at training sizes.
+
+``lightning_fp8`` and the baselines run in the steady state of training, where every tensor has a history.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks import baselines
-from benchmarks.case import EXACT, Case, Results, Tolerance, difference
-from benchmarks.whole_model import UpdateScales, Weights, steady_state
+from benchmarks.harness import Case
+from benchmarks.timing import Variant, copies_for
 from lightning_fp8 import ops
+from lightning_fp8.ops import blocks
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import kernels, plain
-from lightning_fp8.ops.formats import FORMATS
-from lightning_fp8.ops.operand import Slot
-from lightning_fp8.scaling.state import LAYOUT
-from lightning_fp8.tools.timing import Variant, copies_for
+from lightning_fp8.ops.cuda.self_test import same_codes
+from lightning_fp8.ops.formats import DELAYED_ROLES, E4M3, FORMATS
+from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot, with_scale
+from lightning_fp8.scaling.recipe import DelayedScaling
+from lightning_fp8.scaling.state import LAYOUT, ScalingState
 
 _NAMES = ("payload", "transposed payload", "scale_inv", "column sums")
+_NAMES_IN_BLOCKS = ("payload", "transposed payload", "scale_inv", "transposed scale_inv")
+_OF_STATE = ("amax", "amax_history", "scale", "fp8_max", "nonfinite_steps")
 # an input's standard deviation: with scales for amaxes of 1, few elements saturate
-_DEVIATION = 0.25
+DEVIATION = 0.25
+# updates before the amaxes, which an update clears, are filled in again
+_UPDATES = {"cuda": 384, "cpu": 8}
+# the results of a case by name: one tensor, or one for each weight of a model
+Results = dict[str, list[Tensor]]
+
+
+class Tolerance(NamedTuple):
+    """How far results may differ; by default not at all.
+
+    Attributes:
+        codes: share of FP8 codes that may be off by one.
+        relative: relative tolerance of the other results, by name.
+        absolute: absolute tolerance of the other results, by name.
+    """
+
+    codes: float = 0.0
+    relative: Mapping[str, float] = {}
+    absolute: Mapping[str, float] = {}
+
+
+EXACT = Tolerance()
+# a compiler's division has an error of two units in the last place
+_QUOTIENTS = Tolerance(relative={"scale_inv": 5e-7, "scale": 5e-7})
+
+
+def difference(got: Results, expected: Results, tolerance: Tolerance = EXACT) -> str | None:
+    """None if all results agree, else the first that does not: ``"another payload"``."""
+    for what, tensors in expected.items():
+        for number, (mine, theirs) in enumerate(zip(got[what], tensors, strict=True)):
+            if not _same(what, mine, theirs, tolerance):
+                return f"another {what}" + (f" of tensor {number}" if len(tensors) > 1 else "")
+    return None
+
+
+def _same(what: str, got: Tensor, expected: Tensor, tolerance: Tolerance) -> bool:
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return False
+    if got.dtype.itemsize == 1:
+        return same_codes(got, expected, tolerance.codes)
+    limits = tolerance.relative.get(what, 0.0), tolerance.absolute.get(what, 0.0)
+    return torch.allclose(got, expected, rtol=limits[0], atol=limits[1])
 
 
 def cases(device: torch.device) -> list[Case]:
     """All cases of the suite; on the CPU small sizes in place of training sizes."""
     if device.type != "cuda":
         shapes = ((256, 256), (200, 136))
-        weights = [Weights("a tiny model", ((96, 64), (64, 200)))]
-        return [*_casts(shapes, shapes[1:], (200, 136)), *weights, UpdateScales(10, "30 tensors", 64)]
+        weights = [cast_weights("a tiny model", ((96, 64), (64, 200)))]
+        return [*_casts(shapes, shapes[1:], (200, 136)), *weights, update_scales(10, "30 tensors", 64)]
     squares = tuple((side, side) for side in (1024, 2048, 4096, 8192, 16384))
     # no multiple of 16, as in the last batch of an epoch
     ragged = (8200, 8192)
-    activations = tuple((8192, width) for width in (2048, 8192, 4096, 14336))
+    activations = tuple((8192, width) for width in (2048, 4096, 14336))
     weights = [
-        Weights("1B", 16 * ((6144, 2048), (2048, 2048), (8192, 2048), (2048, 8192))),
-        Weights("1/8 of 8B", 4 * ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))),
+        cast_weights("1B", 16 * ((6144, 2048), (2048, 2048), (8192, 2048), (2048, 8192))),
+        cast_weights("1/8 of 8B", 4 * ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))),
     ]
+    gradients = (*activations, (8192, 8192))
     # 334 modules of three tensors each
-    scales = UpdateScales(334, "1000 tensors", 1024)
-    return [*_casts((*squares, ragged, *activations), activations, (8192, 14336)), *weights, scales]
+    scales = update_scales(334, "1000 tensors", 1024)
+    return [*_casts((*squares, ragged, *activations), gradients, (8192, 14336)), *weights, scales]
+
+
+def cases_in_blocks(device: torch.device) -> list[Case]:
+    """Casts with a scale for each block, for the suite ``blocks``."""
+    if device.type != "cuda":
+        return [cast_in_blocks(200, 136), cast_in_blocks(200, 136, is_weight=True)]
+    shapes = ((8192, 8192), (8192, 4096), (2048, 1024))
+    return [*(cast_in_blocks(*shape) for shape in shapes), cast_in_blocks(8192, 8192, is_weight=True)]
 
 
 def _casts(
-    inputs: tuple[tuple[int, int], ...], gradients: tuple[tuple[int, int], ...], gelu: tuple[int, int]
+    inputs: Sequence[tuple[int, int]], gradients: Sequence[tuple[int, int]], gelu: tuple[int, int]
 ) -> list[Case]:
-    """The casts, without duplicates where a shape occurs twice."""
-    made = [Cast(*shape, "e4m3") for shape in inputs]
-    made += [Cast(*shape, "e5m2", gradient=True) for shape in gradients]
-    made += [Cast(*gelu, "e4m3", "gelu"), Cast(*gelu, "e5m2", "gelu", gradient=True)]
-    return list(dict.fromkeys(made))
+    return [
+        *(cast(*shape, "e4m3") for shape in inputs),
+        *(cast(*shape, "e5m2", is_gradient=True) for shape in gradients),
+        cast(*gelu, "e4m3", "gelu"),
+        cast(*gelu, "e5m2", "gelu", is_gradient=True),
+    ]
 
 
-@dataclass(frozen=True)
-class Cast:
-    """Casts a bf16 tensor to FP8 by rows and by columns, with its amax, in the steady state of training.
+def steady_state(modules: int, device: torch.device, length: int = 1024) -> ScalingState:
+    """A scaling state as after the first steps: every tensor has a history, and the host knows it."""
+    names = [f"layer{number}" for number in range(modules)]
+    state = ScalingState(names, DelayedScaling(amax_history_len=length), device)
+    for _ in range(2):
+        state.amax.fill_(1)
+        state.update()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if not state.every_tensor_has_history:
+        raise RuntimeError("The scaling state has not seen its own histories: this would time the first steps.")
+    return state
 
-    Attributes:
+
+def cast(rows: int, columns: int, format: str, activation: str = "none", is_gradient: bool = False) -> Case:
+    """Casts a bf16 tensor to FP8 by rows and by columns, with its amax.
+
+    Args:
         rows: of the tensor.
         columns: of the tensor.
         format: ``"e4m3"`` or ``"e5m2"``.
         activation: applied before the cast.
-        gradient: compute the gradient of x from that of ``activation(x)`` and cast it, with column sums for a bias.
+        is_gradient: compute the gradient of x from that of ``activation(x)`` and cast it, with column sums for a bias.
     """
+    takes_h = is_gradient and activation != "none"
+    work = [] if activation == "none" else [f"{activation} gradient" if is_gradient else activation]
+    work += ["cast_transpose", "bias gradient"] if is_gradient else ["cast_transpose"]
+    # reads bf16, writes both payloads; an activation's gradient reads two tensors, a bias gradient is in fp32
+    nbytes = (6 if takes_h else 4) * rows * columns + (4 * columns if is_gradient else 0)
 
-    rows: int
-    columns: int
-    format: str
-    activation: str = "none"
-    gradient: bool = False
+    def variants(device: torch.device) -> list[Variant]:
+        copies = copies_for(nbytes, device)
+        x = _normal(rows, columns, device, seed=1, copies=copies)
+        h = _normal(rows, columns, device, seed=2, copies=copies) if takes_h else [None] * copies
+        arguments = [(dy, of_dy) if is_gradient else (dy,) for dy, of_dy in zip(x, h, strict=True)]
+        return cast_variants(arguments, format, activation, is_gradient, nbytes)
 
-    flops = None
+    def is_served(device: torch.device) -> bool:
+        return kernels.cast_kernel(device, torch.bfloat16, format, activation, takes_h) is not None
 
-    @property
-    def name(self) -> str:
-        """Shape, formats, and what is done in one pass."""
-        activation = f"{self.activation} gradient" if self.gradient else self.activation
-        work = [] if self.activation == "none" else [activation]
-        work += ["cast_transpose", "bias gradient"] if self.gradient else ["cast_transpose"]
-        return f"{self.rows}x{self.columns} bf16->{self.format} {' + '.join(work)}"
+    return Case(f"{rows}x{columns} bf16->{format} {' + '.join(work)}", variants, is_served, nbytes)
 
-    @property
-    def bytes(self) -> int:
-        """Reads bf16, writes both payloads; an activation's gradient reads two tensors, a bias gradient is in fp32."""
-        inputs = 2 if self._takes_h else 1
-        return (2 * inputs + 2) * self.rows * self.columns + (4 * self.columns if self.gradient else 0)
 
-    @property
-    def _takes_h(self) -> bool:
-        return self.gradient and self.activation != "none"
+def cast_variants(
+    arguments: Sequence[tuple[Tensor | None, ...]], format: str, activation: str, is_gradient: bool, nbytes: int
+) -> list[Variant]:
+    """``lightning_fp8``, ``torch``, ``torch.compile``, and a copy; ``arguments``: x, or dy and h, of each copy."""
+    x = arguments[0][0]
+    assert x is not None
+    device, rows = x.device, len(x)
+    state = steady_state(1, device)
+    index = torch.tensor([LAYOUT.index("grad_output" if is_gradient else "input")], device=device)
+    slot = Slot(state.scale, state.amax_history, index, format, state, True)
+    scale, no_amax = state.scale[index][0].clone(), torch.zeros((), device=device)
+    ours: Callable[..., Any] = ops.cast
+    theirs: Callable[..., Any] = plain.cast
+    rest: tuple[Any, ...] = (slot, activation, "both")
+    if is_gradient:
+        ours = cuda.cast_gradient if device.type == "cuda" else plain.cast_gradient
+        theirs, rest = plain.cast_gradient, (activation, slot, "both", True)
+    function = (baselines.cast_gradient if is_gradient else baselines.cast)(format, activation)
+    compiled = baselines.compiled(function, device)
 
-    def is_served(self, device: torch.device) -> bool:
-        """Whether there is a kernel, or none is expected."""
-        if device.type != "cuda":
-            return True
-        kernel = kernels.cast_kernel(device, torch.bfloat16, self.format, self.activation, self._takes_h)
-        return kernel is not None
-
-    def variants(self, device: torch.device) -> list[Variant]:
-        """``lightning_fp8``, ``torch``, ``torch.compile``, for inputs torchao's cast, and a copy."""
-        copies = copies_for(self.bytes, device)
-        x, h = self._inputs(copies, device, 1), self._inputs(copies if self._takes_h else 0, device, 2)
-        if self.gradient:
-            gradient = cuda.cast_gradient if device.type == "cuda" else plain.cast_gradient
-            ours, theirs = self._on_gradients(gradient, x, h), self._on_gradients(plain.cast_gradient, x, h)
-        else:
-            ours, theirs = self._on_inputs(ops.cast, x), self._on_inputs(plain.cast, x)
-        compiled, name = self._compiled(x, h), baselines.compiled_name(device)
-
-        def checked(name: str, operator: _Operator, tolerance: Tolerance) -> Variant:
-            def check() -> str | None:
-                return difference(operator.results(), theirs.results(), tolerance)
-
-            return Variant(name, operator.call, check, copies)
-
-        variants = [
-            checked("lightning_fp8", ours, self._tolerance(0.01)),
-            checked("torch", theirs, EXACT),
-            checked(name, compiled, self._tolerance(0.06, rounded_quotients=False)),
-        ]
-        if self.activation == "none" and not self.gradient:
-            variants += baselines.torchao_cast(x)
-        return [*variants, baselines.copy(self.bytes, device)]
-
-    def _inputs(self, copies: int, device: torch.device, seed: int) -> list[Tensor]:
-        generator = torch.Generator(device).manual_seed(seed)
-        if not copies:
-            return []
-        first = torch.randn(self.rows, self.columns, generator=generator, device=device).mul_(_DEVIATION)
-        values = first.to(torch.bfloat16)
-        return [values.clone() for _ in range(copies)]
-
-    def _tolerance(self, codes: float, rounded_quotients: bool = True) -> Tolerance:
-        """Sums differ by their order; activations by the last bits of exp and erf, and by rounding to bf16.
-
-        The compiler does not round an activation to bf16, and its division has an error of two units in the last place.
-        """
-        activated = self.activation != "none"
-        relative = {"amax": 2.0**-7 if activated else 0.0, "scale_inv": 0.0 if rounded_quotients else 5e-7}
-        sums = (2e-4 if activated else 2e-6) * _DEVIATION * self.rows
-        return Tolerance(codes if activated else 0.0, tuple(relative.items()), (("column sums", sums),))
-
-    def _on_inputs(self, implementation: Callable[..., Any], x: list[Tensor]) -> _Operator:
-        """An implementation of ``lightning_fp8::cast``."""
-        state, index = steady_state(1, x[0].device), _index("input", x[0].device)
-        slot = Slot(state.scale, state.amax_history, index, self.format, state, True)
-
-        def call(at: int) -> Any:
-            return implementation(x[at], slot, self.activation, "both")
-
-        return _Operator(call, lambda: self._recorded(call(0), state.amax, index), state.amax)
-
-    def _on_gradients(self, implementation: Callable[..., Any], dy: list[Tensor], h: list[Tensor]) -> _Operator:
-        """An implementation of ``cast_gradient``."""
-        state, index = steady_state(1, dy[0].device), _index("grad_output", dy[0].device)
-        slot = Slot(state.scale, state.amax_history, index, self.format, state, True)
-
-        def call(at: int) -> Any:
-            return implementation(dy[at], h[at] if h else None, self.activation, slot, "both", True)
-
-        return _Operator(call, lambda: self._recorded(call(0), state.amax, index), state.amax)
-
-    def _compiled(self, x: list[Tensor], h: list[Tensor]) -> _Operator:
-        device = x[0].device
-        state, index = steady_state(1, device), _index("grad_output" if self.gradient else "input", device)
-        scale, amax = state.scale[index][0].clone(), torch.zeros((), device=device)
-        make = baselines.cast_gradient if self.gradient else baselines.cast
-        function = baselines.compiled(make(self.format, self.activation), device)
-
-        def call(at: int) -> Any:
-            dy = (x[at], h[at] if h else None) if self.gradient else (x[at],)
-            return function(*dy, scale, amax)
-
-        def results() -> Results:
-            payload, payload_t, scale_inv, recorded, *sums = call(0)
-            found = dict(zip(_NAMES, ([part] for part in (payload, payload_t, scale_inv, *sums))))
-            return {**found, "amax": [recorded[None]]}
-
-        return _Operator(call, results, amax)
-
-    def _recorded(self, parts: tuple[Tensor, ...], amax: Tensor, index: Tensor) -> Results:
+    def recorded(implementation: Callable[..., Any]) -> Results:
+        state.amax.zero_()
+        payload, payload_t, *others = implementation(*arguments[0], *rest)
         # without the padding of the payload by columns, which the compiled baseline lacks
-        codes = [[part.view(FORMATS[self.format].dtype)] for part in (parts[0], parts[1][:, : self.rows])]
-        rest = [[part] for part in parts[2:]]
-        return {**dict(zip(_NAMES, (*codes, *rest))), "amax": [amax[index]]}
+        codes = [part.view(FORMATS[format].dtype) for part in (payload, payload_t[:, :rows])]
+        return {**by_name(_NAMES, (*codes, *others)), "amax": [state.amax[index]]}
+
+    def of_compiled() -> Results:
+        payload, payload_t, scale_inv, amax, *sums = compiled(*arguments[0], scale, no_amax)
+        return {**by_name(_NAMES, (payload, payload_t, scale_inv, *sums)), "amax": [amax[None]]}
+
+    def variant(name: str, call: Callable[..., Any], results: Callable[[], Results], limits: Tolerance) -> Variant:
+        return Variant(name, call, lambda: difference(results(), recorded(theirs), limits), len(arguments))
+
+    exact, rounded = _tolerance(activation, rows, 0.01, 0.0), _tolerance(activation, rows, 0.06, 5e-7)
+    return [
+        variant("lightning_fp8", lambda at: ours(*arguments[at], *rest), lambda: recorded(ours), exact),
+        variant("torch", lambda at: theirs(*arguments[at], *rest), lambda: recorded(theirs), EXACT),
+        variant(baselines.COMPILED, lambda at: compiled(*arguments[at], scale, no_amax), of_compiled, rounded),
+        baselines.copy(nbytes, device),
+    ]
 
 
-@dataclass(frozen=True)
-class _Operator:
-    call: Callable[[int], Any]
-    read: Callable[[], Results]
-    amax: Tensor
-
-    def results(self) -> Results:
-        """Results of one call on the first copy, with no amax recorded before."""
-        self.amax.zero_()
-        return self.read()
+def _tolerance(activation: str, rows: int, codes: float, quotients: float) -> Tolerance:
+    """Sums differ by their order; activations by the last bits of exp and erf, and by rounding to bf16 or not."""
+    activated = activation != "none"
+    sums = (2e-4 if activated else 2e-6) * DEVIATION * rows
+    relative = {"amax": 2.0**-7 if activated else 0.0, "scale_inv": quotients}
+    return Tolerance(codes if activated else 0.0, relative, {"column sums": sums})
 
 
-def _index(role: Any, device: torch.device) -> Tensor:
-    return torch.tensor([LAYOUT.index(role)], device=device)
+def cast_in_blocks(rows: int, columns: int, is_weight: bool = False) -> Case:
+    """Casts a bf16 tensor to E4M3 by rows and by columns: in blocks of 1 x 128, or a weight in squares of 128 x 128."""
+    # reads bf16, writes both payloads and their scales
+    scales = 4 * (1 if is_weight else 2 * 128) * -(-rows // 128) * -(-columns // 128)
+    nbytes = 4 * rows * columns + scales
+
+    def variants(device: torch.device) -> list[Variant]:
+        x = _normal(rows, columns, device, seed=1, copies=copies_for(nbytes, device))
+        slot = slot_in_blocks(is_weight)
+        ours = ops.cast_weight_blocks if is_weight else ops.cast_blocks
+        theirs = blocks.cast_weight if is_weight else blocks.cast
+
+        def variant(name: str, cast: Callable[..., Any], other: Callable[..., Any]) -> Variant:
+            def check() -> str | None:
+                got, expected = (by_name(_NAMES_IN_BLOCKS, one(x[0], slot, "both")) for one in (cast, other))
+                return difference(got, expected)
+
+            return Variant(name, lambda at: cast(x[at], slot, "both"), check, len(x))
+
+        return [
+            variant("lightning_fp8", ours, theirs),
+            variant("torch", theirs, ours),
+            baselines.copy(nbytes, device),
+        ]
+
+    def is_served(device: torch.device) -> bool:
+        if is_weight:
+            return kernels.weights_kernel(device, True) is not None
+        return kernels.block_cast_kernel(device, torch.bfloat16) is not None
+
+    return Case(
+        f"cast {rows}x{columns} bf16->e4m3 in {'128x128' if is_weight else '1x128'}", variants, is_served, nbytes
+    )
+
+
+def slot_in_blocks(is_weight: bool) -> Any:
+    """The slot of a tensor with a scale for each block."""
+    own = OwnScaling(blocks="float32")
+    if is_weight:
+        return WeightSlot(torch.zeros(1, dtype=torch.int64), "e4m3", None, False, own)
+    return with_scale(torch.ones(()), "e4m3")._replace(own=own)
+
+
+def cast_weights(model: str, shapes: Sequence[tuple[int, int]]) -> Case:
+    """Casts all linear weights of a model from fp32 to E4M3 by rows and by columns, with their amaxes."""
+    # reads fp32 twice, for the amax and for the cast, and writes both payloads
+    nbytes = 10 * sum(rows * columns for rows, columns in shapes)
+
+    def variants(device: torch.device) -> list[Variant]:
+        generator = torch.Generator(device).manual_seed(0)
+        first = [torch.randn(*shape, generator=generator, device=device).mul_(DEVIATION) for shape in shapes]
+        copies = [first, *([x.clone() for x in first] for _ in range(copies_for(nbytes, device) - 1))]
+        state = steady_state(len(first), device)
+        rows = [state.row_of(number, "weight") for number in range(len(first))]
+        slots = [WeightSlot(torch.tensor([row], device=device), "e4m3", state, True) for row in rows]
+
+        def one_by_one(implementation: Callable[..., Any], at: int) -> list[Any]:
+            return [implementation(x, slot, "both") for x, slot in zip(copies[at], slots, strict=True)]
+
+        def ours(at: int) -> list[Any]:
+            if device.type == "cuda":
+                return [made[:3] for made in cuda.cast_weights(copies[at], slots, [None] * len(slots))]
+            return one_by_one(ops.cast_weight, at)
+
+        def theirs(at: int) -> list[Any]:
+            return one_by_one(plain.cast_weight, at)
+
+        function = baselines.compiled(baselines.cast_weights, device)
+
+        def recorded(call: Callable[[int], list[Any]]) -> Results:
+            state.amax.zero_()
+            return _of_weights([(*parts, state.amax[row]) for parts, row in zip(call(0), rows, strict=True)])
+
+        def variant(
+            name: str, call: Callable[[int], Any], results: Callable[[], Results], limits: Tolerance
+        ) -> Variant:
+            return Variant(name, call, lambda: difference(results(), recorded(theirs), limits), len(copies))
+
+        def compiled(at: int) -> Any:
+            return function(copies[at])
+
+        return [
+            variant("lightning_fp8", ours, lambda: recorded(ours), EXACT),
+            variant("torch", theirs, lambda: recorded(theirs), EXACT),
+            variant(baselines.COMPILED, compiled, lambda: _of_weights(compiled(0)), _QUOTIENTS),
+            baselines.copy(nbytes, device),
+        ]
+
+    def is_served(device: torch.device) -> bool:
+        return kernels.weights_kernel(device, False) is not None
+
+    return Case(f"cast_weights fp32->e4m3, {len(shapes)} weights of {model}", variants, is_served, nbytes)
+
+
+def update_scales(modules: int, size: str, length: int) -> Case:
+    """Updates the scales of all tensors of a model after an optimizer step; every tensor has a new amax.
+
+    Args:
+        modules: number of modules, with three tensors each, two of them with a history.
+        size: name of the number of tensors.
+        length: of the history.
+    """
+    # reads and writes the histories, reads and zeroes amax, reads fp8_max and writes scale
+    nbytes = (8 * length * len(DELAYED_ROLES) + 16 * len(LAYOUT)) * modules
+
+    def variants(device: torch.device) -> list[Variant]:
+        fresh = state_tensors(modules, device, length)
+        # an update without amaxes has less to do, so each copy is updated once in a batch
+        count = max(_UPDATES[device.type], copies_for(nbytes, device))
+        copies = [tuple(tensor.clone() for tensor in fresh) for _ in range(count)]
+
+        def refill() -> None:
+            for recorded, *_ in copies:
+                recorded.copy_(fresh[0])
+
+        def variant(name: str, function: Callable[..., Any], limits: Tolerance) -> Variant:
+            def check() -> str | None:
+                return difference(updated(function, fresh), updated(baselines.update_scales, fresh), limits)
+
+            return Variant(name, lambda at: function(*copies[at]), check, count, refill)
+
+        return [
+            variant("lightning_fp8", lambda *tensors: ops.update_scales(*tensors, False, 1.0), EXACT),
+            variant("torch", baselines.update_scales, EXACT),
+            variant(baselines.COMPILED, baselines.compiled(baselines.update_scales, device), _QUOTIENTS),
+            baselines.copy(nbytes, device),
+        ]
+
+    def is_served(device: torch.device) -> bool:
+        return kernels.update_kernel(device) is not None
+
+    return Case(f"update_scales {size}, history {length}", variants, is_served, nbytes)
+
+
+def state_tensors(modules: int, device: torch.device, length: int) -> tuple[Tensor, ...]:
+    """What an update takes: the tensors of a state in which every tensor has a new amax."""
+    state = steady_state(modules, device, length)
+    state.amax.copy_(torch.rand(len(state.amax), generator=torch.Generator().manual_seed(0)) + 0.5)
+    return tuple(getattr(state, name) for name in _OF_STATE)
+
+
+def updated(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Results:
+    """What an update makes of these tensors, which it leaves alone."""
+    changed = tuple(tensor.clone() for tensor in tensors)
+    function(*changed)
+    return by_name(_OF_STATE, changed)
+
+
+def _normal(rows: int, columns: int, device: torch.device, seed: int, copies: int) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    first = torch.randn(rows, columns, generator=generator, device=device).mul_(DEVIATION).bfloat16()
+    return [first.clone() for _ in range(copies)]
+
+
+def by_name(names: Sequence[str], tensors: Sequence[Tensor]) -> Results:
+    """Results of one tensor each."""
+    return {name: [tensor] for name, tensor in zip(names, tensors)}
+
+
+def _of_weights(made: Sequence[tuple[Tensor, ...]]) -> Results:
+    payloads, transposed, scale_inv, amax = zip(*made)
+    return {
+        "payload": [payload.view(E4M3.dtype) for payload in payloads],
+        "transposed payload": [payload.view(E4M3.dtype) for payload in transposed],
+        "scale_inv": list(scale_inv),
+        "amax": [value.clone() for value in amax],
+    }

@@ -142,7 +142,7 @@ case $stage in
         tests "GEMM random shapes, splits" 90 "random_shapes or splits" tests/ops/test_cuda_gemm.py
         tests "casts and GEMMs in blocks" 45 "block" tests/ops/test_cuda_gemm.py
         bench "small GEMMs" 30 --suite gemm --case "2048x1024x1024"
-        bench launch 20 --suite launch
+        bench "update of scales" 20 --suite cast --case update_scales
         check_memory "memory check of split GEMMs" 50 "splits and 2" tests/ops/test_cuda_gemm.py
         check_memory "memory check of ragged casts" 40 "ragged and 63" tests/ops/test_cuda.py
         profile "profile of a GEMM" 35 gemm_sm --suite gemm --case "dgrad 8192x4096x16384"

@@ -1,117 +1,85 @@
-"""The suite ``layer``: forward and backward of one transformer layer, eager and compiled, in each precision.
+"""The suites ``linear`` and ``layer``: forward and backward of layers in training, in each precision.
 
-The layer is the block of the example GPT, which the models of the suite ``train`` are made of. All its GEMMs are plain
-linear layers, which every variant converts; in torch's own encoder layer, torchao would leave the attention's input
-projection in bf16.
+``linear`` has linear layers and linear - GELU - linear with biases, eager. ``layer`` has one causal transformer layer,
+eager and compiled: the block of the example GPT, of which the models of the suite ``train`` are made. All its GEMMs are
+plain linear layers, which every variant converts; in torch's own encoder layer, torchao would leave the attention's
+input projection in bf16.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from benchmarks import baselines, linear, training
-from benchmarks.case import Case
-from benchmarks.trainer_precisions import Setting
-from benchmarks.training import Training, created_on
+from benchmarks import gemm
+from benchmarks.harness import Case
+from benchmarks.settings import Setting, settings, with_gemms, with_kept_weights
+from benchmarks.timing import Variant, copies_for
+from benchmarks.training import Task, casts_are_served, variants
 from lightning_fp8.examples.transformer_block import Block, initialize
-from lightning_fp8.tools.timing import Variant
+
+
+def linear_cases(device: torch.device) -> list[Case]:
+    """The suite ``linear``; on the CPU tiny ones in place of training sizes."""
+    if device.type != "cuda":
+        return [linear(64, 32, 48), feed_forward(64, 32, 96)]
+    attention = [linear(tokens, hidden, hidden) for hidden in (1024, 4096) for tokens in (2048, 8192)]
+    return [*attention, linear(8192, 4096, 16384), linear(8192, 16384, 4096), feed_forward(8192, 4096, 16384)]
 
 
 def cases(device: torch.device) -> list[Case]:
-    """Eager and compiled; on the CPU tiny, in place of 4096 wide with 8 sequences of 2048 tokens."""
+    """The suite ``layer``; on the CPU tiny, in place of 4096 wide with 8 sequences of 2048 tokens."""
     sizes = (4096, 32, 8, 2048) if device.type == "cuda" else (64, 4, 2, 32)
-    return [Layer(*sizes, compiled) for compiled in (False, True)]
+    return [transformer_layer(*sizes, compiled) for compiled in (False, True)]
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A transformer layer; its input and its weights need gradients.
-
-    Attributes:
-        width: of the residual stream.
-        heads: of attention, causal.
-        batch: number of sequences.
-        time: tokens in each of them.
-        compiled: whether it runs under ``torch.compile``; on the CPU without code generation.
-    """
-
-    width: int
-    heads: int
-    batch: int
-    time: int
-    compiled: bool
-
-    bytes = None
-    flops = None
-
-    @property
-    def name(self) -> str:
-        """Sizes, and how it runs."""
-        how = "compiled" if self.compiled else "eager"
-        return f"layer {self.width} wide, {self.batch} x {self.time} tokens, {how}"
-
-    def is_served(self, device: torch.device) -> bool:
-        """Whether there are kernels for all casts, or none are expected."""
-        return device.type != "cuda" or linear.casts_are_served(device)
-
-    def variants(self, device: torch.device) -> list[Variant]:
-        """``lightning_fp8``, ``bf16-mixed``, ``bf16-true``, and torchao where it is installed."""
-
-        def make(setting: Setting, compiled: bool) -> Training:
-            return LayerTraining(self, setting, compiled, device)
-
-        return training.variants(make, self.compiled, self.batch * self.time, device)
+def linear(tokens: int, in_features: int, out_features: int) -> Case:
+    """A linear layer."""
+    gemms = gemm.of_layer(tokens, in_features, out_features)
+    task = Task(lambda: nn.Linear(in_features, out_features), tokens, (tokens, in_features), out_features)
+    name = f"linear, {tokens} tokens, {in_features} -> {out_features}"
+    return _case(name, task, with_kept_weights, casts_are_served, gemms)
 
 
-class LayerTraining(Training):
-    """A layer, its input and the gradient of its output, the same for all precisions.
+def feed_forward(tokens: int, width: int, hidden: int) -> Case:
+    """Linear - GELU - linear."""
+    gemms = (*gemm.of_layer(tokens, width, hidden), *gemm.of_layer(tokens, hidden, width))
 
-    A step is forward and backward. For FP8 it also includes the consequences of an optimizer step: updated scales, and
-    changed weights, which are therefore cast in each step.
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
-    Args:
-        case: the sizes.
-        setting: the precision.
-        compiled: whether forward and backward are compiled.
-        device: where it is created.
-    """
+    def is_served(device: torch.device) -> bool:
+        return all(one.is_served(device) for one in gemms) and casts_are_served(device, "gelu")
 
-    def __init__(self, case: Layer, setting: Setting, compiled: bool, device: torch.device) -> None:
-        with created_on(device, seed=0):
-            block = Block(case.width, case.heads)
-            initialize(block)
-        super().__init__(block, setting)
-        shape = (case.batch, case.time, case.width)
-        generator = torch.Generator(device).manual_seed(1)
-        # bf16 for all, as two of the precisions would get it from the layer before
-        self.x = torch.randn(shape, generator=generator, device=device).bfloat16().requires_grad_()
-        self.dy = torch.randn(shape, generator=generator, device=device).mul_(1e-3).bfloat16()
-        self.leaves["x"] = self.x
-        self._run = baselines.compiled(self.model, device) if compiled else self.model
+    name = f"linear-GELU-linear, {tokens} tokens, {width} -> {hidden} -> {width}"
+    return _case(name, Task(make, tokens, (tokens, width), width), with_gemms, is_served, gemms)
 
-    def forward(self) -> Tensor:
-        """x ``[batch, time, width] bfloat16`` -> the same shape."""
-        with self.plugin.forward_context():
-            return self._run(self.x)
 
-    def backward(self) -> Tensor:
-        """Forward and backward; gives the output."""
-        for leaf in self.leaves.values():
-            leaf.grad = None
-        y = self.forward()
-        y.backward(self.dy)
-        return y.detach()
+def transformer_layer(width: int, heads: int, batch: int, time: int, compiled: bool) -> Case:
+    """A transformer layer."""
 
-    def update(self) -> None:
-        """Mark the weights as changed and update the scales, as an optimizer step does."""
-        # an in-place change increments the version, which the caches of casts check
-        torch.autograd.graph.increment_version(list(self.model.parameters()))
-        if self.scaling is not None:
-            self.scaling.update()
+    def make() -> nn.Module:
+        block = Block(width, heads)
+        initialize(block)
+        return block
 
-    def loss(self, output: Tensor) -> float:
-        """In place of a loss, the mean square of what the layer adds to its input."""
-        return (output.float() - self.x.detach().float()).square().mean().item()
+    name = f"layer {width} wide, {batch} x {time} tokens, {'compiled' if compiled else 'eager'}"
+    task = Task(make, batch * time, (batch, time, width), width, compiled=compiled)
+    return _case(name, task, settings, casts_are_served)
+
+
+def _case(
+    name: str,
+    task: Task,
+    settings: Callable[[torch.device], dict[str, Setting]],
+    is_served: Callable[[torch.device], bool],
+    gemms: Sequence[gemm.Gemm] = (),
+) -> Case:
+    def made(device: torch.device) -> list[Variant]:
+        # input and output in bf16, their gradients too
+        copies = copies_for(4 * task.tokens * (task.shape[-1] + task.out_features), device)
+        return variants(task._replace(copies=copies), settings(device), device)
+
+    return Case(name, made, is_served, flops=sum(one.flops for one in gemms) or None)

@@ -10,8 +10,8 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarks.harness import Row
 from lightning_fp8.tools.compare import MEASURED_FILE
 from lightning_fp8.tools.report.pictures import COLOURS, STYLE
 
@@ -19,17 +19,22 @@ from lightning_fp8.tools.report.pictures import COLOURS, STYLE
 _LEFT_OUT = ("_ms", "_per_s", "_bytes", "wall_s")
 
 
-def losses_of(folder: Path) -> list[dict[str, Any]]:
+def rows_of(file: Path) -> list[Row]:
+    """The rows of a file, if it exists."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def losses_of(folder: Path) -> list[Row]:
     """The rows of a comparison's folder, with ``losses``, the training loss of each step, and without times."""
     rows = []
-    for line in (folder / "compare.jsonl").read_text(encoding="utf-8").splitlines():
-        row = {key: value for key, value in json.loads(line).items() if not key.endswith(_LEFT_OUT)}
+    for row in rows_of(folder / "compare.jsonl"):
         measured = json.loads((folder / row["variant"] / MEASURED_FILE).read_text(encoding="utf-8"))
-        rows.append({**row, "losses": [round(loss, 4) for loss in measured["losses"]]})
+        kept = {key: value for key, value in row.items() if not key.endswith(_LEFT_OUT)}
+        rows.append({**kept, "losses": [round(loss, 4) for loss in measured["losses"]]})
     return rows
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
     """Write a picture of all curves; all but the first are dashed, so that curves below them stay visible."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -38,13 +43,10 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         axes = figure.subplots()
         for position, row in enumerate(rows):
-            steps = range(1, len(row["losses"]) + 1)
-            style: dict[str, Any] = {
-                "linestyle": (0, (3, 2)) if position else "-",
-                "linewidth": 1.6 if position else 2.4,
-            }
+            style, width = ((0, (3, 2)), 1.6) if position else ("-", 2.4)
             label = f"{row['variant']}: {row['loss']:.3f} at the end, validation {row['val_loss']:.3f}"
-            axes.plot(steps, row["losses"], color=COLOURS[position % len(COLOURS)], label=label, **style)
+            steps, colour = range(1, len(row["losses"]) + 1), COLOURS[position % len(COLOURS)]
+            axes.plot(steps, row["losses"], color=colour, label=label, linestyle=style, linewidth=width)
         axes.set(xlabel="optimizer step", ylabel="training loss, nats per byte")
         axes.legend()
         figure.savefig(path, dpi=150)
@@ -58,15 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draw", nargs="+", metavar="VARIANT", help="in the picture; all by default")
     options = parser.parse_args(arguments)
     file = options.out.with_suffix(".jsonl")
-    earlier = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    rows = [*{row["variant"]: row for row in [*earlier, *losses_of(options.folder)]}.values()]
+    rows = [*{row["variant"]: row for row in [*rows_of(file), *losses_of(options.folder)]}.values()]
     drawn = [row for row in rows if options.draw is None or row["variant"] in options.draw]
     if options.draw is not None and len(drawn) != len(set(options.draw)):
         parser.error(
             f"--draw: the rows are those of {', '.join(row['variant'] for row in rows)}, got {', '.join(options.draw)}"
         )
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    file.write_text(lines, encoding="utf-8")
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     draw(drawn, options.out.with_suffix(".png"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from lightning_fp8.ops import library
 from lightning_fp8.ops.cuda import kernels
 
 # the operators that differ between devices
-_OPERATORS = [one for one in vars(ops).values() if isinstance(one, library.Operator) and one._cpu is not one._cuda]
+_OPERATORS = [one for one in vars(ops).values() if isinstance(one, library.Operator) and one.cpu is not one.cuda]
 # the registration that compiled graphs call
 _OVERRIDES = torch.library.Library("lightning_fp8", "IMPL")
 
@@ -44,7 +45,7 @@ def no_kernel(variant: kernels.Variant, device: torch.device) -> Kernel:
 def override_cpu(overrides: torch.library.Library) -> None:
     """Let torch's operators run their CUDA functions on the CPU, as compiled graphs call them."""
     for operator in _OPERATORS:
-        flat = library.with_flat_arguments(operator.signature, operator._cuda)
+        flat = library.with_flat_arguments(operator.signature, operator.cuda)
         overrides.impl(operator.signature.name, flat, "CPU", allow_override=True)
 
 
@@ -66,16 +67,22 @@ def set_steady_state(model: nn.Module) -> None:
     state.model._known[:] = True
 
 
-def llama_block(width: int, hidden: int, heads: int, time: int) -> nn.Module:
-    """A layer of Hugging Face's Llama, with ``rotary``, its position embeddings for ``time`` positions."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+class LlamaBlock(nn.Module):
+    """A layer of Hugging Face's Llama; x ``[batch, time, width]``."""
 
-    config = LlamaConfig(
-        hidden_size=width, intermediate_size=hidden, num_attention_heads=heads, num_key_value_heads=heads
-    )
-    config._attn_implementation = "sdpa"
-    layer = LlamaDecoderLayer(config, 0)
-    with torch.no_grad():
-        layer.rotary = LlamaRotaryEmbedding(config)(torch.zeros(1, time, width), torch.arange(time)[None])
-    return layer  # type: ignore[no-any-return]
+    def __init__(self, width: int, hidden: int, heads: int, time: int) -> None:
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+        super().__init__()
+        sizes: Any = {"num_attention_heads": heads, "num_key_value_heads": heads}
+        config = LlamaConfig(hidden_size=width, intermediate_size=hidden, **sizes)
+        config._attn_implementation = "sdpa"
+        self.layer = LlamaDecoderLayer(config, 0)
+        with torch.no_grad():
+            self.rotary = LlamaRotaryEmbedding(config)(torch.zeros(1, time, width), torch.arange(time)[None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x -> the same shape."""
+        y = self.layer(x, position_embeddings=self.rotary)
+        return y[0] if isinstance(y, tuple) else y

@@ -7,8 +7,8 @@ arguments of the Trainer; nothing else differs. The package's own methods save a
 another process, and its predictions there are compared with those of the model that was trained: as it was loaded, and
 once more after ``load_scales`` with the scales of the training, for packages whose files hold weights alone.
 
-Everything runs on the CPU with one thread. The loss is the mean over the last epoch of
-training, of neuralforecast over the last ten steps.
+Everything runs on the CPU with one thread. The loss is the mean over the last epoch of training, of neuralforecast over
+the last ten steps.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.harness import append, environment
+from benchmarks.harness import append
 from lightning_fp8 import describe, load_scales, scaling_state
-from lightning_fp8.runtime.environment import package_version
+from lightning_fp8.runtime.environment import environment, package_version
 from lightning_fp8.tools.tables import markdown_table
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +38,8 @@ PRECISIONS = ("32-true", "bf16-mixed", "fp8-delayed")
 QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
 # the module, a function that gives its predictions, and the loss if it was trained here
 Made = tuple[nn.Module, Callable[[], Any], Any]
+# the arguments of the Trainer, the folder of the files, and whether they are there to be loaded
+Package = Callable[[dict[str, Any], Path, bool], Made]
 
 
 def waves(count: int = 8, steps: int = 200) -> np.ndarray[Any, Any]:
@@ -56,7 +58,7 @@ def waves_as_table() -> Any:
     return pd.DataFrame({"wave": names.ravel().astype(str), "time": times.ravel(), "y": values.ravel()})
 
 
-def darts(precision: Any, folder: Path, is_saved: bool) -> Made:
+def darts(trainer_arguments: dict[str, Any], folder: Path, is_saved: bool) -> Made:
     """TiDE; ``save`` and ``load``."""
     from darts import TimeSeries
     from darts.models import TiDEModel
@@ -65,15 +67,14 @@ def darts(precision: Any, folder: Path, is_saved: bool) -> Made:
     if is_saved:
         model, loss = TiDEModel.load(f"{folder}/model.pt"), None
     else:
-        arguments = {**QUIET, "precision": precision}
-        model = TiDEModel(24, 16, hidden_size=64, n_epochs=5, random_state=0, pl_trainer_kwargs=arguments)
+        model = TiDEModel(24, 16, hidden_size=64, n_epochs=5, random_state=0, pl_trainer_kwargs=trainer_arguments)
         model.fit(series)
         model.save(f"{folder}/model.pt")
         loss = model.trainer.callback_metrics["train_loss"]
     return model.model, lambda: np.stack([one.values() for one in model.predict(16, series=series)]), loss
 
 
-def neuralforecast(precision: Any, folder: Path, is_saved: bool) -> Made:
+def neuralforecast(trainer_arguments: dict[str, Any], folder: Path, is_saved: bool) -> Made:
     """N-HiTS; ``save`` and ``load`` of ``NeuralForecast``."""
     from neuralforecast import NeuralForecast
     from neuralforecast.models import NHITS
@@ -82,7 +83,7 @@ def neuralforecast(precision: Any, folder: Path, is_saved: bool) -> Made:
         forecast, loss = NeuralForecast.load(f"{folder}/model"), None
     else:
         mlp = 3 * [[64, 64]]
-        model = NHITS(h=16, input_size=48, mlp_units=mlp, max_steps=100, random_seed=0, **QUIET, precision=precision)
+        model = NHITS(h=16, input_size=48, mlp_units=mlp, max_steps=100, random_seed=0, **trainer_arguments)
         forecast = NeuralForecast([model], freq=1)
         forecast.fit(waves_as_table(), id_col="wave", time_col="time", target_col="y")
         forecast.save(f"{folder}/model")
@@ -90,7 +91,7 @@ def neuralforecast(precision: Any, folder: Path, is_saved: bool) -> Made:
     return forecast.models[0], lambda: forecast.predict()["NHITS"].to_numpy(), loss
 
 
-def pytorch_forecasting(precision: Any, folder: Path, is_saved: bool) -> Made:
+def pytorch_forecasting(trainer_arguments: dict[str, Any], folder: Path, is_saved: bool) -> Made:
     """A temporal fusion transformer; ``save_checkpoint`` and ``load_from_checkpoint``."""
     from lightning.pytorch import Trainer
     from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
@@ -102,15 +103,15 @@ def pytorch_forecasting(precision: Any, folder: Path, is_saved: bool) -> Made:
         model, loss = TemporalFusionTransformer.load_from_checkpoint(f"{folder}/model.ckpt"), None
     else:
         model = TemporalFusionTransformer.from_dataset(data, hidden_size=32, hidden_continuous_size=16, dropout=0.0)
-        trainer = Trainer(max_epochs=2, **QUIET, enable_checkpointing=False, precision=precision)
+        trainer = Trainer(max_epochs=2, enable_checkpointing=False, **trainer_arguments)
         trainer.fit(model, data.to_dataloader(batch_size=64))
         trainer.save_checkpoint(f"{folder}/model.ckpt")
         loss = trainer.callback_metrics["train_loss_epoch"]
     batches = data.to_dataloader(train=False, batch_size=64)
-    return model, lambda: model.predict(batches, trainer_kwargs={**QUIET, "precision": precision}), loss
+    return model, lambda: model.predict(batches, trainer_kwargs=trainer_arguments), loss
 
 
-def chemprop(precision: Any, folder: Path, is_saved: bool) -> Made:
+def chemprop(trainer_arguments: dict[str, Any], folder: Path, is_saved: bool) -> Made:
     """A message-passing network that counts oxygen; ``save_checkpoint`` and ``load_from_checkpoint``."""
     from chemprop import data, models
     from chemprop import nn as layers
@@ -120,7 +121,7 @@ def chemprop(precision: Any, folder: Path, is_saved: bool) -> Made:
     molecules = [f"{first}C{second}C{third}" for first in groups for second in groups for third in groups]
     points = [data.MoleculeDatapoint.from_smi(text, [float(text.count("O"))]) for text in molecules]
     dataset = data.MoleculeDataset(points)
-    trainer: Any = Trainer(max_epochs=20, **QUIET, enable_checkpointing=False, precision=precision)
+    trainer: Any = Trainer(max_epochs=20, enable_checkpointing=False, **trainer_arguments)
     if is_saved:
         model, loss = models.MPNN.load_from_checkpoint(f"{folder}/model.ckpt"), None
     else:
@@ -132,7 +133,7 @@ def chemprop(precision: Any, folder: Path, is_saved: bool) -> Made:
     return model, lambda: torch.cat(trainer.predict(model, data.build_dataloader(dataset, shuffle=False))), loss
 
 
-def scvi(precision: Any, folder: Path, is_saved: bool) -> Made:
+def scvi(trainer_arguments: dict[str, Any], folder: Path, is_saved: bool) -> Made:
     """SCVI, whose training wraps the module; ``save`` and ``load``."""
     from scvi import settings
     from scvi.data import synthetic_iid
@@ -145,14 +146,14 @@ def scvi(precision: Any, folder: Path, is_saved: bool) -> Made:
     else:
         SCVI.setup_anndata(cells, batch_key="batch")
         model = SCVI(cells, n_hidden=64, n_layers=2, n_latent=16)
-        model.train(max_epochs=10, **QUIET, precision=precision)
+        model.train(max_epochs=10, **trainer_arguments)
         model.save(f"{folder}/model")
         loss = model.trainer.callback_metrics["train_loss"]
     return nn.ModuleDict({"module": model.module}), model.get_latent_representation, loss
 
 
 # by the name that pip installs it under
-PACKAGES: dict[str, Callable[[Any, Path, bool], Made]] = {
+PACKAGES: dict[str, Package] = {
     "darts": darts,
     "neuralforecast": neuralforecast,
     "pytorch-forecasting": pytorch_forecasting,
@@ -167,7 +168,7 @@ def run(package: str, precision: str, folder: Path) -> dict[str, Any]:
     np.random.seed(0)
     predictions, scales = folder / "predictions.pt", folder / "scales.pt"
     is_saved = predictions.exists()
-    module, predict, loss = PACKAGES[package](precision, folder, is_saved)
+    module, predict, loss = PACKAGES[package]({**QUIET, "precision": precision}, folder, is_saved)
     made = torch.as_tensor(predict())
     if not is_saved:
         torch.save(made, predictions)
@@ -215,15 +216,15 @@ def installed(folder: Path, packages: Sequence[str]) -> Path:
     return python
 
 
-def in_a_process(python: Path, *arguments: str) -> dict[str, Any]:
+def in_a_process(python: Path, folder: str, package: str, precision: str) -> dict[str, Any]:
     """What :func:`run` gives."""
-    command = (str(python), "-m", "benchmarks.packages", *arguments, "--run")
+    asked = (folder, "--packages", package, "--precisions", precision, "--run")
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = (str(python), "-m", "benchmarks.packages", *asked)
     child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=one_thread)
     if child.returncode:
-        sys.exit(f"{' '.join(arguments)} failed:\n{child.stderr}")
-    found: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-    return found
+        sys.exit(f"{package}, {precision} failed:\n{child.stderr}")
+    return json.loads(child.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 def main() -> None:
@@ -244,8 +245,7 @@ def main() -> None:
         for precision in options.precisions:
             print(f"{package}, {precision}", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory() as folder:
-                asked = (folder, "--packages", package, "--precisions", precision)
-                found = [in_a_process(python, *asked) for _ in ("train", "load")]
+                found = [in_a_process(python, folder, package, precision) for _ in ("train", "load")]
             rows.append({**found[0], **found[1], "command": command})
             append(rows[-1:], options.out)
     print(table(rows))

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_fp8 import ScalingState, convert, scaling_state
+from lightning_fp8 import convert, scaling_state
 from lightning_fp8.examples import ByteGPT, Digits, EncoderClassifier, StdlibText
 from lightning_fp8.examples.transformer_block import Block
 from lightning_fp8.runtime.cpu import emulates_bf16
+from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scaling.recipe import Recipe
 
 CONTEXT = 32

@@ -5,69 +5,46 @@ A burst is over before a GPU that reaches its power limit lowers its clocks, whi
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 import time
 from threading import Thread
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from benchmarks.case import Case
+from benchmarks.timing import Variant, batch, calls_for
 from lightning_fp8.runtime.environment import output_of
-from lightning_fp8.tools import timing
-from lightning_fp8.tools.timing import Variant
 
 # of load for each variant; only the second half counts, as `power.draw` is a mean over a second
 SECONDS = 2.0
 # long compared with the wait for the device at the end of each batch
 _BATCH_US = 50_000.0
-_LARGE_FLOPS, _LARGE_BYTES = 1e11, 2**28
 
 
-class Sustained(NamedTuple):
-    """Under sustained load; None where there was none, or where ``nvidia-smi`` did not answer in time.
-
-    Attributes:
-        sustained_us: microseconds per call, the median over batches.
-        sm_clock_mhz: clock of the multiprocessors.
-        power_w: power of the GPU in watts.
-    """
-
-    sustained_us: float | None = None
-    sm_clock_mhz: float | None = None
-    power_w: float | None = None
-
-
-def is_large(case: Case) -> bool:
-    """Whether a call of the case occupies a whole GPU: 1e11 FLOPs, or 2^28 bytes read and written."""
-    return (case.flops or 0) >= _LARGE_FLOPS or (case.bytes or 0) >= _LARGE_BYTES
-
-
-def measure(variant: Variant, burst_us: float, device: torch.device) -> Sustained:
+def under_load(variant: Variant, device: torch.device) -> dict[str, Any]:
     """Run a variant for :data:`SECONDS`, and ask ``nvidia-smi`` in the middle.
 
-    Args:
-        variant: what to run.
-        burst_us: microseconds per call, about.
-        device: the GPU.
+    Returns:
+        ``sustained_us`` per call, the median over batches; ``sm_clock_mhz`` and ``power_w`` of the GPU, or None where
+        ``nvidia-smi`` did not answer in time.
     """
-    calls = math.ceil(_BATCH_US / burst_us)
-    _batches(variant, calls)
+    calls, _ = calls_for(variant, "steps", device, _BATCH_US)
+    _batches(variant, calls, device)
     answers: list[str] = []
     Thread(target=lambda: answers.append(_ask(device)), daemon=True).start()
-    times = _batches(variant, calls)
+    times = _batches(variant, calls, device)
     # an answer that comes later is one of an idle GPU
     found = re.fullmatch(r"(\d+), (\d+\.\d+)", "".join(answers))
-    return Sustained(statistics.median(times), *(map(float, found.groups()) if found else ()))
+    mhz, watts = map(float, found.groups()) if found else (None, None)
+    return {"sustained_us": statistics.median(times), "sm_clock_mhz": mhz, "power_w": watts}
 
 
-def _batches(variant: Variant, calls: int) -> list[float]:
+def _batches(variant: Variant, calls: int, device: torch.device) -> list[float]:
     times: list[float] = []
     end = time.perf_counter() + SECONDS / 2
     while time.perf_counter() < end:
-        times.append(timing.wall_batch(variant, calls))
+        times.append(batch(variant, calls, "steps", device).us)
     return times
 
 

@@ -1,71 +1,168 @@
-"""Training steps of a model as variants to time, each checked against the first steps in ``bf16-mixed``."""
+"""Training steps of a layer or a model as variants to time, each checked against the first steps in eager fp32.
+
+A step is forward and backward of all micro-batches, then what a Trainer does: the update of the scales, clipping of the
+gradients, and AdamW. Of a layer without an optimizer it has the consequences for FP8: updated scales, and changed
+weights, which are therefore cast in each step.
+"""
 
 from __future__ import annotations
 
 import functools
-import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
-from benchmarks.memory import saved_bytes
-from benchmarks.trainer_precisions import REFERENCE, Setting, settings
+from benchmarks import baselines
+from benchmarks.memory import bytes_of, saved_bytes, weight_copies
+from benchmarks.settings import FP32, Setting
+from benchmarks.timing import Variant, release, synchronize
 from lightning_fp8.conversion.convert import is_converted, scaling_state
-from lightning_fp8.tools import timing
-from lightning_fp8.tools.timing import Variant
+from lightning_fp8.examples.optimization import adamw
+from lightning_fp8.ops.cuda import kernels
 
-# relative error of the losses of the first steps, and cosine of all gradients of the first step as a single vector
-LOSS_LIMIT, COSINE_LIMIT = 0.02, 0.98
 WARM_UP = 3
+# relative error of a loss; of a gradient, relative to its norm and to that of all gradients together
+LOSS_LIMIT, GRADIENT_LIMIT, WHOLE_LIMIT = 0.02, 0.2, 0.01
 _STEPS_CHECKED = 3
+_CLIPPED_TO = 1.0
 
 
-class Training(ABC):
-    """A model in one precision, and its steps.
+class Task(NamedTuple):
+    """What is trained, the same in all precisions.
+
+    Attributes:
+        make: creates a layer, or a model whose ``loss`` takes a micro-batch; on the default device, seeded.
+        tokens: in a step.
+        shape: of a layer's input, which needs a gradient; () for a model.
+        out_features: of a layer.
+        text: gives a model's micro-batches by step, to be repeated: ``[steps, accumulate, ...]``.
+        learning_rate: of a model.
+        compiled: whether it runs under ``torch.compile``; on the CPU without code generation.
+        copies: number of trainings that are stepped in turn, so that tensors are not found in the L2 cache.
+    """
+
+    make: Callable[[], nn.Module]
+    tokens: int
+    shape: tuple[int, ...] = ()
+    out_features: int = 0
+    text: Callable[[], Tensor] | None = None
+    learning_rate: float = 0.0
+    compiled: bool = False
+    copies: int = 1
+
+
+class Training:
+    """A task in one precision, and its steps.
 
     Args:
-        model: in fp32, on the device; changed in place.
+        task: what is trained.
         setting: the precision.
+        compiled: whether forward and backward are compiled.
+        device: where it is created.
 
     Attributes:
         model: in the precision.
-        plugin: of the precision.
         scaling: the scaling state, if any.
-        leaves: tensors whose gradients a step computes, by name: the parameters, and inputs that subclasses add.
+        leaves: tensors whose gradients a step computes, by name: the parameters, and a layer's input.
+        inputs: of the micro-batches of each step.
     """
 
-    def __init__(self, model: nn.Module, setting: Setting) -> None:
-        self.plugin = setting.plugin()
-        with _without_notes():
-            self.model = self.plugin.convert_module(setting.prepare(model))
+    def __init__(self, task: Task, setting: Setting, compiled: bool, device: torch.device) -> None:
+        with created_on(device, seed=0):
+            model = task.make()
+        self.weights_change, self._plugin = setting.weights_change, setting.plugin()
+        self.model = self._plugin.convert_module(setting.prepare(model))
         self.scaling = scaling_state(self.model) if is_converted(self.model) else None
         self.leaves: dict[str, Tensor] = dict(self.model.named_parameters())
+        if task.text is None:
+            x, self._gradient = self._layers_tensors(task, device)
+            self.leaves["x"] = x
+            steps: Any = [[x]]
+            run, self._optimizer = self.model, None
+        else:
+            steps = task.text().to(device)
+            self._gradient = torch.tensor(1 / steps.shape[1], device=device)
+            run, self._optimizer = self.model.loss, adamw(self.model, task.learning_rate, device)  # type: ignore[assignment]
+        self.inputs, self._first = itertools.cycle(steps), steps[0][0]
+        self._run = baselines.compiled(run, device) if compiled else run
 
-    @abstractmethod
-    def forward(self) -> Tensor:
-        """Forward of one micro-batch, in the precision."""
+    def _layers_tensors(self, task: Task, device: torch.device) -> tuple[Tensor, Tensor]:
+        """x and dy: values in bf16 for all, and bf16 in all but fp32, as a layer before this one would give it."""
+        dtype = torch.float32 if self._plugin.precision == FP32 else torch.bfloat16
+        generator = torch.Generator(device).manual_seed(1)
+        x, dy = (
+            torch.randn(*task.shape[:-1], width, generator=generator, device=device).mul_(size).bfloat16().to(dtype)
+            for width, size in ((task.shape[-1], 1.0), (task.out_features, 1e-3))
+        )
+        return x.requires_grad_(), dy
 
-    @abstractmethod
-    def backward(self) -> Tensor:
-        """Compute the gradients of a step; gives an output for :meth:`loss`."""
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        """The output of a layer or the loss of a model, of the first micro-batch or another."""
+        with self._plugin.forward_context():
+            return self._run(self._first if x is None else x)
 
-    @abstractmethod
+    def backward(self) -> list[Tensor]:
+        """The gradients of the next step, in place of earlier ones; gives the outputs of its micro-batches."""
+        for leaf in self.leaves.values():
+            leaf.grad = None
+        outputs = []
+        for x in next(self.inputs):
+            y = self.forward(x)
+            y.backward(self._gradient)
+            outputs.append(y.detach())
+        return outputs
+
     def update(self) -> None:
-        """The rest of the step, after :meth:`backward`."""
+        """The rest of the step, after :meth:`backward`, in the order of a Trainer."""
+        if self._optimizer is None:
+            # an in-place change increments the version; the update of the scales takes it for an optimizer's
+            torch.autograd.graph.increment_version(list(self.model.parameters()))
+        if self.scaling is not None:
+            self.scaling.update()
+        if self._optimizer is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), _CLIPPED_TO)
+            self._optimizer.step()
 
-    @abstractmethod
-    def loss(self, output: Tensor) -> float:
-        """A number that must be about the same in all precisions."""
-
-    def step(self) -> Tensor:
-        """A whole step."""
-        output = self.backward()
+    def step(self) -> list[Tensor]:
+        """A whole step; gives the outputs."""
+        outputs = self.backward()
         self.update()
-        return output
+        return outputs
+
+    def figures(self) -> dict[str, Any]:
+        """Exact bytes, each storage counted once, and of a model what one more step changes: columns of the row.
+
+        - ``saved_bytes``: what one forward saves for backward, without parameters, kept copies and the FP8 state.
+        - ``weight_copy_bytes``: copies of weights in another dtype that layers keep until the next optimizer step.
+        - ``loss``: of the first micro-batch, after that step.
+        - ``unchanged_fraction``: share of the elements with a non-zero gradient that this step did not change. In bf16
+          an update below half a unit in the last place is lost, and a smaller learning rate loses more of them.
+        """
+        if self._optimizer is None:
+            return {"saved_bytes": saved_bytes(self.model, self.forward)}
+        parameters = list(self.model.parameters())
+        self.backward()
+        before = [parameter.detach().clone() for parameter in parameters]
+        self.update()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        counted = [gradient.ne(0) for gradient in gradients]
+        unchanged = [was.eq(now) & count for was, now, count in zip(before, parameters, counted, strict=True)]
+        moments = [x for state in self._optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        return {
+            "parameter_bytes": bytes_of(parameters),
+            "gradient_bytes": bytes_of(gradients),
+            "optimizer_bytes": bytes_of(moments),
+            "weight_copy_bytes": bytes_of(weight_copies(self.model)),
+            "saved_bytes": saved_bytes(self.model, self.forward),
+            "loss": self.forward().item(),
+            "unchanged_fraction": sum(int(x.sum()) for x in unchanged) / sum(int(x.sum()) for x in counted),
+        }
 
 
 class Start(NamedTuple):
@@ -82,77 +179,67 @@ class Start(NamedTuple):
 
 def start_of(training: Training) -> Start:
     """Take the first steps."""
-    losses = [training.loss(training.backward())]
+    losses = [_loss(training.backward())]
     leaves = training.leaves.items()
     gradients = {name: leaf.grad.to("cpu", copy=True) for name, leaf in leaves if leaf.grad is not None}
     training.update()
-    losses += [training.loss(training.step()) for _ in range(1, _STEPS_CHECKED)]
+    losses += [_loss(training.step()) for _ in range(1, _STEPS_CHECKED)]
     return Start(losses, gradients)
+
+
+def _loss(outputs: Sequence[Tensor]) -> float:
+    """The loss of a step; of a layer, the mean square of its output."""
+    of_each = [y.item() if y.dim() == 0 else y.float().square().mean().item() for y in outputs]
+    return sum(of_each) / len(of_each)
 
 
 def difference(start: Start, reference: Start) -> str | None:
     """None if losses and gradients are close enough, else what is not."""
     for number, (loss, expected) in enumerate(zip(start.losses, reference.losses, strict=True)):
-        error = abs(loss - expected) / abs(expected)
         # NaN is not close either
-        if not error <= LOSS_LIMIT:
-            where = f"where {REFERENCE} has {expected:.4f} and {LOSS_LIMIT:.0%} is the limit"
+        if not abs(loss - expected) <= LOSS_LIMIT * abs(expected):
+            where = f"where {FP32} has {expected:.4f} and {LOSS_LIMIT:.0%} is the limit"
             return f"a loss of {loss:.4f} in step {number + 1}, {where}"
+    norms = {name: float(gradient.double().norm()) for name, gradient in reference.gradients.items()}
+    whole = math.hypot(*norms.values())
     for name, gradient in reference.gradients.items():
-        if name not in start.gradients or start.gradients[name].shape != gradient.shape:
+        got = start.gradients.get(name)
+        if got is None or got.shape != gradient.shape:
             return f"no gradient of {name} of shape {tuple(gradient.shape)}"
-    cosine = _cosine(start.gradients, reference.gradients)
-    if not cosine >= COSINE_LIMIT:
-        return f"gradients at a cosine of {cosine:.4f} to those of {REFERENCE}, where {COSINE_LIMIT} is the least"
+        error, limit = float((got.double() - gradient).norm()), GRADIENT_LIMIT * norms[name] + WHOLE_LIMIT * whole
+        if not error <= limit:
+            return f"a gradient of {name} that is {error:.3g} away from that of {FP32}, where {limit:.3g} is the limit"
     return None
 
 
-def _cosine(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    product, square, reference_square = 0.0, 0.0, 0.0
-    for name, expected in reference.items():
-        got, target = gradients[name].double(), expected.double()
-        product += float((got * target).sum())
-        square += float(got.square().sum())
-        reference_square += float(target.square().sum())
-    both = (square * reference_square) ** 0.5
-    return product / both if both else float("nan")
-
-
-def variants(
-    make: Callable[[Setting, bool], Training], compiled: bool, tokens: int, device: torch.device
-) -> list[Variant]:
-    """Each precision, checked against eager ``bf16-mixed``.
-
-    Args:
-        make: creates a training in a precision, compiled or not; the same weights and data at each call.
-        compiled: whether the timed variants are compiled.
-        tokens: per step.
-        device: where they train.
-    """
-    every = settings(device)
+def variants(task: Task, settings: Mapping[str, Setting], device: torch.device) -> list[Variant]:
+    """The task in each precision, checked against eager fp32."""
 
     @functools.cache
     def reference() -> Start:
-        return _freed(lambda: start_of(make(every[REFERENCE], False)))
+        return _freed(lambda: start_of(Training(task, Setting(Precision), False, device)))
 
     def variant(name: str, setting: Setting) -> Variant:
-        work = Work(functools.partial(make, setting, compiled), reference)
-        return Variant(name, work.step, work.check, around=work.around, tokens=tokens, saved_bytes=work.saved_bytes)
+        work = Work(lambda: Training(task, setting, task.compiled, device), reference, task.copies)
+        return Variant(
+            name, work.step, work.check, task.copies, around=work.around, tokens=task.tokens, figures=work.figures
+        )
 
-    return [variant(name, setting) for name, setting in every.items()]
+    return [variant(name, setting) for name, setting in settings.items()]
 
 
 class Work:
-    """A training that is created when it is needed and released afterwards.
+    """Trainings that are created when they are needed and released afterwards.
 
     Args:
         make: creates one.
         reference: gives the first steps to compare with.
+        copies: number of trainings.
     """
 
-    def __init__(self, make: Callable[[], Training], reference: Callable[[], Start]) -> None:
-        self.make, self.reference = make, reference
-        self.training: Training | None = None
+    def __init__(self, make: Callable[[], Training], reference: Callable[[], Start], copies: int = 1) -> None:
+        self.make, self.reference, self.copies = make, reference, copies
+        self.trainings: list[Training] = []
 
     def check(self) -> str | None:
         """Compare the first steps of a new training with the reference."""
@@ -162,42 +249,52 @@ class Work:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Create a training in the steady state, for use inside.
+        """Create trainings in the steady state, for use inside.
 
         Raises:
             RuntimeError: if an FP8 state does not know its histories after the warm-up.
         """
         with _compiling():
-            self.training = self.make()
             try:
-                for _ in range(WARM_UP):
-                    self.training.step()
-                timing.synchronize()
-                state = self.training.scaling
-                if state is not None and not state.every_tensor_has_history:
-                    raise RuntimeError("The scaling state has not seen its own histories: this would time first steps.")
+                for _ in range(self.copies):
+                    self.trainings.append(self._warm())
                 yield
             finally:
-                self.training = None
+                self.trainings.clear()
+
+    def _warm(self) -> Training:
+        training = self.make()
+        for _ in range(WARM_UP):
+            training.step()
+        synchronize()
+        if training.scaling is not None and not training.scaling.every_tensor_has_history:
+            raise RuntimeError("The scaling state has not seen its own histories: this would time first steps.")
+        return training
 
     def step(self, at: int) -> None:
-        """One step of the current training."""
-        self._there.step()
+        """One step of a training, or one micro-batch of it where its weights do not change."""
+        training = self.trainings[at]
+        if training.weights_change:
+            training.step()
+        else:
+            training.backward()
 
-    def saved_bytes(self) -> int:
-        """Bytes that one forward of the current training saves for backward."""
-        return saved_bytes(self._there.model, self._there.forward)
+    def figures(self) -> dict[str, Any]:
+        """Those of the first training."""
+        return self.trainings[0].figures()
 
-    @property
-    def _there(self) -> Training:
-        if self.training is None:
-            raise RuntimeError("There is a training only in `around`.")
-        return self.training
+
+def casts_are_served(device: torch.device, activation: str = "none") -> bool:
+    """Whether there are kernels for the casts of inputs, gradients and weights, also through an activation."""
+    between = set() if activation == "none" else {("e4m3", activation, False), ("e5m2", activation, True)}
+    casts = {("e4m3", "none", False), ("e5m2", "none", False)} | between
+    served = all(kernels.cast_kernel(device, torch.bfloat16, *cast) is not None for cast in sorted(casts))
+    return served and kernels.weights_kernel(device, False) is not None
 
 
 def _freed(start: Callable[[], Start]) -> Start:
     made = start()
-    timing.release()
+    release()
     return made
 
 
@@ -207,17 +304,6 @@ def created_on(device: torch.device, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
         yield
-
-
-@contextmanager
-def _without_notes() -> Iterator[None]:
-    # silences the note on how many layers were converted, which each model repeats
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 @contextmanager

@@ -24,10 +24,8 @@ def cast_blocks(
     x: Tensor,
     recorded: tuple[Tensor, Tensor] | None,
     power_of_two: bool = False,
-    y: Tensor | None = None,
-    scale_inv: Tensor | None = None,
-    y_t: Tensor | None = None,
-    scale_inv_t: Tensor | None = None,
+    by_rows: tuple[Tensor, Tensor] | None = None,
+    by_columns: tuple[Tensor, Tensor] | None = None,
     column_sums: Tensor | None = None,
 ) -> None:
     """Launch the kernel over x ``[rows, columns]``, elements of a row side by side.
@@ -37,20 +35,23 @@ def cast_blocks(
         x: fp32, bf16 or fp16, as the variant says; any distance between rows.
         recorded: index ``[1] int64`` and amaxes ``[R] float32``, of which that one is raised to the maximum; or None.
         power_of_two: whether scales are rounded down to powers of two.
-        y: ``[rows, columns] uint8``, contiguous, written.
-        scale_inv: ``[rows, ceil(columns/128)] float32``, strides ``(1, rows)``, written; needed with ``y``.
-        y_t: ``[columns, rows rounded up to 16] uint8``, contiguous, written; zeros beyond ``rows``.
-        scale_inv_t: ``[columns, ceil(rows/128)] float32``, strides ``(1, columns)``, written; needed with ``y_t``.
+        by_rows: payload ``[rows, columns] uint8``, contiguous, and scale_inv ``[rows, ceil(columns/128)] float32``,
+            strides ``(1, rows)``; both written.
+        by_columns: payload ``[columns, rows rounded up to 16] uint8``, contiguous, zeros beyond ``rows``, and scale_inv
+            ``[columns, ceil(rows/128)] float32``, strides ``(1, columns)``; both written.
         column_sums: ``[column_sum_tiles(rows), columns] float32``, written.
     """
     (rows, columns), x_at, stride = x.shape, x.data_ptr(), x.stride(0)
-    outputs_at = [address(one) for one in (y, y_t, column_sums)]
-    aligned = aligned_loads(x_at, stride * x.element_size()) | aligned_stores(outputs_at[0], outputs_at[1], columns)
+    (y, scale_inv), (y_t, scale_inv_t) = by_rows or (None, None), by_columns or (None, None)
+    y_at, y_t_at = address(y), address(y_t)
+    aligned = aligned_loads(x_at, stride * x.element_size()) | aligned_stores(y_at, y_t_at, columns)
     kernel(
         -(-rows // TILE_ROWS) * -(-columns // BLOCK),
         x_at,
         0,
-        *outputs_at,
+        y_at,
+        y_t_at,
+        address(column_sums),
         stride,
         0,
         rows,

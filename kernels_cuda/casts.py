@@ -68,32 +68,45 @@ def column_sum_tiles(rows: int) -> int:
     return -(-rows // TILE_ROWS)
 
 
-def cast_transpose(
-    kernel: Kernel,
-    x: Tensor,
-    row: Row,
-    scale_inv: Tensor,
-    y: Tensor | None = None,
-    y_t: Tensor | None = None,
-    column_sums: Tensor | None = None,
-    dy: Tensor | None = None,
-    gated: bool = False,
-) -> None:
-    """Launch one variant over x ``[rows, columns]`` (gated: ``[rows, 2 * columns]``), elements of a row side by side.
+class Result(NamedTuple):
+    """The outputs of a cast of one tensor ``[rows, columns]``.
+
+    Attributes:
+        row: which scale, and where to record. With ``current_amax`` a first launch measures it where it is needed.
+        scale_inv: ``[] float32``, written.
+        y: ``[rows, columns] uint8``, written; row-contiguous. Empty if not requested.
+        y_t: ``[columns, rows rounded up to 16] uint8``, contiguous, written; zeros beyond ``rows``. Empty likewise.
+        column_sums: ``[column_sum_tiles(rows), columns] float32``, written; None for the output of an activation.
+    """
+
+    row: Row
+    scale_inv: Tensor
+    y: Tensor
+    y_t: Tensor
+    column_sums: Tensor | None = None
+
+    def half(self, which: int) -> Result:
+        """The first or the second half of the columns of all outputs."""
+        outputs = ((self.y, 1), (self.y_t, 0), (self.column_sums, 1))
+        halves = (
+            tensor.chunk(2, dim=dim)[which] if tensor is not None and tensor.numel() else tensor
+            for tensor, dim in outputs
+        )
+        return Result(self.row, self.scale_inv, *halves)  # type: ignore[arg-type]
+
+
+def cast_transpose(kernel: Kernel, x: Tensor, result: Result, dy: Tensor | None = None, gated: bool = False) -> None:
+    """Launch one variant over x ``[rows, columns]``, row-contiguous.
 
     Args:
         kernel: of family ``cast_transpose``.
-        x: fp32, bf16 or fp16, as the variant says; any distance between rows.
-        row: which scale, and where to record. With ``current_amax``, a first launch measures it if needed.
-        scale_inv: ``[] float32``, written.
-        y: ``[rows, width] uint8``, written; ``width`` is ``columns``, or the width of x in a gated backward.
-        y_t: ``[width, rows rounded up to 16] uint8``, contiguous, written; zeros beyond ``rows``.
-        column_sums: ``[column_sum_tiles(rows), width] float32``, written; None for the output of an activation.
-        dy: ``[rows, columns]`` like x, for variants with ``backward``.
-        gated: whether the variant is swiglu, for which x is ``[gate | up]``.
+        x: fp32, bf16 or fp16, as the variant says; any distance between rows. For swiglu ``[gate | up]``, so twice as
+            wide as the outputs in a forward, and as wide as them in a backward.
+        result: the outputs. With ``current_amax``, a first launch measures it if needed.
+        dy: like the output of the activation, for variants with ``backward``.
+        gated: whether the variant is swiglu.
     """
     if gated:
-        result = Result(row, scale_inv, y, y_t, column_sums)
         gate, up = x.chunk(2, dim=1)
         return cast_gated(kernel, gate, up, *((result,) if dy is None else (result.half(0), dy, result.half(1))))
     (rows, columns), (stride, _), x_at, size = x.shape, x.stride(), x.data_ptr(), x.element_size()
@@ -102,15 +115,15 @@ def cast_transpose(
     if dy is not None:
         dy_at, dy_stride = dy.data_ptr(), dy.stride(0)
     loads = aligned_loads(x_at | dy_at, (stride | dy_stride) * size)
+    row, scale_inv, y, y_t, column_sums = result
     scale, newest, index, amax, current_amax, after_measuring = row
     if current_amax is not None:
         current_at, strides = current_amax.data_ptr(), (stride, dy_stride)
         kernel(grid, x_at, dy_at, 0, 0, 0, *strides, rows, columns, loads, *_measuring(row), 1)
         if after_measuring is not None:
             after_measuring(current_amax)
-    # not `address`: every call adds to the host time of a layer
-    y_at = 0 if y is None else y.data_ptr()
-    y_t_at = 0 if y_t is None else y_t.data_ptr()
+    # of an empty tensor, this is 0
+    y_at, y_t_at = y.data_ptr(), y_t.data_ptr()
     kernel(
         grid,
         x_at,
@@ -133,30 +146,6 @@ def cast_transpose(
     )
 
 
-class Result(NamedTuple):
-    """The outputs of a gated cast for one tensor ``[rows, columns]``.
-
-    Attributes:
-        row: which scale, and where to record. With ``current_amax`` a first launch measures it where it is needed.
-        scale_inv: ``[] float32``, written.
-        y: ``[rows, columns] uint8``, written; elements of a row side by side.
-        y_t: ``[columns, rows rounded up to 16] uint8``, contiguous, written; zeros beyond ``rows``.
-        column_sums: ``[column_sum_tiles(rows), columns] float32``, written; of gradients only.
-    """
-
-    row: Row
-    scale_inv: Tensor
-    y: Tensor | None = None
-    y_t: Tensor | None = None
-    column_sums: Tensor | None = None
-
-    def half(self, which: int) -> Result:
-        """The first or the second half of the columns of all outputs."""
-        outputs = ((self.y, 1), (self.y_t, 0), (self.column_sums, 1))
-        halves = (None if tensor is None else tensor.chunk(2, dim=dim)[which] for tensor, dim in outputs)
-        return Result(self.row, self.scale_inv, *halves)
-
-
 def cast_gated(
     kernel: Kernel, gate: Tensor, up: Tensor, result: Result, dy: Tensor | None = None, of_up: Result | None = None
 ) -> None:
@@ -176,7 +165,7 @@ def cast_gated(
     grid = -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
     x_at, up_at, dy_at, dy_stride = gate.data_ptr(), up.data_ptr(), address(dy), 0 if dy is None else dy.stride(0)
     loads = aligned_loads(x_at | up_at | dy_at, (stride | dy_stride) * size)
-    widths = {tensor.stride(0) for tensor in (result.y, result.column_sums) if tensor is not None}
+    widths = {tensor.stride(0) for tensor in (result.y, result.column_sums) if tensor is not None and tensor.numel()}
     (width,) = widths or {columns}
     shape = (stride, dy_stride, rows, columns)
     if any(one.row.current_amax is not None for one in (result, second)):

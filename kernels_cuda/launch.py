@@ -111,15 +111,14 @@ class Kernel:
 
     def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
         """Launch ``grid`` blocks, after all work that torch has queued on its current stream. Does not synchronise."""
-        self._set_context(self.device)
+        device = self.device
+        self._set_context(device)
         buffer, offset, pointers = _packed.place
         self._layout.pack_into(buffer, offset, *arguments)
-        if self._current_device() == self.device:
-            self._launch(grid, pointers)
+        stream, shared = self._current_stream(device), self._shared_bytes
+        launch = (self._pointer, grid, 1, 1, self._block, 1, 1, shared, stream, pointers, 0)
+        if self._current_device() == device:
+            self._launch_kernel(*launch)
         else:
-            with torch.cuda.device(self.device):
-                self._launch(grid, pointers)
-
-    def _launch(self, grid: int, arguments: int) -> None:
-        stream = self._current_stream(self.device)
-        self._launch_kernel(self._pointer, grid, 1, 1, self._block, 1, 1, self._shared_bytes, stream, arguments, 0)
+            with torch.cuda.device(device):
+                self._launch_kernel(*launch)

@@ -1,7 +1,7 @@
 """Training in FP8 with PyTorch Lightning, with one argument: ``Trainer(precision="fp8-delayed")``.
 
 Importing the package registers the precision string with Lightning. It also replaces Lightning's bf16 plugins, unless
-``LIGHTNING_FP8_REPLACE_BF16=0`` is set; see :func:`register` and :func:`unregister`.
+``LIGHTNING_FP8_REPLACE_BF16=0`` is set; see :func:`lightning_fp8.plugins.register`.
 """
 
 import sys
@@ -19,28 +19,16 @@ from lightning_fp8.callbacks import (
     ScaleWatchdog,
 )
 from lightning_fp8.conversion.checkpoint_scales import load_scales
-from lightning_fp8.conversion.convert import convert, describe, scaling_state, unconvert
-from lightning_fp8.conversion.fallback import fall_back, fallbacks
+from lightning_fp8.conversion.convert import convert, describe, fall_back, scaling_state, unconvert
 from lightning_fp8.dtypes.audit import audit
 from lightning_fp8.export.load import load_exported
 from lightning_fp8.export.write import export
-from lightning_fp8.modules import Fp8Linear, Fp8MultiheadAttention
 from lightning_fp8.modules.feed_forward import feed_forward
 from lightning_fp8.modules.weights_unchanged import weights_unchanged
-from lightning_fp8.plugins import (
-    Bf16MixedPrecision,
-    Bf16TruePrecision,
-    Fp8FabricPrecision,
-    Fp8FSDPPrecision,
-    Fp8Precision,
-    fsdp2_policy,
-    register,
-    unregister,
-)
+from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, fsdp2_policy, registration
 from lightning_fp8.runtime.version import __version__ as __version__
 from lightning_fp8.scaling import recipe
 from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedScaling
-from lightning_fp8.scaling.state import ScalingState
 
 # A recipe among hyperparameters holds only plain values, so such checkpoints also load with `weights_only=True`.
 # Versions up to 0.5.0 had recipes in `lightning_fp8.recipe`, and checkpoints refer to them by that name.
@@ -56,36 +44,28 @@ __all__ = [
     "CurrentScaling",
     "DelayedScaling",
     "DtypeAudit",
-    "Fp8FSDPPrecision",
-    "Fp8FabricPrecision",
-    "Fp8Linear",
-    "Fp8MultiheadAttention",
     "Fp8Precision",
     "Fp8ThroughputMonitor",
     "QuantizationProbe",
     "RunRecord",
     "ScaleFactorLogger",
     "ScaleWatchdog",
-    "ScalingState",
     "audit",
     "convert",
     "describe",
     "export",
     "fall_back",
-    "fallbacks",
     "feed_forward",
     "fsdp2_policy",
     "load_exported",
     "load_scales",
-    "register",
     "scaling_state",
     "unconvert",
-    "unregister",
     "weights_unchanged",
 ]
 
 try:
-    register()
+    registration.register()
 except RuntimeError as error:
     # Everything but the strings still works: the import succeeds, and the warning says what to write instead.
     warnings.warn(str(error), stacklevel=2)

@@ -132,11 +132,12 @@ def strict_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     from lightning_fp8.ops import reference
     from lightning_fp8.ops.cuda import plain
+    from lightning_fp8.ops.operand import Fp8Tensor
 
-    def in_blocks(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def in_blocks(a: Fp8Tensor, b: Fp8Tensor, *rest: Any) -> torch.Tensor:
         # as on a GPU
-        product = plain.product_of_blocks if a.numel() and b.numel() else reference.scaled_mm_in_blocks
-        return product(a, b, *rest)
+        is_empty = not (a.payload.numel() and b.payload.numel())
+        return (reference.scaled_mm_in_blocks if is_empty else plain.product_of_blocks)(a, b, *rest)
 
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():

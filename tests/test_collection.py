@@ -130,7 +130,7 @@ def test_the_gpu_tests_and_the_package_need_few_packages() -> None:
     environment = without_options() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     ran = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
-    assert {"test_cuda.py", "test_cuda_gemm.py", "test_bench.py", "test_ddp.py"} <= expected
+    assert {"test_cuda.py", "test_cuda_gemm.py", "test_harness.py", "test_ddp.py"} <= expected
     assert {*re.findall(r"^tests/(?:\w+/)?(\w+\.py)::", ran.stdout, re.MULTILINE)} == expected
 
 

@@ -36,7 +36,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import kernels_cuda.compile as kernels_compile
-from lightning_fp8 import DelayedScaling, Fp8Precision, ScalingState, convert, scaling_state
+from lightning_fp8 import DelayedScaling, Fp8Precision, convert, scaling_state
+from lightning_fp8.scaling import ScalingState
 
 # --- kill -9, then resume ---
 

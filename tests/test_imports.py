@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import ast
-import shutil
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
-import pytest
 from limits import limit
 from repository import ROOT
 
 # the only file that calls operators by their names
 NAMES_OPERATORS = "lightning_fp8/ops/library.py"
-
-
-def lint(root: Path) -> subprocess.CompletedProcess[str]:
-    """The linter as `make lint` calls it."""
-    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
 
 
 def names_operators(path: Path) -> bool:
@@ -48,7 +40,8 @@ def levels() -> dict[str, int]:
 
 
 def test_arrows_go_one_way() -> None:
-    done = lint(ROOT)
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = levels()
     count = 1 + max(found.values())
@@ -62,37 +55,6 @@ def test_arrows_go_one_way() -> None:
 def test_one_file_calls_operators_by_name() -> None:
     files = [path for top in ("lightning_fp8", "kernels_cuda") for path in (ROOT / top).rglob("*.py")]
     assert [str(path.relative_to(ROOT)) for path in files if names_operators(path)] == [NAMES_OPERATORS]
-
-
-# a file, what is added to it, and the import that the linter names
-FAULTS = [
-    ("lightning_fp8/scaling/state.py", "from lightning_fp8.modules import base", "-> lightning_fp8.modules.base"),
-    ("lightning_fp8/scaling/recipe.py", "from ..modules import base", "-> lightning_fp8.modules.base"),
-    ("lightning_fp8/ops/cuda/gemm.py", "def f():\n    import lightning_fp8.cli", "-> lightning_fp8.cli"),
-    ("lightning_fp8/modules/base.py", "from lightning_fp8 import dtypes", "-> lightning_fp8.dtypes"),
-    ("lightning_fp8/ops/formats.py", "from lightning_fp8 import ScalingState", "-> lightning_fp8"),
-    ("lightning_fp8/callbacks/watch.py", "from lightning_fp8.tools import timing", "-> lightning_fp8.tools.timing"),
-    ("lightning_fp8/tools/doctor/page.py", "import lightning_fp8.tools.tune", "-> lightning_fp8.tools.tune"),
-    ("lightning_fp8/tools/tune/command.py", "from benchmarks.case import Case", "-> benchmarks.case"),
-    ("lightning_fp8/tools/report/runs.py", "from lightning_fp8.plugins import fp8", "-> lightning_fp8.plugins.fp8"),
-    ("lightning_fp8/export/write.py", "import lightning.pytorch as pl", "-> lightning"),
-    ("lightning_fp8/__init__.py", "import lightning.fabric", "-> lightning"),
-    ("kernels_cuda/load.py", "from lightning_fp8.ops import formats", "-> lightning_fp8.ops.formats"),
-    ("lightning_fp8/ops/formats.py", "from lightning_fp8.ops import reference", ".formats -> .reference"),
-    ("lightning_fp8/no_place.py", "import torch", "- lightning_fp8.no_place"),
-]
-
-
-@pytest.mark.parametrize(("file", "line", "found"), FAULTS)
-def test_a_wrong_import_is_found(file: str, line: str, found: str, tmp_path: Path) -> None:
-    for folder in ("lightning_fp8", "kernels_cuda", "benchmarks"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    with (tmp_path / file).open("a", encoding="utf-8") as opened:
-        opened.write(f"\n{line}\n")
-    done = lint(tmp_path)
-    assert done.returncode == 1, done.stderr
-    assert found in done.stdout
 
 
 def test_an_operator_called_by_name_is_found(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
+from lightning_fp8.conversion.plan import converted
 from lightning_fp8.metrics.sqnr import signal_and_noise
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.paths import named_modules
-from lightning_fp8.runtime.every_n_steps import EveryNSteps
 
 
 class QuantizationProbe(RunWatcher):
@@ -45,8 +44,7 @@ class QuantizationProbe(RunWatcher):
     """
 
     def __init__(self, every_n_steps: int = 200) -> None:
-        self.every_n_steps = every_n_steps
-        self._when = EveryNSteps("QuantizationProbe", every_n_steps)
+        super().__init__(every_n_steps)
         self.sqnr_db: dict[str, float] = {}
         self._layers: dict[str, Fp8Module] = {}
         self._hooks: list[RemovableHandle] = []
@@ -55,12 +53,8 @@ class QuantizationProbe(RunWatcher):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._when.start(trainer.global_step)
-        self._layers = {path: layer for path, layer in named_modules(pl_module) if isinstance(layer, Fp8Module)}
-        if not self._layers:
-            rank_zero_warn(
-                f"QuantizationProbe: no layer runs in FP8 under precision={trainer.precision!r}; nothing to compare."
-            )
+        if self._starts(trainer, pl_module, "compare"):
+            self._layers = dict(converted(pl_module))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -95,7 +89,7 @@ class QuantizationProbe(RunWatcher):
             self._when.ends(trainer.global_step)
         if not self._hooks:
             return
-        self._stop()
+        self._remove_hooks()
         sums, self._sums = self._sums, {}
         if not sums:
             rank_zero_warn(
@@ -138,6 +132,10 @@ class QuantizationProbe(RunWatcher):
 
     @override
     def _stop(self) -> None:
+        self._layers = {}
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

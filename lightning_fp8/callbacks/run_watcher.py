@@ -10,18 +10,34 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_fp8.conversion.convert import is_converted
 from lightning_fp8.runtime.every_n_steps import EveryNSteps
 
 
 class RunWatcher(Callback):
-    """A callback that acts every N steps: it says if a fit was too short for that.
+    """A callback that acts every N steps of an FP8 run: it says if a run has no FP8, or was too short for that.
 
-    :meth:`_stop` releases what it holds during a fit, however the fit ends.
+    Attributes:
+        every_n_steps: the argument.
     """
 
-    _when: EveryNSteps
+    def __init__(self, every_n_steps: int) -> None:
+        self.every_n_steps = every_n_steps
+        self._when = EveryNSteps(type(self).__name__, every_n_steps)
+
+    def _starts(self, trainer: Trainer, model: LightningModule, what_for: str) -> bool:
+        """Begin a fit: whether any layer runs in FP8, else a warning says that there is nothing to do."""
+        self._stop()
+        self._when.start(trainer.global_step)
+        if is_converted(model):
+            return True
+        rank_zero_warn(
+            f"{type(self).__name__}: no layer runs in FP8 under precision={trainer.precision!r}; nothing to {what_for}."
+        )
+        return False
 
     def _stop(self) -> None:
+        """Release what the callback holds during a fit, however the fit ends."""
         raise NotImplementedError
 
     @override

@@ -7,14 +7,12 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
-from lightning_fp8.conversion.convert import is_converted, scaling_state
+from lightning_fp8.conversion.convert import scaling_state
 from lightning_fp8.modules.paths import as_patterns, matching_tensors
-from lightning_fp8.runtime.every_n_steps import EveryNSteps
 from lightning_fp8.scaling.state import ScalingState
 from lightning_fp8.scaling.statistics import by_role, tensor_statistics
 
@@ -73,8 +71,7 @@ class ScaleFactorLogger(RunWatcher):
         histograms: bool = True,
         prog_bar: bool = False,
     ) -> None:
-        self.every_n_steps = every_n_steps
-        self._when = EveryNSteps("ScaleFactorLogger", every_n_steps)
+        super().__init__(every_n_steps)
         self.patterns = as_patterns(patterns, "patterns")
         self.summaries = summaries
         self.histograms = histograms
@@ -84,15 +81,9 @@ class ScaleFactorLogger(RunWatcher):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._state, self._rows = None, []
-        self._when.start(trainer.global_step)
-        if not is_converted(pl_module):
-            rank_zero_warn(
-                f"ScaleFactorLogger: no layer runs in FP8 under precision={trainer.precision!r}; nothing to log."
-            )
-            return
-        self._state = scaling_state(pl_module)
-        self._rows = matching_tensors(self._state.names, self.patterns, "ScaleFactorLogger")
+        if self._starts(trainer, pl_module, "log"):
+            self._state = scaling_state(pl_module)
+            self._rows = matching_tensors(self._state.names, self.patterns, "ScaleFactorLogger")
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -13,10 +13,10 @@ from typing_extensions import override
 
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.callbacks.watch import CONDITIONS, Findings, Limits, Watch
-from lightning_fp8.conversion.convert import is_converted, scaling_state
+from lightning_fp8.conversion.convert import scaling_state
 from lightning_fp8.modules.paths import as_patterns, matching_tensors
 from lightning_fp8.runtime.choice import check_choice
-from lightning_fp8.runtime.every_n_steps import EveryNSteps, check_count
+from lightning_fp8.runtime.every_n_steps import check_count
 from lightning_fp8.scaling.state import ScalingState
 
 Action = Literal["warn", "raise", "fallback", "current"]
@@ -88,7 +88,7 @@ class ScaleWatchdog(RunWatcher):
         patterns: Sequence[str] = ("*",),
     ) -> None:
         check_choice("ScaleWatchdog: `action`", action, get_args(Action))
-        self._when = EveryNSteps("ScaleWatchdog", every_n_steps)
+        super().__init__(every_n_steps)
         counts = {"checks_in_a_row": checks_in_a_row, "stale_steps": stale_steps, "nonfinite_steps": nonfinite_steps}
         for name, count in counts.items():
             if count is not None:
@@ -97,7 +97,6 @@ class ScaleWatchdog(RunWatcher):
             if share is not None and not 0 <= share < 1:
                 raise ValueError(f"ScaleWatchdog: `{name}` must be a share from 0 to below 1, got {share}.")
         self.action = action
-        self.every_n_steps = every_n_steps
         self.limits = Limits(stale_steps, nonfinite_steps, saturated_above, underflowed_above, checks_in_a_row)
         self.patterns = as_patterns(patterns, "patterns")
         self._state: ScalingState | None = None
@@ -106,13 +105,10 @@ class ScaleWatchdog(RunWatcher):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop()
-        self._when.start(0)
-        if not is_converted(pl_module):
-            rank_zero_warn(
-                f"ScaleWatchdog: no layer runs in FP8 under precision={trainer.precision!r}; nothing to watch."
-            )
+        if not self._starts(trainer, pl_module, "watch"):
             return
+        # batches are counted, as another loop may make the optimizer's steps
+        self._when.start(0)
         moves = self.action in ("fallback", "current")
         if moves and getattr(trainer.precision_plugin, "fp8_all_gather", False):
             raise ValueError(

@@ -1,27 +1,11 @@
 """Throughput, and model FLOPs utilisation (MFU) against the peak of the precision that actually runs.
 
-Lightning's ``ThroughputMonitor`` takes the peak of the dtype that it infers from the precision plugin. For this
-package's plugins it takes (Lightning 2.6.6, with its own numbers for an H100 SXM in TFLOP/s):
-
-| plugin               | under FSDP | dtype taken | its peak | correct peak   |
-|----------------------|------------|-------------|----------|----------------|
-| `Fp8Precision`       | no         | float32     | 66.9     | 1979           |
-| `Bf16MixedPrecision` | no         | bfloat16    | 989.4    | 989.4          |
-| `Bf16TruePrecision`  | no         | bfloat16    | 989.4    | 989.4          |
-| `Fp8Precision`       | yes        | float32     | 66.9     | 1979           |
-| either of bf16       | yes        | float32     | 66.9     | 989.4          |
-
-A plugin that it does not know counts as fp32: in FP8, MFU comes out 30 times too high (4 times where TF32 is allowed,
-because it then takes the TF32 peak). An FSDP plugin counts as its ``reduce_dtype``, in which gradients are summed but
-nothing is multiplied: with ``reduce_dtype="bfloat16"`` MFU is correct for the bf16 plugins, and twice too high for FP8.
-
-Lightning's table of chips has no FP8, and its int8 numbers are no substitute: they equal dense FP8 for the H100 SXM and
-PCIe and the L4, but include sparsity for the H200, count two GPUs for the H100 NVL, and are twice the FP8 rate with
-fp32 accumulation for a GeForce. An L40S is taken for an L4; H200, GH200 and B200 are not found under the names that
-their drivers give. So FP8 has its own table: ``lightning_fp8.runtime.peaks``.
-
-Lightning's bf16 peaks are used unchanged, even where they are doubtful: two GPUs for the H100 NVL, an L4 for the L40S,
-no matrix units for a GeForce. Set ``peak_flops`` for these.
+Lightning's ``ThroughputMonitor`` takes the peak of the dtype that it infers from the precision plugin: fp32 for FP8,
+or the ``reduce_dtype``, in which nothing is multiplied. MFU comes out 30 times too high on an H100. Its table
+of chips has no FP8, and its int8 numbers are no substitute: some include sparsity, or count two GPUs, or are twice the
+FP8 rate with fp32 accumulation. So FP8 has its own table: ``lightning_fp8.runtime.peaks``. Lightning's bf16 peaks are
+used unchanged, even where they are doubtful (two GPUs for the H100 NVL, an L4 for the L40S); ``peak_flops`` replaces
+them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Which layers can run in FP8, and why others cannot: their class, state, sizes or dtypes."""
+"""Which layers of a model are converted, and why others are not: by settings, their class, state, sizes or dtypes."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +13,88 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_fp8.conversion.min_features import Sizes
+from lightning_fp8.modules.adapters import adapted_layer, adapter_modules
 from lightning_fp8.modules.attention import Fp8MultiheadAttention
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.class_swap import own_class
-from lightning_fp8.modules.experts import Fp8Experts, experts_class, is_experts, reason_against_experts
+from lightning_fp8.modules.experts import Fp8Experts, experts_class, find_routers, is_experts, reason_against_experts
 from lightning_fp8.modules.fused_blocks import plain_class
 from lightning_fp8.modules.linear import Fp8Linear
-from lightning_fp8.ops.formats import CASTABLE_DTYPES
+from lightning_fp8.modules.paths import matches
+from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS, Product
+from lightning_fp8.scaling.config import Fp8Config
+
+
+class Sizes(NamedTuple):
+    """The sizes of one GEMM weight.
+
+    Attributes:
+        inputs: K, the dimension that is summed over.
+        outputs: N.
+    """
+
+    inputs: int
+    outputs: int
+
+    def __str__(self) -> str:
+        return f"{self.inputs} -> {self.outputs}"
+
+
+class PlannedLayer(NamedTuple):
+    """A layer that does matrix multiplications, and what a conversion does to it.
+
+    Attributes:
+        path: module path.
+        layer: the layer itself.
+        becomes: its class after the conversion; None if it will be plain.
+        reason: why it stays plain, or becomes plain again; None for a layer to convert.
+        is_too_small: whether the reason is ``min_features``.
+        in_adapter: whether it belongs to an adapter of PEFT, converted or not.
+        in_bf16: its products that do not run in FP8 even if it is converted.
+    """
+
+    path: str
+    layer: nn.Module
+    becomes: type[Fp8Module] | None
+    reason: str | None
+    is_too_small: bool
+    in_adapter: bool
+    in_bf16: tuple[Product, ...]
+
+
+def planned_layers(
+    modules: Sequence[tuple[str, nn.Module]],
+    ignore_modules: Sequence[str],
+    config: Fp8Config,
+    products: Mapping[nn.Module, tuple[tuple[Product, ...], str]],
+) -> Iterator[PlannedLayer]:
+    """Each layer that does matrix multiplications, in the order of ``modules``.
+
+    ``products`` has, by layer, its products in bf16 and the setting that put them there.
+    """
+    everything = [layer for _, layer in modules]
+    classes, routers, of_adapters = fp8_classes(everything), set(find_routers(everything)), adapter_modules(everything)
+    ignored = {part for path, layer in modules if matches(path, ignore_modules) for part in layer.modules()}
+    outputs_of_converted: set[nn.Module] = set()
+    for path, layer in modules:
+        if not (isinstance(layer, (*classes, nn.Bilinear)) or layer in routers or is_linear_by_name(layer)):
+            continue
+        in_adapter, (in_bf16, source) = layer in of_adapters, products[layer]
+        if layer in ignored:
+            reason: str | None = "matches `ignore_modules`"
+        elif in_bf16 == PRODUCTS:
+            reason = f"all three products in bf16 by {source}"
+        elif in_adapter and not config.adapters:
+            reason = "belongs to an adapter of PEFT: pass `adapters=True` to convert it"
+        elif layer in routers:
+            reason = "a router: rounded to FP8, its outputs would choose other experts"
+        else:
+            reason = reason_against(layer, tuple(classes), layer in outputs_of_converted)
+        of_size = None if reason else too_small(layer, config.min_features)
+        becomes = None if reason or of_size else classes.get(plain_class(layer), Fp8Linear)
+        if becomes is not None and isinstance(layer, nn.MultiheadAttention):
+            outputs_of_converted.add(adapted_layer(layer.out_proj))
+        yield PlannedLayer(path, layer, becomes, reason or of_size, of_size is not None, in_adapter, in_bf16)
 
 
 def fp8_classes(layers: Iterable[nn.Module] = ()) -> dict[type[nn.Module], type[Fp8Module]]:
@@ -40,15 +115,15 @@ def fp8_classes(layers: Iterable[nn.Module] = ()) -> dict[type[nn.Module], type[
 
 def reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_output: bool) -> str | None:
     """Why this layer is not converted; None if it can be. ``is_output``: ``out_proj`` of a converted attention."""
+    # this subclass of nn.Linear only marks the output projection of an attention
+    if plain_class(layer) is NonDynamicallyQuantizableLinear:
+        return None if is_output else "nn.MultiheadAttention, which is not converted, reads its weight directly"
     if isinstance(layer, Fp8Module):
-        left = layer.plain_class is NonDynamicallyQuantizableLinear and not is_output
-        return "nn.MultiheadAttention, which is not converted, reads its weight directly" if left else None
+        return None
     if isinstance(layer, LazyModuleMixin):
         return "is not initialised yet: run a batch through the model before it is converted"
     if is_parametrized(layer):
         return "is parametrized: its weight is computed at each forward"
-    if own_class(layer) is NonDynamicallyQuantizableLinear:
-        return None if is_output else "nn.MultiheadAttention, which is not converted, reads its weight directly"
     if isinstance(layer, torch.jit.ScriptModule):
         return "a torch.jit.ScriptModule: a conversion by class would have no effect"
     if own_class(layer) not in kinds:
@@ -63,17 +138,7 @@ def reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_outp
         return "its `forward` was replaced on the object, and a conversion by class would have no effect"
     if is_experts(layer) and (reason := reason_against_experts(layer)):
         return reason
-    if any(weight.numel() == 0 for weight in gemm_weights(layer).values()):
-        return "has no elements"
-    return None
-
-
-def is_linear_by_name(layer: nn.Module) -> bool:
-    """Whether it is a linear layer of another library, or one in a ``torch.jit.ScriptModule``: a name and a matrix."""
-    if getattr(layer, "original_name", own_class(layer).__name__) != "Linear":
-        return False
-    weight = dict(layer.named_parameters(recurse=False)).get("weight")
-    return weight is not None and (is_lazy(weight) or weight.dim() == 2)
+    return "has no elements" if any(weight.numel() == 0 for weight in gemm_weights(layer).values()) else None
 
 
 def _relation(layer: nn.Module, names: Mapping[type[nn.Module], str]) -> str:
@@ -82,6 +147,20 @@ def _relation(layer: nn.Module, names: Mapping[type[nn.Module], str]) -> str:
             own_forward = " with its own `forward`" if type(layer).forward is not kind.forward else ""
             return f", subclass of {name}{own_forward}"
     return f" of {type(layer).__module__.partition('.')[0]}, not an nn.Linear"
+
+
+def too_small(layer: nn.Module, min_features: int) -> str | None:
+    """Which of a layer's weights are too small for FP8, as a reason not to convert it; None if none are."""
+    below = [str(one) for one in sizes(layer) if min(one) < min_features]
+    return f"fewer than {min_features} features: {' and '.join(below)} (min_features={min_features})" if below else None
+
+
+def is_linear_by_name(layer: nn.Module) -> bool:
+    """Whether it is a linear layer of another library, or one in a ``torch.jit.ScriptModule``: a name and a matrix."""
+    if getattr(layer, "original_name", own_class(layer).__name__) != "Linear":
+        return False
+    weight = dict(layer.named_parameters(recurse=False)).get("weight")
+    return weight is not None and (is_lazy(weight) or weight.dim() == 2)
 
 
 def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:

@@ -56,7 +56,9 @@ def load_scales(
     plan = conversion_plan(model)
     was_plain = not plan.converted
     if was_plain:
-        others = [one.path for one in plan.layers if not _has_scales(one.path, entries)]
+        # a layer's own tensors, or those of an attention's projections
+        prefixes = {name[:at] for name in entries for at, letter in enumerate(name) if letter == "."}
+        others = [one.path for one in plan.layers if one.path and one.path not in prefixes]
         if others and len(others) == len(plan.layers):
             raise ValueError(
                 f"load_scales: the checkpoint has the scales of {', '.join(map(repr, list(entries)[:3]))}, ..., and"
@@ -163,25 +165,20 @@ def scaling_states(checkpoint: Any) -> dict[str, Mapping[str, Any]]:
 def _entries(loaded: Any, checkpoint: Any) -> Mapping[str, Any]:
     """The one scaling state of a checkpoint, which may be all of it."""
     found = [loaded] if _is_scaling_state(loaded) else [*scaling_states(loaded).values()]
-    if len(found) != 1:
-        what = "no scales" if not found else f"{len(found)} scaling states: pass the one that belongs to this model"
-        where = "the mapping" if isinstance(checkpoint, Mapping) else os.fspath(checkpoint)
-        held = f" Its keys are {', '.join(map(repr, list(loaded)[:8]))}." if isinstance(loaded, Mapping) else ""
-        raise ValueError(
-            f"load_scales: {where} has {what}. Scales are in checkpoints of a Trainer or Fabric with"
-            ' `precision="fp8-delayed"`, of `transformers.Trainer` with `Fp8Callback`, and of a plain loop that saved'
-            ' `{"scaling": scaling_state(model).state_dict()}`. Weights without scales are for'
-            f' `precision="bf16-mixed"`, after `lightning_fp8.unconvert(model)`.{held}'
-        )
-    return found[0]
+    if len(found) == 1:
+        return found[0]
+    what = f"{len(found)} scaling states: pass the one that belongs to this model" if found else "no scales"
+    where = "the mapping" if isinstance(checkpoint, Mapping) else os.fspath(checkpoint)
+    held = f" Its keys are {', '.join(map(repr, list(loaded)[:8]))}." if isinstance(loaded, Mapping) else ""
+    raise ValueError(
+        f"load_scales: {where} has {what}. Scales are in checkpoints of a Trainer or Fabric with"
+        ' `precision="fp8-delayed"`, of `transformers.Trainer` with `Fp8Callback`, and of a plain loop that saved'
+        ' `{"scaling": scaling_state(model).state_dict()}`. Weights without scales are for'
+        f' `precision="bf16-mixed"`, after `lightning_fp8.unconvert(model)`.{held}'
+    )
 
 
 def _is_scaling_state(part: Any) -> bool:
     if not isinstance(part, Mapping) or not part or not all(isinstance(name, str) for name in part):
         return False
     return all(isinstance(entry, Mapping) and not set(TENSORS).isdisjoint(entry) for entry in part.values())
-
-
-def _has_scales(path: str, entries: Mapping[str, Any]) -> bool:
-    # the layer's own tensors, or those of an attention's projections
-    return any(name.startswith(f"{path}." if path else "") for name in entries)

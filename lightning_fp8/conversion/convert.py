@@ -12,8 +12,8 @@ from lightning_fp8.conversion.candidates import check_unparametrized
 from lightning_fp8.conversion.frozen_weights import keep_in_fp8, restore_masters
 from lightning_fp8.conversion.kept_scales import load_kept_scales
 from lightning_fp8.conversion.plan import ConversionPlan, conversion_plan, converted, state_of
-from lightning_fp8.conversion.products import Overrides
 from lightning_fp8.conversion.rows import Candidate
+from lightning_fp8.conversion.settings import Overrides
 from lightning_fp8.conversion.shared_inputs import share_inputs
 from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
 from lightning_fp8.modules.base import Fp8Module
@@ -97,25 +97,26 @@ def convert(
     """
     carry_out(
         conversion_plan(
-            module, recipe, ignore_modules, gemm, min_features, adapters, frozen_weights, overrides, bf16_blocks
+            module,
+            ignore_modules,
+            recipe=recipe,
+            gemm=gemm,
+            min_features=min_features,
+            adapters=adapters,
+            frozen_weights=frozen_weights,
+            overrides=overrides,
+            bf16_blocks=bf16_blocks,
         )
     )
     return module
 
 
 def carry_out(plan: ConversionPlan) -> ScalingState:
-    """Convert the layers that the plan has chosen, in place.
-
-    Returns:
-        The scaling state of the model.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: see :func:`convert`; nothing is changed then, and no scales are lost.
-    """
+    """Convert the layers that the plan has chosen, in place; after an error, nothing is changed."""
     plan.check()
     _restore(plan.restored)
     state = _attach(plan)
-    give_settings(plan)
+    _give_settings(plan)
     layers = [layer for _, layer in plan.modules]
     share_inputs(layers)
     fuse_feed_forward(layers)
@@ -123,45 +124,22 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
     return state
 
 
-def carry_out_for_run(plan: ConversionPlan, selects: bool) -> ScalingState:
+def carry_out_for_run(plan: ConversionPlan) -> ScalingState:
     """Convert a model at the start of a run.
 
-    If the user or an earlier run has converted it, its layers stay as they are, unless the run ``selects`` layers.
+    If the user or an earlier run has converted it, its layers stay as they are, unless the run selects layers.
     The GEMM backend and ``frozen_weights`` are always those of the plan.
-
-    Returns:
-        The scaling state of the model.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: see :func:`convert`.
     """
-    if selects or not plan.converted:
+    if plan.selects or not plan.converted:
         return carry_out(plan)
-    state = plan.state
-    if plan.recipe != state.recipe:
+    state, recipe = plan.state, plan.config.recipe
+    if recipe != state.recipe:
         raise ValueError(
-            f"The model is already converted with {state.recipe}, but this run has {plan.recipe}."
+            f"The model is already converted with {state.recipe}, but this run has {recipe}."
             " Call `lightning_fp8.unconvert(model)` first; the scales then start from the beginning."
         )
-    give_settings(plan)
+    _give_settings(plan)
     return state
-
-
-def give_settings(plan: ConversionPlan) -> None:
-    """Give all converted layers of the model the settings of the plan, from their next forward on."""
-    layers = [layer for _, layer in plan.converted]
-    for state in {layer.scaling_state for layer in layers}:
-        state.configure(plan.config)
-    changed: dict[int, tuple[Product, ...]] = {}
-    for one in plan.layers:
-        if isinstance(one.layer, Fp8Module) and one.layer.in_bf16 != one.in_bf16:
-            changed |= {gemm.module: one.in_bf16 for gemm in one.layer.fp8.values()}
-    if changed:
-        state_of(plan.modules[0][1], layers).set_products(changed)
-    if plan.config.frozen_weights == "fp8":
-        keep_in_fp8([module for _, module in plan.modules])
-    else:
-        restore_masters(layers)
 
 
 def unconvert(module: ModuleT) -> ModuleT:
@@ -203,8 +181,8 @@ def describe(
     """
     return conversion_plan(
         module,
-        recipe,
         ignore_modules,
+        recipe=recipe,
         min_features=min_features,
         adapters=adapters,
         overrides=overrides,
@@ -236,37 +214,74 @@ def scaling_state(module: nn.Module) -> ScalingState:
     return state_of(module, (layer for _, layer in layers if isinstance(layer, Fp8Module)))
 
 
+def fall_back(module: nn.Module, name: str) -> None:
+    """Run one layer's GEMMs without FP8 from its next forward on: in bf16 under autocast, else in its input's dtype.
+
+    The layer keeps its scales. ``scaling_state(model).fallbacks`` names such layers, and checkpoints record them. To
+    undo it, call ``unconvert`` and then ``convert``.
+
+    Args:
+        module: a converted model.
+        name: path of the layer; for an attention, that of one projection, such as ``"blocks.3.attn.in_proj"``.
+
+    Raises:
+        ValueError: if the model is not converted, no converted layer has this name, or its weight is gathered in FP8.
+    """
+    scaling_state(module).fall_back(name)
+
+
 def _attach(plan: ConversionPlan) -> ScalingState:
     """Give all chosen layers one scaling state, keeping the scales of those that had one."""
-    chosen = [(one.path, one.layer, one.becomes) for one in plan.chosen if one.becomes is not None]
+    chosen = [(one, kind, one.layer if isinstance(one.layer, Fp8Module) else None) for one, kind in plan.chosen]
     gemms = [
-        (layer, name, ".".join(filter(None, (path, name))))
-        for path, layer, kind in chosen
-        for name in (layer.fp8 if isinstance(layer, Fp8Module) else kind.gemm_weights(layer))
+        (one, name)
+        for one, kind, present in chosen
+        for name in (kind.gemm_weights(one.layer) if present is None else present.fp8)
     ]
-    names = tuple(name for _, _, name in gemms)
-    states = {layer.scaling_state if isinstance(layer, Fp8Module) else None for _, layer, _ in chosen}
-    known = next(iter(states))
-    if len(states) == 1 and known is not None and known.module_names == names:
-        return known
-    state = ScalingState(names, plan.recipe, plan.device)
+    names = tuple(".".join(filter(None, (one.path, name))) for one, name in gemms)
+    first, *others = {None if present is None else present.scaling_state for _, _, present in chosen}
+    if first is not None and not others and first.module_names == names:
+        return first
+    state = ScalingState(names, plan.config.recipe, plan.device)
     load_kept_scales(state, plan.modules)
-    new: dict[nn.Module, dict[str, Gemm]] = {layer: {} for _, layer, _ in chosen}
-    for position, (layer, name, _) in enumerate(gemms):
-        gemm = new[layer][name] = Gemm(state, position)
-        if isinstance(layer, Fp8Module):
-            former = layer.fp8[name]
-            state.copy_module(position, former.state, former.module)
-            gemm.reference = former.reference
-    for _, layer, kind in chosen:
-        made = cast(Fp8Module, layer)
-        if not isinstance(layer, Fp8Module):
-            made.plain_class = own_class(layer)
+    new: dict[nn.Module, dict[str, Gemm]] = {one.layer: {} for one, _, _ in chosen}
+    for position, (one, name) in enumerate(gemms):
+        new[one.layer][name] = Gemm(state, position)
+    former = [
+        (gemm, present.fp8[name])
+        for _, _, present in chosen
+        if present is not None
+        for name, gemm in new[present].items()
+    ]
+    state.copy_modules({gemm.module: (before.state, before.module) for gemm, before in former})
+    for gemm, before in former:
+        gemm.reference = before.reference
+    for one, kind, present in chosen:
+        layer = cast(Fp8Module, one.layer)
+        if present is None:
+            layer.plain_class = own_class(layer)
             exchange_class(layer, kind)
-        made.fp8 = new[layer]
-        for name, gemm in made.fp8.items():
-            gemm.belong_to(made, name)
+        layer.fp8 = new[layer]
+        for name, gemm in layer.fp8.items():
+            gemm.belong_to(layer, name)
     return state
+
+
+def _give_settings(plan: ConversionPlan) -> None:
+    """Give all converted layers of the model the settings of the plan, from their next forward on."""
+    layers = [layer for _, layer in plan.converted]
+    for state in {layer.scaling_state for layer in layers}:
+        state.configure(plan.config)
+    changed: dict[int, tuple[Product, ...]] = {}
+    for one in plan.layers:
+        if isinstance(one.layer, Fp8Module) and one.layer.in_bf16 != one.in_bf16:
+            changed |= {gemm.module: one.in_bf16 for gemm in one.layer.fp8.values()}
+    if changed:
+        plan.state.set_products(changed)
+    if plan.config.frozen_weights == "fp8":
+        keep_in_fp8([module for _, module in plan.modules])
+    else:
+        restore_masters(layers)
 
 
 def _restore(layers: Sequence[tuple[str, Fp8Module]]) -> None:

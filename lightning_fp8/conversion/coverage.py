@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
+from lightning_fp8.conversion.candidates import PlannedLayer
 from lightning_fp8.conversion.plan import ConversionPlan
-from lightning_fp8.conversion.planned import PlannedLayer
 from lightning_fp8.conversion.rows import LARGE_SHARE
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import numbered
@@ -40,41 +40,36 @@ def coverage(plan: ConversionPlan) -> str:
         raise ValueError("The model has no FP8 layers: call `lightning_fp8.convert` on it first.")
     with_adapters = plan.config.adapters
     layers = [one for one in plan.layers if isinstance(one.layer, Fp8Module) or with_adapters or not one.in_adapter]
-    adapters = len(plan.layers) - len(layers)
-    in_fp8: set[nn.Module] = {one.layer for one in layers if isinstance(one.layer, Fp8Module) and one.layer.in_fp8}
+    adapters, whole = len(plan.layers) - len(layers), max(1, plan.size)
+    in_fp8 = {one.layer for one in layers if isinstance(one.layer, Fp8Module) and one.layer.in_fp8}
     limit = plan.config.min_features if any(one.is_too_small for one in layers) else 0
     counted: set[nn.Parameter] = set()
     converted = _count((one for layer in in_fp8 for one in layer.parameters(recurse=False)), counted) or 0
-    others = _others(plan, [one for one in layers if one.layer not in in_fp8], counted)
-    return (
-        f"{len(in_fp8)} of {len(layers)} linear layers run in FP8"
-        + (f" (min_features={limit})" if limit else "")
-        + f", with {converted / max(1, plan.size):.0%} of the parameters"
-        + (f"; {adapters} layers of adapters do not (`adapters=True` converts them)" if adapters else "")
-        + (f"; not in FP8: {'; '.join(others)}" if others else "")
-    )
-
-
-def _others(plan: ConversionPlan, layers: Sequence[PlannedLayer], counted: set[nn.Parameter]) -> list[str]:
-    """Names, share of the parameters and reason of what is not in FP8, the largest share first."""
-    parts = [(one.path, one.reason or _unplanned(one.layer), one.layer.parameters()) for one in layers]
+    parts = [(one.path, _reason(one), one.layer.parameters()) for one in layers if one.layer not in in_fp8]
     parts += [(row.path, "outside of linear layers", iter([parameter])) for row, parameter in plan.large_parameters]
     groups: dict[str, Counter[str]] = {}
     for path, reason, parameters in parts:
         # None for a part of a layer that has been counted
         if (size := _count(parameters, counted)) is not None:
             groups.setdefault(re.split("[:;]", reason)[0], Counter())[path] = size
-    others = [(_names(sizes), f", {reason}", sizes.total()) for reason, sizes in groups.items()]
+    others = [(sizes.total(), _names(sizes), f", {reason}") for reason, sizes in groups.items()]
     convolutions = [layer for _, layer in plan.modules if isinstance(layer, _ConvNd)]
     size = _count((one for layer in convolutions for one in layer.parameters()), counted) or 0
-    if size >= LARGE_SHARE * max(1, plan.size):
-        others.append((f"{len(convolutions)} convolution{'s' if len(convolutions) > 1 else ''}", "", size))
-    others.sort(key=lambda other: -other[2])
-    return [f"{names} ({_share(size / max(1, plan.size))}{reason})" for names, reason, size in others]
+    if size >= LARGE_SHARE * whole:
+        others.append((size, f"{len(convolutions)} convolution{'s' if len(convolutions) > 1 else ''}", ""))
+    others.sort(key=lambda other: -other[0])
+    named = "; ".join(f"{names} ({_share(size / whole)}{reason})" for size, names, reason in others)
+    return (
+        f"{len(in_fp8)} of {len(layers)} linear layers run in FP8"
+        + (f" (min_features={limit})" if limit else "")
+        + f", with {converted / whole:.0%} of the parameters"
+        + (f"; {adapters} layers of adapters do not (`adapters=True` converts them)" if adapters else "")
+        + (f"; not in FP8: {named}" if named else "")
+    )
 
 
-def _unplanned(layer: nn.Module) -> str:
-    return "fell back to bf16" if isinstance(layer, Fp8Module) else "not converted"
+def _reason(one: PlannedLayer) -> str:
+    return one.reason or ("fell back to bf16" if isinstance(one.layer, Fp8Module) else "not converted")
 
 
 def _count(parameters: Iterable[nn.Parameter], counted: set[nn.Parameter]) -> int | None:

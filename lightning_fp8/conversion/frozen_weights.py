@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.fp8_parameter import is_frozen
 from lightning_fp8.modules.frozen_layers import free_masters, replace_weight, what_was_rounded
-from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -20,15 +20,14 @@ def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
     """Keep only the FP8 cast of the frozen weights of converted layers, except where that is not possible.
 
     Args:
-        modules: all modules of the model.
+        modules: all modules of the model, each once.
     """
-    uses = _uses(modules)
-    layers = list(_layers(modules))
+    uses, layers = _uses(modules), [module for module in modules if isinstance(module, Fp8Module)]
     restore_masters(layer for layer in layers if any(gemm.precision.needs_weight for gemm in layer.fp8.values()))
     for layer in layers:
         for gemm, weight in layer.gemms():
             gemm.weight_cast.fp8_only = _reason_against(gemm, weight, uses) is None
-            if isinstance(weight, FrozenWeight) and not weight.is_fp8:
+            if is_frozen(weight) and not weight.is_fp8:
                 weight.content.take(weight.dequantized(), rounds=True)
         free_masters(layer)
     if not any(gemm.weight_cast.fp8_only for layer in layers for gemm in layer.fp8.values()):
@@ -47,7 +46,7 @@ def restore_masters(layers: Iterable[Fp8Module]) -> None:
     for layer in layers:
         for gemm, weight in layer.gemms():
             gemm.weight_cast.fp8_only = False
-            if isinstance(weight, FrozenWeight):
+            if is_frozen(weight):
                 plain = nn.Parameter(weight.dequantized().contiguous(), requires_grad=False)
                 replace_weight(layer, gemm, weight, plain)
 
@@ -57,13 +56,13 @@ def notes_on_weights(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
     uses = _uses(modules)
     return {
         layer: ", ".join(dict.fromkeys(_note(gemm, weight, uses) for gemm, weight in layer.gemms()))
-        for layer in _layers(modules)
-        if layer.config.frozen_weights == "fp8"
+        for layer in modules
+        if isinstance(layer, Fp8Module) and layer.config.frozen_weights == "fp8"
     }
 
 
 def _note(gemm: Gemm, weight: Tensor, uses: Counter[int]) -> str:
-    if isinstance(weight, FrozenWeight):
+    if is_frozen(weight):
         return "weight in FP8 only" if weight.is_fp8 else "weight changed in place, in FP8 only after `convert`"
     reason = _reason_against(gemm, weight, uses)
     if reason is None and weight.is_meta:
@@ -87,8 +86,4 @@ def _reason_against(gemm: Gemm, weight: Tensor, uses: Counter[int]) -> str | Non
 
 def _uses(modules: Sequence[nn.Module]) -> Counter[int]:
     """How many modules hold each parameter, by its ``id``."""
-    return Counter(id(one) for module in dict.fromkeys(modules) for one in module._parameters.values())
-
-
-def _layers(modules: Sequence[nn.Module]) -> Iterator[Fp8Module]:
-    return (module for module in dict.fromkeys(modules) if isinstance(module, Fp8Module))
+    return Counter(id(one) for module in modules for one in module._parameters.values())

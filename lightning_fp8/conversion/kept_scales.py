@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,8 +17,9 @@ from lightning_fp8.scaling.state import ScalingState
 
 class _Kept(NamedTuple):
     entries: Mapping[str, Any]
-    # of each weight that they belong to, by its id; the weights are held, so that no other one can get the same id
+    # of each weight that they belong to, by its id
     versions: dict[int, int | None]
+    # held so that no other weight can get the same id
     weights: list[Tensor]
 
 
@@ -42,15 +44,12 @@ def keep_scales(model: nn.Module, entries: Mapping[str, Any], strict: bool = Fal
     if layers:
         load_entries(state_of(model, layers), entries, strict)
     else:
+        _watch_steps()
         _kept[model] = _Kept(entries, _versions(model), [*model.parameters()])
 
 
 def load_kept_scales(state: ScalingState, modules: Sequence[tuple[str, nn.Module]]) -> None:
     """Load what is kept for a model or its parts into the state of its converted layers.
-
-    Args:
-        state: the new state.
-        modules: the model's modules, by path.
 
     Raises:
         ValueError: if an entry is malformed.
@@ -75,4 +74,6 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
                 del _kept[model]
 
 
-register_optimizer_step_post_hook(_after_step)
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_after_step)

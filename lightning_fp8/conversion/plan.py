@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from lightning_fp8.conversion.candidates import (
+    PlannedLayer,
     check_dtype,
     check_unparametrized,
     gemm_weights,
+    planned_layers,
     sizes,
 )
 from lightning_fp8.conversion.frozen_weights import notes_on_weights
-from lightning_fp8.conversion.min_features import check_min_features
-from lightning_fp8.conversion.planned import PlannedLayer, planned_layers
-from lightning_fp8.conversion.products import Overrides, all_overrides, products_in_bf16
-from lightning_fp8.conversion.rows import Candidate, large_parameters, row_of
+from lightning_fp8.conversion.rows import Candidate, elements_of, large_parameters, row_of
+from lightning_fp8.conversion.settings import checked_settings, products_in_bf16, resolved_overrides
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fused_blocks import notes
 from lightning_fp8.modules.paths import as_patterns, check_patterns_among, named_modules
-from lightning_fp8.ops.cuda.gemm_choice import check_gemm
 from lightning_fp8.ops.formats import OPERAND_OF
 from lightning_fp8.runtime.device import check_device
-from lightning_fp8.scaling.config import Fp8Config, FrozenWeights, check_frozen_weights
-from lightning_fp8.scaling.recipe import KINDS, DelayedScaling, Recipe
+from lightning_fp8.scaling.config import Fp8Config
+from lightning_fp8.scaling.recipe import DelayedScaling, Recipe
 from lightning_fp8.scaling.state import ScalingState
 
 
@@ -43,30 +41,27 @@ class ConversionPlan:
     Attributes:
         modules: path and module of the model and of everything inside it, parents before children.
         layers: the modules that do matrix multiplications.
-        large_parameters: each large matrix, or stack of matrices, outside these layers, with its row.
-        size: number of elements of all parameters; tied ones count once, those not initialised yet not at all.
         ignore_modules: patterns of the modules that will be plain.
-        overrides: patterns of the modules for which this call sets the precisions of products.
-        config: the requested settings, each else that of the model, else the default.
+        settings: those that this call asks for, by argument.
+        config: each of them, else that of the model, else the default.
     """
 
     modules: tuple[tuple[str, nn.Module], ...]
     layers: tuple[PlannedLayer, ...]
-    large_parameters: tuple[tuple[Candidate, nn.Parameter], ...]
-    size: int
     ignore_modules: Sequence[str]
-    overrides: Sequence[str]
+    settings: Mapping[str, Any]
     config: Fp8Config
 
     @property
-    def recipe(self) -> Recipe:
-        """The recipe of the layers."""
-        return self.config.recipe
+    def selects(self) -> bool:
+        """Whether this call asks for layers, or for the precisions of their products."""
+        choices = {"min_features", "adapters", "overrides", "bf16_blocks"}
+        return bool(self.ignore_modules) or not choices.isdisjoint(self.settings)
 
     @property
-    def chosen(self) -> list[PlannedLayer]:
-        """The layers that will run in FP8."""
-        return [one for one in self.layers if one.becomes is not None]
+    def chosen(self) -> list[tuple[PlannedLayer, type[Fp8Module]]]:
+        """The layers that will run in FP8, each with its class."""
+        return [(one, one.becomes) for one in self.layers if one.becomes is not None]
 
     @property
     def converted(self) -> list[tuple[str, Fp8Module]]:
@@ -83,12 +78,28 @@ class ConversionPlan:
         """See :func:`lightning_fp8.scaling_state`."""
         return state_of(self.modules[0][1], (layer for _, layer in self.converted))
 
+    @property
+    def size(self) -> int:
+        """Number of elements of all parameters; tied ones count once, those not initialised yet not at all."""
+        return sum(elements_of(self.modules).values())
+
+    @property
+    def large_parameters(self) -> list[tuple[Candidate, nn.Parameter]]:
+        """Each large matrix, or stack of matrices, outside the layers, with its row."""
+        return list(large_parameters(self.modules, self.layers))
+
     def rows(self) -> list[Candidate]:
         """See :func:`lightning_fp8.describe`."""
         modules = [module for _, module in self.modules]
         fused, held = notes(modules), notes_on_weights(modules)
         rows = (row_of(one, fused.get(one.layer), held.get(one.layer)) for one in self.layers)
         return [*rows, *(row for row, _ in self.large_parameters)]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first weight to convert that is not on the meta device."""
+        devices = (weight.device for one, _ in self.chosen for weight in gemm_weights(one.layer).values())
+        return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
     def check(self) -> None:
         """Raise if the conversion is not possible, before anything is changed.
@@ -97,10 +108,13 @@ class ConversionPlan:
             ValueError, TypeError, RuntimeError: see :func:`lightning_fp8.convert`.
         """
         check_patterns_among(self.modules, self.ignore_modules, "ignore_modules")
-        check_patterns_among(self.modules, self.overrides, "overrides")
+        check_patterns_among(self.modules, tuple(self.settings.get("overrides", ())), "overrides")
         self._check_recipe()
-        self._check_gathered()
-        for one in self.chosen:
+        for one in self.layers:
+            if isinstance(one.layer, Fp8Module) and not OPERAND_OF["weight"].isdisjoint(one.in_bf16):
+                for gemm in one.layer.fp8.values():
+                    gemm.precision.check_may_fall_back(gemm.name)
+        for one, _ in self.chosen:
             check_dtype(one.path, one.layer)
         if not self.chosen:
             raise NothingToConvertError(
@@ -110,14 +124,8 @@ class ConversionPlan:
         check_unparametrized(self.restored)
         check_device(self.device)
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the first weight to convert that is not on the meta device."""
-        devices = (weight.device for one in self.chosen for weight in gemm_weights(one.layer).values())
-        return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
-
     def _check_recipe(self) -> None:
-        recipe = self.recipe
+        recipe = self.config.recipe
         if recipe.own.blocks and self.config.frozen_weights == "fp8":
             raise ValueError(
                 f"`frozen_weights='fp8'` keeps one scale for each weight, but {recipe} has one scale for each block"
@@ -130,12 +138,6 @@ class ConversionPlan:
                     f"{path or '(root)'} is already converted with {existing}, which differs from {recipe}."
                     " Call `unconvert(model)` first; the scales start anew then."
                 )
-
-    def _check_gathered(self) -> None:
-        for one in self.layers:
-            if isinstance(one.layer, Fp8Module) and not OPERAND_OF["weight"].isdisjoint(one.in_bf16):
-                for gemm in one.layer.fp8.values():
-                    gemm.precision.check_may_fall_back(gemm.name)
 
     def _of_what_size(self) -> str:
         """The end of the message that FP8 needs a linear layer; it names the largest layer that is too small."""
@@ -150,64 +152,34 @@ class ConversionPlan:
 
 
 def conversion_plan(
-    module: nn.Module,
-    recipe: Recipe | None = None,
-    ignore_modules: Sequence[str] = (),
-    gemm: str | None = None,
-    min_features: int | None = None,
-    adapters: bool | None = None,
-    frozen_weights: FrozenWeights | None = None,
-    overrides: Overrides | None = None,
-    bf16_blocks: tuple[int, int] | None = None,
-    default: type[Recipe] = DelayedScaling,
+    module: nn.Module, ignore_modules: Sequence[str] = (), default: type[Recipe] = DelayedScaling, **settings: Any
 ) -> ConversionPlan:
-    """Scan a model. The arguments are those of :func:`lightning_fp8.convert`, and the default recipe of a plain model.
+    """Scan a model.
+
+    Args:
+        module: the model.
+        ignore_modules: see :func:`lightning_fp8.convert`.
+        default: the recipe of a plain model.
+        settings: the other arguments of :func:`lightning_fp8.convert`, by name; None for the model's own setting.
 
     Raises:
-        ValueError: for an invalid ``gemm``, ``min_features``, ``frozen_weights``, ``overrides`` or ``bf16_blocks``;
-            :meth:`ConversionPlan.check` raises all other errors.
-        TypeError: for another kind of recipe, if ``ignore_modules`` is not a sequence of strings, or ``overrides`` is
-            not a mapping of them.
+        TypeError, ValueError: for an invalid setting; :meth:`ConversionPlan.check` raises all other errors.
     """
-    check_frozen_weights(frozen_weights)
-    if min_features is not None:
-        check_min_features(min_features)
-    if gemm is not None:
-        check_gemm(gemm)
+    asked = checked_settings(**settings)
     ignore_modules = as_patterns(ignore_modules, "ignore_modules")
     modules = tuple(named_modules(module))
     known = next((layer for _, layer in modules if isinstance(layer, Fp8Module)), None)
-    chooses_products = overrides is not None or bf16_blocks is not None
-    if recipe is None and known is None:
-        recipe = default()
-    if not (recipe is None or isinstance(recipe, Recipe)):
-        raise TypeError(f"`recipe` must be {KINDS}, got {type(recipe).__name__}: {recipe!r}.")
-    asked: dict[str, Any] = {
-        "recipe": recipe,
-        "gemm": gemm,
-        "min_features": min_features,
-        "adapters": adapters,
-        "frozen_weights": frozen_weights,
-        "overrides": all_overrides(modules, overrides or {}, bf16_blocks or (0, 0)) if chooses_products else None,
-    }
-    given = {name: value for name, value in asked.items() if value is not None}
-    config = Fp8Config(**given) if known is None else replace(known.config, **given)
+    new = {name: value for name, value in asked.items() if name not in ("overrides", "bf16_blocks")}
+    overrides = resolved_overrides(modules, asked)
+    if overrides is not None:
+        new["overrides"] = overrides
+    config = Fp8Config(**{"recipe": default(), **new}) if known is None else replace(known.config, **new)
     products = products_in_bf16(modules, config.recipe, config.overrides)
-    if not chooses_products:
+    if overrides is None:
         # the patterns may refer to paths in a larger model
         products |= {layer: (layer.in_bf16, "") for _, layer in modules if isinstance(layer, Fp8Module)}
-    parameters = (parameter for _, layer in modules for parameter in layer.parameters(recurse=False))
-    elements = {parameter: 0 if is_lazy(parameter) else parameter.numel() for parameter in parameters}
     layers = tuple(planned_layers(modules, ignore_modules, config, products))
-    return ConversionPlan(
-        modules,
-        layers,
-        tuple(large_parameters(modules, layers, elements)),
-        sum(elements.values()),
-        ignore_modules,
-        tuple(overrides or ()),
-        config,
-    )
+    return ConversionPlan(modules, layers, ignore_modules, asked, config)
 
 
 def converted(module: nn.Module) -> Iterator[tuple[str, Fp8Module]]:

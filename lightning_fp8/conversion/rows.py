@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from lightning_fp8.conversion.candidates import sizes
-from lightning_fp8.conversion.planned import PlannedLayer
+from lightning_fp8.conversion.candidates import PlannedLayer, sizes
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.experts import Fp8Experts
@@ -53,31 +52,33 @@ def row_of(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
     """A layer's row, with the remarks on its fused block and on its weights."""
     layer, in_bf16 = one.layer, f"{' and '.join(one.in_bf16)} in bf16" if one.in_bf16 else ""
     if not isinstance(layer, Fp8Module):
-        then = f"; then {in_bf16}" if in_bf16 else ""
-        return Candidate(
-            one.path, type(layer).__name__, False, one.reason or f"not converted yet: call `convert`{then}"
-        )
-    gemms = sizes(layer)
+        planned = f"not converted yet: call `convert`{f'; then {in_bf16}' if in_bf16 else ''}"
+        return Candidate(one.path, type(layer).__name__, False, one.reason or planned)
+    gemms, of_gemms = sizes(layer), list(layer.fp8.values())
     shapes = " and ".join(map(str, gemms))
     if isinstance(layer, Fp8Experts):
         shapes = f"{len(gemms) // 2} experts, {gemms[0]} and {gemms[-1]}"
-    fallen = ", ".join(gemm.name for gemm in layer.fp8.values() if not gemm.precision.in_fp8)
-    shared = ", ".join(gemm.input_leader.name for gemm in layer.fp8.values() if gemm.input_leader is not None)
-    current = ", ".join(gemm.name for gemm in layer.fp8.values() if gemm.precision.in_fp8 and gemm.precision.is_current)
-    remarks = [
-        in_bf16 or None,
-        f"shares its input with {shared}" if shared else None,
-        f"moved to current scaling: {current}" if current else None,
-        f"fell back to bf16: {fallen}" if fallen else None,
-        fused,
-        held,
-    ]
+    leaders = [gemm.input_leader.name for gemm in of_gemms if gemm.input_leader is not None]
+    current = [gemm.name for gemm in of_gemms if gemm.precision.in_fp8 and gemm.precision.is_current]
+    fallen = [gemm.name for gemm in of_gemms if not gemm.precision.in_fp8]
+    named = (
+        ("shares its input with ", leaders),
+        ("moved to current scaling: ", current),
+        ("fell back to bf16: ", fallen),
+    )
+    remarks = [in_bf16, *(what + ", ".join(names) for what, names in named if names), fused, held]
     reason = "; ".join([f"converted, {shapes}", *filter(None, remarks)])
     return Candidate(one.path, layer.plain_class.__name__, layer.in_fp8, reason)
 
 
+def elements_of(modules: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, int]:
+    """The number of elements of each parameter of a model; none for one that is not initialised yet."""
+    parameters = (parameter for _, module in modules for parameter in module.parameters(recurse=False))
+    return {parameter: 0 if is_lazy(parameter) else parameter.numel() for parameter in parameters}
+
+
 def large_parameters(
-    modules: Sequence[tuple[str, nn.Module]], layers: Sequence[PlannedLayer], elements: Mapping[nn.Parameter, int]
+    modules: Sequence[tuple[str, nn.Module]], layers: Sequence[PlannedLayer]
 ) -> Iterator[tuple[Candidate, nn.Parameter]]:
     """Parameters of 2 or more dimensions outside of ``layers`` and of torch's embeddings, convolutions, normalisations.
 
@@ -91,11 +92,11 @@ def large_parameters(
         for name, parameter in owner.named_parameters(recurse=False):
             is_known = owner in passed_over or parameter in in_layers
             if not is_known and not is_lazy(parameter) and parameter.dim() >= 2:
-                found.setdefault(parameter, (".".join(filter(None, (path, name))), owner))
+                found.setdefault(parameter, (f"{path}.{name}" if path else name, owner))
     of_stacks: Counter[str] = Counter()
     for parameter, (path, _) in found.items():
-        of_stacks[numbered(path)] += elements[parameter]
-    least = max(1, LARGE_SHARE * sum(elements.values()))
+        of_stacks[numbered(path)] += parameter.numel()
+    least = max(1, LARGE_SHARE * sum(elements_of(modules).values())) if found else 1
     for parameter, (path, owner) in found.items():
         if of_stacks[numbered(path)] >= least:
             shape, kind = list(parameter.shape), own_class(owner).__name__

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -25,7 +26,6 @@ from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.feed_forward import feed_forward
 from lightning_fp8.modules.fused_blocks import plain_class
 from lightning_fp8.modules.shared_input import SharedInput
-from lightning_fp8.modules.straight_line import parsed
 
 # code that may run less often, more often or later than the code around it
 _BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
@@ -34,14 +34,11 @@ _NOT_ALWAYS = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast
 _MAY_CHANGE_ANYTHING = (ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.AugAssign)
 
 
-class _Call(NamedTuple):
-    layer: str
-    argument: str
-
-
-class _Change(NamedTuple):
-    # None: an in-place change of any tensor
+class _Event(NamedTuple):
+    # a local name; None for any tensor
     name: str | None
+    # the layer that is called with it; None if it may have changed
+    layer: str | None = None
 
 
 def share_inputs(modules: Sequence[nn.Module]) -> None:
@@ -99,8 +96,11 @@ def find_shared_inputs(modules: Iterable[nn.Module]) -> list[list[Fp8Module]]:
 @functools.cache
 def _calls_of_one_name(forward: Callable[..., Any]) -> list[list[str]]:
     """Groups of attributes of ``self`` that a function calls with the same local name as their only argument."""
-    tree = parsed(inspect.unwrap(forward))
-    function = None if tree is None else next((part for part in tree.body if isinstance(part, ast.FunctionDef)), None)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    function = next((part for part in tree.body if isinstance(part, ast.FunctionDef)), None)
     parts = [] if function is None else list(ast.walk(function))
     if (
         function is None
@@ -126,25 +126,23 @@ def _groups(block: Sequence[ast.stmt], own: str) -> Iterator[list[str]]:
         for inner in _inner_blocks(statement):
             yield from _groups(inner, own)
         for event in _events(statement, own):
-            if isinstance(event, _Call):
-                found.setdefault(event.argument, []).append(event.layer)
-            elif event.name is not None:
-                yield found.pop(event.name, [])
-            else:
+            if event.name is None:
                 yield from found.values()
                 found = {}
+            elif event.layer is None:
+                yield found.pop(event.name, [])
+            else:
+                found.setdefault(event.name, []).append(event.layer)
     yield from found.values()
 
 
 def _inner_blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
     if isinstance(statement, _BLOCKS):
-        holders = (statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))
-        for holder in holders:
-            for field in ("body", "orelse", "finalbody"):
-                yield getattr(holder, field, [])
+        for holder in (statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+            yield from (getattr(holder, field, []) for field in ("body", "orelse", "finalbody"))
 
 
-def _events(node: ast.AST, own: str, always: bool = True) -> Iterator[_Call | _Change]:
+def _events(node: ast.AST, own: str, always: bool = True) -> Iterator[_Event]:
     """The calls and changes of a piece of code, in execution order; only its changes if it may not run exactly once."""
     always = always and not isinstance(node, (*_BLOCKS, *_NOT_ALWAYS))
     # a value is computed before its targets are assigned
@@ -153,27 +151,26 @@ def _events(node: ast.AST, own: str, always: bool = True) -> Iterator[_Call | _C
     if isinstance(node, ast.Call):
         calls = _calls_of_layers(node, own)
         if not calls:
-            yield from map(_Change, [None] if _is_in_place(node) else _names_among_arguments(node))
+            yield from map(_Event, [None] if _is_in_place(node) else _names_among_arguments(node))
         elif always:
             yield from calls
     elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-        yield _Change(node.id)
+        yield _Event(node.id)
     elif isinstance(node, _MAY_CHANGE_ANYTHING) or _is_place(node, own):
-        yield _Change(None)
+        yield _Event(None)
 
 
-def _calls_of_layers(call: ast.Call, own: str) -> list[_Call]:
+def _calls_of_layers(call: ast.Call, own: str) -> list[_Event]:
     """The call ``self.<layer>(<name>)``, or the two in ``feed_forward((self.<gate>, self.<up>), ..., <name>)``."""
     function, arguments = call.func, call.args
     if call.keywords or not arguments or not isinstance(arguments[-1], ast.Name):
         return []
     if isinstance(function, ast.Attribute) and _is_name(function.value, own) and len(arguments) == 1:
-        return [_Call(function.attr, arguments[0].id)]  # type: ignore[attr-defined]
-    called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
-    if called != feed_forward.__name__ or not isinstance(arguments[0], ast.Tuple):
+        return [_Event(arguments[-1].id, function.attr)]
+    if _called(call) != feed_forward.__name__ or not isinstance(arguments[0], ast.Tuple):
         return []
     layers = [one for one in arguments[0].elts if isinstance(one, ast.Attribute) and _is_name(one.value, own)]
-    return [_Call(layer.attr, arguments[-1].id) for layer in layers]
+    return [_Event(arguments[-1].id, layer.attr) for layer in layers]
 
 
 def _names_among_arguments(call: ast.Call) -> Iterator[str]:
@@ -189,9 +186,12 @@ def _names_among_arguments(call: ast.Call) -> Iterator[str]:
             given += argument.elts
 
 
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
 def _is_in_place(call: ast.Call) -> bool:
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    return name.endswith("_") or any(keyword.arg in ("out", "inplace") for keyword in call.keywords)
+    return _called(call).endswith("_") or any(keyword.arg in ("out", "inplace") for keyword in call.keywords)
 
 
 def _is_place(node: ast.AST, own: str) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.paths import modules_inside, named_modules, topmost_matches
 from lightning_fp8.ops.formats import dtype_name
 from lightning_fp8.runtime.warn_once import warn_once
@@ -47,7 +47,7 @@ def store_parameters(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[
     for parameter in module.parameters():
         # at least two bytes: quantized and FP8 parameters are left alone
         is_stored = parameter.is_floating_point() and parameter.dtype.itemsize >= 2
-        if is_stored and not isinstance(parameter, FrozenWeight):
+        if is_stored and not isinstance(parameter, Fp8Parameter):
             dtypes[id(parameter)] = torch.float32 if id(parameter) in kept else dtype
             if parameter.grad is not None:
                 dtypes[id(parameter.grad)] = dtypes[id(parameter)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_fp8.conversion.plan import conversion_plan
-from lightning_fp8.export.layout import CONFIG_FILE, Scales, joined
+from lightning_fp8.export.layout import CONFIG_FILE, Scales, joined, weight_name
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.ops.amaxes import BLOCK
@@ -100,10 +100,6 @@ def _plain_layers(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
     """Paths of the linear layers whose weights are not FP8 in the file; for an attention, ``<path>.<projection>``."""
     plain: list[str] = []
     for path, layer, *_ in conversion_plan(model).layers:
-        gemms: Iterable[str] = ("",)
-        if isinstance(layer, Fp8Module) and not layer.weights_are_stacked:
-            gemms = layer.fp8
-        for gemm in gemms:
-            if joined(path, f"{gemm}_weight" if gemm else "weight") not in in_fp8:
-                plain.append(joined(path, gemm))
+        gemms = layer.fp8 if isinstance(layer, Fp8Module) and not layer.weights_are_stacked else ("",)
+        plain += [joined(path, gemm) for gemm in gemms if weight_name(path, gemm) not in in_fp8]
     return plain

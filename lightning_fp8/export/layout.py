@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops.amaxes import scale_of_current
@@ -87,6 +87,15 @@ def scale_names(weight: str) -> tuple[str, str]:
     return f"{weight}_scale", f"{weight.removesuffix('weight')}input_scale"
 
 
+def weight_name(path: str, gemm: str) -> str:
+    """Name of the weight of a layer's GEMM.
+
+    >>> weight_name("layers.0.up", ""), weight_name("self_attn", "in_proj")
+    ('layers.0.up.weight', 'self_attn.in_proj_weight')
+    """
+    return joined(path, f"{gemm}_weight" if gemm else "weight")
+
+
 def printable(text: str) -> str:
     """A text from a file for a message: characters that a terminal would interpret are escaped.
 
@@ -122,7 +131,7 @@ def converted_gemms(model: nn.Module) -> dict[str, Gemm]:
     Not those of experts: the layout has one scale for each tensor, and their parameters hold many weights.
     """
     return {
-        joined(plain_path(path), f"{name}_weight" if name else "weight"): gemm
+        weight_name(plain_path(path), name): gemm
         for path, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, Fp8Module) and not layer.weights_are_stacked
         for name, gemm in layer.fp8.items()
@@ -161,7 +170,7 @@ def memory_of(tensor: Tensor) -> Hashable:
     """A key that is equal for tensors in the same memory, such as tied weights."""
     if tensor.numel() == 0:
         return id(tensor)
-    if isinstance(tensor, FrozenWeight):
+    if isinstance(tensor, Fp8Parameter):
         # never tied
         return id(tensor)
     start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
@@ -173,7 +182,7 @@ def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
 
     A weight kept only in FP8 keeps its codes if it has this scale.
     """
-    if isinstance(weight, FrozenWeight):
+    if isinstance(weight, Fp8Parameter):
         if weight.is_fp8 and torch.equal(weight.scale_inv, scale.to(weight.device).reciprocal()):
             codes = weight.payload.t() if weight.content.k_by_n else weight.payload
             return codes.contiguous().cpu().view(E4M3.dtype)

@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8.conversion.candidates import PlannedLayer
 from lightning_fp8.conversion.convert import convert, scaling_state
 from lightning_fp8.conversion.plan import conversion_plan
-from lightning_fp8.conversion.planned import PlannedLayer
 from lightning_fp8.export.checks import (
-    check_convertible,
-    check_dtypes,
-    check_names,
-    check_same_scales,
-    check_scales,
-    check_values,
+    misfits_of_file,
+    misfits_of_layers,
+    misfits_of_metadata,
+    misfits_of_names,
+    misfits_of_values,
+    refuse,
     rounded_again,
 )
 from lightning_fp8.export.config import is_dynamic
@@ -83,20 +83,20 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     tensors, gemms = _read(file, dynamic)
     state = state_tensors(model)
     own = {name: tensor for name, (_, tensor) in state.items()}
-    check_names(file, own, tensors, gemms)
+    refuse(file, misfits_of_names(own, tensors, gemms))
     plan = conversion_plan(model, default=CurrentScaling if dynamic else DelayedScaling)
-    own_scaling = plan.recipe.own
-    if plan.recipe.from_history == dynamic or (dynamic and own_scaling != OwnScaling()):
+    recipe = plan.config.recipe
+    if recipe.from_history == dynamic or (dynamic and recipe.own != OwnScaling()):
         scales = "scales inputs by their own values, with no margin" if dynamic else "has static scales of inputs"
         raise ValueError(
-            f"load_exported: the model is converted with {plan.recipe}, and {file} {scales}. Call"
+            f"load_exported: the model is converted with {recipe}, and {file} {scales}. Call"
             " `lightning_fp8.unconvert(model)` first."
         )
     plain = _plain_layers(model, plan.layers, gemms)
-    check_convertible(file, model, gemms, plain)
-    check_values(file, own, tensors, gemms)
+    refuse(file, misfits_of_layers(model, gemms, plain))
+    refuse(file, misfits_of_values(own, tensors, gemms))
     again = rounded_again(own, tensors, gemms)
-    convert(model, plan.recipe, ignore_modules=plain, min_features=0)
+    convert(model, recipe, ignore_modules=plain, min_features=0)
     values = {state[name][0]: dequantized(name, tensors, gemms) for name in tensors if name in own}
     model.load_state_dict(values, strict=False)
     _set_scales(model, gemms)
@@ -121,15 +121,14 @@ def _read(file: Path, dynamic: bool) -> tuple[dict[str, Tensor], Gemms]:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
         raise ValueError(f"{file} is damaged or not a safetensors file: {printable(str(error))}") from error
-    check_dtypes(file, tensors)
     in_fp8 = [name for name, tensor in tensors.items() if tensor.dtype == E4M3.dtype]
-    check_scales(file, in_fp8, tensors, dynamic)
+    refuse(file, misfits_of_file(tensors, in_fp8, dynamic))
     try:
         gemms = from_metadata(metadata, dynamic)
     except ValueError as error:
         raise ValueError(f"load_exported: the metadata of {file} are damaged: {error}") from error
     if gemms is not None:
-        check_same_scales(file, in_fp8, tensors, gemms)
+        refuse(file, misfits_of_metadata(tensors, in_fp8, gemms))
     else:
         gemms = {name: Scales(*(scale.reciprocal() for scale in scales_of(name, tensors))) for name in in_fp8}
     if not gemms:

@@ -8,50 +8,51 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.export.layout import SCALE_RULE, Gemms, Scales, converted_gemms, is_scale, joined, listed
+from lightning_fp8.export.layout import SCALE_RULE, Scales, converted_gemms, is_scale, joined, listed
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.ops.amaxes import BLOCK, max_abs, scale_of_current
 from lightning_fp8.ops.formats import E4M3, Role, dtype_name
 from lightning_fp8.ops.operand import OwnScaling
-from lightning_fp8.scaling.recipe import Recipe
+
+# the operands of fprop
+_ROLES: tuple[Role, ...] = ("input", "weight")
 
 
 def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Scales | OwnScaling | None]:
     """The scales of all converted GEMMs, or how their blocks are scaled; None where fprop is not in FP8."""
     gemms = converted_gemms(model)
     _check_gemms(model, gemms, tensors)
-    recipe = next(iter(gemms.values())).state.recipe
-    found = _static_scales(gemms, tensors) if recipe.from_history else _own_scales(recipe, gemms, tensors)
-    wrong = {
-        joined(gemms[name].name, role): scale.item()
+    found: dict[str, Scales | OwnScaling | None] = {}
+    without: list[str] = []
+    for name, gemm in gemms.items():
+        _check_formats(gemm)
+        check_finite(name, tensors[name])
+        recipe = gemm.state.recipe
+        found[name] = None
+        if gemm.precision.fprop_in_fp8 and recipe.own.blocks:
+            found[name] = gemm.weight_scaling
+        elif gemm.precision.fprop_in_fp8:
+            input_scale = _input_scale(gemm) if recipe.from_history else None
+            found[name] = Scales(_weight_scale(tensors[name]), input_scale)
+            if recipe.from_history and input_scale is None:
+                without.append(joined(gemm.name, "input"))
+    if without:
+        raise ValueError(
+            f"export: {len(without)} tensors have no history, so they have no static scale: {listed(without)}."
+            " Train for at least one step in which these layers run (an input that is always zero leaves no history),"
+            " or leave the layers out with `ignore_modules`."
+        )
+    wrong = [
+        f"{joined(gemms[name].name, role)} ({scale.item():.3g})"
         for name, scales in found.items()
         for role, scale in (scales.static.items() if isinstance(scales, Scales) else ())
         if not is_scale(scale)
-    }
+    ]
     if wrong:
         raise ValueError(
-            f"export: a scale in a file must be {SCALE_RULE}, which these are not:"
-            f" {listed([f'{name} ({scale:.3g})' for name, scale in wrong.items()])}. Leave the layers out of FP8, with"
-            " `lightning_fp8.fall_back(model, name)`."
+            f"export: a scale in a file must be {SCALE_RULE}, which these are not: {listed(wrong)}. Leave the layers"
+            " out of FP8, with `lightning_fp8.fall_back(model, name)`."
         )
-    return found
-
-
-def _own_scales(
-    recipe: Recipe, gemms: Mapping[str, Gemm], tensors: Mapping[str, Tensor]
-) -> Mapping[str, Scales | OwnScaling | None]:
-    """The same for a recipe that scales inputs by their own values."""
-    if recipe.own.margin:
-        raise ValueError(
-            f"export: {recipe} keeps {recipe.own.margin} powers of two free above the largest value of an input, and"
-            " readers of the layout keep none. Convert the model with `margin=0` (`unconvert`, then `convert`)."
-        )
-    found: dict[str, Scales | OwnScaling | None] = {}
-    for name, gemm in gemms.items():
-        _check_format(gemm, "input")
-        check_finite(name, tensors[name])
-        scales = gemm.weight_scaling if recipe.own.blocks else Scales(_weight_scale(tensors[name]))
-        found[name] = scales if gemm.precision.fprop_in_fp8 else None
     return found
 
 
@@ -86,7 +87,8 @@ def in_whole_blocks(
 
 
 def _check_gemms(model: nn.Module, gemms: Mapping[str, Gemm], tensors: Mapping[str, Tensor]) -> None:
-    if not any(gemm.precision.fprop_in_fp8 for gemm in gemms.values()):
+    in_fp8 = [gemm for gemm in gemms.values() if gemm.precision.fprop_in_fp8]
+    if not in_fp8:
         raise ValueError(
             f"export: {type(model).__name__} has no layers that run in FP8. Convert it (`lightning_fp8.convert`, or"
             " Trainer(precision='fp8-delayed')) and train it, or save it as any other model."
@@ -97,46 +99,30 @@ def _check_gemms(model: nn.Module, gemms: Mapping[str, Gemm], tensors: Mapping[s
             f"export: no {changed[0]!r} in the model's `state_dict`. Remove parametrizations and hooks that rename or"
             " compute weights of converted layers first."
         )
-
-
-def _static_scales(gemms: Mapping[str, Gemm], tensors: Mapping[str, Tensor]) -> Gemms:
-    """The scales of all converted GEMMs, None for those whose fprop is not in FP8."""
-    current = next(iter(gemms.values())).state.current_modules
-    if any(gemm.precision.fprop_in_fp8 and gemm.name in current for gemm in gemms.values()):
+    state = in_fp8[0].state
+    if not state.recipe.from_history and state.recipe.own.margin:
+        raise ValueError(
+            f"export: {state.recipe} keeps {state.recipe.own.margin} powers of two free above the largest value of an"
+            " input, and readers of the layout keep none. Convert the model with `margin=0` (`unconvert`, then"
+            " `convert`)."
+        )
+    current = state.current_modules
+    if any(gemm.name in current for gemm in in_fp8):
         raise ValueError(
             f"export: {len(current)} layers are scaled by their own values since `ScaleWatchdog` moved them, so there"
             f" are no static scales to write: {listed(current)}. `lightning_fp8.fall_back(model, name)`"
             " leaves a layer out of FP8."
         )
-    found: dict[str, Scales | None] = {}
-    without: list[str] = []
-    for name, gemm in gemms.items():
-        for role in ("input", "weight"):
-            _check_format(gemm, role)
-        check_finite(name, tensors[name])
-        found[name] = None
-        if gemm.precision.fprop_in_fp8:
-            input_scale = _input_scale(gemm)
-            if input_scale is None:
-                without.append(joined(gemm.name, "input"))
-            else:
-                found[name] = Scales(_weight_scale(tensors[name]), input_scale)
-    if without:
-        raise ValueError(
-            f"export: {len(without)} tensors have no history, so they have no static scale: {listed(without)}."
-            " Train for at least one step in which these layers run (an input that is always zero leaves no history),"
-            " or leave the layers out with `ignore_modules`."
-        )
-    return found
 
 
-def _check_format(gemm: Gemm, role: Role) -> None:
-    fmt = gemm.state.recipe.format_of(role)
-    if fmt != E4M3:
-        raise ValueError(
-            f"export: the layout knows only E4M3, and the recipe casts {joined(gemm.name, role)} to {fmt.name}:"
-            f" {gemm.state.recipe}."
-        )
+def _check_formats(gemm: Gemm) -> None:
+    for role in _ROLES:
+        fmt = gemm.state.recipe.format_of(role)
+        if fmt != E4M3:
+            raise ValueError(
+                f"export: the layout knows only E4M3, and the recipe casts {joined(gemm.name, role)} to {fmt.name}:"
+                f" {gemm.state.recipe}."
+            )
 
 
 def _input_scale(gemm: Gemm) -> Tensor | None:

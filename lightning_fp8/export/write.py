@@ -26,7 +26,7 @@ from lightning_fp8.export.layout import (
 )
 from lightning_fp8.export.scales import check_finite, in_whole_blocks, scales_to_write
 from lightning_fp8.modules.experts import Fp8Experts
-from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, dtype_name
 from lightning_fp8.ops.operand import OwnScaling
@@ -160,7 +160,7 @@ def _tensors(
 
 
 def _stored(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    tensor = tensor.dequantized() if isinstance(tensor, FrozenWeight) else tensor
+    tensor = tensor.dequantized() if isinstance(tensor, Fp8Parameter) else tensor
     stored = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
     if isinstance(tensor, nn.Parameter):
         check_finite(name, stored)

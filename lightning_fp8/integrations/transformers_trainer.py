@@ -10,13 +10,11 @@ from torch import nn
 
 from lightning_fp8.conversion.checkpoint_scales import SCALES, as_text, scales_of_callback, scales_of_callbacks
 from lightning_fp8.conversion.convert import carry_out_for_run
-from lightning_fp8.conversion.min_features import check_min_features
 from lightning_fp8.conversion.plan import conversion_plan
-from lightning_fp8.conversion.products import Overrides, as_bf16_blocks, as_overrides
+from lightning_fp8.conversion.settings import Overrides, checked_settings
 from lightning_fp8.modules.all_gather import note_sharded_weights
 from lightning_fp8.modules.paths import as_patterns
-from lightning_fp8.ops.cuda.gemm_choice import check_gemm
-from lightning_fp8.scaling.config import FrozenWeights, check_frozen_weights
+from lightning_fp8.scaling.config import FrozenWeights
 from lightning_fp8.scaling.recipe import Recipe, as_recipe
 from lightning_fp8.scaling.state import ScalingState
 
@@ -66,35 +64,25 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         overrides: Overrides | None = None,
         bf16_blocks: tuple[int, int] | None = None,
     ) -> None:
-        check_frozen_weights(frozen_weights)
-        if gemm is not None:
-            check_gemm(gemm)
-        if min_features is not None:
-            check_min_features(min_features)
-        self.recipe = as_recipe(recipe)
         self.ignore_modules = as_patterns(ignore_modules, "ignore_modules")
-        self.gemm = gemm
-        self.min_features = min_features
-        self.adapters = adapters
-        self.frozen_weights = frozen_weights
-        self.overrides = None if overrides is None else as_overrides(overrides)
-        self.bf16_blocks = None if bf16_blocks is None else as_bf16_blocks(bf16_blocks)
+        self.settings = checked_settings(
+            recipe=as_recipe(recipe),
+            gemm=gemm,
+            min_features=min_features,
+            adapters=adapters,
+            frozen_weights=frozen_weights,
+            overrides=overrides,
+            bf16_blocks=bf16_blocks,
+        )
         self._scaling: ScalingState | None = None
         # number of updates of the scales before this optimizer step
         self._updates = 0
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds: the arguments of this callback, and the scales, if there are any."""
-        args = {
-            "recipe": None if self.recipe is None else self.recipe.as_dict(),
-            "ignore_modules": list(self.ignore_modules),
-            "gemm": self.gemm,
-            "min_features": self.min_features,
-            "adapters": self.adapters,
-            "frozen_weights": self.frozen_weights,
-            "overrides": self.overrides,
-            "bf16_blocks": self.bf16_blocks,
-        }
+        args = {**self.settings, "ignore_modules": list(self.ignore_modules)}
+        if "recipe" in args:
+            args["recipe"] = args["recipe"].as_dict()
         scaling = self._scaling
         return {"args": args, "attributes": {SCALES: as_text(scaling)} if scaling is not None else {}}
 
@@ -133,19 +121,7 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
             _load(self._scaling, scales, state.best_model_checkpoint)
 
     def _convert(self, model: nn.Module) -> ScalingState:
-        plan = conversion_plan(
-            model,
-            self.recipe,
-            self.ignore_modules,
-            self.gemm,
-            self.min_features,
-            self.adapters,
-            self.frozen_weights,
-            self.overrides,
-            self.bf16_blocks,
-        )
-        choices = (self.min_features, self.adapters, self.overrides, self.bf16_blocks)
-        self._scaling = carry_out_for_run(plan, bool(self.ignore_modules) or any(one is not None for one in choices))
+        self._scaling = carry_out_for_run(conversion_plan(model, self.ignore_modules, **self.settings))
         return self._scaling
 
 

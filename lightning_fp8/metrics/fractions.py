@@ -120,14 +120,7 @@ class UnderflowFraction(CastFraction):
 
     The result is ``[] float64``, from 0 to 1; 0 where nothing was counted.
 
-    Args:
-        format: ``"e4m3"`` or ``"e5m2"``.
-        kwargs: as for every ``torchmetrics.Metric``.
-
-    Raises:
-        ValueError: for an unknown ``format``; from ``update``, for a number ``scale`` that is not positive and finite
-            in float32, or a tensor ``scale`` with dimensions.
-        TypeError: from ``update``, for an ``x`` that is not a tensor the cast takes, or a ``scale`` of another type.
+    Arguments and errors are those of :class:`SaturationFraction`.
 
     >>> x = torch.tensor([0.0, 2.0**-10, -(2.0**-9), 1e-6, 1.0])
     >>> UnderflowFraction("e4m3")(x).item(), UnderflowFraction("e5m2")(x).item()

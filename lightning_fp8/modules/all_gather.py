@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.gathered_weight import GatheredWeight
+from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.stamp import Stamped, stamp
 from lightning_fp8.ops.amaxes import scale_of_current
@@ -102,7 +102,7 @@ class _Gathering:
         self.shard = weight._local_tensor
         self.scales = scales
         self.place = scales.join(gemm, weight)
-        self.format = gemm.state.recipe.format_of("weight")
+        self.k_by_n, self.format = gemm.k_by_n, gemm.state.recipe.format_of("weight")
 
     def before(
         self,
@@ -125,14 +125,16 @@ class _Gathering:
 
     def after(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[GatheredWeight, tuple[Tensor, ...]] | None:
+    ) -> tuple[Fp8Parameter, tuple[Tensor, ...]] | None:
         """Make the weight from the gathered shards, or let the existing weight ``out`` take them over."""
         scale_inv, length = metadata
-        held = (outputs[0][:length], scale_inv, self.format)
+        payload = outputs[0][:length]
+        payload = payload.t() if self.k_by_n else payload
+        content = Content(param_dtype, self.k_by_n, self.format, payload, scale_inv)
         if out is not None:
-            cast(GatheredWeight, out).hold(*held)
+            cast(Fp8Parameter, out).content = content
             return None
-        return GatheredWeight(*held, param_dtype), ()
+        return Fp8Parameter(content), ()
 
 
 def gather_in_fp8(model: nn.Module) -> list[str]:

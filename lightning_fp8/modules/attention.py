@@ -66,21 +66,15 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
 
     def _in_projections(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v, each ``[*, embed_dim]``: neighbours with the same input share a GEMM."""
-        inputs, width = (query, key, value), self.embed_dim
-        names = in_gemms(self)
+        inputs, width, names = (query, key, value), self.embed_dim, in_gemms(self)
         operands = {gemm: self._in_operand(gemm) for gemm in names}
-        if self.in_proj_weight is None:
-            gemms = [(gemm, at, at + 1) for at, gemm in enumerate(names)]
-        else:
-            first_of_value = 2 if key is not value else 1 if query is not key else 0
-            first_of_key = 1 if query is not key else 0
-            starts = sorted({0, first_of_key, first_of_value})
-            gemms = [("in_proj", start, end) for start, end in zip(starts, [*starts[1:], 3], strict=True)]
+        is_packed = len(names) == 1
+        starts = [0, *(at for at in (1, 2) if not is_packed or inputs[at] is not inputs[at - 1])]
         projected: list[Tensor] = []
-        for gemm, start, end in gemms:
-            rows = slice(start * width, end * width)
+        for start, end in zip(starts, [*starts[1:], 3], strict=True):
+            gemm, rows = names[0 if is_packed else start], slice(start * width, end * width)
             bias = None if self.in_proj_bias is None else take_rows(self.in_proj_bias, rows)
-            weight_rows = rows if gemm == "in_proj" else slice(0, width)
+            weight_rows = rows if is_packed else slice(0, width)
             y = self._project(gemm, inputs[start], operands[gemm], weight_rows, bias)
             projected.extend(y.chunk(end - start, dim=-1))
         return projected
@@ -114,19 +108,14 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
 
     def _extended(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """k, v and mask, with the entries of ``bias_k``, ``bias_v`` and ``add_zero_attn`` appended."""
-        shape = (k.shape[0], self.num_heads, 1, self.head_dim)
-        added: list[tuple[Tensor, Tensor]] = []
-        if self.bias_k is not None and self.bias_v is not None:
-            bias_k, bias_v = (
-                bias.view(1, self.num_heads, 1, self.head_dim).expand(shape) for bias in (self.bias_k, self.bias_v)
-            )
-            added.append((bias_k, bias_v))
+        pairs = [] if self.bias_k is None or self.bias_v is None else [(self.bias_k, self.bias_v)]
         if self.add_zero_attn:
-            added.append((k.new_zeros(shape), v.new_zeros(shape)))
-        if added:
-            k = torch.cat([k, *(extra.to(k.dtype) for extra, _ in added)], dim=2)
-            v = torch.cat([v, *(extra.to(v.dtype) for _, extra in added)], dim=2)
-            mask = None if mask is None else F.pad(mask, (0, len(added)))
+            zeros = k.new_zeros(self.embed_dim)
+            pairs.append((zeros, zeros))
+        for pair in pairs:
+            rows = [one.view(1, self.num_heads, 1, self.head_dim).expand(len(k), -1, -1, -1) for one in pair]
+            k, v = (torch.cat([x, row.to(x.dtype)], dim=2) for x, row in zip((k, v), rows, strict=True))
+            mask = None if mask is None else F.pad(mask, (0, 1))
         return k, v, mask
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:

@@ -111,74 +111,57 @@ def run_block(block: FeedForward, x: Tensor) -> Tensor:
 
 
 def fp8_feed_forward(first: nn.Module, activation: str, second: nn.Module, x: Tensor) -> Tensor:
-    """``second(activation(first(x)))``, with the same numbers: x ``[*, K]`` -> ``[*, K']``.
+    """``second(activation(first(x)))`` of converted layers of one model: x ``[*, K]`` -> ``[*, K']``.
 
     Between the two GEMMs, the only pass over memory is the cast; in backward it is the one that casts the gradient and
-    sums it for the bias. Where our own GEMMs run, in the steady state of 16-bit training, they write the results of
-    these passes themselves. Backward keeps both inputs in FP8 and the activation's input.
+    sums it for the bias. Backward keeps both inputs in FP8 and the activation's input.
 
     Args:
         first: converted linear layer.
         activation: one of ``lightning_fp8.ops.activations.ACTIVATIONS``; ``swiglu`` halves the width.
-        second: converted linear layer of the same model.
+        second: converted linear layer.
         x: fp32, bf16 or fp16.
     """
-    one, two = cast(Fp8Module, first), cast(Fp8Module, second)
-    check_input(one, "input", x, _weight(one))
-    gemm, gemm_2, record, dtype = one.fp8[""], two.fp8[""], one.records, output_dtype(x)
-    layer, layer_2 = (_as_layer(part, record, dtype) for part in (one, two))
-    with_gradients = torch.is_grad_enabled()
-    x_fp8 = cast_input(gemm, x, record, with_gradients and layer.weight.requires_grad)
-    with _no_evaluation(gemm, record):
-        y, *_ = ops.mlp(
-            x,
-            layer,
-            layer_2,
-            x_fp8,
-            gemm_2.slots["input", record],
-            gemm.slots["grad_output", record],
-            gemm_2.slots["grad_output", record],
-            activation,
-            with_gradients and layer_2.weight.requires_grad,
-            with_gradients,
-            dtype,
-        )
-    return y  # type: ignore[no-any-return]
+    return _run_fused(ops.mlp, (first, second), x, activation)
 
 
 def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> Tensor:
-    """``down(silu(gate(x)) * up(x))``, with the same numbers: x ``[*, K]`` -> ``[*, K']``.
+    """``down(silu(gate(x)) * up(x))`` of converted layers of one model, which share x: x ``[*, K]`` -> ``[*, K']``.
 
     One kernel makes the product and casts it, and one makes both gradients and casts them. Backward keeps both inputs
     in FP8, and the outputs of gate and up.
-
-    Args:
-        gate: converted linear layer ``[K -> N]``.
-        up: likewise; both record their input in the same row of the scaling state.
-        down: converted linear layer ``[N -> K']``; all are of the same model.
-        x: fp32, bf16 or fp16.
     """
-    parts = [cast(Fp8Module, part) for part in (gate, up, down)]
-    for part in parts[:2]:
+    return _run_fused(ops.gated_mlp, (gate, up, down), x)
+
+
+def _run_fused(
+    operator: Callable[..., tuple[Tensor, ...]], layers: tuple[nn.Module, ...], x: Tensor, *activation: str
+) -> Tensor:
+    """The output of a block, whose last layer takes in what the others give."""
+    parts = [cast(Fp8Module, layer) for layer in layers]
+    for part in parts[:-1]:
         check_input(part, "input", x, _weight(part))
     gemms, record, dtype = [part.fp8[""] for part in parts], parts[0].records, output_dtype(x)
-    layers = [_as_layer(part, record, dtype) for part in parts]
+    *first, last = [_as_layer(part, record, dtype) for part in parts]
     with_gradients = torch.is_grad_enabled()
-    x_fp8 = cast_input(gemms[0], x, record, with_gradients and any(layer.weight.requires_grad for layer in layers[:2]))
-    # up takes the same cast
-    let_go_of_input(gemms[1])
+    x_fp8 = cast_input(gemms[0], x, record, with_gradients and any(layer.weight.requires_grad for layer in first))
+    for gemm in gemms[1:-1]:
+        # it takes the same cast
+        let_go_of_input(gemm)
     with _no_evaluation(gemms[0], record):
-        y, *_ = ops.gated_mlp(
+        y, *_ = operator(
             x,
-            *layers,
+            *first,
+            last,
             x_fp8,
-            gemms[2].slots["input", record],
+            gemms[-1].slots["input", record],
             *(gemm.slots["grad_output", record] for gemm in gemms),
-            with_gradients and layers[2].weight.requires_grad,
+            *activation,
+            with_gradients and last.weight.requires_grad,
             with_gradients,
             dtype,
         )
-    return y  # type: ignore[no-any-return]
+    return y
 
 
 def _no_evaluation(gemm: Gemm, record: bool) -> AbstractContextManager[None]:
@@ -268,10 +251,7 @@ def activation_name(activation: Any) -> str | None:
     if isinstance(activation, functools.partial):
         is_tanh = activation.func is F.gelu and not activation.args and activation.keywords == {"approximate": "tanh"}
         return "gelu_tanh" if is_tanh else None
-    for function, name in _FUNCTIONS:
-        if activation is function:
-            return name
-    return None
+    return next((name for function, name in _FUNCTIONS if activation is function), None)
 
 
 def _named(activation: Any) -> str:

@@ -1,4 +1,4 @@
-"""Layers whose frozen weights are kept as FP8 casts only: their use in a forward, and how they are saved."""
+"""Layers whose weights exist as FP8 casts only: their use in a forward, and how frozen ones are saved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.modules.frozen_weight import FrozenWeight, frozen
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter, frozen, is_frozen
 from lightning_fp8.modules.gemm import Gemm, Layer
 from lightning_fp8.modules.stamp import Stamped
 from lightning_fp8.ops.amaxes import scale_of_current
@@ -18,17 +18,17 @@ from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.ops.operand import Fp8Operand
 
 
-def frozen_operand(gemm: Gemm, weight: FrozenWeight) -> tuple[Tensor, Fp8Operand]:
+def fp8_only_operand(gemm: Gemm, weight: Fp8Parameter) -> tuple[Tensor, Fp8Operand]:
     """``[N, K]`` for autograd, and the operand of the GEMMs. After each change, updates the state as a cast does."""
-    if not torch.compiler.is_compiling() and gemm.weight_cast.frozen_seen is not weight.scale_inv:
-        gemm.weight_cast.frozen_seen = weight.scale_inv
-        _note(gemm, weight)
     scale_inv = weight.scale_inv
-    operand = Fp8Operand(*weight.operand_payloads(), scale_inv, scale_inv, gemm.slots["weight", True].format)
+    if not torch.compiler.is_compiling() and gemm.weight_cast.frozen_seen is not scale_inv and is_frozen(weight):
+        gemm.weight_cast.frozen_seen = scale_inv
+        _note(gemm, weight)
+    operand = Fp8Operand(*weight.operand_payloads(), scale_inv, scale_inv, weight.content.format.name)
     return weight.place_in_graph(), operand
 
 
-def _note(gemm: Gemm, weight: FrozenWeight) -> None:
+def _note(gemm: Gemm, weight: Fp8Parameter) -> None:
     # computed from the amax: the inverse of `scale_inv` may differ in the last bit
     gemm.state.note_weight(gemm.slots["weight", True].index, weight.largest, scale_of_current(weight.largest, E4M3))
 
@@ -36,7 +36,7 @@ def _note(gemm: Gemm, weight: FrozenWeight) -> None:
 def with_master(gemm: Gemm, weight: Tensor) -> Tensor:
     """A weight that was to be kept in FP8 only and is not, as a plain tensor. Warns once for each model."""
     if not (torch.compiler.is_compiling() or weight.requires_grad) and gemm.model.notices.is_first("master"):
-        is_changed = isinstance(weight, FrozenWeight)
+        is_changed = isinstance(weight, Fp8Parameter)
         what = "changed in place, as by merging an adapter" if is_changed else "replaced, as by `fully_shard`"
         warnings.warn(
             f"The weight of {gemm.name!r} was to be kept in FP8 only and has been {what}, or is not finite. It, and any"
@@ -44,7 +44,7 @@ def with_master(gemm: Gemm, weight: Tensor) -> Tensor:
             " to FP8 again, call `lightning_fp8.convert(model, frozen_weights='fp8')`.",
             stacklevel=2,
         )
-    return weight.dequantized() if isinstance(weight, FrozenWeight) else weight
+    return weight.dequantized() if isinstance(weight, Fp8Parameter) else weight
 
 
 def free_masters(layer: Layer) -> None:
@@ -54,35 +54,34 @@ def free_masters(layer: Layer) -> None:
         if made is not None:
             replace_weight(cast(nn.Module, layer), gemm, weight, made)
     for gemm, weight in layer.gemms():
-        if isinstance(weight, FrozenWeight) and weight.is_fp8:
+        if is_frozen(weight) and weight.is_fp8:
             # compiled code does not store it in the state
             _note(gemm, weight)
 
 
 def save_values(layer: Layer, saved: dict[str, Any], prefix: str) -> None:
-    """Replace the layer's FP8 parameters in a ``state_dict`` by their values. Warns once for each model."""
+    """Replace the layer's frozen FP8 parameters in a ``state_dict`` by their values. Warns once for each model."""
     held = frozen_parameters(cast(nn.Module, layer))
     for name, weight in held.items():
         saved[f"{prefix}{name}"] = weight.dequantized()
     model = next(iter(layer.fp8.values())).model
-    gemms = cast(list[Gemm], list(model.gemms.values())) if held else []
-    rounded = what_was_rounded(gemm.weight for gemm in gemms)
-    if rounded is not None and model.notices.is_first("rounding"):
+    if what_was_rounded(held.values()) is not None and model.notices.is_first("rounding"):
         warnings.warn(
-            f"state_dict: {rounded}. It holds the rounded values, in the dtypes of the masters. Where that is not what"
-            " you want, save the adapters only, or convert with `frozen_weights='master'`.",
+            f"state_dict: {what_was_rounded(cast(Gemm, gemm).weight for gemm in model.gemms.values())}. It holds the"
+            " rounded values, in the dtypes of the masters. Where that is not what you want, save the adapters only,"
+            " or convert with `frozen_weights='master'`.",
             stacklevel=2,
         )
 
 
-def frozen_parameters(layer: nn.Module) -> dict[str, FrozenWeight]:
-    """The FP8 parameters that a layer holds itself, by name."""
+def frozen_parameters(layer: nn.Module) -> dict[str, Fp8Parameter]:
+    """The frozen FP8 parameters that a layer holds itself, by name."""
     own: dict[str, Any] = layer._parameters
-    return {name: weight for name, weight in own.items() if isinstance(weight, FrozenWeight)}
+    return {name: weight for name, weight in own.items() if is_frozen(weight)}
 
 
 @contextmanager
-def frozen_parameters_apart(layer: nn.Module) -> Iterator[dict[str, FrozenWeight]]:
+def frozen_parameters_apart(layer: nn.Module) -> Iterator[dict[str, Fp8Parameter]]:
     """Take FP8 parameters out of the layer: ``nn.Module._apply`` would replace their ``.data``, or swap them."""
     held = frozen_parameters(layer)
     layer._parameters.update(dict.fromkeys(held))
@@ -110,7 +109,7 @@ def what_was_rounded(weights: Iterable[Tensor | None]) -> str | None:
     errors = {
         weight.content.name: weight.content.error
         for weight in weights
-        if isinstance(weight, FrozenWeight) and weight.is_fp8 and weight.content.error > 0
+        if is_frozen(weight) and weight.is_fp8 and weight.content.error > 0
     }
     if not errors:
         return None

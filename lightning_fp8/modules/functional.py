@@ -13,15 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.frozen_layers import frozen_operand, with_master
-from lightning_fp8.modules.frozen_weight import FrozenWeight
-from lightning_fp8.modules.gathered_weight import GatheredWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
+from lightning_fp8.modules.frozen_layers import fp8_only_operand, with_master
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_stale
 from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
-from lightning_fp8.ops.library import can_keep_copies, is_k_major
+from lightning_fp8.ops.library import can_keep_copies, is_k_major, is_watched
 from lightning_fp8.ops.operand import Fp8Operand
 from lightning_fp8.scaling.precision import LayerPrecision
 
@@ -92,14 +91,10 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
         return Fp8Weight(weight.t() if kept.k_by_n else weight, made, True)
     if not torch.compiler.is_compiling():
         gemm.model.on_stale_weight(gemm)
-    if isinstance(parameter, FrozenWeight) and parameter.is_fp8:
-        return Fp8Weight(*frozen_operand(gemm, parameter))
+    if isinstance(parameter, Fp8Parameter) and parameter.is_fp8:
+        return Fp8Weight(*fp8_only_operand(gemm, parameter))
     if kept.fp8_only:
         weight = parameter = with_master(gemm, parameter)
-    if isinstance(parameter, GatheredWeight):
-        place, scale_inv = parameter.place_in_graph(), parameter.scale_inv
-        operand = Fp8Operand(*parameter.payloads(gemm.k_by_n), scale_inv, scale_inv, gemm.slots["weight", True].format)
-        return Fp8Weight(gemm.n_by_k(place), operand)
     check_whole(gemm, parameter)
     weight = gemm.n_by_k(weight)
     if kept.is_prepared and is_dynamo_compiling():
@@ -136,7 +131,9 @@ def check_whole(gemm: Gemm, parameter: Tensor) -> None:
         )
 
 
-def cast_input(gemm: Gemm, x: Tensor, record: bool, keep: bool, by_rows: bool = True) -> Fp8Operand:
+def cast_input(
+    gemm: Gemm, x: Tensor, record: bool, keep: bool, by_rows: bool = True, watched: bool = True
+) -> Fp8Operand:
     """x ``[*, K]`` in FP8: by rows if forward needs that (``by_rows``), by columns if backward does (``keep``).
 
     Layers that share x use one cast wherever a change of x would be seen. An inference tensor does not count its
@@ -145,14 +142,17 @@ def cast_input(gemm: Gemm, x: Tensor, record: bool, keep: bool, by_rows: bool = 
     shared, slot = gemm.shared_input, gemm.slots["input", record]
     values = x.detach() if x.dim() == 2 else ops.in_rows(x.detach())
     if shared is None or torch.compiler.is_compiling() or x.is_inference():
-        return ops.cast_operand(values, slot, "none", keep, by_rows)
-    is_first, is_last = (shared.modules[at] == gemm.module for at in (0, -1))
-    made = None if is_first else shared.take(x, gemm.model, record, keep, by_rows, is_last)
-    if made is None:
+        return ops.cast_operand(values, slot, "none", keep, by_rows, watched)
+    is_first, is_last = shared.modules[0] == gemm.module, shared.modules[-1] == gemm.module
+    circumstances = record, gemm.model.changes, gemm.model.histories_fit
+    made: Fp8Operand | None = None if is_first else shared.take("fp8", x, circumstances, is_last)
+    if made is None or (keep and made.columns.dim() != 2) or (by_rows and made.rows.dim() != 2):
         by_columns = keep or (torch.is_grad_enabled() and gemm.followers_need_columns())
-        made = ops.cast_operand(values, slot, "none", by_columns, by_rows)
+        made = ops.cast_operand(values, slot, "none", by_columns, by_rows, watched)
         if not is_last:
-            shared.put(x, gemm.model, record, made, is_first)
+            # a cast that records may begin the histories anew
+            circumstances = record, gemm.model.changes, gemm.model.histories_fit
+            shared.put("fp8", x, circumstances, made, is_first)
     return made
 
 
@@ -168,9 +168,11 @@ def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, re
     if operand is None or gemm.precision.in_bf16:
         return _linear_in_part(gemm, x, weight, bias, record, dtype)
     bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, operand.rows.shape[0])
-    x_fp8 = cast_input(gemm, x, record, keep=parameter.requires_grad and torch.is_grad_enabled())
+    watched, keep = is_watched(x), parameter.requires_grad and torch.is_grad_enabled()
+    x_fp8 = cast_input(gemm, x, record, keep, watched=watched)
     dy = gemm.slots["grad_output", record]
-    return ops.linear(x, parameter, bias, bias_value, x_fp8, operand, dy, dtype)  # type: ignore[no-any-return]
+    linear = ops.linear if watched else ops.linear.cpu
+    return linear(x, parameter, bias, bias_value, x_fp8, operand, dy, dtype)  # type: ignore[no-any-return]
 
 
 def _linear_in_part(
@@ -211,7 +213,13 @@ def _rounded_input(gemm: Gemm, x: Tensor, dtype: torch.dtype) -> Tensor:
     # a compiler merges these casts by itself
     if shared is None or x.dtype == dtype or torch.compiler.is_compiling() or x.is_inference():
         return x.detach().to(dtype)
-    return shared.rounded(x, dtype, shared.modules[-1] == gemm.module)
+    is_first, is_last = shared.modules[0] == gemm.module, shared.modules[-1] == gemm.module
+    made: Tensor | None = shared.take("rounded", x, (dtype,), is_last)
+    if made is None:
+        made = x.detach().to(dtype)
+        if not is_last:
+            shared.put("rounded", x, (dtype,), made, is_first)
+    return made
 
 
 def let_go_of_input(gemm: Gemm) -> None:

@@ -36,23 +36,21 @@ class Fp8FeedForward(nn.Module):
 
     Attributes:
         plain_class: the class before the conversion.
-        part_classes: for a block of two modules, the classes of these modules.
         form: how the class computes the block.
     """
 
     plain_class: ClassVar[type[nn.Module]]
-    part_classes: ClassVar[tuple[type[nn.Module], ...]]
     form: ClassVar[Form]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
-        return _new, (self.plain_class, self.part_classes), *made[2:]
+        return _new, (self.plain_class, self.form), *made[2:]
 
 
-def _new(plain_class: type[nn.Module], part_classes: tuple[type[nn.Module], ...]) -> nn.Module:
-    """An object to unpickle into; of the plain class if its code no longer has a known form."""
-    form = form_of_class(plain_class, part_classes)
-    kind = plain_class if form is None else _fused_class(plain_class, part_classes, form)
+def _new(plain_class: type[nn.Module], form: Form) -> nn.Module:
+    """An object to unpickle into; of the plain class if its code no longer has this form."""
+    is_same = form_of_class(plain_class, dict(zip(form.around, form.classes))) == form
+    kind = _fused_class(plain_class, form) if is_same else plain_class
     return kind.__new__(kind)
 
 
@@ -60,9 +58,9 @@ def fuse_feed_forward(modules: Iterable[nn.Module]) -> None:
     """Give each module of a known form the fused class if the linear layers of a block are converted, else its own."""
     for module in modules:
         kind = plain_class(module)
-        form = known_form(module)
+        form = known_form(module, kind)
         if form is not None and any(map(_can_be_fused, _blocks(module, form))):
-            exchange_class(module, _fused_class(kind, _part_classes(module), form))
+            exchange_class(module, _fused_class(kind, form))
         elif isinstance(module, Fp8FeedForward):
             exchange_class(module, kind)
 
@@ -72,29 +70,26 @@ def notes(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
     found: dict[nn.Module, str] = {}
     for module in modules:
         for base in plain_class(module).__mro__:
-            form = _form_of(module, base) if issubclass(base, nn.Module) else None
+            form = known_form(module, base) if issubclass(base, nn.Module) else None
             if form is not None:
-                found |= _notes_of(module, base, form)
+                for block in _blocks(module, form):
+                    layers = [adapted_layer(part) for part in (*block.first, block.second)]
+                    found.update(dict.fromkeys(layers, _note(module, base, form, block)))
                 break
     return found
 
 
-def _notes_of(module: nn.Module, base: type[nn.Module], form: Form) -> dict[nn.Module, str]:
-    """Like :func:`notes`, for one module, whose class or a base class of it, ``base``, has this form."""
-    found: dict[nn.Module, str] = {}
-    for block in _blocks(module, form):
-        reason = reason_against_fusing(block)
-        if base is not plain_class(module):
-            reason = f"{plain_class(module).__name__} overrides `{form.method}` of {base.__name__}"
-        elif reason is None and not isinstance(module, Fp8FeedForward):
-            reason = "built since the conversion, so call `convert` again"
-        note = "feed-forward fused" if reason is None else f"feed-forward not fused: {reason}"
-        if reason == SHARDED:
-            # sharded only between forwards: FSDP gathers them for each forward
-            note = "feed-forward fused if its weights are gathered"
-        layers = [adapted_layer(part) for part in (*block.first, block.second)]
-        found.update(dict.fromkeys(layers, note))
-    return found
+def _note(module: nn.Module, base: type[nn.Module], form: Form, block: FeedForward) -> str:
+    """Whether a block of a module runs fused; the module's class, or a base class of it, ``base``, has this form."""
+    kind, reason = plain_class(module), reason_against_fusing(block)
+    if base is not kind:
+        reason = f"{kind.__name__} overrides `{form.method}` of {base.__name__}"
+    elif reason is None and not isinstance(module, Fp8FeedForward):
+        reason = "built since the conversion, so call `convert` again"
+    if reason == SHARDED:
+        # sharded only between forwards: FSDP gathers them for each forward
+        return "feed-forward fused if its weights are gathered"
+    return "feed-forward fused" if reason is None else f"feed-forward not fused: {reason}"
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -102,34 +97,37 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return module.plain_class if isinstance(module, (Fp8Module, Fp8FeedForward)) else own_class(module)
 
 
-def known_form(module: nn.Module) -> Form | None:
-    """The form of a module's class, if its method is known and the module has the attributes that it calls."""
-    return _form_of(module, plain_class(module))
+def known_form(module: nn.Module, kind: type[nn.Module]) -> Form | None:
+    """The form of one of a module's classes, if the module has the parts that its method calls."""
+    classes = {name: own_class(part) for name, part in module._modules.items() if part is not None}
+    form = form_of_class(kind, classes)
+    return form if form is not None and all(_has(module, path) for path in form.paths) else None
 
 
-def _form_of(module: nn.Module, kind: type[nn.Module]) -> Form | None:
-    form = form_of_class(kind, _part_classes(module))
-    owner = module.intermediate if form is not None and form.kind == "two modules" else module
-    return form if form is not None and all(hasattr(owner, name) for name in form.names) else None
+def _has(module: nn.Module, path: str) -> bool:
+    *owner, name = path.split(".")
+    return hasattr(_at(module, ".".join(owner)) if owner else module, name)
 
 
-def _part_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
-    parts = [getattr(module, name, None) for name in ("intermediate", "output")]
-    return tuple(own_class(part) for part in parts) if all(isinstance(part, nn.Module) for part in parts) else ()
+def _parts(module: nn.Module, form: Form) -> list[Any]:
+    """The parts that the method of the module calls, in the order of :attr:`Form.paths`."""
+    return list(module._modules.values()) if form.kind == "sequential" else [_at(module, path) for path in form.paths]
+
+
+def _at(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
 
 
 def _steps(module: nn.Module, form: Form) -> list[Step]:
     """What the module's method calls, with each feed-forward block in it as one step."""
-    if form.kind == "sequential":
-        return _joined(list(cast(nn.Sequential, module)))
-    parts = [getattr(module, name) for name in form.names]
-    if form.kind == "chain":
+    parts = _parts(module, form)
+    if form.kind in ("sequential", "chain"):
         return _joined(parts)
-    if form.kind == "gated":
-        gate, up, activation, last = parts
-        return [FeedForward((gate, up), activation, last)]
-    first, activation, last = parts
-    return [FeedForward((first,), activation, last, packed=True)]
+    last, activation, *first = parts
+    around = tuple(_at(module, name) for name in form.around)
+    return [FeedForward(tuple(first), activation, last, around=around, packed=form.kind == "packed")]
 
 
 def _joined(calls: list[Callable[[Tensor], Tensor]]) -> list[Step]:
@@ -162,15 +160,7 @@ def _is_linear(call: object) -> bool:
 
 
 def _blocks(module: nn.Module, form: Form) -> list[FeedForward]:
-    if form.kind == "two modules":
-        return [_block_of_two_modules(module, form)]
     return [step for step in _steps(module, form) if isinstance(step, FeedForward)]
-
-
-def _block_of_two_modules(module: nn.Module, form: Form) -> FeedForward:
-    intermediate, output = cast(nn.Module, module.intermediate), cast(nn.Module, module.output)
-    first, activation = (getattr(intermediate, name) for name in form.names)
-    return FeedForward((first,), activation, cast(nn.Module, output.dense), around=(intermediate, output))
 
 
 def _can_be_fused(block: FeedForward) -> bool:
@@ -188,25 +178,24 @@ def _run_steps(self: Fp8FeedForward, *args: Tensor, **named: Tensor) -> Tensor:
     return x
 
 
-def _run_two_modules(self: Fp8FeedForward, attention_output: Tensor) -> Tensor:
-    intermediate, output = cast(nn.Module, self.intermediate), cast(nn.Module, self.output)
-    is_known = (type(intermediate), type(output)) == self.part_classes
-    block = _block_of_two_modules(self, self.form) if is_known else None
-    if block is None or reason_against_fusing(block) is not None:
-        return cast(Tensor, getattr(self.plain_class, self.form.method)(self, attention_output))
-    y = run_block(block, attention_output)
-    return cast(Tensor, output.LayerNorm(output.dropout(y) + attention_output))  # type: ignore[operator]
+def _run_two_modules(self: Fp8FeedForward, x: Tensor) -> Tensor:
+    form = self.form
+    is_known = tuple(type(_at(self, name)) for name in form.around) == form.classes
+    (block,) = _steps(self, form) if is_known else (None,)
+    if not isinstance(block, FeedForward) or reason_against_fusing(block) is not None:
+        return cast(Tensor, getattr(self.plain_class, form.method)(self, x))
+    dropout, norm = (_at(self, path) for path in form.behind)
+    return cast(Tensor, norm(dropout(run_block(block, x)) + x))
 
 
-_classes: dict[tuple[type[nn.Module], tuple[type[nn.Module], ...], Form], type[Fp8FeedForward]] = {}
+_classes: dict[tuple[type[nn.Module], Form], type[Fp8FeedForward]] = {}
 
 
-def _fused_class(kind: type[nn.Module], part_classes: tuple[type[nn.Module], ...], form: Form) -> type[Fp8FeedForward]:
+def _fused_class(kind: type[nn.Module], form: Form) -> type[Fp8FeedForward]:
     """The one fused class for all modules of a class."""
-    key = kind, part_classes, form
-    if key not in _classes:
+    if (kind, form) not in _classes:
         run = _run_two_modules if form.kind == "two modules" else _run_steps
-        attributes = {"plain_class": kind, "part_classes": part_classes, "form": form, form.method: run}
+        attributes = {"plain_class": kind, "form": form, form.method: run}
         attributes |= {"__doc__": kind.__doc__, "__module__": kind.__module__}
-        _classes[key] = type(f"Fp8{kind.__name__}", (Fp8FeedForward, kind), attributes)
-    return _classes[key]
+        _classes[kind, form] = type(f"Fp8{kind.__name__}", (Fp8FeedForward, kind), attributes)
+    return _classes[kind, form]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.shared_input import SharedInput
 from lightning_fp8.modules.stamp import Stamped, is_sharded, stamps
 from lightning_fp8.modules.weight_cast import KeptCast, WeightCast
@@ -147,13 +147,14 @@ class Gemm:
     def note_sharding(self, weight: Tensor) -> None:
         """Keep no FP8 cast of a sharded weight, as it would hold the whole weight."""
         self.weight_cast.sharded = weight if is_sharded(weight) else None
-        self.weight_cast.is_kept = not isinstance(weight, (DTensor, FrozenWeight))
+        self.weight_cast.is_kept = not isinstance(weight, (DTensor, Fp8Parameter))
         if not self.weight_cast.is_kept:
             self.weight_cast.drop()
 
     def sources(self) -> list[Tensor]:
         """The parameters that the weight is, or is computed from; a sharded one itself, even while it is gathered."""
-        layer, owner = self.layer, self._owner
+        owner = self._owner
+        layer = None if owner is None else owner.layer()
         if layer is None or owner is None or owner.parameter not in layer._parameters:
             return [] if layer is None else list(cast(nn.Module, layer).parameters())
         weight = layer._parameters[owner.parameter]
@@ -165,13 +166,8 @@ class Gemm:
 
     def refer(self) -> None:
         """The histories belong to the weight as it is now."""
-        if self.state.recipe.from_history:
-            self._refer_to(self.sources())
-        else:
-            self.reference = None
-
-    def _refer_to(self, sources: list[Tensor]) -> None:
-        self.reference = Stamped(*sources) if sources and self.state.recipe.from_history else None
+        sources = self.sources() if self.state.config.recipe.from_history else []
+        self.reference = Stamped(*sources) if sources else None
 
     def is_known(self) -> bool:
         """Whether the weight is the one that the histories belong to, as far as it can be known."""
@@ -193,7 +189,7 @@ class Gemm:
         if not changed.isdisjoint(map(id, sources)):
             # compiled code casts it from now on, until it is prepared again
             self.weight_cast.is_prepared = False
-            self._refer_to(sources)
+            self.reference = Stamped(*sources) if self.state.config.recipe.from_history else None
 
     def drop_casts(self) -> None:
         """Keep no cast that was made before."""

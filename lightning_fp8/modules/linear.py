@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.functional import cast_weight, check_input, fp8_linear
 from lightning_fp8.modules.tensor_parallel import parallel_linear
+from lightning_fp8.ops.formats import CASTABLE_DTYPES
 
 
 class Fp8Linear(Fp8Module, nn.Linear):
@@ -33,7 +34,9 @@ class Fp8Linear(Fp8Module, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x ``[*, in_features]`` -> y ``[*, out_features]``; see the class."""
         weight, gemm, record = self.weight, self.fp8[""], self.training and torch.is_grad_enabled()
-        check_input(self, "input", x, weight)
+        fits = weight.dim() == 2 and x.shape[-1:] == weight.shape[1:] and weight.numel()
+        if not fits or x.dtype not in CASTABLE_DTYPES:
+            check_input(self, "input", x, weight)
         if isinstance(weight, DTensor):
             return parallel_linear(gemm, x, weight, self.bias, record)
         return fp8_linear(gemm, x, cast_weight(gemm, weight, record), self.bias, record)

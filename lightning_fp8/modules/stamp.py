@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 
 
 def stamp(tensor: Tensor) -> tuple[Hashable, ...]:
@@ -20,7 +20,7 @@ def stamp(tensor: Tensor) -> tuple[Hashable, ...]:
     """
     if isinstance(tensor, DTensor):
         return id(tensor), tensor._version, *stamp(tensor._local_tensor)
-    if isinstance(tensor, FrozenWeight):
+    if isinstance(tensor, Fp8Parameter):
         return id(tensor), id(tensor.content.scale_inv), id(tensor.content.changed)
     version = None if tensor.is_inference() else tensor._version
     # FSDP1 moves its parameters between a part of their own and one of the gathered whole
@@ -28,14 +28,9 @@ def stamp(tensor: Tensor) -> tuple[Hashable, ...]:
     return id(tensor), version, address, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def is_flattened(tensor: Tensor | None) -> bool:
-    """Whether FSDP1 holds this parameter's values in a flat one."""
-    return getattr(tensor, "_fsdp_flattened", False)
-
-
 def is_sharded(tensor: Tensor | None) -> bool:
     """Whether this process holds only a part of a parameter, except while the whole is gathered."""
-    return isinstance(tensor, DTensor) or is_flattened(tensor)
+    return isinstance(tensor, DTensor) or getattr(tensor, "_fsdp_flattened", False)
 
 
 class Stamped:
@@ -53,9 +48,9 @@ class Stamped:
         self.key: tuple[Hashable, ...] = stamps(tensors)
         self.plain: tuple[Tensor, int, int] | None = None
         first = tensors[0] if len(tensors) == 1 else None
-        if type(first) is Parameter and not (first.is_inference() or is_flattened(first)):
+        if type(first) is Parameter and not (first.is_inference() or is_sharded(first)):
             self.plain = first, first._version, first.data_ptr()
-        self._held = [_held(tensor) for tensor in tensors]
+        self._held = [*map(_held, tensors)]
 
 
 def stamps(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
@@ -65,8 +60,9 @@ def stamps(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
 
 def _held(tensor: Tensor) -> object:
     # not weak references, with which `torch.utils.swap_tensors` would refuse to swap a weight
-    if isinstance(tensor, FrozenWeight):
+    if isinstance(tensor, Fp8Parameter):
         return tensor, tensor.content.scale_inv, tensor.content.changed
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if getattr(tensor, "_fsdp_flattened", False):
+        return tensor
     # an alias keeps the memory, too, when `.data` is replaced
-    return tensor, tensor if is_flattened(tensor) else local.detach()
+    return tensor, (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()

@@ -27,8 +27,7 @@ from lightning_fp8.ops.basic import (
     update_scales,
 )
 from lightning_fp8.ops.dequantize import keep_values
-from lightning_fp8.ops.feed_forward import mlp, mlp_backward
-from lightning_fp8.ops.gated_feed_forward import gated_backward, gated_mlp
+from lightning_fp8.ops.feed_forward import gated_backward, gated_mlp, mlp, mlp_backward
 from lightning_fp8.ops.linear_layer import in_rows, linear, linear_backward
 
 __all__ = [

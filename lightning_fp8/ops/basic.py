@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops import amaxes, blocks, reference
+from lightning_fp8.ops import amaxes, blocks, library, reference
 from lightning_fp8.ops.activations import activate, activated_width
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.library import define, implement, is_k_major, is_watched
-from lightning_fp8.ops.operand import Fp8Operand, OwnScaling, Slot, WeightSlot, new_payloads
+from lightning_fp8.ops.operand import Fp8Operand, Fp8Tensor, OwnScaling, Slot, WeightSlot, new_payloads
 
 # cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M'] uint8, scale_inv [] float32)
 #   v = activation(x) in the dtype of x; payload = sat(v * scale[index]) in fp32, rounded to nearest even. Where
@@ -40,13 +40,14 @@ _CAST_WEIGHT_BLOCKS = define(
 #   ops/cuda/gemm_choice.py. The shape of a scale_inv says what each scale is for: [] the whole operand, [M,
 #   ceil(K/128)] 128 elements along a row, [ceil(M/128), ceil(K/128)] a square. Both operands are in blocks or neither.
 _SCALED_MM = define(
-    "scaled_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, str a_format, str b_format, "
-    'ScalarType out_dtype, bool fast_accumulation, str gemm="auto") -> Tensor'
+    "scaled_mm(Fp8Tensor a, Fp8Tensor b, Tensor? bias, ScalarType out_dtype, bool fast_accumulation, "
+    'str gemm="auto") -> Tensor',
+    ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "a_format", "b_format", "out_dtype", "fast_accumulation", "gemm"),
 )
 # scaled_mm_add_: out [M, N] += scaled_mm(a, b), added in fp32 and rounded once, to accumulate gradients
 _SCALED_MM_ADD = define(
-    "scaled_mm_add_(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, str a_format, "
-    'str b_format, bool fast_accumulation, str gemm="auto") -> ()'
+    'scaled_mm_add_(Tensor(a!) out, Fp8Tensor a, Fp8Tensor b, bool fast_accumulation, str gemm="auto") -> ()',
+    ("out", "a", "b", "a_scale_inv", "b_scale_inv", "a_format", "b_format", "fast_accumulation", "gemm"),
 )
 # update_scales: the end of an optimizer step for all R tensors. amax, scale, fp8_max [R] float32, amax_history [H, D]
 #   float32, newest first, nonfinite_steps [R] int64. For the first D: where amax is finite and > 0 it is pushed into
@@ -76,18 +77,14 @@ def _cast_weight_blocks_fake(weight: Tensor, slot: WeightSlot, layout: str) -> t
 
 
 def _scaled_mm_fake(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
+    a: Fp8Tensor,
+    b: Fp8Tensor,
     bias: Tensor | None,
-    a_format: str,
-    b_format: str,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
     gemm: str = "auto",
 ) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+    return a.payload.new_empty((a.payload.shape[0], b.payload.shape[0]), dtype=out_dtype)
 
 
 def _in_place_fake(*_: Any, **__: Any) -> None:
@@ -105,19 +102,24 @@ cast_weights = cuda.cast_weights
 measure_weights = cuda.measure_weights
 
 
-def cast_operand(x: Tensor, slot: Slot, activation: str, keep: bool, by_rows: bool = True) -> Fp8Operand:
+def cast_operand(
+    x: Tensor, slot: Slot, activation: str, keep: bool, by_rows: bool = True, watched: bool = True
+) -> Fp8Operand:
     """:func:`cast` for the GEMMs on the device of ``x``; by columns too if backward needs that (``keep``).
 
-    Without ``by_rows``, forward does not run in FP8 and the payload by rows may be empty.
+    Without ``by_rows``, forward does not run in FP8 and the payload by rows may be empty. ``watched`` is False if the
+    caller knows that nothing watches operators.
     """
     layout = "rows" if not keep else "both" if by_rows else "columns"
     if slot.own.blocks:
         rows, columns, scale_inv, columns_scale_inv = cast_blocks(activate(x, activation), slot, layout)
         return Fp8Operand(rows, columns, scale_inv, columns_scale_inv, slot.format)
-    if is_k_major(x):
-        rows, columns, scale_inv = cast(x, slot, activation, layout)
+    on_gpu = x.is_cuda or library.cuda_on_cpu
+    run = cast if watched else cast.cuda if on_gpu else cast.cpu
+    if on_gpu:
+        rows, columns, scale_inv = run(x, slot, activation, layout)
         return Fp8Operand(rows, columns, scale_inv, scale_inv, slot.format)
-    rows, _, scale_inv = cast(x, slot, activation, "rows")
+    rows, _, scale_inv = run(x, slot, activation, "rows")
     return Fp8Operand(rows, rows.t(), scale_inv, scale_inv, slot.format)
 
 
@@ -131,9 +133,8 @@ def cast_weight_operand(weight: Tensor, slot: WeightSlot, keep: bool) -> Fp8Oper
 
 def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dtype, gemm: str) -> Tensor:
     """``x @ w^T + bias`` inside an operator: x ``[M, K]``, w ``[N, K]`` -> ``[M, N]``."""
-    return scaled_mm.run(  # type: ignore[no-any-return]
-        x.rows, w.rows, x.scale_inv, w.scale_inv, bias, x.format, w.format, out_dtype, True, gemm
-    )
+    operands = Fp8Tensor(x.rows, x.scale_inv, x.format), Fp8Tensor(w.rows, w.scale_inv, w.format)
+    return scaled_mm.run(*operands, bias, out_dtype, True, gemm)  # type: ignore[no-any-return]
 
 
 def casts_weights_together(weight: Tensor, own: OwnScaling) -> bool:

@@ -7,26 +7,27 @@ once, and its scales by columns are the transpose of those by rows. Nothing here
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8.ops.activations import activation_gradient
 from lightning_fp8.ops.amaxes import BLOCK, by_element, per_row, power_of_2, record_amax, scale_of_current
+from lightning_fp8.ops.backward import gradients
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import (
-    Columns,
     OwnScaling,
     Slot,
     WeightSlot,
     columns_shape,
-    gradient_layout,
     in_layout,
     new_payloads,
     nothing,
 )
-from lightning_fp8.ops.reference import row_chunks, scaled_mm_in_blocks
+from lightning_fp8.ops.reference import row_chunks, scaled_mm
 
 
 def cast(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -63,26 +64,15 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
     return (*in_layout(_payload(weight, per_row(scale, len(weight)), fmt, weight.shape[1]), layout), scale.reciprocal())
 
 
-def linear_backward(
-    dy: Tensor,
-    h: Tensor | None,
-    activation: str,
-    x: Columns,
-    w: Columns,
-    slot: Slot,
-    dx_dtype: torch.dtype,
-    dw_dtype: torch.dtype,
-    bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See the operator ``lightning_fp8::linear_backward``. The two products take different casts of ``dy``."""
+def cast_gradient(
+    dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`cast` of dy, or of the gradient of h from it, and with ``bias`` its column sums, ``[N] float32``."""
     dy = dy if h is None else activation_gradient(h, dy, activation)
-    rows, columns, scale_inv, columns_scale_inv = cast(dy, slot, gradient_layout(x, w))
-    dx, dw, fmt = nothing(dy, dx_dtype), dy.new_empty(dy.shape[1], 0, dtype=dw_dtype), slot.format
-    if w.payload is not None:
-        dx = scaled_mm_in_blocks(rows, w.payload, scale_inv, w.scale_inv, None, fmt, w.format, dx_dtype)
-    if x.payload is not None:
-        dw = scaled_mm_in_blocks(columns, x.payload, columns_scale_inv, x.scale_inv, None, fmt, x.format, dw_dtype)
-    return dx, dw, dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+    return *cast(dy, slot, layout), dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+
+
+linear_backward = functools.partial(gradients, cast_gradient, scaled_mm)
 
 
 def block_scale(amax: Tensor, fmt: Fp8Format, own: OwnScaling) -> Tensor:

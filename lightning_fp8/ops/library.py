@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from lightning_fp8.ops.operand import (
     Columns,
     Fp8Operand,
+    Fp8Tensor,
     Layer,
     Slot,
     WeightSlot,
@@ -48,6 +49,7 @@ cuda_on_cpu = False
 # since a maximum may be taken twice and in any order.
 _PARTS: dict[type[tuple[Any, ...]], str] = {
     Fp8Operand: "Tensor {0}, Tensor {0}_t, Tensor {0}_scale_inv, Tensor {0}_t_scale_inv, str {0}_format",
+    Fp8Tensor: "Tensor {0}, Tensor {0}_scale_inv, str {0}_format",
     Layer: "Tensor {0}_weight, Tensor? {0}_bias, Tensor? {0}_bias_value, Tensor {0}, Tensor {0}_t, "
     "Tensor {0}_scale_inv, Tensor {0}_t_scale_inv, str {0}_format",
     Columns: "Tensor? {0}, Tensor {0}_scale_inv, str {0}_format",
@@ -63,17 +65,28 @@ class Signature(NamedTuple):
     Attributes:
         name: of the operator.
         kinds: for each argument of the functions, the class to flatten; None if the operator takes it as it is.
+        order: for each argument of the operator, its place among the flattened ones; empty if they are in that order.
     """
 
     name: str
     kinds: tuple[type[tuple[Any, ...]] | None, ...]
+    order: tuple[int, ...] = ()
 
-    def assembled(self, flat: Iterable[Any]) -> list[Any]:
+    def assembled(self, flat: Sequence[Any]) -> list[Any]:
         """The functions' arguments, made from the operator's."""
         if not any(self.kinds):
             return [*flat]
-        values = iter(flat)
-        return [next(values) if kind is None else _assemble(kind, values) for kind in self.kinds]
+        values = iter([flat[self.order.index(at)] for at in range(len(flat))] if self.order else flat)
+        made: list[Any] = []
+        for kind in self.kinds:
+            # the dispatcher leaves out what has its default value
+            made.extend(islice(values, 1) if kind is None else (_assemble(kind, values),))
+        return made
+
+    def flattened(self, arguments: Iterable[Any]) -> list[Any]:
+        """The operator's arguments, made from the functions'."""
+        flat = _in_parts(arguments)
+        return [flat[at] for at in self.order if at < len(flat)] if self.order else flat
 
 
 def _assemble(kind: type[tuple[Any, ...]], values: Iterator[Any]) -> Any:
@@ -93,8 +106,8 @@ def _arguments(kind: type[tuple[Any, ...]]) -> int:
     return _PARTS[kind].count(",") + 1
 
 
-def flattened(arguments: Iterable[Any]) -> list[Any]:
-    """The operator's arguments, made from the functions'."""
+def _in_parts(arguments: Iterable[Any]) -> list[Any]:
+    """The functions' arguments, with each value in its parts."""
     # `extend`, because the compiler of torch 2.11 cannot add a named tuple to a list by `+=`
     flat: list[Any] = []
     # an exported or traced program may be loaded in another process, where the handle may belong to another model
@@ -112,7 +125,7 @@ def flattened(arguments: Iterable[Any]) -> list[Any]:
                 flat.append(argument.index)
                 how = how_in_words(argument.format, "", argument.own)
             flat.extend((handle, argument.record, how))
-        elif isinstance(argument, (Fp8Operand, Columns)):
+        elif isinstance(argument, (Fp8Operand, Fp8Tensor, Columns)):
             flat.extend(argument)
         elif isinstance(argument, Layer):
             flat.extend((*argument[:3], *argument.operand))
@@ -121,17 +134,22 @@ def flattened(arguments: Iterable[Any]) -> list[Any]:
     return flat
 
 
-def define(schema: str) -> Signature:
-    """Define an operator by a schema that may name the classes of :mod:`lightning_fp8.ops.operand` as types."""
+def define(schema: str, order: Sequence[str] = ()) -> Signature:
+    """Define an operator by a schema that may name the classes of :mod:`lightning_fp8.ops.operand` as types.
+
+    ``order`` has the names of the operator's arguments, if they are not in the order of the schema.
+    """
     name, arguments, results = re.fullmatch(r"(\w+)\((.*)\) -> (.*)", schema).groups()  # type: ignore[union-attr]
     split = [argument.split(" ", 1) for argument in arguments.split(", ")]
     kinds = tuple(_BY_NAME.get(kind) for kind, _ in split)
-    flat = (
+    flat = ", ".join(
         f"{of} {called}" if kind is None else _PARTS[kind].format(called)
         for (of, called), kind in zip(split, kinds, strict=True)
-    )
-    LIBRARY.define(f"{name}({', '.join(flat)}) -> {results}", tags=_TAGS)
-    return Signature(name, kinds)
+    ).split(", ")
+    names = [argument.split(" ")[1].split("=")[0] for argument in flat]
+    places = tuple(names.index(called) for called in order)
+    LIBRARY.define(f"{name}({', '.join([flat[at] for at in places] or flat)}) -> {results}", tags=_TAGS)
+    return Signature(name, kinds, places)
 
 
 class Operator:
@@ -142,24 +160,28 @@ class Operator:
     Attributes:
         op: torch's operator.
         signature: its arguments.
+        cpu: the function for tensors on a CPU.
+        cuda: the function for tensors on a GPU.
     """
 
     def __init__(self, signature: Signature, cpu: Callable[..., Any], cuda: Callable[..., Any]) -> None:
         self.op = getattr(torch.ops.lightning_fp8, signature.name).default
         self.signature = signature
-        self._cpu, self._cuda = cpu, cuda
+        self.cpu, self.cuda = cpu, cuda
+        self._takes_fp8 = signature.kinds[0] is Fp8Tensor
 
     def __call__(self, *arguments: Any) -> Any:
-        """The operator's result; its first argument is a tensor."""
-        x = arguments[0]
+        """The operator's result; its first argument is a tensor, possibly in FP8."""
+        x = arguments[0][0] if self._takes_fp8 else arguments[0]
         if is_watched(x):
             refuse_transforms()
-            return self.op(*flattened(arguments))
-        return (self._cuda if x.is_cuda or cuda_on_cpu else self._cpu)(*arguments)
+            return self.op(*self.signature.flattened(arguments))
+        return (self.cuda if x.is_cuda or cuda_on_cpu else self.cpu)(*arguments)
 
     def run(self, *arguments: Any) -> Any:
         """The device's function: for use inside another operator, where nothing watches operators."""
-        return (self._cuda if arguments[0].is_cuda or cuda_on_cpu else self._cpu)(*arguments)
+        x = arguments[0][0] if self._takes_fp8 else arguments[0]
+        return (self.cuda if x.is_cuda or cuda_on_cpu else self.cpu)(*arguments)
 
 
 # dynamo calls this instead of tracing it: in torch 2.11 it would take torch's function to be True wherever it compiles
@@ -230,9 +252,24 @@ def with_flat_arguments(signature: Signature, function: Callable[..., Any]) -> C
     return operator
 
 
-def differentiable(
+class Differentiable(torch.autograd.Function):
+    """The base of the functions that compute what differentiable operators do, where nothing watches operators."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Refuse forward-mode differentiation."""
+        raise RuntimeError(_NO_TRANSFORMS)
+
+
+def direct_apply(function: type[Differentiable]) -> Callable[..., Any]:
+    """``function.apply`` without unwrapping the arguments for transforms, which :func:`is_watched` excludes."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
+
+
+def implement_differentiable(
     signature: Signature,
-    inputs: int,
+    positions: Sequence[int],
+    eager: Callable[..., Any],
     forward: Callable[..., Any],
     save: Callable[..., None],
     backward: Callable[..., Sequence[Tensor | None]],
@@ -242,57 +279,21 @@ def differentiable(
 
     Args:
         signature: of the operator.
-        inputs: the number of leading arguments that have gradients; after these come the weight and the bias of each
-            :class:`~lightning_fp8.ops.operand.Layer`.
-        forward: what it computes.
-        save: ``(ctx, output, *arguments)``, saves tensors for backward; with layers, ``ctx.needs`` has a bool for each
-            gradient.
-        backward: ``(ctx, *gradients of the output)``, returns all gradients, in the order given for ``inputs``.
-        fake: the shapes of what it computes.
+        positions: those of the tensors with gradients among the operator's arguments.
+        eager: what runs instead of the operator where nothing watches operators.
+        forward: what the operator computes.
+        save: ``(ctx, output, *arguments)``, saves tensors for backward.
+        backward: ``(ctx, *gradients of the output)``, returns the gradients of ``positions``.
+        fake: the shapes of what the operator computes.
     """
-    layers = [at for at, kind in enumerate(signature.kinds) if kind is Layer]
-    count = inputs + 2 * len(layers)
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:
-            # backward would be given zeros in place of gradients that do not exist, those of payloads among them
-            ctx.set_materialize_grads(False)
-            if layers:
-                ctx.needs, given = ctx.needs_input_grad[:count], given[-1]
-            output = forward(*given)
-            save(ctx, output, *given)
-            return output
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            if gradients[0] is None:
-                return (None,) * len(ctx.needs_input_grad)
-            return *backward(ctx, *gradients), *others
-
-        @staticmethod
-        def jvp(ctx: Any, *tangents: Any) -> Any:
-            raise RuntimeError(_NO_TRANSFORMS)
-
-    Function.__name__ = Function.__qualname__ = f"Fp8{signature.name.title()}"
-    # skips the unwrapping of arguments that `Function.apply` does for transforms, which `is_watched` excludes
-    apply = super(torch.autograd.Function, Function).apply
-    others = (None,) if layers else (None,) * (len(signature.kinds) - inputs)
-
-    def apply_to_layers(*arguments: Any) -> Any:
-        # autograd sees tensors that are arguments, but not those inside an argument
-        return apply(*arguments[:inputs], *(one for at in layers for one in arguments[at][:2]), arguments)
-
-    flat = _flat_positions(signature, inputs)
 
     def save_of_operator(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        if layers:
-            ctx.needs = [ctx.needs_input_grad[at] for at in flat]
+        ctx.needs = [ctx.needs_input_grad[at] for at in positions]
         save(ctx, output, *signature.assembled(inputs))
 
     def gradients_of_operator(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         found: list[Tensor | None] = [None] * len(operator.op._schema.arguments)
-        for at, gradient in zip(flat, backward(ctx, *gradients), strict=True):
+        for at, gradient in zip(positions, backward(ctx, *gradients), strict=True):
             found[at] = gradient
         return tuple(found)
 
@@ -300,15 +301,49 @@ def differentiable(
     LIBRARY.impl(name, with_flat_arguments(signature, forward), "CompositeExplicitAutograd")
     torch.library.register_autograd(qualified, gradients_of_operator, setup_context=save_of_operator, lib=LIBRARY)
     torch.library.register_fake(qualified, with_flat_arguments(signature, fake), lib=LIBRARY)
-    eager = apply_to_layers if layers else apply
     operator = Operator(signature, eager, eager)
     return operator
 
 
-def _flat_positions(signature: Signature, inputs: int) -> list[int]:
-    """The positions of the tensors that have gradients among the operator's arguments."""
-    positions, at = [], 0
-    for number, kind in enumerate(signature.kinds):
-        positions += [at] if number < inputs else [at, at + 1] if kind is Layer else []
+def differentiable_in_layers(
+    signature: Signature,
+    forward: Callable[..., Any],
+    save: Callable[..., None],
+    backward: Callable[..., Sequence[Tensor | None]],
+    fake: Callable[..., Any],
+) -> Operator:
+    """:func:`implement_differentiable` for an operator of an input and several layers, and with the same arguments.
+
+    Gradients are those of the input, and of the weight and the bias of each :class:`~lightning_fp8.ops.operand.Layer`,
+    in the order of the arguments; ``ctx.needs`` has a bool for each.
+    """
+    layers = [at for at, kind in enumerate(signature.kinds) if kind is Layer]
+
+    class Function(Differentiable):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Any:
+            # backward would be given zeros in place of gradients that do not exist, those of payloads among them
+            ctx.set_materialize_grads(False)
+            ctx.needs, arguments = ctx.needs_input_grad[:-1], given[-1]
+            output = forward(*arguments)
+            save(ctx, output, *arguments)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            if gradients[0] is None:
+                return (None,) * len(ctx.needs_input_grad)
+            return *backward(ctx, *gradients), None
+
+    Function.__name__ = Function.__qualname__ = f"Fp8{signature.name.title()}"
+    apply = direct_apply(Function)
+
+    def apply_to_layers(*arguments: Any) -> Any:
+        # autograd sees tensors that are arguments, but not those inside an argument
+        return apply(arguments[0], *(tensor for at in layers for tensor in arguments[at][:2]), arguments)
+
+    positions, at = [0], 0
+    for kind in signature.kinds:
+        positions += [at, at + 1] if kind is Layer else []
         at += 1 if kind is None else _arguments(kind)
-    return positions
+    return implement_differentiable(signature, positions, apply_to_layers, forward, save, backward, fake)

@@ -86,6 +86,21 @@ class Fp8Operand(NamedTuple):
     format: str
 
 
+class Fp8Tensor(NamedTuple):
+    """A tensor in FP8 as one product takes it.
+
+    Attributes:
+        payload: ``[M, K] uint8``; the product sums over K.
+        scale_inv: ``[] float32``, or one for each block: ``[M, ceil(K/128)]`` for 128 elements along a row,
+            ``[ceil(M/128), ceil(K/128)]`` for a square.
+        format: ``"e4m3"`` or ``"e5m2"``.
+    """
+
+    payload: Tensor
+    scale_inv: Tensor
+    format: str
+
+
 class Layer(NamedTuple):
     """A linear layer among the arguments of an operator that runs several.
 
@@ -234,11 +249,6 @@ def in_layout(payload: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """The payload by rows and by columns, each empty if ``layout`` does not include it."""
     rows = payload if layout != "columns" else payload.new_empty(0)
     return rows, by_columns(payload) if layout != "rows" else payload.new_empty(0)
-
-
-def gradient_layout(x: Columns, w: Columns) -> str:
-    """The layout in which the gradient of the output is cast: dgrad takes it by rows, wgrad by columns."""
-    return "rows" if x.payload is None else "columns" if w.payload is None else "both"
 
 
 def nothing(like: Tensor, dtype: torch.dtype) -> Tensor:

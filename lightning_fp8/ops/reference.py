@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.amaxes import BLOCK, as_asked, max_abs, per_row, scale_of_current
+from lightning_fp8.ops.backward import Backward
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.dequantize import DEQUANTIZED_SHIFT, FEW_ELEMENTS, dequantize, has_nan, values_of
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import Columns, Slot, WeightSlot, in_layout
+from lightning_fp8.ops.operand import Fp8Tensor, Slot, WeightSlot, in_layout
 from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.runtime.switch import Switch
 
@@ -97,51 +99,40 @@ def _scaled(x: Tensor, scale: Tensor, fmt: Fp8Format, saturate: bool) -> Tensor:
 
 
 def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
+    a: Fp8Tensor,
+    b: Fp8Tensor,
     bias: Tensor | None,
-    a_format: str,
-    b_format: str,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
     gemm: str = "auto",
 ) -> Tensor:
     """``(a @ b^T) * a_scale_inv * b_scale_inv + bias``; see the operator ``lightning_fp8::scaled_mm``."""
-    if a_scale_inv.dim():
-        return scaled_mm_in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype)
-    out, k = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device), min(a.shape[1], b.shape[1])
+    if a.scale_inv.dim():
+        return scaled_mm_in_blocks(a, b, bias, out_dtype)
+    codes, (m, a_k), (n, b_k) = a.payload, a.payload.shape, b.payload.shape
+    out, k = torch.empty(m, n, dtype=out_dtype, device=codes.device), min(a_k, b_k)
     # oneDNN's bf16 GEMM takes several times as long as fp32 for one row, as in generation
-    operand_dtype = torch.float32 if a.shape[0] <= _FEW_ROWS else _operand_dtype(out_dtype)
-    b_values = values_of(b, b_format)[:, :k].to(operand_dtype).t()
-    scale_inv = _gemm_scale_inv(a_scale_inv, b_scale_inv, a_format, b_format)
+    operand_dtype = torch.float32 if m <= _FEW_ROWS else _operand_dtype(out_dtype)
+    b_values = values_of(b.payload, b.format)[:, :k].to(operand_dtype).t()
+    scale_inv = _gemm_scale_inv(a.scale_inv, b.scale_inv, a.format, b.format)
     addend = None if bias is None else bias.to(out_dtype).to(operand_dtype)
-    a_has_nan = a_format == "e4m3" and a.numel() > FEW_ELEMENTS and has_nan(a, a_format)
-    for rows in row_chunks(a.shape[0], max(a.shape[1], b.shape[0])):
-        a_values = dequantize(a[rows], a_format, a_has_nan)[:, :k].to(operand_dtype)
+    a_has_nan = a.format == "e4m3" and codes.numel() > FEW_ELEMENTS and has_nan(codes, a.format)
+    for rows in row_chunks(m, max(a_k, n)):
+        a_values = dequantize(codes[rows], a.format, a_has_nan)[:, :k].to(operand_dtype)
         _mm_into(out[rows], a_values, b_values, scale_inv, addend)
     return out
 
 
-def scaled_mm_in_blocks(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    bias: Tensor | None,
-    a_format: str,
-    b_format: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def scaled_mm_in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """The same with a scale for each block: partial sums of 128 along K times their scales are added up in fp32."""
-    out, k = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device), min(a.shape[1], b.shape[1])
-    b_values = values_of(b, b_format)[:, :k].t()
-    a_scales = per_row(a_scale_inv, len(a)) * DEQUANTIZED_SHIFT[a_format]
-    b_scales = per_row(b_scale_inv, len(b)).t() * DEQUANTIZED_SHIFT[b_format]
-    for rows in row_chunks(a.shape[0], max(a.shape[1], b.shape[0])):
-        a_values = dequantize(a[rows], a_format)[:, :k]
-        sums = torch.zeros(len(a_values), len(b), dtype=torch.float32)
+    (m, a_k), (n, b_k) = a.payload.shape, b.payload.shape
+    out, k = torch.empty(m, n, dtype=out_dtype, device=a.payload.device), min(a_k, b_k)
+    b_values = values_of(b.payload, b.format)[:, :k].t()
+    a_scales = per_row(a.scale_inv, m) * DEQUANTIZED_SHIFT[a.format]
+    b_scales = per_row(b.scale_inv, n).t() * DEQUANTIZED_SHIFT[b.format]
+    for rows in row_chunks(m, max(a_k, n)):
+        a_values = dequantize(a.payload[rows], a.format)[:, :k]
+        sums = torch.zeros(len(a_values), n, dtype=torch.float32)
         partial = torch.empty_like(sums)
         for number in range(a_scales.shape[1]):
             along_k = slice(number * BLOCK, (number + 1) * BLOCK)
@@ -152,33 +143,14 @@ def scaled_mm_in_blocks(
     return out
 
 
-def scaled_mm_add_(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    a_format: str,
-    b_format: str,
-    fast_accumulation: bool,
-    gemm: str = "auto",
-) -> None:
+def scaled_mm_add_(out: Tensor, a: Fp8Tensor, b: Fp8Tensor, fast_accumulation: bool, gemm: str = "auto") -> None:
     """``out += (a @ b^T) * a_scale_inv * b_scale_inv``; see the operator ``lightning_fp8::scaled_mm_add_``."""
-    out.add_(scaled_mm(a, b, a_scale_inv, b_scale_inv, None, a_format, b_format, torch.float32, fast_accumulation))
+    out.add_(scaled_mm(a, b, None, torch.float32, fast_accumulation))
 
 
-def linear_backward(
-    dy: Tensor,
-    h: Tensor | None,
-    activation: str,
-    x: Columns,
-    w: Columns,
-    slot: Slot,
-    dx_dtype: torch.dtype,
-    dw_dtype: torch.dtype,
-    bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """dgrad, wgrad and bias gradient, each block of ``dy`` cast once; see ``lightning_fp8::linear_backward``."""
+    dy, h, activation, x, w, slot, dx_dtype, dw_dtype, bias = Backward(*arguments)
     if h is not None:
         dy = activation_gradient(h, dy, activation)
     fmt = FORMATS[slot.format]

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fp8.conversion.convert import is_converted, unconvert
@@ -16,21 +19,35 @@ from lightning_fp8.dtypes.attention import DtypeMismatch
 from lightning_fp8.dtypes.storage import store_parameters
 from lightning_fp8.modules.paths import modules_inside
 from lightning_fp8.modules.weight_copy import keep_copies
-from lightning_fp8.plugins.arguments import arguments_of
 from lightning_fp8.plugins.contexts import default_dtype
 from lightning_fp8.plugins.core import PrecisionCore
-from lightning_fp8.plugins.settings import as_torch_dtype
+from lightning_fp8.plugins.settings import arguments_of, as_torch_dtype
 
 
-class Bf16MixedCore(PrecisionCore):
-    """bf16 by autocast, parameters in their own dtypes.
+class Bf16MixedPrecision(PrecisionCore, MixedPrecision):  # type: ignore[misc]
+    """``"bf16-mixed"``: Lightning's ``MixedPrecision``, with the same numerics, without its dtype errors.
 
-    Args: see :class:`~lightning_fp8.Bf16MixedPrecision`.
+    ``Trainer(precision="bf16-mixed")`` makes one with the defaults, unless Lightning's own was kept
+    (:func:`lightning_fp8.plugins.register`). Operations run in bf16 by autocast, parameters keep their dtypes.
+
+    Args:
+        param_dtype: dtype in which parameters are stored, ``torch.float32`` or ``torch.bfloat16``; by default they
+            keep their dtypes.
+        keep_fp32: see :class:`Fp8Precision`.
+        dtype_mismatch: see :class:`Fp8Precision`.
+        weight_copy: keep a bf16 copy of linear and attention weights, made once per optimizer step: one
+            cast per step under gradient accumulation, for two more bytes per parameter.
+        reduce_dtype: dtype in which FSDP sums gradients over the ranks.
+
+    Raises:
+        ValueError: for an unsupported value, ``weight_copy`` of bf16 parameters; at set-up for a pattern that matches
+            no module.
+        TypeError: for a string in place of a sequence of patterns, an argument that belongs to another plugin.
     """
 
     precision = "bf16-mixed"
 
-    @arguments_of("bf16-mixed")
+    @arguments_of("Bf16MixedPrecision", "bf16-mixed")
     def __init__(
         self,
         *,
@@ -40,8 +57,8 @@ class Bf16MixedCore(PrecisionCore):
         weight_copy: bool = False,
         reduce_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        self._asked_param_dtype = None if param_dtype is None else as_torch_dtype("param_dtype", param_dtype)
-        self.param_dtype = self._asked_param_dtype or torch.float32
+        self._stores = param_dtype is not None
+        self.param_dtype = torch.float32 if param_dtype is None else as_torch_dtype("param_dtype", param_dtype)
         if weight_copy and self.param_dtype != torch.float32:
             raise ValueError(
                 "`weight_copy=True` keeps bf16 copies of fp32 weights and needs fp32 parameters,"
@@ -49,37 +66,53 @@ class Bf16MixedCore(PrecisionCore):
             )
         self.weight_copy = weight_copy
         super().__init__(keep_fp32, dtype_mismatch, reduce_dtype)
-
-    @property
-    @override
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings, "param_dtype": self._asked_param_dtype}
+        MixedPrecision.__init__(self, "bf16-mixed", device=self._device_type())
 
     @override
     def _prepare(self, module: nn.Module) -> None:
         _make_plain(module, self.precision)
         # parameters keep their dtypes, as with Lightning's plugin, unless another one was requested
-        if self._asked_param_dtype or self.keep_fp32:
+        if self._stores or self.keep_fp32:
             store_parameters(module, self.param_dtype, self.keep_fp32)
         if self.weight_copy:
             keep_copies(module, leave_alone=modules_inside(module, self.keep_fp32))
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return super().tensor_init_context() if self._asked_param_dtype else nullcontext()
+        return super().tensor_init_context() if self._stores else nullcontext()
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        # Lightning's method rejects fused optimizers, which unscale gradients themselves: in bf16 none are scaled
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
 
-class Bf16TrueCore(PrecisionCore):
-    """Everything in bf16, parameters included.
+class Bf16TruePrecision(PrecisionCore, HalfPrecision):  # type: ignore[misc]
+    """``"bf16-true"``: Lightning's ``HalfPrecision`` in bf16, with the same numerics, without its dtype errors.
 
-    Args: see :class:`~lightning_fp8.Bf16TruePrecision`.
+    ``Trainer(precision="bf16-true")`` makes one with the defaults, unless Lightning's own was kept
+    (:func:`lightning_fp8.plugins.register`). Parameters are stored in bf16, and everything computes in it.
+
+    Args:
+        keep_fp32: see :class:`Fp8Precision`.
+        dtype_mismatch: see :class:`Fp8Precision`.
+        reduce_dtype: dtype in which FSDP sums gradients over the ranks.
+
+    Raises:
+        ValueError: for an unsupported value; at set-up for a pattern that matches no module.
+        TypeError: for a string in place of a sequence of patterns, an argument that belongs to another plugin.
     """
 
     precision = "bf16-true"
     param_dtype = torch.bfloat16
     _autocasts = False
 
-    @arguments_of("bf16-true")
+    @arguments_of("Bf16TruePrecision", "bf16-true")
     def __init__(
         self,
         *,

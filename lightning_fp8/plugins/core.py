@@ -1,18 +1,23 @@
-"""The base classes of the precision plugins of all modes, for the Trainer and for Fabric."""
+"""The base class of the precision plugins of all modes."""
 
 from __future__ import annotations
 
+import copy
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.precision.precision import Precision
+from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_fp8.dtypes.attention import DTYPE_MISMATCH, AttentionDtypes, DtypeMismatch
@@ -20,14 +25,16 @@ from lightning_fp8.dtypes.encoder import layers_own_forwards
 from lightning_fp8.dtypes.storage import agree_inputs, release_inputs
 from lightning_fp8.modules.paths import as_patterns, check_patterns_among, named_modules
 from lightning_fp8.modules.weight_copy import drop_copies
-from lightning_fp8.plugins.arguments import ARGUMENTS
 from lightning_fp8.plugins.contexts import autocast, default_dtype
 from lightning_fp8.plugins.settings import as_torch_dtype
 from lightning_fp8.runtime.choice import check_choice
 
 
-class PrecisionCore(Precision):
+class PrecisionCore(FSDPPrecision):
     """Contexts and dtypes that all modes share; a subclass is one mode and prepares models for it.
+
+    One object serves a Trainer with any strategy: ``FSDPStrategy`` requires Lightning's ``FSDPPrecision``, whose own
+    contexts and dtypes are all replaced. For Fabric, see :class:`~lightning_fp8.plugins.fabric.FabricPrecision`.
 
     Attributes:
         precision: the precision string of the mode.
@@ -36,8 +43,6 @@ class PrecisionCore(Precision):
     """
 
     precision: Any
-    # all strings that select this class, if there are others than `precision`
-    precisions: tuple[str, ...] = ()
     param_dtype: torch.dtype
     compute_dtype = torch.bfloat16
     # arguments that are patterns on module paths
@@ -47,26 +52,31 @@ class PrecisionCore(Precision):
         self, keep_fp32: Sequence[str], dtype_mismatch: DtypeMismatch, reduce_dtype: torch.dtype | str
     ) -> None:
         check_choice("`dtype_mismatch`", dtype_mismatch, DTYPE_MISMATCH)
+        precision = self.precision
+        # Lightning's plugin has no FP8
+        FSDPPrecision.__init__(self, "bf16-true" if precision == "bf16-true" else "bf16-mixed")
+        self.precision = precision
         self.keep_fp32 = as_patterns(keep_fp32, "keep_fp32")
         self.dtype_mismatch = dtype_mismatch
         self.reduce_dtype = as_torch_dtype("reduce_dtype", reduce_dtype)
-        self._attention = AttentionDtypes(self.compute_dtype, dtype_mismatch)
-        self._init_lightning()
+        self._forget_models()
 
-    def _init_lightning(self) -> None:
-        """Call the ``__init__`` of the Lightning plugin that a class also derives from."""
+    def unused(self) -> Self:
+        """A plugin with the same settings that has had no model yet."""
+        plugin = copy.copy(self)
+        plugin._forget_models()
+        return plugin
+
+    def _forget_models(self) -> None:
+        self._attention = AttentionDtypes(self.compute_dtype, self.dtype_mismatch)
+
+    def check_fsdp(self) -> None:
+        """Raise a ValueError for settings that do not work under ``FSDPStrategy``."""
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The constructor arguments, to make a plugin of the same mode for another front end or strategy."""
-        return {name: getattr(self, name) for name in ARGUMENTS[self.precision]}
-
-    @classmethod
-    def of_string(cls, precision: str) -> Self:
-        """A plugin with the defaults of a precision string."""
-        plugin = cls()  # type: ignore[call-arg]
-        plugin.precision = precision
-        return plugin
+    def mixed_precision_config(self) -> FSDPMixedPrecision:
+        """The dtypes in which parameters are gathered and gradients are summed over the ranks; buffers keep theirs."""
+        return FSDPMixedPrecision(param_dtype=self.compute_dtype, reduce_dtype=self.reduce_dtype)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -85,6 +95,10 @@ class PrecisionCore(Precision):
     @abstractmethod
     def _prepare(self, module: nn.Module) -> None:
         """Store parameters and convert layers of a model as the mode requires."""
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return as_dtype(data, torch.bfloat16) if self.precision == "bf16-true" else data
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
@@ -112,52 +126,68 @@ class PrecisionCore(Precision):
         with layers_own_forwards(), self._attention.context():
             yield
 
+    def backward_context(self) -> AbstractContextManager[None]:
+        """Context of a backward."""
+        return self.recomputation_context()
+
+    def step_context(self) -> AbstractContextManager[None]:
+        """Context of an optimizer step."""
+        return nullcontext()
+
     @override
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        with self.recomputation_context():
+        with self.backward_context():
             super().backward(*args, **kwargs)
 
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        # once, however often the optimizer calls the closure
+        with self.step_context():
+            return super().optimizer_step(*args, **kwargs)
+
+    @override
+    def _clip_gradients(
+        self,
+        model: Any,
+        optimizer: Any,
+        clip_val: int | float | None = None,
+        gradient_clip_algorithm: GradClipAlgorithmType | None = None,
+    ) -> None:
+        # Lightning's method clips only for its own LightningModule, and does nothing for that of `pytorch_lightning`
+        if model.automatic_optimization:
+            values: dict[str, Any] = {"gradient_clip_val": clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
+            call._call_lightning_module_hook(model.trainer, "configure_gradient_clipping", optimizer, **values)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:  # type: ignore[override]
+        # under `FSDPStrategy`, which alone has this, Lightning raises: a process has the norm of its shards only
+        is_fsdp = hasattr(getattr(self._trainer, "strategy", None), "mixed_precision_config")
+        (FSDPPrecision if is_fsdp else Precision).clip_grad_by_norm(self, optimizer, clip_val)
+
     def _autocast(self) -> AbstractContextManager[Any]:
-        if not self._autocasts:
-            return nullcontext()
-        return autocast(self._device_type(), self.compute_dtype)
+        return autocast(self._device_type(), self.compute_dtype) if self._autocasts else nullcontext()
 
     @property
     def _autocasts(self) -> bool:
         return self.compute_dtype == torch.bfloat16
 
+    @property
+    def _model(self) -> nn.Module | None:
+        return self._attention.models[-1]() if self._attention.models else None
+
+    @property
+    def _trainer(self) -> pl.Trainer | None:
+        return getattr(self._model, "_trainer", None)
+
     def _device_type(self) -> str:
         # Read at each step, because plugins convert a model before the strategy moves it.
-        module = self._attention.models[-1]() if self._attention.models else None
+        module = self._model
         parameter = next(module.parameters(), None) if module is not None else None
         if parameter is not None and parameter.device.type != "meta":
             return parameter.device.type
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-class FSDPCore(PrecisionCore):
-    """A precision for ``FSDPStrategy``; a subclass names the Lightning plugin that its strategy requires."""
-
-    _lightnings: type[Any]
-
-    @override
-    def _init_lightning(self) -> None:
-        precision = self.precision
-        # Lightning's plugin has no FP8; our contexts and dtypes replace all of its own
-        self._lightnings.__init__(self, "bf16-true" if precision == "bf16-true" else "bf16-mixed")
-        self.precision = precision
-
-    @property
-    def mixed_precision_config(self) -> FSDPMixedPrecision:
-        """The dtypes in which parameters are gathered and gradients are summed over the ranks; buffers keep theirs."""
-        return FSDPMixedPrecision(param_dtype=self.compute_dtype, reduce_dtype=self.reduce_dtype)
-
-
 def as_dtype(data: Any, dtype: torch.dtype) -> Any:
     """Cast the floating point tensors of a batch to ``dtype``, and leave everything else as it is."""
     return apply_to_collection(data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
-def by_string(*plugins: type[PrecisionCore]) -> dict[str, type[Any]]:
-    """Classes of plugins by each of their precision strings."""
-    return {precision: plugin for plugin in plugins for precision in plugin.precisions or (plugin.precision,)}

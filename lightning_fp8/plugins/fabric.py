@@ -1,78 +1,78 @@
-"""The precision plugins of ``lightning.fabric.Fabric``."""
+"""A precision plugin as ``lightning.fabric.Fabric`` calls it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision
+from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.plugins.precision.fsdp import FSDPPrecision
 from lightning.fabric.utilities.types import Optimizable
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from typing_extensions import override
 
-from lightning_fp8.plugins.bf16 import Bf16MixedCore, Bf16TrueCore
-from lightning_fp8.plugins.core import FSDPCore, PrecisionCore, as_dtype, by_string
-from lightning_fp8.plugins.fp8 import Fp8Core
+from lightning_fp8.plugins.core import PrecisionCore, as_dtype
 
 
-class _FabricPrecision(PrecisionCore):
+class FabricPrecision(MixedPrecision, FSDPPrecision):  # type: ignore[misc]
+    """One of this package's plugins in Fabric, with any strategy. Fabric makes it from a string or a plugin.
+
+    As with Fabric's own mixed precision, floating point inputs of ``forward`` arrive in the compute dtype, and outputs
+    leave in the default dtype. ``optimizer.step`` updates the scales of every model set up; ``fabric.save`` and
+    ``fabric.load`` take them along.
+
+    Args:
+        plugin: the plugin whose settings apply.
+
+    Attributes:
+        plugin: one with the same settings, of this Fabric alone.
+    """
+
+    precision: Any
+
+    def __init__(self, plugin: PrecisionCore) -> None:
+        self.plugin = plugin.unused()
+        super().__init__("bf16-mixed", device="")
+        self.precision = plugin.precision
+        self._desired_input_dtype = plugin.compute_dtype
+
+    @property
+    def mixed_precision_config(self) -> FSDPMixedPrecision:
+        """See :class:`~lightning_fp8.plugins.core.PrecisionCore`."""
+        return self.plugin.mixed_precision_config
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return self.plugin.convert_module(module)
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return self.plugin.tensor_init_context()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self.plugin.module_init_context()
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self.plugin.forward_context()
+
     @override
     def convert_input(self, data: Any) -> Any:
-        return as_dtype(data, self.compute_dtype)
+        return as_dtype(data, self.plugin.compute_dtype)
 
     @override
     def convert_output(self, data: Any) -> Any:
         return as_dtype(data, torch.get_default_dtype())
 
-
-class Fp8FabricPrecision(_FabricPrecision, Fp8Core):
-    """:class:`~lightning_fp8.Fp8Precision` for Fabric: ``optimizer.step`` updates the scales of every model set up.
-
-    ``Fabric(precision="fp8-delayed")`` makes one, and so does ``Fabric(plugins=Fp8Precision(...))``. As with Fabric's
-    own mixed precision, floating point inputs of ``forward`` arrive in the compute dtype, and outputs leave in the
-    default dtype. ``fabric.save`` and ``fabric.load`` take the scales of a model along.
-    """
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with self.plugin.backward_context():
+            super().backward(*args, **kwargs)
 
     @override
-    def optimizer_step(self, optimizer: Optimizable, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        with self._discarding():
-            result = optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
-        self._update_scales()
-        return result
-
-
-class Bf16MixedFabricPrecision(_FabricPrecision, Bf16MixedCore, MixedPrecision):
-    """Fabric's ``MixedPrecision`` in bf16 with this package's additions."""
-
-    @override
-    def _init_lightning(self) -> None:
-        MixedPrecision.__init__(self, "bf16-mixed", device=self._device_type())
-
-
-class Bf16TrueFabricPrecision(_FabricPrecision, Bf16TrueCore, HalfPrecision):  # type: ignore[misc]
-    """Fabric's ``HalfPrecision`` in bf16 with this package's additions."""
-
-    @override
-    def _init_lightning(self) -> None:
-        HalfPrecision.__init__(self, "bf16-true")
-
-
-class _FSDP(FSDPCore, _FabricPrecision, FSDPPrecision):
-    _lightnings = FSDPPrecision
-
-
-class Fp8FabricFSDPPrecision(Fp8FabricPrecision, _FSDP):
-    """:class:`Fp8FabricPrecision` for Fabric's ``FSDPStrategy``."""
-
-
-class Bf16MixedFabricFSDPPrecision(_FSDP, Bf16MixedCore):
-    """:class:`Bf16MixedFabricPrecision` for Fabric's ``FSDPStrategy``."""
-
-
-class Bf16TrueFabricFSDPPrecision(_FSDP, Bf16TrueCore):
-    """:class:`Bf16TrueFabricPrecision` for Fabric's ``FSDPStrategy``."""
-
-
-FABRIC_PLUGINS = by_string(Fp8FabricPrecision, Bf16MixedFabricPrecision, Bf16TrueFabricPrecision)
-FABRIC_FSDP_PLUGINS = by_string(Fp8FabricFSDPPrecision, Bf16MixedFabricFSDPPrecision, Bf16TrueFabricFSDPPrecision)
+    def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
+        with self.plugin.step_context():
+            return super().optimizer_step(optimizer, **kwargs)

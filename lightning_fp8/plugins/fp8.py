@@ -1,48 +1,94 @@
-"""The ``"fp8-"`` precisions: layers in FP8, the rest in bf16 by autocast, over fp32 masters."""
+"""``"fp8-delayed"``, ``"fp8-current"`` and ``"fp8-block"``: layers in FP8, the rest in bf16 by autocast."""
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fp8.conversion.convert import carry_out_for_run, unconvert
+from lightning_fp8.conversion.convert import carry_out_for_run, is_converted, scaling_state, unconvert
 from lightning_fp8.conversion.coverage import coverage
-from lightning_fp8.conversion.min_features import check_min_features
 from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
-from lightning_fp8.conversion.products import as_bf16_blocks, as_overrides
+from lightning_fp8.conversion.settings import checked_settings
 from lightning_fp8.dtypes.attention import DtypeMismatch
 from lightning_fp8.dtypes.storage import float64_parameter, store_parameters
 from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
 from lightning_fp8.modules.paths import as_patterns
-from lightning_fp8.ops.cuda.gemm_choice import check_gemm
-from lightning_fp8.plugins.arguments import arguments_of, recipe_argument
-from lightning_fp8.plugins.core import FSDPCore, PrecisionCore
-from lightning_fp8.plugins.notices import warn_first_process_once
-from lightning_fp8.plugins.settings import FP8_PRECISIONS, GemmString, as_torch_dtype
-from lightning_fp8.scaling.config import FrozenWeights, check_frozen_weights
+from lightning_fp8.plugins.core import PrecisionCore
+from lightning_fp8.plugins.loops import LoopWeights
+from lightning_fp8.plugins.settings import FP8_PRECISIONS, GemmString, arguments_of, as_torch_dtype, recipe_argument
+from lightning_fp8.runtime.warn_once import warn_once
+from lightning_fp8.scaling.config import FrozenWeights
+from lightning_fp8.scaling.model import Fp8Model
+from lightning_fp8.scaling.notices import FORWARDS_BEFORE_TRAINING
 from lightning_fp8.scaling.recipe import RECIPES, Recipe
+from lightning_fp8.scaling.saved import REMEDY, load_entries
 from lightning_fp8.scaling.state import ScalingState
 
 
-class Fp8Core(PrecisionCore):
-    """Converts models, and holds the scaling states of the converted ones.
+class Fp8Precision(PrecisionCore):
+    """Precision plugin for FP8 training: ``"fp8-delayed"``, or by its recipe ``"fp8-current"`` or ``"fp8-block"``.
 
-    Args: see :class:`~lightning_fp8.Fp8Precision`.
+    ``Trainer(precision="fp8-delayed")`` makes one with the defaults, ``"fp8-current"`` one with ``CurrentScaling()``,
+    and ``"fp8-block"`` one with ``BlockScaling()``; pass one as ``plugins=`` for anything else, to a Trainer or to
+    Fabric.
+
+    Linear and attention layers compute in FP8 (:func:`lightning_fp8.convert`), all other operations in bf16 by
+    autocast, and parameters are fp32 masters. Scales are updated once per optimizer step, after backward, never in
+    evaluation. The scaling state is part of the Lightning checkpoint. A model without a layer that can run in FP8, or
+    whose layers the settings all exclude, trains without FP8, and a warning says why.
+
+    Evaluation runs the same code as training (``nn.TransformerEncoder`` included), and the operands of
+    ``scaled_dot_product_attention`` are cast to one dtype, as under :class:`Bf16MixedPrecision` and
+    :class:`Bf16TruePrecision`.
+
+    Args:
+        recipe: how scales are computed: a :class:`~lightning_fp8.DelayedScaling` (the default), a
+            :class:`~lightning_fp8.CurrentScaling`, a :class:`~lightning_fp8.BlockScaling`, the precision string of one
+            of them, or a mapping of fields: those of ``DelayedScaling``, unless ``precision`` selects another recipe,
+            as in ``{"precision": "fp8-current", "margin": 1}``. May be given by position.
+        ignore_modules: ``fnmatch`` patterns on module paths; matching modules, and everything inside them, are not
+            converted.
+        param_dtype: dtype in which parameters are stored, ``torch.float32`` (the default) or ``torch.bfloat16``.
+        compute_dtype: dtype of everything that is not FP8, ``torch.bfloat16`` or ``torch.float32``.
+        keep_fp32: patterns on module paths; matching modules are stored and run in fp32, are not converted, and
+            return outputs in the dtype of their inputs.
+        dtype_mismatch: what to do where query, key, value or mask of ``scaled_dot_product_attention`` differ in dtype:
+            ``"align"`` casts them to the compute dtype, ``"warn"`` also says where, ``"error"`` raises.
+        reduce_dtype: dtype in which FSDP sums gradients over the ranks.
+        fp8_all_gather: under ``ModelParallelStrategy`` with ``fully_shard``, gather the weights of converted layers in
+            FP8: half the bytes of bf16, bit-identical numbers. These layers cannot fall back.
+        gemm: the backend of FP8 GEMMs on a GPU: ``"auto"``, ``"rawkernel"`` or ``"cublaslt"``. This argument and those
+            below are those of :func:`lightning_fp8.convert`; by default they leave a converted model as it is.
+        min_features: layers with fewer features in or out are not converted: 16 by default, 0 for all.
+        adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too.
+        frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights, one byte per parameter: for adapters on a
+            frozen base. Checkpoints hold the rounded values. Not under FSDP.
+        overrides: by pattern on module paths, the precision of a layer's products in place of the recipe's, such as
+            ``{"blocks.0": "bf16", "*.down": {"wgrad": "bf16"}}``.
+        bf16_blocks: how many of the first and of the last blocks of the longest ``nn.ModuleList`` stay in bf16.
+
+    Raises:
+        ValueError: for an unsupported value, settings that contradict each other, a recipe field out of range; at
+            set-up for a pattern that matches no module.
+        TypeError: for a recipe of another kind, a string in place of a sequence of patterns, an argument that belongs
+            to another plugin.
     """
 
     precision = "fp8-delayed"
-    precisions = FP8_PRECISIONS
     _patterns = ("ignore_modules", "keep_fp32")
 
-    @arguments_of(*FP8_PRECISIONS)
+    @arguments_of("Fp8Precision", *FP8_PRECISIONS)
     def __init__(
         self,
         recipe: Recipe | str | dict[str, Any] | None = None,
@@ -61,15 +107,13 @@ class Fp8Core(PrecisionCore):
         overrides: dict[str, str | dict[str, str]] | None = None,
         bf16_blocks: tuple[int, int] | None = None,
     ) -> None:
-        check_gemm(gemm)
-        if min_features is not None:
-            check_min_features(min_features)
-        check_frozen_weights(frozen_weights)
-        if frozen_weights == "fp8" and isinstance(self, FSDPCore):
-            raise ValueError(
-                "`frozen_weights='fp8'` does not work under FSDP, which shards masters. Use DDP, or leave the argument"
-                " out."
-            )
+        given = checked_settings(
+            gemm=gemm,
+            min_features=min_features,
+            frozen_weights=frozen_weights,
+            overrides=overrides,
+            bf16_blocks=bf16_blocks,
+        )
         self.recipe = recipe_argument(recipe)
         if self.recipe is not None:
             self.precision = self.recipe.precision
@@ -83,30 +127,47 @@ class Fp8Core(PrecisionCore):
         self.min_features = min_features
         self.adapters = adapters
         self.frozen_weights = frozen_weights
-        self.overrides = None if overrides is None else as_overrides(overrides)
-        self.bf16_blocks = None if bf16_blocks is None else as_bf16_blocks(bf16_blocks)
-        self._states: list[ScalingState] = []
-        # converted models without a forward so far: their layers may have been sharded since
-        self._not_run: list[weakref.ref[nn.Module]] = []
+        self.overrides, self.bf16_blocks = given.get("overrides"), given.get("bf16_blocks")
         super().__init__(keep_fp32, dtype_mismatch, reduce_dtype)
 
     @override
-    def _prepare(self, module: nn.Module) -> None:
-        self._refuse_float64(module)
-        # before `store_parameters`, whose dtype may be wider: masters that are freed are never cast to it
-        state = self._convert(module)
-        store_parameters(module, self.param_dtype, self.keep_fp32)
-        if state is not None:
-            self._add_state(state)
-            self._not_run.append(weakref.ref(module))
+    def _forget_models(self) -> None:
+        super()._forget_models()
+        self._states: list[ScalingState] = []
+        # converted models without a forward so far: their layers may have been sharded since
+        self._not_run: list[weakref.ref[nn.Module]] = []
+        # models whose histories fitted their weights before the strategy moved these
+        self._fitting: Sequence[Fp8Model] = ()
+        self._loop_weights = LoopWeights()
 
-    def _refuse_float64(self, module: nn.Module) -> None:
+    @override
+    def check_fsdp(self) -> None:
+        if self.frozen_weights == "fp8":
+            raise ValueError(
+                "`frozen_weights='fp8'` does not work under FSDP, which shards masters. Use DDP, or leave the argument"
+                " out."
+            )
+
+    # Conversion
+
+    @override
+    def _prepare(self, module: nn.Module) -> None:
         name = float64_parameter(module)
         if name is not None:
             raise TypeError(
                 f"The parameter {name!r} is float64, which `{self.precision}` would round."
                 " Call `model.float()` first if that is what you want."
             )
+        # before `store_parameters`, whose dtype may be wider: masters that are freed are never cast to it
+        state = self._convert(module)
+        store_parameters(module, self.param_dtype, self.keep_fp32)
+        if state is not None:
+            if not any(state is known for known in self._states):
+                self._states.append(state)
+            self._not_run.append(weakref.ref(module))
+        if self._trainer is not None:
+            # DDP broadcasts the weights before `connect`: that changes no values
+            self._fitting = [state.model for state in self._states if state.model.look()]
 
     def _convert(self, module: nn.Module) -> ScalingState | None:
         try:
@@ -115,7 +176,7 @@ class Fp8Core(PrecisionCore):
             # layers that an earlier run converted, and that these settings exclude
             unconvert(module)
             without_fp8 = "bf16-mixed" if self.compute_dtype == torch.bfloat16 else "32-true"
-            warn_first_process_once(
+            _warn_once(
                 f"{self.precision}: no layer runs in FP8, and the model computes in {self.compute_dtype}. If you want"
                 f' that, `precision="{without_fp8}"` does the same without this warning. The reason: {reason}'
             )
@@ -124,24 +185,24 @@ class Fp8Core(PrecisionCore):
     def _convert_layers(self, module: nn.Module) -> ScalingState:
         plan = conversion_plan(
             module,
-            self.recipe,
-            self._not_converted,
-            self.gemm,
-            self.min_features,
-            self.adapters or None,
-            self.frozen_weights,
-            self.overrides,
-            self.bf16_blocks,
+            (*self.ignore_modules, *self.keep_fp32),
             RECIPES[self.precision],
+            recipe=self.recipe,
+            gemm=self.gemm,
+            min_features=self.min_features,
+            adapters=self.adapters or None,
+            frozen_weights=self.frozen_weights,
+            overrides=self.overrides,
+            bf16_blocks=self.bf16_blocks,
         )
-        if plan.recipe.precision != self.precision:
+        recipe = plan.config.recipe
+        if recipe.precision != self.precision:
             raise ValueError(
-                f"The model is already converted with {plan.recipe}, but this run has precision={self.precision!r}."
-                f" Pass `precision={plan.recipe.precision!r}`, or call `lightning_fp8.unconvert(model)` first."
+                f"The model is already converted with {recipe}, but this run has precision={self.precision!r}."
+                f" Pass `precision={recipe.precision!r}`, or call `lightning_fp8.unconvert(model)` first."
             )
         was_plain = not plan.converted
-        given = any(one is not None for one in (self.min_features, self.overrides, self.bf16_blocks))
-        state = carry_out_for_run(plan, given or bool(self._not_converted or self.adapters))
+        state = carry_out_for_run(plan)
         if was_plain:
             _say_once(type(module).__qualname__, f"{self.precision}: {coverage(plan)}.")
             self._say_switched(state)
@@ -158,17 +219,7 @@ class Fp8Core(PrecisionCore):
                     f" there: {', '.join(names)}."
                 )
 
-    @property
-    def _not_converted(self) -> tuple[str, ...]:
-        return (*self.ignore_modules, *self.keep_fp32)
-
-    def _add_state(self, state: ScalingState) -> None:
-        if not any(state is known for known in self._states):
-            self._states.append(state)
-
-    def _update_scales(self) -> None:
-        for state in self._states:
-            state.update()
+    # Steps
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
@@ -187,11 +238,6 @@ class Fp8Core(PrecisionCore):
         with self._discarding(), super().forward_context():
             yield
 
-    @override
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        with self._discarding():
-            super().backward(*args, **kwargs)
-
     def _look_at_sharding(self) -> None:
         for known in self._not_run:
             module = known()
@@ -203,6 +249,103 @@ class Fp8Core(PrecisionCore):
                 rank_zero_info(f"{self.precision}: the weights of {len(names)} layers are gathered in FP8.")
         self._not_run.clear()
 
+    @override
+    @contextmanager
+    def backward_context(self) -> Iterator[None]:
+        with self._loop_weights.in_backward(), self._discarding(), super().backward_context():
+            yield
+
+    @override
+    @contextmanager
+    def step_context(self) -> Iterator[None]:
+        with self._discarding():
+            yield
+        for state in self._states:
+            state.update()
+
+    # A run of a Trainer
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        # only the state of this model: the plugin may have been used with another one before
+        self._states = [scaling_state(model)] if is_converted(model) else []
+        for fitting in self._fitting:
+            fitting.take_as_known()
+        self._fitting = ()
+        self._loop_weights = LoopWeights(model)
+        trainer = self._trainer
+        self._allow_forwards(math.inf if trainer is not None and trainer.state.fn == TrainerFn.FITTING else 0)
+        return model, optimizers, lr_schedulers
+
+    def _allow_forwards(self, before_training: float) -> None:
+        for state in self._states:
+            state.model.notices.forwards_before_training = before_training
+
+    @contextmanager
+    def _in_loop(self, record: bool) -> Iterator[None]:
+        with self._loop_weights.in_step(self._trainer, record), self.forward_context():
+            yield
+
+    @override
+    def train_step_context(self) -> Any:
+        return self._in_loop(record=True)
+
+    @override
+    def val_step_context(self) -> Any:
+        if self._trainer is not None and not self._trainer.sanity_checking:
+            self._allow_forwards(0)
+        return self._in_loop(record=False)
+
+    @override
+    def test_step_context(self) -> Any:
+        return self._in_loop(record=False)
+
+    @override
+    def predict_step_context(self) -> Any:
+        return self._in_loop(record=False)
+
+    @override
+    def teardown(self) -> None:
+        self._allow_forwards(FORWARDS_BEFORE_TRAINING)
+        for state in self._states:
+            state.model.notices.on_end(state)
+        self._loop_weights.end()
+        super().teardown()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Lightning keys a plugin's state by its class name; versions before 0.6 had a class of their own for FSDP
+        mine = type(self).__qualname__
+        for other in ("Fp8Precision", "Fp8FSDPPrecision"):
+            if mine not in checkpoint and other in checkpoint:
+                checkpoint[mine] = checkpoint[other]
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The scaling state, keyed by tensor name: empty before set-up, and where no layer runs in FP8."""
+        return self._states[0].state_dict() if self._states else {}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        strict = getattr(self._model, "strict_loading", True)
+        if self._states:
+            load_entries(self._states[0], state_dict, strict)
+            self._say_switched(self._states[0])
+        elif state_dict:
+            names = ", ".join(map(repr, list(state_dict)[:3]))
+            reason = f"The checkpoint has FP8 scales ({names}, ...), but here no layer runs in FP8."
+            if strict:
+                raise ValueError(f"{reason} {REMEDY}")
+            rank_zero_warn(f"{reason} They are skipped.")
+
+
+@rank_zero_only
+def _warn_once(message: str) -> None:
+    """Warn in the process of rank 0, at a line of this package."""
+    warn_once(message)
+
 
 @functools.cache
 def _say_once(kind: str, message: str) -> None:
@@ -212,4 +355,4 @@ def _say_once(kind: str, message: str) -> None:
 
 # Configurations give mappings alone: after `recipe=fp8-current`, jsonargparse would take `recipe.margin=1` for all of
 # the recipe, and of a class it keeps only the fields, which may be those of another class.
-Fp8Core.__init__.__annotations__["recipe"] = dict[str, Any] | None
+Fp8Precision.__init__.__annotations__["recipe"] = dict[str, Any] | None

@@ -13,17 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from torch import nn
-
-from lightning_fp8.conversion.checkpoint_scales import scaling_states
-from lightning_fp8.conversion.kept_scales import keep_scales
 from lightning_fp8.plugins.core import PrecisionCore
-from lightning_fp8.plugins.fabric import FABRIC_FSDP_PLUGINS, FABRIC_PLUGINS
-from lightning_fp8.plugins.fabric_scales import take_scales, with_scales
-from lightning_fp8.plugins.fp8 import Fp8Core
+from lightning_fp8.plugins.fabric import FabricPrecision
 from lightning_fp8.plugins.notices import warn_of_fabric, warn_of_trainer
+from lightning_fp8.plugins.scales import add_scales, keep_loaded_scales, take_scales, with_scales
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, suggestion
-from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
+from lightning_fp8.plugins.trainer import plugin_of
 
 # a module of the package, the path of a value in it, and a function from the old value to the new one
 _Place = tuple[str, str, Callable[[Any], Any]]
@@ -33,7 +28,7 @@ ours: set[str] = set()
 
 
 class FrontEnd(NamedTuple):
-    """The names that differ between the Trainer and Fabric, and our plugins for each.
+    """The names that differ between the Trainer and Fabric.
 
     Attributes:
         name: name of its class.
@@ -42,8 +37,6 @@ class FrontEnd(NamedTuple):
         string_attribute: attribute of the connector with the precision string that the user passed.
         plugin_attribute: attribute of the connector with the plugin that the user passed.
         foreign_strategies: classes of strategies that have their own precision.
-        plugins: ours, by precision string.
-        fsdp_plugins: ours under ``FSDPStrategy``.
         further_places: what is replaced besides the connector's methods.
     """
 
@@ -53,8 +46,6 @@ class FrontEnd(NamedTuple):
     string_attribute: str
     plugin_attribute: str
     foreign_strategies: tuple[str, ...]
-    plugins: Mapping[str, type[Any]]
-    fsdp_plugins: Mapping[str, type[Any]]
     further_places: tuple[_Place, ...]
 
     def missing(self) -> list[str]:
@@ -87,6 +78,34 @@ def _module(name: str) -> Any:
         return import_module(name)
     except ModuleNotFoundError:
         return None
+
+
+def _plugin_maker(front_end: FrontEnd, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    strategies = import_module(f"{front_end.package}.strategies")
+    # a Lightning version without one of them cannot use it
+    foreign = tuple(getattr(strategies, name) for name in front_end.foreign_strategies if hasattr(strategies, name))
+
+    def _check_and_init_precision(connector: Any) -> Any:
+        strategy = connector.strategy
+        plugin, string = getattr(connector, front_end.plugin_attribute), getattr(connector, front_end.string_attribute)
+        if isinstance(plugin, PrecisionCore):
+            string = plugin.precision
+        elif plugin is not None or string not in ours:
+            return original(connector)
+        if isinstance(strategy, foreign):
+            if string in FP8_PRECISIONS or plugin is not None:
+                raise ValueError(
+                    f"`precision={string!r}` by lightning_fp8 does not run under {type(strategy).__name__}, which"
+                    " has its own precision. Use a single-device, DDP, FSDP or ModelParallel strategy, or, with this"
+                    f' one, `{front_end.name}(precision="bf16-mixed")`.'
+                )
+            return original(connector)
+        made = plugin_of(string) if plugin is None else plugin
+        if isinstance(strategy, strategies.FSDPStrategy):
+            made.check_fsdp()
+        return made if front_end.name == "Trainer" else FabricPrecision(made)
+
+    return _check_and_init_precision
 
 
 def _suggesting(original: Callable[..., None]) -> Callable[..., None]:
@@ -124,51 +143,19 @@ def _annotations(module: str) -> tuple[_Place, ...]:
     return (module, "_PRECISION_INPUT", _or_fp8), (module, "_PRECISION_INPUT_STR", _with_fp8)
 
 
-def _saying_at_setup(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(original)
-    def setup_precision_plugin(strategy: Any) -> None:
-        # by now the plugin has converted the model
-        original(strategy)
-        if strategy.lightning_module is not None:
-            warn_of_trainer(strategy.lightning_module, strategy.precision_plugin)
+def _then(after: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Call a function of Lightning, and then ``after`` with its result and its arguments."""
 
-    return setup_precision_plugin
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            after(result, *args, **kwargs)
+            return result
 
+        return replaced
 
-def _saying_at_fabric_setup(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def setup(fabric: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        made = original(fabric, module, *args, **kwargs)
-        warn_of_fabric(module, fabric.strategy.precision)
-        return made
-
-    return setup
-
-
-def _with_scales(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    @functools.wraps(original)
-    def dump_checkpoint(connector: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = original(connector, *args, **kwargs)
-        plugin = connector.trainer.precision_plugin
-        key = type(plugin).__qualname__
-        # with `weights_only`, Lightning leaves out the plugin's state
-        if isinstance(plugin, Fp8Core) and key not in checkpoint and (scales := plugin.state_dict()):
-            checkpoint[key] = scales
-        return checkpoint
-
-    return dump_checkpoint
-
-
-def _keeping_scales(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _load_state(cls: type[Any], checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        made = original(cls, checkpoint, *args, **kwargs)
-        states = list(scaling_states(checkpoint).values())
-        if isinstance(made, nn.Module) and len(states) == 1:
-            keep_scales(made, states[0])
-        return made
-
-    return _load_state
+    return make
 
 
 def _saving_scales(original: Callable[..., None]) -> Callable[..., None]:
@@ -190,36 +177,6 @@ def _loading_scales(original: Callable[..., dict[str, Any]]) -> Callable[..., di
     return load
 
 
-def _plugin_maker(front_end: FrontEnd, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    strategies = import_module(f"{front_end.package}.strategies")
-    # a Lightning version without one of them cannot use it
-    foreign = tuple(getattr(strategies, name) for name in front_end.foreign_strategies if hasattr(strategies, name))
-
-    def _check_and_init_precision(connector: Any) -> Any:
-        strategy = connector.strategy
-        plugin, string = getattr(connector, front_end.plugin_attribute), getattr(connector, front_end.string_attribute)
-        if isinstance(plugin, PrecisionCore):
-            string = plugin.precision
-        elif plugin is not None or string not in ours:
-            return original(connector)
-        if isinstance(strategy, foreign):
-            if string in FP8_PRECISIONS or plugin is not None:
-                raise ValueError(
-                    f"`precision={string!r}` by lightning_fp8 does not run under {type(strategy).__name__}, which"
-                    " has its own precision. Use a single-device, DDP, FSDP or ModelParallel strategy, or, with this"
-                    f' one, `{front_end.name}(precision="bf16-mixed")`.'
-                )
-            return original(connector)
-        is_fsdp = isinstance(strategy, strategies.FSDPStrategy)
-        wanted = (front_end.fsdp_plugins if is_fsdp else front_end.plugins)[string]
-        if plugin is None:
-            return wanted.of_string(string)
-        # A plugin made for the other front end, or for another strategy: only its settings are used.
-        return plugin if isinstance(plugin, wanted) else wanted(**plugin.settings)
-
-    return _check_and_init_precision
-
-
 _TRAINER = FrontEnd(
     "Trainer",
     "lightning.pytorch",
@@ -227,15 +184,13 @@ _TRAINER = FrontEnd(
     "_precision_flag",
     "_precision_plugin_flag",
     ("SingleDeviceXLAStrategy", "XLAStrategy", "DeepSpeedStrategy"),
-    PLUGINS,
-    FSDP_PLUGINS,
     (
         ("", "Trainer.__init__.__annotations__.precision", _or_fp8),
         *_annotations("trainer.trainer"),
         *_annotations("trainer.connectors.accelerator_connector"),
-        ("strategies", "Strategy.setup_precision_plugin", _saying_at_setup),
-        ("trainer.connectors.checkpoint_connector", "_CheckpointConnector.dump_checkpoint", _with_scales),
-        ("core.saving", "_load_state", _keeping_scales),
+        ("strategies", "Strategy.setup_precision_plugin", _then(warn_of_trainer)),
+        ("trainer.connectors.checkpoint_connector", "_CheckpointConnector.dump_checkpoint", _then(add_scales)),
+        ("core.saving", "_load_state", _then(keep_loaded_scales)),
     ),
 )
 _FABRIC = FrontEnd(
@@ -245,14 +200,12 @@ _FABRIC = FrontEnd(
     "_precision_input",
     "_precision_instance",
     ("SingleDeviceXLAStrategy", "XLAStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"),
-    FABRIC_PLUGINS,
-    FABRIC_FSDP_PLUGINS,
     (
         *_annotations("connector"),
         *_annotations("plugins.precision.precision"),
         ("fabric", "_PRECISION_INPUT", _or_fp8),
-        ("", "Fabric.setup", _saying_at_fabric_setup),
-        ("", "Fabric.setup_module", _saying_at_fabric_setup),
+        ("", "Fabric.setup", _then(warn_of_fabric)),
+        ("", "Fabric.setup_module", _then(warn_of_fabric)),
         ("", "Fabric.save", _saving_scales),
         ("", "Fabric.load", _loading_scales),
     ),

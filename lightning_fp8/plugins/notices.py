@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
+from typing import Any
+
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision.precision import Precision
-from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_fp8.conversion.plan import converted
 from lightning_fp8.plugins.core import PrecisionCore
-from lightning_fp8.runtime.warn_once import warn_once
+from lightning_fp8.plugins.fabric import FabricPrecision
 
 
-def warn_of_trainer(model: pl.LightningModule, plugin: Precision) -> None:
+def warn_of_trainer(result: None, strategy: Strategy) -> None:
     """At each run, warn if layers run in FP8 although the Trainer has another precision."""
-    in_fp8 = _in_fp8("Trainer", model, plugin)
-    if in_fp8 is None:
+    # by now the plugin has converted the model
+    model = strategy.lightning_module
+    in_fp8 = None if model is None else _in_fp8("Trainer", model, strategy.precision_plugin)
+    if model is None or in_fp8 is None:
         return
     if model.trainer.state.fn == TrainerFn.FITTING:
         rank_zero_warn(
@@ -32,9 +37,9 @@ def warn_of_trainer(model: pl.LightningModule, plugin: Precision) -> None:
         )
 
 
-def warn_of_fabric(model: nn.Module, plugin: Precision) -> None:
+def warn_of_fabric(result: Any, fabric: Fabric, module: nn.Module, *_: Any, **__: Any) -> None:
     """Whenever a model is set up, warn if layers run in FP8 although Fabric has another precision."""
-    in_fp8 = _in_fp8("Fabric", model, plugin)
+    in_fp8 = _in_fp8("Fabric", module, fabric.strategy.precision)
     if in_fp8 is not None:
         rank_zero_warn(
             f"{in_fp8} This Fabric does not update their scales. Use"
@@ -46,7 +51,7 @@ def warn_of_fabric(model: nn.Module, plugin: Precision) -> None:
 def _in_fp8(runner: str, model: nn.Module, plugin: Precision) -> str | None:
     """Which layers run in FP8 under a plugin of another package, as a sentence; None if there are none."""
     paths = [path or "(root)" for path, layer in converted(model) if layer.in_fp8]
-    if isinstance(plugin, PrecisionCore) or not paths:
+    if isinstance(plugin, PrecisionCore | FabricPrecision) or not paths:
         return None
     layers = "1 converted layer" if len(paths) == 1 else f"{len(paths)} converted layers"
     more = f" and {len(paths) - 6} more" if len(paths) > 6 else ""
@@ -54,9 +59,3 @@ def _in_fp8(runner: str, model: nn.Module, plugin: Precision) -> str | None:
         f"{runner}, precision {getattr(plugin, 'precision', None)!r} ({type(plugin).__name__}): {type(model).__name__}"
         f" has {layers}, which this precision leaves in FP8: {', '.join(paths[:6])}{more}."
     )
-
-
-@rank_zero_only
-def warn_first_process_once(message: str) -> None:
-    """Warn in the process of rank 0, once, at a line of this package."""
-    warn_once(message)

@@ -27,10 +27,12 @@ from importlib import import_module
 from typing import Any
 
 import lightning
-from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.callbacks import Callback
 
+from lightning_fp8.plugins.fabric import FabricPrecision
 from lightning_fp8.plugins.front_ends import FRONT_ENDS, MIRRORS, FrontEnd, ours
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, PRECISIONS
+from lightning_fp8.plugins.trainer import PLUGINS
 from lightning_fp8.runtime.after_import import after_import
 
 # the calls that restore Lightning, newest last; empty when nothing is registered
@@ -104,24 +106,24 @@ def _patch_mirror(mirror: FrontEnd, package: str) -> None:
 
 
 def _share_bases(package: str, mirror: str) -> None:
-    """Make our plugins and callbacks subclasses of the other package's classes too, because its Trainer and command
-    line check for these. The bases of the package that we use come first, so the others are never called.
+    """Make our plugins and callbacks subclasses of the other package's classes too, because its Trainer, strategies and
+    command line check for these. The bases of the package that we use come first, so the others are never called.
     """
-    kinds = list(_our_subclasses(Callback))
-    for front_end in FRONT_ENDS:
-        kinds += [*front_end.plugins.values(), *front_end.fsdp_plugins.values()]
-    for kind in kinds:
-        base = next((base for base in kind.__mro__ if base.__module__.startswith(f"{package}.")), None)
-        if base is None:
-            continue
-        # For callbacks, only the checked base: constructors of further bases would be called with wrong arguments.
-        base = next((checked for checked in (ProgressBar, Callback) if issubclass(base, checked)), base)
-        other = getattr(import_module(mirror + base.__module__.removeprefix(package)), base.__name__)
-        if not issubclass(kind, other):
+    for kind in (*set(PLUGINS.values()), FabricPrecision, *_our_subclasses(Callback)):
+        bases = [base for base in kind.__mro__ if base.__module__.startswith(f"{package}.")]
+        if issubclass(kind, Callback):
+            # only the checked base: constructors of further bases would be called with wrong arguments
+            bases = [Callback] if bases else []
+        # not those that another one derives from
+        bases = [base for base in bases if not any(base in other.__mro__[1:] for other in bases)]
+        modules = [import_module(mirror + base.__module__.removeprefix(package)) for base in bases]
+        others = [getattr(module, base.__name__) for module, base in zip(modules, bases, strict=True)]
+        others = [other for other in others if not issubclass(kind, other)]
+        if others:
             _undo.append(partial(setattr, kind, "__bases__", kind.__bases__))
             mine = [base for base in kind.__bases__ if not base.__module__.startswith("lightning_fabric.")]
-            # `other` has to come before its own base class
-            kind.__bases__ = (*mine, other, *(base for base in kind.__bases__ if base not in mine))
+            # the others have to come before their own base class
+            kind.__bases__ = (*mine, *others, *(base for base in kind.__bases__ if base not in mine))
 
 
 def _our_subclasses(base: type) -> Iterator[type]:

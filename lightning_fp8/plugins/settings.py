@@ -1,20 +1,76 @@
-"""The settings of our precision plugins: values, defaults and rules."""
+"""Precision strings, the arguments of the plugins, and the errors for wrong ones."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
+from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.runtime.did_you_mean import closest
-from lightning_fp8.scaling.recipe import RECIPES
+from lightning_fp8.scaling.recipe import RECIPES, Recipe, as_recipe
 
 PrecisionString = Literal["fp8-delayed", "fp8-current", "fp8-block", "bf16-mixed", "bf16-true"]
 GemmString = Literal["auto", "rawkernel", "cublaslt"]
 PRECISIONS: tuple[PrecisionString, ...] = get_args(PrecisionString)
 FP8_PRECISIONS = tuple(RECIPES)
+# names of the arguments of each plugin, filled in by `arguments_of`
+ARGUMENTS: dict[str, tuple[str, ...]] = {}
 # fp16 is refused everywhere: without loss scaling its gradients underflow
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def arguments_of(plugin: str, *precisions: str) -> Callable[[_Init], _Init]:
+    """Decorate the ``__init__`` of a plugin: an argument that only other plugins take gives a TypeError naming them."""
+
+    def decorate(init: _Init) -> _Init:
+        ARGUMENTS[plugin] = tuple(signature(init).parameters)[1:]
+
+        @wraps(init)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            for key in kwargs:
+                takers = [f"`{other}`" for other, names in ARGUMENTS.items() if key in names]
+                if takers and key not in ARGUMENTS[plugin]:
+                    raise TypeError(
+                        f"`{type(self).__name__}`, for {' and '.join(map(repr, precisions))}, has no argument `{key}`:"
+                        f" it belongs to {' and '.join(takers)}."
+                    )
+            init(self, *args, **kwargs)
+
+        return cast("_Init", checked)
+
+    return decorate
+
+
+def recipe_argument(recipe: Any) -> Recipe | None:
+    """The recipe for an argument: a recipe, its precision string, its fields, or its class as configurations name it.
+
+    Raises:
+        ValueError: for another string or class, a field out of range.
+        TypeError: for anything else, a field that the recipe does not have.
+    """
+    if isinstance(recipe, str):
+        recipe = {"precision": recipe}
+    elif isinstance(recipe, Mapping) and "class_path" in recipe:
+        precisions = {kind.__name__: precision for precision, kind in RECIPES.items()}
+        name = str(recipe["class_path"]).rpartition(".")[2]
+        check_choice("`recipe`: `class_path`", name, precisions)
+        others = {key: value for key, value in recipe.items() if key not in ("class_path", "init_args")}
+        recipe = {"precision": precisions[name], **(recipe.get("init_args") or {}), **others}
+    return as_recipe(recipe)
+
+
+def as_torch_dtype(argument: str, dtype: torch.dtype | str) -> torch.dtype:
+    """``torch.float32`` or ``torch.bfloat16``, from the dtype or its name."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(f"`{argument}` must be torch.float32 or torch.bfloat16, got {dtype!r}.")
+    return _DTYPES[name]
 
 
 def suggestion(precision: Any) -> str:
@@ -26,11 +82,3 @@ def suggestion(precision: Any) -> str:
     # Lightning's own are among the choices: if one of them is closer, Lightning's message suffices
     found = closest(precision, (*PRECISIONS, "16-mixed", "16-true", "32-true", "64-true"))
     return f" Did you mean {found!r}?" if found in PRECISIONS else ""
-
-
-def as_torch_dtype(argument: str, dtype: torch.dtype | str) -> torch.dtype:
-    """``torch.float32`` or ``torch.bfloat16``, from the dtype or its name."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ValueError(f"`{argument}` must be torch.float32 or torch.bfloat16, got {dtype!r}.")
-    return _DTYPES[name]

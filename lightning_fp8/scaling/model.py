@@ -178,7 +178,11 @@ class Fp8Model:
         # inputs come before gradients
         if row is not None and 2 * row < len(self._known):
             if row in self._cast or not self._cast:
-                self._begin_forward()
+                # a module casts its input again: a forward of the model begins
+                self._cast.clear()
+                self.look()
+                # a step by hand has been made; those of torch end by themselves
+                self._is_stepping &= self._steps > 0
             self._cast.add(row)
             if record:
                 self.recording.add(row)
@@ -205,13 +209,6 @@ class Fp8Model:
         """Add the GEMM of a layer."""
         self.gemms[gemm.module] = gemm
         note_layer(self)
-
-    def _begin_forward(self) -> None:
-        """A module casts its input again: a forward of the model begins."""
-        self._cast.clear()
-        self.look()
-        # one by hand has been made; those of torch end by themselves
-        self._is_stepping &= self._steps > 0
 
     def _begin_anew(self) -> None:
         """A forward records, and the histories belong to other weights."""
@@ -261,7 +258,7 @@ class Fp8Model:
     def on_update(self) -> None:
         """The scales have been updated, which is done once per optimizer step; one by hand is made next."""
         # casts under other recipes use no histories, so these need not fit the weights
-        if self.state.recipe.from_history and not self.every_history_is_known:
+        if self.state.config.recipe.from_history and not self.every_history_is_known:
             self._answer.copy_(self.state.amax_history[0] > 0, non_blocking=True)
         count_step()
         self._is_stepping = not self._steps
@@ -274,7 +271,7 @@ class Fp8Model:
     def on_step_begins(self) -> None:
         """An optimizer steps, and may run forwards between changes of its own: until it ends, changes are its own."""
         self._is_stepping &= not self._steps
-        if self.state.recipe.from_history:
+        if self.state.config.recipe.from_history:
             self.look()
         self._steps += 1
         self._is_stepping = self.histories_fit

@@ -121,26 +121,26 @@ class Notices:
         """The scales have been updated."""
         self._steps.clear()
         self._forwards.clear()
-        self._report_nonfinite(state)
+        found = self._nonfinite.look(state)
+        if found is not None:
+            self._report_nonfinite(state, *found)
 
     def on_end(self, state: Scales) -> None:
         """A run has ended. Waits for the device."""
         self._nonfinite.wait()
-        self._report_nonfinite(state)
+        found = self._nonfinite.look(state)
+        if found is not None:
+            self._report_nonfinite(state, *found)
 
     def on_load(self, state: Scales) -> None:
         """The state has been loaded or copied: non-finite values counted before belong to another run."""
         # on a CPU, `.cpu()` would return the counters themselves, not a copy
         self._nonfinite = _Nonfinite(state.nonfinite_steps.to("cpu", copy=True))
 
-    def _report_nonfinite(self, state: Scales) -> None:
-        found = self._nonfinite.look(state)
+    def _report_nonfinite(self, state: Scales, rows: Sequence[int], step: str) -> None:
         # every process sees a reduced amax, so only the first one warns
-        is_mine = (
-            not (state.recipe.reduce_amax and dist.is_available() and dist.is_initialized()) or not dist.get_rank()
-        )
-        if found and is_mine:
-            rows, step = found
+        is_reduced = state.recipe.reduce_amax and dist.is_available() and dist.is_initialized()
+        if not is_reduced or not dist.get_rank():
             self._say(
                 f"inf or NaN in {_some([state.names[row] for row in rows])} at optimizer step {step} of this model. The"
                 " cast to FP8 makes inf the largest number (NaN stays NaN), so the loss may stay finite, and other"
@@ -173,16 +173,17 @@ class _Nonfinite:
 
     def look(self, state: Scales) -> tuple[list[int], str] | None:
         """The rows, and the step or range of steps where it began, as text; None if there is nothing new."""
-        if self._found or is_capturing(state.amax.is_cuda):
+        is_on_cpu = state.amax.is_cpu
+        if self._found or (not is_on_cpu and is_capturing(state.amax.is_cuda)):
             return None
-        if state.device.type == "cpu":
+        if is_on_cpu:
             self._copy, self._at = state.nonfinite_steps, state.updates
         elif self._copied is not None and not self._copied.query():
             return None
         rows = self._news()
         step = str(self._at) if self._at - self._clean <= 1 else f"{self._clean + 1} to {self._at}"
         self._clean, self._found = self._at, bool(rows)
-        if state.device.type != "cpu":
+        if not is_on_cpu:
             self._fetch(state)
         return (rows, step) if rows else None
 

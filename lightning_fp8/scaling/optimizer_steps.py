@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
+from itertools import chain
+from operator import itemgetter
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -51,30 +53,31 @@ def note_layer(model: Stepped) -> None:
     _joined += 1
 
 
-def _changed_models(optimizer: Optimizer) -> Iterator[tuple[Stepped, set[int]]]:
+def _models_of(optimizer: Optimizer) -> _Changed:
     """The models whose weights an optimizer changes, with the ids of these weights."""
-    now = _joined, sum(len(part["params"]) for part in optimizer.param_groups)
+    parameters = [*chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))]
+    now = _joined, len(parameters)
     looked_at, changed = _changed_by.get(optimizer, (None, []))
     if looked_at != now:
-        parameters = {id(parameter) for part in optimizer.param_groups for parameter in part["params"]}
-        weights = ((model, parameters.intersection(map(id, model.sources()))) for model in list(_models))
+        ids = {*map(id, parameters)}
+        weights = ((model, ids.intersection(map(id, model.sources()))) for model in list(_models))
         changed = [(weakref.ref(model), found) for model, found in weights if found]
         _changed_by[optimizer] = now, changed
-    for reference, found in changed:
-        known = reference()
-        if known is not None:
-            yield known, found
+    return changed
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    for model, _weights in _changed_models(optimizer):
-        model.on_step_begins()
+    for model, _weights in _models_of(optimizer):
+        if (stepped := model()) is not None:
+            stepped.on_step_begins()
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     count_step()
-    for model, weights in _changed_models(optimizer):
-        model.on_step_ends(id(optimizer), weights)
+    # those that were found before the step
+    for model, weights in _changed_by.get(optimizer, (None, []))[1]:
+        if (stepped := model()) is not None:
+            stepped.on_step_ends(id(optimizer), weights)
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -51,8 +51,7 @@ def to_entries(state: Scales) -> dict[str, dict[str, Tensor]]:
 def from_entries(state: Scales, entries: Mapping[str, Mapping[str, Tensor]]) -> None:
     """See :meth:`ScalingState.load_state_dict`; changes nothing if it raises."""
     names = state.names[: state.delayed]
-    misfit = _misfit(state, entries)
-    if misfit:
+    if misfit := _misfit(state, entries):
         raise ValueError(f"The scaling state does not fit this model.{misfit} {REMEDY}")
     for name in names:
         _check_entry(name, entries[name])
@@ -72,20 +71,12 @@ def from_entries(state: Scales, entries: Mapping[str, Mapping[str, Tensor]]) -> 
 
 
 def load_entries(state: Scales, entries: Mapping[str, Mapping[str, Tensor]], strict: bool, prefix: str = "") -> None:
-    """Load the scales of a checkpoint into a state.
+    """Load the scales of a checkpoint into a state, those of the part of the model whose names begin with ``prefix``.
 
-    Args:
-        state: the state to load into.
-        entries: as from :meth:`ScalingState.state_dict`.
-        strict: whether scales of other layers are an error; if not, one warning names them, and they are skipped.
-        prefix: with which the names begin of the part of the model that the checkpoint belongs to.
-
-    Raises:
-        ValueError: see :meth:`ScalingState.load_state_dict`; nothing has been changed.
+    Scales of other layers are an error if ``strict``; else one warning names them, and they are skipped.
     """
     if not strict:
-        misfit = _misfit(state, entries, prefix)
-        if misfit:
+        if misfit := _misfit(state, entries, prefix):
             warnings.warn(
                 "lightning_fp8: a checkpoint has the FP8 scales of other layers than the model. Those of the layers in"
                 f" both are loaded, the others are skipped.{misfit}",
@@ -98,8 +89,7 @@ def load_entries(state: Scales, entries: Mapping[str, Mapping[str, Tensor]], str
 
 def _misfit(state: Scales, entries: Mapping[str, Any], prefix: str = "") -> str:
     """The names that the entries and a state do not share, in words; empty if there are none."""
-    names = state.names[: state.delayed]
-    missing = [name for name in names if name not in entries and name.startswith(prefix)]
+    missing = [name for name in state.names[: state.delayed] if name not in entries and name.startswith(prefix)]
     # checkpoints up to 0.5.0 have entries of weights
     known = set(state.names)
     unexpected = [name for name in entries if name not in known]
@@ -125,24 +115,22 @@ def _check_entry(name: str, entry: Any) -> None:
         )
     # in float32, as in the state: a float64 value may become inf or 0
     amax, history, scale = (values[field].detach().cpu().float() for field in ("amax", "amax_history", "scale"))
-    filled = history > 0
-    # the inverse of a smaller scale may not be finite; an update gives none below 448 divided by the largest number
-    if not torch.finfo(torch.float32).tiny <= scale.item() < torch.inf:
-        raise ValueError(
-            f"The scaling state of {name!r} must have a scale that is a positive normal fp32 number, got"
-            f" {scale.item()}."
-        )
-    if not history.isfinite().all() or (history < 0).any() or (filled[1:] & ~filled[:-1]).any():
-        raise ValueError(
-            f"The scaling state of {name!r} must have a history of finite amaxes above 0, newest first and zeros only"
-            f" behind them, got {history[:6].tolist()}{'' if len(history) <= 6 else ' ...'}."
-        )
-    # inf and NaN are valid recorded values, which the next update leaves out
-    if (amax < 0).any():
-        raise ValueError(f"The scaling state of {name!r} must have an amax of at least 0, got {amax.item()}.")
-    steps = values["nonfinite_steps"].item()
-    if not 0 <= steps < 2**63 or steps != int(steps):
-        raise ValueError(f"The scaling state of {name!r} must count its `nonfinite_steps`, got {steps}.")
+    filled, steps = history > 0, values["nonfinite_steps"].item()
+    is_history = history.isfinite().all() and not (history < 0).any() and not (filled[1:] & ~filled[:-1]).any()
+    shown = f"{history[:6].tolist()}{'' if len(history) <= 6 else ' ...'}"
+    rules = {
+        # the inverse of a smaller scale may not be finite; an update gives none below 448 divided by the largest number
+        f"have a scale that is a positive normal fp32 number, got {scale.item()}": (
+            torch.finfo(torch.float32).tiny <= scale.item() < torch.inf
+        ),
+        f"have a history of finite amaxes above 0, newest first and zeros only behind them, got {shown}": is_history,
+        # inf and NaN are valid recorded values, which the next update leaves out
+        f"have an amax of at least 0, got {amax.item()}": not (amax < 0).any(),
+        f"count its `nonfinite_steps`, got {steps}": 0 <= steps < 2**63 and steps == int(steps),
+    }
+    for rule, is_met in rules.items():
+        if not is_met:
+            raise ValueError(f"The scaling state of {name!r} must {rule}.")
 
 
 def _is_fit(field: str, tensor: Tensor) -> bool:

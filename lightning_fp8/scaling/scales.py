@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.formats import Role
+from lightning_fp8.scaling.config import Fp8Config
 from lightning_fp8.scaling.precision import LayerPrecision
 from lightning_fp8.scaling.recipe import Recipe
 
@@ -16,6 +17,7 @@ from lightning_fp8.scaling.recipe import Recipe
 class Scales(Protocol):
     """A scaling state."""
 
+    config: Fp8Config
     module_names: tuple[str, ...]
     precisions: tuple[LayerPrecision, ...]
     input_leaders: dict[int, int]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+from typing_extensions import override
 
 from lightning_fp8.ops.amaxes import power_of_2, scale_below
 from lightning_fp8.ops.basic import update_scales
@@ -19,13 +21,13 @@ from lightning_fp8.scaling.model import Fp8Model
 from lightning_fp8.scaling.precision import LayerPrecision
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.saved import TENSORS, from_entries, to_entries
-from lightning_fp8.scaling.uneven_inputs import JoinableState
+from lightning_fp8.scaling.uneven_inputs import Updates, check_joined
 
 # the order of a state's tensors by role; those of one role are in the order of the modules
 LAYOUT: tuple[Role, ...] = (*DELAYED_ROLES, "weight")
 
 
-class ScalingState(JoinableState):
+class ScalingState(Joinable):
     """Scales and amax histories of all R tensors of a model together, three tensors for each converted module.
 
     The D tensors with a history come first: all inputs, then all gradients of outputs. Forward and backward only read
@@ -58,6 +60,9 @@ class ScalingState(JoinableState):
         updates: how many times :meth:`update` has run.
         model: the model at run time: what its casts have done, and who watches them. Copies get one of their own.
     """
+
+    # until it is among the joinables of a context, see :mod:`lightning_fp8.scaling.uneven_inputs`
+    _join_config = _JoinConfig.construct_disabled_join_config()
 
     def __init__(self, module_names: Sequence[str], recipe: Recipe, device: torch.device | str = "cpu") -> None:
         self.config = Fp8Config(recipe)
@@ -131,6 +136,25 @@ class ScalingState(JoinableState):
         two late."""
         return self.model.every_history_is_known
 
+    @override
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return Updates(self)
+
+    @property
+    @override
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    @override
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+    def check_join(self) -> None:
+        """RuntimeError if processes that run out of inputs would not take part in the updates of the others."""
+        if self.recipe.reduce_amax:
+            check_joined(self._join_config)
+
     def row_of(self, module: int, role: Role) -> int:
         """Which of the R tensors has this role in the module at this position."""
         return LAYOUT.index(role) * len(self.module_names) + module
@@ -162,7 +186,7 @@ class ScalingState(JoinableState):
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """See :func:`lightning_fp8.fallbacks`."""
+        """Names of the layers that have fallen back."""
         return tuple(name for name, one in zip(self.module_names, self.precisions, strict=True) if not one.in_fp8)
 
     def fall_back(self, module_name: str) -> None:
@@ -228,15 +252,15 @@ class ScalingState(JoinableState):
             # these may be amaxes of micro-batches that wait for their update; inf and NaN stay
             self.amax.data[leader] = torch.maximum(self.amax[leader], self.amax[follower])
             if filled[follower] and not filled[leader]:
-                self._copy_row(leader, self, follower)
+                self._copy_rows([leader], self, [follower])
                 filled[leader] = True
-        for follower, leader in pairs:
-            self._copy_row(follower, self, leader)
+        self._copy_rows([follower for follower, _ in pairs], self, [leader for _, leader in pairs])
 
-    def _copy_row(self, row: int, other: ScalingState, other_row: int) -> None:
-        for field in TENSORS:
-            if field != "amax_history" or row < self.delayed:
-                getattr(self, field).data[..., row] = getattr(other, field)[..., other_row].to(self.device)
+    def _copy_rows(self, rows: Sequence[int], other: ScalingState, other_rows: Sequence[int]) -> None:
+        """Copy tensors of one role."""
+        for field in TENSORS if rows else ():
+            if field != "amax_history" or rows[0] < self.delayed:
+                getattr(self, field).data[..., rows] = getattr(other, field)[..., other_rows].to(self.device)
 
     def note_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
         """Store what the weight at ``index``, ``[1] int64``, was cast with; amax and scale ``[] float32``."""
@@ -256,13 +280,15 @@ class ScalingState(JoinableState):
         Under ``torch.distributed`` (and ``reduce_amax``) every rank must call it: one ``all_reduce(MAX)`` of the whole
         vector makes the scales agree bit for bit. Nothing here waits for the device.
         """
-        self.fill_followers(self.amax.data)
-        if self.recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        recipe = self.config.recipe
+        if self.input_leaders:
+            self.fill_followers(self.amax.data)
+        if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # As integers, the bits of non-negative floats order as finite < inf < NaN, so no non-finite value is lost.
             dist.all_reduce(self.amax[: self.delayed].view(torch.int32), op=dist.ReduceOp.MAX)
         for watch in self.model.before_update:
             watch(self.amax)
-        own = self.recipe.own
+        own = recipe.own
         # Through `.data`: a compiled graph may hold these for its backward, which reads them as they are then.
         update_scales(
             self.amax.data,
@@ -270,7 +296,7 @@ class ScalingState(JoinableState):
             self.scale.data,
             self.fp8_max,
             self.nonfinite_steps.data,
-            self.recipe.newest_only,
+            recipe.newest_only,
             2.0**own.margin,
         )
         if own.blocks == "power of 2":
@@ -330,14 +356,21 @@ class ScalingState(JoinableState):
         self.model.on_scales_loaded()
         self._on_load()
 
-    def copy_module(self, module: int, other: ScalingState, other_module: int) -> None:
-        """Take over one module's three tensors from another state with the same recipe."""
-        other.fill_followers(other.amax.data)
-        for role in LAYOUT:
-            self._copy_row(self.row_of(module, role), other, other.row_of(other_module, role))
-        mine, others = self.precisions[module], other.precisions[other_module]
-        mine.in_fp8, mine.may_fall_back, mine.is_current = others.in_fp8, others.may_fall_back, others.is_current
-        self._on_load()
+    def copy_modules(self, modules: Mapping[int, tuple[ScalingState, int]]) -> None:
+        """Take over modules' tensors: for a position here, a state with the same recipe and the position there."""
+        by_state: dict[ScalingState, dict[int, int]] = {}
+        for here, (other, there) in modules.items():
+            by_state.setdefault(other, {})[here] = there
+        for other, positions in by_state.items():
+            other.fill_followers(other.amax.data)
+            for role in LAYOUT:
+                rows = [self.row_of(here, role) for here in positions]
+                self._copy_rows(rows, other, [other.row_of(there, role) for there in positions.values()])
+            for here, there in positions.items():
+                mine, its = self.precisions[here], other.precisions[there]
+                mine.in_fp8, mine.may_fall_back, mine.is_current = its.in_fp8, its.may_fall_back, its.is_current
+        if by_state:
+            self._on_load()
 
 
 def tensor_name(path: str, role: Role) -> str:

@@ -1,4 +1,4 @@
-"""Programs and jobs in another process: one that hangs or crashes affects nothing else."""
+"""Jobs in another process: one that hangs or crashes affects nothing else."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from types import FrameType
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
 Job = dict[str, Any]
@@ -24,53 +22,34 @@ _READY = "ready\n"
 _PR_SET_PDEATHSIG = 1
 
 
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], Any], *signals: signal.Signals) -> Iterator[None]:
-    # other threads get no signals
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in signals}
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
-
-
-@contextmanager
-def held_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the end: while a process is started, they would leave it running unnoticed."""
-    came: list[int] = []
-    try:
-        with _handling(lambda number, _: came.append(number), signal.SIGINT, signal.SIGTERM):
-            yield
-    finally:
-        if came:
-            signal.raise_signal(came[0])
-
-
 def run(command: Sequence[str], output: IO[str]) -> int:
-    """Run a program to its end, with its output in ``output``, and return its status.
+    """Run a program to its end, with its output in ``output``, and return its status; in the main thread.
 
     On Ctrl-C or SIGTERM, a ``KeyboardInterrupt`` here, it first gets SIGTERM, so that it can end processes that it has
     started in other groups.
     """
-    process: subprocess.Popen[bytes] | None = None
-    with _handling(signal.default_int_handler, signal.SIGTERM):
-        try:
-            with held_interrupts():
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-                )
-            return process.wait()
-        except BaseException:
-            if process is not None:
-                with held_interrupts():
-                    _end(process, signal.SIGTERM)
-                    # processes that it started may still be there
-                    _end(process)
-            raise
+    came: list[int] = []
+    # while the process is started, an exception would leave it running unnoticed
+    before = {number: signal.signal(number, lambda *_: came.append(1)) for number in (signal.SIGINT, signal.SIGTERM)}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        for number in before:
+            signal.signal(number, signal.default_int_handler)
+        if came:
+            raise KeyboardInterrupt
+        return process.wait()
+    except BaseException:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        _end(process, signal.SIGTERM)
+        # processes that it started may still be there
+        _end(process)
+        raise
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def why_it_ended(status: int, printed: str) -> str:
@@ -97,8 +76,8 @@ class Answer(NamedTuple):
     failure: str | None
 
 
-class _NoAnswer(Exception):  # noqa: N818 - what became of a job, not a mistake
-    """Says in one line why there is no answer."""
+class _NoAnswerError(Exception):
+    """The reason why a job has no answer."""
 
 
 class Worker:
@@ -113,77 +92,68 @@ class Worker:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
-        self._process: subprocess.Popen[str] | None = None
-        # a file, not a pipe, which would block the process once it is full
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
+        # a `Popen` with pipes, while one runs, and a file with what it prints
+        self._process: Any = None
+        self._said: IO[bytes]
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kill()
-        self._printed.close()
+        if self._process is not None:
+            _end(self._process)
+            for stream in (self._process.stdin, self._process.stdout, self._said):
+                # of what the process has not read
+                with suppress(BrokenPipeError):
+                    stream.close()
+            self._process = None
 
     def answer(self, job: Job, limit_s: float) -> Answer:
         """The answer to a job within ``limit_s`` seconds, not counting the start of a process."""
         try:
-            process = self._process
-            if process is None:
-                process = self._start()
-                if self._line(process, _SECONDS_TO_START, "start") != _READY:
-                    raise _NoAnswer("did not start as a worker")
-            # a process that has ended does not read; the reason follows from its output
-            if process.stdin is not None:
-                with suppress(BrokenPipeError):
-                    process.stdin.write(f"{json.dumps(job)}\n")
-                    process.stdin.flush()
-            line = self._line(process, limit_s, "end")
+            if self._process is None:
+                self._start()
+            # a process that has ended does not read; the reason is returned below
+            with suppress(BrokenPipeError):
+                print(json.dumps(job), file=self._process.stdin, flush=True)
+            line = self._line(limit_s, "end")
             with suppress(ValueError):
                 found = json.loads(line)
                 if isinstance(found, dict):
                     return Answer(found, None)
-            raise _NoAnswer(f"gave {line.strip()[:200]!r} in place of an answer")
-        except _NoAnswer as reason:
-            self._kill()
+            raise _NoAnswerError(f"gave {line.strip()[:200]!r} in place of an answer")
+        except _NoAnswerError as reason:
+            self.__exit__()
             return Answer(None, str(reason))
 
-    def _start(self) -> subprocess.Popen[str]:
-        self._printed.seek(0)
-        self._printed.truncate()
-        with held_interrupts():
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._printed,
-                text=True,
-                start_new_session=True,
-            )
-        return self._process
+    def _start(self) -> None:
+        # a file, not a pipe, which would block the process once it is full
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            self._command, stdin=pipe, stdout=pipe, stderr=self._said, text=True, start_new_session=True
+        )
+        line = self._line(_SECONDS_TO_START, "start")
+        if line != _READY:
+            raise _NoAnswerError(f"gave {line.strip()[:200]!r} in place of an answer")
 
-    def _line(self, process: subprocess.Popen[str], limit_s: float, what: str) -> str:
-        """The next line of its output, of which there is one for each job."""
-        if process.stdout is None or not select.select([process.stdout], [], [], limit_s)[0]:
-            raise _NoAnswer(f"did not {what} within {limit_s:g} s")
-        line = process.stdout.readline()
-        if line:
-            return line
+    def _line(self, limit_s: float, what: str) -> str:
+        """The next line: none is waiting in the buffer, as each follows a job or the start."""
+        output = self._process.stdout
+        if not select.select([output], [], [], limit_s)[0]:
+            raise _NoAnswerError(f"did not {what} within {limit_s:g} s")
+        line = output.readline()
+        if not line:
+            raise _NoAnswerError(self._why_it_ended())
+        return str(line)
+
+    def _why_it_ended(self) -> str:
         try:
-            status = process.wait(_SECONDS_TO_END)
+            status = self._process.wait(_SECONDS_TO_END)
         except subprocess.TimeoutExpired:
-            raise _NoAnswer("closed its output without an answer") from None
-        self._printed.seek(0)
-        raise _NoAnswer(why_it_ended(status, self._printed.read().decode(errors="replace")))
-
-    def _kill(self) -> None:
-        if self._process is None:
-            return
-        _end(self._process)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
-        self._process = None
+            return "closed its output without an answer"
+        self._said.seek(0)
+        return why_it_ended(status, self._said.read().decode(errors="replace"))
 
 
 def serve(work: Callable[[Job], dict[str, Any]]) -> None:

@@ -1,24 +1,23 @@
+"""The GEMMs of the suites ``gemm`` and ``blocks``: their operands, what is expected of a result, and what is ours."""
+
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from bench_rows import written
+from copied_bytes import copied_bytes
 from fp8_numpy import code_values
 from tensor_cores import HOPPER
 from torch import Tensor
 
-from benchmarks import command, gemm
+from benchmarks import gemm
 from benchmarks.gemm import Gemm
-from benchmarks.run import Run
-from benchmarks.suites import SUITES
 from kernels_cuda.gemm_variants import Configuration
 from lightning_fp8 import ops
+from lightning_fp8.ops.amaxes import per_row
 from lightning_fp8.ops.cuda import gemm_choice, kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -26,74 +25,38 @@ FPROP, DGRAD, WGRAD = gemm.of_layer(64, 32, 48)
 SCALE = 0.3717 * 1.6183
 
 
-def run(path: Path, case: str = "") -> None:
-    options = ["--device", "cpu", "--rounds", "2", "--case", case, "--out", str(path / "rows.jsonl")]
-    command.main(["--suite", "gemm", *options])
-
-
-def test_the_whole_suite_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path)
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in written(tmp_path):
-        found.setdefault(row["case"], {})[row["variant"]] = row
-    assert list(found) == [case.name for case in gemm.cases(CPU)]
-    for name, variants in found.items():
-        other = "cublaslt precise" if name.startswith("fprop") else "cublaslt fast"
-        assert list(variants) == ["lightning_fp8", "auto", "cublaslt", other, "bf16"]
-        for row in variants.values():
-            m, n, k = map(int, name.split()[1].split("x"))
-            assert row["flops"] == 2 * m * n * k
-            assert row["tflops"] == pytest.approx(2 * m * n * k / (row["p50_us"] * 1e-6) / 1e12)
-            # no data sheet is used on the CPU
-            assert (row["ceiling_tflops"], row["share_of_ceiling"], row["ceiling_gb_per_s"]) == (None, None, None)
-            assert (row["suite"], row["checked"], row["bytes"], row["gb_per_s"]) == ("gemm", True, None, None)
-    ratios = [times["cublaslt"]["p50_us"] / times["lightning_fp8"]["p50_us"] for times in found.values()]
-    printed = capsys.readouterr().out
-    mean = math.prod(ratios) ** (1 / len(ratios))
-    assert printed.splitlines()[-1].startswith(
-        f"lightning_fp8: {mean:.3f} (geometric mean of 6; lowest {min(ratios):.3f}"
-    )
-    assert "TFLOP/s" in printed
-    assert "GB/s" not in printed
-
-
 def test_the_three_gemms_of_a_layer() -> None:
     x, w, dy = torch.empty(64, 32), torch.empty(48, 32), torch.empty(64, 48)
     for case, a, b in ((FPROP, x, w), (DGRAD, dy, w.t()), (WGRAD, dy.t(), x.t())):
         assert ((case.m, case.k), (case.n, case.k)) == (a.shape, b.shape)
+        assert case.flops == 2 * 64 * 32 * 48
     assert len({case.name for case in gemm.cases(GPU)}) == 3 * len(gemm.LAYERS)
 
 
 @pytest.mark.parametrize("case", [FPROP, DGRAD, WGRAD], ids=lambda case: case.kind)
-def test_operands(case: Gemm) -> None:
-    first, second = case._operands(CPU)
+def test_operands_and_what_is_expected(case: Gemm) -> None:
+    first, second = case.operands(CPU)
     for mine, theirs in zip(first, second):
         assert torch.equal(mine, theirs)
         assert mine.stride() == theirs.stride()
         assert mine.data_ptr() != theirs.data_ptr()
-    for payload, values, fmt in ((first.a, first.a_values, case.a_format), (first.b, first.b_values, "e4m3")):
-        decoded = code_values(fmt)[payload.numpy()]
+    a, b = code_values(case.a_format)[first.a.numpy()], code_values("e4m3")[first.b.numpy()]
+    for values, decoded in ((first.a_values, a), (first.b_values, b)):
         assert np.array_equal(values.double().numpy(), decoded)
         assert 80 < decoded.std() < 120
     # bf16 training stores the layer's x, w and dy, and no transpose of them
-    assert [values.stride(1) == 1 for values in first[2:]] == {
+    assert [values.stride(1) == 1 for values in first[4:]] == {
         "fprop": [True, True], "dgrad": [True, False], "wgrad": [False, False],
     }[case.kind]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", [FPROP, DGRAD, WGRAD], ids=lambda case: case.kind)
-def test_what_is_expected(case: Gemm) -> None:
-    given = case._operands(CPU)[0]
-    a, b = code_values(case.a_format)[given.a.numpy()], code_values("e4m3")[given.b.numpy()]
-    exact, deviation, rows = case._expected(given)
+    exact, deviation, rows = case.expected(first)
     assert sorted(rows.tolist()) == list(range(case.m))
-    assert np.allclose(exact.numpy(), (a @ b.T)[rows.numpy()], rtol=1e-13, atol=1e-9)
-    assert np.allclose(deviation.numpy(), np.sqrt(a**2 @ (b**2).T)[rows.numpy()], rtol=1e-13)
+    assert np.allclose(exact.numpy(), SCALE * (a @ b.T)[rows.numpy()], rtol=1e-6, atol=1e-9)
+    assert np.allclose(deviation.numpy(), SCALE * np.sqrt(a**2 @ (b**2).T)[rows.numpy()], rtol=1e-6)
 
 
 def test_rows_are_drawn_where_there_are_many() -> None:
     case = Gemm("fprop", 1000, 16, 32)
-    rows = case._expected(case._operands(CPU)[0])[2]
+    rows = case.expected(case.operands(CPU)[0])[2]
     assert len(set(rows.tolist())) == 64
     assert rows.max() > 900
 
@@ -106,11 +69,10 @@ def spoiled(number: float, at: tuple[int, int] = (5, 7)) -> Callable[[Tensor], T
     return spoil
 
 
-SPOILED = {
+SPOILED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "one number": (spoiled(1.02), "1 of {} numbers that are not the product's"),
     "the last one": (spoiled(1.02, (-1, -1)), "1 of {} numbers that are not the product's"),
     "a NaN": (spoiled(float("nan")), "1 of {} numbers that are not the product's"),
-    "an infinity": (spoiled(float("inf")), "1 of {} numbers that are not the product's"),
     "a row": (lambda y: y.roll(1, dims=0), "numbers that are not the product's"),
     "no scales": (lambda y: y / SCALE, "numbers that are not the product's"),
     "its dtype": (lambda y: y.half(), "a result in torch.float16"),
@@ -118,48 +80,26 @@ SPOILED = {
 }
 
 
-# one function checks all results: every fault is tried in one result, and one fault of each kind in the others
-@pytest.mark.parametrize(
-    ("whose", "what"),
-    [
-        *(("lightning_fp8", what) for what in SPOILED),
-        *((whose, what) for whose in ("auto", "cublaslt", "cublaslt precise") for what in ("one number", "its shape")),
-    ],
-)
-def test_a_wrong_result_ends_the_run(whose: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_wrong_result_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil, words = SPOILED[what]
     scaled_mm, cublaslt = ops.scaled_mm, torch._scaled_mm
-
-    def ours(*arguments: Any) -> Tensor:
-        result = scaled_mm(*arguments)
-        mine = {"rawkernel": "lightning_fp8", "auto": "auto"}[arguments[-1]]
-        return spoil(result) if mine == whose else result
-
-    def theirs(*arguments: Any, use_fast_accum: bool, **options: Any) -> Tensor:
-        result = cublaslt(*arguments, use_fast_accum=use_fast_accum, **options)
-        return spoil(result) if whose == ("cublaslt" if use_fast_accum else "cublaslt precise") else result
-
-    monkeypatch.setattr(ops, "scaled_mm", ours)
-    monkeypatch.setattr(torch, "_scaled_mm", theirs)
-    with pytest.raises(SystemExit) as ended:
-        run(tmp_path, FPROP.name)
-    message = str(ended.value).splitlines()[-1]
-    assert message.startswith(f"{FPROP.name}: {whose} gave ")
-    assert words.format(64 * 48) in message
-    wrong = {row["variant"]: row["wrong"] for row in written(tmp_path) if not row["checked"]}
-    # if ours is wrong, nothing is timed; if cuBLASLt is wrong, its row says so
-    assert list(wrong) == ([] if whose in ("lightning_fp8", "auto") else [whose])
-    assert len(written(tmp_path)) == (5 if wrong else 0)
+    monkeypatch.setattr(ops, "scaled_mm", lambda *given: spoil(scaled_mm(*given)))
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *given, **options: spoil(cublaslt(*given, **options)))
+    found = {variant.name: variant.check() for variant in FPROP.variants(CPU)}
+    assert found.pop("bf16") is None
+    assert list(found) == ["lightning_fp8", "auto", "cublaslt", "cublaslt precise"]
+    for said in found.values():
+        assert words.format(64 * 48) in str(said)
 
 
 def test_a_wrong_bf16_result_is_seen() -> None:
-    given = FPROP._operands(CPU)[0]
+    given = FPROP.operands(CPU)[0]
     result = given.a_values @ given.b_values.t()
-    expected = FPROP._expected(given)
-    assert FPROP._difference(result, *expected, None) is None
-    assert "not the product's" in str(FPROP._difference(result * SCALE, *expected, None))
-    assert FPROP._difference(result.float(), *expected, None) == "a result in torch.float32"
-    assert "not the product's" in str(FPROP._difference(spoiled(2.0)(result), *expected, None))
+    expected = FPROP.expected(given)
+    assert FPROP.difference(result, *expected, None) is None
+    assert "not the product's" in str(FPROP.difference(result * SCALE, *expected, None))
+    assert FPROP.difference(result.float(), *expected, None) == "a result in torch.float32"
 
 
 # each kind and precision; and the longest sums of the suite, where only more than a step is noticed
@@ -172,14 +112,14 @@ def test_a_wrong_bf16_result_is_seen() -> None:
 )
 def test_the_bound_takes_tensor_cores_sums_and_no_missing_step(kind: str, fast: bool, k: int, missing: int) -> None:
     case = Gemm(kind, 40, 8, k)
-    given = case._operands(CPU)[0]
+    given = case.operands(CPU)[0]
     formats = case.a_format, "e4m3"
     a, b = (torch.from_numpy(code_values(fmt)[one.numpy()]) for fmt, one in zip(formats, given))
-    expected = case._expected(given)
+    expected = case.expected(given)
 
     def difference(k: int) -> str | None:
         sums = HOPPER.sums(a[:, :k], b[:, :k], formats, promote=not fast)
-        return case._difference((SCALE * sums).to(case.output), *expected, fast)
+        return case.difference((SCALE * sums).to(case.output), *expected, fast)
 
     assert difference(k) is None
     assert difference(k - missing) is not None
@@ -187,31 +127,54 @@ def test_the_bound_takes_tensor_cores_sums_and_no_missing_step(kind: str, fast: 
 
 def test_the_bound_in_numbers() -> None:
     # fast: 5 * 2^-13 for each 32; precise: the same for each 128, times the square root of the number of blocks
-    assert Gemm("fprop", 1, 1, 8192)._accumulation(True) == pytest.approx(5 * 256 / 8192)
-    assert Gemm("dgrad", 1, 1, 8192)._accumulation(False) == pytest.approx(5 * 4 * 8 / 8192)
+    assert Gemm("fprop", 1, 1, 8192).accumulation(True) == pytest.approx(5 * 256 / 8192)
+    assert Gemm("dgrad", 1, 1, 8192).accumulation(False) == pytest.approx(5 * 4 * 8 / 8192)
     for fast in (True, False):
-        assert Gemm("dgrad", 1, 1, 64)._accumulation(fast) == pytest.approx(5 * 2 / 8192)
-    assert Gemm("dgrad", 1, 1, 64)._accumulation(None) == pytest.approx(5 * 2**-7)
+        assert Gemm("dgrad", 1, 1, 64).accumulation(fast) == pytest.approx(5 * 2 / 8192)
+    assert Gemm("dgrad", 1, 1, 64).accumulation(None) == pytest.approx(5 * 2**-7)
 
 
-@pytest.mark.parametrize(("gpu", "peak"), [("NVIDIA H100 80GB HBM3", 1979.0), ("NVIDIA L40S", 733.0), ("H20", None)])
-def test_the_ceiling_is_the_gpus_fp8_peak(gpu: str, peak: float | None) -> None:
-    rows = Run("gemm", SUITES["gemm"], CPU, 1, {"gpu": gpu}).measure(WGRAD)
-    for row in rows:
-        assert row["ceiling_tflops"] == peak
-        assert row["share_of_ceiling"] == (None if peak is None else pytest.approx(row["tflops"] / peak))
+@pytest.mark.parametrize("kind", ["fprop", "wgrad"])
+def test_a_wrong_product_in_blocks_is_seen(kind: str) -> None:
+    """Of tensor cores' sums, a single wrong number is found, a missing step, and wrong scales of one step."""
+    case = Gemm(kind, 24, 16, 4096, in_blocks=True)
+    given = case.operands(CPU)[0]
+    expected = case.expected(given)
+    values = [one.view(torch.float8_e4m3fn).double() for one in given[:2]]
+    scales = [per_row(inverse, len(one)) for one, inverse in zip(given[:2], given[2:4])]
+    sums = torch.zeros(24, 16)
+    for step in range(32):
+        assert case.difference(sums.to(case.output), *expected, False) is not None
+        its = [one[:, 128 * step :][:, :128] for one in values]
+        partial = HOPPER.sums(its[0], its[1], ("e4m3", "e4m3"), promote=True).float()
+        sums += partial * (scales[0][:, step, None] * scales[1][:, step])
+    out = sums.to(case.output)
+    assert case.difference(out, *expected, False) is None
+    assert case.difference(spoiled(1.5)(out.clone()), *expected, False) == "1 of 384 numbers that are not the product's"
+    given.b_inv[:, 1] *= 1.1
+    assert case.difference(out, *case.expected(given), False) is not None
+
+
+@pytest.mark.parametrize("kind", ["fprop", "wgrad"])
+@pytest.mark.usefixtures("strict_products")
+def test_torchs_product_in_blocks_is_timed_without_copies(kind: str) -> None:
+    ours, theirs = Gemm(kind, 64, 48, 512, in_blocks=True).variants(CPU)
+    assert (ours.check(), theirs.check()) == (None, None)
+    with copied_bytes() as copied:
+        theirs.call(0)
+    assert copied == {}
 
 
 CONFIGURATION = Configuration("gemm_sm90", 128, 128, 6)
+BF16, FP32 = torch.bfloat16, torch.float32
 SERVED = {
-    "fprop": (FPROP, 1, [("choose", False, torch.bfloat16), ("gemm", "e4m3", torch.bfloat16, False)]),
-    "dgrad": (DGRAD, 1, [("choose", True, torch.bfloat16), ("gemm", "e5m2", torch.bfloat16, True)]),
-    "wgrad in parts": (
-        WGRAD, 3, [("choose", True, torch.float32), ("gemm", "e5m2", torch.float32, True), ("sum", torch.float32)],
+    "fprop": (FPROP, 1, [("choose", False, BF16), ("gemm", "e4m3", BF16, False)]),
+    "wgrad in parts": (WGRAD, 3, [("choose", True, FP32), ("gemm", "e5m2", FP32, True), ("sum", FP32)]),
+    "dgrad in parts": (DGRAD, 2, [("choose", True, BF16), ("gemm", "e5m2", FP32, True), ("sum", BF16)]),
+    "fprop in blocks": (
+        Gemm("fprop", 64, 48, 32, True), 1, [("choose_in_blocks",), ("gemm", "e4m3", BF16, 128)],
     ),
-    "dgrad in parts": (
-        DGRAD, 2, [("choose", True, torch.bfloat16), ("gemm", "e5m2", torch.float32, True), ("sum", torch.bfloat16)],
-    ),
+    "wgrad in blocks": (Gemm("wgrad", 48, 32, 64, True), 1, [("choose_in_blocks",), ("gemm", "e4m3", FP32, 1)]),
 }  # fmt: skip
 
 
@@ -221,10 +184,13 @@ def test_what_counts_as_served(served: str, missing: str, monkeypatch: pytest.Mo
     case, splits, expected = SERVED[served]
     asked: list[tuple[Any, ...]] = []
 
-    def choose(device: Any, word: str, m: int, n: int, k: int, *rest: Any) -> gemm_choice.Choice:
-        assert (device, word, m, n, k) == (GPU, "rawkernel", case.m, case.n, case.k)
-        asked.append(("choose", *rest))
-        return gemm_choice.Choice(None if missing == "choose" else CONFIGURATION, splits)
+    def choosing(name: str) -> Callable[..., gemm_choice.Choice]:
+        def choose(device: Any, word: str, m: int, n: int, k: int, *rest: Any) -> gemm_choice.Choice:
+            assert (device, word, m, n, k) == (GPU, "rawkernel", case.m, case.n, case.k)
+            asked.append((name, *rest))
+            return gemm_choice.Choice(None if missing == "choose" else CONFIGURATION, splits)
+
+        return choose
 
     def gemm_kernel(device: Any, configuration: Configuration, a_format: str, b_format: str, *rest: Any) -> Any:
         assert (device, configuration, b_format) == (GPU, CONFIGURATION, "e4m3")
@@ -235,46 +201,12 @@ def test_what_counts_as_served(served: str, missing: str, monkeypatch: pytest.Mo
         asked.append(("sum", output))
         return None if missing == "sum" else "a kernel"
 
-    monkeypatch.setattr(gemm_choice, "choose", choose)
-    monkeypatch.setattr(kernels, "gemm_kernel", gemm_kernel, raising=False)
+    for name in ("choose", "choose_in_blocks"):
+        monkeypatch.setattr(gemm_choice, name, choosing(name))
+    for name in ("gemm_kernel", "block_gemm_kernel"):
+        monkeypatch.setattr(kernels, name, gemm_kernel)
     monkeypatch.setattr(kernels, "sum_splits_kernel", sum_splits_kernel, raising=False)
-    is_missing = missing in [what for what, *_ in expected]
+    is_missing = missing in [what.removesuffix("_in_blocks") for what, *_ in expected]
     assert case.is_served(GPU) is not is_missing
     # no further kernel is requested after the missing one
     assert asked == expected[: {"choose": 1, "gemm": 2}.get(missing)]
-    assert case.is_served(CPU)
-
-
-def rows_of(times: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    return [
-        {"case": case, "variant": variant, "p50_us": p50}
-        for case, variants in times.items()
-        for variant, p50 in variants.items()
-    ]
-
-
-def test_summary() -> None:
-    times = {
-        "one": {"lightning_fp8": 2.0, "auto": 2.0, "cublaslt": 4.0, "bf16": 1.0},
-        "two": {"lightning_fp8": 8.0, "auto": 5.0, "cublaslt": 4.0},
-        # ours did not run
-        "three": {"auto": 1.0, "cublaslt": 9.0},
-    }
-    assert gemm.summary(rows_of(times)) == (
-        "lightning_fp8: 1.000 (geometric mean of 2; lowest 0.500, two) times the speed of cublaslt; "
-        "auto: 0.894 (geometric mean of 2; lowest 0.800, two) times the speed of the better of the two."
-    )
-    assert gemm.summary(rows_of({"three": times["three"]})) is None
-
-
-def test_a_variant_that_does_not_run_costs_its_own_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: Any, **__: Any) -> Tensor:
-        raise RuntimeError("no such GEMM here")
-
-    monkeypatch.setattr(torch, "_scaled_mm", refuse)
-    with pytest.raises(SystemExit, match=r"wgrad 48x32x64 \(MxNxK\): cublaslt fast: RuntimeError: no such GEMM here"):
-        run(tmp_path, WGRAD.name)
-    assert [row["variant"] for row in written(tmp_path)] == ["lightning_fp8", "auto", "bf16"]
-    assert "geometric mean" not in capsys.readouterr().out

@@ -1,125 +1,233 @@
-"""Code shared by the scripts of ``benchmarks/``: variants take turns, each in a separate process."""
+"""The run of a suite: what is checked, timed, compared, written and refused."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterable
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from bench_rows import written
 
-from benchmarks import attention_dtypes, cpu_step, generation, harness, precisions
-from benchmarks.harness import take_turns
-from lightning_fp8.examples import ByteGPT
+from benchmarks import harness
+from benchmarks.harness import Case, Run, Suite
+from benchmarks.suites import SUITES
+from benchmarks.timing import Measured, Time, Variant
+from lightning_fp8.runtime.cpu import cpu_name
 
-CHILD = """
-import json, sys
-if "--fail" in sys.argv:
-    sys.exit("it broke")
-print("something else")
-print(json.dumps({"told": sys.argv[1:]}))
-"""
-
-
-def test_each_variant_runs_the_same_command_again_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    # the interpreter's original command: with `python -m`, the arguments alone do not show how it was called
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", CHILD, "--steps", "2"])
-    told = {name: {"told": ["--steps", "2", "--variant", name]} for name in ("a", "b c")}
-    assert take_turns(told, rounds=2) == {name: [one, one] for name, one in told.items()}
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+FIELDS = """suite case variant p20_us p50_us p80_us host_us bytes gb_per_s flops tflops share_of_peak tokens_per_s
+    peak_memory_bytes checked wrong baseline times_baseline gpu driver cpu emulates_bf16 threads torch cupy torchao
+    commit command"""
 
 
-def test_a_variant_that_fails_ends_the_benchmark_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", CHILD, "--fail"])
-    with pytest.raises(SystemExit, match="a failed:\nit broke"):
-        take_turns(["a"], rounds=1)
+def variant(name: str, wrong: str | None = None, **options: Any) -> Variant:
+    return Variant(name, lambda at: torch.is_grad_enabled(), lambda: wrong, **options)
 
 
-SAID = "This CPU emulates bf16 products: bf16 precisions are left out, and 32-true takes their place"
+def refusing(name: str) -> Variant:
+    def refuse() -> str | None:
+        raise RuntimeError("not here")
+
+    return Variant(name, lambda at: None, refuse)
 
 
-@pytest.fixture(params=[True, False], ids=["emulated", "multiplied"])
-def first(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The baseline on a CPU that emulates bf16 products, and on one that does not."""
-    monkeypatch.setattr(harness, "emulates_bf16", lambda: request.param)
-    return "32-true" if request.param else "bf16-mixed"
+def case(name: str, *variants: Variant, **options: Any) -> Case:
+    return Case(name, lambda device: list(variants or (variant("lightning_fp8"), variant("theirs"))), **options)
 
 
-def turns(variants: Iterable[str], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    milliseconds = {"32-true": 4.0, "bf16-mixed": 8.0}
-    measured = {key: 1.0 for key in precisions.COLUMNS if not key.endswith("_ms") and key != "times_baseline"}
-    measured |= {"page_faults": 0, "losses": [2.0]}
-    return {name: [{"times": [milliseconds.get(name, 16.0)], **measured}] for name in variants}
+def suites(*cases: Case, timed: str = "device") -> dict[str, Suite]:
+    return {
+        "small": Suite(lambda device: list(cases), timed, ("theirs",)),
+        "other": Suite(lambda device: [case("c")], "steps", ("nobody's",)),
+    }
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def run(made: dict[str, Suite], *arguments: str) -> None:
+    harness.main(["--device", "cpu", "--rounds", "1", *arguments], made)
 
 
-def test_fp32_is_the_baseline_where_bf16_is_emulated(first: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert harness.baseline("cuda") == "bf16-mixed"
-    assert not capsys.readouterr().err
-    assert harness.baseline("cpu") == first
-    assert capsys.readouterr().err.count(SAID) == (first == "32-true")
+def measured(
+    monkeypatch: pytest.MonkeyPatch, times: dict[str, float], made: Case, gpu: str | None = None, device: Any = CPU
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of a case whose variants take these microseconds, and the failures."""
+
+    def time_in_turns(variants: list[Variant], *_: Any) -> dict[str, Measured]:
+        return {one.name: Measured([Time(times[one.name], 3.0)] * 2, [5, 7], one.figures()) for one in variants}
+
+    monkeypatch.setattr(harness, "time_in_turns", time_in_turns)
+    ran = Run("small", Suite(lambda device: [made], "device", ("theirs", "others")), device, 1, {"gpu": gpu})
+    return ran.measure(made), ran.failures
 
 
-def test_a_step_on_the_cpu_beside_the_baseline(first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_step, "take_turns", turns)
-    monkeypatch.setattr(sys, "argv", ["cpu_step", "--out", str(tmp_path / "rows")])
-    cpu_step.main()
-    rows = rows_of(tmp_path / "rows")
-    assert [row["variant"] for row in rows] == [first, "fp8-delayed", "torchao emulated"]
-    assert {row["baseline"] for row in rows} == {first}
-    assert rows[0]["times_fp8_delayed"] == (0.25 if first == "32-true" else 0.5)
+def test_all_suites_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(suites(case("a"), case("b")), "--suite", "all", "--out", str(tmp_path / "rows.jsonl"))
+    rows = written(tmp_path)
+    assert [(row["suite"], row["case"], row["variant"]) for row in rows] == [
+        (suite, name, variant)
+        for suite, names in (("small", "ab"), ("other", "c"))
+        for name in names
+        for variant in ("lightning_fp8", "theirs")
+    ]
+    for row in rows:
+        assert set(row) == set(FIELDS.split())
+        assert 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"]
+        assert (row["checked"], row["gpu"], row["driver"], row["host_us"]) == (True, None, None, None)
+        assert (row["torch"], row["cpu"]) == (torch.__version__, cpu_name())
+        assert row["command"].startswith("python -m benchmarks --device cpu --rounds 1 --suite all --out ")
+        assert re.fullmatch(r"([0-9a-f]{7,}(-dirty)?)?", row["commit"])
+    # columns without a number are left out
+    titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("variant")]
+    assert [title.split()[7:] for title in titles] == [["x", "baseline"], ["x", "baseline"], []]
 
 
-def test_the_precisions_beside_the_baseline(
-    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_rows_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = case("a", variant("auto", tokens=60), variant("theirs exactly"), flops=10**9, bytes=10**6)
+    rows, _ = measured(monkeypatch, {"auto": 20.0, "theirs exactly": 10.0}, made, "NVIDIA H200")
+    assert [(row["baseline"], row["times_baseline"]) for row in rows] == [("theirs exactly", 2), ("theirs exactly", 1)]
+    # 10^9 FLOPs in 20 us, of 1979 TFLOP/s in the data sheet; 10^6 bytes
+    assert (rows[0]["tflops"], rows[0]["gb_per_s"]) == pytest.approx((50, 50))
+    assert rows[0]["share_of_peak"] == pytest.approx(50 / 1979)
+    assert [row["tokens_per_s"] for row in rows] == [pytest.approx(3e6), None]
+    rows, _ = measured(monkeypatch, {"auto": 20.0, "theirs exactly": 10.0}, made, "H20")
+    assert rows[0]["share_of_peak"] is None
+
+
+def test_what_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, _ = measured(monkeypatch, {"lightning_fp8": 1.0, "theirs": 1.0}, case("a"), device=GPU)
+    assert {(row["host_us"], row["peak_memory_bytes"]) for row in rows} == {(3, None)}
+    assert [suite for suite in SUITES if SUITES[suite].timed == "steps"] == ["linear", "layer", "train"]
+
+
+@pytest.mark.parametrize("ours", ["lightning_fp8 cublaslt", "auto"])
+def test_a_wrong_result_of_ours_is_not_timed(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, failures = measured(monkeypatch, {}, case("a", variant("theirs"), variant(ours, "another payload")))
+    assert (rows, failures) == ([], [f"a: {ours} gave another payload. Nothing of this case is timed."])
+
+
+def test_a_wrong_baseline_says_so_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = case("a", variant("lightning_fp8"), variant("theirs", "another payload"), variant("others"))
+    rows, failures = measured(monkeypatch, {"lightning_fp8": 2.0, "theirs": 8.0, "others": 4.0}, made)
+    assert [(row["checked"], row["wrong"]) for row in rows] == [(True, None), (False, "another payload"), (True, None)]
+    assert failures == ["a: theirs gave another payload."]
+    # and nothing is compared with it
+    assert [(row["baseline"], row["times_baseline"]) for row in rows] == [("others", 0.5), ("others", 2), ("others", 1)]
+
+
+def test_failures_are_told_at_the_end_and_cost_their_own_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checked: list[str] = []
-    monkeypatch.setattr(precisions, "take_turns", turns)
-    monkeypatch.setattr(precisions, "check", lambda _, variants: checked.extend(variants))
-    monkeypatch.setattr(sys, "argv", ["precisions", "--device", "cpu", "--out", str(tmp_path / "rows")])
-    precisions.main()
-    rows = rows_of(tmp_path / "rows")
-    bf16 = ["bf16-true", "bf16-mixed", "bf16-mixed, weight_copy"]
-    expected = ["32-true", *(bf16 if first == "bf16-mixed" else []), "fp8-delayed"]
-    assert checked == [row["variant"] for row in rows] == expected
-    assert {row["baseline"] for row in rows} == {first}
-    assert rows[-1]["times_baseline"] == (4.0 if first == "32-true" else 2.0)
-    assert f"x {first}" in capsys.readouterr().out
+    def too_large(device: torch.device) -> list[Variant]:
+        raise torch.OutOfMemoryError("not so much")
+
+    cases = (Case("large", too_large), case("a", variant("theirs"), refusing("failing")), case("b"))
+    with pytest.raises(SystemExit) as ended:
+        run(suites(*cases), "--suite", "all", "--out", str(tmp_path / "rows.jsonl"))
+    assert str(ended.value).splitlines()[-2:] == ["large: not so much", "a: failing: RuntimeError: not here"]
+    assert [(row["case"], row["variant"]) for row in written(tmp_path)][:3] == [
+        ("a", "theirs"), ("b", "lightning_fp8"), ("b", "theirs"),
+    ]  # fmt: skip
+    assert "\nc\n" in capsys.readouterr().out
 
 
-def test_generation_beside_the_baseline(
-    first: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_steps_have_gradients_and_nothing_else_has() -> None:
+    found: dict[str, set[bool]] = {"device": set(), "steps": set()}
+    for timed, modes in found.items():
+        watched = Variant("a", lambda at, modes=modes: modes.add(torch.is_grad_enabled()), lambda: None)
+        run(suites(case("a", watched), timed=timed), "--suite", "small")
+    assert found == {"device": {False}, "steps": {True}}
+
+
+def test_large_cases_are_also_timed_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "under_load", lambda variant, device: {"sustained_us": 9.0})
+    times = {"lightning_fp8": 1.0, "theirs": 1.0}
+    for flops, device, expected in ((10**11, GPU, 9), (10**10, GPU, None), (10**12, CPU, None)):
+        rows, _ = measured(monkeypatch, times, case("a", flops=flops), device=device)
+        assert {row.get("sustained_us") for row in rows} == {expected}
+    assert case("a", bytes=2**28).is_large
+    assert not case("a", bytes=2**28 - 1).is_large
+
+
+def test_which_cases_are_large() -> None:
+    small = {name: [case.name for case in suite.cases(GPU) if not case.is_large] for name, suite in SUITES.items()}
+    assert small["gemm"] == [
+        f"{kind} (MxNxK)" for kind in ("fprop 2048x1024x1024", "dgrad 2048x1024x1024", "wgrad 1024x1024x2048")
+    ]
+    assert [name for name in small["linear"] if "8192 tokens, 4096" in name or "GELU" in name] == []
+    assert not any("8192x8192" in name or "14336" in name or "cast_weights" in name for name in small["cast"])
+    assert {"1024x1024 bf16->e4m3 cast_transpose", "update_scales 1000 tensors, history 1024"} <= set(small["cast"])
+
+
+def test_plain_torch_is_never_timed_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = case("a", is_served=lambda device: False)
+    rows, failures = measured(monkeypatch, {"lightning_fp8": 1.0, "theirs": 1.0}, made, device=GPU)
+    assert rows == []
+    assert failures[0].startswith("a: lightning_fp8 has no kernel for it on cuda:0, and torch's own operators, which")
+    # on the CPU there are none
+    assert len(measured(monkeypatch, {"lightning_fp8": 1.0, "theirs": 1.0}, made)[0]) == 2
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_a_cpu_that_emulates_bf16_is_named(
+    emulated: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(generation, "compare", lambda *given: {given[-1]: [2.0], "fp8, once": [3.0]})
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr(sys, "argv", ["generation"])
-    generation.main()
-    assert capsys.readouterr().out.endswith(f"3.00 ms a token, 1.50 x {first}\n")
+    monkeypatch.setattr(harness, "emulates_bf16", lambda: emulated)
+    run(suites(case("a")), "--suite", "small")
+    assert capsys.readouterr().out.count("This CPU emulates bf16 products: 32-true takes the place") == emulated
 
 
-def test_the_cost_of_watching_in_what_runs(first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = ("p50_ms", "p50_without_ms", "call_us", "entry_us", "added_us_per_step", "added_share")
-    numbers = dict.fromkeys(keys, 1.0)
-    monkeypatch.setattr(attention_dtypes, "compare", lambda precision, *_: {"variant": precision, **numbers})
-    monkeypatch.setattr(sys, "argv", ["attention_dtypes", "--out", str(tmp_path / "rows")])
-    attention_dtypes.main()
-    in_bf16 = ["bf16-mixed"] if first == "bf16-mixed" else []
-    assert [row["variant"] for row in rows_of(tmp_path / "rows")] == ["fp8-delayed", *in_bf16]
+BAD = {
+    "an unknown suite": (["--suite", "gem"], r"invalid choice: 'gem' \(choose from .*cast.*gemm.*linear.*all"),
+    "no suite": ([], "arguments are required: --suite"),
+    "no rounds": (["--suite", "cast", "--rounds", "0"], "--rounds: must be an integer of at least 1, got '0'"),
+    "an unknown case": (
+        ["--suite", "cast", "--device", "cpu", "--case", "7x7"],
+        r"--case: no name has '7x7' in it. There are:\n  256x256 bf16->e4m3 cast_transpose\n(.*\n)+  update_scales 30",
+    ),
+    "no folder": (
+        ["--suite", "cast", "--device", "cpu", "--out", "nowhere/at/all.jsonl"],
+        "there is no folder nowhere/at to write all.jsonl in",
+    ),
+}
 
 
-def test_fp32_on_the_cpu_is_fp32() -> None:
-    sizes = {"layers": 1, "width": 32, "heads": 2, "context": 16}
-    config = {"model": {"init_args": sizes}, "data": {"init_args": {"batch_size": 2, "context": 16}}}
-    found = cpu_step.train("32-true", config, steps=1)
-    torch.manual_seed(0)
-    model = ByteGPT(**sizes)
-    batch = torch.randint(0, 256, (2, 17), dtype=torch.uint8)
-    expected = F.cross_entropy(model(batch[:, :-1].long()).flatten(0, 1), batch[:, 1:].long().flatten())
-    assert found["losses"][0] == pytest.approx(expected.item(), rel=1e-6)
-    assert found["losses"][0] != pytest.approx(cpu_step.train("bf16-mixed", config, 1)["losses"][0], rel=1e-6)
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_arguments(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, words = BAD[bad]
+    with pytest.raises(SystemExit) as ended:
+        harness.main(arguments, SUITES)
+    assert ended.value.code not in (0, None)
+    assert re.search(words, f"{ended.value.code}\n{capsys.readouterr().err}")
+
+
+def test_without_a_fitting_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rest = r"and none was found; `--device cpu` runs small sizes to try the command"
+    with pytest.raises(SystemExit, match=rf"needs a CUDA GPU of compute capability 8\.9 or newer, {rest}"):
+        harness.main(["--suite", "cast"], SUITES)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an older GPU")
+    with pytest.raises(SystemExit, match=r"8\.9 or newer, and an older GPU has 8\.0"):
+        harness.main(["--suite", "cast", "--device", "cuda"], SUITES)
+
+
+def test_cases_are_chosen_by_a_part_of_their_names(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    run(suites(case("a"), case("b")), "--suite", "all", "--case", "b", "--out", str(out))
+    assert {json.loads(line)["case"] for line in out.read_text().splitlines()} == {"b"}
+
+
+@pytest.mark.cuda
+def test_small_cases_on_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    chosen = (("cast", "1024x1024"), ("cast", "update"), ("gemm", "2048x1024x1024"), ("linear", "2048 tokens, 1024"))
+    for suite, part in chosen:
+        harness.main(["--suite", suite, "--case", part, "--rounds", "3", "--out", str(out)], SUITES)
+    for row in written(out):
+        assert row["gpu"] == torch.cuda.get_device_name()
+        assert row["p50_us"] > 0
+        assert row["host_us"] > 0
+        assert row["suite"] not in ("gemm", "linear") or row["tflops"] > 0

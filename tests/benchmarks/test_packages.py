@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -27,9 +28,9 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def stand_in(precision: str, folder: Path, is_saved: bool) -> packages.Made:
+def stand_in(trainer_arguments: dict[str, Any], folder: Path, is_saved: bool) -> packages.Made:
     model, x = Net(), torch.randn(8, 32)
-    trainer = pl.Trainer(max_steps=2, **packages.QUIET, enable_checkpointing=False, precision=precision)
+    trainer = pl.Trainer(max_steps=2, enable_checkpointing=False, **trainer_arguments)
     if is_saved:
         model.load_state_dict(torch.load(folder / "weights.pt"))
     else:

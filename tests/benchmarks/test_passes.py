@@ -48,12 +48,6 @@ def test_casts_of_the_example(rows: dict[tuple[str, int], dict[str, Any]], micro
     assert (eager["kept_inputs"], eager["kept_weights"]) == (TOKENS * sum(INPUTS), WEIGHTS)
 
 
-def test_plain_bf16(rows: dict[tuple[str, int], dict[str, Any]]) -> None:
-    plain = rows["bf16-mixed", 1]
-    assert plain["gemms"] == 12
-    assert (plain["kept_inputs"], plain["kept_weights"]) == (2 * TOKENS * sum(INPUTS), 2 * WEIGHTS)
-
-
 @pytest.mark.parametrize("what", ["eager", "compiled"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_llama_casts_and_keeps_each_input_once(what: str, micro_batches: int, all_rows: list[dict[str, Any]]) -> None:

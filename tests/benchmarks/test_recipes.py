@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 from fp8_numpy import DEFINITIONS, code_values, saturating_cast
-from matplotlib.axes import Axes
 from scales_in_numpy import largest, scale_of
 
 from benchmarks import recipe_cases, recipes
 from benchmarks.recipe_cases import TRAININGS, train, watch
-from benchmarks.recipe_tables import DECIDING, draw_growth, excess, interval, preferred, tables
+from benchmarks.recipes import DECIDING, excess, interval, preferred, tables
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from lightning_fp8.scaling.recipe import Recipe
 
@@ -182,24 +181,3 @@ def test_rows_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytes
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["case"], row["variant"], row["seed"]) for row in written] == measured
     assert all(row["threads"] == 1 and row["commit"] for row in written)
-    for picture in ("rows.png", "rows-growth.png"):
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_picture_of_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bars: dict[str, list[float]] = {}
-
-    def bar(axes: Axes, steps: list[float], heights: list[float], *args: Any, label: str, **rest: Any) -> Any:
-        bars[label] = heights
-        return drawn(axes, steps, heights, *args, label=label, **rest)
-
-    drawn = Axes.bar
-    monkeypatch.setattr(Axes, "bar", bar)
-    windows = {f"fp8-delayed,amax_history_len={window}": window for window in (1, 4)}
-    rows = made({}, {**windows, "fp8-delayed,amax_history_len=1,margin=1": 3, "fp8-current": 0, "fp8-block": 0})
-    first = rows[-5:]
-    draw_growth([*rows, *({**row, "seed": 1, "clipped_fractions": [0.0] * 16} for row in first)], tmp_path / "x.png")
-    assert bars.keys() == {"fp8-delayed, a window of 1", "fp8-current", "fp8-block"}
-    # in percent, the mean of two seeds
-    assert bars["fp8-delayed, a window of 1"] == pytest.approx([0.0] * 8 + [5.0] + [0.0] * 7)
-    assert bars["fp8-current"] == [0.0] * 16

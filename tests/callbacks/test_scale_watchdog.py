@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lit import Regression, loader, make_trainer, seeded
+from logged_runs import rows_of
 from processes import run_script
 from torch import Tensor, nn
-from watched_models import NEVER, Vanishing
+from watched_models import NEVER, Growing, Vanishing
 
-from lightning_fp8 import Fp8Precision, ScaleWatchdog, convert, fall_back, fallbacks, scaling_state
+from lightning_fp8 import Fp8Precision, ScaleWatchdog, convert, fall_back, scaling_state
 from lightning_fp8.callbacks.watch import CONDITIONS, Findings, Limits, Watch
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.ops.formats import DELAYED_ROLES
@@ -63,16 +63,6 @@ class Poisoned(Regression):
         return super().forward(x)
 
 
-class Growing(Regression):
-    """Multiplies its input by 4 at each step, so that a scale from past steps always clips."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * 4.0**self.trainer.global_step if self.training else x)
-
-    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return super().step(batch) * 1e-20
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("action", ["warn", "raise", "fallback", "current"])
 def test_a_healthy_run_is_left_alone(
@@ -90,29 +80,45 @@ def test_a_healthy_run_is_left_alone(
     assert state.model.before_update == []
 
 
-def test_a_layer_that_trains_in_eval_mode(tmp_path: Path) -> None:
-    options = {**NEVER, "stale_steps": 4}
-    with pytest.warns(UserWarning, match="ScaleWatchdog, step 4: ") as caught:
-        fit(tmp_path, ScaleWatchdog(every_n_steps=2, **options), seeded(EvalLayer))
-    (message,) = [str(warning.message) for warning in caught if "ScaleWatchdog" in str(warning.message)]
-    assert "scales not updated for 4 steps or more, although in use: 2.input (4), 2.grad_output (4)." in (
-        message.replace("net.", "")
-    )
-    assert "eval mode" in message
-    assert "net.0" not in message
+# a model in trouble, the watchdog's arguments, and what it says
+TROUBLE: list[tuple[Any, dict[str, Any], str]] = [
+    (
+        EvalLayer,
+        {"every_n_steps": 2, "stale_steps": 4},
+        r"step 4: scales not updated for 4 steps or more, although in use: net\.2\.input \(4\), net\.2\.grad_output"
+        r" \(4\)\.\n  A layer in eval mode records nothing\.$",
+    ),
+    (
+        AroundTheTrainer,
+        {"every_n_steps": 2, "stale_steps": 4},
+        r"net\.0\.input \(4\), .*, net\.2\.grad_output \(4\)\.\n  No scale has been updated at all: does the loop step",
+    ),
+    (LosesGradients, {"every_n_steps": 3, "stale_steps": 6}, r"step 6: .* in use: net\.2\.grad_output \(6\)\.\n"),
+    # a scale that inf or NaN prevent from changing is not stale
+    (
+        Poisoned,
+        {"every_n_steps": 4, "stale_steps": 2, "nonfinite_steps": 3},
+        r"step 12: inf or NaN in 3 optimizer steps in a row or more: net\.0\.input \(6\)",
+    ),
+    (
+        Growing,
+        {"every_n_steps": 2, "saturated_above": 0.3, "checks_in_a_row": 3},
+        r"step 6: more than 30% of the numbers clipped, at 3 checks in a row: net\.0\.input ",
+    ),
+    (
+        Vanishing,
+        {"every_n_steps": 2, "underflowed_above": 0.5, "checks_in_a_row": 2},
+        r"step 4: .* turned into zero, at 2 checks in a row: net\.0\.input 496 of 512 \(96\.9%\)\.",
+    ),
+]
 
 
-def test_updates_that_silently_stop(tmp_path: Path) -> None:
-    options = {**NEVER, "stale_steps": 4}
-    with pytest.raises(RuntimeError, match=r"net\.0\.input \(4\), .*, net\.2\.grad_output") as error:
-        fit(tmp_path, ScaleWatchdog("raise", every_n_steps=2, **options), seeded(AroundTheTrainer))
-    assert "No scale has been updated at all" in str(error.value)
-
-
-def test_an_amax_that_is_lost(tmp_path: Path) -> None:
-    options = {**NEVER, "stale_steps": 6}
-    with pytest.raises(RuntimeError, match=r"step 6: .* in use: net.2.grad_output \(6\)\.\n"):
-        fit(tmp_path, ScaleWatchdog("raise", every_n_steps=3, **options), seeded(LosesGradients))
+@pytest.mark.parametrize(("kind", "options", "message"), TROUBLE)
+def test_trouble_is_said_by_name(kind: Any, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=message) as error:
+        fit(tmp_path, ScaleWatchdog("raise", **{**NEVER, **options}), seeded(kind))
+    assert kind is not Growing or ".weight" not in str(error.value)
+    assert kind is not Poisoned or "not updated" not in str(error.value)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -132,48 +138,6 @@ def test_a_layer_that_does_not_run_is_not_stale(set_to_none: bool, tmp_path: Pat
     model = fit(tmp_path, ScaleWatchdog("raise", 2, **{**NEVER, "stale_steps": 4}), seeded(Changing))
     state = scaling_state(model)
     assert state.amax_history[:2, state.names.index("spare.input")].gt(0).all()
-
-
-def test_inf_and_nan_in_a_row(tmp_path: Path) -> None:
-    options = {**NEVER, "nonfinite_steps": 3, "stale_steps": 2}
-    with pytest.raises(RuntimeError, match="step 12: ") as error:
-        fit(tmp_path, ScaleWatchdog("raise", every_n_steps=4, **options), seeded(Poisoned))
-    assert "inf or NaN in 3 optimizer steps in a row or more: net.0.input (6)" in str(error.value)
-    # a scale that inf or NaN prevent from changing is not stale
-    assert "not updated" not in str(error.value)
-
-
-def test_a_single_bad_batch_is_no_row(tmp_path: Path) -> None:
-    class Once(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            # two bad checks in a row, then a good one, then two bad ones
-            bad = self.trainer.global_step in (2, 3, 5, 6)
-            return super().training_step((x * float("inf"), y) if bad else batch, batch_idx)
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            for parameter in self.parameters():
-                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
-
-    model = fit(tmp_path, ScaleWatchdog("raise", 4, **{**NEVER, "nonfinite_steps": 3}), seeded(Once))
-    assert scaling_state(model).nonfinite_steps[0] == 4
-    with pytest.raises(RuntimeError, match="in a row"):
-        fit(tmp_path, ScaleWatchdog("raise", 4, **{**NEVER, "nonfinite_steps": 2}), seeded(Once))
-
-
-def test_saturation_that_stays(tmp_path: Path) -> None:
-    options = {**NEVER, "saturated_above": 0.3}
-    with pytest.raises(RuntimeError, match="step 6: ") as error:
-        fit(tmp_path, ScaleWatchdog("raise", 2, checks_in_a_row=3, **options), seeded(Growing))
-    assert "more than 30% of the numbers clipped, at 3 checks in a row: net.0.input " in str(error.value)
-    assert ".weight" not in str(error.value)
-
-
-def test_underflow_that_stays(tmp_path: Path) -> None:
-    options = {**NEVER, "underflowed_above": 0.5}
-    with pytest.raises(RuntimeError, match="step 4: ") as error:
-        fit(tmp_path, ScaleWatchdog("raise", 2, checks_in_a_row=2, **options), seeded(Vanishing))
-    assert "turned into zero, at 2 checks in a row: net.0.input 496 of 512 (96.9%)." in str(error.value)
 
 
 class WithOutliers(Regression):
@@ -254,7 +218,7 @@ def test_fallback_moves_the_layer_and_a_resumed_run_keeps_it(tmp_path: Path) -> 
     )
     with pytest.warns(UserWarning, match=r"turned into zero.*\n  In bf16 from now on: net.0\."):
         trainer.fit(model, loader())
-    assert fallbacks(model) == ("net.0",)
+    assert scaling_state(model).fallbacks == ("net.0",)
     trainer.save_checkpoint(tmp_path / "fallen.ckpt")
 
     whole = seeded(Vanishing)
@@ -263,22 +227,11 @@ def test_fallback_moves_the_layer_and_a_resumed_run_keeps_it(tmp_path: Path) -> 
     # without the callback
     resumed = seeded(Vanishing)
     make_trainer(tmp_path, max_epochs=4).fit(resumed, loader(), ckpt_path=tmp_path / "fallen.ckpt")
-    assert fallbacks(resumed) == ("net.0",)
+    assert scaling_state(resumed).fallbacks == ("net.0",)
     assert torch.equal(torch.stack(whole.losses[8:]), torch.stack(resumed.losses))
     evaluated = seeded(Vanishing)
     make_trainer(tmp_path).validate(evaluated, loader(), ckpt_path=tmp_path / "fallen.ckpt", verbose=False)
-    assert fallbacks(evaluated) == ("net.0",)
-
-
-def test_a_run_resumed_with_fallbacks_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = {**NEVER, "underflowed_above": 0.5, "checks_in_a_row": 1}
-    trainer = make_trainer(tmp_path, callbacks=[ScaleWatchdog("fallback", 2, **options)])
-    with pytest.warns(UserWarning, match="In bf16 from now on"):
-        trainer.fit(seeded(Vanishing), loader())
-    trainer.save_checkpoint(tmp_path / "fallen.ckpt")
-    with caplog.at_level("INFO"):
-        make_trainer(tmp_path, max_epochs=2).fit(seeded(Vanishing), loader(), ckpt_path=tmp_path / "fallen.ckpt")
-    assert "1 layers fell back to bf16 in the run that saved this checkpoint" in caplog.text
+    assert scaling_state(evaluated).fallbacks == ("net.0",)
 
 
 @pytest.mark.parametrize(("model", "condition"), [(Poisoned, "inf or NaN"), (AroundTheTrainer, "not updated")])
@@ -287,7 +240,7 @@ def test_what_no_single_layer_is_to_blame_for_moves_none(model: Any, condition: 
     options = {**NEVER, "nonfinite_steps": 2, "stale_steps": 4}
     with pytest.warns(UserWarning, match=condition) as caught:
         fit(tmp_path, ScaleWatchdog("fallback", 4, **options), fitted)
-    assert fallbacks(fitted) == ()
+    assert scaling_state(fitted).fallbacks == ()
     assert all("from now on" not in str(warning.message) for warning in caught)
 
 
@@ -307,8 +260,7 @@ def test_what_it_logs(tmp_path: Path) -> None:
 
     with pytest.warns(UserWarning, match="ScaleWatchdog"):
         fit(tmp_path, ScaleWatchdog("fallback", 2, **options), seeded(Both), logger=logger)
-    with open(Path(logger.log_dir) / "metrics.csv") as file:
-        logged = [row for row in csv.DictReader(file) if row.get("fp8/watchdog/stale")]
+    logged = [row for row in rows_of(logger) if row.get("fp8/watchdog/stale")]
     keys = [f"fp8/watchdog/{name}" for name in (*CONDITIONS, "fallbacks", "current")]
     assert {key for row in logged for key in row if key.startswith("fp8/watchdog")} == set(keys)
     values = [(int(row["step"]), *(float(row[key]) for key in keys)) for row in logged]
@@ -318,12 +270,10 @@ def test_what_it_logs(tmp_path: Path) -> None:
     assert values[2] == (5, 0, 0, 0, 0, 2, 0)
 
 
-def test_other_precisions_and_bad_input(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="no layer runs in FP8 under precision='bf16-mixed'; nothing to watch"):
-        fit(tmp_path, ScaleWatchdog(), precision="bf16-mixed")
+def test_arguments_outside_their_rules() -> None:
     with pytest.raises(ValueError, match="'warn', 'raise', 'fallback', 'current', got 'shout'"):
         ScaleWatchdog("shout")  # type: ignore[arg-type]
-    for name in ("every_n_steps", "stale_steps", "nonfinite_steps", "checks_in_a_row"):
+    for name in ("stale_steps", "nonfinite_steps", "checks_in_a_row"):
         with pytest.raises(ValueError, match=f"`{name}` must be an integer of at least 1, got 0"):
             ScaleWatchdog(**{name: 0})
     for name in ("saturated_above", "underflowed_above"):
@@ -339,31 +289,6 @@ def test_fallbacks_and_a_gather_in_fp8_exclude_each_other(tmp_path: Path) -> Non
             fit(tmp_path, ScaleWatchdog(action), plugins=Fp8Precision(fp8_all_gather=True))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Regression has no FP8 layer whose weight FSDP2 shards"):
         fit(tmp_path, ScaleWatchdog(), plugins=Fp8Precision(fp8_all_gather=True))
-
-
-def test_an_exception_leaves_nothing_behind(tmp_path: Path) -> None:
-    class Failing(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if batch_idx == 2:
-                raise KeyError("mine")
-            return super().training_step(batch, batch_idx)
-
-    model = seeded(Failing)
-    with pytest.raises(KeyError, match="mine"):
-        fit(tmp_path, ScaleWatchdog(every_n_steps=1), model)
-    assert scaling_state(model).cast_counts.values is None
-    assert scaling_state(model).model.before_update == []
-
-
-def test_beside_the_logger_each_counts_for_itself(tmp_path: Path) -> None:
-    from lightning_fp8 import ScaleFactorLogger
-
-    logger = CSVLogger(tmp_path)
-    callbacks = [ScaleFactorLogger(every_n_steps=3), ScaleWatchdog("raise", 2, **{**NEVER, "underflowed_above": 0.99})]
-    make_trainer(tmp_path, max_epochs=3, callbacks=callbacks, logger=logger).fit(seeded(Vanishing), loader())
-    with open(Path(logger.log_dir) / "metrics.csv") as file:
-        shares = [row["fp8/net.0.input/underflowed_fraction"] for row in csv.DictReader(file)]
-    assert {round(float(share), 4) for share in shares if share} == {round(31 / 32, 4)}
 
 
 def test_amaxes_of_several_updates_a_batch_and_a_pause() -> None:
@@ -426,8 +351,8 @@ SCRIPT = """
 import warnings
 import torch, torch.distributed as dist
 from lit import loader, make_trainer, seeded
-from watched_models import NEVER, Vanishing
-from lightning_fp8 import ScaleWatchdog, fallbacks, scaling_state
+from watched_models import NEVER, Growing, Vanishing
+from lightning_fp8 import ScaleWatchdog, scaling_state
 
 
 class OnOneRank(Vanishing):
@@ -445,7 +370,7 @@ with warnings.catch_warnings(record=True) as caught:
 if dist.get_rank() == 0:
     open({path!r} + "/warnings", "w").write("".join(str(warning.message) for warning in caught))
 state = scaling_state(model)
-torch.save((fallbacks(model) + state.current_modules, state.scale, model.net[0].weight.detach()),
+torch.save((scaling_state(model).fallbacks + state.current_modules, state.scale, model.net[0].weight.detach()),
            {path!r} + f"/rank{{dist.get_rank()}}.pt")
 """
 

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import csv
 import itertools
 import re
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities import throughput as lightnings
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import RunningStage
 from lit import Regression, loader, make_trainer, seeded
+from logged_runs import rows_of
 
-from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8FSDPPrecision, Fp8Precision
+from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision
 from lightning_fp8.callbacks.throughput_monitor import Fp8ThroughputMonitor, dense_fp8_flops
-from lightning_fp8.examples import ByteGPT
-from lightning_fp8.plugins.trainer import FSDP_PLUGINS
 
 H100 = "NVIDIA H100 80GB HBM3"
 H100_SLICE = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
@@ -70,10 +66,7 @@ def peak_and_warnings(*args: Any, **kwargs: Any) -> tuple[float | None, list[str
         (Fp8Precision(compute_dtype="float32"), 66.9, 1979),
         (Bf16MixedPrecision(), 989.4, 989.4),
         (Bf16TruePrecision(), 989.4, 989.4),
-        (Fp8FSDPPrecision(), 66.9, 1979),
-        (Fp8FSDPPrecision(reduce_dtype="bfloat16"), 989.4, 1979),
-        (FSDP_PLUGINS["bf16-mixed"](), 66.9, 989.4),
-        (FSDP_PLUGINS["bf16-true"](), 66.9, 989.4),
+        (Fp8Precision(reduce_dtype="bfloat16"), 989.4, 1979),
     ],
 )
 def test_the_peak_is_that_of_the_precision_where_the_stock_monitor_takes_fp32(
@@ -82,19 +75,6 @@ def test_the_peak_is_that_of_the_precision_where_the_stock_monitor_takes_fp32(
     gpu(H100)
     assert set_up(ThroughputMonitor(len), plugin) == pytest.approx(stock * 1e12)
     assert set_up(Fp8ThroughputMonitor(len), plugin) == pytest.approx(ours * 1e12)
-
-
-def test_tf32_changes_the_stock_peak_and_not_ours(gpu: Any) -> None:
-    gpu(H100, matmul="high")
-    assert set_up(ThroughputMonitor(len), Fp8Precision()) == pytest.approx(494.7e12)
-    assert set_up(Fp8ThroughputMonitor(len), Fp8Precision()) == 1979e12
-
-
-def test_lightnings_table_has_no_fp8() -> None:
-    # once Lightning has an FP8 peak for it, check whether that is the dense one
-    columns = {str(dtype) for chip in lightnings._CUDA_FLOPS.values() for dtype in chip}
-    assert "torch.int8" in columns
-    assert not [column for column in columns if "float8" in column or "fp8" in column]
 
 
 @pytest.mark.parametrize(
@@ -148,18 +128,6 @@ def test_no_peak_for_a_chip_that_nobody_knows(plugin: Precision, gpu: Any) -> No
     assert peak_and_warnings(Fp8ThroughputMonitor(len), plugin) == (None, ["FLOPs not found for 'NVIDIA Abacus'"])
 
 
-@pytest.mark.parametrize("name", [H100, "NVIDIA B200", "Tesla T4"])
-@pytest.mark.parametrize(
-    "plugin",
-    [Precision(), MixedPrecision("bf16-mixed", "cuda"), HalfPrecision("bf16-true"), DoublePrecision()],
-    ids=lambda plugin: type(plugin).__name__,
-)
-def test_plugins_of_lightnings_own_as_in_the_stock_monitor(plugin: Precision, name: str, gpu: Any) -> None:
-    gpu(name)
-    stock = peak_and_warnings(ThroughputMonitor(len), plugin)
-    assert peak_and_warnings(Fp8ThroughputMonitor(len), plugin) == stock
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 @pytest.mark.parametrize(
     "plugin", [Fp8Precision(), Bf16TruePrecision(), Precision(), MixedPrecision("bf16-mixed", "cuda")]
@@ -187,8 +155,7 @@ def logged(path: Path, monitor: ThroughputMonitor, **kwargs: Any) -> list[dict[s
     trainer = make_trainer(path, callbacks=[monitor], logger=logger, log_every_n_steps=1, **kwargs)
     trainer.fit(seeded(Counted), loader(), loader(32))
     trainer.test(trainer.model, loader(48), verbose=False)
-    with open(Path(logger.log_dir) / "metrics.csv") as file:
-        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+    return [{key: float(value) for key, value in row.items() if value} for row in rows_of(logger)]
 
 
 def samples(batch: Any) -> int:
@@ -215,94 +182,3 @@ def test_mfu_in_a_run_is_flops_per_second_over_the_peak(precision: str, tmp_path
             assert row[f"{stage}/device/items_per_sec"] == 16 * 32 / seconds
         assert of_stage[-1][f"{stage}/samples"] == 16 * batches
         assert of_stage[-1][f"{stage}/lengths"] == 16 * 32 * batches
-
-
-def test_keys_are_those_of_the_stock_monitor(tmp_path: Path) -> None:
-    def keys(cls: Any, **more: Any) -> list[set[str]]:
-        monitor = cls(samples, numbers, window_size=3, separator="|", **more)
-        return [set(row) for row in logged(tmp_path / f"{cls.__name__}{len(more)}", monitor)]
-
-    stock, ours = keys(ThroughputMonitor), keys(Fp8ThroughputMonitor, peak_flops=1e12)
-    assert {"train|device|mfu", "test|device|mfu"} <= set().union(*ours)
-    # there is no known peak for a CPU
-    assert [{key for key in row if not key.endswith("|mfu")} for row in ours] == stock
-    assert keys(Fp8ThroughputMonitor) == stock
-
-
-def test_the_docstring_lists_every_key() -> None:
-    throughput = lightnings.Throughput(available_flops=1.0, world_size=2, window_size=2)
-    for update in (1, 2):
-        throughput.update(time=update, batches=update, samples=update, lengths=update, flops=1)
-    documented = re.findall(r"``<stage>/(\S+)``", Fp8ThroughputMonitor.__doc__ or "")
-    assert sorted(documented) == sorted(throughput.compute())
-
-
-class MeasuresItself(Regression):
-    flops_per_batch = None
-
-    def on_fit_start(self) -> None:
-        x = torch.zeros(16, 32)
-        self.eval()
-        self.flops_per_batch = lightnings.measure_flops(self, lambda: self(x), torch.Tensor.sum)
-        self.train()
-
-
-@pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed"])
-def test_flops_measured_on_the_model_itself(precision: str, tmp_path: Path) -> None:
-    model, logger = seeded(MeasuresItself), CSVLogger(tmp_path)
-    monitor = Fp8ThroughputMonitor(samples, window_size=2, peak_flops=3e9)
-    trainer = make_trainer(tmp_path, callbacks=[monitor], logger=logger, log_every_n_steps=1, precision=precision)
-    trainer.fit(model, loader())
-    # three products for the second layer, two for the first, whose input needs no gradient
-    expected = 2 * 16 * (2 * 32 * 64 + 3 * 64 * 16)
-    assert model.flops_per_batch == expected
-    with open(Path(logger.log_dir) / "metrics.csv") as file:
-        before, last = [row for row in csv.DictReader(file) if row["train/time"]][-2:]
-    rate = expected / (float(last["train/time"]) - float(before["train/time"]))
-    assert float(last["train/device/flops_per_sec"]) == pytest.approx(rate)
-    assert float(last["train/device/mfu"]) == pytest.approx(rate / 3e9)
-
-
-class CountedGPT(ByteGPT):
-    flops_per_batch = FLOPS
-
-
-def test_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_fp8.cli import main
-
-    monkeypatch.setattr(sys, "argv", ["lightning_fp8"])
-    (tmp_path / "config.yaml").write_text(f"""
-trainer:
-  precision: fp8-delayed
-  accelerator: cpu
-  max_steps: 3
-  limit_val_batches: 0
-  log_every_n_steps: 1
-  enable_progress_bar: false
-  enable_model_summary: false
-  enable_checkpointing: false
-  logger:
-    class_path: lightning.pytorch.loggers.CSVLogger
-    init_args: {{save_dir: {tmp_path}, name: runs, version: yaml}}
-  callbacks:
-    - class_path: {Fp8ThroughputMonitor.__module__}.Fp8ThroughputMonitor
-      init_args:
-        batch_size_fn: builtins.len
-        length_fn: torch.numel
-        window_size: 2
-        separator: "."
-        peak_flops: 1979e12
-model:
-  class_path: {__name__}.CountedGPT
-  init_args: {{layers: 1, width: 32, heads: 1, context: 16}}
-data:
-  class_path: lightning_fp8.examples.StdlibText
-  init_args: {{context: 16, batch_size: 4}}
-""")
-    main(["fit", "--config", str(tmp_path / "config.yaml")])
-    folder = tmp_path / "runs" / "yaml"
-    with open(folder / "metrics.csv") as file:
-        last = [row for row in csv.DictReader(file) if row["train.time"]][-1]
-    assert float(last["train.device.mfu"]) == float(last["train.device.flops_per_sec"]) / 1979e12
-    assert (last["train.samples"], last["train.lengths"]) == ("12", str(12 * 17))
-    assert "batch_size_fn: builtins.len" in (folder / "config.yaml").read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lit import Regression, loader, make_trainer, same, seeded
+from logged_runs import rows_of
 from projections import MEMBERS, Shared
 from small_models import small_mlp
 from torch import Tensor, nn
-from watched_models import NEVER, Vanishing
+from watched_models import NEVER, Growing, Vanishing
 
 from lightning_fp8 import (
     CurrentScaling,
@@ -26,21 +26,10 @@ from lightning_fp8 import (
     describe,
     export,
     fall_back,
-    fallbacks,
     scaling_state,
     unconvert,
 )
 from lightning_fp8.callbacks.watch import Limits, Watch
-
-
-class Growing(Regression):
-    """Its input grows fourfold from step to step, so that a scale from past steps always clips."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * 4.0 ** min(self.trainer.global_step, 20) if self.training else x)
-
-    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return super().step(batch) * 1e-20
 
 
 def clips(every: int = 2, **kwargs: Any) -> ScaleWatchdog:
@@ -54,8 +43,7 @@ def underflows(**kwargs: Any) -> ScaleWatchdog:
 
 def logged(logger: CSVLogger) -> list[tuple[float, ...]]:
     names = ("saturated", "underflowed", "current", "fallbacks")
-    with open(Path(logger.log_dir) / "metrics.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("fp8/watchdog/current")]
+    rows = [row for row in rows_of(logger) if row.get("fp8/watchdog/current")]
     return [tuple(float(row[f"fp8/watchdog/{name}"]) for name in names) for row in rows]
 
 
@@ -69,7 +57,7 @@ def test_a_tensor_that_grows_is_clipped_no_more(tmp_path: Path) -> None:
     assert len(said) == 1
     assert said[0].endswith("\n  With current scaling from now on: net.0.")
     assert logged(logger) == [(1, 0, 1, 0), (0, 0, 1, 0), (0, 0, 1, 0)]
-    assert fallbacks(model) == ()
+    assert scaling_state(model).fallbacks == ()
     rows = {row.path: row for row in describe(model)}
     assert "moved to current scaling: net.0" in rows["net.0"].reason
     assert "current" not in rows["net.2"].reason
@@ -89,7 +77,7 @@ def test_what_it_does_not_help_moves_to_bf16(tmp_path: Path) -> None:
     # two checks in a row for each move
     in_current, in_bf16 = [(0, 1, 1, 0), (0, 0, 1, 0)], [(0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 0, 1)]
     assert logged(logger) == [(0, 0, 0, 0), *in_current, *in_bf16]
-    assert fallbacks(model) == ("net.0",)
+    assert scaling_state(model).fallbacks == ("net.0",)
     assert "fell back to bf16: net.0" in describe(model)[0].reason
 
 
@@ -197,8 +185,7 @@ def test_a_scale_that_is_not_used_is_not_stale() -> None:
 
 
 def test_layers_with_one_input_move_together() -> None:
-    model = convert(Shared())
-    state = scaling_state(model)
+    state = scaling_state(convert(Shared()))
     state.use_current_scaling([state.module_names.index("k")])
     assert state.current_modules == MEMBERS
 
@@ -212,7 +199,7 @@ def test_other_recipes_fall_back_and_say_so_once(tmp_path: Path) -> None:
     assert len(said) == 2
     assert "all layers are scaled by their own values already: `action='current'` moves a layer" in said[0]
     assert said[1].endswith("In bf16 from now on: net.0.")
-    assert fallbacks(model) == ("net.0",)
+    assert scaling_state(model).fallbacks == ("net.0",)
 
 
 def test_an_export_has_no_scales_for_them(tmp_path: Path) -> None:

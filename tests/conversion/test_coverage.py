@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
-from lightning.pytorch.loggers import CSVLogger
+from experts import mixtral
 from lit import loader, make_trainer, seeded
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils.data import DataLoader
 
-from lightning_fp8 import (
-    Fp8Precision,
-    RunRecord,
-    ScaleFactorLogger,
-    convert,
-    describe,
-    export,
-    fall_back,
-    load_exported,
-    scaling_state,
-)
+from lightning_fp8 import Fp8Precision, convert, describe, fall_back
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.plugins.fp8 import _say_once
-from lightning_fp8.tools.report import tables
-from lightning_fp8.tools.report.runs import read_runs
 
 
 class Experts(nn.Module):
@@ -50,34 +34,22 @@ class Experts(nn.Module):
         return x + torch.bmm(F.relu(up), self.down.to(x.dtype)).sum(0).view_as(x)
 
 
-class Mixture(nn.Module):
-    def __init__(self, depth: int = 2) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), Experts()) for _ in range(depth))
-        self.head = nn.Linear(16, 24)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def mixture() -> nn.Sequential:
+    model = nn.Sequential(nn.Embedding(20, 16))
+    model.append(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Experts()) for _ in range(2))))
+    return model.append(nn.Linear(16, 24))
 
 
-def mixtral() -> nn.Module:
-    config = transformers.MixtralConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=16,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config)
-    if not any(parameter.dim() == 3 for parameter in model.parameters()):
-        pytest.skip("before transformers 5 each expert of a Mixtral is made of linear layers")
-    return model
+PARAMETERS = ["1.0.1.up", "1.0.1.down", "1.1.1.up", "1.1.1.down"]
 
 
 def unknown(model: nn.Module) -> dict[str, str]:
     """Reasons by the path of the parameters that are listed."""
     return {row.path: row.reason for row in describe(model) if not row.is_layer}
+
+
+def covered(model: nn.Module, **settings: Any) -> str:
+    return coverage(conversion_plan(convert(model, **settings), settings.get("ignore_modules", ())))
 
 
 def said_by_the_plugin(model: nn.Module, caplog: pytest.LogCaptureFixture, **settings: Any) -> str:
@@ -95,32 +67,36 @@ def test_mixtral(caplog: pytest.LogCaptureFixture) -> None:
     total = sum(elements.values())
     linear = sum(count for name, count in elements.items() if "_proj.weight" in name or name == "lm_head.weight")
     assert said_by_the_plugin(copy.deepcopy(model), caplog, ignore_modules=("*.experts",)) == (
-        "fp8-delayed: 9 of 13 linear layers run in FP8, with 15% of the parameters; not in FP8:"
-        " model.layers.*.mlp.experts (79%, matches `ignore_modules`); model.layers.*.mlp.gate (under 1%, a router)."
-    )
-    assert f"{linear / total:.0%}, {2 * 4 * (128 * 32 + 32 * 64) / total:.0%}" == "15%, 79%"
-    assert said_by_the_plugin(model, caplog) == (
-        "fp8-delayed: 11 of 13 linear layers run in FP8, with 94% of the parameters; not in FP8:"
+        f"fp8-delayed: 9 of 13 linear layers run in FP8, with {linear / total:.0%} of the parameters; not in FP8:"
+        f" model.layers.*.mlp.experts ({2 * 4 * (128 * 32 + 32 * 64) / total:.0%}, matches `ignore_modules`);"
         " model.layers.*.mlp.gate (under 1%, a router)."
     )
+    assert "11 of 13 linear layers run in FP8, with 94% of the parameters;" in said_by_the_plugin(model, caplog)
     assert not unknown(model)
 
 
-def test_a_parameter_multiplied_by_hand(caplog: pytest.LogCaptureFixture) -> None:
-    model = Mixture()
-    assert list(unknown(model)) == ["blocks.0.1.up", "blocks.0.1.down", "blocks.1.1.up", "blocks.1.1.down"]
+def test_a_parameter_multiplied_by_hand() -> None:
+    model = mixture()
+    assert list(unknown(model)) == PARAMETERS
     total = 20 * 16 + 2 * (16 * 16 + 16 + 2 * 4 * 16 * 24) + 16 * 24 + 24
     in_fp8, others = 2 * (16 * 16 + 16), 2 * 4 * 16 * 24
-    message = said_by_the_plugin(model, caplog, ignore_modules=("head",))
-    assert message == (
-        f"fp8-delayed: 2 of 3 linear layers run in FP8, with {in_fp8 / total:.0%} of the parameters; not in"
-        f" FP8: blocks.*.*.up, blocks.*.*.down ({2 * others / total:.0%}, outside of linear layers); head (6%, matches"
-        " `ignore_modules`)."
+    # of paths of numbers and names alike, each is one
+    assert covered(model, ignore_modules=("2",)) == (
+        f"2 of 3 linear layers run in FP8, with {in_fp8 / total:.0%} of the parameters; not in"
+        f" FP8: *.*.*.up, *.*.*.down ({2 * others / total:.0%}, outside of linear layers); 2"
+        f" ({(16 * 24 + 24) / total:.0%}, matches `ignore_modules`)"
     )
-    assert f"{(16 * 24 + 24) / total:.0%}" == "6%"
-    # a parameter inside an ignored part, or among layers that are too small, is still listed
-    assert len(unknown(convert(model, ignore_modules=("blocks.1",)))) == 4
-    assert "blocks.1.0 (4%, not converted)" in coverage(conversion_plan(model))
+    # a parameter inside an ignored part is still listed
+    assert len(unknown(convert(model, ignore_modules=("1.1",)))) == 4
+    assert "1.1.0 (4%, not converted)" in coverage(conversion_plan(model))
+
+
+class OwnLinear(nn.Linear):
+    pass
+
+
+class OwnEmbedding(nn.Embedding):
+    pass
 
 
 def test_what_torch_has_layers_for_is_not_listed() -> None:
@@ -129,43 +105,27 @@ def test_what_torch_has_layers_for_is_not_listed() -> None:
     convolutions = [nn.Conv1d(16, 16, 3), nn.Conv2d(16, 16, 3), nn.ConvTranspose3d(16, 16, 3)]
     norms = [nn.LayerNorm((16, 16)), nn.RMSNorm((16, 16)), nn.GroupNorm(4, 16), nn.BatchNorm2d(16)]
     parametrized = [parametrizations.weight_norm(nn.Linear(16, 16)), parametrizations.weight_norm(nn.Conv1d(16, 16, 3))]
-
-    class OwnLinear(nn.Linear):
-        pass
-
-    class OwnEmbedding(nn.Embedding):
-        pass
-
-    for model in (
-        nn.Sequential(*lookups, nn.Linear(16, 16)),
-        nn.Sequential(*linear, *convolutions, *norms, *parametrized, OwnLinear(8, 8), OwnEmbedding(50, 8)),
-    ):
-        assert unknown(model) == {}
-        assert unknown(convert(model)) == {}
-    model = convert(nn.Sequential(*lookups, nn.Linear(16, 16)))
-    assert (
-        coverage(conversion_plan(model))
-        == f"1 of 1 linear layers run in FP8, with {272 / (2 * 50 * 16 + 272):.0%} of the parameters"
-    )
-
-
-def test_parameters_that_are_not_initialised_yet_count_as_none() -> None:
-    lazy = [nn.LazyLinear(4), nn.LazyConv1d(4, 3), nn.ParameterList([nn.UninitializedParameter()])]
-    model = convert(nn.ModuleList([*lazy, nn.Linear(16, 16), nn.Embedding(5, 16)]))
-    assert unknown(model) == {}
-    # the bias of the convolution has no elements either
-    assert coverage(conversion_plan(model)) == (
-        f"1 of 2 linear layers run in FP8, with {272 / (272 + 80):.0%} of the parameters; not in FP8: 0 (under 1%, is"
-        " not initialised yet)"
-    )
-
-
-def test_of_torch_it_lists_what_no_layer_here_does() -> None:
+    model = nn.Sequential(*linear, *convolutions, *norms, *parametrized, OwnLinear(8, 8), OwnEmbedding(50, 8))
+    assert unknown(model) == unknown(convert(model)) == {}
+    share = f"{272 / (2 * 50 * 16 + 272):.0%}"
+    model = nn.Sequential(*lookups, nn.Linear(16, 16))
+    assert covered(model) == f"1 of 1 linear layers run in FP8, with {share} of the parameters"
     model = nn.Sequential(nn.LSTM(16, 16), nn.Linear(16, 16))
     assert unknown(model) == {
         f"0.weight_{kind}_l0": "[64, 16] parameter of LSTM: no layer known here multiplies with it"
         for kind in ("ih", "hh")
     }
+
+
+def test_parameters_that_are_not_initialised_yet_count_as_none() -> None:
+    lazy = [nn.LazyLinear(4), nn.LazyConv1d(4, 3), nn.ParameterList([nn.UninitializedParameter()])]
+    model = nn.ModuleList([*lazy, nn.Linear(16, 16), nn.Embedding(5, 16)])
+    # the bias of the convolution has no elements either
+    assert covered(model) == (
+        f"1 of 2 linear layers run in FP8, with {272 / (272 + 80):.0%} of the parameters; not in FP8: 0 (under 1%, is"
+        " not initialised yet)"
+    )
+    assert unknown(model) == {}
 
 
 def test_ties() -> None:
@@ -177,19 +137,21 @@ def test_ties() -> None:
             self.head.weight = self.embedding.weight
             self.again = self.head
             self.linear = nn.Linear(16, 16, bias=False)
-            self.one = Experts(2)
-            self.two = Experts(2)
+            self.one, self.two = Experts(2), Experts(2)
             self.two.up = self.one.up
 
-    model = convert(Tied())
+    model = Tied()
     # the parameters of linear layers under other names, too
     model.aside = nn.ParameterDict({"a": model.linear.weight, "b": model.head.weight})
     assert list(unknown(model)) == ["one.up", "one.down", "two.down"]
-    assert sum(parameter.numel() for parameter in model.parameters()) == 50 * 16 + 16 * 16 + 3 * 2 * 16 * 24
-    assert coverage(conversion_plan(model)) == (
-        "2 of 2 linear layers run in FP8, with 31% of the parameters;"
+    assert covered(model) == (
+        f"2 of 2 linear layers run in FP8, with {(50 * 16 + 256) / (50 * 16 + 256 + 3 * 768):.0%} of the parameters;"
         " not in FP8: one.up, one.down, two.down (69%, outside of linear layers)"
     )
+    # a weight counts once, in FP8 if one of its layers runs in FP8
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
+    model[1].weight = model[0].weight
+    assert covered(model, ignore_modules=("1",)) == "1 of 2 linear layers run in FP8, with 100% of the parameters"
     # an embedding that is used elsewhere, too, is not only looked up
     lookup = nn.Embedding(50, 16)
     model = nn.ModuleList([lookup, nn.ParameterList([lookup.weight]), nn.Linear(4, 4)])
@@ -198,43 +160,33 @@ def test_ties() -> None:
 
 @pytest.mark.parametrize(("stacked", "listed"), [(1, 0), (9, 0), (10, 10), (30, 30)])
 def test_a_stack_counts_as_one_from_one_percent_on(stacked: int, listed: int) -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.zeros(2, 5))
-
-    model = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(stacked))})
+    layers = (nn.ParameterDict({"table": nn.Parameter(torch.zeros(2, 5))}) for _ in range(stacked))
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
     # `stacked` times 10 elements of 10 000 in all
     model["rest"] = nn.Linear(10, 1000 - stacked, bias=False)
     assert list(unknown(model)) == [f"layers.{layer}.table" for layer in range(listed)]
-    assert ("layers.*.table" in coverage(conversion_plan(convert(model, min_features=0)))) == bool(listed)
+    assert ("layers.*.table" in covered(model, min_features=0)) == bool(listed)
 
 
 def test_at_most_three_are_named_for_each_reason() -> None:
     sizes = (16, 80, 32, 48, 64)
     model = nn.ModuleDict({f"layer{n}": nn.Linear(n, n, bias=False) for n in sizes})
-    convert(model, ignore_modules=("layer[3-8]*",))
-    total = sum(n * n for n in sizes)
-    assert coverage(conversion_plan(model, ignore_modules=("layer[3-8]*",))) == (
+    ignored = ("layer[3-8]*",)
+    assert covered(model, ignore_modules=ignored) == (
         "1 of 5 linear layers run in FP8, with 2% of the parameters; not in FP8: layer80, layer64, layer48 and 1 more"
-        f" ({1 - 16 * 16 / total:.0%}, matches `ignore_modules`)"
+        f" ({1 - 16 * 16 / sum(n * n for n in sizes):.0%}, matches `ignore_modules`)"
     )
     fall_back(model, "layer16")
-    said = coverage(conversion_plan(model, ignore_modules=("layer[3-8]*",)))
+    said = coverage(conversion_plan(model, ignored))
     assert said.startswith("0 of 5 linear layers run in FP8, with 0% of the parameters")
     assert said.endswith("matches `ignore_modules`); layer16 (2%, fell back to bf16)")
+    # paths of numbers alone are given in full
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    assert covered(model, ignore_modules=("[12]",)).endswith("; not in FP8: 1, 2 (67%, matches `ignore_modules`)")
 
 
-def test_other_models() -> None:
-    assert (
-        coverage(conversion_plan(convert(nn.Linear(16, 16))))
-        == "1 of 1 linear layers run in FP8, with 100% of the parameters"
-    )
-    attention = nn.TransformerEncoderLayer(16, 2, 32)
-    assert coverage(conversion_plan(convert(attention))).startswith(
-        "4 of 4 linear layers run in FP8, with 97% of the parameters"
-    )
-    # the outermost module owns the parameter
+def test_the_outermost_module() -> None:
+    assert covered(nn.Linear(16, 16)) == "1 of 1 linear layers run in FP8, with 100% of the parameters"
     root = Experts()
     assert list(unknown(root)) == ["up", "down"]
     with pytest.raises(ValueError, match=r"(?s)nothing to convert in Experts.*-   up \(Parameter\): \[4, 16, 24\]"):
@@ -244,27 +196,21 @@ def test_other_models() -> None:
     assert describe(nn.ReLU()) == []
 
 
-class SmallResNet(nn.Module):
-    """Convolutions hold most parameters, and the others are in linear layers of four kinds."""
+class Own(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
 
+
+class Linear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-
-        class Own(nn.Linear):
-            def forward(self, x: Tensor) -> Tensor:
-                return super().forward(x) * 2
-
-        class Linear(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.weight, self.bias = nn.Parameter(torch.zeros(16, 16)), nn.Parameter(torch.zeros(16))
-
-        self.stages = nn.ModuleList(nn.Conv2d(16, 16, 3, bias=False) for _ in range(3))
-        self.own, self.foreign, self.fc, self.head = Own(16, 16), Linear(), nn.Linear(16, 16), nn.Linear(16, 1)
+        self.weight, self.bias = nn.Parameter(torch.zeros(16, 16)), nn.Parameter(torch.zeros(16))
 
 
 def test_convolutions_and_other_kinds_of_linear_layers_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    model, total = SmallResNet(), 3 * 9 * 256 + 3 * 272 + 17
+    stages = nn.ModuleList(nn.Conv2d(16, 16, 3, bias=False) for _ in range(3))
+    model = nn.ModuleDict({"stages": stages, "own": Own(16, 16), "foreign": Linear(), "fc": nn.Linear(16, 16)})
+    model["head"], total = nn.Linear(16, 1), 3 * 9 * 256 + 3 * 272 + 17
     assert said_by_the_plugin(model, caplog) == (
         f"fp8-delayed: 1 of 4 linear layers run in FP8 (min_features=16), with {272 / total:.0%} of the parameters; not"
         f" in FP8: 3 convolutions ({6912 / total:.0%}); own (4%, a Own, subclass of nn.Linear with its own `forward`);"
@@ -272,14 +218,6 @@ def test_convolutions_and_other_kinds_of_linear_layers_are_named(caplog: pytest.
     )
     rows = {row.path: row.reason for row in describe(model)}
     assert rows["foreign"].startswith("a Linear of test_coverage, not an nn.Linear; only nn.Linear, ")
-
-
-def test_paths_of_numbers_alone_are_given_in_full() -> None:
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-    convert(model, ignore_modules=("[12]",))
-    assert coverage(conversion_plan(model, ignore_modules=("[12]",))).endswith(
-        "; not in FP8: 1, 2 (67%, matches `ignore_modules`)"
-    )
 
 
 def test_what_is_converted_is_said_once_for_a_model_and_its_settings(
@@ -294,47 +232,3 @@ def test_what_is_converted_is_said_once_for_a_model_and_its_settings(
 
 
 # readers of `describe`
-
-
-class Tokens(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Mixture()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.net(batch).flatten(0, 1).float(), (batch % 8).flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_callbacks_and_report(tmp_path: Path) -> None:
-    model, logger = seeded(Tokens), CSVLogger(tmp_path)
-    trainer = make_trainer(
-        tmp_path, logger=logger, callbacks=[RunRecord(), ScaleFactorLogger(1)], max_steps=2, log_every_n_steps=1
-    )
-    trainer.fit(model, DataLoader(torch.randint(0, 20, (8, 5)), batch_size=4))
-    layers = ["net.blocks.0.0", "net.blocks.1.0", "net.head"]
-    record = json.loads((Path(logger.log_dir) / "fp8_run.json").read_text())
-    rows = [(row["path"], row["kind"]) for row in record["layers"]]
-    parameters = [f"net.blocks.{block}.1.{name}" for block in (0, 1) for name in ("up", "down")]
-    assert rows == [*((path, "Linear") for path in layers), *((path, "Parameter") for path in parameters)]
-    table = tables.layers(read_runs([Path(logger.log_dir)])[0])
-    assert len(table.rows) == 7
-    assert table.note == "3 of 3 layers ran in FP8 when the run started."
-    assert [cell.text for cell in table.rows[-1]][:3] == [parameters[-1], "Parameter", "not FP8"]
-
-
-def test_export_and_back(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    tokens, model = torch.randint(0, 20, (4, 5)), convert(Mixture(), ignore_modules=("head",))
-    model(tokens).sum().backward()
-    scaling_state(model).update()
-    model.eval()
-    export(model, tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["quantization_config"]["ignored_layers"] == ["head"]
-    loaded = load_exported(Mixture(), tmp_path / "out")
-    assert torch.equal(loaded(tokens), model(tokens))
-    assert [row[:3] for row in describe(loaded)] == [row[:3] for row in describe(model)]
-    assert [row.path for row in describe(loaded) if row.converted] == ["blocks.0.0", "blocks.1.0"]

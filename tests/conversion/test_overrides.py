@@ -10,15 +10,7 @@ import torch
 from small_models import small_mlp
 from stacked_blocks import Blocks, experts_of, products
 
-from lightning_fp8 import (
-    CurrentScaling,
-    DelayedScaling,
-    Fp8Precision,
-    convert,
-    describe,
-    scaling_state,
-    unconvert,
-)
+from lightning_fp8 import CurrentScaling, DelayedScaling, Fp8Precision, convert, describe, scaling_state, unconvert
 from lightning_fp8.modules.base import Fp8Module
 
 

@@ -11,14 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.nn.functional as F
 from adapted_models import ORDERS, TARGETS, adapted, adapter_layers, base, base_layers, step
 from lit import make_trainer, same
+from pairwise import pairwise
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import (
     CurrentScaling,
@@ -37,9 +36,9 @@ from lightning_fp8.ops import basic
 
 CONVERTED = ORDERS[:2]
 KINDS = {"lora": {}, "dora": {"use_dora": True}}
-every_model = pytest.mark.parametrize("name", ["llama", "gpt2"])
-every_kind = pytest.mark.parametrize("kind", KINDS)
 every_order = pytest.mark.parametrize("order", CONVERTED)
+# each value with each other one
+every_case = pytest.mark.parametrize(("name", "kind", "order"), pairwise(["llama", "gpt2"], list(KINDS), CONVERTED))
 
 
 def is_fp8(layers: list[nn.Module]) -> set[bool]:
@@ -49,8 +48,7 @@ def is_fp8(layers: list[nn.Module]) -> set[bool]:
 # --- which layers ---
 
 
-@every_model
-@every_order
+@pytest.mark.parametrize(("name", "order"), [("llama", "converted first"), ("gpt2", "adapted first")])
 def test_adapters_stay_out_unless_requested(name: str, order: str) -> None:
     model, _ = adapted(name, order)
     assert (is_fp8(base_layers(model)), is_fp8(adapter_layers(model))) == ({True}, {False})
@@ -89,25 +87,14 @@ def test_small_adapters_stay_out_and_are_named() -> None:
     assert is_fp8(adapter_layers(convert(model, min_features=0))) == {True}
 
 
-def test_a_module_is_no_adapter_by_its_name() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base_layer, self.lora_A = nn.Linear(32, 32), nn.ModuleDict({"default": nn.Linear(32, 16)})
-
-    assert is_fp8([*convert(Layer()).lora_A.values()]) == {True}
-
-
 @pytest.mark.parametrize("requested", [False, True])
 def test_a_plugin_converts_them_on_request(requested: bool) -> None:
-    for order in ("converted first", "plain"):
-        model, _ = adapted("llama", order)
-        Fp8Precision(adapters=requested).convert_module(model)
-        assert is_fp8(adapter_layers(model)) == {requested}
-        # False leaves a model as it is
-        for other in (Fp8Precision(), Fp8Precision(min_features=1)):
-            other.convert_module(model)
-            assert is_fp8(adapter_layers(convert(model))) == {requested}
+    model, _ = adapted("llama", "converted first")
+    Fp8Precision(adapters=requested).convert_module(model)
+    assert is_fp8(adapter_layers(model)) == {requested}
+    # False leaves a model as it is
+    Fp8Precision(min_features=1).convert_module(model)
+    assert is_fp8(adapter_layers(convert(model))) == {requested}
 
 
 def test_scales_of_converted_adapters_fit_only_converted_adapters() -> None:
@@ -125,8 +112,7 @@ def test_scales_of_converted_adapters_fit_only_converted_adapters() -> None:
 # --- the numbers ---
 
 
-@every_model
-@every_kind
+@pytest.mark.parametrize(("name", "kind"), [("llama", "dora"), ("gpt2", "lora")])
 def test_both_orders_train_alike(name: str, kind: str) -> None:
     models = [adapted(name, order, **KINDS[kind]) for order in CONVERTED]
     runs = [[step(model, batch) for _ in range(2)] for model, batch in models]
@@ -143,26 +129,6 @@ def test_both_orders_train_alike(name: str, kind: str) -> None:
 
 
 @every_order
-def test_an_adapter_computes_what_it_does_on_a_plain_layer(order: str) -> None:
-    model, _ = adapted("llama", order, r=3, lora_alpha=5)
-    layer: Any = model.base_model.model.model.layers[0].self_attn.q_proj
-    x, dy = torch.randn(6, 32, requires_grad=True), torch.randn(6, 32)
-    alone = copy.deepcopy(layer.base_layer)
-    y = layer(x)
-    y.backward(dy)
-    a, b = (part.default.weight.detach().requires_grad_() for part in (layer.lora_A, layer.lora_B))
-    x_alone = x.detach().clone().requires_grad_()
-    expected = alone(x_alone) + F.linear(F.linear(x_alone, a), b) * (5 / 3)
-    expected.backward(dy)
-    assert torch.equal(y, expected)
-    assert torch.equal(layer.lora_A.default.weight.grad, a.grad)
-    assert torch.equal(layer.lora_B.default.weight.grad, b.grad)
-    assert torch.equal(x.grad, x_alone.grad)
-    plain = F.linear(x, alone.weight) + F.linear(F.linear(x, a), b) * (5 / 3)
-    assert 0 < (y - plain).norm() < 0.1 * plain.norm()
-
-
-@every_order
 def test_the_input_of_adapted_layers_is_cast_once(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     casts: Counter[str] = Counter()
     original = basic.cast
@@ -172,6 +138,8 @@ def test_the_input_of_adapted_layers_is_cast_once(order: str, monkeypatch: pytes
             casts[slot.state.names[int(slot.index)].rpartition(".layers.")[2]] += 1
         return original(x, slot, *rest)
 
+    # an operator calls the function of a device directly where nothing watches operators
+    counting.cpu = counting.cuda = counting  # type: ignore[attr-defined]
     monkeypatch.setattr(basic, "cast", counting)
     model, batch = adapted("llama", order)
     step(model, batch)
@@ -196,44 +164,15 @@ def test_an_adapter_that_changes_the_input_shares_none() -> None:
     assert {row.path.rpartition(".")[2] for row in describe(model) if "shares its input" in row.reason} == {"up_proj"}
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_nothing_is_kept_or_computed_for_a_frozen_weight(frozen: bool) -> None:
-    model = nn.Sequential(nn.Linear(32, 64))
-    made = get_peft_model(model, LoraConfig(r=4, target_modules=["0"], init_lora_weights=False))  # type: ignore[arg-type]
-    layer = convert(made).base_model.model[0].base_layer
-    if not frozen:
-        layer.weight.requires_grad_()
-    found: list[tuple[torch.dtype, tuple[int, ...]]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.dim() == 2 and tensor.numel():
-            found.append((tensor.dtype, tuple(tensor.shape)))
-        return tensor
-
-    x = torch.randn(24, 32, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = layer(x)
-    # for dgrad the weight by columns, and for wgrad the input by columns
-    assert sorted(shape for dtype, shape in found if dtype == torch.uint8) == [(32, 24), (32, 64)][frozen:]
-    with FlopCounterMode(display=False) as flops:
-        y.sum().backward()
-    assert flops.get_total_flops() == 2 * 24 * 64 * 32 * (2 - frozen)
-    assert (layer.weight.grad is None) == frozen
-    assert x.grad is not None
-
-
 # --- what PEFT does to a model ---
 
 
-@every_model
-@every_kind
-@every_order
-@pytest.mark.parametrize("safe_merge", [False, True])
-def test_merged_weights_are_those_of_a_plain_model(name: str, kind: str, order: str, safe_merge: bool) -> None:
+@every_case
+def test_merged_weights_are_those_of_a_plain_model(name: str, kind: str, order: str) -> None:
     model, batch = adapted(name, order, **KINDS[kind])
     plain, _ = adapted(name, "plain", **KINDS[kind])
     step(model, batch)
-    merged, expected = (one.merge_and_unload(safe_merge=safe_merge) for one in (model, plain))
+    merged, expected = (one.merge_and_unload(safe_merge=kind == "dora") for one in (model, plain))
     found, wanted = merged.state_dict(), expected.state_dict()
     assert list(found) == list(wanted)
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
@@ -249,9 +188,7 @@ def test_merged_weights_are_those_of_a_plain_model(name: str, kind: str, order: 
         assert merged(**batch).loss.isfinite()
 
 
-@every_model
-@every_kind
-@every_order
+@every_case
 def test_training_after_a_merge_sees_the_merged_weights(name: str, kind: str, order: str) -> None:
     model, batch = adapted(name, order, **KINDS[kind])
     plain, _ = adapted(name, "plain", **KINDS[kind])
@@ -270,25 +207,6 @@ def test_training_after_a_merge_sees_the_merged_weights(name: str, kind: str, or
         # a copy makes its own casts
         assert torch.equal(loss, copy.deepcopy(model)(**batch).loss)
         assert abs(loss - plain(**batch).loss) < 0.05 * loss
-
-
-@every_model
-@every_kind
-@every_order
-def test_disabled_adapters_leave_the_converted_model(name: str, kind: str, order: str) -> None:
-    alone, batch = base(name)
-    convert(alone).eval()
-    model, _ = adapted(name, order, **KINDS[kind])
-    model.eval()
-    with torch.no_grad():
-        expected = alone(**batch).logits
-        assert not torch.equal(model(**batch).logits, expected)
-        with model.disable_adapter():
-            assert torch.equal(model(**batch).logits, expected)
-        model.merge_adapter()
-        # PEFT subtracts the adapter from the weights again, which adds a rounding error
-        with model.disable_adapter():
-            torch.testing.assert_close(model(**batch).logits, expected, rtol=0.05, atol=0.02)
 
 
 def test_another_adapter_has_the_scales_of_the_former_until_training_goes_on() -> None:
@@ -318,15 +236,11 @@ def test_another_adapter_has_the_scales_of_the_former_until_training_goes_on() -
     assert delayed[1] > 3 * current[1]
 
 
-@every_model
-@every_kind
-@every_order
+@every_case
 def test_saved_adapters_are_those_of_a_plain_model(name: str, kind: str, order: str, tmp_path: Path) -> None:
     made = {order: adapted(name, order, **KINDS[kind])[0] for order in (order, "plain")}
-    for order_of_one, model in made.items():
-        model.save_pretrained(tmp_path / order_of_one)
-    files = sorted(path.name for path in (tmp_path / "plain").iterdir())
-    assert files == sorted(path.name for path in (tmp_path / order).iterdir())
+    for folder, model in made.items():
+        model.save_pretrained(tmp_path / folder)
     found, wanted = (load_file(tmp_path / one / "adapter_model.safetensors") for one in (order, "plain"))
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
@@ -385,11 +299,9 @@ def test_attention_of_torch(requested: bool) -> None:
 
 
 class Tuned(pl.LightningModule):
-    def __init__(self, order: str, requested: bool = False) -> None:
+    def __init__(self, order: str) -> None:
         super().__init__()
-        self.net, self.batch = adapted("llama", order, lora_dropout=0.1)
-        if requested:
-            convert(self.net, adapters=True)
+        self.net, self.batch = adapted("llama", order)
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -401,52 +313,20 @@ class Tuned(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-def batches() -> DataLoader[int]:
-    return DataLoader(range(4), batch_size=2)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_resumed_run_equals_the_whole_one(order: str, tmp_path: Path) -> None:
-    def run(model: Tuned, epochs: int, **resume: Any) -> pl.Trainer:
-        torch.manual_seed(5 + epochs)
-        trainer = make_trainer(tmp_path, max_epochs=epochs)
-        trainer.fit(model, batches(), **resume)
-        return trainer
+    def run(epochs: int, **resume: Any) -> tuple[Tuned, pl.Trainer]:
+        model, trainer = Tuned(order), make_trainer(tmp_path, max_epochs=epochs)
+        trainer.fit(model, DataLoader(range(4), batch_size=2), **resume)  # type: ignore[arg-type]
+        return model, trainer
 
-    whole, stopped, resumed = (Tuned(order) for _ in range(3))
-    for part in (whole, stopped, resumed):
-        for module in part.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-    run(whole, 3)
-    run(stopped, 2).save_checkpoint(tmp_path / "half.ckpt")
-    run(resumed, 3, ckpt_path=tmp_path / "half.ckpt")
+    whole, _ = run(3)
+    run(2)[1].save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = run(3, ckpt_path=tmp_path / "half.ckpt")
     assert torch.equal(torch.stack(whole.losses[4:]), torch.stack(resumed.losses))
     assert same(whole, resumed)
     assert is_fp8(adapter_layers(resumed)) == {False}
-    plain, _ = adapted("llama", "plain")
-    frozen = {name: p for name, p in plain.named_parameters() if not p.requires_grad}
-    trained = dict(resumed.net.named_parameters())
-    assert frozen
-    assert all(torch.equal(trained[name], p) for name, p in frozen.items())
-    assert all(not torch.equal(trained[name], p) for name, p in plain.named_parameters() if p.requires_grad)
-
-
-def test_compiled() -> None:
-    torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-    settings = {"r": 4, "target_modules": ["0", "2"], "init_lora_weights": False}
-    eager = convert(get_peft_model(model, LoraConfig(**settings)))  # type: ignore[arg-type]
-    compiled = copy.deepcopy(eager)
-    call: Any = torch.compile(compiled, backend="aot_eager", fullgraph=True)
-    for _ in range(2):
-        x = torch.randn(24, 32)
-        results = [run(x) for run in (eager, call)]
-        assert torch.equal(*results)
-        for y, one in zip(results, (eager, compiled), strict=True):
-            one.zero_grad()
-            y.square().sum().backward()
-            scaling_state(one).update()
-    assert torch.equal(scaling_state(eager).scale, scaling_state(compiled).scale)
-    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad) if p.grad is not None else q.grad is None
+    plain, trained = adapted("llama", "plain")[0], dict(resumed.net.named_parameters())
+    assert {p.requires_grad for p in plain.parameters()} == {True, False}
+    for name, p in plain.named_parameters():
+        assert torch.equal(trained[name], p) is not p.requires_grad, name

@@ -1,4 +1,4 @@
-"""Two processes on the CPU: scales agree on every rank, bit for bit."""
+"""Lightning's strategies with two processes on the CPU: scales agree on every rank, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from warm import run_warm
 SCRIPT = """
 import sys
 sys.path.insert(0, {support!r})
-import torch, lightning.pytorch as pl, torch.distributed as dist
+import torch, torch.distributed as dist
 from lit import Regression, loader, long_window, make_trainer, seeded
 from lightning_fp8 import scaling_state
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -38,20 +38,17 @@ trained = {{"scale": state.scale.clone(), "amax_history": state.amax_history.clo
 # a NaN on one rank only: every rank must leave that tensor alone
 state.amax[:2] = torch.tensor([float("nan"), 1.0]) if dist.get_rank() else torch.tensor([5.0, 1e3])
 state.update()
-torch.save(
-    {{
-        **trained, "precision": trainer.precision, "after_nan": state.scale,
-        "nonfinite_steps": state.nonfinite_steps,
-        "weight": (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach(),
-        "losses": torch.stack(model.losses), "steps": trainer.global_step,
-    }},
-    {path!r} + f"/rank{{dist.get_rank()}}.pt",
-)
+result = {{
+    **trained, "after_nan": state.scale, "nonfinite_steps": state.nonfinite_steps, "steps": trainer.global_step,
+    "weight": (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach(),
+    "losses": torch.stack(model.losses),
+}}
+torch.save(result, {path!r} + f"/rank{{dist.get_rank()}}.pt")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "ddp_find_unused_parameters_true", "model_parallel"])
+@pytest.mark.parametrize("kind", ["ddp", "model_parallel"])
 def test_scales_agree_on_every_rank(kind: str, tmp_path: Path) -> None:
     source = SCRIPT.format(support=str(ROOT / "tests" / "support"), path=str(tmp_path))
     if kind == "ddp":
@@ -63,15 +60,12 @@ def test_scales_agree_on_every_rank(kind: str, tmp_path: Path) -> None:
     else:
         run_script(source, tmp_path, kind)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert first["precision"] == "fp8-delayed"
     assert first["steps"] == 4
-    assert torch.equal(first["scale"], second["scale"])
-    assert torch.equal(first["amax_history"], second["amax_history"])
-    assert torch.equal(first["weight"], second["weight"])
+    for name in ("scale", "amax_history", "weight"):
+        assert torch.equal(first[name], second[name]), name
     # the ranks saw different data, so they do not agree by accident
     assert not torch.equal(first["losses"], second["losses"])
     assert (first["amax_history"] > 0).sum(0).tolist() == [4] * 4
     for rank in (first, second):
         assert rank["nonfinite_steps"].tolist() == [1, 0, 0, 0, 0, 0]
-        assert rank["after_nan"][0] == first["scale"][0]
-        assert rank["after_nan"][1] == torch.tensor(448 / 1e3)
+        assert rank["after_nan"][:2].tolist() == [first["scale"][0], torch.tensor(448 / 1e3)]

@@ -9,9 +9,11 @@ from processes import run_processes
 
 pytestmark = pytest.mark.slow
 
-COMMON = """
+BODY = """
 import warnings
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from lightning_fp8 import describe
 
 
 def make(seed):
@@ -21,9 +23,6 @@ def make(seed):
     return model
 
 
-"""
-
-DDP = """
 def train(how):
     # the base of rank 0 is broadcast
     model = convert(make(rank), frozen_weights=how)
@@ -42,11 +41,7 @@ def train(how):
 (_, result["master"]), (model, result["fp8"]) = train("master"), train("fp8")
 result["payloads"] = [model[at].weight.payload for at in (0, 2)]
 result["of rank 0"] = [convert(make(0), frozen_weights="fp8")[at].weight.payload for at in (0, 2)]
-"""
 
-FULLY_SHARD = """
-from torch.distributed.fsdp import fully_shard
-from lightning_fp8 import describe
 model = convert(make(0), frozen_weights="fp8")
 expected = model(torch.ones(4, 32)).detach()
 for layer in (model[0], model[2], model):
@@ -62,18 +57,13 @@ result["told"] = [str(one.message) for one in told if "FP8 only" in str(one.mess
 """
 
 
-def test_ddp(tmp_path: Path) -> None:
-    ranks = run_processes(COMMON + DDP, tmp_path)
+def test_ddp_broadcasts_them_and_fully_shard_makes_masters(tmp_path: Path) -> None:
+    ranks = run_processes(BODY, tmp_path)
+    assert ranks[0]["fp8"] != ranks[1]["fp8"]
     for rank in ranks:
         assert rank["fp8"] == rank["master"]
-        assert len(rank["fp8"]) == 3
         for payload, expected in zip(rank["payloads"], rank["of rank 0"], strict=True):
             assert payload.equal(expected)
-    assert ranks[0]["fp8"] != ranks[1]["fp8"]
-
-
-def test_fully_shard_makes_masters_and_says_so(tmp_path: Path) -> None:
-    for rank in run_processes(COMMON + FULLY_SHARD, tmp_path):
         assert rank["same"]
         assert rank["described"].endswith("weight keeps its master: it is sharded")
         replaced, no_effect = rank["told"]

@@ -10,7 +10,7 @@ import torch
 from lit import loader, make_trainer, seeded
 from processes import run_script
 
-from lightning_fp8 import Fp8FSDPPrecision, fsdp2_policy, scaling_state
+from lightning_fp8 import fsdp2_policy, scaling_state
 from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import FSDP_PLUGINS
 
@@ -130,8 +130,9 @@ def test_lightnings_fsdp_strategy_on_a_gpu(precision: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "reduce_dtype"), [*((one, "float32") for one in PRECISIONS), ("fp8-delayed", "bfloat16")]
+)
 def test_fsdp2(precision: str, reduce_dtype: str, tmp_path: Path) -> None:
     first, second = run("fsdp2", precision, reduce_dtype, tmp_path)
     assert torch.stack([first["val_loss"], second["val_loss"]]).isfinite().all()
@@ -170,9 +171,3 @@ def test_dtypes_by_default_and_on_request(precision: Any) -> None:
         assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (torch.bfloat16, reduce_dtype, None)
     with pytest.raises(ValueError, match="`precision` must be a plugin or one of"):
         fsdp2_policy("fp8")  # type: ignore[arg-type]
-
-
-def test_compute_dtype_is_what_is_gathered() -> None:
-    plugin = Fp8FSDPPrecision(compute_dtype="float32")
-    assert plugin.mixed_precision_config.param_dtype == torch.float32
-    assert fsdp2_policy(plugin).param_dtype == torch.float32

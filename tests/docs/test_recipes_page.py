@@ -10,8 +10,7 @@ from documented import commands_of, table_of, text_of
 from repository import ROOT
 
 from benchmarks.recipe_cases import AFTER
-from benchmarks.recipe_tables import preferred
-from benchmarks.recipes import RECIPES, recipe_of
+from benchmarks.recipes import RECIPES, preferred, recipe_of
 from lightning_fp8 import DelayedScaling
 
 PAGE, FILE = "docs/recipes.md", "docs/results/recipes-cpu.jsonl"

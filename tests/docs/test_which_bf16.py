@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, fsdp2_policy
 from lightning_fp8.examples import ByteGPT
-from lightning_fp8.plugins.trainer import FSDP_PLUGINS
+from lightning_fp8.plugins.trainer import PLUGINS
 from lightning_fp8.tools.compare.variants import by_default
 
 PAGE = "docs/which-bf16.md"
@@ -74,7 +74,7 @@ def test_sums_of_the_decision_are_those_of_the_table() -> None:
 
 @pytest.mark.parametrize("line", table_of(PAGE, "stored", "gathered in"), ids=lambda line: line["precision"])
 def test_dtypes_under_fsdp_are_those_of_the_plugins(line: dict[str, str]) -> None:
-    plugin = FSDP_PLUGINS[line["precision"]]()
+    plugin = PLUGINS[line["precision"]]()
     config, policy = plugin.mixed_precision_config, fsdp2_policy(line["precision"])
     assert plugin.param_dtype == DTYPES[line["stored"]]
     assert config.param_dtype == policy.param_dtype == DTYPES[line["gathered in"]]

@@ -102,6 +102,7 @@ def test_our_precisions_give_the_expected_dtypes(
     report = callback.report
     assert report is not None
     assert {row.kind for row in report.rows} == {"parameter", "gradient", "buffer", "optimizer state"}
+    assert len({(row.kind, row.name) for row in report.rows}) == len(report.rows)
     tables = [r.getMessage() for r in caplog.records if "after the first optimizer step:\nwhat" in r.getMessage()]
     assert len(tables) == 1
     found = {row.actual for row in report.rows if row.kind in ("parameter", "gradient", "optimizer state")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from warm import run_warm
 
 from lightning_fp8.dtypes import storage as dtypes
 from lightning_fp8.plugins.core import PrecisionCore
@@ -57,37 +55,6 @@ def test_the_probe_agrees_with_torch(lstm: nn.LSTM) -> None:
     with torch.device("meta"):
         assert dtypes._autocast_lstm_fails_on_cpu() == raised
     assert torch.equal(torch.get_rng_state(), random_state)
-
-
-def test_a_cpu_without_bf16_units() -> None:
-    """With oneDNN limited to AVX2, training an LSTM raises in torch, but not with the plugin."""
-    program = """
-import torch
-from torch import nn
-from lightning_fp8 import dtypes
-from lightning_fp8.plugins.trainer import PLUGINS
-x = torch.randn(3, 2, 16)
-try:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        nn.LSTM(16, 16)(x)
-    raised = False
-except RuntimeError:
-    raised = True
-for precision in ("fp8-delayed", "bf16-mixed", "bf16-true"):
-    plugin = PLUGINS[precision]()
-    model = plugin.convert_module(nn.ModuleDict({"lstm": nn.LSTM(16, 16), "head": nn.Linear(16, 16)}))
-    with plugin.forward_context():
-        y = model["head"](model["lstm"](x)[0])
-    y.float().square().sum().backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-    assert ("forward" in vars(model["lstm"])) == (raised and precision != "bf16-true"), precision
-print("LSTM raises under autocast:", raised)
-"""
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    ran = run_warm("-c", program, env=environment)
-    assert ran.returncode == 0, ran.stderr
-    raised = "LSTM raises under autocast: True" in ran.stdout
-    assert ran.stderr.count("The LSTM layers 'lstm' run in float32") == raised
 
 
 @pytest.mark.usefixtures("without_bf16_lstm")
@@ -168,19 +135,6 @@ def test_on_another_device_the_layer_runs_under_autocast(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("without_bf16_lstm")
-def test_parameters_gathered_in_bf16() -> None:
-    """As with sharding in mixed precision: parameters stored in fp32 arrive in bf16."""
-    model, plugin = converted(two_lstms(), "bf16-mixed")
-    model["first"].bfloat16()
-    expected = copy.deepcopy(model["first"])
-    dtypes.release_inputs(expected)
-    x = torch.randn(5, 3, 16)
-    with plugin.forward_context():
-        y, _ = model["first"](x)
-    assert torch.equal(y, expected(x.bfloat16())[0].float())
-
-
-@pytest.mark.usefixtures("without_bf16_lstm")
 def test_only_what_would_fail_runs_in_fp32() -> None:
     def layers() -> nn.ModuleDict:
         others = {"projected": nn.LSTM(8, 8, proj_size=4), "gru": nn.GRU(8, 8), "rnn": nn.RNN(8, 8)}
@@ -203,19 +157,3 @@ def test_only_what_would_fail_runs_in_fp32() -> None:
         model["cell"](x[0])[0].float().sum().backward()
     converted(model, "bf16-true")
     assert not any(runs_in_fp32(layer) for layer in model.children())
-
-
-@pytest.mark.usefixtures("without_bf16_lstm")
-def test_inside_a_kept_module_nothing_is_said() -> None:
-    model, plugin = converted(two_lstms(), "bf16-mixed", keep_fp32=("first", "recurrent"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with plugin.forward_context():
-            assert model["first"](torch.randn(5, 3, 16))[0].dtype == torch.float32
-
-
-def test_an_lstm_stays_in_bf16_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dtypes, "_autocast_lstm_fails_on_cpu", lambda: False)
-    for precision in AUTOCASTING:
-        model, _ = converted(two_lstms(), precision)
-        assert not runs_in_fp32(model["first"])

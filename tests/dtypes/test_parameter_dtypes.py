@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import torch
 from lit import Regression, loader, make_trainer, seeded
 from torch import Tensor, nn
 
-from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Linear, Fp8Precision
+from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision
+from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, PRECISIONS
 from lightning_fp8.plugins.trainer import PLUGINS
 
@@ -84,21 +84,6 @@ def test_init_module(precision: Any, asked: Any, expected: torch.dtype, front_en
     assert model.positions.dtype == torch.float32
     assert model.steps.dtype == torch.int64
     assert torch.get_default_dtype() == torch.float32
-
-
-@pytest.mark.parametrize(("precision", "asked", "expected"), ASKED)
-def test_meta_device_and_materialisation(precision: Any, asked: Any, expected: torch.dtype) -> None:
-    plugin = PLUGINS[precision](**asked)
-    with torch.device("meta"), plugin.module_init_context():
-        model = Everything()
-    assert set(dtypes(model).values()) == {expected}
-    model = plugin.convert_module(model).to_empty(device="cpu")
-    assert set(dtypes(model).values()) == {expected}
-    with torch.no_grad():
-        for tensor in itertools.chain(model.parameters(), (b for b in model.buffers() if b.is_floating_point())):
-            tensor.fill_(0.5)
-    with plugin.forward_context():
-        assert model(TOKENS).isfinite().all()
 
 
 @pytest.mark.parametrize(("precision", "asked", "expected"), ASKED)
@@ -204,26 +189,6 @@ def test_kept_module_computes_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_autocast_comes_back_when_a_kept_module_fails(precision: Any) -> None:
-    class Failing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            raise KeyError
-
-    model = nn.ModuleDict({"kept": Failing(), "other": nn.Linear(16, 16)})
-    plugin = PLUGINS[precision](keep_fp32=("kept",))
-    plugin.convert_module(model)
-    with plugin.forward_context():
-        before = torch.is_autocast_enabled("cpu")
-        with pytest.raises(KeyError):
-            model["kept"](torch.zeros(1, 2))
-        assert torch.is_autocast_enabled("cpu") == before
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
 def test_kept_modules_compile(precision: Any) -> None:
     torch._dynamo.reset()
     plugin = PLUGINS[precision](keep_fp32=("1",), **IN_BF16[precision])
@@ -249,6 +214,8 @@ def test_a_model_in_fp32_gets_no_hooks_and_a_later_run_drops_those_of_an_earlier
     Bf16TruePrecision().convert_module(model)
     assert hooks(model) == 3
     assert not any("forward" in vars(layer) for layer in model)
+    Bf16MixedPrecision(param_dtype="bfloat16").convert_module(model)
+    assert hooks(model) == 3
     Fp8Precision().convert_module(model)
     assert hooks(model) == 0
     assert set(dtypes(model).values()) == {torch.float32}
@@ -299,43 +266,14 @@ def test_bf16_mixed_leaves_parameters_as_they_came_unless_asked() -> None:
     assert [layer.weight.dtype for layer in model] == [torch.float32, torch.float32]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"param_dtype": torch.float16}, "`param_dtype` must be torch.float32 or torch.bfloat16, got torch.float16"),
-        ({"compute_dtype": "float16"}, "`compute_dtype` must be torch.float32 or torch.bfloat16, got 'float16'"),
-        ({"reduce_dtype": "fp32"}, "`reduce_dtype` must be torch.float32 or torch.bfloat16, got 'fp32'"),
-        ({"compute_dtype": "float32", "param_dtype": "bfloat16"}, "needs `param_dtype=torch.float32`"),
-    ],
-)
-def test_settings_that_contradict(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Fp8Precision(**arguments)
-
-
-def test_a_weight_copy_needs_fp32_weights() -> None:
-    with pytest.raises(ValueError, match=r"needs fp32 parameters, got `param_dtype=torch.bfloat16`"):
-        Bf16MixedPrecision(weight_copy=True, param_dtype="bfloat16")
-
-
 @pytest.mark.parametrize("argument", ["keep_fp32", "ignore_modules"])
-def test_patterns(argument: str) -> None:
-    with pytest.raises(TypeError, match=f"`{argument}` must be a sequence of patterns, got the string 'norm'"):
-        Fp8Precision(**{argument: "norm"})
+def test_a_pattern_that_matches_nothing_changes_nothing(argument: str) -> None:
     for precision in PRECISIONS if argument == "keep_fp32" else ["fp8-delayed"]:
         model = Everything()
         before = dtypes(model)
         with pytest.raises(ValueError, match=rf"`{argument}` pattern .nrom. matches no module .*conv"):
             PLUGINS[precision](**{argument: ("nrom",)}).convert_module(model)
         assert dtypes(model) == before
-
-
-def test_compute_dtype_fp32() -> None:
-    plugin = Fp8Precision(compute_dtype=torch.float32)
-    model = plugin.convert_module(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)))
-    with plugin.forward_context():
-        assert model(torch.randn(2, 16)).dtype == torch.float32
-        assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -353,11 +291,12 @@ def test_a_weight_tied_to_a_kept_module(precision: Any) -> None:
     assert model["head"].weight.grad.dtype == torch.float32
 
 
-def test_compute_dtype_fp32_takes_other_inputs() -> None:
+def test_compute_dtype_fp32() -> None:
     plugin = Fp8Precision(compute_dtype="float32", ignore_modules=("1",))
     model = plugin.convert_module(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)))
     with plugin.forward_context():
         assert model(torch.randn(2, 16, dtype=torch.bfloat16)).dtype == torch.float32
+        assert not torch.is_autocast_enabled("cpu")
 
 
 def test_weights_that_are_no_parameters() -> None:

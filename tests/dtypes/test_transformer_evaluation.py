@@ -5,16 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lit import Regression, loader, make_trainer, seeded
 from pairwise import pairwise
 from torch import Tensor, nn
 
-import lightning_fp8
 from lightning_fp8 import Bf16MixedPrecision
 from lightning_fp8.modules import attention, feed_forward, linear
 from lightning_fp8.plugins.core import PrecisionCore
@@ -159,26 +156,6 @@ def test_decoder(precision: Any, gemms: list[str]) -> None:
             agree(plugin, one, partial(one, x, memory, *masks, tgt_is_causal=bool(hint)), gemms, count)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_transformer(precision: Any, gemms: list[str]) -> None:
-    combinations = pairwise(KINDS, BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
-    for activation, norm_first, batch_first, bias, dtype, (mask, hint), pad in combinations:
-        plugin = PLUGINS[precision]()
-        sizes = (WIDTH, HEADS, 1, 1, 24, 0.0, activation)
-        options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
-        model = prepared(plugin, partial(nn.Transformer, *sizes, **options))
-        x, y = inputs(batch_first, SOURCE, dtype), inputs(batch_first, LENGTH, dtype)
-        masks = {
-            "src_mask": causal(mask, SOURCE),
-            "tgt_mask": causal(mask),
-            "src_key_padding_mask": padding(pad, SOURCE),
-            "memory_key_padding_mask": padding(pad, SOURCE),
-            "tgt_key_padding_mask": padding(pad),
-        }
-        call = partial(model, x, y, **masks, tgt_is_causal=hint, src_is_causal=hint)
-        agree(plugin, model, call, gemms, 11 if precision.startswith("fp8-") else 0)
-
-
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_attention(precision: Any, need_weights: bool, gemms: list[str]) -> None:
@@ -195,14 +172,6 @@ def test_attention(precision: Any, need_weights: bool, gemms: list[str]) -> None
 def encoder_inputs() -> tuple[nn.Module, Tensor, Tensor | None]:
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 24, 0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 1).eval(), inputs(True, LENGTH, torch.float32), padding("bool")
-
-
-def test_without_our_context_the_encoder_still_fails_as_torch_has_it() -> None:
-    encoder, x, mask = encoder_inputs()
-    with pytest.raises(RuntimeError), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        encoder(x, src_key_padding_mask=mask)
-    with torch.no_grad(), Bf16MixedPrecision().forward_context():
-        assert encoder(x, src_key_padding_mask=mask).isfinite().all()
 
 
 @pytest.fixture(params=[True, False])
@@ -254,46 +223,3 @@ def test_outside_the_context_a_prepared_model_is_torchs_own(precision: Any) -> N
         assert actual[0, -1].abs().max() > 0
     else:
         assert torch.equal(actual, expected)
-
-
-class Padded(Regression):
-    """An encoder over sequences of several lengths: the model of pytorch#132613."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(32, 2, 48, 0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2)
-        self.validated: list[float] = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.validated.append(self.step(batch).item())
-
-    def forward(self, x: Tensor) -> Tensor:
-        padded = torch.zeros(len(x), 4, dtype=torch.bool)
-        padded[::2, 2:] = True
-        encoded = self.encoder(x[:, None].expand(-1, 4, -1), src_key_padding_mask=padded)
-        return self.net(encoded[:, 0])
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_trainer_validates_what_it_trains(tmp_path: Path, precision: Any) -> None:
-    model = seeded(Padded)
-    trainer = make_trainer(tmp_path, precision=precision)
-    trainer.fit(model, loader(), loader())
-    model.validated.clear()
-    trainer.validate(model, loader(), verbose=False)
-    batches = [trainer.precision_plugin.convert_input(batch) for batch in loader()]
-    with torch.no_grad(), trainer.precision_plugin.forward_context():
-        model.train()
-        assert [model.step(batch).item() for batch in batches] == model.validated
-    assert len(model.validated) == 4
-    assert torch.backends.mha.get_fastpath_enabled()
-
-
-def test_lightnings_own_bf16_mixed_fails_in_validation(tmp_path: Path) -> None:
-    lightning_fp8.unregister()
-    try:
-        with pytest.raises(RuntimeError, match=r"expected scalar type|same dtype"):
-            make_trainer(tmp_path, precision="bf16-mixed").fit(seeded(Padded), loader(), loader())
-    finally:
-        lightning_fp8.register()

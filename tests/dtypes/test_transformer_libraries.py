@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from lit import make_trainer
-from sqnr import sqnr
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 from transformer_models import MODELS, Batch, made
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import Fp8Linear, Fp8Precision, describe, scaling_state
-from lightning_fp8.modules import functional
+from lightning_fp8 import scaling_state
+from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.modules.conv1d import Fp8Conv1D
 from lightning_fp8.plugins.trainer import PLUGINS
 
@@ -73,45 +72,3 @@ def test_trains_and_validates(tmp_path: Path, name: str, precision: str) -> None
     with sdpa_kernel(SDPBackend.MATH):
         for trained, evaluated in zip(forward(True, True), forward(False, False), strict=True):
             assert torch.equal(trained, evaluated)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_validation_runs_the_fp8_gemms_of_training(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = made(name)
-    linear = [path for path, layer in model.named_modules() if isinstance(layer, LINEAR)]
-    calls: list[tuple[str, bool]] = []
-    original = functional.cast_weight
-
-    def counting(rows: Any, parameter: Tensor, record: bool) -> Any:
-        calls.append((rows.name, record))
-        return original(rows, parameter, record)
-
-    # whether a layer runs by itself or in a fused block, its weight is requested
-    for module in HOLDERS:
-        monkeypatch.setattr(f"lightning_fp8.modules.{module}.cast_weight", counting)
-    trainer = make_trainer(tmp_path, num_sanity_val_steps=0, plugins=Fp8Precision(min_features=0))
-    trainer.fit(model, loader(batch), loader(batch))
-    training = [path for path, recorded in calls if recorded]
-    validation = [path for path, recorded in calls if not recorded]
-    assert len(model.losses) == len(model.validation_losses) == 1
-    assert len(training) > 0
-    assert validation == training
-    assert sorted(training) == sorted(linear)
-    # without ViT's position embedding, a free parameter
-    rows = [row for row in describe(model) if row.is_layer]
-    assert all(row.converted for row in rows)
-    assert [row.path for row in rows] == linear
-    assert all(isinstance(model.get_submodule(path), FP8) for path in linear)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_fp8_validates_near_bf16(tmp_path: Path, name: str) -> None:
-    losses: dict[str, float] = {}
-    logits: dict[str, Tensor] = {}
-    for precision in ("fp8-delayed", "bf16-mixed"):
-        model, batch = made(name)
-        trainer = make_trainer(tmp_path, precision=precision)
-        losses[precision] = trainer.validate(model, loader(batch), verbose=False)[0]["val_loss"]
-        (logits[precision],) = trainer.predict(model, loader(batch))
-    assert losses["fp8-delayed"] == pytest.approx(losses["bf16-mixed"], rel=0.02)
-    assert 18 < sqnr(logits["fp8-delayed"], logits["bf16-mixed"]) < 40

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -13,12 +15,13 @@ import torch
 import yaml
 from example_step import one_step
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
+from logged_runs import rows_of
 from repository import ROOT
 
 from lightning_fp8 import examples, scaling_state
-from lightning_fp8.cli import Fp8CLI
-from lightning_fp8.plugins.settings import PRECISIONS
-from lightning_fp8.tools.compare import run as compare_run
+from lightning_fp8.cli import Fp8CLI, main
+from lightning_fp8.examples import loggers, tensorboard_if_present
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 # the parameters that the name states, blocks, width, heads, context
@@ -97,7 +100,7 @@ def test_parameters_of_the_small_models() -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_first_loss_is_the_same_in_every_precision(config: str, tmp_path: Path) -> None:
     losses = {}
-    for precision in PRECISIONS:
+    for precision in ("fp8-delayed", "bf16-mixed", "bf16-true"):
         pl.seed_everything(0, verbose=False)
         model, data = reduced(config)
         trainer = one_step(model, data, precision, tmp_path)
@@ -111,20 +114,43 @@ def test_first_loss_is_the_same_in_every_precision(config: str, tmp_path: Path) 
     assert losses["fp8-delayed"] != losses["bf16-mixed"]
 
 
+def small(config: str, tmp_path: Path) -> Path:
+    """The configuration unchanged, except for few steps on few texts, and two narrow blocks for a large model."""
+    parsed = yaml.safe_load((ROOT / "configs" / f"{config}.yaml").read_text())
+    if "context" in parsed["data"]["init_args"]:
+        parsed["data"]["init_args"].update(batch_size=4, max_bytes=100_000)
+    if parsed["model"]["init_args"].get("create_on_device"):
+        parsed["model"]["init_args"].update(layers=2, width=64, heads=2, context=64)
+        parsed["data"]["init_args"].update(context=64)
+    for callback in parsed["trainer"].get("callbacks", ()):
+        if "every_n_steps" in callback.get("init_args", {}):
+            callback["init_args"]["every_n_steps"] = 2
+    batches = parsed["trainer"].get("accumulate_grad_batches", 1)
+    parsed["trainer"].update(max_steps=4, val_check_interval=2 * batches, limit_val_batches=2, accelerator="cpu")
+    path = tmp_path / f"{config}.yaml"
+    path.write_text(yaml.safe_dump(parsed))
+    return path
+
+
 @pytest.mark.parametrize("config", CONFIGS)
-def test_every_configuration_can_be_compared(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data = reduced(config)
-    parts = {
-        "model": {"class_path": f"lightning_fp8.examples.{type(model).__name__}", "init_args": dict(model.hparams)},
-        "data": {"class_path": f"lightning_fp8.examples.{type(data).__name__}", "init_args": dict(data.hparams)},
-    }
-    if config in SIZES:
-        parts["data"]["init_args"]["val_windows"] = 4
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(parts))
+def test_every_configuration_runs(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
-    files = ["--config", str(ROOT / "configs" / f"{config}.yaml"), "--config", "small.yaml"]
-    arguments = ["fit", *files, "--trainer.accelerator", "cpu", "--trainer.limit_val_batches", "1"]
-    cli = compare_run.CompareCLI("fp8-delayed", tmp_path / "out" / "fp8-delayed", 2, 1, arguments)
-    results = cli.measure.results(cli.trainer)
-    assert results["steps"] == 2
-    assert all(map(math.isfinite, (*results["losses"], results["val_loss"])))
+    with caplog.at_level("INFO"):
+        main(["fit", "--config", str(small(config, tmp_path))])
+    assert "optimizer steps: 4" in caplog.text
+    assert re.search(r"val_loss: \d\.\d{4}", caplog.text)
+    log_dir = re.search(r"logs: (\S+)", caplog.text)
+    assert log_dir is not None
+    rows = rows_of(SimpleNamespace(log_dir=tmp_path / log_dir[1]))
+    scales = [row["fp8/weight/scale/median"] for row in rows if row["fp8/weight/scale/median"]]
+    assert len(scales) == 2
+    # weights start below one, so FP8 makes them larger
+    assert all(float(scale) > 448 for scale in scales)
+
+
+def test_tensorboard_if_present(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(tensorboard_if_present(str(tmp_path))).__name__ == "TensorBoardLogger"
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    assert isinstance(tensorboard_if_present(str(tmp_path)), DummyLogger)

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-import runpy
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from example_scripts import EXAMPLES, Runner, fp8_layers_in
@@ -183,47 +181,4 @@ def test_fsdp2_in_two_processes(run: Runner, tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.rglob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
 
 
-@pytest.mark.parametrize("script", sorted({*SCRIPTS} - {"train_vit"}))
-def test_a_text_that_is_too_short(script: str, run: Runner, capsys: pytest.CaptureFixture[str]) -> None:
-    run.cut_text(300)
-    with pytest.raises((ValueError, SystemExit)) as error:
-        run(script)
-    assert re.search(r"text.txt has 300 .*--context", f"{error.value}{capsys.readouterr().err}")
-
-
-def test_wrong_images_and_arguments(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="--patch 3 does not divide images of 8 x 8"):
-        run("train_vit", "--patch", "3")
-    np.savez("grey.npz", images=np.zeros((4, 8, 8), np.uint8), labels=np.zeros(4))
-    with pytest.raises(ValueError, match=r"grey.npz: .* got \[4, 8, 8\] torch.uint8"):
-        run("train_vit", "--data", "grey.npz")
-    with pytest.raises(SystemExit):
-        run("fsdp2", "--fp8-all-gather", "--precision", "bf16-mixed")
-    assert "--fp8-all-gather needs --precision fp8-delayed" in capsys.readouterr().err
-
-
-def test_images_from_a_file(run: Runner) -> None:
-    """Images with one class per colour, whose height and width differ."""
-    labels = np.arange(128) % 3
-    images = np.random.default_rng(0).integers(0, 100, (128, 8, 12, 3), np.uint8)
-    images[np.arange(128), :, :, labels] += 150
-    np.savez("images.npz", images=images, labels=labels)
-    read = runpy.run_path(str(EXAMPLES / "train_vit.py"))["read"]
-    np.testing.assert_allclose(read("images.npz")[0], np.moveaxis(images, -1, 1) / 127.5 - 1, atol=1e-6)
-    found = run("train_vit", "--data", "images.npz", "--patch", "4", "--epochs", "4", "--layers", "1")
-    assert found.fp8_layers == 5
-    assert float(found.printed.split()[-1]) == 1
-
-
 # --- descriptions ---
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_commands_of_a_script_have_its_options(script: str) -> None:
-    source = (EXAMPLES / f"{script}.py").read_text(encoding="utf-8")
-    docstring = source.split('"""')[1]
-    commands = re.findall(r"^python examples/(\w+).py(.*)$", docstring, re.MULTILINE)
-    assert {name for name, _ in commands} == {script}
-    for option in re.findall(r"--[\w-]+", " ".join(options for _, options in commands)):
-        assert f'add_argument("{option}"' in source
-    assert f"[{script}.py]({script}.py)" in README

@@ -10,7 +10,7 @@ from frozen_models import ADAPTERS, on_frozen_base
 from safetensors.torch import load_file
 
 from lightning_fp8 import convert, export, fall_back, load_exported, scaling_state
-from lightning_fp8.modules.frozen_weight import FrozenWeight
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 
 
 def test_payloads_are_written_and_read_as_they_are(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_payloads_are_written_and_read_as_they_are(tmp_path: Path) -> None:
     files = [load_file(tmp_path / how / "model.safetensors") for how in models]
     assert list(files[0]) == list(files[1])
     assert all(files[0][name].float().equal(files[1][name].float()) for name in files[0])
-    held = {name: p for name, p in models["fp8"].named_parameters() if isinstance(p, FrozenWeight)}
+    held = {name: p for name, p in models["fp8"].named_parameters() if isinstance(p, Fp8Parameter)}
     assert len(held) == 6
     for name, weight in held.items():
         codes = files[1][name].view(torch.uint8)

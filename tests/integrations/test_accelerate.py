@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import accelerate
 import pytest
@@ -13,9 +12,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import AORecipeKwargs
 from accelerate_runs import Run
 from lit import LONG_WINDOW, dataset, same, seeded, warned
-from processes import run_script
-from repository import ROOT
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import convert, scaling_state
@@ -79,30 +76,6 @@ def test_a_resumed_run_is_exact(tmp_path: Path) -> None:
     assert set(saved) == {"0.input", "0.grad_output", "2.input", "2.grad_output"}
 
 
-def test_scales_of_another_conversion_are_refused(tmp_path: Path) -> None:
-    run = Run()
-    run.train()
-    run.runner.save_state(str(tmp_path / "state"))
-    other = accelerate.Accelerator(cpu=True)
-    model = other.prepare(convert(seeded().net, ignore_modules=["2"]))
-    other.register_for_checkpointing(scaling_state(model))
-    with pytest.raises(ValueError, match=r"does not fit this model.*but not in the model: '2.input', '2.grad_output'"):
-        other.load_state(str(tmp_path / "state"))
-
-
-def test_a_forgotten_update_is_said_once() -> None:
-    run = Run()
-
-    def train() -> None:
-        for x, y in run.data:
-            run.runner.backward(nn.functional.mse_loss(run.model(x), y))
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-    (message,) = warned("lightning_fp8", train)
-    assert "nothing has updated its scales" in message
-
-
 def test_the_fp8_of_accelerate_is_said_once() -> None:
     """Its `prepare` replaces layers, including converted ones, with those of torchao."""
     runner = accelerate.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])
@@ -114,41 +87,3 @@ def test_the_fp8_of_accelerate_is_said_once() -> None:
         "2 layers (1, 2) run in the FP8 of another library", lambda: [scaling_state(model) for _ in range(2)]
     )
     assert 'choose "bf16"' in message
-
-
-SCRIPT = """
-import sys
-sys.path.insert(0, {tests!r})
-import os, torch
-from accelerate_runs import LONG_WINDOW, Run
-from lightning_fp8 import scaling_state
-
-run = Run(accumulate=2)
-run.train()
-run.runner.save_state({path!r} + "/state")
-run.runner.wait_for_everyone()
-run.runner.load_state({path!r} + "/state")
-found = [type(run.model).__name__, scaling_state(run.model).state_dict(), run.plain.state_dict()]
-torch.save(found, {path!r} + f"/rank{{os.environ['RANK']}}.pt")
-"""
-
-
-@pytest.mark.slow
-def test_two_processes(tmp_path: Path) -> None:
-    run_script(SCRIPT.format(tests=str(ROOT / "tests" / "support"), path=str(tmp_path)), tmp_path)
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert first[0] == "DistributedDataParallel"
-    for mine, theirs in zip(map(flat, first[1:]), map(flat, second[1:]), strict=True):
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
-    # 4 batches each, accumulated by 2
-    recorded = first[1]
-    assert all(len(entry["amax_history"]) == 2 for entry in recorded.values())
-    # the oldest amax of the first input is the largest of the first two batches of both processes
-    largest = torch.cat([x for x, _ in DataLoader(dataset(), batch_size=8)][:4]).abs().max()
-    assert recorded["0.input"]["amax_history"][-1] == largest
-
-
-def flat(values: dict[str, Any]) -> dict[str, Tensor]:
-    parts = {name: value if isinstance(value, dict) else {"": value} for name, value in values.items()}
-    return {f"{name}.{field}": tensor for name, part in parts.items() for field, tensor in part.items()}

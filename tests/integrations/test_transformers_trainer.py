@@ -10,14 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
 from lit import LONG_WINDOW, same, warned
 from processes import run_script
 from repository import ROOT
-from safetensors.torch import load_file
 from small_models import small_mlp
 from torch import Tensor, nn
 from trainer_runs import Batch, llama, texts, trainer
@@ -25,8 +23,18 @@ from transformers import Trainer, TrainingArguments
 
 from lightning_fp8 import DelayedScaling, convert, load_scales, scaling_state
 from lightning_fp8.integrations import Fp8Callback
-from lightning_fp8.modules.frozen_weight import FrozenWeight
 from lightning_fp8.scaling.config import Fp8Config
+
+SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+# the loss falls, so that the first checkpoint is the "best"
+BEST: dict[str, Any] = {
+    **SAVED,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,
+}
 
 
 class Regressor(nn.Module):
@@ -171,21 +179,6 @@ def test_evaluation_uses_the_scales_and_moves_none(tmp_path: Path) -> None:
         assert not torch.equal(model(tokens).logits.float(), logits)
 
 
-def test_the_compiled_model_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # transformers sets it for the whole process
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
-    torch._dynamo.reset()
-    counted = torch._dynamo.utils.counters["frames"]
-    counted.clear()
-    model, other = regressor(), regressor()
-    trainer(tmp_path, other, Fp8Callback(), data=numbers()).train()
-    assert counted["ok"] == 0
-    compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
-    trainer(tmp_path, model, Fp8Callback(), data=numbers(), **compiled).train()
-    assert counted["ok"] > 0
-    assert same(model, other)
-
-
 def test_what_an_abandoned_step_recorded_is_dropped(tmp_path: Path) -> None:
     models = llama(), llama()
     runs = [trainer(tmp_path, model, Fp8Callback(), max_steps=2) for model in models]
@@ -217,35 +210,13 @@ RECOMPUTATION = next(
 def test_a_resumed_run_is_exact(tmp_path: Path, options: dict[str, Any]) -> None:
     whole, second = llama(), llama(seed=8)
     recipe = DelayedScaling(amax_history_len=4)
-    uninterrupted = trainer(tmp_path, whole, Fp8Callback(recipe), save_strategy="steps", save_steps=3, **options)
+    uninterrupted = trainer(tmp_path, whole, Fp8Callback(recipe), **SAVED, **options)
     uninterrupted.train()
-    resumed = trainer(tmp_path, second, Fp8Callback(recipe), save_strategy="steps", save_steps=3, **options)
+    resumed = trainer(tmp_path, second, Fp8Callback(recipe), **SAVED, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert losses(resumed) == losses(uninterrupted)
     assert same(whole, second)
     assert scaling_state(second).updates == 3
-
-
-def adapted(seed_of_adapters: int) -> Any:
-    base = llama()
-    torch.manual_seed(seed_of_adapters)
-    return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-
-
-def test_a_resumed_run_of_adapters_on_a_base_in_fp8_is_exact(tmp_path: Path) -> None:
-    models = adapted(1), adapted(2)
-    runs = [
-        trainer(tmp_path, m, Fp8Callback(frozen_weights="fp8"), save_strategy="steps", save_steps=3) for m in models
-    ]
-    kept = [
-        isinstance(p, FrozenWeight) for name, p in models[0].named_parameters() if "proj" in name and "lora" not in name
-    ]
-    assert kept == [True] * 14
-    runs[0].train()
-    runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert losses(runs[1]) == losses(runs[0])
-    assert same(*models)
-    assert not list((tmp_path / "checkpoint-3").glob("model*"))
 
 
 def without_scales(folder: Path) -> None:
@@ -257,14 +228,14 @@ def without_scales(folder: Path) -> None:
 
 def stopped_at_3(path: Path, *callbacks: Any, **kwargs: Any) -> Any:
     model = llama()
-    trainer(path, model, *callbacks, save_strategy="steps", save_steps=3, **kwargs).train()
+    trainer(path, model, *callbacks, **SAVED, **kwargs).train()
     return model
 
 
 def test_a_checkpoint_without_scales_is_said_once(tmp_path: Path) -> None:
     whole, second = stopped_at_3(tmp_path, Fp8Callback()), llama(seed=8)
     without_scales(tmp_path / "checkpoint-3")
-    resumed = trainer(tmp_path, second, Fp8Callback(), save_strategy="steps", save_steps=3)
+    resumed = trainer(tmp_path, second, Fp8Callback(), **SAVED)
     (message,) = warned("Fp8Callback", lambda: resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3")))
     assert message.startswith("Fp8Callback: The checkpoint of step 3 has weights but no FP8 scales.")
     # the run differs
@@ -285,9 +256,7 @@ def test_the_scales_of_another_model_are_refused(tmp_path: Path) -> None:
 def test_the_best_model_has_its_own_scales(tmp_path: Path) -> None:
     model = llama()
     # the loss falls, so that the first checkpoint is the "best"
-    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    steps: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
-    run = trainer(tmp_path, model, Fp8Callback(LONG_WINDOW), **best, **steps)
+    run = trainer(tmp_path, model, Fp8Callback(LONG_WINDOW), **BEST)
     run.train()
     assert run.state.best_global_step == 3
     assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [3] * scaling_state(model).delayed
@@ -308,9 +277,7 @@ def test_a_best_model_without_scales_is_said(tmp_path: Path) -> None:
             if state.global_step == 3:
                 without_scales(tmp_path / "checkpoint-3")
 
-    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    steps: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
-    (message,) = warned("Fp8Callback", trainer(tmp_path, model, Fp8Callback(), Removed(), **best, **steps).train)
+    (message,) = warned("Fp8Callback", trainer(tmp_path, model, Fp8Callback(), Removed(), **BEST).train)
     assert "checkpoint-3 has weights but no FP8 scales" in message
     # those of other weights are not saved
     assert not any(len(entry["amax_history"]) for entry in scaling_state(model).state_dict().values())
@@ -319,7 +286,7 @@ def test_a_best_model_without_scales_is_said(tmp_path: Path) -> None:
 def test_a_model_made_by_the_trainer_and_a_callback_that_it_restores(tmp_path: Path) -> None:
     """The restored callback is created from the arguments stored in the checkpoint."""
     recipe = DelayedScaling(amax_history_len=4, margin=1)
-    kwargs: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "model_init": lambda: llama()}
+    kwargs: dict[str, Any] = {**SAVED, "model_init": lambda: llama()}
     kwargs["restore_callback_states_from_checkpoint"] = True
 
     def make() -> Trainer:
@@ -333,23 +300,6 @@ def test_a_model_made_by_the_trainer_and_a_callback_that_it_restores(tmp_path: P
         assert scaling_state(run.model).recipe == recipe
         assert "lm_head" not in scaling_state(run.model).module_names
     assert same(uninterrupted.model, resumed.model)
-
-
-def test_saved_models_are_plain(tmp_path: Path) -> None:
-    model = llama()
-    run = trainer(tmp_path, model, Fp8Callback(), max_steps=2)
-    run.train()
-    run.save_model(str(tmp_path / "model"))
-    saved = load_file(tmp_path / "model" / "model.safetensors")
-    assert set(saved) == set(llama().state_dict())
-    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
-    assert all(map(torch.equal, plain.parameters(), model.parameters()))
-
-
-def test_load_scales_names_a_folder_without_scales(tmp_path: Path) -> None:
-    stopped_at_3(tmp_path, max_steps=3)
-    with pytest.raises(ValueError, match=r"checkpoint-3 has no scales.*`transformers.Trainer` with `Fp8Callback`"):
-        load_scales(llama(), tmp_path / "checkpoint-3")
 
 
 # --- two processes ---
@@ -406,13 +356,6 @@ def test_two_processes(tmp_path: Path) -> None:
 
 
 # --- errors ---
-
-
-def test_a_forgotten_callback_is_said_once(tmp_path: Path) -> None:
-    run = trainer(tmp_path, convert(llama()))
-    (message,) = warned("lightning_fp8", run.train)
-    assert "has been trained for 3 optimizer steps, and nothing has updated its scales" in message
-    assert "give `transformers.Trainer` a `lightning_fp8.integrations.Fp8Callback()`" in message
 
 
 def test_a_model_converted_by_hand_stays_as_it_is(tmp_path: Path) -> None:

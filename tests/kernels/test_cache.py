@@ -24,8 +24,6 @@ from kernels_cuda.cache import Untrusted, cache_folder, check_folder, make_folde
 from kernels_cuda.compile import compiled, is_cached
 from lightning_fp8.ops.cuda import gemm_table
 from lightning_fp8.runtime.warn_once import warn_once
-from lightning_fp8.tools.doctor.diagnosis import Diagnosis
-from lightning_fp8.tools.doctor.software import settings
 
 # the compiled code, and code that someone else would have the GPU run
 OURS, THEIRS = b"\x7fELF ours", b"\x7fELF theirs"
@@ -143,11 +141,6 @@ def test_kernels_of_an_untrusted_folder_are_not_used(folder: Path, untrusted: tu
     assert "set LIGHTNING_FP8_CACHE_DIR to" in message.replace("Set", "set")
 
 
-@pytest.mark.usefixtures("untrusted")
-def test_nothing_counts_as_cached_in_an_untrusted_folder() -> None:
-    assert not is_cached("update_scales", "sm_90a")
-
-
 def test_passes_in_an_untrusted_folder_are_not_believed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load.remember_pass(*MARK)
     assert load.has_passed(*MARK)
@@ -170,14 +163,6 @@ def test_tables_in_an_untrusted_folder_are_left_out(folder: Path, untrusted: tup
     (message,) = messages
     assert "is left out of account" in message
     assert re.search(untrusted[0], message)
-
-
-def test_the_doctor_names_an_untrusted_folder(folder: Path, untrusted: tuple[str, bool]) -> None:
-    findings = Diagnosis()
-    settings(findings, has_gpu=False)
-    (problem,) = findings.problems
-    assert re.search(rf"{re.escape(str(folder))} is not used: {untrusted[0]}", problem.what)
-    assert dict(row[:2] for row in findings.sections[0].rows)["LIGHTNING_FP8_CACHE_DIR"] == f"{folder}: not trusted"
 
 
 def test_a_folder_of_roots_serves_everybody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,15 +265,6 @@ def test_untrusted_tables_are_named_and_left_out(kind: str, folder: Path, monkey
     (message,) = messages
     assert re.search(why, message)
     assert str(path) in message
-
-
-def test_a_table_that_was_chosen_by_name_may_be_anybodys(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps({"rows": [ROW]}))
-    path.chmod(0o666)
-    gemm_table.write(path, {"gpu": NAME}, [{**ROW, "m": 128}])
-    assert [row["m"] for row in json.loads(path.read_text())["rows"]] == [64, 128]
-    assert mode(path) == 0o644
 
 
 def test_a_file_of_somebody_elses_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ Copies and products happen as early or as late as a device may do them, see host
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterator
+from typing import Any
 
+import gemm_on_host
 import pytest
 import torch
 from gemm_cases import (
@@ -22,20 +23,19 @@ from gemm_cases import (
     operands,
     random_problems,
 )
-from host_kernels import Guarded, HostKernel, at_the_edge, host_tensor_map
-from tensor_cores import ADA, HOPPER, TensorCores
+from gemm_on_host import Chosen, load, sum_kernel
+from host_kernels import HostKernel, at_the_edge, host_tensor_map
+from tensor_cores import HOPPER
 from torch import Tensor
 
-from kernels_cuda import gemm, gemm_variants
+from kernels_cuda import gemm
 from kernels_cuda.gemm import Split
 from kernels_cuda.gemm_variants import Configuration, configurations
-from lightning_fp8.ops.cuda import kernels, self_test_gemm
+from lightning_fp8.ops.cuda import kernels
 
 FAST, PROMOTED = (configurations((9, 0), promote) for promote in (False, True))
 LARGE, SMALL = FAST[0], FAST[-1]
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
-# NaN in every dtype: what is left unwritten is no number, and neither is what is made from it
-POISON = 0xFF
 INF, NAN = math.inf, math.nan
 
 
@@ -49,52 +49,16 @@ def late(request: pytest.FixtureRequest) -> Iterator[bool]:
     return request.param == "late"
 
 
-def load(configuration: Configuration, defines: tuple[str, ...], late: bool = True) -> HostKernel:
-    kernel = HostKernel(
-        (configuration.family, defines), configuration.layout, configuration.threads, 0, configuration.shared_bytes
-    )
-    ctypes.c_int.in_dll(kernel._library, "late").value = late
-    return kernel
-
-
-def sum_kernel(output: torch.dtype) -> HostKernel:
-    defines = gemm_variants.sum_splits_variant(output)
-    return HostKernel(("sum_splits", defines), gemm_variants.SUM_SPLITS_LAYOUT, gemm_variants.SUM_SPLITS_THREADS, 0)
-
-
 def run(
     case: Operands,
     configuration: Configuration,
     output: torch.dtype,
     promote: bool = False,
     bias: Tensor | None = None,
-    splits: int = 1,
-    late: bool = True,
-    multiprocessors: int = 4,
+    **options: Any,
 ) -> Tensor:
-    """One GEMM, into poisoned memory between guards."""
-    m, n = len(case.a), len(case.b)
-    padded = -(-n * output.itemsize // 16) * 16 // output.itemsize
-    made = torch.float32 if splits > 1 else output
-    kernel = load(
-        configuration, gemm_variants.variant(configuration, case.a_format, case.b_format, made, promote), late
-    )
-    kernel.multiprocessors = multiprocessors
-    scales = case.a_scale_inv, case.b_scale_inv
-    memory = Guarded((m, padded), output, POISON)
-    out = memory.tensor[:, :n]
-    if splits == 1:
-        gemm.gemm(kernel, configuration, case.a, case.b, out, *scales, bias)
-    else:
-        rows = gemm.split_rows(configuration, m)
-        parts = Guarded((splits, rows, -(-n // 4) * 4), torch.float32, POISON)
-        split = Split(splits, parts.tensor, sum_kernel(output))
-        gemm.split_gemm(kernel, configuration, split, case.a, case.b, out, *scales, bias)
-        assert parts.unharmed()
-    assert memory.unharmed()
-    # the padding columns of a row must stay unchanged: the copy engine never writes outside the matrix
-    assert (memory.tensor[:, n:].contiguous().view(torch.uint8) == POISON).all()
-    return out.clone()
+    chosen = Chosen(configuration, output, (case.a_format, case.b_format), promote)
+    return gemm_on_host.run(case.scaled, chosen, bias, **options)
 
 
 def check(
@@ -138,13 +102,6 @@ def test_ragged_rows_and_columns(m: int, n: int) -> None:
         check(operands(m, n, 144), configuration)
 
 
-def test_single_rows_one_element_apart() -> None:
-    case = operands(1, 1, 144)
-    case = case._replace(a=case.a[0][:, None].t(), b=case.b[0][:, None].t())
-    assert case.a.stride(0) == case.b.stride(0) == 1
-    check(case, SMALL)
-
-
 @pytest.mark.parametrize("k", [16, 112, 128, 144, 768, 784])
 def test_ragged_steps(k: int, late: bool) -> None:
     check(operands(130, 40, k), SMALL, late=late)
@@ -183,10 +140,10 @@ def test_splits(splits: int, output: torch.dtype, late: bool) -> None:
 
 def test_parts_are_those_of_their_steps() -> None:
     case, configuration = operands(64, 64, 5 * 128, "e5m2"), PROMOTED[-1]
-    kernel = load(configuration, gemm_variants.variant(configuration, "e5m2", "e4m3", torch.float32, True))
+    kernel = load(Chosen(configuration, torch.float32, ("e5m2", "e4m3"), True))
     parts = torch.full((2, 128, 64), NAN)
     out, split = torch.empty(64, 64), Split(2, parts, sum_kernel(torch.float32))
-    gemm.split_gemm(kernel, configuration, split, case.a, case.b, out, case.a_scale_inv, case.b_scale_inv)
+    gemm.gemm(kernel, configuration, *case.scaled, out, None, split)
     for part, steps in zip(parts, (slice(0, 256), slice(256, 640))):
         its = case._replace(a=case.a[:, steps], b=case.b[:, steps])
         assert_close(part[:64], its.product(), its.magnitude(), ACCUMULATION[True])
@@ -205,33 +162,6 @@ def test_sums_are_those_of_the_tensor_cores(pair: tuple[str, str]) -> None:
     # neither equals the exact sum rounded at the end
     a, b = case.values()
     assert not any(torch.equal(sums.float(), (a @ b.t()).float()) for sums in (fast, promoted))
-
-
-@pytest.mark.parametrize(
-    ("terms", "expected"),
-    [
-        # 2^13 leaves no bit after the binary point
-        ([2.0**13, 1.5], 8193),
-        ([2.0**13, -1.5], 8191),
-        ([2.0**13, 0.5, 0.5], 8192),
-        ([-(2.0**13), 0.5, -0.5], -8192),
-        # and the sum loses its last bit where it needs one more
-        ([2.0**13, 2.0**13, 1.0], 16384),
-        # 1.5 * 1.5 is aligned like 1 * 1, not by its own leading bit: 2^-13 is kept
-        ([2.25, 2.0**-13, 2.0**-13], 2.25 + 2.0**-12),
-        ([2.0, 2.0**-13, 2.0**-13], 2.0),
-        ([1.0, 2.0**-13], 1 + 2.0**-13),
-        ([1.0, 2.0**-14, 2.0**-14], 1.0),
-    ],
-)
-def test_what_the_tensor_cores_keep(terms: list[float], expected: float) -> None:
-    a, b = torch.zeros(1, 32), torch.ones(1, 32)
-    for place, term in enumerate(terms):
-        a[0, place], b[0, place] = (1.5, 1.5) if term == 2.25 else (term, 1.0)
-    codes = [a.to(torch.float8_e5m2), b.to(torch.float8_e4m3fn)]
-    assert (codes[0].double() * codes[1].double())[0, : len(terms)].tolist() == terms
-    case = Operands(*(code.view(torch.uint8) for code in codes), torch.tensor(1.0), torch.tensor(1.0), "e5m2", "e4m3")
-    assert run(case, SMALL, torch.float32).item() == expected
 
 
 # the cases of `tests/ops/test_cuda_gemm.py`, and those of them that do not take long here
@@ -265,9 +195,9 @@ def test_reads_nothing_behind_its_tensors(shape: tuple[int, int, int]) -> None:
     bias, width = at_the_edge(torch.randn(n)), -(-n // 8) * 8
     for output in (torch.bfloat16, torch.float32):
         out = at_the_edge(torch.empty(m, width, dtype=output))
-        kernel = load(SMALL, gemm_variants.variant(SMALL, "e4m3", "e4m3", output, False))
-        edges = at_the_edge(case.a), at_the_edge(case.b)
-        gemm.gemm(kernel, SMALL, *edges, out[:, :n], case.a_scale_inv, case.b_scale_inv, bias)
+        kernel = load(Chosen(SMALL, output))
+        edges = case._replace(a=at_the_edge(case.a), b=at_the_edge(case.b))
+        gemm.gemm(kernel, SMALL, *edges.scaled, out[:, :n], bias)
         expected = case.product() + bias.to(output).double()
         assert_close(out[:, :n], expected, case.magnitude() + 10, ACCUMULATION[False])
 
@@ -295,19 +225,3 @@ IN_BLOCKS = [variant for variant in kernels.variants((9, 0), every=True) if "B_S
 def test_self_tests_pass(variant: kernels.Variant) -> None:
     kernel = HostKernel((variant.family, variant.defines), variant.layout, variant.block, 0, variant.shared_bytes)
     assert variant.self_test(torch.device("cpu"), kernel) is None
-
-
-@pytest.mark.parametrize(
-    ("cores", "m", "n", "k", "row", "column", "most"),
-    [(HOPPER, 25600, 256, 640, 3382, 203, -11.13), (ADA, 27392, 128, 512, 25159, 41, -11.01)],
-)
-def test_the_worst_sums_of_self_tests(
-    cores: TensorCores, m: int, n: int, k: int, row: int, column: int, most: float
-) -> None:
-    """Of 132 or 142 multiprocessors, without promotion: half of what is allowed."""
-    a, b = self_test_gemm._operand(m, k, "e4m3", 1)[row, None], self_test_gemm._operand(n, k, "e4m3", 2)[column, None]
-    scales = (torch.tensor(one) for one in (self_test_gemm._A_SCALE_INV, self_test_gemm._B_SCALE_INV))
-    case = Operands(a, b, *scales, "e4m3", "e4m3")
-    error = (cores.sums(*case.values(), ("e4m3", "e4m3"), promote=False) * case.factor - case.product()).abs()
-    assert torch.log2(error / case.magnitude()).item() == pytest.approx(most, abs=0.01)
-    assert error.item() < 0.5 * self_test_gemm._ACCUMULATION * case.magnitude().item()

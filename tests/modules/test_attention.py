@@ -11,7 +11,8 @@ from pairwise import pairwise
 from sqnr import sqnr
 from torch import Tensor, nn
 
-from lightning_fp8 import DelayedScaling, Fp8Linear, Fp8MultiheadAttention, convert, describe, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, convert, describe, scaling_state, unconvert
+from lightning_fp8.modules import Fp8Linear, Fp8MultiheadAttention
 from lightning_fp8.modules.weight_copy import WeightCopyMultiheadAttention, drop_copies, keep_copies
 
 WIDTH, HEADS, BATCH, LENGTH, SOURCE = 32, 4, 3, 6, 5
@@ -63,6 +64,7 @@ CASES = {
     "self": lambda q, k, v: [q, q, q],
     "key is value": lambda q, k, v: [q, k, k],
     "query is key": lambda q, k, v: [q, q, (2 * q).detach().requires_grad_()],
+    "query is value": lambda q, k, v: [q, (2 * q).detach().requires_grad_(), q],
     "all different": lambda q, k, v: [q, k, v],
 }
 
@@ -122,13 +124,19 @@ def test_causal_hint_dropout_and_bf16(need_weights: bool, dropout: float) -> Non
     assert min(map(sqnr, grads_in_bf16, t_grads_in_bf16)) > 35
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ["none", "bool", "float"])
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_fp8_beside_torch(case: str, kind: str, need_weights: bool) -> None:
-    plain = module(batch_first=True)
+@pytest.mark.parametrize(
+    ("case", "kind", "need_weights", "widths"),
+    pairwise([*CASES], ["none", "bool", "float"], [True, False], [(WIDTH, WIDTH)])
+    + [("all different", "none", True, widths) for widths in [(24, 40), (WIDTH, 16), (48, WIDTH)]],
+)
+def test_fp8_beside_torch(case: str, kind: str, need_weights: bool, widths: tuple[int, int]) -> None:
+    plain = module(kdim=widths[0], vdim=widths[1], batch_first=True)
     fp8 = convert(copy.deepcopy(plain))
-    inputs = CASES[case](*operands(True))
+    is_packed = widths == (WIDTH, WIDTH)
+    assert scaling_state(fp8).module_names == (
+        ("in_proj", "out_proj") if is_packed else ("q_proj", "k_proj", "v_proj", "out_proj")
+    )
+    inputs = CASES[case](*operands(True, *widths))
     options = {"attn_mask": mask(kind, (LENGTH, inputs[1].shape[1])), "need_weights": need_weights}
     y, weights, grads = run(fp8, inputs, **options)
     expected_y, expected_weights, expected_grads = run(plain, inputs, **options)
@@ -146,18 +154,6 @@ def test_fp8_beside_torch(case: str, kind: str, need_weights: bool) -> None:
     assert sqnr(in_bf16, expected_y) > 22
 
 
-@pytest.mark.parametrize(("kdim", "vdim"), [(24, 40), (None, 16), (48, None)])
-def test_separate_projections(kdim: int | None, vdim: int | None) -> None:
-    plain = module(kdim=kdim, vdim=vdim, batch_first=True)
-    fp8 = convert(copy.deepcopy(plain))
-    assert scaling_state(fp8).module_names == ("q_proj", "k_proj", "v_proj", "out_proj")
-    inputs = operands(True, kdim or WIDTH, vdim or WIDTH)
-    y, _, grads = run(fp8, inputs)
-    expected, _, expected_grads = run(plain, inputs)
-    assert sqnr(y, expected) > 24
-    assert min(map(sqnr, grads, expected_grads)) > 17
-
-
 def test_projections_are_those_of_fp8_linear_bit_for_bit() -> None:
     attention = convert(module(batch_first=True))
     linear = nn.Linear(WIDTH, 3 * WIDTH)
@@ -171,44 +167,28 @@ def test_projections_are_those_of_fp8_linear_bit_for_bit() -> None:
     assert torch.equal(attention.in_proj_weight.grad, linear.weight.grad)
 
 
-def test_parameters_keys_and_objects_stay() -> None:
+def test_parameters_keys_and_objects_stay_and_parts_may_be_left_out() -> None:
     encoder = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, batch_first=True)
     keys, parameters, layer = list(encoder.state_dict()), list(encoder.parameters()), encoder.self_attn
+    plain_classes = [type(part) for part in encoder.modules()]
+    convert(encoder, ignore_modules=("self_attn",))
+    assert type(layer) is nn.MultiheadAttention
+    assert scaling_state(encoder).module_names == ("linear1", "linear2")
+    rows = {row.path: row.reason for row in describe(encoder, ("self_attn",))}
+    assert rows["self_attn.out_proj"] == rows["self_attn"] == "matches `ignore_modules`"
+    convert(encoder, ignore_modules=("*.out_proj",))
+    assert scaling_state(encoder).module_names == ("self_attn.in_proj", "linear1", "linear2")
+    assert encoder(torch.randn(3, 2, WIDTH)).isfinite().all()
     convert(encoder)
     assert list(encoder.state_dict()) == keys
     assert all(a is b for a, b in zip(encoder.parameters(), parameters, strict=True))
     assert encoder.self_attn is layer
     assert type(layer) is Fp8MultiheadAttention
-    assert type(layer.out_proj) is type(encoder.linear1) is type(encoder.linear2) is Fp8Linear
     assert isinstance(layer, nn.MultiheadAttention)
-    names = ("self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2")
-    assert scaling_state(encoder).module_names == names
-    assert [row.path for row in describe(encoder) if row.converted] == [
-        "self_attn",
-        "self_attn.out_proj",
-        "linear1",
-        "linear2",
-    ]
+    assert type(layer.out_proj) is type(encoder.linear1) is type(encoder.linear2) is Fp8Linear
+    assert scaling_state(encoder).module_names == ("self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2")
     unconvert(encoder)
-    assert type(layer) is nn.MultiheadAttention
-    assert type(layer.out_proj).__name__ == "NonDynamicallyQuantizableLinear"
-    assert not vars(encoder).keys() & {"_own_forward_handle"}
-    nn.TransformerEncoderLayer(WIDTH, HEADS, 48, batch_first=True).load_state_dict(encoder.state_dict())
-
-
-def test_ignored_attention_is_torchs_own_and_an_ignored_out_proj_a_plain_linear() -> None:
-    encoder = convert(nn.TransformerEncoderLayer(WIDTH, HEADS, 48), ignore_modules=("self_attn",))
-    assert scaling_state(encoder).module_names == ("linear1", "linear2")
-    assert type(encoder.self_attn) is nn.MultiheadAttention
-    rows = {row.path: row.reason for row in describe(encoder, ("self_attn",))}
-    assert rows["self_attn.out_proj"] == rows["self_attn"] == "matches `ignore_modules`"
-    convert(encoder)
-    assert type(encoder.self_attn) is Fp8MultiheadAttention
-    convert(encoder, ignore_modules=("*.out_proj",))
-    assert scaling_state(encoder).module_names == ("self_attn.in_proj", "linear1", "linear2")
-    assert encoder(torch.randn(3, 2, WIDTH)).isfinite().all()
-    convert(encoder, ignore_modules=("self_attn",))
-    assert type(encoder.self_attn.out_proj).__name__ == "NonDynamicallyQuantizableLinear"
+    assert [type(part) for part in encoder.modules()] == plain_classes
 
 
 def test_each_tensor_is_recorded_in_training_only_and_the_weight_is_cast_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
-from lit import Averaging, Regression, loader, long_window, make_trainer, needs_averaging, same, seeded
+from lit import Averaging, Regression, loader, make_trainer, needs_averaging, same, seeded
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from lightning_fp8 import ScalingState, convert, scaling_state, unconvert
+from lightning_fp8 import convert, scaling_state
 from lightning_fp8.conversion.convert import is_converted
 
 # Lightning 2.5 lacks it
@@ -122,9 +122,9 @@ def test_training_goes_on_as_without(tmp_path: Path, kind: str, accumulate: int)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_validation_casts_the_average(tmp_path: Path, kind: str) -> None:
+def test_validation_casts_the_average_which_is_in_the_model_after_fit(tmp_path: Path, kind: str) -> None:
     follows = Follows(kind)
-    fit(tmp_path, averaging(kind), follows)
+    model = fit(tmp_path, averaging(kind), follows)
     assert len(follows.validated) == 12
     for number, seen in enumerate(follows.validated):
         assert seen["loss"] == pytest.approx(evaluated(seen["average"], seen["scales"]), abs=1e-7)
@@ -132,52 +132,25 @@ def test_validation_casts_the_average(tmp_path: Path, kind: str) -> None:
             # far enough from the trained weights, and close to the averaged model in fp32
             assert abs(evaluated(named(seen["latest"]), seen["scales"]) - seen["loss"]) > 1e-4
             assert seen["loss"] == pytest.approx(evaluated(seen["average"], None), rel=0.03)
-
-
-@needs_averaging
-def test_the_average_is_the_mean_of_all_steps(tmp_path: Path) -> None:
-    follows = Follows()
-    model = fit(tmp_path, Averaging(), follows)
-    for found, *steps in zip(values(model), *follows.weights, strict=True):
-        torch.testing.assert_close(found, torch.stack(steps).double().mean(0).float(), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_fit_the_average_is_in_the_model(tmp_path: Path, kind: str) -> None:
-    follows = Follows(kind)
-    model = fit(tmp_path, averaging(kind), follows)
     average = follows.shadow.module.state_dict()
     assert equal(values(model), list(average.values()))
     found = make_trainer(tmp_path).validate(model, loader(), verbose=False)[0]["val_loss"]
     assert found == pytest.approx(evaluated(average, scaling_state(model).state_dict()), abs=1e-7)
-    exact = evaluated(average, None)
-    assert found == pytest.approx(exact, rel=0.03)
-    plain = make_trainer(tmp_path, precision="32-true").validate(unconvert(model), loader(), verbose=False)
-    assert plain[0]["val_loss"] == pytest.approx(exact, abs=1e-6)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoints_average_in_a_plain_model(tmp_path: Path, kind: str, precision: Any) -> None:
-    follows = Follows(kind)
-    saving = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=4)
-    fit(tmp_path, averaging(kind), follows, saving, enable_checkpointing=True)
-    saved = torch.load(tmp_path / "step=8.ckpt", weights_only=True)
-    assert equal(list(saved["current_model_state"].values()), follows.weights[7])
-    loaded = Regression.load_from_checkpoint(tmp_path / "step=8.ckpt")
-    assert not is_converted(loaded)
-    seen = follows.validated[7]
-    assert equal(values(loaded), list(seen["average"].values()))
-    found = make_trainer(tmp_path, precision=precision).validate(loaded, loader(), verbose=False)[0]["val_loss"]
-    assert found == pytest.approx(evaluated(seen["average"], None), rel=1e-6 if precision == "32-true" else 0.01)
-    assert found == pytest.approx(float(seen["loss"]), rel=0.03)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_is_the_same(tmp_path: Path, kind: str) -> None:
+def test_checkpoints_resume_and_load_into_a_plain_model(tmp_path: Path, kind: str) -> None:
     saving = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_epochs=1)
     whole, resumed = Follows(kind), Follows(kind)
     first = fit(tmp_path, averaging(kind), whole, saving, enable_checkpointing=True)
+    saved = torch.load(tmp_path / "step=8.ckpt", weights_only=True)
+    assert equal(list(saved["current_model_state"].values()), whole.weights[7])
+    plain = Regression.load_from_checkpoint(tmp_path / "step=8.ckpt")
+    assert not is_converted(plain)
+    average = whole.validated[7]["average"]
+    assert equal(values(plain), list(average.values()))
+    found = make_trainer(tmp_path, precision="32-true").validate(plain, loader(), verbose=False)[0]["val_loss"]
+    assert found == pytest.approx(evaluated(average, None), rel=1e-6)
     again = tmp_path / "again"
     second = fit(again, averaging(kind), resumed, ckpt_path=tmp_path / "step=8.ckpt", weights_only=True)
     assert torch.equal(torch.stack(first.losses[8:]), torch.stack(second.losses))
@@ -185,47 +158,9 @@ def test_a_resumed_run_is_the_same(tmp_path: Path, kind: str) -> None:
 
 
 @needs_averaging
-def test_the_average_has_a_scaling_state_of_its_own(tmp_path: Path) -> None:
-    """This holds for a model that is already converted; of others, Lightning copies the plain model."""
-    callback, first = Averaging(), Follows()
-    model = fit(tmp_path, callback, first, plugins=long_window())
-    assert callback._average_model is not None
-    assert not is_converted(callback._average_model)
-    before = scaling_state(model)
-    histories, weights = before.amax_history.clone(), values(model)
-    seen: list[ScalingState] = []
-
-    class Looks(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-            assert callback._average_model is not None
-            own = scaling_state(callback._average_model)
-            seen.append(own)
-            training = scaling_state(module)
-            assert training is before
-            amax, scale = training.amax.clone(), training.scale.clone()
-            # training the copy updates its own state only
-            average = copy.deepcopy(callback._average_model.module).train()
-            state = scaling_state(average)
-            average.step(next(iter(loader()))).backward()
-            state.update()
-            # which begins anew, as its weights are no longer those that were copied with the histories
-            assert (state.amax_history > 0).sum() == own.delayed
-            assert torch.equal(training.amax, amax)
-            assert torch.equal(training.scale, scale)
-
-    callback = Averaging()
-    fit(tmp_path, callback, Looks(), model=model, plugins=long_window())
-    assert len(seen) == 12
-    assert all(own is seen[0] and own is not before for own in seen)
-    # still as it was copied, although that of the training has changed
-    assert torch.equal(seen[0].amax_history, histories)
-    assert (before.amax_history > 0).sum(0).tolist() == [24] * 4
-    assert not equal(weights, values(model))
-
-
-@needs_averaging
 def test_an_average_that_was_copied_in_fp8_evaluates_right(tmp_path: Path) -> None:
     model = fit(tmp_path)
+    histories = scaling_state(model).amax_history.clone()
     callback, follows = Averaging(), Follows()
     losses: list[float] = []
 
@@ -240,23 +175,16 @@ def test_an_average_that_was_copied_in_fp8_evaluates_right(tmp_path: Path) -> No
     # after the average's own hook, so the weights are swapped back
     fit(tmp_path, callback, follows, Evaluates(), model=model)
     assert callback._average_model is not None
+    own = scaling_state(callback._average_model)
+    assert own is not scaling_state(model)
+    # still as it was copied, although that of the training has changed
+    assert torch.equal(own.amax_history, histories)
     # not the histories of the weights that were copied
     for found, seen in zip(losses, follows.validated, strict=True):
         assert found == pytest.approx(evaluated(seen["average"], {}), abs=1e-7)
 
 
 # --- StochasticWeightAveraging ---
-
-
-class Normalized(Regression):
-    """A model with running statistics, which are recomputed for the average in an extra epoch without backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(self.norm(x))
 
 
 class FollowsEpochs(pl.Callback):
@@ -296,30 +224,3 @@ def test_swa(tmp_path: Path) -> None:
     # the histories belong to the weights of the last step, not to their average
     assert found == pytest.approx(evaluated(average, {}), abs=1e-7)
     assert found == pytest.approx(evaluated(average, None), rel=0.03)
-
-
-def test_swa_of_a_converted_model_copies_its_state(tmp_path: Path) -> None:
-    model = fit(tmp_path, plugins=long_window())
-    before, callback = scaling_state(model), swa()
-    fit(tmp_path, callback, model=model, max_epochs=4, plugins=long_window())
-    assert callback._average_model is not None
-    own = scaling_state(callback._average_model)
-    assert scaling_state(model) is before
-    assert own is not before
-    assert (own.amax_history > 0).sum(0).tolist() == [12] * 4
-    assert (before.amax_history > 0).sum(0).tolist() == [28] * 4
-
-
-def test_swa_computes_batch_norm_anew(tmp_path: Path) -> None:
-    follows = FollowsEpochs()
-    model = fit(tmp_path, swa(), follows, model=seeded(Normalized), max_epochs=4, plugins=long_window())
-    # the fifth epoch has no backward and a single optimizer step at its end, which sees the amaxes of its forwards
-    # of the average, whose histories begin anew
-    assert follows.entries == [*range(1, 17), 0, 0, 0, 1]
-    assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [1, 1, 0, 0]
-    assert scaling_state(model).amax[:4].count_nonzero() == 0
-    x = torch.cat([batch[0] for batch in loader()])
-    torch.testing.assert_close(model.norm.running_mean, x.mean(0), atol=1e-6, rtol=0)
-    found = make_trainer(tmp_path).validate(model, loader(), verbose=False)[0]["val_loss"]
-    exact = make_trainer(tmp_path, precision="32-true").validate(unconvert(model), loader(), verbose=False)
-    assert found == pytest.approx(exact[0]["val_loss"], rel=0.03)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from small_models import small_mlp
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import DelayedScaling, convert, describe, fall_back, fallbacks, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, convert, describe, fall_back, scaling_state, unconvert
 
 
 def step(model: nn.Module, x: Tensor, run: Callable[..., Any] | None = None) -> tuple[Tensor, list[Tensor]]:
@@ -30,9 +30,13 @@ def pair(factory: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     return convert(copy.deepcopy(model)), model
 
 
-def test_a_linear_layer_gives_the_numbers_of_a_plain_one() -> None:
-    model, plain = pair(lambda: nn.Linear(24, 40))
+@pytest.mark.parametrize("make", [lambda: nn.Linear(24, 40), lambda: Conv1D(40, 24)])
+def test_a_layer_gives_the_numbers_of_a_plain_one(make: Callable[[], nn.Module]) -> None:
+    model, plain = pair(make)
     fall_back(model, "")
+    for dtype in (torch.float32, torch.float16):
+        x = torch.randn(5, 24, dtype=dtype)
+        assert torch.allclose(model(x), copy.deepcopy(plain).to(dtype)(x), atol=1e-6)
     x = torch.randn(3, 5, 24)
     (y, gradients), (expected, expected_gradients) = step(model, x), step(plain, x)
     assert y.dtype == torch.bfloat16
@@ -43,14 +47,6 @@ def test_a_linear_layer_gives_the_numbers_of_a_plain_one() -> None:
     assert state.amax.eq(0).all()
     state.update()
     assert state.scale.eq(1).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_without_autocast_in_the_dtype_of_the_input(dtype: torch.dtype) -> None:
-    model, plain = pair(lambda: nn.Linear(24, 40))
-    fall_back(model, "")
-    x = torch.randn(5, 24, dtype=dtype)
-    assert torch.equal(model(x), plain.to(dtype)(x))
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
@@ -64,10 +60,10 @@ def test_only_the_layer_that_fell_back_leaves_fp8(backend: str | None, monkeypat
     step(model, x, run)
     scaling_state(model).update()
     fall_back(model, "2")
-    assert fallbacks(model) == ("2",)
+    assert scaling_state(model).fallbacks == ("2",)
     # the same history for the layer that stays in FP8
     fresh, other = scaling_state(model), scaling_state(reference)
-    other.copy_module(0, fresh, 0)
+    other.copy_modules({0: (fresh, 0)})
     for _ in range(2):
         (y, gradients), (expected, expected_gradients) = step(model, x, run), step(reference, x)
         assert torch.equal(y, expected)
@@ -102,15 +98,6 @@ def test_two_layers_share_their_compiled_graph_and_one_may_leave_it() -> None:
     assert compiled["graphs"] == before + 1
 
 
-def test_conv1d_keeps_its_weight_the_other_way_round() -> None:
-    from transformers.pytorch_utils import Conv1D
-
-    model, plain = pair(lambda: nn.Sequential(Conv1D(40, 24)))
-    fall_back(model, "0")
-    x = torch.randn(5, 24)
-    assert torch.allclose(model(x), plain(x), atol=1e-6)
-
-
 @pytest.mark.parametrize("kdim", [None, 24])
 def test_an_attentions_projections_fall_back_one_by_one(kdim: int | None) -> None:
     model, plain = pair(lambda: nn.MultiheadAttention(32, 4, batch_first=True, kdim=kdim))
@@ -134,37 +121,13 @@ def test_an_attentions_projections_fall_back_one_by_one(kdim: int | None) -> Non
     assert [row.converted for row in describe(model)] == [False, False]
 
 
-def test_a_fused_feed_forward_runs_part_by_part_when_a_part_fell_back() -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-    model, x = convert(copy.deepcopy(layer)), torch.randn(2, 8, 32)
-    reference = convert(copy.deepcopy(layer), ignore_modules=("linear2",))
-    fall_back(model, "linear2")
-    (y, gradients), (expected, expected_gradients) = step(model, x), step(reference, x)
-    assert torch.equal(y, expected)
-    assert all(map(torch.equal, gradients, expected_gradients))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_changes_nothing(reentrant: bool) -> None:
-    model = convert(small_mlp())
-    fall_back(model, "0")
-    again = copy.deepcopy(model)
-    x = torch.randn(8, 32, requires_grad=True)
-    y, gradients = step(model, x)
-    recomputed, same_gradients = step(again, x, lambda x: checkpoint(again, x, use_reentrant=reentrant))
-    assert torch.equal(y, recomputed)
-    assert all(map(torch.equal, gradients, same_gradients))
-    assert torch.equal(scaling_state(model).amax, scaling_state(again).amax)
-
-
 def test_copies_keep_it_each_for_itself() -> None:
     model = convert(small_mlp())
     fall_back(model, "0")
     copied = copy.deepcopy(model)
     fall_back(copied, "2")
-    assert fallbacks(model) == ("0",)
-    assert fallbacks(copied) == ("0", "2")
+    assert scaling_state(model).fallbacks == ("0",)
+    assert scaling_state(copied).fallbacks == ("0", "2")
     assert not copied[2].in_fp8
     assert model[2].in_fp8
 
@@ -208,10 +171,10 @@ def test_taking_in_more_layers_keeps_it_and_undoing_forgets_it() -> None:
     convert(model, ignore_modules=("0",))
     fall_back(model, "1")
     convert(model)
-    assert fallbacks(model) == ("1",)
+    assert scaling_state(model).fallbacks == ("1",)
     unconvert(model)
     convert(model, DelayedScaling(margin=1))
-    assert fallbacks(model) == ()
+    assert scaling_state(model).fallbacks == ()
 
 
 def test_describe_and_unknown_names() -> None:
@@ -236,11 +199,12 @@ def test_a_weight_that_fell_back_is_not_cast_with_the_others(cuda_half: Counter[
     left, amax_of_weight = [1, 4, 7], state.amax[7].clone()
     scales = state.scale[left].clone()
     for _ in range(2):
+        torch.optim.SGD(model.parameters(), lr=10.0).step()
         step(model, x)
         assert state.amax[[1, 4]].eq(0).all()
         assert state.amax[[0, 2, 3, 5, 6, 8]].gt(0).all()
         state.update()
     assert torch.equal(state.scale[left], scales)
     # the amax at its last cast
-    assert state.amax[7] == amax_of_weight == model[1].weight.detach().abs().max()
+    assert state.amax[7] == amax_of_weight != model[1].weight.detach().abs().max()
     assert model[1].fp8[""].weight_cast._cast is None

@@ -10,6 +10,8 @@ import torch
 from feed_forward_blocks import HIDDEN, WIDTH, converted, llama, vit
 from torch import Tensor, nn
 
+from lightning_fp8 import DelayedScaling
+
 ROWS, FP8, OUTPUT = 24, torch.uint8, torch.float32
 X, FIRST, OF_HIDDEN = (FP8, (WIDTH, ROWS)), (FP8, (WIDTH, HIDDEN)), (FP8, (HIDDEN, ROWS))
 LAST, HIDDEN_OUTPUT = (FP8, (HIDDEN, WIDTH)), (OUTPUT, (ROWS, HIDDEN))
@@ -44,6 +46,31 @@ def test_linear(x: bool, weight: bool, bias: bool) -> None:
     model = converted(lambda: nn.Linear(WIDTH, HIDDEN))
     frozen = [*["weight"][weight:], *["bias"][bias:]]
     assert kept(model, x, frozen) == counted((weight, [X]), (x, [FIRST]))
+
+
+class Both(nn.Module):
+    """Two layers with one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) + self.k(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_input_that_wgrad_takes_in_bf16_is_rounded_once(dtype: torch.dtype) -> None:
+    model = converted(Both, recipe=DelayedScaling(wgrad="bf16")).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kept(model, True, ["q.bias", "k.bias"]) == {(torch.bfloat16, (WIDTH, ROWS)): 2, FIRST: 2}
+        # the same memory
+        x, storages = torch.randn(ROWS, WIDTH), set()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (t.dtype == torch.bfloat16 and storages.add(t.data_ptr())) or t, lambda t: t
+        ):
+            model(x.to(dtype))
+    assert len(storages) == 1
 
 
 @pytest.mark.parametrize(("x", "first", "bias", "second"), list(product([False, True], repeat=4)))

@@ -1,3 +1,5 @@
+"""``Fp8Linear`` beside ``nn.Linear``: numbers, dtypes, what it records, and what it refuses by name."""
+
 from __future__ import annotations
 
 import copy
@@ -7,9 +9,10 @@ import re
 import pytest
 import torch
 from sqnr import sqnr
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_fp8 import DelayedScaling, Fp8Linear, convert, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, convert, scaling_state, unconvert
+from lightning_fp8.modules import Fp8Linear
 
 
 def pair(inputs: int, outputs: int, bias: bool = True) -> tuple[nn.Linear, Fp8Linear]:
@@ -17,28 +20,30 @@ def pair(inputs: int, outputs: int, bias: bool = True) -> tuple[nn.Linear, Fp8Li
     return plain, convert(copy.deepcopy(plain), min_features=0)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("shape", [(24,), (5, 24), (2, 3, 24), (2, 1, 3, 24), (2, 2, 2, 2, 24), (0, 24), (3, 0, 24)])
+def step(layer: nn.Linear, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """Output, and the gradients of input, weight and bias."""
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]  # type: ignore[list-item]
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor], decibels: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert not ours.numel() or sqnr(ours, theirs) > decibels or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(24,), (5, 24), (2, 1, 3, 24), (2, 2, 2, 2, 24), (0, 24), (3, 0, 24)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_inputs_of_one_to_five_dimensions_and_empty_ones(shape: tuple[int, ...], bias: bool) -> None:
     plain, fp8 = pair(24, 10, bias)
-    x = torch.randn(shape)
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    expected, actual = plain(inputs[0]), fp8(inputs[1])
-    assert actual.shape == expected.shape
-    assert actual.dtype == expected.dtype
-    dy = torch.randn_like(expected)
-    expected.backward(dy)
-    actual.backward(dy)
-    gradients = [(inputs[0].grad, inputs[1].grad), (plain.weight.grad, fp8.weight.grad)]
-    gradients += [(plain.bias.grad, fp8.bias.grad)] if bias else []
-    for theirs, ours in gradients:
-        assert ours.shape == theirs.shape
-        assert ours.dtype == theirs.dtype
-    if x.numel():
-        assert sqnr(actual, expected) > 20
-        assert min(sqnr(ours, theirs) for theirs, ours in gradients) > 18
-        if bias:
-            torch.testing.assert_close(fp8.bias.grad, plain.bias.grad)
+    x, dy = torch.randn(shape), torch.randn(*shape[:-1], 10)
+    found, expected = step(fp8, x, dy), step(plain, x, dy)
+    assert_near(found, expected, 18)
+    if bias:
+        torch.testing.assert_close(found[3], expected[3])
 
 
 @pytest.mark.parametrize(
@@ -49,80 +54,35 @@ def test_delayed_scales_keep_the_accuracy(recipe: DelayedScaling) -> None:
     fp8 = convert(copy.deepcopy(plain), recipe)
     state = scaling_state(fp8)
     for _ in range(4):
-        plain.zero_grad()
-        fp8.zero_grad()
-        x = torch.randn(256, 128)
-        inputs = [x.clone().requires_grad_() for _ in range(2)]
-        dy = torch.randn(256, 64) * 1e-3
-        expected, actual = plain(inputs[0]), fp8(inputs[1])
-        expected.backward(dy)
-        actual.backward(dy)
+        x, dy = torch.randn(256, 128), torch.randn(256, 64) * 1e-3
+        found, expected = step(fp8, x, dy), step(plain, x, dy)
         state.update()
-        assert sqnr(actual, expected) > 27
-        assert sqnr(inputs[1].grad, inputs[0].grad) > 23
-        assert sqnr(fp8.weight.grad, plain.weight.grad) > 23
+        assert_near(found[:1], expected[:1], 27)
+        assert_near(found[1:], expected[1:], 23)
     assert (state.amax_history > 0).sum(0).tolist() == [min(4, recipe.amax_history_len)] * 2
+    assert f"fp8=DelayedScaling(margin={recipe.margin}" in repr(fp8)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (3, 5), (17, 33), (130, 31)])
-def test_sizes_that_are_no_multiples_of_16(sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 5), (130, 31)])
+def test_sizes_that_are_no_multiples_of_16_and_inputs_that_are_not_contiguous(sizes: tuple[int, int]) -> None:
     plain, fp8 = pair(*sizes)
-    x = torch.randn(19, sizes[0])
-    assert sqnr(fp8(x), plain(x)) > 20
+    x, dy = torch.randn(sizes[0], 19).t(), torch.randn(19, sizes[1])
+    assert_near(step(fp8, x, dy), step(plain, x, dy), 18)
 
 
-def test_non_contiguous_input() -> None:
-    _, fp8 = pair(12, 8)
-    x = torch.randn(12, 7, 5).permute(2, 1, 0)
-    assert not x.is_contiguous()
-    assert torch.equal(fp8(x), fp8(x.contiguous()))
-
-
-@pytest.mark.parametrize(
-    ("x_dtype", "autocast", "out"),
-    [
-        (torch.float32, None, torch.float32),
-        (torch.bfloat16, None, torch.bfloat16),
-        (torch.float16, None, torch.float16),
-        (torch.float32, torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.bfloat16, torch.bfloat16),
-    ],
-)
-def test_output_and_gradient_dtypes(x_dtype: torch.dtype, autocast: torch.dtype | None, out: torch.dtype) -> None:
-    _, fp8 = pair(16, 8)
-    x = torch.randn(4, 16, dtype=x_dtype, requires_grad=True)
-    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-        y = fp8(x)
-    assert y.dtype == out
-    y.sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == x_dtype
-    assert fp8.weight.grad.dtype == fp8.bias.grad.dtype == torch.float32
-
-
-def test_autocast_changes_the_output_dtype_and_nothing_else() -> None:
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_and_autocast_which_changes_no_gradient(x_dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     _, fp8 = pair(64, 32)
-    x = torch.randn(16, 64)
-    fp32 = fp8(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        bf16 = fp8(x)
-        bf16.sum().backward()
-    torch.testing.assert_close(bf16, fp32.bfloat16(), rtol=2**-7, atol=1e-3)
-    under_autocast = fp8.weight.grad.clone()
-    fp8.weight.grad = None
-    fp8(x).sum().backward()
-    assert torch.equal(under_autocast, fp8.weight.grad)
-
-
-def test_backward_keeps_one_byte_per_input_element() -> None:
-    _, fp8 = pair(256, 64)
-    saved: list[torch.Tensor] = []
-    x = torch.randn(512, 256, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        fp8(x)
-    large = [t for t in saved if t.numel() > 1]
-    assert sorted(t.numel() for t in large) == [256 * 64, 512 * 256]
-    assert {t.dtype for t in large} == {torch.uint8}
+    x = torch.randn(16, 64, dtype=x_dtype)
+    expected = step(fp8, x.float(), torch.ones(16, 32))
+    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        y, dx, dw, db = step(fp8, x, torch.ones(16, 32, dtype=autocast or x_dtype))
+    assert y.dtype == (autocast or x_dtype)
+    assert dx.dtype == x_dtype
+    assert dw.dtype == db.dtype == torch.float32
+    torch.testing.assert_close(y.float(), expected[0], rtol=2**-7, atol=1e-2)
+    assert torch.equal(dw, expected[2])
 
 
 @pytest.mark.parametrize("frozen", ["weight", "input", "both"])
@@ -139,66 +99,45 @@ def test_frozen_weight_or_input(frozen: str) -> None:
 
 def test_recording_needs_training_mode_and_gradients() -> None:
     _, fp8 = pair(16, 8)
-    state, x = scaling_state(fp8), torch.randn(4, 16, requires_grad=True)
+    state, x, dy = scaling_state(fp8), torch.randn(4, 16), torch.randn(4, 8)
 
-    def recorded() -> list[bool]:
-        found = (state.amax[: state.delayed] > 0).tolist()
+    def recorded() -> list[float]:
+        found: list[float] = state.amax[: state.delayed].tolist()
         state.update()
         return found
 
-    fp8(x).sum().backward()
-    assert recorded() == [True, True]
-    scale = state.scale.clone()
-    with torch.no_grad():
-        fp8(x)
-    assert recorded() == [False, False]
-    fp8.eval()
-    fp8(x).sum().backward()  # a backward records exactly when its forward did
-    assert recorded() == [False, False]
-    with torch.inference_mode():
-        fp8(x)
-    assert recorded() == [False, False]
+    step(fp8, x, dy), step(fp8, 3 * x, 0.5 * dy)
+    assert state.amax[2] == fp8.weight.detach().abs().max()
+    assert recorded() == [3 * x.abs().max(), dy.abs().max()]
+    scale, trained = state.scale.clone(), fp8(x)
+    state.discard()
+    for training, mode in ((True, torch.no_grad), (False, torch.inference_mode)):
+        fp8.train(training)
+        with mode():
+            assert torch.equal(fp8(x), trained)
+        assert recorded() == [0, 0]
+    step(fp8, x, dy)  # a backward records exactly when its forward did
+    assert recorded() == [0, 0]
     assert torch.equal(state.scale, scale)
     fp8.train()
     y = fp8(x)
     fp8.eval()
-    y.sum().backward()
-    assert recorded() == [True, True]
-
-
-def test_recorded_amaxes_are_those_of_the_tensors() -> None:
-    _, fp8 = pair(16, 8)
-    x, dy = torch.randn(4, 16), torch.randn(4, 8)
-    fp8(x).backward(dy)
-    fp8(3 * x).backward(0.5 * dy)
-    expected = torch.stack([3 * x.abs().max(), dy.abs().max(), fp8.weight.detach().abs().max()])
-    assert torch.equal(scaling_state(fp8).amax, expected)
-
-
-def test_evaluation_in_eval_mode_uses_the_training_scales() -> None:
-    _, fp8 = pair(16, 8)
-    x = torch.randn(4, 16)
-    fp8(x).sum().backward()
-    scaling_state(fp8).update()
-    trained = fp8(x)
-    fp8.eval()
-    with torch.no_grad():
-        assert torch.equal(fp8(x), trained)
+    y.backward(dy)
+    assert recorded() == [x.abs().max(), dy.abs().max()]
 
 
 def test_an_inf_batch_leaves_scales_alone_and_training_goes_on() -> None:
     _, fp8 = pair(16, 8)
-    state, x = scaling_state(fp8), torch.randn(4, 16)
-    fp8(x).sum().backward()
+    state, x, dy = scaling_state(fp8), torch.randn(4, 16), torch.ones(4, 8)
+    step(fp8, x, dy)
     state.update()
-    scale = state.scale.clone()
-    broken = x.clone()
+    scale, broken = state.scale.clone(), x.clone()
     broken[0, 0] = float("nan")
-    fp8(broken).sum().backward()
+    step(fp8, broken, dy)
     state.update()
     assert state.scale[0] == scale[0]
     assert state.nonfinite_steps.tolist() == [1, 0, 0]
-    fp8(x).sum().backward()
+    step(fp8, x, dy)
     state.update()
     assert state.scale.isfinite().all()
 
@@ -210,54 +149,38 @@ def test_input_dtypes_that_cannot_work_are_named(dtype: torch.dtype) -> None:
         model(torch.ones(2, 16).to(dtype))
 
 
-@pytest.mark.parametrize("shape", [(2, 15), (32, 1), ()])
-def test_input_shapes_that_cannot_work_are_named(shape: tuple[int, ...]) -> None:
+INPUT = r"Fp8Linear '0': the last dimension of the input must be 16,"
+WEIGHT = r"Fp8Linear '0': the weight must have two dimensions"
+BIAS = r"bias of '0' must have the shape \(8,\)"
+
+
+@pytest.mark.parametrize(
+    ("which", "shape", "message"),
+    [
+        *(("input", shape, INPUT) for shape in [(2, 15), (32, 1), ()]),
+        *(("weight", shape, WEIGHT) for shape in [(16,), (2, 8, 16), (8, 0)]),
+        # a kernel would read past their ends
+        *(("bias", shape, BIAS) for shape in [(7,), (9,), (1,), (), (1, 8)]),
+    ],
+)
+def test_shapes_that_cannot_work_are_named(which: str, shape: tuple[int, ...], message: str) -> None:
     model = convert(nn.Sequential(nn.Linear(16, 8)), min_features=0)
-    with pytest.raises(ValueError, match=r"Fp8Linear '0': the last dimension of the input must be 16,") as error:
-        model(torch.ones(shape))
-    assert str(shape) in str(error.value)
-
-
-def replace_weight(layer: nn.Linear, *shape: int) -> None:
-    torch.manual_seed(5)
-    layer.weight = nn.Parameter(torch.randn(shape) / 4)
-    layer.bias = nn.Parameter(torch.randn(shape[0]))
+    if which != "input":
+        setattr(model[0], which, nn.Parameter(torch.ones(shape)))
+    with pytest.raises(ValueError, match=rf"{message}.*{re.escape(str(shape))}"):
+        model(torch.ones(shape if which == "input" else (3, shape[-1] if which == "weight" else 16)))
 
 
 def test_a_weight_of_another_shape_decides_as_in_a_plain_layer() -> None:
     plain, fp8 = pair(16, 8)
     fp8(torch.randn(4, 16)).sum().backward()
     for layer in (plain, fp8):
-        replace_weight(layer, 12, 24)
-    x = torch.randn(2, 5, 24)
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    expected, actual = plain(inputs[0]), fp8(inputs[1])
-    assert actual.shape == (2, 5, 12)
-    dy = torch.randn_like(expected)
-    expected.backward(dy)
-    actual.backward(dy)
-    assert sqnr(actual, expected) > 20
-    assert sqnr(inputs[1].grad, inputs[0].grad) > 18
-    assert sqnr(fp8.weight.grad, plain.weight.grad) > 18
-    torch.testing.assert_close(fp8.bias.grad, plain.bias.grad)
+        torch.manual_seed(5)
+        layer.weight, layer.bias = nn.Parameter(torch.randn(12, 24) / 4), nn.Parameter(torch.randn(12))
+    x, dy = torch.randn(2, 5, 24), torch.randn(2, 5, 12)
+    assert_near(step(fp8, x, dy), step(plain, x, dy), 18)
     with pytest.raises(ValueError, match=r"the input must be 24, .* got the shape \(4, 16\)"):
         fp8(torch.randn(4, 16))
-
-
-@pytest.mark.parametrize("shape", [(16,), (2, 8, 16), (8, 0)])
-def test_weights_that_cannot_work_are_named(shape: tuple[int, ...]) -> None:
-    model = convert(nn.Sequential(nn.Linear(16, 8, bias=False)), min_features=0)
-    model[0].weight = nn.Parameter(torch.ones(shape))
-    with pytest.raises(ValueError, match=rf"Fp8Linear '0': the weight must have two .* {re.escape(str(shape))}"):
-        model(torch.ones(3, shape[-1]))
-
-
-@pytest.mark.parametrize("shape", [(7,), (9,), (1,), (), (1, 8)])
-def test_a_bias_that_a_kernel_would_read_past_is_named(shape: tuple[int, ...]) -> None:
-    model = convert(nn.Sequential(nn.Linear(16, 8)), min_features=0)
-    model[0].bias = nn.Parameter(torch.ones(shape))
-    with pytest.raises(ValueError, match=rf"bias of '0' must have the shape \(8,\).* got {re.escape(str(shape))}"):
-        model(torch.ones(3, 16))
 
 
 def test_unconverted_between_forward_and_backward() -> None:
@@ -291,7 +214,11 @@ def test_copies_and_pickles_have_a_state_of_their_own() -> None:
 
 
 def test_moves_and_casts_of_the_model_keep_the_state_in_fp32() -> None:
-    model = convert(nn.Sequential(nn.Linear(16, 8)), min_features=0)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 8))
+    convert(model, min_features=0).to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
     state = scaling_state(model)
     model(torch.randn(4, 16)).sum().backward()
     state.update()
@@ -300,17 +227,4 @@ def test_moves_and_casts_of_the_model_keep_the_state_in_fp32() -> None:
     assert scaling_state(model) is state
     assert state.scale.dtype == torch.float32
     assert torch.equal(state.scale, scale)
-    assert model(torch.randn(4, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
-def test_meta_device_and_materialisation() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(16, 8))
-    convert(model, min_features=0).to_empty(device="cpu")
-    nn.init.normal_(model[0].weight)
-    nn.init.zeros_(model[0].bias)
-    assert model(torch.randn(4, 16)).isfinite().all()
-
-
-def test_repr_shows_the_recipe() -> None:
-    assert "fp8=DelayedScaling(margin=2" in repr(convert(nn.Linear(16, 16), DelayedScaling(margin=2)))
+    assert model(torch.randn(4, 16, dtype=torch.bfloat16)).isfinite().all()

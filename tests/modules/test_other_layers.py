@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -11,10 +10,10 @@ from sqnr import sqnr
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from lightning_fp8 import Bf16TruePrecision, Fp8Linear, Fp8Precision, convert, describe, scaling_state, unconvert
+from lightning_fp8 import Bf16TruePrecision, Fp8Precision, convert, describe, scaling_state, unconvert
+from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import PLUGINS
-from lightning_fp8.scaling.recipe import RECIPES
 
 
 class Doubled(nn.Module):
@@ -71,42 +70,6 @@ def test_weight_norm_by_hook_runs_in_fp8() -> None:
         plain.weight_g.mul_(3)
     assert sqnr(trains(model, x), plain(x)) > 24
     assert layer.weight_g.grad is not None
-
-
-class LoraLinear(nn.Module):
-    """Wraps a layer as PEFT does: the frozen base plus a product of two narrow layers."""
-
-    def __init__(self, base: nn.Linear, rank: int = 16) -> None:
-        super().__init__()
-        self.base_layer = base.requires_grad_(False)
-        self.lora_a = nn.Linear(base.in_features, rank, bias=False)
-        self.lora_b = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.lora_b.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.lora_b(self.lora_a(x))
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("ignored", [(), ("*.lora_*",)])
-def test_lora(precision: Any, ignored: tuple[str, ...]) -> None:
-    model = nn.Sequential(LoraLinear(nn.Linear(32, 32)), nn.GELU(), LoraLinear(nn.Linear(32, 32)))
-    plain, x = copy.deepcopy(model), torch.randn(8, 32)
-    plugin = PLUGINS[precision](**({"ignore_modules": ignored} if precision in RECIPES else {}))
-    plugin.convert_module(model)
-    if precision in RECIPES:
-        converted = {row.path.rpartition(".")[2] for row in describe(model) if row.converted}
-        assert converted == ({"base_layer"} if ignored else {"base_layer", "lora_a", "lora_b"})
-    with plugin.forward_context():
-        y = trains(model, x)
-    assert sqnr(y, plain(x)) > (22 if precision in RECIPES else 40)
-    assert model[0].base_layer.weight.grad is None
-    # lora_b starts at zero, so at first only it has a gradient, but gradients through the base reach the first layer
-    assert model[0].lora_b.weight.grad.abs().max() > 0
-    if precision in RECIPES:
-        scaling_state(model).update()
-        with plugin.forward_context():
-            trains(model, x)
 
 
 def test_lazy_layers_are_named_until_they_are_initialised() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairwise import pairwise
-from sqnr import sqnr
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -130,21 +129,6 @@ def step_of_plain(model: nn.Module) -> Step:
     return (y.detach(), x.grad, *(parameter.grad for parameter in model.parameters()))  # type: ignore[return-value]
 
 
-def test_wgrad_in_bf16_is_far_nearer_to_the_truth() -> None:
-    x, dy = (torch.randn(512, 64) for _ in range(2))
-    expected = dy.double().t() @ x.double()
-    found = {}
-    for wgrad in ("fp8", "bf16"):
-        model = convert(nn.Linear(64, 64, bias=False), DelayedScaling(wgrad=wgrad))  # type: ignore[arg-type]
-        with torch.autocast("cpu", torch.bfloat16):
-            model(x).backward(dy.bfloat16())
-        assert model.weight.grad is not None
-        found[wgrad] = sqnr(model.weight.grad, expected)
-    # E4M3 times E5M2 gives 25 dB; bf16 operands and a bf16 result give 51 dB
-    assert found["fp8"] < 30
-    assert found["bf16"] > 48
-
-
 def test_without_autocast_the_dtype_is_that_of_the_input() -> None:
     x, dy = batch(0)
     model = layer(("fprop", "wgrad"), True)
@@ -154,14 +138,3 @@ def test_without_autocast_the_dtype_is_that_of_the_input() -> None:
     assert torch.equal(y, F.linear(x, model.weight, model.bias))
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, gradients.t() @ rows)
-
-
-@pytest.mark.parametrize("in_bf16", CHOICES, ids="-".join)
-def test_an_evaluation_is_that_of_training(in_bf16: tuple[str, ...]) -> None:
-    model = layer(in_bf16, True)
-    y = step(model, 0)[0]
-    trained = step(model, 0)[0]
-    del y
-    model.eval()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(model(batch(0)[0]), trained)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from lit import Regression, loader, make_trainer, seeded
-from small_models import small_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -87,15 +86,6 @@ def test_no_copy_outlives_a_switch_between_training_and_evaluation(casts: list[A
     model.train()
     assert torch.equal(outputs(), nn.functional.linear(x.bfloat16(), *(p.bfloat16() for p in model.parameters())))
     assert len(casts) == 2
-
-
-def test_linear_layers_equal_autocast_bit_for_bit(tmp_path: Path) -> None:
-    with_copies, stock = seeded(), seeded()
-    for model, copies in ((with_copies, True), (stock, False)):
-        plugin = Bf16MixedPrecision(weight_copy=copies)
-        make_trainer(tmp_path, plugins=plugin, max_epochs=3, accumulate_grad_batches=2).fit(model, loader(), loader())
-    assert torch.equal(torch.stack(with_copies.losses), torch.stack(stock.losses))
-    assert all(torch.equal(p, q) for p, q in zip(with_copies.parameters(), stock.parameters(), strict=True))
 
 
 def made(plugin: Bf16MixedPrecision | None = None) -> tuple[Bf16MixedPrecision, nn.Linear]:
@@ -186,24 +176,3 @@ def test_parameters_and_keys_stay_and_the_next_run_takes_the_copies_away() -> No
         "MultiheadAttention",
         "NonDynamicallyQuantizableLinear",
     ]
-
-
-def test_selective_checkpointing_meets_the_same_operators_again() -> None:
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        save = operator is torch.ops.aten.addmm.default
-        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-    plain = small_mlp()
-    copies = copy.deepcopy(plain)
-    weight_copy.keep_copies(copies, leave_alone=set())
-    x, gradients = torch.randn(8, 32), []
-    for model in (plain, copies):
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
-                y = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
-            y.float().square().mean().backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(map(torch.equal, *gradients))

@@ -12,10 +12,11 @@ from copied_bytes import copied_bytes
 from fp8_numpy import cast_in_blocks, code_values
 from torch import Tensor
 
-from lightning_fp8 import BlockScaling, ScalingState, ops
+from lightning_fp8 import BlockScaling, ops
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda.plain import as_torch_takes, check_blocks, product_of_blocks
-from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot
+from lightning_fp8.ops.operand import Fp8Tensor, OwnScaling, Slot, WeightSlot
+from lightning_fp8.scaling import ScalingState
 
 # rows, columns: empty, less than a block, a block, several, with partial blocks at the end
 SHAPES = [(0, 40), (1, 1), (3, 128), (129, 40), (300, 257)]
@@ -92,14 +93,14 @@ def test_products_are_those_of_the_values(m: int, n: int, k: int, squares: bool)
         values.append(torch.from_numpy(code_values("e4m3")[codes.numpy()]) * scales)
     bias = torch.randn(n)
     exact = values[0] @ values[1].T + bias
-    arguments = (a_fp8, b_fp8, a_inv, b_inv, bias, "e4m3", "e4m3")
+    operands = Fp8Tensor(a_fp8, a_inv, "e4m3"), Fp8Tensor(b_fp8, b_inv, "e4m3")
     size = values[0].abs() @ values[1].abs().T
-    for found in (ops.scaled_mm(*arguments, torch.float32, True), ops.scaled_mm(*arguments, torch.float32, False)):
+    for found in (ops.scaled_mm(*operands, bias, torch.float32, fast) for fast in (True, False)):
         assert bool(((found.double() - exact).abs() <= 1e-6 * size + 1e-6).all())
     # the bias is rounded to the output's dtype and added to the sums, which are then rounded once
-    sums = ops.scaled_mm(*arguments[:4], None, *arguments[5:], torch.float32, True)
+    sums = ops.scaled_mm(*operands, None, torch.float32, True)
     rounded = (sums + bias.bfloat16()).bfloat16()
-    assert torch.equal(ops.scaled_mm(*arguments, torch.bfloat16, True), rounded)
+    assert torch.equal(ops.scaled_mm(*operands, bias, torch.bfloat16, True), rounded)
 
 
 def _by_rows(b: Tensor, slot: Slot) -> Any:
@@ -110,10 +111,10 @@ def _by_rows(b: Tensor, slot: Slot) -> Any:
 def test_scales_as_torch_takes_them() -> None:
     """The shapes and strides that ``torch.nn.functional.scaled_mm`` checks."""
     payload, scale_inv = torch.zeros(200, 300, dtype=torch.uint8), torch.rand(2, 3)
-    padded, scales, kind = as_torch_takes(payload[:198], torch.rand(198, 3), 4)
+    padded, scales, kind = as_torch_takes(Fp8Tensor(payload[:198], torch.rand(198, 3), "e4m3"), 4)
     assert (kind.name, tuple(scales.shape), scales.stride()) == ("BlockWise1x128", (200, 3), (1, 200))
     assert padded.shape == (200, 304)
-    _, scales, kind = as_torch_takes(payload, scale_inv, 16)
+    _, scales, kind = as_torch_takes(Fp8Tensor(payload, scale_inv, "e4m3"), 16)
     assert (kind.name, tuple(scales.shape), scales.stride()) == ("BlockWise128x128", (4, 2), (1, 4))
     assert torch.equal(scales[:3].t(), scale_inv)
 
@@ -127,17 +128,17 @@ def test_products_by_torch_are_those_of_the_reference(m: int, n: int, k: int, sq
     a, _, a_inv, _ = ops.cast_blocks(torch.randn(m, k), slot, "rows")
     w = torch.randn(n, k)
     b, _, b_inv, *_ = ops.cast_weight_blocks(w, weight_slot, "rows") if squares else _by_rows(w, slot)
+    operands = Fp8Tensor(a, a_inv, "e4m3"), Fp8Tensor(b, b_inv, "e4m3")
     for bias in (None, torch.randn(n)):
         # as a payload by columns
         longer = torch.nn.functional.pad(b, (0, padded(k) - k))
         assert torch.equal(
-            product_of_blocks(a, longer, a_inv, b_inv, bias, "e4m3", "e4m3", torch.float32),
-            product_of_blocks(a, b, a_inv, b_inv, bias, "e4m3", "e4m3", torch.float32),
+            product_of_blocks(operands[0], operands[1]._replace(payload=longer), bias, torch.float32),
+            product_of_blocks(*operands, bias, torch.float32),
         )
-        arguments = (a, b, a_inv, b_inv, bias, "e4m3", "e4m3")
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
-            expected = reference.scaled_mm(*arguments, dtype, True)
-            found = product_of_blocks(*arguments, dtype)
+            expected = reference.scaled_mm(*operands, bias, dtype, True)
+            found = product_of_blocks(*operands, bias, dtype)
             assert found.is_contiguous()
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -157,7 +158,7 @@ def test_operands_of_torchs_product_are_copied_only_where_they_are_padded(square
         blocks = -(-k // 128)
         scales = torch.ones(blocks, m).t(), torch.ones(1, blocks) if squares else torch.ones(blocks, n).t()
         with copied_bytes() as copied:
-            product_of_blocks(a, b, *scales, None, "e4m3", "e4m3", torch.bfloat16)
+            product_of_blocks(Fp8Tensor(a, scales[0], "e4m3"), Fp8Tensor(b, scales[1], "e4m3"), None, torch.bfloat16)
         assert sum(copied.values()) == expected, (m, n, k, copied)
 
 

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from kernels_cuda import casts, scales
 from kernels_cuda.launch import Kernel
 from kernels_cuda.load import load
-from lightning_fp8 import DelayedScaling, ScalingState, convert, ops, scaling_state
+from lightning_fp8 import DelayedScaling, convert, ops, scaling_state
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import kernels, plain, self_test
 from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.scaling import ScalingState
 
 pytestmark = pytest.mark.cuda
 GUARD = 64
@@ -85,7 +86,7 @@ def test_every_bit_pattern(gpu: torch.device, dtype: torch.dtype, format: str, s
     for poison in (0x00, 0xA5):
         (y, y_whole), (y_t, y_t_whole) = guarded((256, 256), gpu, poison), guarded((256, 256), gpu, poison)
         row = casts.Row(*state, amax)
-        casts.cast_transpose(cast_kernel(gpu, dtype, format), x.to(gpu), row, scale_inv, y, y_t)
+        casts.cast_transpose(cast_kernel(gpu, dtype, format), x.to(gpu), casts.Result(row, scale_inv, y, y_t))
         assert torch.equal(y_t.t(), y)
         for whole in (y_whole, y_t_whole):
             assert (whole[:GUARD] == poison).all()
@@ -118,7 +119,7 @@ def test_ragged_shapes_strides_and_unaligned_addresses(gpu: torch.device, rows: 
             sums = torch.full((casts.column_sum_tiles(rows), columns), float("nan"), device=gpu)
             one, zero = torch.ones(1, device=gpu), torch.zeros(1, device=gpu)
             row = casts.Row(one * 2, one, torch.zeros(1, dtype=torch.int64, device=gpu), zero)
-            casts.cast_transpose(kernel, x, row, torch.zeros((), device=gpu), y, y_t, sums)
+            casts.cast_transpose(kernel, x, casts.Result(row, torch.zeros((), device=gpu), y, y_t, sums))
             expected = reference.saturating_cast(x.cpu(), torch.tensor(2.0), FORMATS["e4m3"])
             assert torch.equal(y.cpu(), expected)
             assert torch.equal(unpadded(y_t.cpu(), rows), expected.t())
@@ -136,7 +137,9 @@ def test_results_are_the_same_every_time(gpu: torch.device) -> None:
     for _ in range(5):
         sums = torch.empty(casts.column_sum_tiles(4096), 1024, device=gpu)
         one, index = torch.ones(1, device=gpu), torch.zeros(1, dtype=torch.int64, device=gpu)
-        casts.cast_transpose(kernel, dy, casts.Row(one, one, index), torch.zeros((), device=gpu), column_sums=sums)
+        empty = torch.empty(0, dtype=torch.uint8, device=gpu)
+        result = casts.Result(casts.Row(one, one, index), torch.zeros((), device=gpu), empty, empty, sums)
+        casts.cast_transpose(kernel, dy, result)
         runs.append(sums.sum(0))
     assert all(torch.equal(run, runs[0]) for run in runs)
 

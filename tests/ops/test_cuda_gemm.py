@@ -17,6 +17,7 @@ from kernels_cuda.load import load
 from lightning_fp8 import BlockScaling, DelayedScaling, convert, ops, scaling_state
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.cuda import kernels
+from lightning_fp8.ops.operand import Fp8Tensor
 
 pytestmark = pytest.mark.cuda
 GUARD = 512
@@ -87,7 +88,7 @@ def compute(problem: Problem, gpu: torch.device) -> None:
     runs = []
     for _ in range(2):
         out, whole = guarded(problem.m, n, output, gpu)
-        gemm.gemm(kernel, configuration, case.a, case.b, out, case.a_scale_inv, case.b_scale_inv, bias)
+        gemm.gemm(kernel, configuration, *case.scaled, out, bias)
         assert whole[:GUARD].isnan().all()
         assert whole[-GUARD:].isnan().all()
         runs.append(out.clone())
@@ -117,10 +118,7 @@ def test_splits(gpu: torch.device, splits: int) -> None:
         runs = []
         for _ in range(2):
             out = torch.full((500, 264), float("nan"), device=gpu)
-            gemm.split_gemm(
-                kernel, configuration, Split(splits, parts, sums), case.a, case.b, out, case.a_scale_inv,
-                case.b_scale_inv,
-            )  # fmt: skip
+            gemm.gemm(kernel, configuration, *case.scaled, out, None, Split(splits, parts, sums))
             runs.append(out)
         assert torch.equal(*runs)
         check(runs[0], case, True)
@@ -137,7 +135,7 @@ def test_ten_thousand_launches_with_other_streams_busy(gpu: torch.device) -> Non
             with torch.cuda.stream(other):
                 busy = (busy @ busy).clamp_(-1, 1)
         out = outs[number % 2]
-        gemm.gemm(kernel, configuration, case.a, case.b, out, case.a_scale_inv, case.b_scale_inv)
+        gemm.gemm(kernel, configuration, *case.scaled, out)
     torch.cuda.synchronize()
     assert torch.equal(*outs)
     check(outs[0], case, promote)
@@ -145,7 +143,8 @@ def test_ten_thousand_launches_with_other_streams_busy(gpu: torch.device) -> Non
 
 def test_the_operator_in_a_graph(gpu: torch.device) -> None:
     case = on_device(operands(300, 136, 400), gpu)
-    arguments = (case.a, case.b, case.a_scale_inv, case.b_scale_inv, None, "e4m3", "e4m3", torch.bfloat16, True)
+    a, b = (Fp8Tensor(*scaled, "e4m3") for scaled in case.scaled)
+    arguments = (a, b, None, torch.bfloat16, True)
     eager = ops.scaled_mm(*arguments, "rawkernel")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

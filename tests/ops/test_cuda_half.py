@@ -6,18 +6,15 @@ Only the hardware is left to test on a GPU. GEMMs use a stand-in of torch's, ``t
 from __future__ import annotations
 
 import copy
-import gc
 import math
-import weakref
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from by_columns import unpadded
 from feed_forward_blocks import BLOCKS, HIDDEN, WIDTH, converted, part_by_part
-from feed_forward_step import ACTIVATIONS, training_step
+from feed_forward_step import training_step
 from outermost import NO_LAUNCH, is_outermost
 from slots import slot_of
 from sqnr import sqnr
@@ -25,13 +22,12 @@ from torch import Tensor, nn
 
 from kernels_cuda import casts
 from kernels_cuda.launch import Kernel
-from lightning_fp8 import BlockScaling, DelayedScaling, ScalingState, convert, scaling_state, unconvert
-from lightning_fp8.modules.feed_forward import fp8_feed_forward
+from lightning_fp8 import DelayedScaling, convert, scaling_state, unconvert
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.formats import FORMATS
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scaling import ScalingState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 
@@ -78,22 +74,6 @@ def test_training_is_that_of_the_reference(
     assert (sum(cuda_half.values()) > 0) == (backend == "auto")
 
 
-def test_launches_of_a_step(cuda_half: Counter[str]) -> None:
-    model = convert(nn.Sequential(nn.Linear(32, 48), nn.LayerNorm(48), nn.Linear(48, 16)))
-    train(model, 2, (16, 32))
-    assert scaling_state(model).every_tensor_has_history
-    cuda_half.clear()
-    train(model, 1, (16, 32))
-    names = {name.replace(" ACTIVATION=Identity BACKWARD=0", ""): count for name, count in cuda_half.items()}
-    # two micro-batches: an input and a gradient per linear layer; all weights measured and cast once; one update
-    assert names == {
-        "cast_weights": 2,
-        "cast_transpose INPUT=Fp32 FORMAT=E4M3": 4,
-        "cast_transpose INPUT=Fp32 FORMAT=E5M2": 4,
-        "update_scales": 1,
-    }
-
-
 def idle(model: nn.Module) -> nn.Module:
     model[0].some = nn.Linear(32, 32)
     return convert(model)
@@ -133,31 +113,6 @@ def test_what_is_never_cast_lets_no_other_cast_measure(make: Any, cuda_half: Cou
     assert launches(x.requires_grad_()) == [2, 3 if gradients == 1 else 2]
     assert launches(x) == [2, 2]
     assert state.every_tensor_has_history == ("0.some.input" not in lacking)
-
-
-def test_a_first_use_is_measured_on_the_device(cuda_half: Counter[str]) -> None:
-    model = convert(nn.Linear(32, 16))
-    x = torch.randn(8, 32)
-    model(x).sum().backward()
-    assert not scaling_state(model).every_tensor_has_history
-    assert cuda_half["cast_weights"] == 2  # one launch to measure, one to cast
-    state = scaling_state(model)
-    assert state.amax.tolist() == [x.abs().max(), 1.0, model.weight.abs().max()]
-    state.update()
-    assert state.every_tensor_has_history
-    without = convert(nn.Linear(32, 16)).scaling_state.state_dict()
-    state.load_state_dict({**state.state_dict(), "input": without["input"]})
-    assert not state.every_tensor_has_history
-
-
-def test_a_frozen_encoder_goes_on_with_current_amaxes(cuda_half: Counter[str]) -> None:
-    model = convert(nn.Linear(32, 16)).eval()
-    for factor in (1.0, 100.0):
-        x = torch.randn(8, 32) * factor
-        assert sqnr(model(x), F.linear(x, model.weight, model.bias)) > 25
-    assert scaling_state(model).amax.tolist() == [0, 0, model.weight.abs().max()]
-    # measured and cast in each forward, as it may have been swapped
-    assert cuda_half["cast_weights"] == 2 * 2
 
 
 class Switched(nn.Module):
@@ -204,24 +159,6 @@ def test_no_stale_weight_is_used(cuda_half: Counter[str]) -> None:
         other[0].weight.zero_()
     assert other(x).count_nonzero() == 0
     assert torch.equal(model(x), before)
-
-
-def test_nothing_keeps_a_removed_layer(cuda_half: Counter[str]) -> None:
-    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)))
-    train(model, 2, (4, 16))
-    weight = weakref.ref(model[1].weight)
-    payload = weakref.ref(model[1].fp8[""].weight_cast._cast.rows)
-    del model[1]
-    gc.collect()
-    assert weight() is None
-    assert payload() is None
-    train(model, 1, (4, 16))
-    other = copy.deepcopy(model)
-    cuda_half.clear()
-    train(other, 1, (4, 16))
-    train(other, 1, (4, 16))
-    # at first each layer of the copy separately, because none of its casts had been used; then both together
-    assert cuda_half["cast_weights"] == 2 * (2 + 1)
 
 
 def test_a_captured_graph_casts_weights_itself(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,23 +220,6 @@ def test_parameters_that_are_no_tensors_of_their_own_are_cast_one_by_one(cuda_ha
     assert cuda_half["cast_weights"] == 2 * 2 * 2
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(), BlockScaling()], ids=lambda recipe: recipe.precision)
-def test_evaluation_of_attention_whose_operands_differ(cuda_half: Counter[str], recipe: Recipe) -> None:
-    """A projection takes a part of the weight, whose payload by columns is made only if there will be a backward."""
-    torch.manual_seed(0)
-    # with 128 rows for each projection, blocks stay whole
-    plain = nn.MultiheadAttention(128, 4, batch_first=True)
-    model, x, memory, values = convert(copy.deepcopy(plain), recipe), *torch.randn(3, 2, 5, 128)
-    model(x, x, x)[0].square().sum().backward()
-    scaling_state(model).update()
-    for operands in ((x, x, x), (x, memory, memory), (x, memory, values)):
-        with torch.no_grad():
-            y = model.eval()(*operands)[0]
-        assert torch.equal(y, model(*operands)[0])
-        # after two products in a row
-        assert sqnr(y, plain(*operands)[0]) > 22
-
-
 @pytest.mark.parametrize("outputs", [32, 24])
 def test_a_weight_kept_by_columns(cuda_half: Counter[str], outputs: int) -> None:
     from transformers.pytorch_utils import Conv1D
@@ -326,31 +246,6 @@ def test_a_weight_kept_by_columns(cuda_half: Counter[str], outputs: int) -> None
     assert sqnr(model.weight.grad, plain.weight.grad) > 20
     # measured and cast, once for each update of the scales
     assert cuda_half["cast_weights"] == 2 * 2
-
-
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu", "swiglu"])
-def test_a_feed_forward_block_makes_no_other_pass_over_its_hidden_tensor(
-    cuda_half: Counter[str], activation: str
-) -> None:
-    torch.manual_seed(0)
-    width = 96 if activation == "swiglu" else 48
-    model = convert(nn.Sequential(nn.Linear(32, width), nn.Linear(48, 16)))
-    first, second = copy.deepcopy(model), model
-    for _ in range(2):
-        cuda_half.clear()
-        x = torch.randn(20, 32)
-        with torch.autocast("cpu", torch.bfloat16):
-            whole = training_step(second, lambda x: fp8_feed_forward(second[0], activation, second[1], x), x)
-        macro = casts.ACTIVATIONS[activation]
-        hidden = {name: count for name, count in cuda_half.items() if macro in name}
-        with torch.autocast("cpu", torch.bfloat16):
-            parts = training_step(first, lambda x: first[1](ACTIVATIONS[activation](first[0](x))), x)
-        for actual, expected in zip(whole, parts, strict=True):
-            assert sqnr(actual, expected) > 35
-    assert hidden == {
-        f"cast_transpose INPUT=Bf16 FORMAT=E4M3 {macro} BACKWARD=0": 1,
-        f"cast_transpose INPUT=Bf16 FORMAT=E5M2 {macro} BACKWARD=1": 1,
-    }
 
 
 def test_bias_gradient_comes_out_of_the_cast(cuda_half: Counter[str]) -> None:
@@ -394,17 +289,6 @@ def test_backward_casts_only_into_what_it_multiplies(cuda_half: Counter[str], mo
         model(torch.randn(8, 32, requires_grad=x_needs)).sum().backward()
         # the input by rows for the output, by columns for the weight's gradient; the output's gradient as needed
         assert asked == expected
-
-
-@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32), (1, 32), (3, 5, 7, 32)])
-def test_any_number_of_rows(cuda_half: Counter[str], shape: tuple[int, ...]) -> None:
-    model = convert(nn.Linear(32, 24))
-    x = torch.randn(shape, requires_grad=True)
-    y = model(x)
-    y.sum().backward()
-    assert y.shape == (*shape[:-1], 24)
-    assert x.grad.shape == shape
-    assert model.weight.grad.isfinite().all()
 
 
 # ragged tokens are neither padded nor copied

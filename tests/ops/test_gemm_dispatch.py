@@ -21,6 +21,7 @@ from lightning_fp8 import DelayedScaling, convert, ops
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.cuda import gemm, gemm_choice
 from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.ops.operand import Fp8Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 SIZES = [(32, 16, 48), (1, 1, 1), (17, 15, 129), (130, 33, 7), (40, 64, 700)]
@@ -33,17 +34,20 @@ def gemms(strict_products: None, monkeypatch: pytest.MonkeyPatch) -> Gemms:
     return Gemms(monkeypatch)
 
 
-def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
-    return random_payload(m, k, "e5m2"), random_payload(n, k, "e4m3")
+def operands(m: int, n: int, k: int) -> tuple[Fp8Tensor, Fp8Tensor]:
+    return Fp8Tensor(random_payload(m, k, "e5m2"), A_INV, "e5m2"), Fp8Tensor(
+        random_payload(n, k, "e4m3"), B_INV, "e4m3"
+    )
 
 
 def assert_one_rounding(
-    actual: Tensor, a: Tensor, b: Tensor, addend: Tensor | float = 0.0, of_sums: float = 2e-6
+    actual: Tensor, a: Fp8Tensor, b: Fp8Tensor, addend: Tensor | float = 0.0, of_sums: float = 2e-6
 ) -> None:
     """Half a unit in the last place away from fp64 at most, plus ``of_sums`` times the magnitudes for sums in fp32."""
     inv = (A_INV * B_INV).double()
-    exact = values(a, "e5m2") @ values(b, "e4m3").T * inv + addend
-    magnitude = values(a, "e5m2").abs() @ values(b, "e4m3").T.abs() * inv
+    of_a, of_b = values(a.payload, "e5m2"), values(b.payload, "e4m3")
+    exact = of_a @ of_b.T * inv + addend
+    magnitude = of_a.abs() @ of_b.T.abs() * inv
     allowed = exact.abs() * torch.finfo(actual.dtype).eps / 2 + magnitude * of_sums + 1e-7
     assert ((actual.double() - exact).abs() <= allowed).all()
 
@@ -56,7 +60,7 @@ def test_a_choice_gives_the_product(
     a, b = operands(*size)
     # neither contiguous nor in the output's dtype
     addend = None if bias is None else torch.randn(n, 2).to(bias)[:, 1]
-    out = gemm.run_choice(Choice(HOPPER, splits), a, b, A_INV, B_INV, addend, "e5m2", "e4m3", output, True)
+    out = gemm.run_choice(Choice(HOPPER, splits), a, b, addend, output, True)
     assert out.shape == (m, n)
     assert out.dtype == output
     assert out.is_contiguous()
@@ -69,11 +73,11 @@ def test_a_choice_gives_the_product(
 @pytest.mark.parametrize("m, n, k", [(0, 16, 32), (4, 0, 32), (5, 3, 0)])  # noqa: PT006
 def test_nothing_is_launched_where_there_is_nothing_to_compute(gemms: Gemms, m: int, n: int, k: int) -> None:
     a, b, bias = *operands(m, n, k), torch.randn(n)
-    out = gemm.scaled_mm(a, b, A_INV, B_INV, bias, "e5m2", "e4m3", torch.bfloat16, False, "rawkernel")
+    out = gemm.scaled_mm(a, b, bias, torch.bfloat16, False, "rawkernel")
     assert torch.equal(out, bias.bfloat16().expand(m, n))
     before = torch.randn(m, n)
     after = before.clone()
-    gemm.scaled_mm_add_(after, a, b, A_INV, B_INV, "e5m2", "e4m3", False, "rawkernel")
+    gemm.scaled_mm_add_(after, a, b, False, "rawkernel")
     assert torch.equal(after, before)
     assert gemms.launches == []
 
@@ -86,7 +90,8 @@ def test_payloads_may_lie_anywhere(gemms: Gemms) -> None:
         lambda t: torch.cat([t.new_zeros(5), t.flatten()])[5:].view(t.shape),
         lambda t: torch.cat([t, t], dim=1)[:, : t.shape[1]],
     ):
-        out = gemm.scaled_mm(place(a), place(b), A_INV, B_INV, None, "e5m2", "e4m3", torch.float32, False)
+        placed = (operand._replace(payload=place(operand.payload)) for operand in (a, b))
+        out = gemm.scaled_mm(*placed, None, torch.float32, False)
         assert_one_rounding(out, a, b)
     assert gemms.launches == ["gemm"] * 4
 
@@ -113,10 +118,10 @@ def test_torchs_gemm_takes_the_place_of_a_kernel_that_is_not_to_be_had(
     gemms.choice = Choice(HOPPER, splits)
     a, b = operands(17, 15, 400)
     for fast in (False, True):
-        out = gemm.scaled_mm(a, b, A_INV, B_INV, torch.ones(15), "e5m2", "e4m3", torch.bfloat16, fast)
+        out = gemm.scaled_mm(a, b, torch.ones(15), torch.bfloat16, fast)
         assert_one_rounding(out, a, b, 1.0)
         sums = torch.ones(17, 15)
-        gemm.scaled_mm_add_(sums, a, b, A_INV, B_INV, "e5m2", "e4m3", fast)
+        gemm.scaled_mm_add_(sums, a, b, fast)
         assert_one_rounding(sums, a, b, 1.0)
     assert torch_products == [(17, 400, 16, fast) for fast in (False, False, True, True)]
     assert gemms.launches == []
@@ -134,7 +139,7 @@ def test_without_a_kernel_of_ours_torchs_gemm_runs(
     # cuBLASLt would take its neighbours for it
     bias = torch.randn(n, 2).bfloat16()[:, 1]
     for output in (torch.bfloat16, torch.float32):
-        out = gemm.scaled_mm(a, b, A_INV, B_INV, bias, "e5m2", "e4m3", output, False, "cublaslt")
+        out = gemm.scaled_mm(a, b, bias, output, False, "cublaslt")
         assert out.is_contiguous()
         assert_one_rounding(out, a, b, bias.to(output).double())
     # cuBLASLt takes multiples of 16
@@ -150,7 +155,7 @@ def test_a_product_in_fp32_is_added(gemms: Gemms, dtype: torch.dtype, splits: in
     a, b = operands(20, 32, 256)
     before = torch.randn(20, 32).to(dtype)
     out = before.clone()
-    gemm.scaled_mm_add_(out, a, b, A_INV, B_INV, "e5m2", "e4m3", False, "rawkernel")
+    gemm.scaled_mm_add_(out, a, b, False, "rawkernel")
     assert out.dtype == dtype
     assert_one_rounding(out, a, b, before.double())
     assert [kernel.output for kernel in gemms.kernels] == [torch.float32]
@@ -160,10 +165,9 @@ def test_a_product_in_fp32_is_added(gemms: Gemms, dtype: torch.dtype, splits: in
 @pytest.mark.usefixtures("cuda_half")
 def test_operators_reach_the_choice(gemms: Gemms) -> None:
     a, b = operands(16, 8, 32)
-    args = (a, b, A_INV, B_INV)
-    ops.scaled_mm(*args, None, "e5m2", "e4m3", torch.bfloat16, True)
-    ops.scaled_mm(*args, None, "e5m2", "e4m3", torch.float16, False, "cublaslt")
-    ops.scaled_mm_add_(torch.zeros(16, 8), *args, "e5m2", "e4m3", False, "rawkernel")
+    ops.scaled_mm(a, b, None, torch.bfloat16, True)
+    ops.scaled_mm(a, b, None, torch.float16, False, "cublaslt")
+    ops.scaled_mm_add_(torch.zeros(16, 8), a, b, False, "rawkernel")
     assert gemms.asked == [
         ("auto", 16, 8, 32, False, torch.bfloat16),
         ("cublaslt", 16, 8, 32, True, torch.float16),
@@ -179,12 +183,12 @@ def test_kernels_from_their_sources_are_given_what_they_take(
     monkeypatch.setattr(gemm_choice, "choose", lambda *_: next(choices))
     a, b = operands(70, 37, 300)
     bias, before = torch.randn(37), torch.randn(70, 37)
-    out = ops.scaled_mm(a, b, A_INV, B_INV, bias, "e5m2", "e4m3", torch.float32, False)
+    out = ops.scaled_mm(a, b, bias, torch.float32, False)
     assert_one_rounding(out, a, b, bias.double(), ACCUMULATION[True])
-    out = ops.scaled_mm(a, b, A_INV, B_INV, bias, "e5m2", "e4m3", torch.float32, False)
+    out = ops.scaled_mm(a, b, bias, torch.float32, False)
     assert_one_rounding(out, a, b, bias.double(), ACCUMULATION[True])
     total = torch.zeros(70, 40)[:, :37].copy_(before)
-    ops.scaled_mm_add_(total, a, b, A_INV, B_INV, "e5m2", "e4m3", False)
+    ops.scaled_mm_add_(total, a, b, False)
     assert_one_rounding(total, a, b, before.double(), ACCUMULATION[True])
     assert {name.split()[0]: count for name, count in cuda_half.items()} == {"gemm_sm90": 3, "sum_splits": 1}
 

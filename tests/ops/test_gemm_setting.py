@@ -19,7 +19,7 @@ from small_models import small_mlp
 from torch import nn
 
 import lightning_fp8
-from lightning_fp8 import Fp8FabricPrecision, Fp8FSDPPrecision, Fp8Precision, convert, scaling_state, unconvert
+from lightning_fp8 import Fp8Precision, convert, scaling_state, unconvert
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.ops.cuda.gemm_choice import GEMMS, Choice
 from lightning_fp8.plugins.settings import GemmString
@@ -99,7 +99,6 @@ def test_a_plugin_decides_for_each_run(gemms: Gemms) -> None:
 
 def test_fabric_takes_it_over(gemms: Gemms) -> None:
     fabric = lf.Fabric(accelerator="cpu", devices=1, plugins=Fp8Precision(gemm="rawkernel"))
-    assert isinstance(fabric._precision, Fp8FabricPrecision)
     model = fabric.setup(small_mlp())
     fabric.backward(model(torch.randn(8, 32)).sum())
     assert {asked[0] for asked in gemms.asked} == {"rawkernel"}
@@ -107,9 +106,9 @@ def test_fabric_takes_it_over(gemms: Gemms) -> None:
 
 def test_fsdp_takes_it_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with_cuda(monkeypatch)
-    lightning_fp8.register()
+    lightning_fp8.plugins.register()
     made = trainer(accelerator="cuda", strategy="fsdp", plugins=Fp8Precision(gemm="cublaslt"))
-    assert isinstance(made.precision_plugin, Fp8FSDPPrecision)
+    assert isinstance(made.precision_plugin, Fp8Precision)
     assert made.precision_plugin.gemm == "cublaslt"
 
 

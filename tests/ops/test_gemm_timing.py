@@ -61,16 +61,16 @@ def test_operands_are_new_ones_with_random_signs(product: Product, clock: list[f
     assert torch.equal(torch.get_rng_state(), before)
     formats = ("e5m2", "e4m3") if product.promote else ("e4m3", "e4m3")
     dtypes = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}
-    for a, b, a_inv, b_inv, bias, *rest in seen:
-        assert (a.shape, b.shape) == ((product.m, product.k), (product.n, product.k))
-        for payload, fmt in ((a, formats[0]), (b, formats[1])):
-            values = payload.view(dtypes[fmt]).float()
+    for a, b, *rest in seen:
+        assert (a.payload.shape, b.payload.shape) == ((product.m, product.k), (product.n, product.k))
+        assert (a.format, b.format) == formats
+        for operand in (a, b):
+            values = operand.payload.view(dtypes[operand.format]).float() * operand.scale_inv
             assert values.abs().eq(1).all()
             assert 0.3 < values.gt(0).float().mean() < 0.7
-        assert (a_inv.item(), b_inv.item(), bias) == (1.0, 1.0, None)
-        assert rest == [*formats, product.output, product.promote]
+        assert rest == [None, product.output, product.promote]
     # small ones do not stay in the L2 cache: a batch has its most calls, each on a copy
-    assert len({arguments[0].data_ptr() for arguments in seen}) == 20
+    assert len({arguments[0].payload.data_ptr() for arguments in seen}) == 20
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,13 @@ from warm import run_warm
 
 from kernels_cuda import casts, gemm_variants, load, scales
 from kernels_cuda.compile import CompileError, KernelsUnavailable
-from lightning_fp8 import DelayedScaling, ScalingState
+from kernels_cuda.gemm import Operand
+from lightning_fp8 import DelayedScaling
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import kernels, plain, self_test, self_test_gemm
 from lightning_fp8.runtime.warn_once import warn_once
+from lightning_fp8.scaling import ScalingState
 
 CPU = torch.device("cpu")
 
@@ -54,8 +56,10 @@ def test_the_kernels_for_weights_and_scales_pass_theirs() -> None:
 def test_an_exact_gemm_passes_whatever_its_output(b_scale_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operands are the same for each output, and stay as they are though a bias of each dtype is added."""
 
-    def exact(kernel: object, configuration: object, *tensors: torch.Tensor) -> None:
-        a, b, out, a_inv, b_inv, bias = tensors
+    def exact(
+        kernel: object, configuration: object, a_fp8: Operand, b_fp8: Operand, out: torch.Tensor, bias: torch.Tensor
+    ) -> None:
+        (a, a_inv), (b, b_inv) = a_fp8, b_fp8
         a_inv, b_inv = (by_element(inv, payload) if b_scale_rows else inv for inv, payload in ((a_inv, a), (b_inv, b)))
         a, b = a.view(torch.float8_e5m2).double() * a_inv, b.view(torch.float8_e4m3fn).double() * b_inv
         out.copy_(a @ b.t() + bias.to(out.dtype) + fault * out[0, 0].new_ones(()))

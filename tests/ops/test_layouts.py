@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kernels_cuda import gemm_variants
-from lightning_fp8 import DelayedScaling, ScalingState, ops
+from lightning_fp8 import DelayedScaling, ops
 from lightning_fp8.ops import library
 from lightning_fp8.ops.cuda import gemm_choice, plain
 from lightning_fp8.ops.cuda.gemm_choice import Choice
-from lightning_fp8.ops.library import flattened
 from lightning_fp8.ops.operand import WeightSlot
+from lightning_fp8.scaling import ScalingState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 # rows, outputs and inputs: all different from each other, and so are their multiples of 16
@@ -64,6 +64,11 @@ def layout(tensor: Tensor, value: Callable[[Any], int] = int) -> str:
     return f"{tensor.dtype} {shape} {strides}"
 
 
+def flat_arguments(case: Case, *sizes: int) -> list[Any]:
+    """Arguments of torch's operator."""
+    return getattr(ops, case.name).signature.flattened(arguments(case, *sizes))
+
+
 def results(call: Callable[..., Any], given: list[Any]) -> list[Tensor]:
     """What a call returns, if anything, and the gradients."""
     made = call()
@@ -80,7 +85,7 @@ class Fakes:
         mode, operator = FakeTensorMode(shape_env=self.shapes), getattr(ops, case.name).op
         self.given = [
             mode.from_tensor(one, source=ConstantSource(f"given{at}")) if isinstance(one, Tensor) else one
-            for at, one in enumerate(flattened(arguments(case, *sizes)))
+            for at, one in enumerate(flat_arguments(case, *sizes))
         ]
         with mode:
             self.results = results(lambda: operator(*self.given), self.given)
@@ -113,7 +118,7 @@ def symbolic(case: Case, k_major: bool) -> Fakes:
 # the same for kernels and torch's operators, and for all scalings
 @functools.cache
 def faked(case: Case, sizes: tuple[int, int, int], k_major: bool) -> list[str]:
-    given = flattened(arguments(case, *sizes))
+    given = flat_arguments(case, *sizes)
     # graphs are made again for sizes of 0 and 1
     found = symbolic(case, k_major).layouts(given) if min(sizes) > 1 else None
     return Fakes(case, sizes).layouts(given) if found is None else found
@@ -121,7 +126,7 @@ def faked(case: Case, sizes: tuple[int, int, int], k_major: bool) -> list[str]:
 
 def differences(case: Case, sizes: tuple[int, int, int]) -> Iterator[str]:
     operator, args = getattr(ops, case.name), arguments(case, *sizes)
-    given, like = flattened(args), case._replace(scaling=cases(case.name)[0].scaling)
+    given, like = operator.signature.flattened(args), case._replace(scaling=cases(case.name)[0].scaling)
     real, fakes = results(lambda: operator(*args), given), faked(like, sizes, library.cuda_on_cpu)
     for number, (one, fake) in enumerate(zip(real, fakes, strict=True)):
         if layout(one) != fake:
@@ -156,7 +161,7 @@ def test_fakes_on_a_gpu_are_those_of_the_cuda_half(name: str, monkeypatch: pytes
     operator = getattr(ops, name).op
     # each layout, with and without the flag
     for case in {(case.layout, case.flag): case for case in cases(name)}.values():
-        given, expected = flattened(arguments(case, *RAGGED[0])), faked(case, RAGGED[0], True)
+        given, expected = flat_arguments(case, *RAGGED[0]), faked(case, RAGGED[0], True)
         with FakeTensorMode(), monkeypatch.context() as patch:
             patch.setattr(library, "cuda_on_cpu", False)
             made = operator(*(on_gpu(one) if isinstance(one, Tensor) else one for one in given))

@@ -344,32 +344,3 @@ def test_where_it_waits(waits: NoWaiting, place: str, monkeypatch: pytest.Monkey
     put_in(monkeypatch, place, lambda: step.state.scale[0].item())
     step()
     assert waits.of(step) == [ITEM] * PLACES[place]
-
-
-def test_a_graph_that_waits(waits: NoWaiting, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, _ = compiled(waits, convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))))
-    put_in(monkeypatch, "ops.cuda.dispatch._row", lambda: bool((step.state.amax > 0).any()))
-    step()
-    assert waits.of(step) == [ITEM] * 8
-
-
-@pytest.mark.usefixtures("one_of_two")
-def test_a_list_in_the_gather_waits(waits: NoWaiting, monkeypatch: pytest.MonkeyPatch) -> None:
-    def note(self: Any, amax: Tensor, scale: Tensor) -> None:
-        rows = torch.tensor([self.state.row_of(module, "weight") for module in self.modules], device=amax.device)
-        self.state.amax.data.index_copy_(0, rows, amax)
-
-    monkeypatch.setattr("lightning_fp8.modules.all_gather._Scales._note", note)
-    step = Loop(sharded(gather=True))
-    step()
-    assert waits.of(step) == ["tests/ops/test_no_waiting.py note: tensor"]
-
-
-def test_a_callback_that_waits(waits: NoWaiting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def see_update(self: Any, amax: Tensor) -> None:
-        self.state.scale[amax > 0]
-
-    monkeypatch.setattr("lightning_fp8.callbacks.watch.Watch._see_update", see_update)
-    make, due = CALLBACKS["ScaleWatchdog"]
-    mine = ["tests/ops/test_no_waiting.py see_update: index"]
-    assert trained(waits, tmp_path, make()) == [mine, mine + due, mine, mine, mine + due]

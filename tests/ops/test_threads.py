@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from backward_thread import in_a_backward_thread
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import Bf16TruePrecision, Fp8Precision, scaling_state
+from lightning_fp8 import Bf16TruePrecision, Fp8Precision
 from lightning_fp8.dtypes import attention
 from lightning_fp8.ops import reference
+from lightning_fp8.ops.operand import Fp8Tensor
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.trainer import PLUGINS
 from lightning_fp8.runtime.switch import Switch
@@ -145,18 +145,6 @@ def test_contexts_of_one_thread_end_in_any_order(order: tuple[int, ...]) -> None
     assert outcome() == "torch"
 
 
-def test_nested_contexts_come_back_to_the_outer_one() -> None:
-    before, model_init = state(), Fp8Precision().module_init_context
-    with model_init(), Bf16TruePrecision(dtype_mismatch="error").forward_context():
-        inside = state()
-        with Fp8Precision().forward_context(), model_init():
-            assert torch.get_default_dtype() == torch.float32
-            assert outcome() == "align"
-        assert state() == inside
-        assert outcome() == "error"
-    assert state() == before
-
-
 def test_autocast_comes_back_to_what_the_user_has() -> None:
     with torch.autocast("cpu", dtype=torch.float16):
         before = state()
@@ -164,23 +152,6 @@ def test_autocast_comes_back_to_what_the_user_has() -> None:
             assert state()["autocast"] == (True, torch.bfloat16, False)
         assert before["autocast"] == (True, torch.float16, True)
         assert state() == before
-
-
-def test_an_exception_in_one_thread(threads: list[Thread]) -> None:
-    before = state()
-
-    def fail() -> None:
-        with Bf16TruePrecision().forward_context():
-            raise KeyError
-
-    threads[0].enter(Bf16TruePrecision().forward_context())
-    inside = state()
-    with pytest.raises(KeyError):
-        threads[1].run(fail)
-    assert state() == inside
-    threads[0].leave()
-    assert state() == before
-    assert threads[1].run(state) == before
 
 
 def test_what_is_set_inside_is_lost_with_the_last_context(threads: list[Thread]) -> None:
@@ -267,8 +238,8 @@ def test_a_context_that_ends_while_another_one_begins() -> None:
 def product(out_dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(8, 64, generator=generator).to(torch.float8_e4m3fn).view(torch.uint8) for _ in range(2))
-    one = torch.ones(())
-    return reference.scaled_mm(a, b, one, one, None, "e4m3", "e4m3", out_dtype, False)
+    operands = (Fp8Tensor(payload, torch.ones(()), "e4m3") for payload in (a, b))
+    return reference.scaled_mm(*operands, None, out_dtype, False)
 
 
 def test_four_threads_inside_an_fp32_product(threads: list[Thread], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,18 +292,6 @@ def plugin_of(mismatch: Any) -> PrecisionCore:
     return Bf16TruePrecision(dtype_mismatch=mismatch)
 
 
-def test_threads_keep_their_own_settings(threads: list[Thread]) -> None:
-    for thread, mismatch in zip(threads, ("error", "align", "error")):
-        thread.enter(plugin_of(mismatch).forward_context())
-    assert [thread.run(outcome) for thread in threads] == ["error", "align", "error", "torch"]
-    assert outcome() == "torch"
-    threads[0].leave()
-    assert [thread.run(outcome) for thread in threads] == ["torch", "align", "error", "torch"]
-    threads[2].leave()
-    assert [thread.run(outcome) for thread in threads] == ["torch", "align", "torch", "torch"]
-    threads[1].leave()
-
-
 async def overlap(bodies: list[Callable[..., Any]], order: tuple[int, ...], between: Callable[[], None]) -> list[Any]:
     """Tasks that are inside their contexts at the same time, and leave them in this order."""
     inside, leave = ([asyncio.Event() for _ in bodies] for _ in range(2))
@@ -383,25 +342,6 @@ def test_tasks_keep_their_own_settings(order: tuple[int, ...]) -> None:
     assert state() == before
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_last_task_out_restores(order: tuple[int, ...]) -> None:
-    before = state()
-
-    def body(precision: Any) -> Callable[..., Any]:
-        async def task(inside: asyncio.Event, leave: asyncio.Event) -> None:
-            with PLUGINS[precision]().forward_context():
-                inside.set()
-                await leave.wait()
-
-        return task
-
-    def still_inside() -> None:
-        assert not torch.backends.mha.get_fastpath_enabled()
-
-    asyncio.run(overlap([body(precision) for precision in MODES], order, still_inside))
-    assert state() == before
-
-
 def test_a_thread_started_by_a_task_is_outside() -> None:
     async def main() -> tuple[str, str]:
         with plugin_of("align").forward_context():
@@ -411,38 +351,6 @@ def test_a_thread_started_by_a_task_is_outside() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- backward
-
-
-class Recomputed(nn.Module):
-    """Attention whose operands differ in dtype, and whose forward runs again inside backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.attend, x, use_reentrant=False)
-
-    def attend(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x.float(), x, x)
-
-
-def loss_of(plugin: PrecisionCore) -> tuple[Tensor, Tensor]:
-    x = torch.randn(1, 1, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
-    with plugin.forward_context():
-        return Recomputed()(x).float().square().sum(), x
-
-
-def test_backward_in_another_thread(threads: list[Thread]) -> None:
-    loss, x = loss_of(plugin_of("align"))
-    with plugin_of("align").recomputation_context():
-        loss.backward()
-    expected = x.grad
-    loss, x = loss_of(plugin_of("align"))
-    with plugin_of("align").forward_context():
-        assert threads[0].run(outcome, loss.backward) == "torch"
-    loss, x = loss_of(plugin_of("align"))
-    with plugin_of("error").forward_context():
-        threads[0].enter(plugin_of("align").recomputation_context())
-        threads[0].run(loss.backward)
-        threads[0].leave()
-    assert torch.equal(x.grad, expected)
 
 
 class Around(torch.autograd.Function):
@@ -509,63 +417,6 @@ def test_a_compiled_function_may_enter_a_context(precision: Any) -> None:
     assert state() == before
 
 
-class Encoder(nn.Module):
-    """An encoder, whose fast path gives zeros at padded positions, and attention with an fp32 query."""
-
-    def __init__(self, align: bool) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(32, 2, 48, 0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2)
-        self.out = nn.Linear(32, 32)
-        self.align = align
-
-    def forward(self, x: Tensor) -> Tensor:
-        padded = torch.zeros(x.shape[:2], dtype=torch.bool)
-        padded[::2, 3:] = True
-        x = self.encoder(x, src_key_padding_mask=padded)
-        q = k = v = self.out(x).unflatten(-1, (2, 16)).transpose(1, 2)
-        return F.scaled_dot_product_attention(q.float() if self.align else q, k, v)
-
-
-FOUR = (("fp8-delayed", "align"), ("bf16-mixed", "align"), ("bf16-true", "align"), ("fp8-delayed", "error"))
-
-
-def trained(precision: Any, mismatch: Any) -> tuple[PrecisionCore, Encoder]:
-    torch.manual_seed(0)
-    plugin = PLUGINS[precision](dtype_mismatch=mismatch)
-    with plugin.module_init_context():
-        model = plugin.convert_module(Encoder(mismatch == "align"))
-    with plugin.forward_context():
-        loss = model(plugin.convert_input(batch(0))).float().square().mean()
-        loss.backward()
-    if precision == "fp8-delayed":
-        scaling_state(model).update()
-    return plugin, model.eval()
-
-
-def batch(number: int) -> Tensor:
-    # one thread in bf16-true changes the default dtype of all threads
-    return torch.randn(4, 5, 32, generator=torch.Generator().manual_seed(number), dtype=torch.float32)
-
-
-@pytest.mark.filterwarnings("ignore:.*(mismatched|enable_nested_tensor|nested tensors).*")
-def test_four_threads_evaluate_four_models(threads: list[Thread]) -> None:
-    before, rounds = state(), range(3)
-    pairs = [trained(*one) for one in FOUR]
-
-    def evaluate(plugin: PrecisionCore, model: Encoder, number: int) -> Tensor:
-        with torch.no_grad(), plugin.forward_context():
-            return model(plugin.convert_input(batch(number)))
-
-    alone = [[evaluate(*pair, number) for number in rounds] for pair in pairs]
-    assert state() == before
-    for number in rounds:
-        found = evaluate_together(threads, pairs, lambda *pair, number=number: evaluate(*pair, number))
-        assert all(torch.equal(y, expected[number]) for y, expected in zip(found, alone))
-        assert state() == before
-    assert all(thread.run(state) == before for thread in threads)
-
-
 def test_what_is_stashed_is_held() -> None:
     """torch keeps it for other threads, even if all references by name are gone."""
     entry, outside = attention._Entry(Fp8Precision()._attention, None), attention._dispatch()
@@ -575,29 +426,3 @@ def test_what_is_stashed_is_held() -> None:
         assert sys.getrefcount(entry) == held + 1, times
     attention._set_dispatch(outside)
     assert sys.getrefcount(entry) == held
-
-
-def evaluate_together(
-    threads: list[Thread], pairs: list[tuple[PrecisionCore, Encoder]], evaluate: Callable[..., Tensor]
-) -> list[Tensor]:
-    """The threads enter their contexts one after another, all compute at once, and the first to enter leaves first."""
-    together, hooks = threading.Barrier(len(pairs)), []
-    entered, leave = ([threading.Event() for _ in pairs] for _ in range(2))
-
-    def meet(mine: int) -> None:
-        entered[mine].set()
-        together.wait(LIMIT)
-
-    futures = []
-    for mine, (thread, (_, model)) in enumerate(zip(threads, pairs)):
-        hooks.append(model.register_forward_pre_hook(lambda *_, mine=mine: meet(mine)))
-        hooks.append(model.register_forward_hook(lambda *_, mine=mine: leave[mine].wait(LIMIT) and None))
-        futures.append(thread.start(evaluate, *pairs[mine]))
-        assert entered[mine].wait(LIMIT)
-    found = []
-    for mine, future in enumerate(futures):
-        leave[mine].set()
-        found.append(future.result(LIMIT))
-    for hook in hooks:
-        hook.remove()
-    return found

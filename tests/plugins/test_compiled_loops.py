@@ -10,13 +10,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lit import Averaging, Regression, loader, make_trainer, needs_averaging, same, seeded, warned
+from lit import Regression, loader, make_trainer, same, seeded, warned
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import Fp8Linear, convert, fall_back, ops, weights_unchanged
+from lightning_fp8 import convert, ops, weights_unchanged
+from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.modules.prepared_weights import prepared
 from lightning_fp8.modules.weights_unchanged import all_gemms
 from lightning_fp8.ops import basic
@@ -104,24 +105,40 @@ def compile_in_place(model: Regression, backend: Any) -> Any:
     return model
 
 
+def trains_alike(
+    path: Path,
+    backend: Compiled,
+    kind: type[Regression] = Regression,
+    compile: Callable[..., Any] = compile_part,
+    change: Callable[[Regression], None] | None = None,
+    is_frozen: bool = False,
+    **options: Any,
+) -> tuple[Any, Follows]:
+    """Train a model as it is and compiled, with the same results; gives the compiled one and what has followed it."""
+    eager, model, follows = seeded(kind), seeded(kind), Follows(change)
+    for one in (eager, model):
+        one.net[0].requires_grad_(not is_frozen)
+    make_trainer(path, callbacks=[Follows(change)], **options).fit(eager, loader())
+    compiled = compile(model, backend)
+    make_trainer(path, callbacks=[follows], **options).fit(compiled, loader())
+    assert backend.graphs
+    assert torch.equal(torch.stack(eager.losses), torch.stack(model.losses))
+    assert same(eager, model)
+    return model, follows
+
+
 @pytest.mark.parametrize(("compile", "accumulate"), [(compile_model, 2), (compile_part, 1), (compile_in_place, 2)])
 def test_one_cast_per_optimizer_step(
     tmp_path: Path, compile: Callable[..., Any], accumulate: int, backend: Compiled, casts: Counter[int]
 ) -> None:
-    eager, model, follows = seeded(), seeded(), Follows()
-    make_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=accumulate).fit(eager, loader())
-    casts.clear()
-    trainer = make_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=accumulate, callbacks=[follows])
-    trainer.fit(compile(model, backend), loader())
-    assert backend.graphs
+    options = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
+    model, follows = trains_alike(tmp_path, backend, compile=compile, **options)
     assert backend.weight_casts == 0
-    assert sorted(casts.values()) == [8 // accumulate] * 2
+    assert [casts[layer.weight.data_ptr()] for layer in fp8_layers(model)] == [8 // accumulate] * 2
     # two layers, whose payloads kept their addresses
     assert len(follows.payloads) == 2
     # the run has freed them
-    assert all(rows.weight_cast.prepared is None for layer in fp8_layers(model) for rows in layer.fp8.values())
-    assert torch.equal(torch.stack(eager.losses), torch.stack(model.losses))
-    assert same(eager, model)
+    assert all(gemm.weight_cast.prepared is None for gemm in all_gemms(model))
 
 
 def scale_in_place(model: nn.Module) -> None:
@@ -144,48 +161,11 @@ def new_data(model: nn.Module) -> None:
         layer.weight.data = layer.weight.data * 0.9
 
 
-@pytest.mark.parametrize(
-    ("change", "compile"),
-    [(scale_in_place, compile_part), (scale_through_data, compile_model), (load, compile_part),
-     (new_data, compile_part)],
-)  # fmt: skip
-def test_a_change_between_steps_is_seen(
-    tmp_path: Path, change: Callable[[nn.Module], None], compile: Callable[..., Any], backend: Compiled
-) -> None:
+@pytest.mark.parametrize("change", [scale_in_place, scale_through_data, load, new_data])
+def test_a_change_between_steps_is_seen(tmp_path: Path, change: Callable[[nn.Module], None], backend: Compiled) -> None:
     """In the middle of an accumulation, too, where there is no optimizer step in between."""
-    eager, model = seeded(), seeded()
-    for given in (eager, compile(model, backend)):
-        follows = Follows(change)
-        make_trainer(tmp_path, accumulate_grad_batches=2, callbacks=[follows]).fit(given, loader())
+    trains_alike(tmp_path, backend, change=change, accumulate_grad_batches=2)
     assert backend.weight_casts == 0
-    assert torch.equal(torch.stack(eager.losses), torch.stack(model.losses))
-    assert same(eager, model)
-
-
-@needs_averaging
-def test_averages_in_validation(tmp_path: Path, backend: Compiled, casts: Counter[int]) -> None:
-    found = []
-    for compiles in (False, True):
-        casts.clear()
-        model = seeded()
-        trainer = make_trainer(
-            tmp_path, callbacks=[Averaging(), Losses()], val_check_interval=1, num_sanity_val_steps=0
-        )
-        trainer.fit(compile_part(model, backend) if compiles else model, loader(), loader())
-        # four steps, each followed by a validation
-        assert sorted(casts.values()) == [8, 8]
-        found.append((*model.losses, *trainer.callbacks[-1].losses))
-    assert len(found[0]) == 8
-    assert torch.equal(*map(torch.stack, found))
-    assert backend.weight_casts == 0
-
-
-class Losses(pl.Callback):
-    def __init__(self) -> None:
-        self.losses: list[torch.Tensor] = []
-
-    def on_validation_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:  # type: ignore[override]
-        self.losses.append(trainer.callback_metrics["val_loss"].clone())
 
 
 class TwoStepsInOne(Regression):
@@ -216,17 +196,34 @@ class BackwardAfterAStep(TwoStepsInOne):
             self.optimizers().zero_grad()
 
 
+class Reentrant(Regression):
+    """Recomputes its forward in backward."""
+
+    use_reentrant = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.net, x.requires_grad_(), use_reentrant=self.use_reentrant)
+
+
+class NotReentrant(Reentrant):
+    use_reentrant = False
+
+
 # casts in graphs: of two layers in the second forward of each of four steps; none in backward
-@pytest.mark.parametrize(("kind", "casts"), [(TwoStepsInOne, 8), (BackwardAfterAStep, 0)])
-def test_optimizer_steps_within_a_step(
-    kind: type[TwoStepsInOne], casts: int, tmp_path: Path, backend: Compiled
+@pytest.mark.parametrize(
+    ("kind", "casts"), [(TwoStepsInOne, 8), (BackwardAfterAStep, 0), (Reentrant, 0), (NotReentrant, 0)]
+)
+def test_optimizer_steps_and_recomputation_within_a_step(
+    kind: type[Regression], casts: int, tmp_path: Path, backend: Compiled
 ) -> None:
-    eager, model = seeded(kind), seeded(kind)
-    make_trainer(tmp_path).fit(eager, loader())
-    make_trainer(tmp_path).fit(compile_part(model, backend), loader())
+    trains_alike(tmp_path, backend, kind)
     assert backend.weight_casts == casts
-    assert torch.equal(torch.stack(eager.losses), torch.stack(model.losses))
-    assert same(eager, model)
+
+
+def test_a_frozen_weight_is_cast_in_the_graph_of_training(tmp_path: Path, backend: Compiled) -> None:
+    """It may belong to a target network, which its owner changes within a step."""
+    trains_alike(tmp_path, backend, is_frozen=True)
+    assert backend.weight_casts == 4
 
 
 def test_a_change_within_a_step_is_warned_of(tmp_path: Path, backend: Compiled) -> None:
@@ -235,46 +232,11 @@ def test_a_change_within_a_step_is_warned_of(tmp_path: Path, backend: Compiled) 
             scale_in_place(self)
             return super().training_step(batch, batch_idx)
 
-    eager, model = seeded(Edits), seeded(Edits)
-    make_trainer(tmp_path).fit(eager, loader())
+    model = seeded(Edits)
     said = warned("The weight of", lambda: make_trainer(tmp_path).fit(compile_part(model, backend), loader()))
     assert [text.split("'")[1] for text in said] == [layer.fp8[""].name for layer in fp8_layers(model)]
     # all steps except the first
     assert backend.weight_casts == 2 * 3
-
-
-def test_a_frozen_weight_is_cast_in_the_graph_of_training(tmp_path: Path, backend: Compiled) -> None:
-    """It may belong to a target network, which its owner changes within a step."""
-    eager, model = seeded(), seeded()
-    for one in (eager, model):
-        one.net[0].requires_grad_(False)
-    make_trainer(tmp_path).fit(eager, loader())
-    make_trainer(tmp_path).fit(compile_part(model, backend), loader())
-    assert backend.weight_casts == 4
-    assert same(eager, model)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputation_reads_the_same_casts(tmp_path: Path, use_reentrant: bool, backend: Compiled) -> None:
-    class Checkpointed(Regression):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.utils.checkpoint.checkpoint(self.net, x.requires_grad_(), use_reentrant=use_reentrant)  # type: ignore[no-any-return]
-
-    eager, model = seeded(Checkpointed), seeded(Checkpointed)
-    make_trainer(tmp_path).fit(eager, loader())
-    make_trainer(tmp_path).fit(compile_part(model, backend), loader())
-    assert backend.weight_casts == 0
-    assert same(eager, model)
-
-
-def test_a_layer_that_fell_back(tmp_path: Path, backend: Compiled) -> None:
-    eager, model = seeded(), seeded()
-    for one in (eager, model):
-        fall_back(convert(one), "net.0")
-    make_trainer(tmp_path).fit(eager, loader())
-    make_trainer(tmp_path).fit(compile_part(model, backend), loader())
-    assert backend.weight_casts == 0
-    assert same(eager, model)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from frozen_models import ADAPTERS, on_frozen_base
-from lightning.fabric import Fabric
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import Fp8FabricPrecision, Fp8FSDPPrecision, Fp8Precision, ScaleFactorLogger, convert
-from lightning_fp8.modules.frozen_weight import FrozenWeight
-from lightning_fp8.plugins.fabric import Fp8FabricFSDPPrecision
+from lightning_fp8 import Fp8Precision, convert
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 
 LAYERS = ("attention.in_proj", "attention.out_proj", "mlp.0", "mlp.2", "conv", "query.base")
 
@@ -49,7 +42,7 @@ def trainer(folder: Path, how: str | None, steps: int = 4, **more: Any) -> pl.Tr
 
 
 def payloads(model: nn.Module) -> list[Tensor]:
-    return [p.payload for p in model.parameters() if isinstance(p, FrozenWeight)]
+    return [p.payload for p in model.parameters() if isinstance(p, Fp8Parameter)]
 
 
 def test_a_run_its_checkpoint_and_its_continuation(tmp_path: Path) -> None:
@@ -67,7 +60,7 @@ def test_a_run_its_checkpoint_and_its_continuation(tmp_path: Path) -> None:
     plain = Tuning()
     # the base in its own dtype: masters are stored in fp32, and there are none
     bf16 = {name for name, tensor in saved.items() if tensor.dtype == torch.bfloat16}
-    assert bf16 == {name for name, p in tuned.named_parameters() if isinstance(p, FrozenWeight)}
+    assert bf16 == {name for name, p in tuned.named_parameters() if isinstance(p, Fp8Parameter)}
     assert len(bf16) == 6
     plain.load_state_dict(saved)
     # a resumed run loads into a base with other values, and continues exactly like the run with masters
@@ -89,61 +82,3 @@ def test_a_second_run_keeps_the_setting_and_another_one_changes_it(tmp_path: Pat
     own = convert(Tuning(), ignore_modules=ADAPTERS)
     trainer(tmp_path, "fp8", steps=1, enable_checkpointing=False).fit(own)
     assert len(payloads(own)) == 6
-
-
-def test_the_scales_are_logged(tmp_path: Path) -> None:
-    found = {}
-    for how in ("master", "fp8"):
-        more = {"callbacks": [ScaleFactorLogger(every_n_steps=1)], "logger": CSVLogger(tmp_path, how, "")}
-        trainer(tmp_path, how, steps=2, enable_checkpointing=False, **more).fit(Tuning())
-        with (tmp_path / how / "metrics.csv").open() as file:
-            found[how] = list(csv.DictReader(file))
-    names = {f"net.{layer}.weight" for layer in LAYERS}
-    # a weight that is not cast has no saturation or underflow to count
-    gone = {name for name in found["master"][0] if name.endswith("_fraction") and name.split("/")[1] in names}
-    assert len(gone) == 12
-    assert gone.isdisjoint(found["fp8"][0])
-    for row, expected in zip(found["fp8"], found["master"], strict=True):
-        names = {name for name in expected if not name.startswith("fp8/weight/")} - gone
-        assert {name: row[name] for name in names} == {name: expected[name] for name in names}
-
-
-def test_fabric() -> None:
-    losses = []
-    for how in ("master", "fp8"):
-        plugin = Fp8FabricPrecision(frozen_weights=how, ignore_modules=ADAPTERS)  # type: ignore[arg-type]
-        fabric = Fabric(accelerator="cpu", devices=1, plugins=plugin)
-        model = on_frozen_base()
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        model, optimizer = fabric.setup(model, optimizer)
-        for _ in range(2):
-            loss = model(torch.ones(2, 5, 32)).square().mean()
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss)
-        assert len(payloads(model)) == (6 if how == "fp8" else 0)
-    assert torch.equal(*losses)
-
-
-def test_fsdp_is_refused() -> None:
-    for kind in (Fp8FSDPPrecision, Fp8FabricFSDPPrecision):
-        with pytest.raises(ValueError, match="`frozen_weights='fp8'` does not work under FSDP"):
-            kind(**Fp8Precision(frozen_weights="fp8").settings)
-
-
-def from_yaml(folder: Path, frozen_weights: str) -> Any:
-    plugin = {"class_path": "lightning_fp8.Fp8Precision", "init_args": {"frozen_weights": frozen_weights}}
-    config = folder / "config.yaml"
-    # JSON is YAML
-    config.write_text(json.dumps({"trainer": {"accelerator": "cpu", "logger": False, "plugins": plugin}}))
-    return LightningCLI(Tuning, run=False, args=["--config", str(config)], save_config_callback=None).trainer
-
-
-def test_by_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert from_yaml(tmp_path, "fp8").precision_plugin.frozen_weights == "fp8"
-    with pytest.raises(SystemExit):
-        from_yaml(tmp_path, "float8")
-    assert "'master','fp8'" in capsys.readouterr().err.replace("', '", "','")
-    with pytest.raises(ValueError, match="`frozen_weights` must be one of 'master', 'fp8', got 'float8'"):
-        Fp8Precision(frozen_weights="float8")  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import pytest
 import torch
 from lit import Averaging, Regression, loader, make_trainer, needs_averaging, seeded
 
-from lightning_fp8 import convert, scaling_state, weights_unchanged
+from lightning_fp8 import convert, scaling_state
 from lightning_fp8.modules.weights_unchanged import casts_of
 from lightning_fp8.ops import basic
-from lightning_fp8.plugins.loops import LoopWeights
 
 
 @pytest.fixture
@@ -170,20 +168,6 @@ def test_validations_inside_a_fit(tmp_path: Path, kind: type[Regression], is_fro
     assert torch.equal(torch.stack(alone.losses), torch.stack(model.losses))
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-def test_histories_are_left_alone_as_when_each_forward_casts(
-    tmp_path: Path, layer: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A weight becomes more than 1.41 times larger: histories are not used from its layer onwards."""
-    model, found = trained(tmp_path), []
-    model.net[layer].weight.data.mul_(8)
-    for vouches in (True, False):
-        if not vouches:
-            monkeypatch.setattr(LoopWeights, "in_step", lambda *_, **__: nullcontext())
-        found.append(make_trainer(tmp_path).predict(model, loader()))
-    assert_equal(*found)
-
-
 @needs_averaging
 def test_averages_are_cast_once_per_validation(tmp_path: Path, casts: Counter[int]) -> None:
     model = seeded()
@@ -201,17 +185,3 @@ def test_frozen_weights_are_cast_once_in_a_fit(tmp_path: Path, accumulate: int, 
     model.net[0].requires_grad_(False)
     make_trainer(tmp_path, accumulate_grad_batches=accumulate).fit(model, loader())
     assert [casts[model.net[layer].weight.data_ptr()] for layer in (0, 2)] == [1, 4 // accumulate]
-
-
-def test_a_declaration_inside_a_step_keeps_the_casts_of_the_loop(tmp_path: Path, casts: Counter[int]) -> None:
-    class Declares(Regression):
-        def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            with weights_unchanged(self):
-                return super().predict_step(batch, batch_idx)
-
-    model, trainer = seeded(Declares), make_trainer(tmp_path)
-    trainer.fit(model, loader())
-    casts.clear()
-    assert_equal(trainer.predict(model, loader()), predicted(model))
-    # once by the Trainer; the casts of the fresh model's weights count under other addresses
-    assert [casts[model.net[layer].weight.data_ptr()] for layer in (0, 2)] == [1, 1]

@@ -16,8 +16,9 @@ from lit import Regression, make_trainer, same, seeded
 from torch import Tensor, nn
 from transformers.optimization import Adafactor
 
-from lightning_fp8 import ScalingState, convert, scaling_state
+from lightning_fp8 import scaling_state
 from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.scaling import ScalingState
 
 EPOCHS, STEPS = 3, 12
 Parameters = Iterator[nn.Parameter]
@@ -239,35 +240,6 @@ def test_it_trains_with_the_scale_of_each_weight(name: str, tmp_path: Path) -> N
         return
     fit(resumed, tmp_path, EPOCHS, ckpt=tmp_path / "half.ckpt")
     assert same(model, resumed)
-
-
-@pytest.mark.parametrize("name", LOW_BIT)
-def test_low_bit_states_resume_in_a_plain_loop(name: str, tmp_path: Path) -> None:
-    def steps(parts: tuple[Fit, torch.optim.Optimizer]) -> None:
-        model, optimizer = parts
-        with torch.compiler.set_stance("force_eager"):
-            for batch in data():
-                model.step(batch).backward()
-                scaling_state(model).update()
-                optimizer.step()
-                optimizer.zero_grad()
-
-    def made() -> tuple[Fit, torch.optim.Optimizer]:
-        model = convert(seeded(MODELS["sgd"]))
-        return model, LOW_BIT[name](model.parameters())
-
-    whole, resumed = made(), made()
-    steps(whole)
-    saved = [whole[0].state_dict(), scaling_state(whole[0]).state_dict(), whole[1].state_dict()]
-    torch.save(saved, tmp_path / "half.pt")
-    steps(whole)
-    for part, state in zip(
-        (resumed[0], scaling_state(resumed[0]), resumed[1]), torch.load(tmp_path / "half.pt", weights_only=False)
-    ):
-        part.load_state_dict(state)
-    assert any(type(value) is not Tensor for one in resumed[1].state.values() for value in one.values())
-    steps(resumed)
-    assert same(whole[0], resumed[0])
 
 
 def test_in_backward_is_the_same_as_after_it(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

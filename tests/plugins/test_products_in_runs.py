@@ -16,8 +16,6 @@ from stacked_blocks import Blocks, products
 from torch import nn
 
 from lightning_fp8 import (
-    CurrentScaling,
-    Fp8FabricPrecision,
     Fp8Precision,
     QuantizationProbe,
     ScaleFactorLogger,
@@ -28,6 +26,7 @@ from lightning_fp8 import (
     load_exported,
     scaling_state,
 )
+from lightning_fp8.plugins.fabric import FabricPrecision
 
 
 class Deep(Regression):
@@ -38,49 +37,9 @@ class Deep(Regression):
         self.net = nn.Sequential(Blocks(3, 2), nn.Linear(16, 16))
 
 
-CONFIG = """
-trainer:
-  accelerator: cpu
-  max_steps: 2
-  logger: false
-  enable_checkpointing: false
-  enable_progress_bar: false
-  enable_model_summary: false
-  plugins:
-    class_path: lightning_fp8.Fp8Precision
-    init_args:
-      recipe: {precision: fp8-current, dgrad: bf16}
-      overrides:
-        "*.down": {wgrad: bf16}
-        net.0.head: bf16
-      bf16_blocks: [1, 0]
-"""
-EXPECTED = {
-    **{f"net.0.blocks.{at}.down": "fdw" if at == 0 else "dw" for at in range(3)},
-    **{f"net.0.blocks.{at}.up": "fdw" if at == 0 else "d" for at in range(3)},
-    **{f"net.0.blocks.{at}.experts.{one}": "fdw" if at == 0 else "d" for at in range(3) for one in range(5)},
-    **{"net.0.others.0": "d", "net.0.others.1": "d", "net.0.head": "fdw", "net.1": "d"},
-}
-
-
-def test_yaml_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_fp8.cli import Fp8CLI
-
-    monkeypatch.chdir(tmp_path)
-    Path("config.yaml").write_text(CONFIG)
-
-    class Data(pl.LightningDataModule):
-        def train_dataloader(self) -> Any:
-            return loader()
-
-    cli = Fp8CLI(Deep, Data, save_config_callback=None, args=["fit", "--config", "config.yaml"])
-    assert products(cli.model) == EXPECTED
-    assert scaling_state(cli.model).recipe == CurrentScaling(dgrad="bf16")
-
-
 def test_a_plugin_keeps_them_for_another_front_end_and_a_converted_model() -> None:
     plugin = Fp8Precision(overrides={"*.down": {"wgrad": "bf16"}}, bf16_blocks=(1, 0))
-    other = Fp8FabricPrecision(**plugin.settings)
+    other = FabricPrecision(plugin)
     model = other.convert_module(Deep())
     # without the arguments, a plugin leaves a converted model unchanged
     found = products(model)

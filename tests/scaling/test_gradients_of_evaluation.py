@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from experts import WIDTH, experts, routing
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, feed_forward, scaling_state
 
@@ -26,45 +24,37 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
+class Called(nn.Module):
+    """A module that a function calls."""
+
+    def __init__(self, call: Callable[..., Tensor], **layers: nn.Module) -> None:
         super().__init__()
-        self.gate, self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.call = call
+        for name, layer in layers.items():
+            self.add_module(name, layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        return feed_forward((self.gate, self.up), F.silu, self.down, x)
+        return self.call(self, x)
 
 
-class FeedForward(Gated):
-    def forward(self, x: Tensor) -> Tensor:
-        return feed_forward(self.up, F.gelu, self.down, x)
+def of_experts(model: Any, x: Tensor) -> Tensor:
+    index, weights = routing()
+    return model.experts(x[: len(index)], index, weights)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x[None], x[None], x[None])[0][0]
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = experts()
-
-    def forward(self, x: Tensor) -> Tensor:
-        index, weights = routing()
-        return self.experts(x[: len(index)], index, weights)
+def linear_layers() -> dict[str, nn.Module]:
+    return {"gate": nn.Linear(WIDTH, 64), "up": nn.Linear(WIDTH, 64), "down": nn.Linear(64, WIDTH)}
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH)),
-    "feed_forward": FeedForward,
-    "gated": Gated,
-    "attention": Attention,
-    "experts": Experts,
+    "feed_forward": lambda: Called(lambda m, x: feed_forward(m.up, F.gelu, m.down, x), **linear_layers()),
+    "gated": lambda: Called(lambda m, x: feed_forward((m.gate, m.up), F.silu, m.down, x), **linear_layers()),
+    "attention": lambda: Called(
+        lambda m, x: m.attention(x[None], x[None], x[None])[0][0],
+        attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+    ),
+    "experts": lambda: Called(of_experts, experts=experts()),
 }
 
 
@@ -93,19 +83,21 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_evaluation(kind: str, loss: str) -> None:
-    errors = {}
+def test_gradients_of_evaluation(kind: str) -> None:
+    errors: dict[str, list[float]] = {}
     for recipe in (DelayedScaling(), CurrentScaling()):
         model, plain = trained(kind, recipe)
-        before = {name: value.clone() for name, value in vars(scaling_state(model)).items() if type(value) is Tensor}
-        errors[recipe.precision] = error(input_gradient(model, LOSSES[loss]), input_gradient(plain, LOSSES[loss]))
         state = scaling_state(model)
-        assert all(torch.equal(getattr(state, name), before[name]) for name in ("amax_history", "nonfinite_steps"))
+        before = {name: getattr(state, name).clone() for name in ("amax_history", "nonfinite_steps")}
+        errors[recipe.precision] = [
+            error(input_gradient(model, loss), input_gradient(plain, loss)) for loss in LOSSES.values()
+        ]
+        assert all(torch.equal(getattr(state, name), value) for name, value in before.items())
         assert not state.amax[: state.delayed].any()
-    assert errors["fp8-current"] < 0.12
-    assert errors["fp8-delayed"] < 1.3 * errors["fp8-current"] + 0.01
+    assert max(errors["fp8-current"]) < 0.12
+    for delayed, current in zip(errors["fp8-delayed"], errors["fp8-current"]):
+        assert delayed < 1.3 * current + 0.01
 
 
 @pytest.mark.parametrize("kind", ["linear", "gated", "attention"])
@@ -151,54 +143,3 @@ def test_a_frozen_encoder_in_evaluation(recipe: Any) -> None:
     if recipe.from_history:
         recorded = {name for name, filled in zip(state.names, state.amax_history[0] > 0) if filled}
         assert recorded == {"head.input", "head.grad_output"}
-
-
-class Attacked(pl.LightningModule):
-    """Makes adversarial inputs in validation, and with ``model.eval()`` inside a training step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.plain = KINDS["linear"](), KINDS["linear"]()
-        self.plain.requires_grad_(False)
-        self.errors: dict[str, list[float]] = {"train": [], "validate": []}
-
-    def _attack(self, x: Tensor, stage: str) -> None:
-        self.plain.load_state_dict(self.net.state_dict())
-        with torch.enable_grad():
-            found, expected = (
-                torch.autograd.grad(LOSSES["saliency"](net(leaf := x.clone().requires_grad_())), leaf)[0]
-                for net in (self.net, self.plain)
-            )
-        self.errors[stage].append(error(found, expected))
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        self.net.eval()
-        self._attack(batch[0], "train")
-        self.net.train()
-        return self.net(batch[0]).square().mean() * 1e-3
-
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
-        self._attack(batch[0], "validate")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.net.parameters(), 1e-2)
-
-
-def test_attacks_in_a_trainer(tmp_path: Any) -> None:
-    model = Attacked()
-    data = DataLoader(TensorDataset(torch.randn(4 * ROWS, WIDTH)), ROWS)
-    trainer = pl.Trainer(
-        max_epochs=2,
-        precision="fp8-delayed",
-        plugins=None,
-        inference_mode=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(model, data, data)
-    assert {stage: len(found) for stage, found in model.errors.items()} == {"train": 8, "validate": 8}
-    assert max(map(max, model.errors.values())) < 0.12

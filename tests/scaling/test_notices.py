@@ -10,16 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lit import TRUSTED, Regression, loader, long_window, make_trainer, seeded
 from small_models import small_mlp
 from torch import Tensor, nn
 
-from lightning_fp8 import convert, fall_back, fallbacks, load_scales, scaling_state
+from lightning_fp8 import convert, load_scales, scaling_state
 
 OTHER_WEIGHTS = "evaluated with weights other than"
 WITHOUT_SCALES, WITHOUT_UPDATE, NONFINITE = (
@@ -35,19 +33,28 @@ def told(*subjects: str) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         yield
-    ours = [str(one.message) for one in said if str(one.message).startswith("lightning_fp8:")]
-    assert all("lightning_fp8" in one.filename for one in said if str(one.message) in ours)
-    assert len(ours) == len(subjects), ours
+    ours = [one for one in said if str(one.message).startswith("lightning_fp8:")]
+    assert all("lightning_fp8" in one.filename for one in ours)
+    messages = [str(one.message) for one in ours]
+    assert len(messages) == len(subjects), messages
     for subject in subjects:
-        assert any(subject in message for message in ours), (subject, ours)
+        assert any(subject in message for message in messages), (subject, messages)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, update: bool = True, factor: float = 1.0) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, update: bool = True, x: Tensor | None = None) -> None:
     optimizer.zero_grad()
-    model(torch.randn(8, 32) * factor).square().mean().backward()
+    model(torch.randn(8, 32) if x is None else x).square().mean().backward()
     if update:
         scaling_state(model).update()
     optimizer.step()
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def val_loss(path: Path, model: Any, **kwargs: Any) -> float:
+    return make_trainer(path).validate(model, loader(batch_size=4), verbose=False, **kwargs)[0]["val_loss"]
 
 
 # --- evaluation without scales ----------------------------------------------------------------------------------------
@@ -68,9 +75,10 @@ def test_a_loop_that_evaluates_without_scales(compiled: bool) -> None:
 
 def test_with_scales_nothing_is_said() -> None:
     model = convert(small_mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with told():
-        step(model, optimizer)
+        # a frozen encoder inside training is no evaluation
+        nn.Sequential(copy.deepcopy(model).eval(), nn.Linear(16, 1))(torch.randn(8, 32)).sum().backward()
+        step(model, sgd(model))
         # the step of another optimizer, without a forward of this model
         scaling_state(model).update()
         with torch.no_grad():
@@ -85,17 +93,11 @@ def test_with_scales_nothing_is_said() -> None:
             model(x)
 
 
-def test_a_frozen_encoder_inside_training_is_no_evaluation() -> None:
-    model = nn.Sequential(convert(small_mlp()).eval(), nn.Linear(16, 1))
-    with told():
-        model(torch.randn(8, 32)).sum().backward()
-
-
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_sanity_check_by_hand_is_no_evaluation_of_a_model_that_trains(trains: bool) -> None:
     fabric = Fabric(precision="fp8-delayed", accelerator="cpu", devices=1)
     net = seeded().net
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model, optimizer = fabric.setup(net, sgd(net))
 
     def validate(batches: int) -> None:
         model.eval()
@@ -114,8 +116,17 @@ def test_a_sanity_check_by_hand_is_no_evaluation_of_a_model_that_trains(trains: 
         validate(4)
 
 
-class Teacher(Regression):
-    """Calls its own layers without gradients, before the first update."""
+class Evaluates(Regression):
+    """Calls its own layers without gradients before the first update: in the summary, at the start and in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.randn(4, 32)
+
+    def on_fit_start(self) -> None:
+        with torch.no_grad():
+            for x, _ in loader():
+                self(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with torch.no_grad():
@@ -124,24 +135,7 @@ class Teacher(Regression):
         return super().training_step(batch, batch_idx)
 
 
-class Summarized(Regression):
-    """The summary runs a forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.example_input_array = torch.randn(4, 32)
-
-
-class Baseline(Regression):
-    """Evaluates all data before it trains."""
-
-    def on_fit_start(self) -> None:
-        with torch.no_grad():
-            for x, _ in loader():
-                self(x)
-
-
-@pytest.mark.parametrize("model", [Regression, Teacher, Summarized, Baseline])
+@pytest.mark.parametrize("model", [Regression, Evaluates])
 def test_a_trainer_that_fits_has_nothing_to_say(model: type[Regression], tmp_path: Path) -> None:
     with told():
         trainer = make_trainer(tmp_path, max_steps=4, num_sanity_val_steps=-1, enable_model_summary=True)
@@ -175,53 +169,20 @@ def test_a_trainer_that_evaluates_without_scales(tmp_path: Path) -> None:
     trainer.fit(seeded(), loader(), loader())
     path = tmp_path / "run.ckpt"
     trainer.save_checkpoint(path)
-    expected = trainer.validate(seeded(), loader(batch_size=4), ckpt_path=path, **TRUSTED)[0]["val_loss"]
+    expected = val_loss(tmp_path, seeded(), ckpt_path=path, **TRUSTED)
     saved = torch.load(path, weights_only=True)
     for evaluate in ("validate", "test", "predict"):
         model = Regression()
         model.load_state_dict(saved["state_dict"])
-        # from the first batch on
-        with told(WITHOUT_SCALES):
+        # from the first batch on, and how to get them
+        with told("after it call `lightning_fp8.load_scales(model, file)` with the file of the weights"):
             getattr(make_trainer(tmp_path), evaluate)(model, loader(batch_size=64))
-    # without weights from elsewhere, and the two remedies
+    # without weights from elsewhere, and with the remedy
     with told():
-        model = Regression.load_from_checkpoint(path)
-        assert make_trainer(tmp_path).validate(model, loader(batch_size=4))[0]["val_loss"] == expected
-        model = seeded()
-        assert make_trainer(tmp_path).validate(model, loader(batch_size=4), ckpt_path=path)[0]["val_loss"] == expected
+        assert val_loss(tmp_path, Regression.load_from_checkpoint(path)) == expected
         model = Regression()
         model.load_state_dict(saved["state_dict"])
-        assert (
-            make_trainer(tmp_path).validate(load_scales(model, path), loader(batch_size=4))[0]["val_loss"] == expected
-        )
-
-
-@pytest.mark.parametrize("weights_only", [False, True])
-def test_the_best_weights_loaded_by_hand_are_told_how_to_get_their_scales(weights_only: bool, tmp_path: Path) -> None:
-    """As packages do after ``fit``: the model stays converted, and its scales are those of the last weights."""
-    best = ModelCheckpoint(tmp_path, monitor="val_loss", save_weights_only=weights_only)
-    trainer, model = make_trainer(tmp_path, max_epochs=3, enable_checkpointing=True, callbacks=[best]), seeded(lr=0.3)
-    trainer.fit(model, loader(), loader())
-    best_loss = trainer.validate(ckpt_path="best", dataloaders=loader(batch_size=4), **TRUSTED)[0]["val_loss"]
-    model.load_state_dict(torch.load(best.best_model_path, weights_only=True)["state_dict"])
-    with told("after it call `lightning_fp8.load_scales(model, file)` with the file of the weights"):
-        for _ in range(2):
-            make_trainer(tmp_path).validate(model, loader(batch_size=4))
-    with told():
-        load_scales(model, best.best_model_path)
-        assert make_trainer(tmp_path).validate(model, loader(batch_size=4))[0]["val_loss"] == best_loss
-
-
-def test_a_bf16_checkpoint_in_a_trainer_that_had_already_fit(tmp_path: Path) -> None:
-    other = make_trainer(tmp_path, precision="bf16-mixed", max_steps=8)
-    other.fit(seeded(lr=0.1), loader())
-    other.save_checkpoint(tmp_path / "bf16.ckpt")
-    trainer, model = make_trainer(tmp_path, max_steps=4), seeded()
-    trainer.fit(model, loader())
-    with told(OTHER_WEIGHTS):
-        found = trainer.validate(model, loader(batch_size=64), ckpt_path=tmp_path / "bf16.ckpt")[0]["val_loss"]
-    expected = other.validate(other.model, loader(batch_size=64))[0]["val_loss"]
-    assert found == pytest.approx(expected, rel=0.03)
+        assert val_loss(tmp_path, load_scales(model, path)) == expected
 
 
 # --- scales that nobody updates ---------------------------------------------------------------------------------------
@@ -240,33 +201,33 @@ def test_a_loop_that_forgets_to_update(compiled: bool) -> None:
             step(call, optimizer, update=False)
 
 
-def test_a_loop_that_updates_is_left_alone() -> None:
+def test_loops_that_need_no_other_update() -> None:
     models = [convert(small_mlp()) for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    # records nothing
+    models.append(convert(small_mlp()).eval())
+    optimizers = list(map(sgd, models))
     with told():
         for _ in range(6):
             # the second is stepped five times as often, like a critic
             step(models[0], optimizers[0])
             for _ in range(5):
                 step(models[1], optimizers[1])
+            step(models[2], optimizers[2], update=False)
             with torch.no_grad():
                 models[0](torch.randn(4, 32))
-            # an optimizer of another model
-            torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()
-
-
-def test_layers_that_record_nothing_need_no_update() -> None:
-    model = convert(small_mlp()).eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with told():
-        for _ in range(6):
-            step(model, optimizer, update=False)
+            # an optimizer of another model, and steps without a forward
+            sgd(nn.Linear(2, 2)).step()
+        step(models[0], optimizers[0])
+        for parameter in models[0].parameters():
+            parameter.grad.zero_()
+        for _ in range(4):
+            optimizers[0].step()
 
 
 def test_an_optimizer_in_backward() -> None:
     model = convert(small_mlp())
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
-    for parameter, optimizer in optimizers.items():
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
         parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
     with told():
         for _ in range(2):
@@ -281,13 +242,11 @@ class RawOptimizer(Regression):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers(use_pl_optimizer=False)
         optimizer.zero_grad()
-        loss = self.step(batch)
-        self.manual_backward(loss)
+        self.manual_backward(self.step(batch))
         optimizer.step()
-        return loss
 
 
 def test_a_raw_optimizer_under_the_trainer(tmp_path: Path) -> None:
@@ -295,27 +254,37 @@ def test_a_raw_optimizer_under_the_trainer(tmp_path: Path) -> None:
         make_trainer(tmp_path, max_epochs=2, max_steps=-1).fit(seeded(RawOptimizer), loader())
 
 
-class Lbfgs(Regression):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=5)
-
-
 def test_an_optimizer_that_calls_its_closure_several_times(tmp_path: Path) -> None:
+    class Lbfgs(Regression):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=5)
+
     model = seeded(Lbfgs)
-    trainer = make_trainer(tmp_path, max_steps=4, plugins=long_window())
-    trainer.fit(model, loader())
+    make_trainer(tmp_path, max_steps=4, plugins=long_window()).fit(model, loader())
     assert len(model.losses) > 2 * 4
     assert scaling_state(model).updates == 4
     assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [4] * 4
 
 
-def test_optimizer_steps_without_a_forward_ask_for_no_update() -> None:
+@pytest.mark.parametrize("in_a_hook", [False, True])
+def test_weights_that_a_loop_clips_after_each_step(in_a_hook: bool) -> None:
+    """They are no longer what the optimizer made of them, unless clipping is a part of its step."""
     model = convert(small_mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with told():
-        step(model, optimizer)
-        for _ in range(4):
-            optimizer.step()
+    optimizer = sgd(model)
+
+    @torch.no_grad()
+    def clip(*_: object) -> None:
+        for parameter in model.parameters():
+            parameter.clamp_(-0.05, 0.05)
+
+    if in_a_hook:
+        optimizer.register_step_post_hook(clip)
+    with told(*([] if in_a_hook else ["changes weights of a model"])):
+        for _ in range(8):
+            step(model, optimizer)
+            if not in_a_hook:
+                clip()
+    assert int((scaling_state(model).amax_history[:, 0] > 0).sum()) == (8 if in_a_hook else 1)
 
 
 # --- inf and NaN ------------------------------------------------------------------------------------------------------
@@ -323,59 +292,63 @@ def test_optimizer_steps_without_a_forward_ask_for_no_update() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_the_first_inf_or_nan_is_named_with_its_step(value: float) -> None:
-    model = convert(small_mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, x = convert(small_mlp()), torch.randn(8, 32)
+    optimizer = sgd(model, lr=0.0)
     with told():
-        for _ in range(3):
+        for _ in range(4):
             step(model, optimizer)
-    x = torch.randn(8, 32)
     x[3, 5] = value
     with told(f"{NONFINITE} '0.input'"):
         for _ in range(3):
             model(x).sum().backward()
             scaling_state(model).update()
-
-
-def test_the_step_and_the_tensors_of_it() -> None:
+    # a copy does not report what was before it
+    with told():
+        scaling_state(copy.deepcopy(model)).update()
     model = convert(small_mlp())
-    for _ in range(4):
-        model(torch.randn(8, 32)).sum().backward()
-        scaling_state(model).update()
     with torch.no_grad():
         model[2].weight[0, 0] = float("inf")
-    with told("'2.weight' at optimizer step 5 of this model"):
-        model(torch.randn(8, 32)).sum().backward()
-        scaling_state(model).update()
+    with told("'2.weight' at optimizer step 1 of this model"):
+        step(model, sgd(model))
 
 
 def test_under_a_trainer_without_callbacks(tmp_path: Path) -> None:
     class Bad(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             x, y = batch
-            x = torch.where(torch.arange(len(x))[:, None] == batch_idx, float("inf"), x) if batch_idx == 2 else x
-            return super().training_step((x, y), batch_idx)
+            return super().training_step((x * float("inf") if batch_idx == 2 else x, y), batch_idx)
 
     with told("'net.0.input' at optimizer step 3 of this model"):
         make_trainer(tmp_path, max_steps=4).fit(seeded(Bad), loader())
 
 
 def test_what_a_checkpoint_counts_is_no_news() -> None:
-    model = convert(small_mlp())
+    model, bad = convert(small_mlp()), torch.full((8, 32), float("inf"))
     with told(NONFINITE):
-        model(torch.full((8, 32), float("inf"))).sum().backward()
-        scaling_state(model).update()
-    saved = scaling_state(model).state_dict()
-    other = convert(small_mlp())
+        step(model, sgd(model, lr=0.0), x=bad)
+    saved, other = scaling_state(model).state_dict(), convert(small_mlp())
     with told():
         scaling_state(other).load_state_dict(saved)
-        other(torch.randn(8, 32)).sum().backward()
-        scaling_state(other).update()
+        step(other, sgd(other))
     with told(NONFINITE):
-        other(torch.full((8, 32), float("inf"))).sum().backward()
-        scaling_state(other).update()
+        step(other, sgd(other), x=bad)
 
 
-# --- abandoned steps --------------------------------------------------------------------------------------------------
+# --- amaxes that wait -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["copied", "loaded"])
+def test_amaxes_that_came_along_become_scales(how: str) -> None:
+    model = convert(small_mlp())
+    model(torch.ones(8, 32)).sum().backward()
+    if how == "copied":
+        model = copy.deepcopy(model)
+    else:
+        scaling_state(model).load_state_dict(scaling_state(model).state_dict())
+    scaling_state(model).update()
+    with told(), torch.no_grad():
+        for _ in range(4):
+            model.eval()(torch.ones(8, 32))
 
 
 @pytest.mark.parametrize("where", ["training_step", "backward", "on_before_optimizer_step"])
@@ -406,69 +379,3 @@ def test_an_error_leaves_no_amax_for_the_next_update(where: str, tmp_path: Path)
     model.broken = False
     make_trainer(tmp_path, max_steps=1).fit(model, loader())
     assert state.amax_history[0].max() < 1e3
-
-
-# --- scales out of a checkpoint ---------------------------------------------------------------------------------------
-
-
-def trained() -> nn.Module:
-    model = convert(small_mlp(), ignore_modules=())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        step(model, optimizer)
-    return model
-
-
-@pytest.mark.parametrize("form", ["entries", "under a key", "file"])
-def test_load_scales(form: str, tmp_path: Path) -> None:
-    source, x = trained(), torch.randn(4, 32)
-    fall_back(source, "2")
-    saved: Any = scaling_state(source).state_dict()
-    if form != "entries":
-        saved = {"model": source.state_dict(), "scaling": saved, "step": 3}
-    if form == "file":
-        torch.save(saved, tmp_path / "run.pt")
-        saved = tmp_path / "run.pt"
-    with torch.no_grad():
-        expected = source.eval()(x)
-        # a plain model is converted; into a converted one only the scales are loaded
-        for model in (small_mlp(), convert(small_mlp())):
-            model.load_state_dict(source.state_dict())
-            assert load_scales(model, saved) is model
-            assert torch.equal(model.eval()(x), expected)
-            assert fallbacks(model) == ("2",)
-
-
-def test_load_scales_converts_what_the_checkpoint_knows() -> None:
-    source = convert(small_mlp(), ignore_modules=("2",))
-    step(source, torch.optim.SGD(source.parameters(), lr=0.1))
-    model = load_scales(small_mlp(), scaling_state(source).state_dict())
-    assert scaling_state(model).module_names == ("0",)
-    assert type(model[2]) is nn.Linear
-
-
-def test_load_scales_of_something_else(tmp_path: Path) -> None:
-    model = small_mlp()
-    with pytest.raises(FileNotFoundError, match="no checkpoint"):
-        load_scales(model, tmp_path / "missing.ckpt")
-    with pytest.raises(ValueError, match=r"has no scales.*Its keys are 'state_dict', 'epoch'\."):
-        load_scales(model, {"state_dict": model.state_dict(), "epoch": 1})
-    two = {name: scaling_state(trained()).state_dict() for name in ("generator", "critic")}
-    with pytest.raises(ValueError, match="2 scaling states: pass the one"):
-        load_scales(model, two)
-    other = convert(nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16)))
-    with pytest.raises(ValueError, match=r"In the checkpoint but not in the model: '1\.input', '1\.grad_output'"):
-        load_scales(model, scaling_state(other).state_dict())
-    # nothing has been changed
-    assert [type(layer) for layer in model] == [nn.Linear, nn.GELU, nn.Linear]
-
-
-def test_load_scales_of_a_trainers_checkpoint(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, max_steps=3)
-    trainer.fit(seeded(), loader())
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    model = load_scales(Regression.load_from_checkpoint(tmp_path / "run.ckpt"), tmp_path / "run.ckpt")
-    mine, theirs = scaling_state(model), scaling_state(trainer.model)
-    assert mine.names == theirs.names
-    assert torch.equal(mine.scale[: mine.delayed], theirs.scale[: mine.delayed])
-    assert isinstance(trainer, pl.Trainer)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,16 +14,12 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scales_in_numpy import NOTICES, ModelScales, ScaledLayer
+from observed_chain import LAYERS, WIDTH, Chain, Observer, Subject
+from scales_in_numpy import NOTICES, ModelScales
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import DelayedScaling, Fp8Linear, convert, fall_back, load_scales, scaling_state, unconvert
-
-WIDTH = 16
-LAYERS = ("a", "b", "c", "d")
-ROLES = ("input", "grad_output")
-INPUTS = ("amax", "amax_history", "scale", "nonfinite_steps")
+from lightning_fp8 import DelayedScaling, convert, fall_back, load_scales, scaling_state, unconvert
+from lightning_fp8.modules import Fp8Linear
 
 which = st.integers(0, 1)
 seeds = st.integers(0, 99)
@@ -41,101 +35,6 @@ recipes = st.builds(
     amax_history_len=st.integers(1, 4),
     amax_compute_algo=st.sampled_from(["max", "most_recent"]),
 )
-
-
-class Chain(nn.Module):
-    """Linear layers in sequence; a forward may skip some, and recompute each or all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in LAYERS[:3]:
-            self.add_module(name, nn.Linear(WIDTH, WIDTH, bias=False))
-
-    def forward(self, x: Tensor, skipped: frozenset[str] = frozenset(), recompute: str = "no") -> Tensor:
-        what, _, kind = recompute.partition(" ")
-        around = partial(checkpoint, use_reentrant=kind == "reentrant")
-        run = [layer for name, layer in self.named_children() if name not in skipped]
-        if what == "all":
-            return around(nn.Sequential(*run), x)
-        for layer in run:
-            x = around(layer, x) if what == "each" else layer(x)
-        return x
-
-
-class Subject:
-    """A converted model, its optimizer, and the specified state of its scales."""
-
-    def __init__(self, net: Chain, scales: ModelScales) -> None:
-        self.net, self.scales = net, scales
-        self.frozen: frozenset[str] = frozenset()
-        self.new_optimizer()
-
-    def new_optimizer(self) -> None:
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        self.scales.steps = 0
-
-    def copy(self) -> Subject:
-        other = Subject(copy.deepcopy(self.net), self.scales.copy())
-        other.frozen = self.frozen
-        return other
-
-    def set_training(self, training: bool) -> None:
-        self.net.train(training)
-        for name, layer in self.net.named_children():
-            layer.train(training and name not in self.frozen)
-
-
-class Observer:
-    """Observes inputs and gradients of every layer with hooks, and checks the products computed from them."""
-
-    def __init__(self, subject: Subject, is_evaluation: bool = False) -> None:
-        self.scales, self.is_evaluation = subject.scales, is_evaluation
-        self.operands: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        self.handles: list[Any] = []
-        for name, layer in subject.net.named_children():
-            self.handles.append(layer.register_forward_pre_hook(partial(self.see_input, name)))
-            self.handles.append(layer.register_forward_hook(partial(self.see_output, name)))
-
-    def see_input(self, name: str, layer: nn.Linear, args: tuple[Tensor]) -> None:
-        x, weight = args[0].detach().numpy(), layer.weight.detach().numpy()
-        scaled = self.scales.in_fp8(name)
-        if scaled is not None:
-            record = layer.training and torch.is_grad_enabled()
-            self.scales.see_weight(name, record)
-            self.scales.see_cast(record, name if self.is_evaluation else None)
-            x = scaled.input.cast(x, record, self.scales.uses_histories(record))
-            weight = scaled.weight.cast(weight, record)
-        self.operands[name] = x, weight
-
-    def see_output(self, name: str, layer: nn.Linear, args: tuple[Tensor], y: Tensor) -> None:
-        x, weight = self.operands.pop(name)
-        check_product(y.detach().numpy(), x, weight)
-        if y.requires_grad:
-            dy: list[np.ndarray] = []
-            y.register_hook(partial(self.see_gradient, dy, self.scales.in_fp8(name), layer.training))
-            if args[0].requires_grad:
-                # the recomputation of a non-reentrant checkpoint gives no gradient for y
-                args[0].register_hook(lambda dx: check_product(dx.numpy(), dy.pop(), weight.T) if dy else None)
-
-    def see_gradient(self, dy: list[np.ndarray], scaled: ScaledLayer | None, record: bool, gradient: Tensor) -> None:
-        dy.append(gradient.detach().numpy())
-        if scaled is not None:
-            self.scales.see_cast(record, evaluated=None)
-            # a gradient that is not recorded belongs to another loss
-            dy[0] = scaled.grad_output.cast(dy[0], record, use_history=record)
-
-    def close(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
-def check_product(actual: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
-    """``a @ b^T`` within the rounding of fp32 sums."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    if not (np.isinf(a).any() or np.isinf(b).any()):
-        expected, bound = a @ b.T, 1e-6 * (np.abs(a) @ np.abs(b).T) + 1e-36
-        assert np.array_equal(np.isnan(actual), np.isnan(expected))
-        assert not (np.abs(actual - expected) > bound).any()
 
 
 def random(seed: int, magnitude: float, poison: float | None = None, rows: int = 3) -> Tensor:
@@ -415,10 +314,15 @@ def is_same(actual: np.ndarray, expected: np.float32) -> bool:
     return np.array_equal(actual, np.float32(expected), equal_nan=True)
 
 
-TestConvertedModel = ConvertedModel.TestCase
-TestConvertedModel.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, database=None, report_multiple_bugs=False
-)
+class TestConvertedModel(ConvertedModel.TestCase):
+    settings = settings(
+        max_examples=60,
+        stateful_step_count=25,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        report_multiple_bugs=False,
+    )
 
 
 def train(machine: ConvertedModel, update: str) -> None:
@@ -466,8 +370,11 @@ RARE: dict[str, Callable[[ConvertedModel], None]] = {
 }
 
 
+@pytest.mark.parametrize("half", ["cpu", "cuda_half"])
 @pytest.mark.parametrize("what", RARE)
-def test_rare_sequence(what: str) -> None:
+def test_rare_sequence(what: str, half: str, request: pytest.FixtureRequest) -> None:
+    if half != "cpu":
+        request.getfixturevalue(half)
     machine = ConvertedModel()
     machine.start(DelayedScaling(amax_history_len=2), steps=2)
     RARE[what](machine)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fp8 import convert
 from lightning_fp8.modules.class_swap import exchange_class
@@ -74,6 +74,29 @@ class BertFeedForward(nn.Module):
 
 def encoder(activation: str = "gelu") -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, 2, HIDDEN, 0.0, activation, batch_first=True)
+
+
+class Mine(nn.Module):
+    """A user's class with the form of ViT's MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.act, self.two = nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """With a docstring."""
+        hidden = self.act(self.one(hidden))
+        return self.two(hidden)
+
+
+class Scaled(Mine):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * self.two(self.act(self.one(hidden)))
+
+
+class SequentialOfAnotherKind(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
 
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -28,3 +29,16 @@ def training_step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) 
     state.update()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return [y.detach(), x.grad, *gradients, state.scale.clone(), state.amax_history[0].clone()]
+
+
+def assert_same_steps(one: nn.Module, two: nn.Module, steps: int = 3, autocast: bool = False) -> None:
+    """Outputs, gradients, scales and amaxes agree, at the first use of every tensor and with delayed scales."""
+    dtype = next(one.parameters()).dtype
+    for _ in range(steps):
+        x = torch.randn(2, 7, 32, dtype=dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            expected, actual = training_step(one, one, x), training_step(two, two, x)
+        assert len(expected) >= 4
+        for this, that in zip(expected, actual, strict=True):
+            assert that.dtype == this.dtype
+            assert torch.equal(that, this)

@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
+from lightning_fp8 import convert
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
+
 ADAPTERS = ("*lora_*",)
+BASE = ("attention.in_proj_weight", "attention.out_proj.weight", "mlp.0.weight", "mlp.2.weight", "conv.weight")
+BASE = (*BASE, "query.base.weight")
 # in layers whose weight is frozen: attention 32 x 96 and 32 x 32, up and down 32 x 64, conv 32 x 32, query 32 x 32
 FROZEN = 32 * 96 + 32 * 32 + 2 * 32 * 64 + 2 * 32 * 32
 
@@ -56,3 +62,20 @@ def _call(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def on_frozen_base(dtype: torch.dtype = torch.float32, seed: int = 0) -> OnFrozenBase:
     torch.manual_seed(seed)
     return OnFrozenBase(dtype)
+
+
+def converted(how: str, dtype: torch.dtype = torch.float32) -> OnFrozenBase:
+    return convert(on_frozen_base(dtype), ignore_modules=ADAPTERS, frozen_weights=how)
+
+
+def frozen_weights(model: nn.Module) -> dict[str, Fp8Parameter]:
+    return {name: p for name, p in model.named_parameters() if isinstance(p, Fp8Parameter)}
+
+
+def payloads(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: (w.payload.clone(), w.scale_inv.clone()) for name, w in frozen_weights(model).items()}
+
+
+def same(one: Any, other: Any) -> bool:
+    leaves, others = tree_leaves(one), tree_leaves(other)
+    return len(leaves) == len(others) > 0 and all(map(torch.equal, leaves, others))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels_cuda.gemm import Operand
 from kernels_cuda.gemm_variants import OUTPUTS, Configuration
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -31,6 +32,11 @@ class Operands(NamedTuple):
     b_scale_inv: Tensor
     a_format: str
     b_format: str
+
+    @property
+    def scaled(self) -> tuple[Operand, Operand]:
+        """Both operands as kernels take them."""
+        return (self.a, self.a_scale_inv), (self.b, self.b_scale_inv)
 
     def values(self) -> tuple[Tensor, Tensor]:
         """Both operands as fp64, without the factors."""

@@ -11,7 +11,7 @@ from fp8_numpy import code_values
 from torch import Tensor
 
 from kernels_cuda import gemm as kernel_gemm
-from kernels_cuda.gemm import Split
+from kernels_cuda.gemm import Operand, Split
 from kernels_cuda.gemm_variants import Configuration
 from lightning_fp8.ops.cuda import gemm as gemm_operators
 from lightning_fp8.ops.cuda import gemm_choice, kernels
@@ -39,7 +39,7 @@ class Gemms:
     choice: the choice for every GEMM.
     missing: families of kernels that are not available: "gemm", "sum_splits".
     asked: arguments of each request for a choice: gemm, m, n, k, promote and the output's dtype.
-    launches: names of the functions that launched, in order.
+    launches: "gemm" or "split_gemm" for each launch, in order.
     kernels: the kernel of each launch.
     """
 
@@ -51,8 +51,7 @@ class Gemms:
         monkeypatch.setattr(gemm_choice, "choose", self._choose)
         monkeypatch.setattr(kernels, "gemm_kernel", self._obtain("gemm", GemmKernel))
         monkeypatch.setattr(kernels, "sum_splits_kernel", self._obtain("sum_splits", SumKernel))
-        for name in ("gemm", "split_gemm"):
-            monkeypatch.setattr(kernel_gemm, name, self._counting(name))
+        monkeypatch.setattr(kernel_gemm, "gemm", self._launch)
 
     def _choose(self, device: torch.device, *asked: Any) -> Choice:
         *wanted, run = asked
@@ -63,14 +62,27 @@ class Gemms:
     def _obtain(self, family: str, make: Any) -> Any:
         return lambda device, *variant: None if family in self.missing else make(*variant)
 
-    def _counting(self, name: str) -> Any:
-        def launch(kernel: GemmKernel, configuration: Configuration, *args: Any, **kwargs: Any) -> None:
-            assert kernel.configuration == configuration == self.choice.configuration
-            self.launches.append(name)
-            self.kernels.append(kernel)
-            globals()[name](kernel, configuration, *args, **kwargs)
-
-        return launch
+    def _launch(
+        self,
+        kernel: GemmKernel,
+        configuration: Configuration,
+        a: Operand,
+        b: Operand,
+        out: Tensor,
+        bias: Tensor | None,
+        split: Split | None,
+    ) -> None:
+        assert kernel.configuration == configuration == self.choice.configuration
+        self.launches.append("gemm" if split is None else "split_gemm")
+        self.kernels.append(kernel)
+        check_rows(out)
+        if split is None:
+            assert out.dtype == kernel.output
+            product = _product(kernel, a, b)
+        else:
+            assert split.sum_kernel == SumKernel(out.dtype)
+            product = _sum_of_parts(kernel, a, b, out, split)
+        out.copy_(product + _addend(bias, out.dtype))
 
 
 def values(payload: Tensor, fmt: str) -> Tensor:
@@ -78,49 +90,19 @@ def values(payload: Tensor, fmt: str) -> Tensor:
     return torch.from_numpy(code_values(fmt))[payload.long()].double()
 
 
-def gemm(
-    kernel: GemmKernel,
-    configuration: Configuration,
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    bias: Tensor | None = None,
-) -> None:
-    assert out.dtype == kernel.output
-    check_rows(out)
-    product = _product(kernel, a, b, a_scale_inv, b_scale_inv)
-    out.copy_(product + _addend(bias, out.dtype))
-
-
-def split_gemm(
-    kernel: GemmKernel,
-    configuration: Configuration,
-    split: Split,
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    bias: Tensor | None = None,
-) -> None:
-    (m, n), steps = out.shape, -(-a.shape[1] // 128)
+def _sum_of_parts(kernel: GemmKernel, a: Operand, b: Operand, out: Tensor, split: Split) -> Tensor:
+    (m, n), steps = out.shape, -(-a[0].shape[1] // 128)
     assert kernel.output == split.parts.dtype == torch.float32
-    assert split.parts.shape[:2] == (split.count, kernel_gemm.split_rows(configuration, m))
+    assert split.parts.shape[:2] == (split.count, kernel_gemm.split_rows(kernel.configuration, m))
     assert split.parts.shape[2] >= n
     assert 2 <= split.count <= steps
-    assert split.sum_kernel == SumKernel(out.dtype)
-    check_rows(out)
     check_rows(split.parts[0])
     ends = [128 * (steps * part // split.count) for part in range(split.count + 1)]
     for part, (start, end) in enumerate(pairwise(ends)):
         columns = slice(start, end)
-        product = _product(
-            kernel, a[:, columns].contiguous(), b[:, columns].contiguous(), a_scale_inv, b_scale_inv
-        )  # fmt: skip
-        split.parts[part, :m, :n] = product
-    out.copy_(split.parts[:, :m, :n].double().sum(dim=0) + _addend(bias, out.dtype))
+        its = ((payload[:, columns].contiguous(), scale_inv) for payload, scale_inv in (a, b))
+        split.parts[part, :m, :n] = _product(kernel, *its)
+    return split.parts[:, :m, :n].double().sum(dim=0)
 
 
 def check_rows(out: Tensor) -> None:
@@ -130,14 +112,14 @@ def check_rows(out: Tensor) -> None:
     assert out.shape[0] == 1 or out.stride(0) * out.itemsize % 16 == 0
 
 
-def _product(kernel: GemmKernel, a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:
-    for payload in (a, b):
+def _product(kernel: GemmKernel, a: Operand, b: Operand) -> Tensor:
+    for payload, scale_inv in (a, b):
         assert payload.dtype == torch.uint8
         assert payload.is_contiguous()
         assert payload.data_ptr() % 16 == payload.shape[1] % 16 == 0
-    assert a_scale_inv.dtype == b_scale_inv.dtype == torch.float32
-    product = values(a, kernel.a_format) @ values(b, kernel.b_format).T
-    return product * (a_scale_inv * b_scale_inv).double()
+        assert scale_inv.dtype == torch.float32
+    product = values(a[0], kernel.a_format) @ values(b[0], kernel.b_format).T
+    return product * (a[1] * b[1]).double()
 
 
 def _addend(bias: Tensor | None, output: torch.dtype) -> Tensor | float:

@@ -47,3 +47,9 @@ def tensor_metrics(names: list[str], steps: int) -> list[dict[str, Any]]:
             metrics |= {f"fp8/{name}/{quantity}": float(number) for name, number in zip(names, numbers)}
         rows += [metrics, {"step": 10 * step + 9, "train_loss": 5.0 * 0.99**step}]
     return rows
+
+
+def rows_of(logger: Any) -> list[dict[str, str]]:
+    """The rows that a CSVLogger has written."""
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))

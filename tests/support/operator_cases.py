@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, ScalingState, ops
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, ops
 from lightning_fp8.ops.activations import ACTIVATIONS
 from lightning_fp8.ops.formats import Role
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, WeightSlot
+from lightning_fp8.ops.operand import Columns, Fp8Operand, Fp8Tensor, Layer, Slot, WeightSlot
+from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scaling.recipe import Recipe
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,6 +56,14 @@ class Case(NamedTuple):
     activation: str
     strides: str
     flag: bool
+
+
+def by_rows(operand: Fp8Operand) -> Fp8Tensor:
+    return Fp8Tensor(operand.rows, operand.scale_inv, operand.format)
+
+
+def by_columns(operand: Fp8Operand) -> Fp8Tensor:
+    return Fp8Tensor(operand.columns, operand.columns_scale_inv, operand.format)
 
 
 class Made:
@@ -114,17 +123,18 @@ class Made:
         """The outputs of a layer whose activation has this width."""
         return 2 * width if self.case.activation == "swiglu" else width
 
-    def product(self) -> tuple[tuple[Tensor, ...], tuple[str, str]]:
-        """Payloads and scales of fprop, dgrad or wgrad, and their formats."""
-        x, w = self.operand(self.m, self.k), self.weight(self.n, self.k)
-        dy, rows, columns = self.operand(self.m, self.n, "grad_output"), (0, 2), (1, 3)
-        a, of_a, b, of_b = {
-            "rows": (x, rows, w, rows),
-            "columns": (dy, rows, w, columns),
-            "both": (dy, columns, x, columns),
+    def product(self) -> tuple[Fp8Tensor, Fp8Tensor]:
+        """The operands of fprop, dgrad or wgrad."""
+        x, w, dy = (
+            self.operand(self.m, self.k),
+            self.weight(self.n, self.k),
+            self.operand(self.m, self.n, "grad_output"),
+        )
+        return {
+            "rows": (by_rows(x), by_rows(w)),
+            "columns": (by_rows(dy), by_columns(w)),
+            "both": (by_columns(dy), by_columns(x)),
         }[self.case.layout]
-        payloads, scales = ((a[of_a[part]], b[of_b[part]]) for part in (0, 1))
-        return (*payloads, *scales), (a.format, b.format)
 
 
 def _cast(made: Made) -> tuple[Any, ...]:
@@ -133,15 +143,14 @@ def _cast(made: Made) -> tuple[Any, ...]:
 
 
 def _scaled_mm(made: Made) -> tuple[Any, ...]:
-    operands, formats = made.product()
-    bias = torch.ones(len(operands[1])) if made.case.flag else None
-    return *operands, bias, *formats, made.case.other, made.case.layout == "rows"
+    a, b = made.product()
+    bias = torch.ones(len(b.payload)) if made.case.flag else None
+    return a, b, bias, made.case.other, made.case.layout == "rows"
 
 
 def _scaled_mm_add(made: Made) -> tuple[Any, ...]:
-    operands, formats = made.product()
-    rows, columns = (len(operand) for operand in operands[:2])
-    return made.matrix(rows, columns).clone(), *operands, *formats, made.case.flag
+    a, b = made.product()
+    return made.matrix(len(a.payload), len(b.payload)).clone(), a, b, made.case.flag
 
 
 def _linear(made: Made) -> tuple[Any, ...]:

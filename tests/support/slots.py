@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_fp8 import ScalingState
 from lightning_fp8.ops.operand import Slot
+from lightning_fp8.scaling import ScalingState
 
 
 def slot_of(state: ScalingState, row: int = 0, format: str = "e4m3", record: bool = False) -> Slot:

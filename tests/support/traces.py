@@ -17,6 +17,7 @@ from changed_sources import Change, changed
 from host_kernels import HostKernel, build_folder, compile_on_host, host_tensor_map
 
 from kernels_cuda import gemm
+from kernels_cuda.gemm import Split
 from kernels_cuda.gemm_variants import Configuration, variant
 
 SHIM = Path(__file__).parent / "trace_shim"
@@ -121,7 +122,9 @@ def programs(
     defines = variant(configuration, "e4m3", "e4m3", torch.float32, promote, b_scale_rows)
     kernel = _Noting(configuration, defines, layout, change)
     with mock.patch.object(gemm, "tensor_map", host_tensor_map):
-        gemm._launch(kernel, configuration, a, b, torch.empty(problem.splits, m, n), n, scales, None, problem.splits)
+        parts = torch.empty(problem.splits, m, n)
+        split = Split(problem.splits, parts, lambda *_: None) if problem.splits > 1 else None
+        gemm.gemm(kernel, configuration, (a, scales[0]), (b, scales[1]), parts[0], None, split)
     threads, size = [*kernel.threads()], 128 if hopper else 32
     if not hopper:
         stage_bytes = (configuration.block_m + configuration.block_n) * 64

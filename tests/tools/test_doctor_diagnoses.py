@@ -263,12 +263,12 @@ def test_a_lightning_without_the_seam(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bf16_plugins_that_are_left_to_lightning() -> None:
     found = Diagnosis()
     try:
-        lightning_fp8.register(bf16=False)
+        lightning_fp8.plugins.register(bf16=False)
         software.versions(found)
         # the examination changes nothing
         plugin = Fabric(accelerator="cpu", precision="bf16-mixed").strategy.precision
     finally:
-        lightning_fp8.register(bf16=True)
+        lightning_fp8.plugins.register(bf16=True)
     assert value(found, "Versions", "precision strings") == (
         "registered with Lightning: fp8-block, fp8-current, fp8-delayed; bf16-mixed and bf16-true: Lightning's own"
     )

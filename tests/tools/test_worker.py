@@ -99,7 +99,7 @@ def test_what_is_no_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_fp8.tools.worker._SECONDS_TO_END", 1)
     closes = "import os, time; print('ready', flush=True); os.close(1); time.sleep(60)"
     for program, failure in (
-        ("print('hello', flush=True); input()", "did not start as a worker"),
+        ("print('hello', flush=True); input()", "gave 'hello' in place of an answer"),
         (closes, "closed its output without an answer"),
     ):
         with Worker([sys.executable, "-c", program]) as worker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,7 @@ from kernels_cuda.launch import Kernel
 from lightning_fp8.ops import blocks
 from lightning_fp8.ops.activations import activate, activation_gradient, gated, gated_gradients
 from lightning_fp8.ops.amaxes import as_asked, max_abs
+from lightning_fp8.ops.backward import gradients
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.cuda.gemm import scaled_mm
@@ -19,12 +21,10 @@ from lightning_fp8.ops.cuda.kernels import block_cast_kernel, cast_kernel, updat
 from lightning_fp8.ops.library import is_k_major
 from lightning_fp8.ops.operand import (
     ALIGNMENT,
-    Columns,
     Fp8Operand,
     Slot,
     WeightSlot,
     columns_shape,
-    gradient_layout,
     new_payloads,
     nothing,
 )
@@ -61,16 +61,17 @@ def _cast_blocks(x: Tensor, slot: Slot, layout: str, sums: bool) -> tuple[Tensor
     """The same, and with ``sums`` the column sums ``[columns] float32``."""
     kernel = block_cast_kernel(x.device, x.dtype) if x.numel() and slot.format == "e4m3" else None
     if kernel is None:
-        db = x.sum(dim=0, dtype=torch.float32) if sums else nothing(x, torch.float32)
-        return *blocks.cast(x, slot, layout), db
+        return blocks.cast_gradient(x, None, "none", slot, layout, sums)
     x = x if x.stride(1) == 1 else x.contiguous()
     y, y_t, scale_inv, scale_inv_t = blocks.new_cast(x, layout)
     partial = x.new_empty(casts.column_sum_tiles(len(x)), x.shape[1], dtype=torch.float32) if sums else None
     amax, _, _ = slot.open()
     recorded = None if amax is None else (slot.index, amax)
-    block_casts.cast_blocks(kernel, x, recorded, slot.own.blocks != "float32", y, scale_inv, y_t, scale_inv_t, partial)
+    by_rows = None if layout == "columns" else (y, scale_inv)
+    by_columns = None if layout == "rows" else (y_t, scale_inv_t)
+    block_casts.cast_blocks(kernel, x, recorded, slot.own.blocks != "float32", by_rows, by_columns, partial)
     blocks.count_if_asked(x, scale_inv, scale_inv_t, slot, layout)
-    return y, y_t, scale_inv, scale_inv_t, nothing(x, torch.float32) if partial is None else _total(partial)
+    return y, y_t, scale_inv, scale_inv_t, _total(partial, x)
 
 
 def cast_weights(
@@ -129,37 +130,17 @@ def measure_weights(weights: Sequence[Tensor]) -> Tensor:
     return table.current_amax
 
 
-def linear_backward(
-    dy: Tensor,
-    h: Tensor | None,
-    activation: str,
-    x: Columns,
-    w: Columns,
-    slot: Slot,
-    dx_dtype: torch.dtype,
-    dw_dtype: torch.dtype,
-    bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See the operator ``lightning_fp8::linear_backward``."""
-    layout = gradient_layout(x, w)
+def _cast_of_backward(
+    dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`cast_gradient`, in blocks or not; with the scale_inv of each payload."""
     if slot.own.blocks:
-        values = dy if h is None else activation_gradient(h, dy, activation)
-        dy_fp8, dy_fp8_t, scale_inv, scale_inv_t, db = _cast_blocks(values, slot, layout, bias)
-    else:
-        dy_fp8, dy_fp8_t, scale_inv, db = cast_gradient(dy, h, activation, slot, layout, bias)
-        scale_inv_t = scale_inv
-    fmt, gemm = slot.format, slot.gemm
-    if w.payload is None:
-        dx = nothing(dy, dx_dtype)
-    else:
-        dx = scaled_mm(dy_fp8, w.payload, scale_inv, w.scale_inv, None, fmt, w.format, dx_dtype, False, gemm)
-    # a large tensor, whose memory may be reused for the next one
-    del dy_fp8
-    if x.payload is None:
-        dw = dy.new_empty((dy if h is None else h).shape[1], 0, dtype=dw_dtype)
-    else:
-        dw = scaled_mm(dy_fp8_t, x.payload, scale_inv_t, x.scale_inv, None, fmt, x.format, dw_dtype, False, gemm)
-    return dx, dw, db
+        return _cast_blocks(dy if h is None else activation_gradient(h, dy, activation), slot, layout, bias)
+    y, y_t, scale_inv, sums = cast_gradient(dy, h, activation, slot, layout, bias)
+    return y, y_t, scale_inv, scale_inv, sums
+
+
+linear_backward = functools.partial(gradients, _cast_of_backward, scaled_mm)
 
 
 def cast_gradient(
@@ -171,14 +152,14 @@ def cast_gradient(
         return plain.cast_gradient(dy, h, activation, slot, layout, bias)
     row = _row(slot)
     if h is None:
-        y, y_t, scale_inv, sums = _launch(kernel, dy, row, layout, sums=bias)
+        found = _launch(kernel, dy, row, layout, sums=bias)
     else:
         dy = dy if dy.stride(1) == 1 else dy.contiguous()
-        y, y_t, scale_inv, sums = _launch(kernel, h.contiguous(), row, layout, activation, dy, bias)
+        found = _launch(kernel, h.contiguous(), row, layout, activation, dy, bias)
     if is_counting(slot):
         gradient = dy if h is None else activation_gradient(h, dy, activation)
-        count(gradient, _used(row, scale_inv), slot)
-    return y, y_t, scale_inv, nothing(dy, torch.float32) if sums is None else sums
+        count(gradient, _used(row, found[2]), slot)
+    return found
 
 
 def cast_gated(gate: Tensor, up: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,11 +167,11 @@ def cast_gated(gate: Tensor, up: Tensor, slot: Slot, layout: str) -> tuple[Tenso
     kernel = cast_kernel(gate.device, gate.dtype, slot.format, "swiglu", False) if gate.numel() else None
     if kernel is None:
         return plain.cast(gated(gate, up), slot, "none", layout)
-    result = _result(gate, _row(slot), layout, sums=False)
+    result = _new_result(_row(slot), len(gate), gate.shape[1], layout, False)
     casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), result)
     if is_counting(slot):
         count(gated(gate, up), _used(result.row, result.scale_inv), slot)
-    return _payloads(result, gate)
+    return result.y, result.y_t, result.scale_inv
 
 
 def cast_gated_gradients(
@@ -199,41 +180,20 @@ def cast_gated_gradients(
     """The casts of the gradients of gate and up, each with its own slot; see :func:`cast_gradient`."""
     kernel = cast_kernel(dy.device, dy.dtype, slots[0].format, "swiglu", True) if dy.numel() else None
     if kernel is None or gate.dtype != dy.dtype:
-        gradients = gated_gradients(gate, up, dy)
-        return [
-            plain.cast_gradient(gradient, None, "none", slot, layout, bias)
-            for gradient, slot, bias in zip(gradients, slots, biases, strict=True)
-        ]
+        parts = zip(gated_gradients(gate, up, dy), slots, biases, strict=True)
+        return [plain.cast_gradient(one, None, "none", slot, layout, bias) for one, slot, bias in parts]
     # the kernel sums both or neither
-    of_gate, of_up = (_result(gate, _row(slot), layout, sums=any(biases)) for slot in slots)
+    results = [_new_result(_row(slot), len(gate), gate.shape[1], layout, any(biases)) for slot in slots]
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
-    casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), of_gate, dy, of_up)
+    casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), results[0], dy, results[1])
     if any(map(is_counting, slots)):
-        for gradient, result, slot in zip(gated_gradients(gate, up, dy), (of_gate, of_up), slots, strict=True):
+        for gradient, result, slot in zip(gated_gradients(gate, up, dy), results, slots, strict=True):
             if is_counting(slot):
                 count(gradient, _used(result.row, result.scale_inv), slot)
-    sums = [None if one.column_sums is None else one.column_sums.sum(dim=0) for one in (of_gate, of_up)]
     return [
-        (*_payloads(result, dy), nothing(dy, torch.float32) if total is None or not bias else total)
-        for result, total, bias in zip((of_gate, of_up), sums, biases, strict=True)
+        (result.y, result.y_t, result.scale_inv, _total(result.column_sums if bias else None, dy))
+        for result, bias in zip(results, biases, strict=True)
     ]
-
-
-def _result(like: Tensor, row: casts.Row, layout: str, sums: bool) -> casts.Result:
-    """Memory for the outputs of a gated cast for one tensor ``[rows, columns]``."""
-    rows, columns = like.shape
-    return casts.Result(
-        row,
-        like.new_empty((), dtype=torch.float32),
-        like.new_empty(rows, columns, dtype=torch.uint8) if layout != "columns" else None,
-        like.new_empty(columns_shape(rows, columns), dtype=torch.uint8) if layout != "rows" else None,
-        like.new_empty(casts.column_sum_tiles(rows), columns, dtype=torch.float32) if sums else None,
-    )
-
-
-def _payloads(result: casts.Result, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    y, y_t = (nothing(like, torch.uint8) if one is None else one for one in (result.y, result.y_t))
-    return y, y_t, result.scale_inv
 
 
 def update_scales(
@@ -289,32 +249,43 @@ def _launch(
     activation: str = "none",
     dy: Tensor | None = None,
     sums: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Allocate and launch: payload and transposed payload (empty unless requested), scale_inv and column sums."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate and launch: payload and transposed payload, scale_inv and column sums, each empty unless requested."""
     if x.stride(1) != 1:
         x, is_transposed = (x.contiguous(), False) if sums or activation != "none" else _by_rows(x)
         if is_transposed:
             other = {"rows": "columns", "columns": "rows"}.get(layout, layout)
-            by_columns, by_rows, scale_inv, _ = _launch(kernel, x, row, other)
-            return by_rows, by_columns, scale_inv, None
-    (rows, width), device, gated = x.shape, x.device, activation == "swiglu"
-    if gated and dy is None:
-        width //= 2
+            by_columns, by_rows, scale_inv, empty = _launch(kernel, x, row, other)
+            return by_rows, by_columns, scale_inv, empty
+    is_gated = activation == "swiglu"
+    width = x.shape[1] // 2 if is_gated and dy is None else x.shape[1]
+    result = _new_result(row, x.shape[0], width, layout, sums)
+    casts.cast_transpose(kernel, x, result, dy, is_gated)
+    return result.y, result.y_t, result.scale_inv, _total(result.column_sums, x)
+
+
+def _new_result(row: casts.Row, rows: int, columns: int, layout: str, sums: bool) -> casts.Result:
+    """Memory for what a kernel writes about a tensor ``[rows, columns]``; empty payloads where none is requested."""
+    device, scale = row.scale.device, row.scale
     # of torch's ways to allocate, the one that takes the least host time
-    y = empty_strided((rows, width), (width, 1), dtype=torch.uint8, device=device) if layout != "columns" else None
-    shape = columns_shape(rows, width)
-    y_t = empty_strided(shape, (shape[1], 1), dtype=torch.uint8, device=device) if layout != "rows" else None
-    scale_inv = empty_strided((), (), dtype=torch.float32, device=device)
+    if layout == "columns":
+        y = nothing(scale, torch.uint8)
+    else:
+        y = empty_strided((rows, columns), (columns, 1), dtype=torch.uint8, device=device)
+    if layout == "rows":
+        y_t = nothing(scale, torch.uint8)
+    else:
+        shape = columns_shape(rows, columns)
+        y_t = empty_strided(shape, (shape[1], 1), dtype=torch.uint8, device=device)
     partial = None
     if sums:
-        shape = casts.column_sum_tiles(rows), width
-        partial = empty_strided(shape, (width, 1), dtype=torch.float32, device=device)
-    casts.cast_transpose(kernel, x, row, scale_inv, y, y_t, partial, dy, gated)
-    payload = nothing(x, torch.uint8) if y is None else y
-    payload_t = nothing(x, torch.uint8) if y_t is None else y_t
-    return payload, payload_t, scale_inv, None if partial is None else _total(partial)
+        shape = casts.column_sum_tiles(rows), columns
+        partial = empty_strided(shape, (columns, 1), dtype=torch.float32, device=device)
+    return casts.Result(row, empty_strided((), (), dtype=torch.float32, device=device), y, y_t, partial)
 
 
-def _total(partial: Tensor) -> Tensor:
-    """Column sums of all tiles from those of each."""
+def _total(partial: Tensor | None, like: Tensor) -> Tensor:
+    """Column sums of all tiles from those of each; empty without."""
+    if partial is None:
+        return nothing(like, torch.float32)
     return partial.sum(dim=0) if len(partial) > 1 else partial[0]

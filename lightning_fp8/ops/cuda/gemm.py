@@ -16,60 +16,42 @@ from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.cuda import gemm_choice, kernels, plain
 from lightning_fp8.ops.cuda.gemm_table import Choice
+from lightning_fp8.ops.operand import Fp8Tensor
 
 # elements of K in a step; each part of a split has at least one step
 _STEP = 128
 
 
 def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
+    a: Fp8Tensor,
+    b: Fp8Tensor,
     bias: Tensor | None,
-    a_format: str,
-    b_format: str,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
     gemm: str = "auto",
 ) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``."""
-    if a_scale_inv.dim():
-        return _in_blocks(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, gemm)
+    if a.scale_inv.dim():
+        return _in_blocks(a, b, bias, out_dtype, gemm)
     promote = not fast_accumulation
-    (m, k), (n, b_k) = a.shape, b.shape
-    choice = gemm_choice.choose(a.device, gemm, m, n, k, promote, out_dtype, run_choice)
+    (m, k), (n, b_k) = a.payload.shape, b.payload.shape
+    choice = gemm_choice.choose(a.payload.device, gemm, m, n, k, promote, out_dtype, run_choice)
     # the usual case takes a short path, because every call adds to the host time of a layer
     if choice.configuration is None and not (n | k | b_k) % plain.ALIGNMENT and m and n and k:
-        return plain.aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
-    return run_choice(choice, a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, promote)
+        return plain.aligned_mm(a, b, bias, out_dtype, fast_accumulation)
+    return run_choice(choice, a, b, bias, out_dtype, promote)
 
 
-def scaled_mm_add_(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    a_format: str,
-    b_format: str,
-    fast_accumulation: bool,
-    gemm: str = "auto",
-) -> None:
+def scaled_mm_add_(out: Tensor, a: Fp8Tensor, b: Fp8Tensor, fast_accumulation: bool, gemm: str = "auto") -> None:
     """See the operator ``lightning_fp8::scaled_mm_add_``."""
-    operands = (a, b, a_scale_inv, b_scale_inv)
-    out.add_(scaled_mm(*operands, None, a_format, b_format, torch.float32, fast_accumulation, gemm))
+    out.add_(scaled_mm(a, b, None, torch.float32, fast_accumulation, gemm))
 
 
 def run_choice(
     choice: Choice,
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
+    a: Fp8Tensor,
+    b: Fp8Tensor,
     bias: Tensor | None,
-    a_format: str,
-    b_format: str,
     output: torch.dtype,
     promote: bool,
 ) -> Tensor:
@@ -79,54 +61,34 @@ def run_choice(
 
     Args:
         choice: the GEMM to run.
-        a: ``[M, K] uint8``.
-        b: ``[N, K] uint8``.
-        a_scale_inv: ``[] float32``.
-        b_scale_inv: ``[] float32``.
+        a: ``[M, K]``, with one scale.
+        b: ``[N, K]``, with one scale.
         bias: ``[N] float32, bfloat16 or float16``, or None.
-        a_format: ``"e4m3"`` or ``"e5m2"``.
-        b_format: the same for b.
         output: dtype of the result.
         promote: whether partial sums are added up in fp32 registers every 128 along K.
 
     Returns:
         ``[M, N]``, contiguous.
     """
-    operands = (a, b, a_scale_inv, b_scale_inv)
-    (m, k), n = a.shape, b.shape[0]
+    (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
     found = None
     if choice.configuration is not None and m and n and k:
         choice = choice._replace(splits=min(choice.splits, -(-k // _STEP)))
-        found = kernels_of(choice, a.device, a_format, b_format, output, promote)
+        found = kernels_of(choice, device, a.format, b.format, output, promote)
     if found is None:
-        return plain.scaled_mm(*operands, bias, a_format, b_format, output, not promote)
-    out = _output(m, n, output, a.device)
-    _launch(found, out, *operands, bias)
-    return out.contiguous()
+        return plain.scaled_mm(a, b, bias, output, not promote)
+    return _launch(found, a, b, bias, output)
 
 
-def _in_blocks(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    bias: Tensor | None,
-    a_format: str,
-    b_format: str,
-    output: torch.dtype,
-    gemm: str,
-) -> Tensor:
+def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype, gemm: str) -> Tensor:
     """:func:`scaled_mm` where each block has a scale. Our kernels do not support squares in a, and always promote."""
-    operands = (a, b, a_scale_inv, b_scale_inv)
-    (m, k), n = a.shape, b.shape[0]
-    choice = gemm_choice.choose_in_blocks(a.device, gemm, m, n, k) if len(a_scale_inv) == m else Choice(None)
-    b_scale_rows = kernel_gemm.b_scale_rows(b_scale_inv, n)
-    found = kernels_of(choice, a.device, a_format, b_format, output, True, b_scale_rows)
+    (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
+    choice = gemm_choice.choose_in_blocks(device, gemm, m, n, k) if len(a.scale_inv) == m else Choice(None)
+    b_scale_rows = kernel_gemm.b_scale_rows(b.scale_inv, n)
+    found = kernels_of(choice, device, a.format, b.format, output, True, b_scale_rows)
     if found is None:
-        return plain.scaled_mm_in_blocks(*operands, bias, a_format, b_format, output)
-    out = _output(m, n, output, a.device)
-    _launch(found, out, *operands, bias)
-    return out.contiguous()
+        return plain.scaled_mm_in_blocks(a, b, bias, output)
+    return _launch(found, a, b, bias, output)
 
 
 class Found(NamedTuple):
@@ -153,50 +115,34 @@ def kernels_of(
         return None
     # parts of a sum are in fp32
     stored = output if choice.splits == 1 else torch.float32
-    variant = (device, choice.configuration, a_format, b_format, stored)
-    if b_scale_rows:
-        kernel = kernels.block_gemm_kernel(*variant, b_scale_rows)
-    else:
-        kernel = kernels.gemm_kernel(*variant, promote)
-    if kernel is None:
-        return None
-    sum_kernel = kernels.sum_splits_kernel(device, output) if choice.splits > 1 else None
-    if choice.splits > 1 and sum_kernel is None:
+    blocks = (b_scale_rows,) if b_scale_rows else ()
+    kernel = kernels.gemm_kernel(device, choice.configuration, a_format, b_format, stored, promote, *blocks)
+    sum_kernel = kernels.sum_splits_kernel(device, output) if choice.splits > 1 and kernel is not None else None
+    if kernel is None or (choice.splits > 1 and sum_kernel is None):
         return None
     return Found(choice.configuration, kernel, choice.splits, sum_kernel)
 
 
-def _launch(
-    found: Found,
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    bias: Tensor | None,
-) -> None:
-    bias = None if bias is None else bias.contiguous()
-    operands = (_as_operand(a), _as_operand(b), out, a_scale_inv, b_scale_inv, bias)
+def _launch(found: Found, a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor:
+    """The product ``[M, N]``, contiguous."""
     configuration, kernel, splits, sum_kernel = found
-    if sum_kernel is None:
-        kernel_gemm.gemm(kernel, configuration, *operands)
-        return
-    (m, n), per_row = out.shape, ROW_BYTES // torch.float32.itemsize
-    shape = (splits, kernel_gemm.split_rows(configuration, m), _up_to(per_row, n))
-    parts = torch.empty(shape, dtype=torch.float32, device=a.device)
-    kernel_gemm.split_gemm(kernel, configuration, Split(splits, parts, sum_kernel), *operands)
+    m, n, device = a.payload.shape[0], b.payload.shape[0], a.payload.device
+    # kernels write rows that begin at multiples of 16 bytes
+    out = torch.empty(m, _up_to(ROW_BYTES // output.itemsize, n), dtype=output, device=device)[:, :n]
+    bias = None if bias is None else bias.contiguous()
+    split = None
+    if sum_kernel is not None:
+        shape = (splits, kernel_gemm.split_rows(configuration, m), _up_to(ROW_BYTES // torch.float32.itemsize, n))
+        split = Split(splits, torch.empty(shape, dtype=torch.float32, device=device), sum_kernel)
+    operands = ((_as_operand(a.payload), a.scale_inv), (_as_operand(b.payload), b.scale_inv))
+    kernel_gemm.gemm(kernel, configuration, *operands, out, bias, split)
+    return out.contiguous()
 
 
 def _as_operand(payload: Tensor) -> Tensor:
     """``[rows, K] uint8`` as the kernels take it: K padded with zeros, rows at multiples of 16 bytes."""
     payload = plain.padded(payload)
     return payload if payload.data_ptr() % ROW_BYTES == 0 else payload.clone()
-
-
-def _output(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[m, n]``, not initialised, with the row alignment that the kernels need."""
-    columns = _up_to(ROW_BYTES // dtype.itemsize, n)
-    return torch.empty(m, columns, dtype=dtype, device=device)[:, :n]
 
 
 def _up_to(multiple: int, size: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_fp8.ops.cuda.gemm_table import Choice, Product
 from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.ops.operand import Fp8Tensor
 
 # `lightning_fp8.ops.cuda.gemm.run_choice`
 Run = Callable[..., Tensor]
@@ -36,11 +37,11 @@ def times(product: Product, choices: Sequence[Choice], device: torch.device, run
         run: computes a choice.
     """
     calls = min(_MOST_CALLS, math.ceil(_BATCH_US * _FLOP_PER_US / (2 * product.m * product.n * product.k)))
-    operands, one = _operands(product, calls, device), torch.ones((), device=device)
+    operands = _operands(product, calls, device)
 
     def compute(choice: Choice, call: int) -> Tensor:
         a, b = operands[call % len(operands)]
-        return run(choice, a, b, one, one, None, *formats(product), product.output, product.promote)
+        return run(choice, a, b, None, product.output, product.promote)
 
     expected, right = _cublaslt(compute), []
     for choice in choices:
@@ -74,7 +75,7 @@ def _cublaslt(compute: Callable[[Choice, int], Tensor]) -> Tensor | None:
         return None
 
 
-def _operands(product: Product, calls: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def _operands(product: Product, calls: int, device: torch.device) -> list[tuple[Fp8Tensor, Fp8Tensor]]:
     """As many copies of a and b as exceed twice the L2 cache, and no more than calls."""
     m, n, k, *_ = product
     size = m * k + n * k + m * n * product.output.itemsize
@@ -85,10 +86,10 @@ def _operands(product: Product, calls: int, device: torch.device) -> list[tuple[
     return [(_signs(m, k, a_format, generator), _signs(n, k, b_format, generator)) for _ in range(copies)]
 
 
-def _signs(rows: int, columns: int, format: str, generator: torch.Generator) -> Tensor:
+def _signs(rows: int, columns: int, format: str, generator: torch.Generator) -> Fp8Tensor:
     one = torch.ones(1).to(FORMATS[format].dtype).view(torch.uint8).item()
     signs = torch.randint(2, (rows, columns), dtype=torch.uint8, device=generator.device, generator=generator)
-    return signs.mul_(0x80).add_(one)
+    return Fp8Tensor(signs.mul_(0x80).add_(one), torch.ones((), device=generator.device), format)
 
 
 def _batch_us(call: Callable[[int], object], calls: int, device: torch.device) -> float:

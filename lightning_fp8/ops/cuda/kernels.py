@@ -153,22 +153,11 @@ def gemm_kernel(
     b_format: str,
     output: torch.dtype,
     promote: bool,
+    b_scale_rows: int = 0,
 ) -> Kernel | None:
-    """The GEMM of this configuration, formats, output and accumulation, or None."""
-    return _obtain(_gemm_variant(configuration, a_format, b_format, output, promote), device)
-
-
-@functools.cache
-def block_gemm_kernel(
-    device: torch.device,
-    configuration: Configuration,
-    a_format: str,
-    b_format: str,
-    output: torch.dtype,
-    b_scale_rows: int,
-) -> Kernel | None:
-    """The GEMM whose operands have a scale for each block, those of b for 1 or 128 rows; or None."""
-    return _obtain(_gemm_variant(configuration, a_format, b_format, output, True, b_scale_rows), device)
+    """The GEMM of this configuration, formats, output and accumulation, or None. For ``b_scale_rows`` see
+    :func:`kernels_cuda.gemm_variants.variant`."""
+    return _obtain(_gemm_variant(configuration, a_format, b_format, output, promote, b_scale_rows), device)
 
 
 @functools.cache

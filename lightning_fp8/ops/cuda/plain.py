@@ -11,7 +11,7 @@ from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.amaxes import as_asked, max_abs, record_amax, scale_of_current, update_scales
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import ALIGNMENT, Slot, WeightSlot, in_layout
+from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout
 
 __all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
 
@@ -52,38 +52,23 @@ def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | Non
 
 
 def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    bias: Tensor | None,
-    a_format: str,
-    b_format: str,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
+    a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``. Sizes that cuBLASLt does not support are padded with zeros."""
-    (m, k), n = a.shape, b.shape[0]
+    (m, k), n = a.payload.shape, b.payload.shape[0]
     if not (m and n and k):
-        empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
+        empty = torch.zeros(m, n, dtype=out_dtype, device=a.payload.device)
         return empty if bias is None else empty + bias.to(out_dtype)
     missing = -n % ALIGNMENT
-    a, b = padded(a), padded(b, missing)
+    a = Fp8Tensor(padded(a.payload), a.scale_inv, a.format)
+    b = Fp8Tensor(padded(b.payload, missing), b.scale_inv, b.format)
     bias = F.pad(bias, (0, missing)) if missing and bias is not None else bias
-    out = aligned_mm(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype, fast_accumulation)
+    out = aligned_mm(a, b, bias, out_dtype, fast_accumulation)
     return out[:, :n].contiguous() if missing else out
 
 
 def aligned_mm(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    bias: Tensor | None,
-    a_format: str,
-    b_format: str,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
+    a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> Tensor:
     """The same for sizes that cuBLASLt supports: none is 0, and N and K are multiples of 16."""
     fused = None
@@ -92,10 +77,10 @@ def aligned_mm(
         # cuBLASLt reads it without its stride; a `.to` that does nothing takes the host as long as an allocation
         fused = bias if bias.dtype == out_dtype and bias.is_contiguous() else bias.to(out_dtype).contiguous()
     out = torch._scaled_mm(
-        a.contiguous().view(FORMATS[a_format].dtype),
-        b.contiguous().view(FORMATS[b_format].dtype).mT,
-        a_scale_inv,
-        b_scale_inv,
+        a.payload.contiguous().view(FORMATS[a.format].dtype),
+        b.payload.contiguous().view(FORMATS[b.format].dtype).mT,
+        a.scale_inv,
+        b.scale_inv,
         fused,
         out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
@@ -103,49 +88,30 @@ def aligned_mm(
     return out if bias is None or fused is not None else out.add_(bias)
 
 
-def scaled_mm_in_blocks(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    bias: Tensor | None,
-    a_format: str,
-    b_format: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def scaled_mm_in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``, for operands in blocks.
 
     Raises:
         RuntimeError: on a GPU for which cuBLASLt has no such product.
     """
     product = reference.scaled_mm_in_blocks
-    if a.is_cuda and a.numel() and b.numel():
-        check_blocks(torch.cuda.get_device_capability(a.device), torch.version.cuda)
+    if a.payload.is_cuda and a.payload.numel() and b.payload.numel():
+        check_blocks(torch.cuda.get_device_capability(a.payload.device), torch.version.cuda)
         product = product_of_blocks
-    return product(a, b, a_scale_inv, b_scale_inv, bias, a_format, b_format, out_dtype)
+    return product(a, b, bias, out_dtype)
 
 
-def product_of_blocks(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    bias: Tensor | None,
-    a_format: str,
-    b_format: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def product_of_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """The same by ``torch.nn.functional.scaled_mm``; sizes that cuBLASLt does not support are padded with zeros.
 
     Partial sums of 128 along K are added up in fp32 in any case.
     """
-    m, n = len(a), len(b)
-    a, a_scales, a_kind = as_torch_takes(a, a_scale_inv, 4)
-    b, b_scales, b_kind = as_torch_takes(b, b_scale_inv, ALIGNMENT)
-    a, b = a.view(FORMATS[a_format].dtype), b.view(FORMATS[b_format].dtype).mT
+    m, n = len(a.payload), len(b.payload)
+    a_codes, a_scales, a_kind = as_torch_takes(a, 4)
+    b_codes, b_scales, b_kind = as_torch_takes(b, ALIGNMENT)
     # a bias is added in fp32
     dtype = out_dtype if bias is None else torch.float32
-    out = F.scaled_mm(a, b, a_scales, a_kind, b_scales, b_kind, output_dtype=dtype)[:m, :n]
+    out = F.scaled_mm(a_codes, b_codes.mT, a_scales, a_kind, b_scales, b_kind, output_dtype=dtype)[:m, :n]
     return out.contiguous() if bias is None else (out + bias.to(out_dtype)).to(out_dtype)
 
 
@@ -160,18 +126,19 @@ def check_blocks(capability: tuple[int, int], cuda: str | None) -> None:
         )
 
 
-def as_torch_takes(payload: Tensor, scale_inv: Tensor, multiple: int) -> tuple[Tensor, Tensor, F.ScalingType]:
+def as_torch_takes(operand: Fp8Tensor, multiple: int) -> tuple[Tensor, Tensor, F.ScalingType]:
     """An operand in blocks as ``torch.nn.functional.scaled_mm`` takes it: payload, scales, and the kind of its blocks.
 
     Rows are padded to a multiple of ``multiple``. Scales of 1 x 128 blocks are column-major, and cuBLASLt reads them as
     if their number of rows were a multiple of four; those of squares are transposed, and padded to a multiple of four
     along K.
     """
+    payload, scale_inv, fmt = operand
     missing, by_rows = -len(payload) % multiple, len(scale_inv) == len(payload)
     scales, added = (scale_inv.t(), missing) if by_rows else (scale_inv, -scale_inv.shape[1] % 4)
     scales = F.pad(scales, (0, added)) if added else scales.contiguous()
     kind = F.ScalingType.BlockWise1x128 if by_rows else F.ScalingType.BlockWise128x128
-    return padded(payload, missing), scales.t(), kind
+    return padded(payload, missing).view(FORMATS[fmt].dtype), scales.t(), kind
 
 
 def padded(payload: Tensor, rows: int = 0) -> Tensor:

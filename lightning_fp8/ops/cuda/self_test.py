@@ -69,7 +69,7 @@ def _compare_rounding(device: torch.device, input: torch.dtype, format: str, ker
     for scale in _ROUNDING_SCALES:
         y, y_t = payloads(x, device)
         row = casts.Row(one * scale, one, index, torch.zeros_like(one))
-        casts.cast_transpose(kernel, x.to(device), row, torch.zeros((), device=device), y, y_t)
+        casts.cast_transpose(kernel, x.to(device), casts.Result(row, torch.zeros((), device=device), y, y_t))
         codes = reference.saturating_cast(x, torch.tensor(scale), FORMATS[format])
         # all NaN codes are equivalent
         for payload in (y, y_t, codes):
@@ -100,7 +100,8 @@ def _compare_cast(
     scale_inv = torch.zeros((), device=device)
     row = casts.Row(scale, newest, torch.tensor([index], device=device), amax, current)
     moved = None if dy is None else dy.to(device)
-    casts.cast_transpose(kernel, x.to(device), row, scale_inv, y, y_t, sums, moved, activation == "swiglu")
+    result = casts.Result(row, scale_inv, y, y_t, sums)
+    casts.cast_transpose(kernel, x.to(device), result, moved, activation == "swiglu")
     # from the recorded amax, which is compared too: at first use, a difference in its last bit would shift every code
     used = _expected_scale(scale, newest, index, amax[index].cpu(), format)
     codes = reference.saturating_cast(values, used, FORMATS[format])

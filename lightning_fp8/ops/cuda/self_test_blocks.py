@@ -60,7 +60,8 @@ def _compare(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -
     amax = torch.zeros(3, device=device)
     recorded = (torch.tensor([1], device=device), amax)
     power_of_two = own.blocks != "float32"
-    block_casts.cast_blocks(kernel, moved, recorded, power_of_two, y, scale_inv, y_t, scale_inv_t, sums)
+    outputs = (y, scale_inv), (y_t, scale_inv_t)
+    block_casts.cast_blocks(kernel, moved, recorded, power_of_two, *outputs, sums)
     slot = with_scale(torch.ones(()), "e4m3")._replace(own=own)
     by_rows, by_columns, *inverses = blocks.cast(x, slot, "both")
     if not torch.allclose(sums.sum(0).cpu(), x.float().sum(0), rtol=1e-5, atol=1e-3, equal_nan=True):

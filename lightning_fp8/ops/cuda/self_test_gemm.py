@@ -35,8 +35,8 @@ def gemm(
         operands, expected, margin = _problem(m, n, k, a_format, b_format, b_scale_rows)
         bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
         out = torch.full((m, -(-n // 8) * 8), float("nan"), dtype=output, device=device)[:, :n]
-        a, b, a_inv, b_inv = (operand.to(device) for operand in operands)
-        kernels.gemm(kernel, configuration, a, b, out, a_inv, b_inv, bias.to(device))
+        a, b = ((payload.to(device), scale_inv.to(device)) for payload, scale_inv in operands)
+        kernels.gemm(kernel, configuration, a, b, out, bias.to(device))
         failure = _difference(out.cpu(), expected + bias.to(output).float(), margin)
         if failure is not None:
             return f"its self-test at {m} x {n} x {k} gave {failure}"
@@ -84,8 +84,8 @@ def _block_scales(m: int, n: int, k: int, b_scale_rows: int) -> tuple[Tensor, Te
 @functools.lru_cache(maxsize=2)
 def _problem(
     m: int, n: int, k: int, a_format: str, b_format: str, b_scale_rows: int
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor, Tensor]:
-    """a, b and their scale_inv; the product in fp32; and how far the tensor cores' sums may be from it."""
+) -> tuple[tuple[kernels.Operand, kernels.Operand], Tensor, Tensor]:
+    """a and b; their product in fp32; and how far the tensor cores' sums may be from it."""
     a, b = _operand(m, k, a_format, 1), _operand(n, k, b_format, 2)
     scales = torch.tensor(_A_SCALE_INV), torch.tensor(_B_SCALE_INV)
     if b_scale_rows:
@@ -94,7 +94,11 @@ def _problem(
         payload.view(FORMATS[its_format].dtype).float().mul_(by_element(scale, payload) if b_scale_rows else scale)
         for payload, its_format, scale in zip((a, b), (a_format, b_format), scales, strict=True)
     )
-    return (a, b, *scales), a_values @ b_values.t(), a_values.abs() @ b_values.abs().t() * _ACCUMULATION
+    return (
+        ((a, scales[0]), (b, scales[1])),
+        a_values @ b_values.t(),
+        a_values.abs() @ b_values.abs().t() * _ACCUMULATION,
+    )
 
 
 def _difference(actual: Tensor, expected: Tensor, margin: Tensor) -> str | None:

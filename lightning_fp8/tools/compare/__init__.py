@@ -1,5 +1,4 @@
 """``python -m lightning_fp8 compare``: one configuration under several precisions, side by side."""
 
-# files next to a run's logs: what it measured or why it failed, and its output
+# next to a run's logs: what it measured, or why it failed
 MEASURED_FILE = "measured.json"
-LOG_FILE = "log.txt"

@@ -40,8 +40,18 @@ def advise(rows: Sequence[Row], baseline: str = BASELINE) -> list[str]:
     if reference is None:
         return [*lines, f"No recommendation: there is no run of {baseline}, with which the others are compared."]
     others = [row for row in ran if row is not reference]
-    lines += _doubts(reference, others)
-    if not all(map(math.isfinite, _losses(reference).values())):
+    losses = _losses(reference)
+    if not losses:
+        lines.append(
+            "No loss is known: `training_step` returns none and logs no `train_loss`. Look at your own metrics."
+        )
+    strange = [row["variant"] for row in others if row["batches"] != reference["batches"]]
+    if strange:
+        lines.append(
+            f"{', '.join(strange)} did not get the batches that {baseline} got, so the losses differ by"
+            " more than the precision: the data does not follow `seed_everything`."
+        )
+    if not all(map(math.isfinite, losses.values())):
         return [*lines, f"No recommendation: the loss of {baseline} is not finite. Look into the training first."]
     refused = {row["variant"]: why for row in others if (why := worse_loss(row, reference))}
     accepted = [row for row in others if row["variant"] not in refused]
@@ -67,12 +77,11 @@ def worse_loss(row: Row, reference: Row) -> str:
     mine, first = _losses(row), reference.get("first_loss")
     nearly_nothing = WORSE_OF_FIRST_LOSS * abs(first) if first is not None and math.isfinite(first) else 0.0
     for key, theirs in _losses(reference).items():
-        if key not in mine:
-            continue
-        if not math.isfinite(mine[key]):
+        more = mine.get(key, theirs) - theirs
+        if not math.isfinite(more):
             return f"its {_LOSSES[key]} is {mine[key]}"
-        if mine[key] - theirs > max(WORSE_LOSS * abs(theirs), nearly_nothing):
-            by = f"worse by {(mine[key] - theirs) / abs(theirs):.1%}" if theirs else "worse"
+        if more > max(WORSE_LOSS * abs(theirs), nearly_nothing):
+            by = f"worse by {more / abs(theirs):.1%}" if theirs else "worse"
             return (
                 f"its {_LOSSES[key]} {mine[key]:.4f} is {by} than {reference['variant']}'s {theirs:.4f};"
                 f" {WORSE_LOSS:.0%} passes"
@@ -80,52 +89,34 @@ def worse_loss(row: Row, reference: Row) -> str:
     return ""
 
 
-def overlap(row: Row, other: Row) -> bool:
-    """Whether the step times of the two overlap between their 20th and 80th percentiles."""
-    return bool(row["p20_ms"] <= other["p80_ms"] and other["p20_ms"] <= row["p80_ms"])
-
-
 def _losses(row: Row) -> dict[str, float]:
     return {key: row[key] for key in _LOSSES if row.get(key) is not None}
 
 
-def _doubts(reference: Row, others: Sequence[Row]) -> list[str]:
-    """Reasons why the losses are hard to compare."""
-    lines = []
-    if not _losses(reference):
-        lines.append(
-            "No loss is known: `training_step` returns none and logs no `train_loss`. Look at your own metrics."
-        )
-    strange = [row["variant"] for row in others if row["batches"] != reference["batches"]]
-    if strange:
-        lines.append(
-            f"{', '.join(strange)} did not get the batches that {reference['variant']} got, so the losses differ by"
-            " more than the precision: the data does not follow `seed_everything`."
-        )
-    return lines
-
-
 def _on_gpu(reference: Row, accepted: Sequence[Row]) -> list[str]:
     baseline, time = reference["variant"], reference["p50_ms"]
-    faster = [row for row in accepted if row["p50_ms"] <= (1 - FASTER) * time and not overlap(row, reference)]
-    noisy = [row["variant"] for row in accepted if overlap(row, reference)]
-    lines = []
+    noisy, faster = [], []
+    for row in accepted:
+        if row["p20_ms"] <= reference["p80_ms"] and reference["p20_ms"] <= row["p80_ms"]:
+            noisy.append(row["variant"])
+        elif row["p50_ms"] <= (1 - FASTER) * time:
+            faster.append(row)
+    best = reference
+    line = (
+        f"Recommended: {baseline}. No other precision whose loss passes takes at least {FASTER:.0%} less time per"
+        " step, beyond the noise."
+    )
     if faster:
         least = min(row["p50_ms"] for row in faster)
         near = [row for row in faster if row["p50_ms"] <= (1 + ABOUT_AS_FAST) * least]
         best = min(near, key=lambda row: (row["peak_bytes"], row["p50_ms"]))
         tied = f", with the least memory of the {len(near)} that are about as fast" if len(near) > 1 else ""
-        lines.append(
+        line = (
             f"Recommended: {best['variant']}. Its step takes {1 - best['p50_ms'] / time:.0%} less time than"
             f" {baseline}'s, {best['p50_ms']:.2f} ms against {time:.2f} ms{tied}. Its loss passes, and its peak memory"
             f" is {best['peak_bytes'] / _MIB:,.0f} MiB against {reference['peak_bytes'] / _MIB:,.0f} MiB."
         )
-    else:
-        best = reference
-        lines.append(
-            f"Recommended: {baseline}. No other precision whose loss passes takes at least {FASTER:.0%} less time per"
-            " step, beyond the noise."
-        )
+    lines = [line]
     if noisy:
         lines.append(
             f"Within the noise: the step times of {', '.join(noisy)} and of {baseline} overlap between their 20th and"

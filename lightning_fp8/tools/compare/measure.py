@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import resource
+import statistics
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
-
-from lightning_fp8.tools.timing import percentiles
 
 # the final loss is the mean over this share of the steps
 LAST_SHARE = 0.1
@@ -32,7 +31,7 @@ class Measure(Callback):
 
     A step lasts from the end of one batch that updated the weights to the end of the next: loading data, all
     accumulated batches, the optimizer. On CUDA its time is that between two events on the stream, and the host waits
-    for the device only at the start and the end of the measured steps; elsewhere it is the host's time. Logs nothing.
+    for the device only at the end of the measured steps; elsewhere it is the host's time. Logs nothing.
 
     - Samples are what Lightning's ``extract_batch_size`` counts.
     - Tokens are the elements of a 2-D tensor of integers: the batch, the first item of a batch that is a tuple or list,
@@ -40,7 +39,7 @@ class Measure(Callback):
     - The loss of a step is the mean over its batches of what ``training_step`` returns, or, if it returns none, of what
       it logs as ``train_loss`` or ``loss``.
     - Peak memory on CUDA is that of torch's allocator until the last step; on the CPU it is the process's peak resident
-      memory, less its resident memory when fitting started.
+      memory, less its resident memory when fitting started (0 where the system does not show them).
 
     Args:
         warmup: number of first steps that are excluded from times and rates, at least 1.
@@ -49,14 +48,12 @@ class Measure(Callback):
     def __init__(self, warmup: int) -> None:
         self.warmup = warmup
         self.losses: list[Tensor] = []
+        # at the end of each measured step, and of the one before; samples and tokens of each batch between them
         self._marks: list[Any] = []
+        self._counts: list[tuple[int | None, int | None]] = []
         self._steps = self._batches_since_step = self._global_step = 0
         self._of_this_step: list[Tensor] = []
-        self._samples: int | None = 0
-        self._tokens: int | None = 0
-        self._digest = 0
-        self._start = self._seconds = 0.0
-        self._at_start = self._peak = 0
+        self._digest = self._at_start = self._peak = 0
         self._bytes: dict[str, int] = {}
 
     @override
@@ -72,8 +69,7 @@ class Measure(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if "gradient_bytes" not in self._bytes:
-            gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
-            self._bytes["gradient_bytes"] = _bytes_of(gradients)
+            self._bytes["gradient_bytes"] = _bytes_of(parameter.grad for parameter in pl_module.parameters())
 
     @override
     def on_train_batch_end(
@@ -83,17 +79,15 @@ class Measure(Callback):
         if loss is not None:
             self._of_this_step.append(loss)
         if self._marks:
-            self._samples = _plus(self._samples, _samples(batch))
-            self._tokens = _plus(self._tokens, tokens_of(batch))
+            self._counts.append((_samples(batch), tokens_of(batch)))
         self._batches_since_step += 1
-        if trainer.global_step == self._global_step:
-            if self._batches_since_step >= _BATCHES_WITHOUT_STEP:
-                raise RuntimeError(
-                    f"compare: no optimizer step in {_BATCHES_WITHOUT_STEP:,} batches. With manual optimization, step"
-                    " the optimizers that `self.optimizers()` returns: Lightning counts no others."
-                )
-            return
-        self._after_step(trainer, pl_module)
+        if trainer.global_step > self._global_step:
+            self._after_step(trainer, pl_module)
+        elif self._batches_since_step >= _BATCHES_WITHOUT_STEP:
+            raise RuntimeError(
+                f"compare: no optimizer step in {_BATCHES_WITHOUT_STEP:,} batches. With manual optimization, step"
+                " the optimizers that `self.optimizers()` returns: Lightning counts no others."
+            )
 
     def _after_step(self, trainer: Trainer, model: LightningModule) -> None:
         self._global_step, self._batches_since_step = trainer.global_step, 0
@@ -101,32 +95,21 @@ class Measure(Callback):
         if self._of_this_step:
             self.losses.append(torch.stack(self._of_this_step).mean())
             self._of_this_step = []
-        is_last = 0 < trainer.max_steps <= trainer.global_step
-        if self._marks:
-            self._marks.append(_mark(model.device))
-        elif self._steps >= self.warmup and not is_last:
-            self._open(model.device)
-        if is_last:
-            self._close(trainer, model)
+        on_cuda = model.device.type == "cuda"
+        if self._steps >= self.warmup:
+            self._marks.append(_event() if on_cuda else time.perf_counter_ns())
+        if 0 < trainer.max_steps <= trainer.global_step:
+            if on_cuda:
+                torch.cuda.synchronize()
+            self._peak = (
+                torch.cuda.max_memory_allocated(model.device) if on_cuda else _resident("VmHWM") - self._at_start
+            )
+            self._bytes["parameter_bytes"] = _bytes_of(model.parameters())
+            self._bytes["optimizer_bytes"] = _bytes_of(
+                tree_leaves([list(optimizer.state.values()) for optimizer in trainer.optimizers])
+            )
             # makes Lightning validate now, if there is validation data
             trainer.should_stop = True
-
-    def _open(self, device: torch.device) -> None:
-        _wait(device)
-        self._start = time.perf_counter()
-        self._marks.append(_mark(device))
-
-    def _close(self, trainer: Trainer, model: LightningModule) -> None:
-        device = model.device
-        _wait(device)
-        self._seconds = time.perf_counter() - self._start
-        on_cuda = device.type == "cuda"
-        self._peak = torch.cuda.max_memory_allocated(device) if on_cuda else _resident("VmHWM") - self._at_start
-        moments = [
-            x for optimizer in trainer.optimizers for state in optimizer.state.values() for x in tree_leaves(state)
-        ]
-        self._bytes["parameter_bytes"] = _bytes_of(list(model.parameters()))
-        self._bytes["optimizer_bytes"] = _bytes_of([x for x in moments if isinstance(x, Tensor)])
 
     def results(self, trainer: Trainer) -> dict[str, Any]:
         """The numbers of the run, once it is over.
@@ -134,25 +117,28 @@ class Measure(Callback):
         Raises:
             RuntimeError: if no step was left to measure after the warm-up.
         """
-        count = len(self._marks) - 1
-        if count < 1 or not self._seconds:
+        times = [_milliseconds(*pair) for pair in pairwise(self._marks)]
+        if not times:
             raise RuntimeError(
                 f"compare: the run ended after {self._steps} steps, and nothing is measured in the first {self.warmup}."
                 " It needs more steps, or a smaller `--warmup`."
             )
-        times = [_milliseconds(*pair) for pair in zip(self._marks, self._marks[1:])]
-        p20, p50, p80 = percentiles(times)
+        p20, p50, p80 = _percentiles(times)
         losses = [float(loss) for loss in self.losses]
         last = losses[-max(1, round(LAST_SHARE * len(losses))) :]
+        samples, tokens = (
+            None if None in counts else 1e3 * sum(counts) * trainer.world_size / sum(times)
+            for counts in zip(*self._counts)
+        )
         return {
             "steps": self._steps,
             "warmup": self.warmup,
             "p20_ms": p20,
             "p50_ms": p50,
             "p80_ms": p80,
-            "mean_ms": 1e3 * self._seconds / count,
-            "samples_per_s": _rate(self._samples, self._seconds, trainer.world_size),
-            "tokens_per_s": _rate(self._tokens, self._seconds, trainer.world_size),
+            "mean_ms": sum(times) / len(times),
+            "samples_per_s": samples,
+            "tokens_per_s": tokens,
             "peak_bytes": self._peak,
             **self._bytes,
             "state_bytes": sum(self._bytes.values()),
@@ -165,22 +151,14 @@ class Measure(Callback):
         }
 
 
-def _mark(device: torch.device) -> Any:
-    """An event after the work that is queued on a GPU's stream; elsewhere the host's time in ns."""
-    if device.type != "cuda":
-        return time.perf_counter_ns()
+def _event() -> torch.cuda.Event:
+    """An event after the work that is queued on a GPU's stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def _milliseconds(start: Any, end: Any) -> float:
-    """Milliseconds from one mark to another."""
     return (end - start) / 1e6 if isinstance(start, int) else float(start.elapsed_time(end))
 
 
@@ -206,25 +184,22 @@ def _samples(batch: Any) -> int | None:
         return None
 
 
-def _plus(total: int | None, more: int | None) -> int | None:
-    return None if total is None or more is None else total + more
-
-
-def _rate(count: int | None, seconds: float, processes: int) -> float | None:
-    return None if count is None else count * processes / seconds
-
-
 def _loss(trainer: Trainer, outputs: Any) -> Tensor | None:
     found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if isinstance(found, Tensor):
-        model = trainer.lightning_module
         # with automatic optimization, Lightning has divided it by the number of accumulated batches
-        parts = trainer.accumulate_grad_batches if model.automatic_optimization else 1
+        parts = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
         return found.detach().float().mean() * parts
-    for key in _LOSS_KEYS:
-        if key in trainer.callback_metrics:
-            return trainer.callback_metrics[key].detach().float().clone()
-    return None
+    logged = (trainer.callback_metrics[key] for key in _LOSS_KEYS if key in trainer.callback_metrics)
+    return next((loss.detach().float().clone() for loss in logged), None)
+
+
+def _percentiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """The 20th, 50th and 80th."""
+    if len(times) == 1:
+        return times[0], times[0], times[0]
+    p20, p50, p80 = statistics.quantiles(times, n=10, method="inclusive")[1::3]
+    return p20, p50, p80
 
 
 def _val_loss(trainer: Trainer) -> float | None:
@@ -242,17 +217,16 @@ def _digest(batch: Any, before: int) -> int:
     return before
 
 
-def _bytes_of(tensors: list[Any]) -> int:
-    """Bytes of all storages, each counted once; of a sharded tensor, only this process's shard."""
-    local = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
+def _bytes_of(values: Iterable[Any]) -> int:
+    """Bytes of all storages of tensors, each counted once; of a sharded tensor, only this process's shard."""
+    local = [x.to_local() if hasattr(x, "to_local") else x for x in values if isinstance(x, Tensor)]
     storages = {(x.device, x.untyped_storage().data_ptr()): x.untyped_storage().nbytes() for x in local}
     return sum(storages.values())
 
 
 def _resident(field: str) -> int:
     """Bytes of this process in memory: now (``VmRSS``) or at most so far (``VmHWM``)."""
-    # preferred to getrusage, whose peak a process inherits from its parent
+    # not getrusage, whose peak a process inherits from its parent
     status = Path("/proc/self/status")
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith(field))
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field)), 0)

@@ -1,8 +1,8 @@
-"""One run of a comparison, in a separate process: ``python -m <this module> VARIANT FOLDER STEPS WARMUP ...``."""
+"""One run of a comparison, in a separate process: ``python -m <this module> VARIANT FOLDER STEPS WARMUP fit ...``."""
 
 from __future__ import annotations
 
-import argparse
+import sys
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +21,7 @@ from lightning_fp8.runtime.environment import gpu_environment
 from lightning_fp8.runtime.run_files import write_json
 from lightning_fp8.tools.compare import MEASURED_FILE
 from lightning_fp8.tools.compare.measure import Measure
-from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings, precision_of
+from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
 
 # callbacks that end runs early, write checkpoints, take time, or choose different settings for each precision
 _LEFT_OUT = (
@@ -32,6 +32,28 @@ _LEFT_OUT = (
 _NEVER = 10**9
 # number of lines that a run logs on a GPU, where reading a metric makes the host wait for the device
 _LOGGED_ON_GPU = 20
+# in place of the configuration's
+_TRAINER = {
+    # only the number of steps ends the run
+    "max_epochs": -1,
+    "min_steps": None,
+    "min_epochs": None,
+    "max_time": None,
+    "fast_dev_run": False,
+    "barebones": False,
+    # validation once, when `Measure` ends the run
+    "num_sanity_val_steps": 0,
+    "val_check_interval": _NEVER,
+    "check_val_every_n_epoch": None,
+    "log_every_n_steps": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "profiler": None,
+    # a plugin, not a precision string, which may create Lightning's own plugin
+    "precision": None,
+}
 
 
 class CompareCLI(Fp8CLI):
@@ -59,52 +81,26 @@ class CompareCLI(Fp8CLI):
         seed_everything(self.seed, workers=True)
         config.ckpt_path = None
         trainer = config.trainer
-        logs_rarely = trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-        for name, value in {
-            "max_steps": self.steps,
-            # only the number of steps ends the run
-            "max_epochs": -1,
-            "min_steps": None,
-            "min_epochs": None,
-            "max_time": None,
-            "fast_dev_run": False,
-            "barebones": False,
-            # validation once, when `Measure` ends the run
-            "num_sanity_val_steps": 0,
-            "val_check_interval": _NEVER,
-            "check_val_every_n_epoch": None,
-            "log_every_n_steps": max(1, self.steps // _LOGGED_ON_GPU) if logs_rarely else 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "profiler": None,
-            "default_root_dir": str(self.folder),
-        }.items():
+        for name, value in {**_TRAINER, "max_steps": self.steps, "default_root_dir": str(self.folder)}.items():
             trainer[name] = value
-        self._choose_precision(trainer)
-        trainer.callbacks = [callback for callback in _as_list(trainer.callbacks) if self._stays(callback)]
-
-    def _choose_precision(self, trainer: Namespace) -> None:
+        if trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
+            trainer.log_every_n_steps = max(1, self.steps // _LOGGED_ON_GPU)
+        plugins = _as_list(trainer.plugins)
         own: dict[str, Any] = {}
-        others = []
-        for plugin in _as_list(trainer.plugins):
-            if not issubclass(_class_of(plugin), Precision):
-                others.append(plugin)
-            elif _class_of(plugin).__module__.startswith("lightning_fp8."):
+        for plugin in plugins:
+            if issubclass(_class_of(plugin), Precision) and _is_ours(plugin) and "init_args" in plugin:
                 # not `items()`, which flattens a recipe's fields to dotted names
-                own = dict(vars(plugin.init_args)) if "init_args" in plugin else {}
-        # a plugin, not a precision string, which may create Lightning's own plugin
-        trainer.precision = None
-        class_path, _ = VARIANTS[precision_of(self.variant)]
-        trainer.plugins = [*others, _part(class_path, plugin_settings(self.variant, own))]
-
-    def _stays(self, callback: Any) -> bool:
-        kind = _class_of(callback)
-        if not issubclass(kind, _LEFT_OUT) and not kind.__module__.startswith("lightning_fp8.callbacks."):
-            return True
-        self.left_out.append(kind.__name__)
-        return False
+                own = dict(vars(plugin.init_args))
+        class_path, _ = VARIANTS[self.variant.partition(",")[0]]
+        made: Any = Namespace  # its constructor has no annotations
+        precision = made(class_path=class_path, init_args=made(**plugin_settings(self.variant, own)))
+        trainer.plugins = [*(plugin for plugin in plugins if not issubclass(_class_of(plugin), Precision)), precision]
+        callbacks, trainer.callbacks = _as_list(trainer.callbacks), []
+        for callback in callbacks:
+            if issubclass(_class_of(callback), _LEFT_OUT) or _is_ours(callback):
+                self.left_out.append(_class_of(callback).__name__)
+            else:
+                trainer.callbacks.append(callback)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The configuration's Trainer, with our logger and callbacks."""
@@ -123,22 +119,16 @@ class CompareCLI(Fp8CLI):
             write_json(self.folder / MEASURED_FILE, {**results, **about})
 
 
-def main() -> None:
+def main(variant: str, folder: str, steps: str, warmup: str, *args: str) -> None:
     """Run; a run that fails writes the reason to ``MEASURED_FILE`` and prints its traceback."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("variant")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("steps", type=int)
-    parser.add_argument("warmup", type=int)
-    parser.add_argument("args", nargs=argparse.REMAINDER)
-    options = parser.parse_args()
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+    measured = Path(folder, MEASURED_FILE)
     try:
-        CompareCLI(options.variant, options.folder, options.steps, options.warmup, options.args)
+        CompareCLI(variant, Path(folder), int(steps), int(warmup), [*args])
     except Exception as error:
-        if not (options.folder / MEASURED_FILE).exists():
+        if not measured.exists():
             said = next(filter(None, map(str.strip, str(error).splitlines())), "")
-            write_json(options.folder / MEASURED_FILE, {"error": f"{type(error).__name__}: {said}".removesuffix(": ")})
+            write_json(measured, {"error": f"{type(error).__name__}: {said}".removesuffix(": ")})
         raise
 
 
@@ -146,9 +136,8 @@ def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _part(class_path: str, arguments: dict[str, Any]) -> Any:
-    made: Any = Namespace  # its constructor has no annotations
-    return made(class_path=class_path, init_args=made(**arguments))
+def _is_ours(part: Any) -> bool:
+    return _class_of(part).__module__.startswith(("lightning_fp8.callbacks.", "lightning_fp8.plugins."))
 
 
 def _class_of(part: Any) -> type:
@@ -159,4 +148,4 @@ def _class_of(part: Any) -> type:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from lightning_fp8.plugins.arguments import ARGUMENTS, recipe_argument
-from lightning_fp8.plugins.settings import suggestion
+from lightning_fp8.plugins.settings import ARGUMENTS, recipe_argument, suggestion
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.scaling.recipe import RECIPES, as_recipe, recipe_fields
 
@@ -34,28 +33,14 @@ def by_default(emulated: bool) -> list[str]:
     return [EMULATED_BASELINE, "fp8-delayed"] if emulated else [*BF16, "fp8-delayed"]
 
 
-def baseline_of(variants: Sequence[str], emulated: bool) -> str:
-    """The variant that the others are compared with: ``32-true`` if it runs and bf16 products are emulated."""
-    return EMULATED_BASELINE if emulated and EMULATED_BASELINE in variants else BASELINE
-
-
-def precision_of(variant: str) -> str:
-    """The key of ``VARIANTS``: the variant without fields of a recipe.
-
-    >>> precision_of("fp8-block,wgrad=bf16")
-    'fp8-block'
-    """
-    return variant.partition(",")[0]
-
-
 def checked(text: str) -> str:
     """An argument of ``--precisions``: a key of ``VARIANTS``, or an FP8 precision with fields of its recipe.
 
     Raises:
         argparse.ArgumentTypeError: for anything else.
     """
-    precision = precision_of(text)
-    if precision in RECIPES and precision != text:
+    precision, comma, _ = text.partition(",")
+    if comma and precision in RECIPES:
         try:
             as_recipe(recipe_fields(text))
         except (ValueError, TypeError) as error:
@@ -83,12 +68,12 @@ def plugin_settings(variant: str, own: Mapping[str, Any]) -> dict[str, Any]:
     """
     if variant == "32-true":
         return {}
-    precision = precision_of(variant)
-    of_fp8 = ARGUMENTS["fp8-delayed"]
-    in_all = [name for name in of_fp8 if all(name in taken for taken in ARGUMENTS.values())]
-    held = {name: own[name] for name in (of_fp8 if precision in RECIPES else in_all) if name in own}
+    precision = variant.partition(",")[0]
+    of_fp8 = ARGUMENTS["Fp8Precision"]
     if precision not in RECIPES:
-        return {**held, **VARIANTS[variant][1]}
-    recipe = recipe_argument(held.get("recipe"))
+        in_all = [name for name in of_fp8 if all(name in taken for taken in ARGUMENTS.values())]
+        return {**{name: own[name] for name in in_all if name in own}, **VARIANTS[variant][1]}
+    recipe = recipe_argument(own.get("recipe"))
     fields = recipe.as_dict() if recipe is not None and recipe.precision == precision else {}
-    return {**held, "recipe": {**fields, **recipe_fields(variant)}}
+    applied = {name: own[name] for name in of_fp8 if name in own}
+    return {**applied, "recipe": {**fields, **recipe_fields(variant)}}

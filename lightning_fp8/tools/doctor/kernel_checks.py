@@ -12,6 +12,7 @@ import torch
 from kernels_cuda.compile import capability, compiled, is_cached
 from lightning_fp8.ops.cuda import kernels, plain
 from lightning_fp8.ops.formats import E4M3
+from lightning_fp8.ops.operand import Fp8Tensor
 from lightning_fp8.tools.doctor.diagnosis import NOT_LOADED, SLOWER, Diagnosis, KernelCheck
 from lightning_fp8.tools.worker import Answer, Worker
 
@@ -94,9 +95,9 @@ def gemm(device: torch.device) -> str | None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-4, 5, (size, 64), generator=generator).float() for size in (48, 32))
     one = torch.ones((), device=device)
-    codes = [x.to(E4M3.dtype).view(torch.uint8).to(device) for x in (a, b)]
+    operands = [Fp8Tensor(x.to(E4M3.dtype).view(torch.uint8).to(device), one, "e4m3") for x in (a, b)]
     # sums are integers of at most 64 * 16: exact, and rounded to bf16 once
-    got = plain.scaled_mm(codes[0], codes[1], one, one, None, "e4m3", "e4m3", torch.bfloat16, False)
+    got = plain.scaled_mm(operands[0], operands[1], None, torch.bfloat16, False)
     return None if torch.equal(got.cpu(), (a @ b.t()).bfloat16()) else "another result than the same product in fp32"
 
 

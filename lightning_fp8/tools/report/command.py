@@ -5,36 +5,31 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from lightning_fp8.runtime.program import program
-
-_NEEDED = ("matplotlib", "plotly")
+from lightning_fp8.tools.report.page import write_page
+from lightning_fp8.tools.report.pictures import write_pictures
+from lightning_fp8.tools.report.runs import ReadError, read_runs
 
 
 def main(arguments: Sequence[str]) -> None:
     """Make a report; exits with a message if it cannot."""
     options = _parser().parse_args(arguments)
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        sys.exit(f"A report needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    from lightning_fp8.tools.report.page import write_page
-    from lightning_fp8.tools.report.pictures import write_pictures
-    from lightning_fp8.tools.report.runs import ReadError, read_runs
-
-    try:
-        runs = read_runs(options.runs)
-    except ReadError as error:
-        sys.exit(str(error))
-    for run in runs:
-        print(f"{run.name}: {run.note or run.folder}")
-    # in the given folder, even if a version_N inside it was read
+    # in the given folder, even if a version_N inside it is read
     page = options.out or options.runs[0] / "report.html"
     pictures = options.png or page.with_name(f"{page.stem}_png")
     try:
+        runs = read_runs(options.runs)
+        for run in runs:
+            print(f"{run.name}: {run.note}")
         write_page(runs, page)
         written = write_pictures(runs, pictures)
+    except ReadError as error:
+        sys.exit(str(error))
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        sys.exit(f"A report needs {package}: pip install {package}")
     except OSError as error:
         sys.exit(f"The report cannot be written: {error}.")
     print(page, *written, sep="\n")

@@ -1,196 +1,158 @@
 // The heat map: one page of tensors with their names, or all tensors without names.
 const PLANES = {
-  log2_scale: { of: "scale", title: "log2 of the scale", colours: "Viridis", unit: "", worst: "min" },
-  headroom_bits: { of: "headroom_bits", title: "Headroom", colours: "Cividis", unit: " bits", worst: "min" },
-  saturated_fraction: { of: "saturated_fraction", title: "Saturated share", colours: "Viridis", unit: "", worst: "max" },
-  underflowed_fraction: { of: "underflowed_fraction", title: "Underflowed share", colours: "Viridis", unit: "", worst: "max" },
+  log2_scale: { title: "log2 of the scale", colours: "Viridis", unit: "", worst: "lowest", several: "last" },
+  headroom_bits: { title: "Headroom", colours: "Cividis", unit: " bits", worst: "lowest", several: "worst" },
+  saturated_fraction: { title: "Saturated share", colours: "Viridis", unit: "", worst: "highest", several: "worst" },
+  underflowed_fraction: { title: "Underflowed share", colours: "Viridis", unit: "", worst: "highest", several: "worst" },
 };
+// by a quantity's worst number over the run
 const SORTS = {
   model: { title: "model order" },
-  headroom: { title: "lowest headroom", of: (tensors) => tensors.worst.headroom_bits, sign: 1 },
-  saturated: { title: "most saturated", of: (tensors) => tensors.worst.saturated_fraction, sign: -1 },
-  underflowed: { title: "most underflowed", of: (tensors) => tensors.worst.underflowed_fraction, sign: -1 },
-  sqnr: { title: "lowest SQNR", of: (tensors) => tensors.sqnr, sign: 1, missing: "lightning_fp8.QuantizationProbe" },
+  headroom_bits: { title: "lowest headroom", sign: 1 },
+  saturated_fraction: { title: "most saturated", sign: -1 },
+  underflowed_fraction: { title: "most underflowed", sign: -1 },
+  sqnr: { title: "lowest SQNR", sign: 1, missing: ": add lightning_fp8.QuantizationProbe" },
 };
 const ROWS_WITHOUT_PAGES = 60;
 const ROWS_OF_A_PAGE = 50;
 const ROW_HEIGHT = 16;
 const STRIPS = 200;
 
-const view = { run: null, rows: [], first: 0 };
+// rows: the chosen tensors, in order; first: the first of them on this page; each: how many are one line of the overview
+const view = { run: null, rows: [], first: 0, each: 1 };
 
-// Decoded at first use, as a report may hold several large runs.
-function tensorsOf(run) {
-  if (!run.decoded) {
-    const { names, columns, planes, worst, sqnr } = run.tensors;
-    const decoded = { names, columns, planes: {}, worst: {}, sqnr: single(sqnr) };
-    for (const name of Object.keys(planes)) [decoded.planes[name], decoded.worst[name]] = [half(planes[name]), single(worst[name])];
-    decoded.planes.log2_scale = decoded.planes.scale.map(Math.log2);
-    decoded.roles = names.map((name) => name.slice(name.lastIndexOf(".") + 1));
-    run.decoded = decoded;
-  }
-  return run.decoded;
-}
-
+// The chosen numbers, tensors x columns; decoded at first use, as a report may hold several large runs.
 function plane() {
   const name = element("plane").value;
-  return { name, ...PLANES[name], values: tensorsOf(view.run).planes[name] };
+  const { tensors } = view.run;
+  tensors.decoded ??= {};
+  tensors.decoded[name] ??= half(tensors.planes[name.replace("log2_", "")]).map(name === "log2_scale" ? Math.log2 : Number);
+  return { ...PLANES[name], values: tensors.decoded[name] };
 }
 
 function pageSize() {
-  return view.rows.length <= ROWS_WITHOUT_PAGES ? ROWS_WITHOUT_PAGES : ROWS_OF_A_PAGE;
+  return view.rows.length > ROWS_WITHOUT_PAGES ? ROWS_OF_A_PAGE : ROWS_WITHOUT_PAGES;
 }
 
-// Which rows are shown, in which order.
 function choose() {
-  const tensors = tensorsOf(view.run);
+  const { names, worst } = view.run.tensors;
   const matches = matcher(element("filter").value);
-  const roles = new Set([...document.querySelectorAll("#role-boxes input:checked")].map((box) => box.value));
-  view.rows = [...tensors.names.keys()].filter((row) => roles.has(tensors.roles[row]) && matches(tensors.names[row]));
-  const { of, sign } = SORTS[element("sort").value];
-  if (of) {
-    const key = of(tensors);
+  const roles = [...element("role-boxes").querySelectorAll(":checked")].map((box) => `.${box.value}`);
+  view.rows = [...names.keys()].filter((row) => matches(names[row]) && roles.some((role) => names[row].endsWith(role)));
+  const sort = element("sort").value;
+  if (sort !== "model") {
     // tensors without a number come last; equal ones keep the order of the model
-    const place = (row) => (Number.isNaN(key[row]) ? Infinity : sign * key[row]);
-    view.rows.sort((a, b) => (place(a) === place(b) ? a - b : place(a) - place(b)));
+    const place = (row) => (worst[sort][row] === null ? Infinity : SORTS[sort].sign * worst[sort][row]);
+    view.rows.sort((a, b) => place(a) - place(b) || 0);
   }
-  view.first = 0;
-}
-
-function drawScales() {
-  const count = view.rows.length;
-  const shown = view.rows.slice(view.first, view.first + pageSize());
-  const all = tensorsOf(view.run).names.length;
-  const range = count ? `${counted(view.first + 1)} to ${counted(view.first + shown.length)} of ${counted(count)}` : "none";
-  element("rows").textContent = `${range}${count < all ? `, filtered from ${counted(all)}` : ""}`;
-  element("previous").disabled = view.first === 0;
-  element("next").disabled = view.first + shown.length >= count;
-  for (const id of ["previous", "next"]) element(id).hidden = count <= pageSize();
-  element("heatmap").hidden = !count;
-  element("overview-body").hidden = count <= pageSize();
-  const { name, values } = plane();
-  element("plane-note").textContent = noteOn(name, values);
-  if (count) drawHeatmap(shown);
-  if (count > pageSize()) drawOverview();
-}
-
-function noteOn(name, values) {
-  if (!values.some(Number.isFinite)) return "Nothing of it was logged.";
-  const [first, last] = tensorsOf(view.run).columns;
-  const several = first.some((step, column) => step !== last[column]);
-  if (!several) return "";
-  return name === "log2_scale"
-    ? "A column covers several logged steps and shows the last of them."
-    : "A column covers several logged steps and shows the worst of them.";
-}
-
-function ticks() {
-  const [first] = tensorsOf(view.run).columns;
-  const wanted = element("heatmap").clientWidth < 600 ? 3 : 8;
-  const every = Math.max(1, Math.ceil(first.length / wanted));
-  const at = first.map((_, column) => column).filter((column) => column % every === 0);
-  return { tickmode: "array", tickvals: at, ticktext: at.map((column) => counted(first[column])), title: { text: "step" } };
-}
-
-function stepText(column) {
-  const [first, last] = tensorsOf(view.run).columns;
-  return first[column] === last[column] ? `step ${first[column]}` : `steps ${first[column]} to ${last[column]}`;
-}
-
-// Rows of numbers -> a trace. The colour scale covers all tensors, so that filters do not change it.
-function heat(z, names, chosen) {
-  const columns = [...tensorsOf(view.run).columns[0].keys()];
-  const known = chosen.values.filter(Number.isFinite);
-  const [low, high] = known.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
-  const number = chosen.worst === "max" ? ".3~%" : ".4~g";
-  return {
-    type: "heatmap",
-    x: columns,
-    y: [...z.keys()],
-    z,
-    customdata: names.map((row) => row.map((name, column) => [plain(name), stepText(column)])),
-    hovertemplate: `%{customdata[0]}<br>%{customdata[1]}: %{z:${number}}${chosen.unit}<extra></extra>`,
-    hoverongaps: false,
-    zmin: low,
-    zmax: high > low ? high : low + 1,
-    colorscale: chosen.colours,
-    colorbar: {
-      orientation: "h", y: 1, yanchor: "bottom", x: 0.5, len: 1, thickness: 9, outlinewidth: 0, ypad: 6,
-      title: { text: chosen.title + chosen.unit.replace(" ", ", "), side: "top" },
-      tickformat: chosen.worst === "max" ? "~%" : "",
-    },
-  };
-}
-
-// On a narrow screen roles are abbreviated, to leave room for the block's number.
-function labelOf(name) {
-  const width = element("heatmap").clientWidth;
-  if (width >= 600) return shortened(name, Math.min(46, Math.floor((width * 0.36) / 6.4)));
-  return shortened(name.replace(/\.grad_output$/, ".grad"), 24);
-}
-
-function drawHeatmap(shown) {
-  const chosen = plane();
-  const { names, columns } = tensorsOf(view.run);
-  const width = columns[0].length;
-  const z = shown.map((row) => finite(chosen.values.subarray(row * width, (row + 1) * width)));
-  draw(element("heatmap"), [heat(z, shown.map((row) => columns[0].map(() => names[row])), chosen)], {
-    height: shown.length * ROW_HEIGHT + 98,
-    margin: { l: 10, r: 14, t: 20, b: 42 },
-    // so that the height of a row does not depend on the titles
-    xaxis: { ...ticks(), showgrid: false, zeroline: false, automargin: false },
-    yaxis: {
-      range: [shown.length - 0.5, -0.5],
-      tickmode: "array",
-      tickvals: [...shown.keys()],
-      ticktext: shown.map((row) => plain(labelOf(names[row]))),
-      tickfont: { size: 11 },
-      showgrid: false,
-      zeroline: false,
-    },
-    plot_bgcolor: colour("gap"),
-  });
-}
-
-// One row for several tensors: each column shows the worst of them, with its name.
-function drawOverview() {
-  const chosen = plane();
-  const { names, columns } = tensorsOf(view.run);
-  const width = columns[0].length;
-  const each = Math.ceil(view.rows.length / STRIPS);
-  const sign = chosen.worst === "min" ? 1 : -1;
-  const [z, worst] = [[], []];
-  for (let start = 0; start < view.rows.length; start += each) {
-    const members = view.rows.slice(start, start + each);
-    const best = columns[0].map((_, column) => {
-      let found = members[0];
-      for (const row of members) {
-        const [a, b] = [sign * chosen.values[row * width + column], sign * chosen.values[found * width + column]];
-        if (a < b || !Number.isFinite(b)) found = row;
-      }
-      return found;
-    });
-    z.push(finite(best.map((row, column) => chosen.values[row * width + column])));
-    worst.push(best.map((row) => names[row]));
-  }
-  const lowest = chosen.worst === "min" ? "lowest" : "highest";
-  element("overview-note").textContent =
-    (each > 1 ? `A line covers ${each} tensors and shows the ${lowest} number among them. ` : "") +
-    "The frame is the page above; a click goes to another.";
-  const trace = { ...heat(z, worst, chosen), showscale: false };
-  const [from, to] = [view.first / each - 0.5, Math.min(view.first + pageSize(), view.rows.length) / each - 0.5];
-  draw(element("overview"), [trace], {
-    height: 300,
-    margin: { l: 10, r: 14, t: 8, b: 42 },
-    xaxis: { ...ticks(), showgrid: false, zeroline: false, automargin: false },
-    yaxis: { range: [z.length - 0.5, -0.5], showticklabels: false, ticks: "", showgrid: false, zeroline: false },
-    plot_bgcolor: colour("gap"),
-    shapes: [{ type: "rect", xref: "paper", x0: 0, x1: 1, y0: from, y1: to, line: { color: series(1), width: 2 } }],
-  });
-  view.each = each;
+  turnTo(0);
 }
 
 function turnTo(first) {
   view.first = Math.max(0, Math.min(first, view.rows.length - 1));
   drawScales();
+}
+
+function drawScales() {
+  const count = view.rows.length;
+  const shown = view.rows.slice(view.first, view.first + pageSize());
+  const { names, columns: [starts, ends] } = view.run.tensors;
+  const range = count ? `${counted(view.first + 1)} to ${counted(view.first + shown.length)} of ${counted(count)}` : "none";
+  element("rows").textContent = `${range}${count < names.length ? `, filtered from ${counted(names.length)}` : ""}`;
+  element("previous").disabled = view.first === 0;
+  element("next").disabled = view.first + shown.length >= count;
+  for (const id of ["previous", "next", "overview-body"]) element(id).hidden = count <= pageSize();
+  element("heatmap").hidden = !count;
+  const { values, several } = plane();
+  element("plane-note").textContent = !values.some(Number.isFinite)
+    ? "Nothing of it was logged."
+    : ends.some((step, column) => step !== starts[column])
+      ? `A column covers several logged steps and shows the ${several} of them.`
+      : "";
+  if (count) drawHeatmap(shown);
+  if (count > pageSize()) drawOverview();
+}
+
+function drawHeatmap(shown) {
+  drawMap(element("heatmap"), shown.map((row) => [row]), {}, {
+    height: shown.length * ROW_HEIGHT + 98,
+    margin: { l: 10, r: 14, t: 20, b: 42 },
+    yaxis: {
+      tickmode: "array",
+      tickvals: [...shown.keys()],
+      ticktext: shown.map((row) => plain(labelOf(view.run.tensors.names[row]))),
+      tickfont: { size: 11 },
+    },
+  });
+}
+
+// One line for several tensors, and a frame around the page that is shown above.
+function drawOverview() {
+  view.each = Math.ceil(view.rows.length / STRIPS);
+  const groups = [];
+  for (let start = 0; start < view.rows.length; start += view.each) groups.push(view.rows.slice(start, start + view.each));
+  const several = `A line covers ${view.each} tensors and shows the ${plane().worst} number among them. `;
+  element("overview-note").textContent =
+    (view.each > 1 ? several : "") + "The frame is the page above; a click goes to another.";
+  const [y0, y1] = [view.first, Math.min(view.first + pageSize(), view.rows.length)].map((row) => row / view.each - 0.5);
+  drawMap(element("overview"), groups, { showscale: false }, {
+    height: 300,
+    margin: { l: 10, r: 14, t: 8, b: 42 },
+    yaxis: { showticklabels: false, ticks: "" },
+    shapes: [{ type: "rect", xref: "paper", x0: 0, x1: 1, y0, y1, line: { color: series(1), width: 2 } }],
+  });
+}
+
+// A line for each group of tensors: a cell shows the worst of them, with its name.
+function drawMap(place, groups, more, { yaxis, ...layout }) {
+  const { values, worst, unit, title, colours } = plane();
+  const { names, columns: [starts, ends] } = view.run.tensors;
+  const isShare = worst === "highest";
+  const valueOf = (row, column) => values[row * starts.length + column];
+  const rank = (row, column) => (Number.isFinite(valueOf(row, column)) ? valueOf(row, column) * (isShare ? -1 : 1) : Infinity);
+  const rows = groups.map((group) =>
+    starts.map((_, column) => group.reduce((best, row) => (rank(row, column) < rank(best, column) ? row : best))),
+  );
+  // the colour scale covers all tensors, so that filters do not change it
+  const known = values.filter(Number.isFinite);
+  const low = known.reduce((a, b) => Math.min(a, b), Infinity);
+  const high = known.reduce((a, b) => Math.max(a, b), -Infinity);
+  const steps = starts.map((from, column) => (from === ends[column] ? `step ${from}` : `steps ${from} to ${ends[column]}`));
+  const every = Math.ceil(starts.length / (place.clientWidth < 600 ? 3 : 8));
+  const ticks = [...starts.keys()].filter((column) => column % every === 0);
+  const map = {
+    type: "heatmap",
+    // null leaves a gap
+    z: rows.map((line) => line.map((row, column) => (Number.isFinite(valueOf(row, column)) ? valueOf(row, column) : null))),
+    customdata: rows.map((line) => line.map((row, column) => [plain(names[row]), steps[column]])),
+    hovertemplate: `%{customdata[0]}<br>%{customdata[1]}: %{z:${isShare ? ".3~%" : ".4~g"}}${unit}<extra></extra>`,
+    hoverongaps: false,
+    zmin: low,
+    zmax: high > low ? high : low + 1,
+    colorscale: colours,
+    colorbar: {
+      orientation: "h", y: 1, yanchor: "bottom", x: 0.5, len: 1, thickness: 9, outlinewidth: 0, ypad: 6,
+      title: { text: title + unit.replace(" ", ", "), side: "top" },
+      tickformat: isShare ? "~%" : "",
+    },
+    ...more,
+  };
+  const bare = { showgrid: false, zeroline: false };
+  const ticktext = ticks.map((column) => counted(starts[column]));
+  draw(place, [map], {
+    // so that the height of a row does not depend on the titles
+    xaxis: { tickmode: "array", tickvals: ticks, ticktext, ...bare, automargin: false },
+    yaxis: { range: [groups.length - 0.5, -0.5], ...bare, ...yaxis },
+    plot_bgcolor: colour("gap"),
+    ...layout,
+  });
+}
+
+// The middle of a long name is left out. On a narrow screen roles are abbreviated, to leave room for the block's number.
+function labelOf(name) {
+  const width = element("heatmap").clientWidth;
+  const text = width < 600 ? name.replace(/\.grad_output$/, ".grad") : name;
+  const length = width < 600 ? 24 : Math.min(46, Math.floor((width * 0.36) / 6.4));
+  const start = Math.floor((length - 1) * 0.45);
+  return text.length <= length ? text : `${text.slice(0, start)}…${text.slice(text.length - (length - 1 - start))}`;
 }

@@ -5,19 +5,19 @@ from __future__ import annotations
 import base64
 import html
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
 from lightning_fp8.tools.report import tables
-from lightning_fp8.tools.report.curves import curve_keys, loss_keys, thinned
-from lightning_fp8.tools.report.runs import Run, Series
-from lightning_fp8.tools.report.tensors import PLANES, Tensors, role_curves, tensors_of
+from lightning_fp8.tools.report.charts import as_numbers, curve_keys, curves, loss_keys, role_charts
+from lightning_fp8.tools.report.runs import Run
+from lightning_fp8.tools.report.tensors import Tensors, sqnr_of, tensors_of
 
 _FOLDER = Path(__file__).parent
 _SCRIPTS = ("data.js", "tables.js", "charts.js", "heatmap.js", "page.js")
@@ -32,94 +32,66 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
     from plotly.offline import get_plotlyjs
 
     title = "FP8 report: " + ", ".join(run.name for run in runs)
-    # a name may hold anything, even `</script>`
-    data = json.dumps(page_data(runs), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     page = Template(_text("page.html")).substitute(
         title=html.escape(title),
         style=_text("page.css"),
         plotly=get_plotlyjs(),
-        data=data,
+        data=page_json(runs),
         script="\n".join(map(_text, _SCRIPTS)),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
 
 
-def page_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the page shows, as plain values: arrays are base64, see :func:`half` and :func:`single`."""
+def page_json(runs: Sequence[Run]) -> str:
+    """What the page shows, as JSON that can be part of HTML."""
     keys = curve_keys(runs)
-    return {
-        "runs": [_run_data(run, keys) for run in runs],
-        "keys": keys,
+    data = {
+        "runs": [_run_data(run) for run in runs],
+        "curves": {key: curves(runs, [key]) for key in keys},
         "losses": loss_keys(keys),
-        "tables": {
-            "finals": tables.as_plain(tables.final_values(runs)),
-            "environment": tables.as_plain(tables.environment(runs)),
-        },
+        "finals": tables.final_values(runs),
+        "environment": tables.environment(runs),
     }
+    # tables and charts as objects; a name may hold anything, even `</script>`
+    return json.dumps(data, default=vars, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _run_data(run: Run, keys: Sequence[str]) -> dict[str, Any]:
+def _run_data(run: Run) -> dict[str, Any]:
     tensors = tensors_of(run)
-    dtypes, violations = tables.dtypes(run)
-    last = max(int(series.steps[-1]) for series in run.scalars.values() if len(series.steps))
+    last = max(series.steps[-1] for series in run.scalars.values())
+    about = [run.note, f"logged up to step {last:,}"]
+    if "parameters" in run.record:
+        about.append(f"{run.record['parameters']:,} parameters")
     return {
         "name": run.name,
         "folder": str(run.folder),
-        "about": _about(run, last),
+        "about": " · ".join(about),
         "precision": run.precision or "precision not recorded",
-        "curves": {key: _curve(run.scalars[key]) for key in keys if key in run.scalars},
-        "roles": {
-            quantity: {
-                role: {statistic: _curve(series) for statistic, series in found.items()}
-                for role, found in roles.items()
-            }
-            for quantity, roles in role_curves(run, tensors).items()
-        },
-        "tensors": _tensor_data(tensors) if tensors else None,
-        "worst": tables.as_plain(tables.worst_layers(run, tensors)),
-        "watchdog": tables.as_plain(tables.watchdog(run)),
-        "layers": tables.as_plain(tables.layers(run)),
-        "dtypes": tables.as_plain(dtypes),
-        "violations": tables.as_plain(violations),
+        "roles": role_charts(run),
+        "tensors": tensors and _tensor_data(run, tensors),
+        "worst": tables.worst_layers(run, tensors),
+        "watchdog": tables.watchdog(run),
+        "layers": tables.layers(run),
+        "dtypes": tables.dtypes(run),
     }
 
 
-def _about(run: Run, last: int) -> list[str]:
-    found = [f"logged up to step {last:,}", f"read from {run.source}"]
-    if run.note:
-        found.insert(0, run.note)
-    if "parameters" in run.record:
-        found.append(f"{run.record['parameters']:,} parameters")
-    return found
-
-
-def _curve(series: Series) -> dict[str, Any]:
-    some = thinned(series)
-    return {"steps": some.steps.tolist(), "values": single(some.values)}
-
-
-def _tensor_data(tensors: Tensors) -> dict[str, Any]:
-    ends = np.append(tensors.bounds[1:], len(tensors.steps)) - 1
+def _tensor_data(run: Run, tensors: Tensors) -> dict[str, Any]:
+    sqnr = sqnr_of(run)
     return {
         "names": tensors.names,
-        "columns": [tensors.steps[tensors.bounds].tolist(), tensors.steps[ends].tolist()],
+        "columns": tensors.steps[tensors.bounds].tolist(),
         "planes": {quantity: half(values) for quantity, values in tensors.columns.items()},
-        "worst": {quantity: single(tensors.worst[quantity][0]) for quantity in PLANES},
-        "sqnr": single(tensors.sqnr_db),
+        "worst": {quantity: as_numbers(values) for quantity, (values, _) in tensors.worst.items()}
+        | {"sqnr": as_numbers([sqnr.get(layer, math.nan) for layer in tensors.layers])},
     }
 
 
 def half(values: npt.NDArray[Any]) -> str:
     """Numbers as bfloat16 (at most 0.4% off, with float32's range), little endian, in base64."""
-    halves = torch.from_numpy(np.ascontiguousarray(values)).bfloat16().view(torch.int16).numpy()
+    halves = torch.from_numpy(values).bfloat16().view(torch.int16).numpy()
     return base64.b64encode(halves.astype("<i2").tobytes()).decode()
-
-
-def single(values: npt.NDArray[Any]) -> str:
-    """float32 numbers, little endian, in base64."""
-    with np.errstate(over="ignore"):
-        return base64.b64encode(values.astype("<f4").tobytes()).decode()
 
 
 def _text(name: str) -> str:

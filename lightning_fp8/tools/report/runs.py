@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import os
 import re
 import reprlib
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_fp8.runtime.run_files import DTYPES_FILE, RUN_FILE
-from lightning_fp8.tools.report.records import ReadError, read_dtypes, read_hparams, read_record
+from lightning_fp8.tools.report.records import HPARAMS_FILE, ReadError, read_record
 
 CSV_FILE = "metrics.csv"
-HPARAMS_FILE = "hparams.yaml"
 _EVENTS = "events.out.tfevents.*"
 # JavaScript's numbers are exact up to this
 _LARGEST_STEP = 2**53
@@ -40,17 +41,15 @@ class Run:
     Attributes:
         name: short, and unique in a report.
         folder: where the logs are.
-        source: name of the file that the series are from.
-        note: what a reader should know about how the logs were found; may be empty.
+        note: how the logs were found.
         scalars: series by key.
-        record: what ``RunRecord`` wrote; empty without it.
-        dtypes: what ``DtypeAudit`` wrote; empty without it.
-        hparams: the model's hyperparameters; empty where none were saved.
+        record: what ``RunRecord`` wrote; empty without it, as are the next two.
+        dtypes: what ``DtypeAudit`` wrote.
+        hparams: the model's hyperparameters, saved by Lightning.
     """
 
     name: str
     folder: Path
-    source: str
     note: str
     scalars: dict[str, Series]
     record: dict[str, Any] = field(default_factory=dict)
@@ -70,97 +69,84 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     Raises:
         ReadError: for a folder that is missing or has no logs, or a file that cannot be read.
     """
-    runs = [_read(folder) for folder in folders]
-    for run, name in zip(runs, _names([run.folder for run in runs]), strict=True):
-        run.name = name
+    places = [_place(folder) for folder in folders]
+    runs = []
+    for name, folder, place in zip(_names(places), folders, places):
+        path = place / CSV_FILE
+        scalars = read_csv(path) if path.is_file() else _read_events(place)
+        if not scalars:
+            raise ReadError(f"{path if path.is_file() else place} has no step with a number in it yet.")
+        source = CSV_FILE if path.is_file() else "TensorBoard's event files"
+        note = f"read from {source}"
+        if place != folder:
+            note = f"{place.name}, the newest of {folder} · {note}"
+        records = [read_record(place / name) for name in (RUN_FILE, DTYPES_FILE, HPARAMS_FILE)]
+        runs.append(Run(name, place, note, scalars, *records))
     return runs
 
 
-def _read(folder: Path) -> Run:
+def _place(folder: Path) -> Path:
+    """The folder itself if it has logs, or the newest version in it."""
     if not folder.is_dir():
         raise ReadError(f"There is no folder {folder}.")
-    place, note = folder, ""
-    if not _has_logs(folder):
-        place = _newest_version(folder)
-        note = f"{place.name}, the newest of {folder}"
-    path = place / CSV_FILE
-    if path.is_file():
-        scalars, source = read_csv(path), CSV_FILE
-    else:
-        scalars, source = _read_events(place), "TensorBoard's event files"
-    if not any(len(series.steps) for series in scalars.values()):
-        raise ReadError(f"{place / CSV_FILE if path.is_file() else place} has no step with a number in it yet.")
-    return Run(
-        place.name,
-        place,
-        source,
-        note,
-        scalars,
-        read_record(place / RUN_FILE),
-        read_dtypes(place / DTYPES_FILE),
-        read_hparams(place / HPARAMS_FILE),
-    )
-
-
-def _has_logs(folder: Path) -> bool:
-    return (folder / CSV_FILE).is_file() or any(folder.glob(_EVENTS))
-
-
-def _newest_version(folder: Path) -> Path:
+    found = sorted({path.parent for name in (CSV_FILE, _EVENTS) for path in folder.rglob(name)})
+    if folder in found:
+        return folder
     versions = {
-        int(found[1]): path
-        for path in folder.iterdir()
-        if (found := re.fullmatch(r"version_(\d+)", path.name)) and _has_logs(path)
+        int(version[1]): path
+        for path in found
+        if path.parent == folder and (version := re.fullmatch(r"version_(\d+)", path.name))
     }
     if versions:
         return versions[max(versions)]
-    inside = sorted({path.parent for name in (CSV_FILE, _EVENTS) for path in folder.glob(f"*/**/{name}")})
-    hint = " A report reads what CSVLogger or TensorBoardLogger wrote."
-    if inside:
-        hint = f" Inside it, {inside[-1]} has."
-    raise ReadError(f"{folder} has no logs: neither {CSV_FILE}, nor event files, nor a version_N with them.{hint}")
+    hint = f"Inside it, {found[-1]} has." if found else "A report reads what CSVLogger or TensorBoardLogger wrote."
+    raise ReadError(f"{folder} has no logs: neither {CSV_FILE}, nor event files, nor a version_N with them. {hint}")
 
 
 def read_csv(path: Path) -> dict[str, Series]:
-    """Series by key from a file of Lightning's ``CSVLogger``; a line that is not finished yet is left out.
+    """Series by key from a file of Lightning's ``CSVLogger``; cells that are empty or hold words are skipped.
 
     Raises:
         ReadError: if it is not such a file.
     """
+    found: dict[str, dict[int, float]] = defaultdict(dict)
     try:
-        text = path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReadError(f"{path} cannot be read: {error}.") from error
-    # the run may be writing the last line, or have been stopped while writing it
-    text = text[: text.rfind("\n") + 1]
-    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
-    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        # the run may be writing the last line, or have been stopped while writing it
+        text = text[: text.rfind("\n") + 1]
+        lines = csv.reader(io.StringIO(text))
         header = next(lines, [])
         if text and "step" not in header:
             raise ReadError(f"{path} has no column `step`; it is not a file of Lightning's CSVLogger.")
-        found = _columns(header, lines, path)
-    except csv.Error as error:
-        raise ReadError(f"{path}, line {lines.line_num}, cannot be read: {error}.") from error
-    return {key: _series(steps, values) for key, (steps, values) in found.items() if steps}
+        for cells in lines:
+            place = f"{path}, line {lines.line_num}"
+            if len(cells) != len(header):
+                raise ReadError(f"{place}: {len(cells)} cells, and its header has {len(header)}.")
+            row = dict(zip(header, cells))
+            step = _step(row.pop("step"), place)
+            for key, cell in row.items():
+                if cell:
+                    with contextlib.suppress(ValueError):
+                        found[key][step] = float(cell)
+    except (OSError, csv.Error) as error:
+        raise ReadError(f"{path} cannot be read: {error}.") from error
+    return {key: _series(values) for key, values in found.items() if values}
 
 
-def _columns(header: list[str], lines: Any, path: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and numbers of each column; cells that are empty or hold words are skipped."""
-    found: dict[str, tuple[list[int], list[float]]] = {key: ([], []) for key in header if key != "step"}
-    columns = [(position, *found[key]) for position, key in enumerate(header) if key != "step"]
-    at = header.index("step") if header else 0
-    for cells in lines:
-        if len(cells) != len(header):
-            raise ReadError(f"{path}, line {lines.line_num}: {len(cells)} cells, and its header has {len(header)}.")
-        step = _step(cells[at], f"{path}, line {lines.line_num}")
-        for position, steps, values in columns:
-            if cells[position]:
-                try:
-                    values.append(float(cells[position]))
-                except ValueError:
-                    continue
-                steps.append(step)
-    return found
+def _read_events(folder: Path) -> dict[str, Series]:
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ModuleNotFoundError as error:
+        raise ReadError(f"{folder} has event files, and reading them needs `pip install tensorboard`.") from error
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    place = f"The event files in {folder}"
+    try:
+        events.Reload()
+        found = {key: events.Scalars(key) for key in events.Tags()["scalars"]}
+    # the reader's exceptions for a damaged file are not documented
+    except Exception as error:
+        raise ReadError(f"{place} cannot be read: {error}.") from error
+    return {key: _series({_step(e.step, place): e.value for e in some}) for key, some in found.items() if some}
 
 
 def _step(value: str | int, place: str) -> int:
@@ -172,38 +158,17 @@ def _step(value: str | int, place: str) -> int:
     raise ReadError(f"{place}: the step is {reprlib.repr(value)}, not a number of at most 2**53.")
 
 
-def _series(steps: Sequence[int], values: Sequence[float]) -> Series:
-    """A series sorted by step; of several values for one step, the last."""
-    order = np.argsort(np.asarray(steps, np.int64), kind="stable")
-    sorted_steps, sorted_values = np.asarray(steps, np.int64)[order], np.asarray(values, np.float64)[order]
-    last = np.append(sorted_steps[1:] != sorted_steps[:-1], True)
-    return Series(sorted_steps[last], sorted_values[last])
+def _series(values: Mapping[int, float]) -> Series:
+    steps = sorted(values)
+    return Series(np.array(steps, np.int64), np.array([values[step] for step in steps], np.float64))
 
 
-def _read_events(folder: Path) -> dict[str, Series]:
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    except ModuleNotFoundError as error:
-        raise ReadError(f"{folder} has event files, and reading them needs `pip install tensorboard`.") from error
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    try:
-        events.Reload()
-        found = {key: events.Scalars(key) for key in events.Tags()["scalars"]}
-    # the reader's exceptions for a damaged file are not documented
-    except Exception as error:
-        raise ReadError(f"The event files in {folder} cannot be read: {error}.") from error
-    place = f"The event files in {folder}"
-    return {key: _series([_step(e.step, place) for e in some], [e.value for e in some]) for key, some in found.items()}
-
-
-def _names(folders: list[Path]) -> list[str]:
-    """The shortest path endings that are unique; a ``version_N`` always includes its experiment."""
-    parts = [folder.resolve().parts for folder in folders]
-    least = 2 if any(part[-1].startswith("version_") for part in parts) else 1
-    for length in range(least, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
+def _names(places: Sequence[Path]) -> list[str]:
+    """The paths from the folder that all are in; a ``version_N`` always includes its experiment."""
+    paths = [place.resolve() for place in places]
+    tops = [path.parent if path.name.startswith("version_") else path for path in paths]
+    shared = os.path.commonpath([top.parent for top in tops])
+    names = [str(path.relative_to(shared)) for path in paths]
     # the same folder more than once
-    names = ["/".join(part[-least:]) for part in parts]
-    return [f"{name} ({position})" for position, name in enumerate(names, start=1)]
+    repeated = len(set(names)) < len(names)
+    return [f"{name} ({position})" if repeated else name for position, name in enumerate(names, start=1)]

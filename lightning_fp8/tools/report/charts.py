@@ -1,0 +1,112 @@
+"""The line charts, as the page and the pictures draw them: which metrics are curves, and curves with fewer points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from lightning_fp8.ops.formats import ROLES
+from lightning_fp8.tools.report.runs import Run, Series
+
+MAX_POINTS = 2000
+_LARGEST = float(np.finfo(np.float32).max)
+# Lightning's own counter, and what TensorBoardLogger writes for its table of hyperparameters
+_NO_METRICS = ("epoch", "hp_metric")
+_FIRST = ("train_loss", "val_loss")
+# by quantity: the title, and the statistic of the worst tensor
+_OF_ROLES = {
+    "headroom_bits": ("Headroom, bits", "min"),
+    "saturated_fraction": ("Saturated share", "max"),
+    "underflowed_fraction": ("Underflowed share", "max"),
+}
+
+
+@dataclass
+class Line:
+    """A line: a number for its colour, and for its style: solid, dashed or dotted. None is a gap."""
+
+    name: str
+    colour: int
+    style: int
+    steps: list[int]
+    values: list[float | None]
+
+
+@dataclass
+class Chart:
+    """Lines over steps; a share begins at 0 and is shown in percent."""
+
+    title: str
+    is_share: bool
+    lines: list[Line]
+
+
+def curve_keys(runs: Sequence[Run]) -> list[str]:
+    """The user's metrics with more than one step in some run; losses first."""
+    keys = {
+        key
+        for run in runs
+        for key, series in run.scalars.items()
+        if len(series.steps) > 1 and not key.startswith("fp8/") and key not in _NO_METRICS
+    }
+    return sorted(keys, key=lambda key: (_FIRST.index(key) if key in _FIRST else 2, "loss" not in key, key))
+
+
+def loss_keys(keys: Sequence[str]) -> list[str]:
+    """Keys shown at first: ``train_loss`` and ``val_loss``, or else the first of ``keys``."""
+    return [key for key in keys if key in _FIRST] or list(keys[:1])
+
+
+def curves(runs: Sequence[Run], keys: Sequence[str]) -> Chart:
+    """The metrics of all runs: a colour for each run, a style for each metric."""
+    lines = [
+        _line(f"{run.name} {key}", position, style, run.scalars[key])
+        for position, run in enumerate(runs)
+        for style, key in enumerate(keys)
+        if key in run.scalars
+    ]
+    return Chart(", ".join(keys), False, lines)
+
+
+def role_charts(run: Run) -> dict[str, Chart]:
+    """The median and the worst tensor of each role, by quantity, as far as they were logged."""
+    charts = {}
+    for quantity, (title, worst) in _OF_ROLES.items():
+        lines = [
+            _line(f"{role}, {statistic}", colour, style, run.scalars[key])
+            for colour, role in enumerate(ROLES)
+            for statistic, style in (("median", 0), (worst, 2))
+            if (key := f"fp8/{role}/{quantity}/{statistic}") in run.scalars
+        ]
+        if lines:
+            charts[quantity] = Chart(title, quantity != "headroom_bits", lines)
+    return charts
+
+
+def _line(name: str, colour: int, style: int, series: Series) -> Line:
+    some = thinned(series)
+    return Line(name, colour, style, some.steps.tolist(), as_numbers(some.values))
+
+
+def as_numbers(values: Sequence[float] | np.ndarray) -> list[float | None]:
+    """Seven digits of each number; None if it is not finite in float32, so that no axis extends to float64's end."""
+    return [float(f"{value:.7g}") if abs(value) <= _LARGEST else None for value in values]
+
+
+def thinned(series: Series, points: int = MAX_POINTS) -> Series:
+    """At most ``points`` points: the lowest and highest of each stretch, to keep all peaks, and the first and last."""
+    count = len(series.steps)
+    if count <= points:
+        return series
+    kept = {0, count - 1}
+    bounds = np.linspace(0, count, points // 2).astype(int)
+    for start, end in pairwise(bounds):
+        part = series.values[start:end]
+        is_finite = np.isfinite(part)
+        kept.add(int(start + np.where(is_finite, part, np.inf).argmin()))
+        kept.add(int(start + np.where(is_finite, part, -np.inf).argmax()))
+    rows = np.array(sorted(kept))
+    return Series(series.steps[rows], series.values[rows])

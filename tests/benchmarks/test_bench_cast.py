@@ -1,0 +1,157 @@
+"""The suites ``cast`` and ``blocks``: what is cast, what counts as the same, and as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_rows import written
+
+from benchmarks import baselines, cast, harness
+from benchmarks.cast import Tolerance, difference
+from benchmarks.harness import Run
+from benchmarks.suites import SUITES
+from lightning_fp8 import ops
+from lightning_fp8.ops.cuda import kernels
+from lightning_fp8.ops.formats import E4M3
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+ONE = "200x136 bf16->e4m3 cast_transpose"
+
+
+def run(path: Path, case: str, suite: str = "cast") -> None:
+    options = ["--device", "cpu", "--rounds", "1", "--case", case, "--out", str(path / "rows.jsonl")]
+    harness.main(["--suite", suite, *options], SUITES)
+
+
+@pytest.mark.parametrize("suite", ["cast", "blocks"])
+@pytest.mark.slow
+def test_every_case_has_a_row_of_every_variant(suite: str, tmp_path: Path) -> None:
+    run(tmp_path, "", suite)
+    found = {(row["case"], row["variant"]): row for row in written(tmp_path)}
+    cases = SUITES[suite].cases(CPU)
+    assert {case for case, _ in found} == {case.name for case in cases}
+    for case in cases:
+        own = {"lightning_fp8", "cublaslt"} if case.flops else {"lightning_fp8", "torch", "copy"}
+        assert own | ({"torch.compile"} if suite == "cast" else set()) == {v for name, v in found if name == case.name}
+    assert all(row["checked"] for row in found.values())
+    assert {row["baseline"] for row in found.values()} <= {"torch.compile", "torch", "cublaslt"}
+
+
+def changed(function: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that applies ``change`` to the function's arguments and results after each call."""
+
+    def wrong(*arguments: Any) -> Any:
+        made = function(*arguments)
+        change(arguments, made)
+        return made
+
+    return wrong
+
+
+def flip(payload: torch.Tensor) -> None:
+    payload.view(torch.uint8).view(-1)[7] ^= 1
+
+
+CHANGES: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "payload": ("cast", lambda _, made: flip(made[0]), ONE),
+    "transposed payload": ("cast", lambda _, made: flip(made[1]), ONE),
+    "amax": ("cast", lambda given, _: given[1].state.amax.mul_(1.01), ONE),
+    "scale_inv": ("cast", lambda _, made: made[2].mul_(1 + 1e-6), ONE),
+    "scale": ("update_scales", lambda tensors, _: tensors[2].mul_(1 + 1e-6), "update_scales"),
+    "payload of tensor 0": ("cast_weight", lambda _, made: flip(made[0]), "cast_weights"),
+    "transposed scale_inv": ("cast_blocks", lambda _, made: made[3].mul_(1 + 1e-6), "1x128"),
+}
+
+
+@pytest.mark.parametrize("wrong", CHANGES)
+def test_a_wrong_result_is_named(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, change, part = CHANGES[wrong]
+    monkeypatch.setattr(ops, name, changed(getattr(ops, name), change))
+    (case,) = (one for one in (*cast.cases(CPU), *cast.cases_in_blocks(CPU)) if part in one.name)
+    ours, theirs, *_ = case.variants(CPU)
+    assert ours.check() == f"another {wrong}"
+    assert "blocks" in name or theirs.check() is None
+
+
+@pytest.mark.parametrize("part", ["payload", "transposed payload"])
+def test_a_wrong_baseline_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = ["payload", "transposed payload"].index(part)
+    monkeypatch.setattr(
+        baselines, "compiled", lambda function, device: changed(function, lambda _, made: flip(made[number]))
+    )
+    (case,) = (one for one in cast.cases(CPU) if one.name == ONE)
+    checks = {variant.name: variant.check() for variant in case.variants(CPU)}
+    assert checks == {"lightning_fp8": None, "torch": None, "torch.compile": f"another {part}", "copy": None}
+
+
+def test_what_counts_as_the_same() -> None:
+    codes = torch.arange(100, dtype=torch.uint8)
+    expected = {"payload": [codes.view(E4M3.dtype)], "column sums": [torch.ones(3)]}
+
+    def compare(step: int, number: int, tolerance: Tolerance, sums: float = 0.0) -> str | None:
+        other = codes.clone()
+        other[50 : 50 + number] += step
+        got = {"payload": [other.view(E4M3.dtype)], "column sums": [torch.ones(3) + sums]}
+        return difference(got, expected, tolerance)
+
+    near = Tolerance(codes=0.02, absolute={"column sums": 0.1})
+    assert compare(0, 0, Tolerance()) is None
+    assert compare(1, 1, Tolerance()) == "another payload"
+    assert compare(1, 2, near, 0.09) is None
+    assert compare(1, 3, near) == "another payload"
+    assert compare(2, 1, near) == "another payload"
+    assert compare(0, 0, near, 0.11) == compare(0, 0, Tolerance(), 1e-6) == "another column sums"
+
+
+SERVED = {
+    "gelu gradient + cast_transpose": ("cast_kernel", (GPU, torch.bfloat16, "e5m2", "gelu", True)),
+    "8192x8192 bf16->e4m3 cast_transpose": ("cast_kernel", (GPU, torch.bfloat16, "e4m3", "none", False)),
+    "8192x8192 bf16->e5m2": ("cast_kernel", (GPU, torch.bfloat16, "e5m2", "none", False)),
+    "weights of 1B": ("weights_kernel", (GPU, False)),
+    "update_scales": ("update_kernel", (GPU,)),
+    "8192x8192 bf16->e4m3 in 1x128": ("block_cast_kernel", (GPU, torch.bfloat16)),
+    "in 128x128": ("weights_kernel", (GPU, True)),
+}
+
+
+@pytest.mark.parametrize("part", SERVED)
+def test_plain_torch_is_never_timed_as_ours(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = (one for one in (*cast.cases(GPU), *cast.cases_in_blocks(GPU)) if part in one.name)
+    name, expected = SERVED[part]
+    asked: list[tuple[Any, ...]] = []
+    # `list.append` returns None, like the lookup of a missing kernel
+    monkeypatch.setattr(kernels, name, lambda *arguments: asked.append(arguments))
+    made = Run("cast", SUITES["cast"], GPU, 1, {})
+    assert made.measure(case) == []
+    assert "no kernel for it on cuda:0" in made.failures[0]
+    assert asked == [expected]
+    monkeypatch.setattr(kernels, name, lambda *_: "a kernel")
+    assert case.is_served(GPU)
+
+
+def test_bytes_and_names_of_the_cases_for_a_gpu() -> None:
+    found = {case.name: case.bytes for case in cast.cases(GPU)}
+    # bf16 in, two payloads out
+    assert found["1024x1024 bf16->e4m3 cast_transpose"] == 4 * 2**20
+    assert found["8192x14336 bf16->e4m3 gelu + cast_transpose"] == 469762048
+    # and 14336 column sums in fp32
+    assert found["8192x14336 bf16->e5m2 cast_transpose + bias gradient"] == 469762048 + 57344
+    # two bf16 tensors in
+    assert found["8192x14336 bf16->e5m2 gelu gradient + cast_transpose + bias gradient"] == 704643072 + 57344
+    # 16 * (6144 + 2048 + 8192 + 8192) * 2048 = 805306368 elements, fp32 in twice, two payloads out
+    assert found["cast_weights fp32->e4m3, 64 weights of 1B"] == 10 * 805306368
+    # 1002 tensors of 4 * 4 bytes, of which 668 have 1024 entries, read and written
+    assert found["update_scales 1000 tensors, history 1024"] == 668 * 1024 * 8 + 1002 * 16
+    assert [name.split()[0] for name in found if name.endswith("e4m3 cast_transpose")] == [
+        *("1024x1024", "2048x2048", "4096x4096", "8192x8192", "16384x16384", "8200x8192"),
+        *("8192x2048", "8192x4096", "8192x14336"),
+    ]
+    assert len(found) == len(cast.cases(GPU)) == 18
+    in_blocks = {case.name: case.bytes for case in cast.cases_in_blocks(GPU)}
+    # bf16 in, two payloads out, with a scale for each 128 of both, or for each square
+    assert in_blocks["cast 2048x1024 bf16->e4m3 in 1x128"] == 4 * 2**21 + 2 * 4 * 2**21 // 128
+    assert in_blocks["cast 8192x8192 bf16->e4m3 in 128x128"] == 4 * 2**26 + 4 * 64 * 64

@@ -1,0 +1,106 @@
+"""FSDP2 under a Trainer in real processes on the CPU: a sharded checkpoint, and weights gathered in FP8."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lit import LONG_WINDOW, Regression, loader, make_trainer, seeded
+from processes import DEVICES, all_end_well, as_ranks
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_fp8 import Fp8Precision, fall_back, fsdp2_policy, scaling_state
+
+pytestmark = pytest.mark.slow
+every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+class Sharded(Regression):
+    """Keeps its initial values in ``start``."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.net, FSDPModule):
+            for layer in (self.net[0], self.net):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"], mp_policy=fsdp2_policy())
+
+    def on_train_start(self) -> None:
+        self.start = self.whole()
+
+    def whole(self) -> dict[str, Any]:
+        # after a forward without gradients, some weights stay gathered
+        for part in self.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        weights = [parameter.full_tensor().detach().to("cpu", copy=True) for parameter in self.parameters()]
+        state = scaling_state(self)
+        entries = (state.amax_history > 0).sum(0).cpu()
+        scale = state.scale.to("cpu", copy=True)
+        return {"scale": scale, "entries": entries, "weights": weights, "fallbacks": state.fallbacks}
+
+
+def train_sharded(path: Path, what: str, gather: bool, device: str) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    model = seeded(Sharded)
+    trainer = make_trainer(
+        path,
+        plugins=Fp8Precision(recipe=LONG_WINDOW, fp8_all_gather=gather),
+        strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1),
+        accelerator=device,
+        devices=world,
+        gradient_clip_val=0.5,
+        max_epochs=2 if what == "resume" else 1,
+    )
+    checkpoint = path / "sharded.ckpt"
+    trainer.fit(model, loader(128), loader(), ckpt_path=checkpoint if what == "resume" else None)
+    if what == "save":
+        if not gather:
+            fall_back(model, "net.2")
+        trainer.save_checkpoint(checkpoint)
+    found = {"start": model.start, "end": model.whole(), "losses": torch.stack(model.losses).cpu()}
+    torch.save(found, path / f"{what}{trainer.global_rank}.pt")
+
+
+def trained(path: Path, what: str, world: int, gather: bool, device: str) -> list[dict[str, Any]]:
+    if device == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, here are {torch.cuda.device_count()}")
+    with as_ranks(train_sharded, world, path, what, gather, device) as ranks:
+        all_end_well(ranks, path)
+    return [torch.load(path / f"{what}{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@every_device
+def test_a_sharded_checkpoint_of_four_resumed_on_two(gather: bool, device: str, tmp_path: Path) -> None:
+    saved = trained(tmp_path, "save", 4, gather, device)
+    assert (tmp_path / "sharded.ckpt" / ".metadata").exists()
+    resumed = trained(tmp_path, "resume", 2, gather, device)
+    for rank in resumed:
+        assert torch.equal(rank["start"]["scale"][:4], saved[0]["end"]["scale"][:4])
+        assert all(map(torch.equal, rank["start"]["weights"], saved[0]["end"]["weights"]))
+        assert rank["start"]["fallbacks"] == (() if gather else ("net.2",))
+        # and training continues
+        assert len(rank["losses"]) == 4
+        assert torch.isfinite(rank["losses"]).all()
+        entries = rank["end"]["entries"] - rank["start"]["entries"]
+        assert entries.tolist() == [4, 4 * gather] * 2
+        # the sanity check cast the loaded weights, and the last validation those at the end of training
+        for found in (rank["start"], rank["end"]):
+            largest = [found["weights"][index].bfloat16().float().abs().max() for index in (0, 2)]
+            first, second = torch.tensor(448.0) / torch.stack(largest)
+            assert found["scale"][4:].tolist() == [first, second if gather else 1]
+    assert torch.equal(resumed[0]["end"]["scale"], resumed[1]["end"]["scale"])
+
+
+@every_device
+def test_the_plugins_option_changes_no_bit(device: str, tmp_path: Path) -> None:
+    runs = []
+    for gather in (False, True):
+        (tmp_path / str(gather)).mkdir()
+        runs.append(trained(tmp_path / str(gather), "save", 2, gather, device)[0])
+    assert torch.equal(runs[0]["losses"], runs[1]["losses"])
+    assert torch.equal(runs[0]["end"]["scale"], runs[1]["end"]["scale"])
+    assert all(map(torch.equal, runs[0]["end"]["weights"], runs[1]["end"]["weights"]))

@@ -1,0 +1,69 @@
+"""A GEMM from its own source on the CPU, into poisoned memory between guards."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from host_kernels import Guarded, HostKernel
+from torch import Tensor
+
+from kernels_cuda import gemm, gemm_variants
+from kernels_cuda.gemm import Operand, Split
+from kernels_cuda.gemm_variants import Configuration
+
+# NaN in every dtype: what is left unwritten is no number, and neither is what is made from it
+POISON = 0xFF
+
+
+class Chosen(NamedTuple):
+    """A kernel: its configuration, the formats of its operands, and what else makes it a variant."""
+
+    configuration: Configuration
+    output: torch.dtype
+    formats: tuple[str, str] = ("e4m3", "e4m3")
+    promote: bool = False
+    b_scale_rows: int = 0
+
+
+def load(chosen: Chosen, late: bool = True) -> HostKernel:
+    """On Hopper, copies and products happen as late as a device may do them, or as early."""
+    one, output, formats, promote, b_scale_rows = chosen
+    defines = gemm_variants.variant(one, *formats, output, promote, b_scale_rows)
+    layout = one.blocks_layout if b_scale_rows else one.layout
+    kernel = HostKernel((one.family, defines), layout, one.threads, 0, one.shared_bytes)
+    if one.family == "gemm_sm90":
+        ctypes.c_int.in_dll(kernel._library, "late").value = late
+    return kernel
+
+
+def sum_kernel(output: torch.dtype) -> HostKernel:
+    defines = gemm_variants.sum_splits_variant(output)
+    return HostKernel(("sum_splits", defines), gemm_variants.SUM_SPLITS_LAYOUT, gemm_variants.SUM_SPLITS_THREADS, 0)
+
+
+def run(
+    operands: tuple[Operand, Operand],
+    chosen: Chosen,
+    bias: Tensor | None = None,
+    splits: int = 1,
+    late: bool = True,
+    multiprocessors: int = 4,
+) -> Tensor:
+    """The product; only its elements are written."""
+    (m, n), output = (len(payload) for payload, _ in operands), chosen.output
+    kernel = load(chosen if splits == 1 else chosen._replace(output=torch.float32), late)
+    kernel.multiprocessors = multiprocessors
+    memory, split = Guarded((m, -(-n * output.itemsize // 16) * 16 // output.itemsize), output, POISON), None
+    if splits > 1:
+        rows = gemm.split_rows(chosen.configuration, m)
+        parts = Guarded((splits, rows, -(-n // 4) * 4), torch.float32, POISON)
+        split = Split(splits, parts.tensor, sum_kernel(output))
+    gemm.gemm(kernel, chosen.configuration, *operands, memory.tensor[:, :n], bias, split)
+    assert split is None or parts.unharmed()
+    assert memory.unharmed()
+    # the padding columns of a row must stay unchanged: the copy engine never writes outside the matrix
+    if chosen.configuration.family == "gemm_sm90":
+        assert (memory.tensor[:, n:].contiguous().view(torch.uint8) == POISON).all()
+    return memory.tensor[:, :n].clone()
