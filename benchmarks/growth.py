@@ -11,6 +11,8 @@ this process's time per layer: of one call for what happens once, else the small
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,10 +77,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     measure(10)
+    about = environment(command=f"python -m benchmarks.growth {shlex.join(sys.argv[1:])}")
     made: list[dict[str, Any]] = []
     for layers in arguments.layers:
         found = measure(layers)
-        made.append({"layers": layers, "us_per_layer": found, **environment()})
+        made.append({"layers": layers, "us_per_layer": found, **about})
         each = ", ".join(f"{name} {us:.1f}" for name, us in found.items())
         print(f"{layers:5} layers, us per layer: {each}", flush=True)
     append(made, arguments.out)

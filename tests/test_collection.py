@@ -81,14 +81,6 @@ def without_options() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
 
 
-def test_only_marked_tests_need_a_gpu() -> None:
-    """A test whose parameter is called "cuda" runs without one."""
-    of = "tests/scaling/test_changed_weights.py::test_what_an_optimizer_does_is_no_other_weight"
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", of]
-    ran = subprocess.run(command, cwd=ROOT, env=without_options(), capture_output=True, text=True, check=False)
-    assert ran.stdout.splitlines()[:2] == [f"{of}[cpu]", f"{of}[cuda]"]
-
-
 @pytest.mark.parametrize("file", sorted((ROOT / "tests" / "support").glob("*.py")), ids=lambda file: file.stem)
 def test_support_says_what_it_holds(file: Path) -> None:
     assert ast.get_docstring(ast.parse(file.read_text()))

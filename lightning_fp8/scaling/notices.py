@@ -173,7 +173,7 @@ class _Nonfinite:
 
     def look(self, state: Scales) -> tuple[list[int], str] | None:
         """The rows, and the step or range of steps where it began, as text; None if there is nothing new."""
-        is_on_cpu = state.amax.is_cpu
+        is_on_cpu = state.device.type == "cpu"
         if self._found or (not is_on_cpu and is_capturing(state.amax.is_cuda)):
             return None
         if is_on_cpu:

@@ -10,9 +10,9 @@ import torch
 from lit import loader, make_trainer, seeded
 from processes import run_script
 
-from lightning_fp8 import fsdp2_policy, scaling_state
+from lightning_fp8 import Fp8Precision, fsdp2_policy, scaling_state
 from lightning_fp8.plugins.settings import PRECISIONS
-from lightning_fp8.plugins.trainer import FSDP_PLUGINS
+from lightning_fp8.plugins.trainer import PLUGINS
 
 SCRIPT = """
 import sys
@@ -21,7 +21,7 @@ from torch import nn
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from lightning_fp8 import DtypeAudit, fsdp2_policy, scaling_state
-from lightning_fp8.plugins.trainer import FSDP_PLUGINS, PLUGINS
+from lightning_fp8.plugins.trainer import PLUGINS
 from lit import Regression, loader, make_trainer, seeded
 
 api, precision, reduce_dtype = sys.argv[1:]
@@ -79,7 +79,6 @@ if api == "fsdp2":
     result["val_loss"] = trainer.callback_metrics["val_loss"]
 else:
     dist.init_process_group("gloo")
-    plugin = FSDP_PLUGINS[precision](**plugin.settings)
     config = plugin.mixed_precision_config
     plugin.convert_module(model)
     sharded = FullyShardedDataParallel(
@@ -120,7 +119,7 @@ def test_lightnings_fsdp_strategy_on_a_gpu(precision: str, tmp_path: Path) -> No
     model = seeded()
     trainer = make_trainer(tmp_path, precision=precision, strategy="fsdp", accelerator="cuda", devices=1, max_epochs=2)
     trainer.fit(model, loader(), loader())
-    assert type(trainer.precision_plugin) is FSDP_PLUGINS[precision]
+    assert type(trainer.precision_plugin) is PLUGINS[precision]
     assert torch.isfinite(torch.stack(model.losses)).all()
     assert model.losses[-1] < model.losses[0]
     assert torch.isfinite(trainer.callback_metrics["val_loss"])
@@ -130,9 +129,8 @@ def test_lightnings_fsdp_strategy_on_a_gpu(precision: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("precision", "reduce_dtype"), [*((one, "float32") for one in PRECISIONS), ("fp8-delayed", "bfloat16")]
-)
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_fsdp2(precision: str, reduce_dtype: str, tmp_path: Path) -> None:
     first, second = run("fsdp2", precision, reduce_dtype, tmp_path)
     assert torch.stack([first["val_loss"], second["val_loss"]]).isfinite().all()
@@ -164,10 +162,16 @@ def test_fsdp1(precision: str, tmp_path: Path) -> None:
 def test_dtypes_by_default_and_on_request(precision: Any) -> None:
     policy = fsdp2_policy(precision)
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-    plugin = FSDP_PLUGINS[precision](reduce_dtype="bfloat16")
+    plugin = PLUGINS[precision](reduce_dtype="bfloat16")
     assert fsdp2_policy(plugin).reduce_dtype == torch.bfloat16
-    for made, reduce_dtype in ((plugin, torch.bfloat16), (FSDP_PLUGINS[precision](), torch.float32)):
+    for made, reduce_dtype in ((plugin, torch.bfloat16), (PLUGINS[precision](), torch.float32)):
         config = made.mixed_precision_config
         assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (torch.bfloat16, reduce_dtype, None)
     with pytest.raises(ValueError, match="`precision` must be a plugin or one of"):
         fsdp2_policy("fp8")  # type: ignore[arg-type]
+
+
+def test_compute_dtype_is_what_is_gathered() -> None:
+    plugin = Fp8Precision(compute_dtype="float32")
+    assert plugin.mixed_precision_config.param_dtype == torch.float32
+    assert fsdp2_policy(plugin).param_dtype == torch.float32
