@@ -172,9 +172,9 @@ SERVED = {
     "wgrad in parts": (WGRAD, 3, [("choose", True, FP32), ("gemm", "e5m2", FP32, True), ("sum", FP32)]),
     "dgrad in parts": (DGRAD, 2, [("choose", True, BF16), ("gemm", "e5m2", FP32, True), ("sum", BF16)]),
     "fprop in blocks": (
-        Gemm("fprop", 64, 48, 32, True), 1, [("choose_in_blocks",), ("gemm", "e4m3", BF16, 128)],
+        Gemm("fprop", 64, 48, 32, True), 1, [("choose_in_blocks",), ("gemm", "e4m3", BF16, True, 128)],
     ),
-    "wgrad in blocks": (Gemm("wgrad", 48, 32, 64, True), 1, [("choose_in_blocks",), ("gemm", "e4m3", FP32, 1)]),
+    "wgrad in blocks": (Gemm("wgrad", 48, 32, 64, True), 1, [("choose_in_blocks",), ("gemm", "e4m3", FP32, True, 1)]),
 }  # fmt: skip
 
 
@@ -203,9 +203,8 @@ def test_what_counts_as_served(served: str, missing: str, monkeypatch: pytest.Mo
 
     for name in ("choose", "choose_in_blocks"):
         monkeypatch.setattr(gemm_choice, name, choosing(name))
-    for name in ("gemm_kernel", "block_gemm_kernel"):
-        monkeypatch.setattr(kernels, name, gemm_kernel)
-    monkeypatch.setattr(kernels, "sum_splits_kernel", sum_splits_kernel, raising=False)
+    monkeypatch.setattr(kernels, "gemm_kernel", gemm_kernel)
+    monkeypatch.setattr(kernels, "sum_splits_kernel", sum_splits_kernel)
     is_missing = missing in [what.removesuffix("_in_blocks") for what, *_ in expected]
     assert case.is_served(GPU) is not is_missing
     # no further kernel is requested after the missing one
