@@ -74,9 +74,13 @@ class Problem:
         """Copies codes into memory, and gives their values."""
         self.a, self.b = placed(self.a_codes, self.apart), placed(self.b_codes, 2 * self.apart)
         self.scales = torch.tensor(1 / A_SCALE), torch.tensor(1 / B_SCALE)
-        self.scaled: tuple[Operand, Operand] = (self.a, self.scales[0]), (self.b, self.scales[1])
         self.a_values = code_values(self.formats[0])[self.a_codes]
         self.b_values = code_values(self.formats[1])[self.b_codes]
+
+    @property
+    def scaled(self) -> tuple[Operand, Operand]:
+        """Both operands with their scales."""
+        return (self.a, self.scales[0]), (self.b, self.scales[1])
 
     def run(
         self,
