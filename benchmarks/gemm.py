@@ -21,7 +21,7 @@ from benchmarks.timing import Variant, copies_for
 from lightning_fp8 import ops
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import gemm_choice, plain
-from lightning_fp8.ops.cuda.gemm import kernels_of
+from lightning_fp8.ops.cuda.kernels import kernels_of
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import Fp8Tensor
 

@@ -5,15 +5,11 @@ Nothing here synchronises, except that ``gemm="auto"`` may measure a product whe
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from kernels_cuda import gemm as kernel_gemm
 from kernels_cuda.gemm import ROW_BYTES, Split
-from kernels_cuda.gemm_variants import Configuration
-from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.cuda import gemm_choice, kernels, plain
 from lightning_fp8.ops.cuda.gemm_table import Choice
 from lightning_fp8.ops.operand import Fp8Tensor
@@ -74,7 +70,7 @@ def run_choice(
     found = None
     if choice.configuration is not None and m and n and k:
         choice = choice._replace(splits=min(choice.splits, -(-k // _STEP)))
-        found = kernels_of(choice, device, a.format, b.format, output, promote)
+        found = kernels.kernels_of(choice, device, a.format, b.format, output, promote)
     if found is None:
         return plain.scaled_mm(a, b, bias, output, not promote)
     return _launch(found, a, b, bias, output)
@@ -85,45 +81,13 @@ def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dt
     (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
     choice = gemm_choice.choose_in_blocks(device, gemm, m, n, k) if len(a.scale_inv) == m else Choice(None)
     b_scale_rows = kernel_gemm.b_scale_rows(b.scale_inv, n)
-    found = kernels_of(choice, device, a.format, b.format, output, True, b_scale_rows)
+    found = kernels.kernels_of(choice, device, a.format, b.format, output, True, b_scale_rows)
     if found is None:
         return plain.scaled_mm_in_blocks(a, b, bias, output)
     return _launch(found, a, b, bias, output)
 
 
-class Found(NamedTuple):
-    """The kernels of a choice: the GEMM and, where K is split, the sum of the parts."""
-
-    configuration: Configuration
-    kernel: Kernel
-    splits: int
-    sum_kernel: Kernel | None
-
-
-def kernels_of(
-    choice: Choice,
-    device: torch.device,
-    a_format: str,
-    b_format: str,
-    output: torch.dtype,
-    promote: bool,
-    b_scale_rows: int = 0,
-) -> Found | None:
-    """The kernels for a choice; None for cuBLASLt, or if a kernel is not available. ``b_scale_rows``: see
-    :func:`kernels_cuda.gemm_variants.variant`."""
-    if choice.configuration is None:
-        return None
-    # parts of a sum are in fp32
-    stored = output if choice.splits == 1 else torch.float32
-    blocks = (b_scale_rows,) if b_scale_rows else ()
-    kernel = kernels.gemm_kernel(device, choice.configuration, a_format, b_format, stored, promote, *blocks)
-    sum_kernel = kernels.sum_splits_kernel(device, output) if choice.splits > 1 and kernel is not None else None
-    if kernel is None or (choice.splits > 1 and sum_kernel is None):
-        return None
-    return Found(choice.configuration, kernel, choice.splits, sum_kernel)
-
-
-def _launch(found: Found, a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor:
+def _launch(found: kernels.Found, a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor:
     """The product ``[M, N]``, contiguous."""
     configuration, kernel, splits, sum_kernel = found
     m, n, device = a.payload.shape[0], b.payload.shape[0], a.payload.device

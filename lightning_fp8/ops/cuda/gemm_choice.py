@@ -138,7 +138,8 @@ def measure(product: Product, device: torch.device, run: Run, replace: bool = Fa
     ranked = _ranked(configurations(capability, promote), m, n, k, promote, gpu.multi_processor_count)
     found: dict[Choice, float] = {}
     try:
-        ours = [choice for choice in ranked[:_MOST_MEASURED] if _is_available(choice, device, product)]
+        needed = device, *gemm_timing.formats(product), product.output, promote
+        ours = [choice for choice in ranked[:_MOST_MEASURED] if kernels.kernels_of(choice, *needed) is not None]
         if not ours:
             return None
         found = gemm_timing.times(product, ours, device, run)
@@ -187,16 +188,6 @@ def _may_vary() -> bool:
     is_alone = not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
     is_deterministic = torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
     return is_alone and not is_deterministic
-
-
-def _is_available(choice: Choice, device: torch.device, product: Product) -> bool:
-    if choice.configuration is None:
-        return False
-    # parts of a sum are in fp32
-    stored, formats = product.output if choice.splits == 1 else torch.float32, gemm_timing.formats(product)
-    if kernels.gemm_kernel(device, choice.configuration, *formats, stored, product.promote) is None:
-        return False
-    return choice.splits == 1 or kernels.sum_splits_kernel(device, product.output) is not None
 
 
 def estimated(ours: tuple[Configuration, ...], m: int, n: int, k: int, promote: bool, multiprocessors: int) -> Choice:

@@ -16,6 +16,7 @@ from kernels_cuda.compile import KernelsUnavailable
 from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.cuda import self_test, self_test_blocks, self_test_gemm
+from lightning_fp8.ops.cuda.gemm_table import Choice
 from lightning_fp8.runtime.device import is_capturing
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -164,6 +165,38 @@ def gemm_kernel(
 def sum_splits_kernel(device: torch.device, output: torch.dtype) -> Kernel | None:
     """``sum_splits`` for outputs of this dtype, or None."""
     return _obtain(_sum_splits_variant(output), device)
+
+
+class Found(NamedTuple):
+    """The kernels of a choice: the GEMM and, where K is split, the sum of the parts."""
+
+    configuration: Configuration
+    kernel: Kernel
+    splits: int
+    sum_kernel: Kernel | None
+
+
+def kernels_of(
+    choice: Choice,
+    device: torch.device,
+    a_format: str,
+    b_format: str,
+    output: torch.dtype,
+    promote: bool,
+    b_scale_rows: int = 0,
+) -> Found | None:
+    """The kernels for a choice; None for cuBLASLt, or if a kernel is not available. ``b_scale_rows``: see
+    :func:`kernels_cuda.gemm_variants.variant`."""
+    if choice.configuration is None:
+        return None
+    # parts of a sum are in fp32
+    stored = output if choice.splits == 1 else torch.float32
+    blocks = (b_scale_rows,) if b_scale_rows else ()
+    kernel = gemm_kernel(device, choice.configuration, a_format, b_format, stored, promote, *blocks)
+    sum_kernel = sum_splits_kernel(device, output) if choice.splits > 1 and kernel is not None else None
+    if kernel is None or (choice.splits > 1 and sum_kernel is None):
+        return None
+    return Found(choice.configuration, kernel, choice.splits, sum_kernel)
 
 
 def _cast_variant(input: torch.dtype, format: str, activation: str, backward: bool) -> Variant:
