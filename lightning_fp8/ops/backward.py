@@ -49,8 +49,7 @@ def gradients(cast: Cast, product: Callable[..., Tensor], *arguments: Any) -> tu
         arguments: those of :class:`Backward`.
     """
     dy, h, activation, x, w, slot, dx_dtype, dw_dtype, bias = Backward(*arguments)
-    layout = "rows" if x.payload is None else "columns" if w.payload is None else "both"
-    rows, columns, scale_inv, columns_scale_inv, db = cast(dy, h, activation, slot, layout, bias)
+    rows, columns, scale_inv, columns_scale_inv, db = cast(dy, h, activation, slot, gradient_layout(x, w), bias)
     fmt, gemm = slot.format, slot.gemm
     if w.payload is None:
         dx = nothing(dy, dx_dtype)

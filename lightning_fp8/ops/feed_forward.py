@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from lightning_fp8.ops.activations import activated_width, gated, gated_gradient
 from lightning_fp8.ops.backward import gradient_layout, gradients
 from lightning_fp8.ops.basic import cast_operand, fprop, scaled_mm
 from lightning_fp8.ops.cuda import dispatch as cuda
-from lightning_fp8.ops.library import Operator, Signature, define, differentiable_in_layers, implement, is_k_major
+from lightning_fp8.ops.library import define, differentiable_in_layers, implement, is_k_major
 from lightning_fp8.ops.linear_layer import in_rows, in_shape_of, linear_backward, refuse_double_backward
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, columns_shape, nothing
 
@@ -269,20 +269,7 @@ def _returning(*cast: Tensor) -> Any:
     return made
 
 
-def _differentiable(signature: Signature, block_of: Callable[..., Block]) -> Operator:
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return _forward(block_of(*arguments))
-
-    def save(ctx: Any, output: tuple[Tensor, ...], *arguments: Any) -> None:
-        _save(ctx, output, block_of(*arguments))
-
-    def fake(*arguments: Any) -> tuple[Tensor, ...]:
-        return _fake(block_of(*arguments))
-
-    return differentiable_in_layers(signature, forward, save, _backward, fake)
-
-
-mlp = _differentiable(_MLP, Block.of_mlp)
-gated_mlp = _differentiable(_GATED_MLP, Block.of_gated_mlp)
+mlp = differentiable_in_layers(_MLP, Block.of_mlp, _forward, _save, _backward, _fake)
+gated_mlp = differentiable_in_layers(_GATED_MLP, Block.of_gated_mlp, _forward, _save, _backward, _fake)
 mlp_backward = implement(_MLP_BACKWARD, _mlp_gradients, _mlp_gradients, _mlp_gradients_fake)
 gated_backward = implement(_GATED_BACKWARD, _gated_gradients, _gated_gradients, _gated_gradients_fake)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from lightning_fp8.ops.operand import (
 )
 from lightning_fp8.runtime.device import is_capturing
 
+T = TypeVar("T")
 LIBRARY = torch.library.Library("lightning_fp8", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _PLAIN_TENSORS = frozenset((Tensor, Parameter))
@@ -288,7 +289,6 @@ def implement_differentiable(
     """
 
     def save_of_operator(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.needs = [ctx.needs_input_grad[at] for at in positions]
         save(ctx, output, *signature.assembled(inputs))
 
     def gradients_of_operator(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
@@ -307,15 +307,24 @@ def implement_differentiable(
 
 def differentiable_in_layers(
     signature: Signature,
-    forward: Callable[..., Any],
-    save: Callable[..., None],
+    collected: Callable[..., T],
+    forward: Callable[[T], Any],
+    save: Callable[[Any, Any, T], None],
     backward: Callable[..., Sequence[Tensor | None]],
-    fake: Callable[..., Any],
+    fake: Callable[[T], Any],
 ) -> Operator:
-    """:func:`implement_differentiable` for an operator of an input and several layers, and with the same arguments.
+    """:func:`implement_differentiable` for an operator of an input and several layers, whose functions take one value.
 
     Gradients are those of the input, and of the weight and the bias of each :class:`~lightning_fp8.ops.operand.Layer`,
     in the order of the arguments; ``ctx.needs`` has a bool for each.
+
+    Args:
+        signature: of the operator.
+        collected: makes the value from the operator's arguments.
+        forward: what the operator computes.
+        save: ``(ctx, output, value)``, saves tensors for backward.
+        backward: as for :func:`implement_differentiable`.
+        fake: the shapes of what the operator computes.
     """
     layers = [at for at, kind in enumerate(signature.kinds) if kind is Layer]
 
@@ -324,9 +333,9 @@ def differentiable_in_layers(
         def forward(ctx: Any, *given: Any) -> Any:
             # backward would be given zeros in place of gradients that do not exist, those of payloads among them
             ctx.set_materialize_grads(False)
-            ctx.needs, arguments = ctx.needs_input_grad[:-1], given[-1]
-            output = forward(*arguments)
-            save(ctx, output, *arguments)
+            ctx.needs, value = ctx.needs_input_grad[:-1], collected(*given[-1])
+            output = forward(value)
+            save(ctx, output, value)
             return output
 
         @staticmethod
@@ -346,4 +355,14 @@ def differentiable_in_layers(
     for kind in signature.kinds:
         positions += [at, at + 1] if kind is Layer else []
         at += 1 if kind is None else _arguments(kind)
-    return implement_differentiable(signature, positions, apply_to_layers, forward, save, backward, fake)
+
+    def save_of_operator(ctx: Any, output: Any, *arguments: Any) -> None:
+        ctx.needs = [ctx.needs_input_grad[at] for at in positions]
+        save(ctx, output, collected(*arguments))
+
+    def of_value(function: Callable[[T], Any]) -> Callable[..., Any]:
+        return lambda *arguments: function(collected(*arguments))
+
+    return implement_differentiable(
+        signature, positions, apply_to_layers, of_value(forward), save_of_operator, backward, of_value(fake)
+    )
