@@ -143,16 +143,14 @@ def cast_input(
     values = x.detach() if x.dim() == 2 else ops.in_rows(x.detach())
     if shared is None or torch.compiler.is_compiling() or x.is_inference():
         return ops.cast_operand(values, slot, "none", keep, by_rows, watched)
-    is_first, is_last = shared.modules[0] == gemm.module, shared.modules[-1] == gemm.module
     circumstances = record, gemm.model.changes, gemm.model.histories_fit
-    made: Fp8Operand | None = None if is_first else shared.take("fp8", x, circumstances, is_last)
+    made: Fp8Operand | None = shared.take("fp8", gemm.module, x, circumstances)
     if made is None or (keep and made.columns.dim() != 2) or (by_rows and made.rows.dim() != 2):
         by_columns = keep or (torch.is_grad_enabled() and gemm.followers_need_columns())
         made = ops.cast_operand(values, slot, "none", by_columns, by_rows, watched)
-        if not is_last:
-            # a cast that records may begin the histories anew
-            circumstances = record, gemm.model.changes, gemm.model.histories_fit
-            shared.put("fp8", x, circumstances, made, is_first)
+        # a cast that records may begin the histories anew
+        circumstances = record, gemm.model.changes, gemm.model.histories_fit
+        shared.put("fp8", gemm.module, x, circumstances, made)
     return made
 
 
@@ -213,20 +211,17 @@ def _rounded_input(gemm: Gemm, x: Tensor, dtype: torch.dtype) -> Tensor:
     # a compiler merges these casts by itself
     if shared is None or x.dtype == dtype or torch.compiler.is_compiling() or x.is_inference():
         return x.detach().to(dtype)
-    is_first, is_last = shared.modules[0] == gemm.module, shared.modules[-1] == gemm.module
-    made: Tensor | None = shared.take("rounded", x, (dtype,), is_last)
+    made: Tensor | None = shared.take("rounded", gemm.module, x, (dtype,))
     if made is None:
         made = x.detach().to(dtype)
-        if not is_last:
-            shared.put("rounded", x, (dtype,), made, is_first)
+        shared.put("rounded", gemm.module, x, (dtype,), made)
     return made
 
 
 def let_go_of_input(gemm: Gemm) -> None:
     """For a layer that casts no input of its own: release the shared cast if no later layer shares it."""
-    shared = gemm.shared_input
-    if shared is not None and shared.modules[-1] == gemm.module:
-        shared.drop()
+    if gemm.shared_input is not None:
+        gemm.shared_input.pass_by(gemm.module)
 
 
 def rounded_bias(gemm: Gemm, bias: Tensor, dtype: torch.dtype, keep: bool, outputs: int) -> Tensor:

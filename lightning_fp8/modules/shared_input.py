@@ -36,25 +36,31 @@ class SharedInput:
     def __getstate__(self) -> dict[str, Any]:
         return {"modules": self.modules, "_made": {}}
 
-    def take(self, kind: str, x: Tensor, circumstances: tuple[Hashable, ...], is_last: bool) -> Any:
-        """What an earlier layer has made of ``x``; None if it is not valid for this one. The last layer frees it."""
+    def take(self, kind: str, module: int, x: Tensor, circumstances: tuple[Hashable, ...]) -> Any:
+        """What an earlier layer has made of ``x``; None if it is not valid for this one, given by its position. The
+        last layer frees it."""
+        if module == self.modules[0]:
+            return None
         # read once: another thread may replace it
-        made = self._made.pop(kind, None) if is_last else self._made.get(kind)
+        made = self._made.pop(kind, None) if module == self.modules[-1] else self._made.get(kind)
         is_valid = made is not None and made.x() is x and made.circumstances == _now(x, circumstances)
         return made.value if made is not None and is_valid else None
 
-    def put(self, kind: str, x: Tensor, circumstances: tuple[Hashable, ...], value: Any, is_first: bool) -> None:
-        """Keep what has been made of ``x`` for the later layers, for as long as ``x`` exists.
+    def put(self, kind: str, module: int, x: Tensor, circumstances: tuple[Hashable, ...], value: Any) -> None:
+        """Keep what a layer, given by its position, has made of ``x``, for the later layers and while ``x`` exists.
 
         If a later layer was given another tensor, what the other layers use stays.
         """
+        if module == self.modules[-1]:
+            return
         made = self._made.get(kind)
-        if is_first or made is None or made.x() is x:
+        if module == self.modules[0] or made is None or made.x() is x:
             self._made[kind] = _Made(weakref.ref(x, self._drop_with), _now(x, circumstances), value)
 
-    def drop(self) -> None:
-        """Keep nothing."""
-        self._made.clear()
+    def pass_by(self, module: int) -> None:
+        """A layer takes nothing; if it is the last one, nothing is kept."""
+        if module == self.modules[-1]:
+            self._made.clear()
 
     def _drop_with(self, x: weakref.ref[Tensor]) -> None:
         for kind, made in list(self._made.items()):
