@@ -121,23 +121,23 @@ class Notices:
         """The scales have been updated."""
         self._steps.clear()
         self._forwards.clear()
-        found = self._nonfinite.look(state)
-        if found is not None:
-            self._report_nonfinite(state, *found)
+        self._report_nonfinite(state)
 
     def on_end(self, state: Scales) -> None:
         """A run has ended. Waits for the device."""
         self._nonfinite.wait()
-        found = self._nonfinite.look(state)
-        if found is not None:
-            self._report_nonfinite(state, *found)
+        self._report_nonfinite(state)
 
     def on_load(self, state: Scales) -> None:
         """The state has been loaded or copied: non-finite values counted before belong to another run."""
         # on a CPU, `.cpu()` would return the counters themselves, not a copy
         self._nonfinite = _Nonfinite(state.nonfinite_steps.to("cpu", copy=True))
 
-    def _report_nonfinite(self, state: Scales, rows: Sequence[int], step: str) -> None:
+    def _report_nonfinite(self, state: Scales) -> None:
+        found = self._nonfinite.look(state)
+        if found is None:
+            return
+        rows, step = found
         # every process sees a reduced amax, so only the first one warns
         is_reduced = state.recipe.reduce_amax and dist.is_available() and dist.is_initialized()
         if not is_reduced or not dist.get_rank():
