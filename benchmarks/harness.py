@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.sustained import under_load
-from benchmarks.timing import Measured, Variant, percentiles, release, time_in_turns
+from benchmarks.timing import Measured, Variant, release, time_in_turns
 from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.runtime.device import MIN_CAPABILITY
 from lightning_fp8.runtime.environment import environment, gpu_environment, package_version
 from lightning_fp8.runtime.peaks import dense_fp8_flops
 from lightning_fp8.tools.arguments import positive
-from lightning_fp8.tools.tables import table
+from lightning_fp8.tools.tables import percentiles, table
 
 # of calls that occupy a whole GPU, and are also timed under load
 _LARGE_FLOPS, _LARGE_BYTES = 1e11, 2**28

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -203,14 +202,6 @@ def copies_for(bytes: int, device: torch.device) -> int:
     wanted = 2 * torch.cuda.get_device_properties(device).L2_cache_size // bytes + 1
     free, _ = torch.cuda.mem_get_info(device)
     return max(2, min(wanted, free // (4 * bytes)))
-
-
-def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """The 20th, 50th and 80th percentiles."""
-    if len(times) == 1:
-        return times[0], times[0], times[0]
-    p20, p50, p80 = statistics.quantiles(times, n=10, method="inclusive")[1::3]
-    return p20, p50, p80
 
 
 def synchronize() -> None:

@@ -1,20 +1,27 @@
-"""Numbers as a text table."""
+"""Percentiles of measured times, and numbers as a text table."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 
-def table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, float, str]], markdown: bool = False) -> str:
+def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """The 20th, 50th and 80th percentiles."""
+    if len(times) == 1:
+        return times[0], times[0], times[0]
+    p20, p50, p80 = statistics.quantiles(times, n=10, method="inclusive")[1::3]
+    return p20, p50, p80
+
+
+def table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, float, str]]) -> str:
     """The rows, aligned; ``columns`` has the title, unit and format of each number. None is shown as ``-``."""
     cells = [["variant", *(title for title, _, _ in columns.values())]]
     for row in rows:
         numbers = [(row[key], unit, form) for key, (_, unit, form) in columns.items()]
         cells.append([row["variant"], *("-" if x is None else format(x / unit, form) for x, unit, form in numbers)])
-    if not markdown:
-        return "\n".join(map("  ".join, aligned(cells, words=1)))
-    return markdown_table(cells)
+    return "\n".join(map("  ".join, aligned(cells, words=1)))
 
 
 def markdown_table(cells: Sequence[Sequence[str]]) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
+
+from lightning_fp8.tools.tables import percentiles
 
 # the final loss is the mean over this share of the steps
 LAST_SHARE = 0.1
@@ -123,7 +124,7 @@ class Measure(Callback):
                 f"compare: the run ended after {self._steps} steps, and nothing is measured in the first {self.warmup}."
                 " It needs more steps, or a smaller `--warmup`."
             )
-        p20, p50, p80 = _percentiles(times)
+        p20, p50, p80 = percentiles(times)
         losses = [float(loss) for loss in self.losses]
         last = losses[-max(1, round(LAST_SHARE * len(losses))) :]
         samples, tokens = (
@@ -192,14 +193,6 @@ def _loss(trainer: Trainer, outputs: Any) -> Tensor | None:
         return found.detach().float().mean() * parts
     logged = (trainer.callback_metrics[key] for key in _LOSS_KEYS if key in trainer.callback_metrics)
     return next((loss.detach().float().clone() for loss in logged), None)
-
-
-def _percentiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """The 20th, 50th and 80th."""
-    if len(times) == 1:
-        return times[0], times[0], times[0]
-    p20, p50, p80 = statistics.quantiles(times, n=10, method="inclusive")[1::3]
-    return p20, p50, p80
 
 
 def _val_loss(trainer: Trainer) -> float | None:
