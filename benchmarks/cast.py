@@ -20,7 +20,7 @@ from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import kernels, plain
 from lightning_fp8.ops.cuda.self_test import same_codes
 from lightning_fp8.ops.formats import DELAYED_ROLES, E4M3, FORMATS
-from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot, with_scale
+from lightning_fp8.ops.operand import CurrentScale, Slot, WeightSlot, with_scale
 from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.state import LAYOUT, ScalingState
 
@@ -242,10 +242,10 @@ def cast_in_blocks(rows: int, columns: int, is_weight: bool = False) -> Case:
 
 def slot_in_blocks(is_weight: bool) -> Any:
     """The slot of a tensor with a scale for each block."""
-    own = OwnScaling(blocks="float32")
+    current = CurrentScale(blocks="float32")
     if is_weight:
-        return WeightSlot(torch.zeros(1, dtype=torch.int64), "e4m3", None, False, own)
-    return with_scale(torch.ones(()), "e4m3")._replace(own=own)
+        return WeightSlot(torch.zeros(1, dtype=torch.int64), "e4m3", None, False, current)
+    return with_scale(torch.ones(()), "e4m3")._replace(current=current)
 
 
 def cast_weights(model: str, shapes: Sequence[tuple[int, int]]) -> Case:

@@ -137,7 +137,7 @@ class ScaleWatchdog(RunWatcher):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._watch is not None and self._is_before_check:
-            self._watch.see_gradients(pl_module)
+            self._watch.on_gradients(pl_module)
 
     @override
     def on_train_batch_end(

@@ -106,7 +106,7 @@ class Watch:
         self._most_in_a_row = torch.maximum(self._most_in_a_row, self._nonfinite_in_a_row)
 
     @torch.no_grad()
-    def see_gradients(self, model: nn.Module) -> None:
+    def on_gradients(self, model: nn.Module) -> None:
         """Note which layers have a gradient; to be called before the optimizer step."""
         layers = (layer for layer in model.modules() if isinstance(layer, Fp8Module))
         gemms = (gemm for layer in layers for gemm in layer.gemms())
@@ -132,7 +132,7 @@ class Watch:
         """
         state, most, limit = self.state, self._most_in_a_row, self.limits.nonfinite_steps or 0
         # while gradients are accumulated an amax may wait for its update
-        waiting = (state.fill_followers(state.amax.data) != 0) & (self._seen == state.updates)
+        waiting = (state.fill_sharers(state.amax.data) != 0) & (self._seen == state.updates)
         # where scales are not reduced, each process may see different steps
         seen = (self._updates > 0, waiting, self._with_gradient.repeat(len(LAYOUT)), most >= limit, most > 0)
         summed = sum_over_processes(torch.cat([cast_counts(state).t(), torch.stack(seen)]))

@@ -126,7 +126,7 @@ class ConversionPlan:
 
     def _check_recipe(self) -> None:
         recipe = self.config.recipe
-        if recipe.own.blocks and self.config.frozen_weights == "fp8":
+        if recipe.current.blocks and self.config.frozen_weights == "fp8":
             raise ValueError(
                 f"`frozen_weights='fp8'` keeps one scale for each weight, but {recipe} has one scale for each block"
                 " of it. Leave the argument out, or use another recipe."

@@ -58,11 +58,11 @@ def row_of(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
     shapes = " and ".join(map(str, gemms))
     if isinstance(layer, Fp8Experts):
         shapes = f"{len(gemms) // 2} experts, {gemms[0]} and {gemms[-1]}"
-    leaders = [gemm.input_leader.name for gemm in of_gemms if gemm.input_leader is not None]
+    owners = [gemm.input_owner.name for gemm in of_gemms if gemm.input_owner is not None]
     current = [gemm.name for gemm in of_gemms if gemm.precision.in_fp8 and gemm.precision.is_current]
     fallen = [gemm.name for gemm in of_gemms if not gemm.precision.in_fp8]
     named = (
-        ("shares its input with ", leaders),
+        ("shares its input with ", owners),
         ("moved to current scaling: ", current),
         ("fell back to bf16: ", fallen),
     )

@@ -47,7 +47,7 @@ def share_inputs(modules: Sequence[nn.Module]) -> None:
     Args:
         modules: the model and everything inside it; its converted layers have one scaling state.
     """
-    leaders: dict[int, int] = {}
+    owners: dict[int, int] = {}
     layers = [layer for layer in modules if isinstance(layer, Fp8Module)]
     state = layers[0].scaling_state
     for gemm in chain.from_iterable(layer.fp8.values() for layer in layers):
@@ -57,8 +57,8 @@ def share_inputs(modules: Sequence[nn.Module]) -> None:
         shared = SharedInput([gemm.module for gemm in members])
         for gemm in members:
             gemm.share_input(shared)
-        leaders |= {gemm.module: members[0].module for gemm in members[1:]}
-    state.share_inputs(leaders)
+        owners |= {gemm.module: members[0].module for gemm in members[1:]}
+    state.share_inputs(owners)
 
 
 def find_shared_inputs(modules: Iterable[nn.Module]) -> list[list[Fp8Module]]:

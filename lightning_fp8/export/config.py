@@ -22,7 +22,7 @@ from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.formats import dtype_name
-from lightning_fp8.ops.operand import OwnScaling
+from lightning_fp8.ops.operand import CurrentScale
 
 # one scale per tensor: `weight_block_size` is null
 _METHOD: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
@@ -31,7 +31,7 @@ _METHOD_OF_BLOCKS = {**_DYNAMIC, "weight_block_size": [BLOCK, BLOCK]}
 
 
 def config_of(
-    model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | None, of: Scales | OwnScaling
+    model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | None, of: Scales | CurrentScale
 ) -> dict[str, Any]:
     """The Hugging Face config, if the model has one, with ``quantization_config`` added.
 

@@ -47,7 +47,7 @@ from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.ops.formats import E4M3
-from lightning_fp8.ops.operand import OwnScaling, WeightSlot, with_scale
+from lightning_fp8.ops.operand import CurrentScale, WeightSlot, with_scale
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
@@ -110,7 +110,7 @@ def listed(names: Sequence[str]) -> str:
     return printable(", ".join(names[:6])) + (", ..." if len(names) > 6 else "")
 
 
-def in_file(name: str, weight: Tensor, scales: Scales | OwnScaling) -> tuple[Tensor, dict[str, Tensor]]:
+def in_file(name: str, weight: Tensor, scales: Scales | CurrentScale) -> tuple[Tensor, dict[str, Tensor]]:
     """The codes of a weight, and by name the scales stored with it: static ones, or those of its blocks."""
     if isinstance(scales, Scales):
         found = zip(scale_names(name), (scale.reciprocal() for scale in scales.static.values()))
@@ -192,9 +192,9 @@ def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
     return payload.cpu().view(E4M3.dtype)
 
 
-def to_metadata(gemms: Mapping[str, Scales | OwnScaling | None]) -> dict[str, str]:
+def to_metadata(gemms: Mapping[str, Scales | CurrentScale | None]) -> dict[str, str]:
     """The exact static scales, because ``1 / (1 / scale)`` may differ in the last bit. See :func:`from_metadata`."""
-    if any(isinstance(scales, OwnScaling) for scales in gemms.values()):
+    if any(isinstance(scales, CurrentScale) for scales in gemms.values()):
         return {"format": "pt"}
     scales = {
         name: {role: float(scale).hex() for role, scale in of.static.items()} if isinstance(of, Scales) else None

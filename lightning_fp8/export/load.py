@@ -40,7 +40,7 @@ from lightning_fp8.export.layout import (
 )
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops.formats import E4M3
-from lightning_fp8.ops.operand import OwnScaling
+from lightning_fp8.ops.operand import CurrentScale
 from lightning_fp8.scaling.recipe import CurrentScaling, DelayedScaling
 from lightning_fp8.scaling.state import tensor_name
 
@@ -86,7 +86,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     refuse(file, misfits_of_names(own, tensors, gemms))
     plan = conversion_plan(model, default=CurrentScaling if dynamic else DelayedScaling)
     recipe = plan.config.recipe
-    if recipe.from_history == dynamic or (dynamic and recipe.own != OwnScaling()):
+    if recipe.from_history == dynamic or (dynamic and recipe.current != CurrentScale()):
         scales = "scales inputs by their own values, with no margin" if dynamic else "has static scales of inputs"
         raise ValueError(
             f"load_exported: the model is converted with {recipe}, and {file} {scales}. Call"
@@ -149,7 +149,7 @@ def _plain_layers(model: nn.Module, layers: Sequence[PlannedLayer], gemms: Gemms
 
 def _set_scales(model: nn.Module, gemms: Gemms) -> None:
     state = scaling_state(model)
-    margin = 2.0**state.recipe.own.margin
+    margin = 2.0**state.recipe.current.margin
     entries = {name: _entry(None, margin) for name in state.names[: state.delayed]}
     for weight, gemm in converted_gemms(model).items():
         # an attention is converted as a whole: its projections that are not FP8 fall back

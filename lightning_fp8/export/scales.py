@@ -12,24 +12,24 @@ from lightning_fp8.export.layout import SCALE_RULE, Scales, converted_gemms, is_
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.ops.amaxes import BLOCK, max_abs, scale_of_current
 from lightning_fp8.ops.formats import E4M3, Role, dtype_name
-from lightning_fp8.ops.operand import OwnScaling
+from lightning_fp8.ops.operand import CurrentScale
 
 # the operands of fprop
 _ROLES: tuple[Role, ...] = ("input", "weight")
 
 
-def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Scales | OwnScaling | None]:
+def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Scales | CurrentScale | None]:
     """The scales of all converted GEMMs, or how their blocks are scaled; None where fprop is not in FP8."""
     gemms = converted_gemms(model)
     _check_gemms(model, gemms, tensors)
-    found: dict[str, Scales | OwnScaling | None] = {}
+    found: dict[str, Scales | CurrentScale | None] = {}
     without: list[str] = []
     for name, gemm in gemms.items():
         _check_formats(gemm)
         check_finite(name, tensors[name])
         recipe = gemm.state.recipe
         found[name] = None
-        if gemm.precision.fprop_in_fp8 and recipe.own.blocks:
+        if gemm.precision.fprop_in_fp8 and recipe.current.blocks:
             found[name] = gemm.weight_scaling
         elif gemm.precision.fprop_in_fp8:
             input_scale = _input_scale(gemm) if recipe.from_history else None
@@ -57,8 +57,8 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[
 
 
 def in_whole_blocks(
-    gemms: Mapping[str, Scales | OwnScaling | None], tensors: Mapping[str, Tensor], plain: Collection[str]
-) -> Mapping[str, Scales | OwnScaling | None]:
+    gemms: Mapping[str, Scales | CurrentScale | None], tensors: Mapping[str, Tensor], plain: Collection[str]
+) -> Mapping[str, Scales | CurrentScale | None]:
     """Leave out weights with incomplete blocks: a reader may compute the size of a block from the number of scales.
 
     Those in ``plain`` are not written in FP8 in any case.
@@ -66,7 +66,7 @@ def in_whole_blocks(
     left = [
         name
         for name, of in gemms.items()
-        if isinstance(of, OwnScaling) and name not in plain and any(size % BLOCK for size in tensors[name].shape)
+        if isinstance(of, CurrentScale) and name not in plain and any(size % BLOCK for size in tensors[name].shape)
     ]
     if not left:
         return gemms
@@ -100,10 +100,10 @@ def _check_gemms(model: nn.Module, gemms: Mapping[str, Gemm], tensors: Mapping[s
             " compute weights of converted layers first."
         )
     state = in_fp8[0].state
-    if not state.recipe.from_history and state.recipe.own.margin:
+    if not state.recipe.from_history and state.recipe.current.margin:
         raise ValueError(
-            f"export: {state.recipe} keeps {state.recipe.own.margin} powers of two free above the largest value of an"
-            " input, and readers of the layout keep none. Convert the model with `margin=0` (`unconvert`, then"
+            f"export: {state.recipe} keeps {state.recipe.current.margin} powers of two free above the largest value of"
+            " an input, and readers of the layout keep none. Convert the model with `margin=0` (`unconvert`, then"
             " `convert`)."
         )
     current = state.current_modules

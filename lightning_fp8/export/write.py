@@ -29,7 +29,7 @@ from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, dtype_name
-from lightning_fp8.ops.operand import OwnScaling
+from lightning_fp8.ops.operand import CurrentScale
 
 
 def export(
@@ -132,7 +132,7 @@ def _note_experts(model: nn.Module) -> None:
 
 def _tensors(
     by_name: Mapping[str, Tensor],
-    gemms: Mapping[str, Scales | OwnScaling | None],
+    gemms: Mapping[str, Scales | CurrentScale | None],
     plain: set[str],
     dtype: torch.dtype | None,
 ) -> tuple[dict[str, Tensor], set[str]]:

@@ -12,7 +12,7 @@ from lightning_fp8.conversion.checkpoint_scales import SCALES, as_text, scales_o
 from lightning_fp8.conversion.convert import carry_out_for_run
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.conversion.settings import Overrides, checked_settings
-from lightning_fp8.modules.all_gather import note_sharded_weights
+from lightning_fp8.modules.all_gather import on_sharded_weights
 from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.scaling.config import FrozenWeights
 from lightning_fp8.scaling.recipe import Recipe, as_recipe
@@ -94,7 +94,7 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Convert a model that the Trainer has created since, and load the scales of the checkpoint that it resumes."""
         scaling = self._convert(kwargs["model"])
-        note_sharded_weights(kwargs["model"])
+        on_sharded_weights(kwargs["model"])
         # drop what was recorded in a step that an earlier call of `train` abandoned: its gradients are dropped too
         scaling.discard()
         self._updates = scaling.updates

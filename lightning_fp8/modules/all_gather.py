@@ -182,11 +182,11 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
     return names
 
 
-def note_sharded_weights(model: nn.Module) -> None:
-    """See :meth:`Gemm.note_sharding`: for layers that were sharded after their conversion."""
+def on_sharded_weights(model: nn.Module) -> None:
+    """See :meth:`Gemm.on_sharding`: for layers that were sharded after their conversion."""
     for layer in model.modules():
         for gemm, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
-            gemm.note_sharding(weight)
+            gemm.on_sharding(weight)
 
 
 def _is_sharded_by_rows(weight: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_fp8 import ops
 from lightning_fp8.ops.amaxes import max_abs
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3, Fp8Format
-from lightning_fp8.ops.library import can_keep_copies, is_k_major
+from lightning_fp8.ops.library import can_keep_copies, needs_transposed_payload
 from lightning_fp8.ops.operand import WeightSlot, by_columns
 
 _aten = torch.ops.aten
@@ -124,7 +124,7 @@ class Fp8Parameter(Tensor):
         content, payload = self.content, self.content.payload.contiguous()
         if content.payload_t is not None:
             return payload, content.payload_t
-        if not (torch.is_grad_enabled() and is_k_major(payload)):
+        if not (torch.is_grad_enabled() and needs_transposed_payload(payload)):
             return payload, payload.t()
         payload_t = by_columns(payload)
         # FSDP frees a gathered payload, and would not free this

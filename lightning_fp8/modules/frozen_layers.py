@@ -30,7 +30,7 @@ def fp8_only_operand(gemm: Gemm, weight: Fp8Parameter) -> tuple[Tensor, Fp8Opera
 
 def _note(gemm: Gemm, weight: Fp8Parameter) -> None:
     # computed from the amax: the inverse of `scale_inv` may differ in the last bit
-    gemm.state.note_weight(gemm.slots["weight", True].index, weight.largest, scale_of_current(weight.largest, E4M3))
+    gemm.state.record_weight(gemm.slots["weight", True].index, weight.largest, scale_of_current(weight.largest, E4M3))
 
 
 def with_master(gemm: Gemm, weight: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def replace_weight(layer: nn.Module, gemm: Gemm, former: Tensor, new: nn.Paramet
     for name, parameter in layer._parameters.items():
         if parameter is former:
             layer._parameters[name] = new
-    gemm.note_sharding(new)
+    gemm.on_sharding(new)
     # nothing may keep the memory of the former one
     gemm.reference = Stamped()
     if was_known:

@@ -20,7 +20,7 @@ from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_stale
 from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
-from lightning_fp8.ops.library import can_keep_copies, is_k_major, is_watched
+from lightning_fp8.ops.library import can_keep_copies, is_watched, needs_transposed_payload
 from lightning_fp8.ops.operand import Fp8Operand
 from lightning_fp8.scaling.precision import LayerPrecision
 
@@ -54,8 +54,8 @@ class Fp8Weight(NamedTuple):
             by_columns = operand.columns_scale_inv[:, blocks]
             operand = operand._replace(scale_inv=operand.scale_inv[blocks], columns_scale_inv=by_columns)
         # without gradients the payload by columns may be empty
-        columns = operand.columns[:, rows] if operand.columns.dim() == 2 else operand.columns
-        return self._replace(weight=weight, operand=operand._replace(rows=operand.rows[rows], columns=columns))
+        columns = operand.by_columns[:, rows] if operand.by_columns.dim() == 2 else operand.by_columns
+        return self._replace(weight=weight, operand=operand._replace(by_rows=operand.by_rows[rows], by_columns=columns))
 
 
 def take_rows(tensor: Tensor, rows: slice) -> Tensor:
@@ -78,14 +78,14 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
             kept.drop()
         check_whole(gemm, parameter)
         return Fp8Weight(gemm.n_by_k(weight), None)
-    # Forwards that do not record use a kept cast only while a context vouches for the weight: in evaluation, weights
-    # may be swapped (EMA, averaging) without a trace.
+    # Forwards that do not record use a kept cast only while a context declares the weight unchanged: in evaluation,
+    # weights may be swapped (EMA, averaging) without a trace.
     keep_columns = torch.is_grad_enabled()
-    may_keep = kept.is_kept and (record or kept.vouchers > 0) and can_keep_copies(parameter)
+    may_keep = kept.is_kept and (record or kept.assumptions > 0) and can_keep_copies(parameter)
     made = kept.get(parameter) if may_keep else None
     if (
         made is not None
-        and (not keep_columns or made.columns.dim() == 2)
+        and (not keep_columns or made.by_columns.dim() == 2)
         and (parameter.requires_grad or not _must_count(gemm, record))
     ):
         return Fp8Weight(weight.t() if kept.k_by_n else weight, made, True)
@@ -97,15 +97,15 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
         weight = parameter = with_master(gemm, parameter)
     check_whole(gemm, parameter)
     weight = gemm.n_by_k(weight)
-    if kept.is_prepared and is_dynamo_compiling():
-        return Fp8Weight(weight, kept.prepared)
+    if kept.compiled_cast_is_current and is_dynamo_compiling():
+        return Fp8Weight(weight, kept.compiled_cast)
     made = cast_stale(gemm, parameter) if may_keep and record else None
     if made is None:
         with normal_tensors() if may_keep else nullcontext():
             made = ops.cast_weight_operand(weight.detach(), gemm.slots["weight", record], keep_columns)
         if may_keep:
             kept.put(parameter, made)
-            if kept.vouchers and not is_k_major(parameter):
+            if kept.assumptions and not needs_transposed_payload(parameter):
                 # many small GEMMs follow, as in generation, each of which would dequantize the whole weight
                 ops.keep_values(made)
     return Fp8Weight(weight, made, may_keep)
@@ -145,8 +145,8 @@ def cast_input(
         return ops.cast_operand(values, slot, "none", keep, by_rows, watched)
     circumstances = record, gemm.model.changes, gemm.model.histories_fit
     made: Fp8Operand | None = shared.take("fp8", gemm.module, x, circumstances)
-    if made is None or (keep and made.columns.dim() != 2) or (by_rows and made.rows.dim() != 2):
-        by_columns = keep or (torch.is_grad_enabled() and gemm.followers_need_columns())
+    if made is None or (keep and made.by_columns.dim() != 2) or (by_rows and made.by_rows.dim() != 2):
+        by_columns = keep or (torch.is_grad_enabled() and gemm.sharers_need_columns())
         made = ops.cast_operand(values, slot, "none", by_columns, by_rows, watched)
         # a cast that records may begin the histories anew
         circumstances = record, gemm.model.changes, gemm.model.histories_fit
@@ -165,7 +165,7 @@ def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, re
     dtype, (parameter, operand, is_kept) = output_dtype(x), weight
     if operand is None or gemm.precision.in_bf16:
         return _linear_in_part(gemm, x, weight, bias, record, dtype)
-    bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, operand.rows.shape[0])
+    bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, operand.by_rows.shape[0])
     watched, keep = is_watched(x), parameter.requires_grad and torch.is_grad_enabled()
     x_fp8 = cast_input(gemm, x, record, keep, watched=watched)
     dy = gemm.slots["grad_output", record]
@@ -194,12 +194,12 @@ def _linear_in_part(
     if fprop or (keep and wgrad):
         plain = ops.in_rows(_rounded_input(gemm, x, dtype))
         x_operand = x_operand._replace(
-            rows=plain if fprop else x_operand.rows, columns=plain.t() if wgrad else x_operand.columns
+            by_rows=plain if fprop else x_operand.by_rows, by_columns=plain.t() if wgrad else x_operand.by_columns
         )
     if fprop or (with_gradients and dgrad):
         plain = parameter.detach().to(dtype)
         w_operand = w_operand._replace(
-            rows=plain if fprop else w_operand.rows, columns=plain.t() if dgrad else w_operand.columns
+            by_rows=plain if fprop else w_operand.by_rows, by_columns=plain.t() if dgrad else w_operand.by_columns
         )
     bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, len(parameter))
     dy = gemm.slots["grad_output", record]

@@ -15,7 +15,7 @@ from lightning_fp8.modules.shared_input import SharedInput
 from lightning_fp8.modules.stamp import Stamped, is_sharded, stamps
 from lightning_fp8.modules.weight_cast import KeptCast, WeightCast
 from lightning_fp8.ops.formats import Role
-from lightning_fp8.ops.operand import OwnScaling, Slot, WeightSlot
+from lightning_fp8.ops.operand import CurrentScale, Slot, WeightSlot
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.config import Fp8Config
 from lightning_fp8.scaling.model import Fp8Model
@@ -91,7 +91,7 @@ class Gemm:
         self._owner = _Owner(weakref.ref(layer), name, parameter)
         self.weight_cast.part = int(name.rpartition(".")[2]) if layer.weights_are_stacked else None
         self.weight_cast.k_by_n = layer.weight_is_k_by_n
-        self.note_sharding(weight)
+        self.on_sharding(weight)
         self.model.join(self)
         self.place()
         if self.reference is None:
@@ -131,9 +131,9 @@ class Gemm:
         return None if layer is None or self._owner is None else layer.gemm_weight(self._owner.gemm)
 
     @property
-    def weight_scaling(self) -> OwnScaling:
+    def weight_scaling(self) -> CurrentScale:
         """How the weight is scaled by its values."""
-        return self.slots["weight", True].own
+        return self.slots["weight", True].current
 
     def matrix(self, weight: Tensor) -> Tensor:
         """This GEMM's weight: a part of ``weight`` if that is a tensor ``[E, ...]`` of several ones."""
@@ -144,7 +144,7 @@ class Gemm:
         """A weight as the layer stores it -> ``[N, K]``."""
         return weight.t() if self.k_by_n else weight
 
-    def note_sharding(self, weight: Tensor) -> None:
+    def on_sharding(self, weight: Tensor) -> None:
         """Keep no FP8 cast of a sharded weight, as it would hold the whole weight."""
         self.weight_cast.sharded = weight if is_sharded(weight) else None
         self.weight_cast.is_kept = not isinstance(weight, (DTensor, Fp8Parameter))
@@ -187,13 +187,13 @@ class Gemm:
         """An optimizer has changed these parameters, given by ``id``: the histories remain valid for the weight."""
         sources = self.sources()
         if not changed.isdisjoint(map(id, sources)):
-            # compiled code casts it from now on, until it is prepared again
-            self.weight_cast.is_prepared = False
+            # compiled code casts it from now on, until its compiled cast is current again
+            self.weight_cast.compiled_cast_is_current = False
             self.reference = Stamped(*sources) if self.state.config.recipe.from_history else None
 
     def drop_casts(self) -> None:
         """Keep no cast that was made before."""
-        self.weight_cast.is_prepared = False
+        self.weight_cast.compiled_cast_is_current = False
         self.weight_cast.drop()
         self.bias_cast.drop()
 
@@ -209,7 +209,7 @@ class Gemm:
         self.slots: dict[tuple[Role, bool], Any] = {}
         for record in (False, True):
             for role in ("input", "grad_output"):
-                history, own = self.model.how_cast(
+                history, current = self.model.scaling_of(
                     self.precision, self.split_over.get(role, ""), record or role == "input"
                 )
                 # one index tensor for all layers that share their input, so that a compiler can merge their casts
@@ -217,10 +217,12 @@ class Gemm:
                 module = self.module if shared is None else shared.modules[0]
                 index = state.indices[state.row_of(module, role)]
                 fmt = recipe.format_of(role).name
-                self.slots[role, record] = Slot(state.scale, history, index, fmt, state, record, self.config.gemm, own)
+                self.slots[role, record] = Slot(
+                    state.scale, history, index, fmt, state, record, self.config.gemm, current
+                )
             index, fmt = state.indices[state.row_of(self.module, "weight")], recipe.format_of("weight").name
-            own = OwnScaling(blocks=recipe.own.blocks)
-            self.slots["weight", record] = WeightSlot(index, fmt, state, record, own)
+            current = CurrentScale(blocks=recipe.current.blocks)
+            self.slots["weight", record] = WeightSlot(index, fmt, state, record, current)
 
     def split(self, over: dict[Role, str]) -> None:
         """Set the process groups that tensors are split over, by role."""
@@ -243,13 +245,13 @@ class Gemm:
             self.place()
 
     @property
-    def input_leader(self) -> Gemm | None:
+    def input_owner(self) -> Gemm | None:
         """The first layer that takes in the same tensor; None if that is this one."""
         modules = () if self.shared_input is None else self.shared_input.modules
-        leader = next((gemm for gemm in map(self.model.gemms.get, modules) if gemm is not None), self)
-        return None if leader is self else cast(Gemm, leader)
+        owner = next((gemm for gemm in map(self.model.gemms.get, modules) if gemm is not None), self)
+        return None if owner is self else cast(Gemm, owner)
 
-    def followers_need_columns(self) -> bool:
+    def sharers_need_columns(self) -> bool:
         """Whether a layer that takes in the same tensor after this one has a weight to train."""
         modules = () if self.shared_input is None else self.shared_input.modules
         behind = map(self.model.gemms.get, modules[modules.index(self.module) + 1 :])

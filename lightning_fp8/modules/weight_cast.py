@@ -25,7 +25,7 @@ class KeptCast(Generic[T]):
     tensor is frozen, after an optimizer step. Copies and pickles of a model start without casts.
 
     Attributes:
-        vouchers: how many contexts vouch for the tensor.
+        assumptions: how many open contexts declare that the tensor changes only with a trace.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class KeptCast(Generic[T]):
         self._steps = 0
         self._cast: T | None = None
         self._last_used = 0
-        self.vouchers = 0
+        self.assumptions = 0
 
     def get(self, tensor: Tensor) -> T | None:
         """The cast of ``tensor``; None if there is none, or it may be stale."""
@@ -62,7 +62,7 @@ class KeptCast(Generic[T]):
             self._last_used = id(tensor) if used else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made_of": None, "_cast": None, "_last_used": 0, "vouchers": 0}
+        return {**self.__dict__, "_made_of": None, "_cast": None, "_last_used": 0, "assumptions": 0}
 
 
 class WeightCast(KeptCast[Fp8Operand]):
@@ -75,10 +75,11 @@ class WeightCast(KeptCast[Fp8Operand]):
         sharded: the parameter of which this process holds a part; None for a whole one.
         fp8_only: whether the weight is to be kept as its FP8 cast only, for as long as it is frozen.
         frozen_seen: the scale of such a weight when a forward last used it.
-        prepared: the cast as compiled code reads it, in tensors that stay the same; None if there is none.
-        is_prepared: whether ``prepared`` is from the current weight; see :mod:`lightning_fp8.modules.prepared_weights`.
-        may_prepare: False after a change that came too late for compiled code.
-        preparers: how many open contexts keep it prepared.
+        compiled_cast: the cast as compiled code reads it, in tensors that stay the same; None if there is none.
+        compiled_cast_is_current: whether it is from the current weight; see
+            :mod:`lightning_fp8.modules.compiled_casts`.
+        may_have_compiled_cast: False after a change that came too late for compiled code.
+        compiled_cast_users: how many open contexts keep it current.
     """
 
     def __init__(self) -> None:
@@ -89,13 +90,19 @@ class WeightCast(KeptCast[Fp8Operand]):
         self.sharded: Tensor | None = None
         self.fp8_only = False
         self.frozen_seen: Tensor | None = None
-        self.prepared: Fp8Operand | None = None
-        self.is_prepared = False
-        self.may_prepare = True
-        self.preparers = 0
+        self.compiled_cast: Fp8Operand | None = None
+        self.compiled_cast_is_current = False
+        self.may_have_compiled_cast = True
+        self.compiled_cast_users = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        emptied = {"sharded": None, "frozen_seen": None, "prepared": None, "is_prepared": False, "preparers": 0}
+        emptied = {
+            "sharded": None,
+            "frozen_seen": None,
+            "compiled_cast": None,
+            "compiled_cast_is_current": False,
+            "compiled_cast_users": 0,
+        }
         return {**super().__getstate__(), **emptied}
 
 
@@ -107,7 +114,7 @@ def normal_tensors() -> Iterator[None]:
 
 
 @contextmanager
-def vouching(casts: Iterable[KeptCast[Any]]) -> Iterator[None]:
+def assume_unchanged(casts: Iterable[KeptCast[Any]]) -> Iterator[None]:
     """Declare that these tensors change only in ways that leave a trace, in all threads, until all such contexts end.
 
     It does not drop the casts made before it or in it: the caller knows for how long they are valid.
@@ -115,10 +122,10 @@ def vouching(casts: Iterable[KeptCast[Any]]) -> Iterator[None]:
     casts = list(casts)
     with _LOCK:
         for one in casts:
-            one.vouchers += 1
+            one.assumptions += 1
     try:
         yield
     finally:
         with _LOCK:
             for one in casts:
-                one.vouchers -= 1
+                one.assumptions -= 1

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.compiled_casts import compiled_gemms, keep_compiled_casts
 from lightning_fp8.modules.gemm import Gemm
-from lightning_fp8.modules.prepared_weights import compiled_gemms, prepared
-from lightning_fp8.modules.weight_cast import KeptCast, vouching
+from lightning_fp8.modules.weight_cast import KeptCast, assume_unchanged
 
 
 @contextmanager
@@ -37,12 +37,12 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
         model: converted model, or any of its parts. One without converted layers stays as it is.
     """
     casts = casts_of(all_gemms(model))
-    drop_unvouched(casts)
+    drop_unless_assumed(casts)
     try:
-        with vouching(casts), prepared(compiled_gemms(model), record=False):
+        with assume_unchanged(casts), keep_compiled_casts(compiled_gemms(model), record=False):
             yield
     finally:
-        drop_unvouched(casts)
+        drop_unless_assumed(casts)
 
 
 def all_gemms(model: nn.Module) -> Iterator[Gemm]:
@@ -55,8 +55,8 @@ def casts_of(gemms: Iterable[Gemm]) -> list[KeptCast[Any]]:
     return [cast for gemm in gemms for cast in (gemm.weight_cast, gemm.bias_cast)]
 
 
-def drop_unvouched(casts: Iterable[KeptCast[Any]]) -> None:
+def drop_unless_assumed(casts: Iterable[KeptCast[Any]]) -> None:
     """Drop casts, except those that another context keeps."""
     for cast in casts:
-        if not cast.vouchers:
+        if not cast.assumptions:
             cast.drop()

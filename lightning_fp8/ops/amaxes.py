@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from lightning_fp8.ops.formats import Fp8Format
-from lightning_fp8.ops.operand import OwnScaling
+from lightning_fp8.ops.operand import CurrentScale
 
 FP32_MAX = torch.finfo(torch.float32).max
 # side length of a block, for tensors whose blocks each have a scale
@@ -32,17 +32,17 @@ def record_amax(amax: Tensor, index: Tensor, current: Tensor) -> None:
     amax.view(torch.int32).scatter_reduce_(0, index, current.view(torch.int32)[None], "amax")
 
 
-def as_asked(amax: Tensor, own: OwnScaling) -> Tensor:
+def as_asked(amax: Tensor, current: CurrentScale) -> Tensor:
     """The amax ``[] float32`` to compute the scale from: the tensor's, or its group's largest, times ``2**margin``."""
-    if not own.adjusts_amax:
+    if not current.adjusts_amax:
         return amax
-    if own.group:
+    if current.group:
         amax = amax.reshape(1).clone()
         # as integers, the bits of non-negative floats order as finite < inf < NaN
-        dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=_resolve_process_group(own.group))  # type: ignore[arg-type]
+        dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=_resolve_process_group(current.group))  # type: ignore[arg-type]
         amax = amax[0]
     # a finite amax stays finite: a scale of 0 would turn the whole tensor into NaN
-    return torch.where(amax.isfinite(), (amax * 2.0**own.margin).clamp(max=FP32_MAX), amax)
+    return torch.where(amax.isfinite(), (amax * 2.0**current.margin).clamp(max=FP32_MAX), amax)
 
 
 def scale_of_current(amax: Tensor, fmt: Fp8Format) -> Tensor:

@@ -11,8 +11,8 @@ from lightning_fp8.ops import amaxes, blocks, library, reference
 from lightning_fp8.ops.activations import activate, activated_width
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
-from lightning_fp8.ops.library import define, implement, is_k_major, is_watched
-from lightning_fp8.ops.operand import Fp8Operand, Fp8Tensor, OwnScaling, Slot, WeightSlot, new_payloads
+from lightning_fp8.ops.library import define, implement, is_watched, needs_transposed_payload
+from lightning_fp8.ops.operand import CurrentScale, Fp8Operand, Fp8Tensor, Slot, WeightSlot, new_payloads
 
 # cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M'] uint8, scale_inv [] float32)
 #   v = activation(x) in the dtype of x; payload = sat(v * scale[index]) in fp32, rounded to nearest even. Where
@@ -111,7 +111,7 @@ def cast_operand(
     caller knows that nothing watches operators.
     """
     layout = "rows" if not keep else "both" if by_rows else "columns"
-    if slot.own.blocks:
+    if slot.current.blocks:
         rows, columns, scale_inv, columns_scale_inv = cast_blocks(activate(x, activation), slot, layout)
         return Fp8Operand(rows, columns, scale_inv, columns_scale_inv, slot.format)
     on_gpu = x.is_cuda or library.cuda_on_cpu
@@ -125,20 +125,20 @@ def cast_operand(
 
 def cast_weight_operand(weight: Tensor, slot: WeightSlot, keep: bool) -> Fp8Operand:
     """The same for a weight, by :func:`cast_weight`."""
-    layout = "both" if keep and is_k_major(weight) else "rows"
-    rows, columns, scale_inv = (cast_weight_blocks if slot.own.blocks else cast_weight)(weight, slot, layout)
-    columns = columns if is_k_major(weight) else rows.t()
-    return Fp8Operand(rows, columns, scale_inv, scale_inv.t() if slot.own.blocks else scale_inv, slot.format)
+    layout = "both" if keep and needs_transposed_payload(weight) else "rows"
+    rows, columns, scale_inv = (cast_weight_blocks if slot.current.blocks else cast_weight)(weight, slot, layout)
+    columns = columns if needs_transposed_payload(weight) else rows.t()
+    return Fp8Operand(rows, columns, scale_inv, scale_inv.t() if slot.current.blocks else scale_inv, slot.format)
 
 
 def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dtype, gemm: str) -> Tensor:
     """``x @ w^T + bias`` inside an operator: x ``[M, K]``, w ``[N, K]`` -> ``[M, N]``."""
-    operands = Fp8Tensor(x.rows, x.scale_inv, x.format), Fp8Tensor(w.rows, w.scale_inv, w.format)
+    operands = Fp8Tensor(x.by_rows, x.scale_inv, x.format), Fp8Tensor(w.by_rows, w.scale_inv, w.format)
     return scaled_mm.run(*operands, bias, out_dtype, True, gemm)  # type: ignore[no-any-return]
 
 
-def casts_weights_together(weight: Tensor, own: OwnScaling) -> bool:
+def casts_weights_together(weight: Tensor, current: CurrentScale) -> bool:
     """Whether :func:`cast_weights`, which is no operator, supports the device and the scaling of this weight."""
-    if not is_k_major(weight) or is_watched(weight):
+    if not needs_transposed_payload(weight) or is_watched(weight):
         return False
-    return cuda.weights_kernel(weight.device, bool(own.blocks)) is not None
+    return cuda.weights_kernel(weight.device, bool(current.blocks)) is not None

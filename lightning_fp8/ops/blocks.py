@@ -19,7 +19,7 @@ from lightning_fp8.ops.backward import gradients
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import (
-    OwnScaling,
+    CurrentScale,
     Slot,
     WeightSlot,
     columns_shape,
@@ -33,9 +33,9 @@ from lightning_fp8.ops.reference import row_chunks, scaled_mm
 def cast(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_blocks``."""
     fmt = FORMATS[slot.format]
-    rows, scale_inv, largest = _cast(x, fmt, slot.own, x.shape[1]) if layout != "columns" else _no_cast(x)
+    rows, scale_inv, largest = _cast(x, fmt, slot.current, x.shape[1]) if layout != "columns" else _no_cast(x)
     columns, columns_scale_inv, of_columns = (
-        _cast(x.t(), fmt, slot.own, columns_shape(*x.shape)[1]) if layout != "rows" else _no_cast(x)
+        _cast(x.t(), fmt, slot.current, columns_shape(*x.shape)[1]) if layout != "rows" else _no_cast(x)
     )
     amax, _, _ = slot.open()
     if amax is not None:
@@ -55,10 +55,10 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
     """See the operator ``lightning_fp8::cast_weight_blocks``."""
     fmt, amax = FORMATS[slot.format], _block_amax(weight)
     amax = F.pad(amax, (0, 0, 0, -len(amax) % BLOCK)).unflatten(0, (-1, BLOCK)).amax(1)
-    scale = block_scale(amax, fmt, slot.own)
+    scale = block_scale(amax, fmt, slot.current)
     if slot.state is not None:
         largest = _largest(amax)
-        slot.state.note_weight(slot.index, largest, block_scale(largest, fmt, slot.own))
+        slot.state.record_weight(slot.index, largest, block_scale(largest, fmt, slot.current))
     if is_counting(slot):
         count(weight, scale_to_count(scale, weight), slot)
     return (*in_layout(_payload(weight, per_row(scale, len(weight)), fmt, weight.shape[1]), layout), scale.reciprocal())
@@ -75,10 +75,10 @@ def cast_gradient(
 linear_backward = functools.partial(gradients, cast_gradient, scaled_mm)
 
 
-def block_scale(amax: Tensor, fmt: Fp8Format, own: OwnScaling) -> Tensor:
+def block_scale(amax: Tensor, fmt: Fp8Format, current: CurrentScale) -> Tensor:
     """``FP8_MAX / amax`` of each block, or the power of two below it; 1 where ``amax`` is not finite."""
     scale = scale_of_current(amax, fmt)
-    return scale if own.blocks == "float32" else power_of_2(scale)
+    return scale if current.blocks == "float32" else power_of_2(scale)
 
 
 def new_cast(x: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -100,10 +100,10 @@ def _new_scales(x: Tensor) -> Tensor:
     return x.new_empty(-(-columns // BLOCK), rows, dtype=torch.float32).t()
 
 
-def _cast(x: Tensor, fmt: Fp8Format, own: OwnScaling, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _cast(x: Tensor, fmt: Fp8Format, current: CurrentScale, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """The payload by rows, zeros up to ``width``, its scale_inv ``[rows, ceil(columns/128)]``, and ``max|x|``."""
     amax = _block_amax(x)
-    scale = block_scale(amax, fmt, own)
+    scale = block_scale(amax, fmt, current)
     return _payload(x, scale, fmt, width), torch.reciprocal(scale, out=_new_scales(x)), _largest(amax)
 
 

@@ -35,7 +35,7 @@ def dequantize(payload: Tensor, format: str, may_have_nan: bool = True) -> Tenso
 
 def keep_values(operand: Fp8Operand) -> None:
     """Keep the dequantized values of an operand that is never written to again: four more bytes per element."""
-    operand.rows.kept_values = dequantize(operand.rows, operand.format)  # type: ignore[attr-defined]
+    operand.by_rows.kept_values = dequantize(operand.by_rows, operand.format)  # type: ignore[attr-defined]
 
 
 def values_of(payload: Tensor, format: str) -> Tensor:

@@ -13,7 +13,7 @@ from lightning_fp8.ops.activations import activated_width, gated, gated_gradient
 from lightning_fp8.ops.backward import gradient_layout, gradients
 from lightning_fp8.ops.basic import cast_operand, fprop, scaled_mm
 from lightning_fp8.ops.cuda import dispatch as cuda
-from lightning_fp8.ops.library import define, differentiable_in_layers, implement, is_k_major
+from lightning_fp8.ops.library import define, differentiable_in_layers, implement, needs_transposed_payload
 from lightning_fp8.ops.linear_layer import in_rows, in_shape_of, linear_backward, refuse_double_backward
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, columns_shape, nothing
 
@@ -97,7 +97,7 @@ def _forward(block: Block) -> tuple[Tensor, ...]:
     hidden = [fprop(block.x_fp8, layer.operand, layer.bias_value, dtype, a.gemm) for layer in block.inner]
     if block.activation:
         a_fp8 = cast_operand(hidden[0], a, block.activation, block.keep_a)
-    elif is_k_major(x):
+    elif needs_transposed_payload(x):
         rows, columns, scale_inv = cuda.cast_gated(hidden[0], hidden[1], a, "both" if block.keep_a else "rows")
         a_fp8 = Fp8Operand(rows, columns, scale_inv, scale_inv, a.format)
     else:
@@ -105,7 +105,7 @@ def _forward(block: Block) -> tuple[Tensor, ...]:
     # their memory may be reused for the output
     hidden = hidden if block.keep_h else [nothing(x, dtype) for _ in hidden]
     y = fprop(a_fp8, block.outer.operand, block.outer.bias_value, dtype, a.gemm)
-    return in_shape_of(x, y), *hidden, a_fp8.columns, a_fp8.columns_scale_inv
+    return in_shape_of(x, y), *hidden, a_fp8.by_columns, a_fp8.columns_scale_inv
 
 
 def _fake(block: Block) -> tuple[Tensor, ...]:
@@ -113,7 +113,7 @@ def _fake(block: Block) -> tuple[Tensor, ...]:
     m, n = math.prod(x.shape[:-1]), block.inner[0].weight.shape[0]
     hidden = [x.new_empty((m, n) if block.keep_h else 0, dtype=dtype) for _ in block.inner]
     width = activated_width(n, block.activation)
-    if is_k_major(x):
+    if needs_transposed_payload(x):
         a_fp8_t = x.new_empty(columns_shape(m, width) if block.keep_a else 0, dtype=torch.uint8)
     else:
         a_fp8_t = x.new_empty(m, width, dtype=torch.uint8).t()
@@ -128,10 +128,10 @@ def _save(ctx: Any, output: tuple[Tensor, ...], block: Block) -> None:
     # The gradient of the activation needs the hidden tensors, which are kept in 16 bits; the others are kept in FP8.
     ctx.save_for_backward(
         *(hidden if needs_h else [None] * len(hidden)),
-        *(x_fp8.columns if any(ctx.needs[1:-2:2]) else None, x_fp8.columns_scale_inv),
+        *(x_fp8.by_columns if any(ctx.needs[1:-2:2]) else None, x_fp8.columns_scale_inv),
         *(a_fp8_t if needs_outer else None, a_scale_inv),
-        *(part for w in inner for part in (w.columns if needs_x else None, w.columns_scale_inv)),
-        *(outer.columns if needs_h else None, outer.columns_scale_inv),
+        *(part for w in inner for part in (w.by_columns if needs_x else None, w.columns_scale_inv)),
+        *(outer.by_columns if needs_h else None, outer.columns_scale_inv),
     )
     ctx.mark_non_differentiable(*hidden, a_fp8_t, a_scale_inv)
     ctx.slots, ctx.activation, ctx.shape = (*block.inner_slots, block.dy), block.activation, block.x.shape
@@ -236,7 +236,7 @@ def _gated_gradients(*arguments: Any) -> tuple[Tensor, ...]:
     types = given.dx_dtype, given.dw_dtype
     hidden = given.gate, given.up, given.da
     of_layers = []
-    if is_k_major(given.da):
+    if needs_transposed_payload(given.da):
         casts = cuda.cast_gated_gradients(*hidden, slots, gradient_layout(x, given.w_gate), given.biases)
         for (rows, columns, scale_inv, db), slot, w, bias in zip(casts, slots, weights, given.biases, strict=True):
             cast = _returning(rows, columns, scale_inv, scale_inv, db)

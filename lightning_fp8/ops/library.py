@@ -25,7 +25,7 @@ from lightning_fp8.ops.operand import (
     WeightSlot,
     how_in_words,
     parsed_how,
-    see_export,
+    refuse_recording_export,
     state_of,
 )
 from lightning_fp8.runtime.device import is_capturing
@@ -98,8 +98,8 @@ def _assemble(kind: type[tuple[Any, ...]], values: Iterator[Any]) -> Any:
     if kind not in (Slot, WeightSlot):
         return made(*flat)
     *tensors, handle, record, how = flat
-    fmt, gemm, own = parsed_how(how)
-    return made(*tensors, fmt, state_of(handle), record, *((gemm, own) if kind is Slot else (own,)))
+    fmt, gemm, current = parsed_how(how)
+    return made(*tensors, fmt, state_of(handle), record, *((gemm, current) if kind is Slot else (current,)))
 
 
 def _arguments(kind: type[tuple[Any, ...]]) -> int:
@@ -117,14 +117,14 @@ def _in_parts(arguments: Iterable[Any]) -> list[Any]:
         if isinstance(argument, (Slot, WeightSlot)):
             handle = 0 if argument.state is None else argument.state.model.handle
             if leaves_process:
-                see_export(handle, argument.record)
+                refuse_recording_export(handle, argument.record)
                 handle = 0
             if isinstance(argument, Slot):
                 flat.extend(argument[:3])
-                how = how_in_words(argument.format, argument.gemm, argument.own)
+                how = how_in_words(argument.format, argument.gemm, argument.current)
             else:
                 flat.append(argument.index)
-                how = how_in_words(argument.format, "", argument.own)
+                how = how_in_words(argument.format, "", argument.current)
             flat.extend((handle, argument.record, how))
         elif isinstance(argument, (Fp8Operand, Fp8Tensor, Columns)):
             flat.extend(argument)
@@ -205,7 +205,7 @@ def refuse_transforms() -> None:
         raise RuntimeError(_NO_TRANSFORMS)
 
 
-def is_k_major(x: Tensor) -> bool:
+def needs_transposed_payload(x: Tensor) -> bool:
     """Whether FP8 GEMMs on x's device take K-major operands only, so that a transpose must be a separate tensor."""
     return x.is_cuda or cuda_on_cpu
 

@@ -48,12 +48,12 @@ def _linear(
     if ctx is not None:
         ctx.set_materialize_grads(False)
         _save_for_backward(ctx, None, x, weight, bias, bias_value, x_fp8, w_fp8, dy, out_dtype)
-    if x_fp8.rows.dtype != torch.uint8:
+    if x_fp8.by_rows.dtype != torch.uint8:
         bias_value = None if bias_value is None else bias_value.to(out_dtype)
         # in the shape of x, as the order of summation may depend on it
-        return F.linear(x_fp8.rows.view(x.shape), w_fp8.rows, bias_value)
-    a = Fp8Tensor(x_fp8.rows, x_fp8.scale_inv, x_fp8.format)
-    b = Fp8Tensor(w_fp8.rows, w_fp8.scale_inv, w_fp8.format)
+        return F.linear(x_fp8.by_rows.view(x.shape), w_fp8.by_rows, bias_value)
+    a = Fp8Tensor(x_fp8.by_rows, x_fp8.scale_inv, x_fp8.format)
+    b = Fp8Tensor(w_fp8.by_rows, w_fp8.scale_inv, w_fp8.format)
     multiply = scaled_mm.cuda if x.is_cuda or library.cuda_on_cpu else scaled_mm.cpu
     y: Tensor = multiply(a, b, bias_value, out_dtype, True, dy.gemm)
     return y if x.dim() == 2 else in_shape_of(x, y)
@@ -92,7 +92,7 @@ def _linear_backward_fake(
 def _linear_backward_on_cpu(
     dy: Tensor, h: Tensor | None, activation: str, x: Columns, w: Columns, slot: Slot, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    implementation = blocks if slot.own.blocks else reference
+    implementation = blocks if slot.current.blocks else reference
     return implementation.linear_backward(dy, h, activation, x, w, slot, *rest)
 
 
@@ -114,9 +114,9 @@ def _save_for_backward(
     needs_x, needs_weight, *_ = ctx.needs_input_grad
     # one byte per element where the product is in FP8, and only what the gradients need
     ctx.save_for_backward(
-        x_fp8.columns if needs_weight else None,
+        x_fp8.by_columns if needs_weight else None,
         x_fp8.columns_scale_inv,
-        w_fp8.columns if needs_x else None,
+        w_fp8.by_columns if needs_x else None,
         w_fp8.columns_scale_inv,
     )
     # The state's tensors change in place by design, which saved tensors must not: backward reads their current values.

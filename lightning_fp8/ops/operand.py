@@ -25,7 +25,7 @@ class State(Protocol):
     # the model at run time: `handle`, `counts`, `open_cast` and `on_export`
     model: Any
 
-    def note_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
+    def record_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
         """Called after each cast of a weight."""
 
 
@@ -43,7 +43,7 @@ def state_of(handle: int) -> State | None:
 
 # dynamo calls this instead of tracing it: it would take `is_in_onnx_export` to be False, and warnings to be mutations
 @torch.compiler.assume_constant_result
-def see_export(handle: int, record: bool) -> None:
+def refuse_recording_export(handle: int, record: bool) -> None:
     """Called for each slot when a program is exported or traced. Such a program does not know the state.
 
     Raises:
@@ -71,16 +71,16 @@ class Fp8Operand(NamedTuple):
     is the tensor itself, and the product is computed in that dtype.
 
     Attributes:
-        rows: ``[M, K] uint8``, for fprop; empty if not requested.
-        columns: for dgrad or wgrad; empty if not requested. Where GEMMs take K-major operands only, of the shape of
-            :func:`columns_shape`, else ``rows`` transposed.
+        by_rows: ``[M, K] uint8``, for fprop; empty if not requested.
+        by_columns: for dgrad or wgrad; empty if not requested. Where GEMMs take K-major operands only, of the shape of
+            :func:`columns_shape`, else ``by_rows`` transposed.
         scale_inv: ``[] float32``, of the payload by rows.
         columns_scale_inv: of the payload by columns; the same tensor as ``scale_inv`` if the operand has one scale.
         format: ``"e4m3"`` or ``"e5m2"``.
     """
 
-    rows: Tensor
-    columns: Tensor
+    by_rows: Tensor
+    by_columns: Tensor
     scale_inv: Tensor
     columns_scale_inv: Tensor
     format: str
@@ -131,7 +131,7 @@ class Columns(NamedTuple):
     format: str
 
 
-class OwnScaling(NamedTuple):
+class CurrentScale(NamedTuple):
     """How a tensor is scaled by its own values.
 
     Attributes:
@@ -154,16 +154,16 @@ class OwnScaling(NamedTuple):
         return bool(self.margin or self.group)
 
 
-def how_in_words(format: str, gemm: str, own: OwnScaling) -> str:
+def how_in_words(format: str, gemm: str, current: CurrentScale) -> str:
     """All three in one string, as torch allows an operator at most 64 arguments; see :func:`parsed_how`."""
-    return f"{format},{gemm},{own.margin},{own.blocks},{int(own.always)},{own.group}"
+    return f"{format},{gemm},{current.margin},{current.blocks},{int(current.always)},{current.group}"
 
 
 @functools.cache
-def parsed_how(words: str) -> tuple[str, str, OwnScaling]:
+def parsed_how(words: str) -> tuple[str, str, CurrentScale]:
     """The arguments of :func:`how_in_words`."""
     fmt, gemm, margin, blocks, always, group = words.split(",", 5)
-    return fmt, gemm, OwnScaling(int(margin), blocks, group, always == "1")
+    return fmt, gemm, CurrentScale(int(margin), blocks, group, always == "1")
 
 
 class WeightSlot(NamedTuple):
@@ -174,14 +174,14 @@ class WeightSlot(NamedTuple):
         format: the FP8 format of the cast.
         state: stores amax and scale of the cast; None if it no longer exists.
         record: whether the cast is part of training, so that its losses are counted if requested.
-        own: whether blocks have scales of their own.
+        current: whether blocks have scales of their own.
     """
 
     index: Tensor  # type: ignore[assignment]
     format: str
     state: State | None
     record: bool
-    own: OwnScaling = OwnScaling()
+    current: CurrentScale = CurrentScale()
 
 
 class Slot(NamedTuple):
@@ -195,7 +195,7 @@ class Slot(NamedTuple):
         state: its ``amax`` records the casts; None if it no longer exists, so that nothing is recorded.
         record: whether casts are recorded.
         gemm: which GEMMs the model runs, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``.
-        own: how the tensor is scaled by its own values, where it uses no history.
+        current: how the tensor is scaled by its own values, where it uses no history.
     """
 
     scale: Tensor
@@ -205,14 +205,14 @@ class Slot(NamedTuple):
     state: State | None
     record: bool
     gemm: str = "auto"
-    own: OwnScaling = OwnScaling()
+    current: CurrentScale = CurrentScale()
 
     def open(self) -> tuple[Tensor | None, bool, bool]:
         """See :meth:`lightning_fp8.scaling.model.Fp8Model.open_cast`."""
         if self.state is None:
             return None, True, False
         return self.state.model.open_cast(  # type: ignore[no-any-return]
-            self.record, None if self.own.always else self.index
+            self.record, None if self.current.always else self.index
         )
 
 

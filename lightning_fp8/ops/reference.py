@@ -50,7 +50,7 @@ def _scale_to_use(x: Tensor, slot: Slot) -> tuple[Tensor, Tensor | None]:
         torch.maximum(amax[row], current, out=amax[row])
     if has_history or current is None:
         return slot.scale[row].clone(), current
-    return scale_of_current(as_asked(current, slot.own), FORMATS[slot.format]), current
+    return scale_of_current(as_asked(current, slot.current), FORMATS[slot.format]), current
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:
@@ -82,7 +82,7 @@ def cast_by_content(
     fmt, amax = FORMATS[slot.format], max_abs(weight)
     used = scale_of_current(amax, fmt)
     if slot.state is not None:
-        slot.state.note_weight(slot.index, amax, used)
+        slot.state.record_weight(slot.index, amax, used)
     if is_counting(slot):
         count(weight, used, slot)
     return (*in_layout(cast(weight, used, fmt, amax), layout), used.reciprocal())

@@ -22,7 +22,7 @@ from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
 from lightning_fp8.conversion.settings import checked_settings
 from lightning_fp8.dtypes.attention import DtypeMismatch
 from lightning_fp8.dtypes.storage import float64_parameter, store_parameters
-from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
+from lightning_fp8.modules.all_gather import gather_in_fp8, on_sharded_weights
 from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.loops import LoopWeights
@@ -243,7 +243,7 @@ class Fp8Precision(PrecisionCore):
             module = known()
             if module is None:
                 continue
-            note_sharded_weights(module)
+            on_sharded_weights(module)
             if self.fp8_all_gather:
                 names = gather_in_fp8(module)
                 rank_zero_info(f"{self.precision}: the weights of {len(names)} layers are gathered in FP8.")

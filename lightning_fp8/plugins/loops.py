@@ -10,17 +10,17 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
+from lightning_fp8.modules.compiled_casts import compiled_gemms, keep_compiled_casts
 from lightning_fp8.modules.gemm import Gemm
-from lightning_fp8.modules.prepared_weights import compiled_gemms, prepared
-from lightning_fp8.modules.weight_cast import KeptCast, vouching
-from lightning_fp8.modules.weights_unchanged import all_gemms, casts_of, drop_unvouched
+from lightning_fp8.modules.weight_cast import KeptCast, assume_unchanged
+from lightning_fp8.modules.weights_unchanged import all_gemms, casts_of, drop_unless_assumed
 
 
 class LoopWeights:
     """The weights of one model. Between two loops they may be swapped undetectably, but not within one.
 
     Each run of a loop, the sanity check included, creates a data fetcher, so a new fetcher means that a loop has begun.
-    Without a fetcher nothing vouches for unchanged weights, and evaluation casts them in each forward.
+    Without a fetcher nothing says that weights stay unchanged, and evaluation casts them in each forward.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -44,17 +44,17 @@ class LoopWeights:
             if model is not None:
                 self._gemms = [weakref.ref(gemm) for gemm in all_gemms(model)]
                 self._compiled = compiled_gemms(model)
-        vouched = self._casts() if fetcher is not None and not record else []
-        with vouching(vouched), prepared(self._compiled if fetcher is not None else [], record):
+        assumed = self._casts() if fetcher is not None and not record else []
+        with assume_unchanged(assumed), keep_compiled_casts(self._compiled if fetcher is not None else [], record):
             yield
 
     def in_backward(self) -> AbstractContextManager[None]:
         """Context of a forward that is recomputed inside backward."""
-        return prepared(self._compiled, record=True, in_backward=True)
+        return keep_compiled_casts(self._compiled, record=True, in_backward=True)
 
     def drop(self) -> None:
         """Drop all casts: a loop has ended."""
-        drop_unvouched(self._casts())
+        drop_unless_assumed(self._casts())
 
     def _casts(self) -> list[KeptCast[Any]]:
         return casts_of(gemm for reference in self._gemms if (gemm := reference()) is not None)
@@ -63,4 +63,4 @@ class LoopWeights:
         """A run has ended: free the memory of all casts."""
         self.drop()
         for gemm in self._compiled:
-            gemm.weight_cast.prepared = None
+            gemm.weight_cast.compiled_cast = None

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.counting import CastCounts
-from lightning_fp8.ops.operand import OwnScaling, take_handle
+from lightning_fp8.ops.operand import CurrentScale, take_handle
 from lightning_fp8.scaling.notices import Notices
-from lightning_fp8.scaling.optimizer_steps import count_step, note_layer
+from lightning_fp8.scaling.optimizer_steps import count_step, watch_optimizers_for
 from lightning_fp8.scaling.precision import LayerPrecision
 from lightning_fp8.scaling.scales import Scales
 
-_WITH_HISTORY = OwnScaling()
+_WITH_HISTORY = CurrentScale()
 
 
 class WeightedGemm(Protocol):
@@ -98,7 +98,7 @@ class Fp8Model:
         self.counts.to(self.state.device)
         with torch.inference_mode(False):
             self.no_history = torch.zeros(1, self.state.delayed, dtype=torch.float32, device=self.state.device)
-        self.on_leaders()
+        self.on_input_owners()
         self.forget_histories()
         self.on_precisions()
 
@@ -107,10 +107,10 @@ class Fp8Model:
         for gemm in list(self.gemms.values()):
             gemm.place()
 
-    def on_leaders(self) -> None:
+    def on_input_owners(self) -> None:
         """Other modules record their input in the row of another one."""
-        row_of, leaders = self.state.row_of, self.state.input_leaders
-        rows = [(row_of(one, "input"), row_of(other, "input")) for one, other in leaders.items()]
+        row_of, owners = self.state.row_of, self.state.input_owners
+        rows = [(row_of(one, "input"), row_of(other, "input")) for one, other in owners.items()]
         with torch.inference_mode(False):
             self.shared_rows = torch.tensor(rows, dtype=torch.int64, device=self.state.device).view(-1, 2).t()
 
@@ -147,7 +147,9 @@ class Fp8Model:
 
     # The casts
 
-    def how_cast(self, precision: LayerPrecision, group: str, from_history: bool = True) -> tuple[Tensor, OwnScaling]:
+    def scaling_of(
+        self, precision: LayerPrecision, group: str, from_history: bool = True
+    ) -> tuple[Tensor, CurrentScale]:
         """How the input or gradient of a module is cast.
 
         Args:
@@ -162,9 +164,9 @@ class Fp8Model:
         recipe = self.state.recipe
         if from_history and recipe.from_history and not precision.is_current:
             return self.state.amax_history, _WITH_HISTORY
-        own = recipe.own
+        current = recipe.current
         # each process scales the blocks of its own part, which needs no group
-        return self.no_history, own._replace(group="" if own.blocks else group, always=True)
+        return self.no_history, current._replace(group="" if current.blocks else group, always=True)
 
     def open_cast(self, record: bool, index: Tensor | None) -> tuple[Tensor | None, bool, bool]:
         """Called before each cast of an input or gradient.
@@ -208,7 +210,7 @@ class Fp8Model:
     def join(self, gemm: WeightedGemm) -> None:
         """Add the GEMM of a layer."""
         self.gemms[gemm.module] = gemm
-        note_layer(self)
+        watch_optimizers_for(self)
 
     def _begin_anew(self) -> None:
         """A forward records, and the histories belong to other weights."""
@@ -235,7 +237,7 @@ class Fp8Model:
             if gemm.reference is None:
                 gemm.refer()
             elif not gemm.is_known():
-                records = self.state.input_leaders.get(gemm.module, gemm.module) in self.recording
+                records = self.state.input_owners.get(gemm.module, gemm.module) in self.recording
                 # a module that never records, as a target network, may follow others by any means at each step
                 if self._is_stepping or (has_stepped and not records):
                     gemm.refer()

@@ -46,7 +46,7 @@ def count_step() -> None:
     count += 1
 
 
-def note_layer(model: Stepped) -> None:
+def watch_optimizers_for(model: Stepped) -> None:
     """A layer has joined this model."""
     global _joined
     _models.add(model)

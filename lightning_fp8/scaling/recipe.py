@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from lightning_fp8.ops.formats import E4M3, E5M2, PRODUCTS, Fp8Format, Product, Role
-from lightning_fp8.ops.operand import OwnScaling
+from lightning_fp8.ops.operand import CurrentScale
 from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 
@@ -79,9 +79,9 @@ class Recipe:
         return tuple(product for product in PRODUCTS if getattr(self, product) == "bf16")
 
     @property
-    def own(self) -> OwnScaling:
+    def current(self) -> CurrentScale:
         """How an input or gradient is scaled by its own values; its ``blocks`` apply to weights too."""
-        return OwnScaling()
+        return CurrentScale()
 
     @property
     def window(self) -> int:
@@ -128,9 +128,9 @@ class _TensorScaling(Recipe):
         self._require_choice("fp8_format", get_args(FormatChoice))
 
     @property
-    def own(self) -> OwnScaling:
+    def current(self) -> CurrentScale:
         """See :class:`Recipe`."""
-        return OwnScaling(self.margin)
+        return CurrentScale(self.margin)
 
     def format_of(self, role: Role) -> Fp8Format:
         """See :class:`Recipe`."""
@@ -252,9 +252,9 @@ class BlockScaling(Recipe):
         self._require("power_of_2_scales", "True or False", isinstance(self.power_of_2_scales, bool))
 
     @property
-    def own(self) -> OwnScaling:
+    def current(self) -> CurrentScale:
         """See :class:`Recipe`."""
-        return OwnScaling(blocks="power of 2" if self.power_of_2_scales else "float32")
+        return CurrentScale(blocks="power of 2" if self.power_of_2_scales else "float32")
 
 
 # keyed by precision string

@@ -26,7 +26,7 @@ REMEDY = (
 
 def to_entries(state: Scales) -> dict[str, dict[str, Tensor]]:
     """See :meth:`ScalingState.state_dict`."""
-    state.fill_followers(state.amax.data)
+    state.fill_sharers(state.amax.data)
     amax, history, scale, nonfinite = (getattr(state, field).detach().to("cpu", copy=True) for field in TENSORS)
     has_scales = state.recipe.from_history
     if has_scales and not state.model.look():

@@ -20,7 +20,7 @@ class Scales(Protocol):
     config: Fp8Config
     module_names: tuple[str, ...]
     precisions: tuple[LayerPrecision, ...]
-    input_leaders: dict[int, int]
+    input_owners: dict[int, int]
     scale: Tensor
     amax: Tensor
     amax_history: Tensor
@@ -48,7 +48,7 @@ class Scales(Protocol):
 
     def module_of(self, row: int) -> int: ...  # noqa: D102
 
-    def note_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None: ...  # noqa: D102
+    def record_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None: ...  # noqa: D102
 
     def empty_histories(self) -> None: ...  # noqa: D102
 
@@ -56,6 +56,6 @@ class Scales(Protocol):
 
     def update(self) -> None: ...  # noqa: D102
 
-    def fill_followers(self, recorded: Tensor) -> Tensor: ...  # noqa: D102
+    def fill_sharers(self, recorded: Tensor) -> Tensor: ...  # noqa: D102
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor]]) -> None: ...  # noqa: D102

@@ -48,7 +48,7 @@ class ScalingState(Joinable):
         config: the settings of the model's conversion, the recipe among them.
         module_names: see above.
         precisions: by module, in which precision its products run.
-        input_leaders: maps each module that records its input in another module's row to that module, both by position.
+        input_owners: maps each module that records its input in another module's row to that module, both by position.
         fp8_max: ``[R] float32``, the largest value of each tensor's format.
         amax: ``[R] float32``, largest absolute value recorded since the last update; for a weight, that of its last
             cast.
@@ -68,7 +68,7 @@ class ScalingState(Joinable):
         self.config = Fp8Config(recipe)
         self.module_names = tuple(module_names)
         self.precisions = tuple(LayerPrecision() for _ in self.module_names)
-        self.input_leaders: dict[int, int] = {}
+        self.input_owners: dict[int, int] = {}
         count = len(LAYOUT) * len(self.module_names)
         # A state made inside `torch.inference_mode()` could never be updated outside of it.
         with torch.inference_mode(False):
@@ -206,9 +206,9 @@ class ScalingState(Joinable):
         Modules that record their input in the same row switch together. Histories are kept up to date, so that a
         run can go on with them from a checkpoint.
         """
-        inputs = {self.input_leaders.get(module, module) for module in modules}
+        inputs = {self.input_owners.get(module, module) for module in modules}
         for module, precision in enumerate(self.precisions):
-            precision.is_current |= self.input_leaders.get(module, module) in inputs
+            precision.is_current |= self.input_owners.get(module, module) in inputs
         self.model.on_precisions()
 
     def set_products(self, in_bf16: Mapping[int, tuple[Product, ...]]) -> None:
@@ -217,44 +217,44 @@ class ScalingState(Joinable):
             self.precisions[module].in_bf16 = products
         self.model.forget_histories()
 
-    def share_inputs(self, leaders: Mapping[int, int]) -> None:
-        """Let modules record their input in the row of another module, their leader, whose input is the same tensor.
+    def share_inputs(self, owners: Mapping[int, int]) -> None:
+        """Let modules record their input in the row of another module, its owner, whose input is the same tensor.
 
         At each update they get its amax, so their histories and scales are the same as if each had recorded its own.
 
         Args:
-            leaders: maps the position of each such module to that of its leader. All other modules record in their own
-                rows.
+            owners: maps the position of each such module to that of its input's owner. All other modules record in
+                their own rows.
         """
-        if leaders != self.input_leaders:
-            self.fill_followers(self.amax.data)
-            self.input_leaders = dict(leaders)
-            self.model.on_leaders()
+        if owners != self.input_owners:
+            self.fill_sharers(self.amax.data)
+            self.input_owners = dict(owners)
+            self.model.on_input_owners()
             self._join_histories()
             self.model.on_histories_replaced()
 
-    def fill_followers(self, recorded: Tensor) -> Tensor:
-        """Copy what casts recorded, ``[R, ...]``, from the rows of leaders to those of their followers, in place."""
-        if self.input_leaders:
-            followers, leaders = self.model.shared_rows
-            recorded.index_copy_(0, followers, recorded.index_select(0, leaders))
+    def fill_sharers(self, recorded: Tensor) -> Tensor:
+        """Copy what casts recorded, ``[R, ...]``, from the rows of owners to those of their sharers, in place."""
+        if self.input_owners:
+            sharers, owners = self.model.shared_rows
+            recorded.index_copy_(0, sharers, recorded.index_select(0, owners))
         return recorded
 
     @torch.no_grad()
     def _join_histories(self) -> None:
-        """Give inputs that are the same tensor the same history: the leader's or, if that is empty, a follower's.
+        """Give inputs that are the same tensor the same history: the owner's or, if that is empty, a sharer's.
 
         In a checkpoint of layers that recorded separately, the history of a layer that never ran in FP8 is empty.
         """
         filled = (self.amax_history[0] > 0).tolist()
-        pairs = [(self.row_of(one, "input"), self.row_of(other, "input")) for one, other in self.input_leaders.items()]
-        for follower, leader in pairs:
+        pairs = [(self.row_of(one, "input"), self.row_of(other, "input")) for one, other in self.input_owners.items()]
+        for sharer, owner in pairs:
             # these may be amaxes of micro-batches that wait for their update; inf and NaN stay
-            self.amax.data[leader] = torch.maximum(self.amax[leader], self.amax[follower])
-            if filled[follower] and not filled[leader]:
-                self._copy_rows([leader], self, [follower])
-                filled[leader] = True
-        self._copy_rows([follower for follower, _ in pairs], self, [leader for _, leader in pairs])
+            self.amax.data[owner] = torch.maximum(self.amax[owner], self.amax[sharer])
+            if filled[sharer] and not filled[owner]:
+                self._copy_rows([owner], self, [sharer])
+                filled[owner] = True
+        self._copy_rows([sharer for sharer, _ in pairs], self, [owner for _, owner in pairs])
 
     def _copy_rows(self, rows: Sequence[int], other: ScalingState, other_rows: Sequence[int]) -> None:
         """Copy tensors of one role."""
@@ -262,7 +262,7 @@ class ScalingState(Joinable):
             if field != "amax_history" or rows[0] < self.delayed:
                 getattr(self, field).data[..., rows] = getattr(other, field)[..., other_rows].to(self.device)
 
-    def note_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
+    def record_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
         """Store what the weight at ``index``, ``[1] int64``, was cast with; amax and scale ``[] float32``."""
         # through `.data`, as in `update`
         self.amax.data.index_copy_(0, index, amax.reshape(1))
@@ -281,14 +281,14 @@ class ScalingState(Joinable):
         vector makes the scales agree bit for bit. Nothing here waits for the device.
         """
         recipe = self.config.recipe
-        if self.input_leaders:
-            self.fill_followers(self.amax.data)
+        if self.input_owners:
+            self.fill_sharers(self.amax.data)
         if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # As integers, the bits of non-negative floats order as finite < inf < NaN, so no non-finite value is lost.
             dist.all_reduce(self.amax[: self.delayed].view(torch.int32), op=dist.ReduceOp.MAX)
         for watch in self.model.before_update:
             watch(self.amax)
-        own = recipe.own
+        current = recipe.current
         # Through `.data`: a compiled graph may hold these for its backward, which reads them as they are then.
         update_scales(
             self.amax.data,
@@ -297,9 +297,9 @@ class ScalingState(Joinable):
             self.fp8_max,
             self.nonfinite_steps.data,
             recipe.newest_only,
-            2.0**own.margin,
+            2.0**current.margin,
         )
-        if own.blocks == "power of 2":
+        if current.blocks == "power of 2":
             self.scale.data.copy_(power_of_2(self.scale))
         if self.model.current_rows is not None:
             self._show_current_scales(self.model.current_rows)
@@ -309,7 +309,7 @@ class ScalingState(Joinable):
     def _show_current_scales(self, rows: Tensor) -> None:
         """Set the scales of these rows to those of the last step's largest values, as under :class:`CurrentScaling`."""
         newest = self.amax_history[0].index_select(0, rows)
-        shown = scale_below(self.fp8_max.index_select(0, rows), newest, 2.0**self.recipe.own.margin)
+        shown = scale_below(self.fp8_max.index_select(0, rows), newest, 2.0**self.recipe.current.margin)
         # scale 1 where nothing has been recorded
         self.scale.data.index_copy_(0, rows, shown.where(newest > 0, 1.0))
 
@@ -362,7 +362,7 @@ class ScalingState(Joinable):
         for here, (other, there) in modules.items():
             by_state.setdefault(other, {})[here] = there
         for other, positions in by_state.items():
-            other.fill_followers(other.amax.data)
+            other.fill_sharers(other.amax.data)
             for role in LAYOUT:
                 rows = [self.row_of(here, role) for here in positions]
                 self._copy_rows(rows, other, [other.row_of(there, role) for there in positions.values()])

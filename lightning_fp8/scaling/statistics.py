@@ -63,7 +63,7 @@ def cast_counts(state: ScalingState) -> Tensor:
     counts = state.cast_counts.values
     if counts is None:
         return torch.zeros(len(state.names), 4, dtype=torch.int64, device=state.device)
-    return state.fill_followers(counts)
+    return state.fill_sharers(counts)
 
 
 def headroom_bits(fp8_max: Tensor, amax: Tensor, scale: Tensor) -> Tensor:

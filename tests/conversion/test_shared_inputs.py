@@ -92,7 +92,7 @@ def test_source_that_is_not_there_or_not_run() -> None:
     assert found(replaced) == []
 
 
-def leaders(model: nn.Module) -> dict[str, str]:
+def owners(model: nn.Module) -> dict[str, str]:
     return {
         row.path: row.reason.partition("; shares its input with ")[2].partition(";")[0]
         for row in describe(model)
@@ -112,32 +112,32 @@ OF_BLOCK = {
 @pytest.mark.parametrize("name", OF_BLOCK)
 def test_models_of_hugging_face(name: str) -> None:
     model = convert(HUGGING_FACE[name]()[0])
-    of_all = leaders(model)
-    assert {path.rpartition(".")[2]: leader.rpartition(".")[2] for path, leader in of_all.items()} == OF_BLOCK[name]
+    of_all = owners(model)
+    assert {path.rpartition(".")[2]: owner.rpartition(".")[2] for path, owner in of_all.items()} == OF_BLOCK[name]
     # the same after feed-forward blocks have been given their own classes
     convert(model)
-    assert leaders(model) == of_all
+    assert owners(model) == of_all
     # in the same module, in each of the blocks
-    assert all(path.rpartition(".")[0] == leader.rpartition(".")[0] for path, leader in of_all.items())
+    assert all(path.rpartition(".")[0] == owner.rpartition(".")[0] for path, owner in of_all.items())
     names = [path.rpartition(".")[2] for path, _ in model.named_modules()]
     assert len(of_all) == sum(names.count(name) for name in OF_BLOCK[name])
 
 
 def test_conversion_again_and_back() -> None:
-    assert leaders(convert(Shared(), ignore_modules=["q", "k"])) == {}
+    assert owners(convert(Shared(), ignore_modules=["q", "k"])) == {}
     model = convert(Shared())
     state = scaling_state(model)
-    assert (leaders(model), state.input_leaders) == ({"k": "q", "v": "q"}, {1: 0, 2: 0})
+    assert (owners(model), state.input_owners) == ({"k": "q", "v": "q"}, {1: 0, 2: 0})
     assert scaling_state(convert(model)) is state
-    # the leader becomes plain: the next layer records for the group
+    # the owner becomes plain: the next layer records for the group
     convert(model, ignore_modules=["q"])
-    assert (leaders(model), scaling_state(model).input_leaders) == ({"v": "k"}, {1: 0})
+    assert (owners(model), scaling_state(model).input_owners) == ({"v": "k"}, {1: 0})
     convert(model)
-    assert leaders(model) == leaders(copy.deepcopy(model)) == {"k": "q", "v": "q"}
+    assert owners(model) == owners(copy.deepcopy(model)) == {"k": "q", "v": "q"}
     # only a part of the model
     unconvert(model.q)
-    assert leaders(model) == {"v": "k"}
+    assert owners(model) == {"v": "k"}
     model(torch.randn(4, 16)).sum().backward()
     scaling_state(model).update()
     unconvert(model)
-    assert leaders(model) == {}
+    assert owners(model) == {}

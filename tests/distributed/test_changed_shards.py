@@ -14,7 +14,7 @@ COMMON = """
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from lightning_fp8 import fsdp2_policy
-from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
+from lightning_fp8.modules.all_gather import gather_in_fp8, on_sharded_weights
 
 X = torch.randn(24, 32, generator=torch.Generator().manual_seed(7))
 
@@ -29,7 +29,7 @@ def sharded():
     for layer in (model[0], model[2], model[4]):
         fully_shard(layer, mp_policy=fsdp2_policy("fp8-delayed"))
     fully_shard(model, mp_policy=fsdp2_policy("fp8-delayed"))
-    note_sharded_weights(model)
+    on_sharded_weights(model)
     if GATHER:
         gather_in_fp8(model)
     return model

@@ -195,12 +195,12 @@ for kind in (Shared, Separate):
     model.load_state_dict(weights)
     run = DistributedDataParallel(convert(model))
     result[kind.__name__] = train(model, run, seed=rank)
-    result[f"{kind.__name__} leaders"] = len(scaling_state(model).input_leaders)
+    result[f"{kind.__name__} owners"] = len(scaling_state(model).input_owners)
     result[f"{kind.__name__} history"] = scaling_state(model).amax_history
 """
     ranks = run_processes(COMMON + body, tmp_path, device=device)
     for rank in ranks:
-        assert (rank["Shared leaders"], rank["Separate leaders"]) == (4, 0)
+        assert (rank["Shared owners"], rank["Separate owners"]) == (4, 0)
         assert all(map(torch.equal, rank["Shared"], rank["Separate"]))
         assert torch.equal(rank["Shared history"], ranks[0]["Shared history"])
     # on different data

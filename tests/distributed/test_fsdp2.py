@@ -21,7 +21,7 @@ import functools
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_fp8 import BlockScaling, describe, fall_back, fsdp2_policy
-from lightning_fp8.modules.all_gather import gather_in_fp8, note_sharded_weights
+from lightning_fp8.modules.all_gather import gather_in_fp8, on_sharded_weights
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 
 # a layer of Net has one output
@@ -146,7 +146,7 @@ with torch.autocast(device.type, torch.bfloat16):
     assert after(batch(0)).isfinite().all()
     # no process keeps an FP8 copy of a whole weight
     reshard(before)
-    note_sharded_weights(before)
+    on_sharded_weights(before)
     before(batch(0))
 assert not any(gemm.weight_cast._cast for m in before.modules() for gemm in getattr(m, "fp8", {}).values())
 """

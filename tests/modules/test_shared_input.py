@@ -36,8 +36,8 @@ def pair(
     """A converted model that shares casts, and the same one that does not."""
     shared, separate = make(Shared), make(Separate)
     separate.load_state_dict(shared.state_dict())
-    assert scaling_state(convert(shared, recipe)).input_leaders
-    assert not scaling_state(convert(separate, recipe)).input_leaders
+    assert scaling_state(convert(shared, recipe)).input_owners
+    assert not scaling_state(convert(separate, recipe)).input_owners
     return shared, separate
 
 
@@ -244,7 +244,7 @@ def test_nothing_is_kept_alive() -> None:
     block(given)
     assert not block.gate_proj.fp8[""].shared_input._made
     model.q(x)
-    payload = weakref.ref(shared._made["fp8"].value.rows)
+    payload = weakref.ref(shared._made["fp8"].value.by_rows)
     assert payload() is not None
     del x
     assert payload() is None

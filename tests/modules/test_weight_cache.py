@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_fp8 import convert, scaling_state, weights_unchanged
 from lightning_fp8.modules import Fp8Linear, functional
-from lightning_fp8.modules.weight_cast import vouching
+from lightning_fp8.modules.weight_cast import assume_unchanged
 from lightning_fp8.modules.weights_unchanged import casts_of
 
 
@@ -279,7 +279,7 @@ def test_a_change_with_a_trace_is_seen_in_spite_of_a_declaration_and_no_copy_out
     assert_fresh(fp8, x)
     with weights_unchanged(fp8):
         assert_fresh(fp8, x)
-    with vouching(casts_of(fp8.fp8.values())):
+    with assume_unchanged(casts_of(fp8.fp8.values())):
         fp8(x).sum().backward()
     CHANGES[change](fp8)
     assert_fresh(fp8, x)
@@ -298,7 +298,9 @@ def test_a_square_weight_that_is_transposed_in_its_place() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
-    "vouch", [weights_unchanged, lambda fp8: vouching(casts_of(fp8.fp8.values()))], ids=["declared", "in a loop"]
+    "vouch",
+    [weights_unchanged, lambda fp8: assume_unchanged(casts_of(fp8.fp8.values()))],
+    ids=["declared", "in a loop"],
 )
 def test_a_weight_that_becomes_an_inference_tensor_is_cast_again(vouch: Any, mode: Callable[[], Any]) -> None:
     fp8, x = layer().eval(), torch.randn(4, 16)
@@ -325,7 +327,7 @@ def test_declarations_nest_and_end_with_the_last(weight_casts: list[torch.Size])
         assert len(weight_casts) == 2
     model(x)
     assert len(weight_casts) == 4
-    assert [one.vouchers for layer in (model[0], model[3]) for one in casts_of(layer.fp8.values())] == [0] * 4
+    assert [one.assumptions for layer in (model[0], model[3]) for one in casts_of(layer.fp8.values())] == [0] * 4
 
 
 def test_a_declaration_in_one_thread_holds_in_all(weight_casts: list[torch.Size]) -> None:

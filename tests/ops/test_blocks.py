@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_fp8 import BlockScaling, ops
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda.plain import as_torch_takes, check_blocks, product_of_blocks
-from lightning_fp8.ops.operand import Fp8Tensor, OwnScaling, Slot, WeightSlot
+from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, Slot, WeightSlot
 from lightning_fp8.scaling import ScalingState
 
 # rows, columns: empty, less than a block, a block, several, with partial blocks at the end
@@ -34,9 +34,9 @@ def numbers(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tens
 
 def slots(kind: str) -> tuple[ScalingState, Slot, WeightSlot]:
     state = ScalingState([""], BlockScaling(power_of_2_scales=kind != "float32"))
-    own, history = OwnScaling(blocks=kind), torch.zeros(1, 2)
-    slot = Slot(state.scale, history, torch.tensor([0]), "e4m3", state, True, "auto", own)
-    return state, slot, WeightSlot(torch.tensor([2]), "e4m3", state, True, own)
+    current, history = CurrentScale(blocks=kind), torch.zeros(1, 2)
+    slot = Slot(state.scale, history, torch.tensor([0]), "e4m3", state, True, "auto", current)
+    return state, slot, WeightSlot(torch.tensor([2]), "e4m3", state, True, current)
 
 
 def check(payload: Tensor, scale_inv: Tensor, x: Tensor, rows: int, kind: str) -> None:

@@ -51,7 +51,7 @@ def converted(recipe: Recipe, dtype: str) -> nn.Module:
     """Each kind of layer, in blocks a linear one."""
     torch.manual_seed(0)
     feed_forward = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, INPUTS))
-    parts = [] if recipe.own.blocks else [Gated(), feed_forward]
+    parts = [] if recipe.current.blocks else [Gated(), feed_forward]
     model = nn.Sequential(*parts, nn.Linear(INPUTS, HIDDEN, bias=False), nn.Linear(HIDDEN, OUTPUTS, bias=False))
     return convert(model.to(DTYPES[dtype]), recipe, min_features=0)
 
@@ -91,7 +91,7 @@ def test_every_recipe_dtype_and_number_of_tokens(recipe: Recipe, dtype: str, mon
         y, dx, *_ = step(model, compiled, tokens, dtype)
         assert (y.shape, dx.shape) == ((tokens, OUTPUTS), (tokens, INPUTS))
     # one graph for all; in blocks another one for more than 128 tokens, whose payloads by columns have two scales a row
-    assert counters["stats"]["unique_graphs"] == (2 if recipe.own.blocks else 1)
+    assert counters["stats"]["unique_graphs"] == (2 if recipe.current.blocks else 1)
 
 
 @pytest.mark.parametrize("recipe", [*(kind() for kind in RECIPES.values()), OTHERS[0]], ids=named)

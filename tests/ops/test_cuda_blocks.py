@@ -22,7 +22,7 @@ from lightning_fp8.ops import blocks, reference
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import gemm_choice, plain, self_test_blocks, self_test_gemm
 from lightning_fp8.ops.cuda.gemm_choice import Choice
-from lightning_fp8.ops.operand import Fp8Tensor, OwnScaling, Slot, WeightSlot
+from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, Slot, WeightSlot
 from lightning_fp8.scaling import ScalingState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
@@ -40,9 +40,9 @@ def chosen(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Counter[
 
 def slots(kind: str, record: bool = True) -> tuple[ScalingState, Slot, WeightSlot]:
     state = ScalingState(["layer"], BlockScaling(power_of_2_scales=kind != "float32"))
-    own = OwnScaling(blocks=kind)
-    slot = Slot(state.scale, torch.zeros(1, 2), torch.tensor([0]), "e4m3", state, record, "auto", own)
-    return state, slot, WeightSlot(torch.tensor([2]), "e4m3", state, record, own)
+    current = CurrentScale(blocks=kind)
+    slot = Slot(state.scale, torch.zeros(1, 2), torch.tensor([0]), "e4m3", state, record, "auto", current)
+    return state, slot, WeightSlot(torch.tensor([2]), "e4m3", state, record, current)
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "both"])

@@ -238,9 +238,9 @@ def test_a_weight_kept_by_columns(cuda_half: Counter[str], outputs: int) -> None
     operand = model.fp8[""].weight_cast._cast
     scale = (448 / model.weight.abs().max()).detach()
     codes = reference.saturating_cast(model.weight.detach().t(), scale, FORMATS["e4m3"])
-    assert torch.equal(operand.rows, codes)
+    assert torch.equal(operand.by_rows, codes)
     # padded along N, also where the kernel wrote the two payloads of the weight as it is stored
-    assert torch.equal(unpadded(operand.columns, outputs), codes.t())
+    assert torch.equal(unpadded(operand.by_columns, outputs), codes.t())
     assert sqnr(y, plain(x)) > 25
     assert sqnr(x.grad, inputs.grad) > 20
     assert sqnr(model.weight.grad, plain.weight.grad) > 20

@@ -21,7 +21,7 @@ from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm, plain
 from lightning_fp8.ops.dequantize import dequantize, keep_values
 from lightning_fp8.ops.library import Operator, is_watched
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Fp8Tensor, Layer, OwnScaling, WeightSlot, by_columns
+from lightning_fp8.ops.operand import Columns, CurrentScale, Fp8Operand, Fp8Tensor, Layer, WeightSlot, by_columns
 from lightning_fp8.scaling import ScalingState
 
 GRAD, WEIGHT = 1, 2
@@ -195,9 +195,9 @@ def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
     weight_place = WeightSlot(torch.tensor([WEIGHT]), "e4m3", None, False)
     x_fp8, a_fp8 = (ops.cast_operand(one, place, "none", True) for one in (x, dy))
     w_fp8, w2_fp8 = (ops.cast_weight_operand(one, weight_place, True) for one in (w, w_2))
-    product = [Fp8Tensor(operand.rows, operand.scale_inv, "e4m3") for operand in (x_fp8, w_fp8)]
+    product = [Fp8Tensor(operand.by_rows, operand.scale_inv, "e4m3") for operand in (x_fp8, w_fp8)]
     grad = [t.clone().requires_grad_() for t in (x, w, b, w_2, b_2)]
-    x_t, a_t, w_t, w2_t = (Columns(operand.columns, *operand[3:]) for operand in (x_fp8, a_fp8, w_fp8, w2_fp8))
+    x_t, a_t, w_t, w2_t = (Columns(operand.by_columns, *operand[3:]) for operand in (x_fp8, a_fp8, w_fp8, w2_fp8))
     dy_2 = torch.randn(m, k)
     no_x, no_w, no_a = (kept._replace(payload=None) for kept in (x_t, w_t, a_t))
     mlp = (x_fp8, recorded, dy_recorded, dy_recorded, "gelu")
@@ -208,14 +208,14 @@ def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
     without_bias = [layer._replace(bias=None, bias_value=None) for layer in (plain_first, plain_second)]
     up = Layer(w.clone().requires_grad_(), None, None, w_fp8)
     slots = (dy_recorded, dy_recorded, dy_recorded)
-    blocks = OwnScaling(blocks="power of 2")
-    in_blocks, weight_in_blocks = recorded._replace(own=blocks), weight_place._replace(own=blocks)
-    dy_in_blocks = dy_recorded._replace(format="e4m3", own=blocks)
+    blocks = CurrentScale(blocks="power of 2")
+    in_blocks, weight_in_blocks = recorded._replace(current=blocks), weight_place._replace(current=blocks)
+    dy_in_blocks = dy_recorded._replace(format="e4m3", current=blocks)
     x_blocks, w_blocks = (
         ops.cast_operand(x, in_blocks, "none", True),
         ops.cast_weight_operand(w, weight_in_blocks, True),
     )
-    product_of_blocks = [Fp8Tensor(operand.rows, operand.scale_inv, "e4m3") for operand in (x_blocks, w_blocks)]
+    product_of_blocks = [Fp8Tensor(operand.by_rows, operand.scale_inv, "e4m3") for operand in (x_blocks, w_blocks)]
     return [
         (ops.cast_blocks, (x, in_blocks, "both")),
         (ops.cast_blocks, (x.t().bfloat16(), in_blocks._replace(state=None), "columns")),

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8 import convert, ops, weights_unchanged
 from lightning_fp8.modules import Fp8Linear
-from lightning_fp8.modules.prepared_weights import prepared
+from lightning_fp8.modules.compiled_casts import keep_compiled_casts
 from lightning_fp8.modules.weights_unchanged import all_gemms
 from lightning_fp8.ops import basic
 
@@ -84,9 +84,9 @@ class Follows(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Regression, *_: Any) -> None:  # type: ignore[override]
         for layer in fp8_layers(module):
-            made = layer.fp8[""].weight_cast.prepared
+            made = layer.fp8[""].weight_cast.compiled_cast
             if made is not None:
-                self.payloads.add((made.rows.data_ptr(), made.scale_inv.data_ptr()))
+                self.payloads.add((made.by_rows.data_ptr(), made.scale_inv.data_ptr()))
         if self.change is not None:
             self.change(module)
 
@@ -138,7 +138,7 @@ def test_one_cast_per_optimizer_step(
     # two layers, whose payloads kept their addresses
     assert len(follows.payloads) == 2
     # the run has freed them
-    assert all(gemm.weight_cast.prepared is None for gemm in all_gemms(model))
+    assert all(gemm.weight_cast.compiled_cast is None for gemm in all_gemms(model))
 
 
 def scale_in_place(model: nn.Module) -> None:
@@ -278,20 +278,20 @@ def test_casts_are_written_in_place(
             for one in rows:
                 one.weight.mul_(factor)
         cuda_half.clear()
-        with prepared(rows, record=True):
-            assert all(one.weight_cast.is_prepared for one in rows)
-        assert not any(one.weight_cast.is_prepared for one in rows)
+        with keep_compiled_casts(rows, record=True):
+            assert all(one.weight_cast.compiled_cast_is_current for one in rows)
+        assert not any(one.weight_cast.compiled_cast_is_current for one in rows)
         assert cuda_half == {"cast_weights": 2 if together else 4}
         for one in rows:
             weight = one.weight.detach().t() if one.k_by_n else one.weight.detach()
             expected = basic.cast_weight_operand(weight.contiguous(), one.slots["weight", True], keep=True)
-            assert all(torch.equal(*pair) for pair in zip(one.weight_cast.prepared[:3], expected[:3], strict=True))
-        addresses.append([tensor.data_ptr() for one in rows for tensor in one.weight_cast.prepared[:3]])
-        versions = [tensor._version for one in rows for tensor in one.weight_cast.prepared[:3]]
+            assert all(torch.equal(*pair) for pair in zip(one.weight_cast.compiled_cast[:3], expected[:3], strict=True))
+        addresses.append([tensor.data_ptr() for one in rows for tensor in one.weight_cast.compiled_cast[:3]])
+        versions = [tensor._version for one in rows for tensor in one.weight_cast.compiled_cast[:3]]
     assert addresses[0] == addresses[1]
     assert min(versions) >= 1
     cuda_half.clear()
-    with prepared(rows, record=True):
+    with keep_compiled_casts(rows, record=True):
         pass
     assert not cuda_half
 
@@ -300,10 +300,10 @@ def test_a_backward_after_the_next_cast_fails(backend: Compiled) -> None:
     """As in a plain layer whose weight was changed in place; otherwise it would compute with the next weight."""
     model, x = convert(nn.Sequential(nn.Linear(16, 32))), torch.randn(4, 16, requires_grad=True)
     compiled, rows = torch.compile(model, backend=backend), list(all_gemms(model))
-    with prepared(rows, record=True):
+    with keep_compiled_casts(rows, record=True):
         y = compiled(x)
     scale_in_place(model)
-    with prepared(rows, record=True):
+    with keep_compiled_casts(rows, record=True):
         pass
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -313,10 +313,10 @@ def test_a_backward_does_not_write_to_the_casts() -> None:
     """They are the operands of the forward, whatever has happened to the weight since."""
     model = convert(nn.Sequential(nn.Linear(16, 32)))
     rows = list(all_gemms(model))
-    with prepared(rows, record=True):
+    with keep_compiled_casts(rows, record=True):
         pass
-    kept = [tensor.clone() for tensor in rows[0].weight_cast.prepared[:3]]
+    kept = [tensor.clone() for tensor in rows[0].weight_cast.compiled_cast[:3]]
     model[0].weight.data.neg_()
-    with prepared(rows, record=True, in_backward=True):
-        assert rows[0].weight_cast.is_prepared
-        assert all(torch.equal(*pair) for pair in zip(rows[0].weight_cast.prepared[:3], kept, strict=True))
+    with keep_compiled_casts(rows, record=True, in_backward=True):
+        assert rows[0].weight_cast.compiled_cast_is_current
+        assert all(torch.equal(*pair) for pair in zip(rows[0].weight_cast.compiled_cast[:3], kept, strict=True))

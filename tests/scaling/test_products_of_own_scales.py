@@ -93,7 +93,7 @@ def test_products(recipe: Recipe, sizes: tuple[int, int, int], half: str) -> Non
 def test_a_gated_block(recipe: Recipe, half: str) -> None:
     """As in Llama: fused, the tensor cast between the products has its own scale too, as in separate layers."""
     model = converted(llama, recipe=recipe)
-    in_parts = recipe.own.blocks
+    in_parts = recipe.current.blocks
     assert ("not fused: its tensors are scaled in blocks" in str(describe(model))) == bool(in_parts)
     found = []
     for block in (part_by_part(model), model):
@@ -128,8 +128,8 @@ def test_a_margin_above_the_largest_fp32_number() -> None:
     scale = np.float32(np.float32(448) / np.float32(2.0**128 - 2.0**104))
     expected = code_values("e4m3")[saturating_cast(x.numpy(), scale, "e4m3")] / np.float64(scale)
     state = scaling_state(linear(CurrentScaling(2), 16, 16))
-    history, own = state.model.how_cast(state.precisions[0], "")
-    slot = Slot(state.scale, history, state.indices[0], "e4m3", state, True, own=own)
+    history, current = state.model.scaling_of(state.precisions[0], "")
+    slot = Slot(state.scale, history, state.indices[0], "e4m3", state, True, current=current)
     rows, _, scale_inv = ops.cast(x, slot, "none", "rows")
     np.testing.assert_allclose(code_values("e4m3")[rows.numpy()] * np.float64(scale_inv), expected, rtol=1e-6)
 

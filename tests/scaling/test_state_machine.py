@@ -144,7 +144,7 @@ class ConvertedModel(RuleBasedStateMachine):
             for parameter in subject.net.parameters() if swapped else ():
                 parameter.data = 0.25 * parameter.data
             if swapped:
-                subject.scales.see_weights_changed(versions)
+                subject.scales.on_weights_changed(versions)
             observer = Observer(subject, is_evaluation=True)
             for _ in range(times):
                 subject.net(random(seed, magnitude, poison), skipped)
@@ -181,11 +181,11 @@ class ConvertedModel(RuleBasedStateMachine):
                     parameter.grad.nan_to_num_().clamp_(-1, 1)
             subject.optimizer.step()
             subject.optimizer.zero_grad()
-            subject.scales.see_optimizer_step()
+            subject.scales.on_optimizer_step()
             stepped = {id(parameter) for part in subject.optimizer.param_groups for parameter in part["params"]}
             names = [name for name, layer in subject.net.named_children() if id(layer.weight) in stepped]
             if set(names) & set(subject.scales.layers):
-                subject.scales.see_weights_stepped(names)
+                subject.scales.on_weights_stepped(names)
 
     @rule(
         number=which,
@@ -202,7 +202,7 @@ class ConvertedModel(RuleBasedStateMachine):
             for name, layer in subject.net.named_children():
                 if name not in left_out:
                     WRITES[how](layer.weight, random(seed, magnitude, poison, rows=WIDTH))
-                    subject.scales.see_weights_changed([name])
+                    subject.scales.on_weights_changed([name])
 
     @rule(number=which, frozen=some_layers)
     def freeze(self, number: int, frozen: frozenset[str]) -> None:
@@ -240,7 +240,7 @@ class ConvertedModel(RuleBasedStateMachine):
                     continue
                 weights = {key: weight for key, weight in saved["weights"].items() if key.split(".")[0] not in left_out}
                 subject.net.load_state_dict(weights, strict=False, assign=assign)
-                subject.scales.see_weights_changed({key.split(".")[0] for key in weights})
+                subject.scales.on_weights_changed({key.split(".")[0] for key in weights})
                 if assign:
                     subject.new_optimizer()
 

@@ -66,34 +66,34 @@ class Observer:
         self.operands: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.handles: list[Any] = []
         for name, layer in subject.net.named_children():
-            self.handles.append(layer.register_forward_pre_hook(partial(self.see_input, name)))
-            self.handles.append(layer.register_forward_hook(partial(self.see_output, name)))
+            self.handles.append(layer.register_forward_pre_hook(partial(self.on_input, name)))
+            self.handles.append(layer.register_forward_hook(partial(self.on_output, name)))
 
-    def see_input(self, name: str, layer: nn.Linear, args: tuple[Tensor]) -> None:
+    def on_input(self, name: str, layer: nn.Linear, args: tuple[Tensor]) -> None:
         x, weight = args[0].detach().numpy(), layer.weight.detach().numpy()
         scaled = self.scales.in_fp8(name)
         if scaled is not None:
             record = layer.training and torch.is_grad_enabled()
-            self.scales.see_weight(name, record)
-            self.scales.see_cast(record, name if self.is_evaluation else None)
+            self.scales.on_weight(name, record)
+            self.scales.on_cast(record, name if self.is_evaluation else None)
             x = scaled.input.cast(x, record, self.scales.uses_histories(record))
             weight = scaled.weight.cast(weight, record)
         self.operands[name] = x, weight
 
-    def see_output(self, name: str, layer: nn.Linear, args: tuple[Tensor], y: Tensor) -> None:
+    def on_output(self, name: str, layer: nn.Linear, args: tuple[Tensor], y: Tensor) -> None:
         x, weight = self.operands.pop(name)
         check_product(y.detach().numpy(), x, weight)
         if y.requires_grad:
             dy: list[np.ndarray] = []
-            y.register_hook(partial(self.see_gradient, dy, self.scales.in_fp8(name), layer.training))
+            y.register_hook(partial(self.on_gradient, dy, self.scales.in_fp8(name), layer.training))
             if args[0].requires_grad:
                 # the recomputation of a non-reentrant checkpoint gives no gradient for y
                 args[0].register_hook(lambda dx: check_product(dx.numpy(), dy.pop(), weight.T) if dy else None)
 
-    def see_gradient(self, dy: list[np.ndarray], scaled: ScaledLayer | None, record: bool, gradient: Tensor) -> None:
+    def on_gradient(self, dy: list[np.ndarray], scaled: ScaledLayer | None, record: bool, gradient: Tensor) -> None:
         dy.append(gradient.detach().numpy())
         if scaled is not None:
-            self.scales.see_cast(record, evaluated=None)
+            self.scales.on_cast(record, evaluated=None)
             # a gradient that is not recorded belongs to another loss
             dy[0] = scaled.grad_output.cast(dy[0], record, use_history=record)
 

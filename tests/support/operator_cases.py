@@ -59,11 +59,11 @@ class Case(NamedTuple):
 
 
 def by_rows(operand: Fp8Operand) -> Fp8Tensor:
-    return Fp8Tensor(operand.rows, operand.scale_inv, operand.format)
+    return Fp8Tensor(operand.by_rows, operand.scale_inv, operand.format)
 
 
 def by_columns(operand: Fp8Operand) -> Fp8Tensor:
-    return Fp8Tensor(operand.columns, operand.columns_scale_inv, operand.format)
+    return Fp8Tensor(operand.by_columns, operand.columns_scale_inv, operand.format)
 
 
 class Made:
@@ -89,14 +89,14 @@ class Made:
         return torch.ones(rows, columns, dtype=dtype)
 
     def slot(self, role: Role) -> Slot:
-        history, own = self.state.model.how_cast(self.state.precisions[0], "")
+        history, current = self.state.model.scaling_of(self.state.precisions[0], "")
         state, row = self.state if self.case.flag else None, self.state.indices[self.state.row_of(0, role)]
         fmt = self.state.recipe.format_of(role).name
-        return Slot(self.state.scale, history, row, fmt, state, self.case.flag, "auto", own)
+        return Slot(self.state.scale, history, row, fmt, state, self.case.flag, "auto", current)
 
     def weight_slot(self) -> WeightSlot:
-        state, own = self.state if self.case.flag else None, self.state.recipe.own
-        return WeightSlot(self.state.indices[self.state.row_of(0, "weight")], "e4m3", state, self.case.flag, own)
+        state, current = self.state if self.case.flag else None, self.state.recipe.current
+        return WeightSlot(self.state.indices[self.state.row_of(0, "weight")], "e4m3", state, self.case.flag, current)
 
     def operand(self, rows: int, columns: int, role: Role = "input") -> Fp8Operand:
         return ops.cast_operand(self.matrix(rows, columns, plain=True), self.slot(role), "none", True)
@@ -116,7 +116,7 @@ class Made:
         return x.to(self.case.dtype).requires_grad_(), self.operand(self.m * (2 if self.case.flag else 1), self.k)
 
     def kept(self, operand: Fp8Operand, without: str = "") -> Columns:
-        columns = None if self.case.layout == without else operand.columns
+        columns = None if self.case.layout == without else operand.by_columns
         return Columns(columns, operand.columns_scale_inv, operand.format)
 
     def hidden(self, width: int) -> int:
@@ -157,9 +157,9 @@ def _linear(made: Made) -> tuple[Any, ...]:
     (x, x_fp8), (weight, bias, value, w_fp8), dtype = made.x(), made.layer(made.n, made.k), made.case.dtype
     plain, plain_weight = ops.in_rows(x.detach()), weight.detach().to(dtype)
     if made.case.layout == "rows":
-        x_fp8 = x_fp8._replace(columns=plain.t())
+        x_fp8 = x_fp8._replace(by_columns=plain.t())
     if made.case.layout == "columns":
-        x_fp8, w_fp8 = x_fp8._replace(rows=plain), w_fp8._replace(rows=plain_weight)
+        x_fp8, w_fp8 = x_fp8._replace(by_rows=plain), w_fp8._replace(by_rows=plain_weight)
     return x, weight, bias, value, x_fp8, w_fp8, made.slot("grad_output"), dtype
 
 

@@ -161,7 +161,7 @@ class ModelScales:
     def delayed(self) -> list[Delayed]:
         return [tensor for layer in self.layers.values() for tensor in (layer.input, layer.grad_output)]
 
-    def see_weight(self, name: str, record: bool) -> None:
+    def on_weight(self, name: str, record: bool) -> None:
         """When a forward begins, all weights are looked at: if one has changed by anything but an optimizer, the
         histories are emptied if the forward records, and not used if it does not.
         """
@@ -199,7 +199,7 @@ class ModelScales:
     def uses_histories(self, record: bool) -> bool:
         return record or self.fit
 
-    def see_weights_stepped(self, names: Collection[str]) -> None:
+    def on_weights_stepped(self, names: Collection[str]) -> None:
         """An optimizer has stepped: the histories remain valid for what it made of these weights."""
         if self.optimizer_steps:
             self.is_stepping = False
@@ -209,7 +209,7 @@ class ModelScales:
             self.layers[name].weight.changed()
             self.layers[name].weight.held = self.layers[name].weight.version
 
-    def see_cast(self, record: bool, evaluated: str | None) -> None:
+    def on_cast(self, record: bool, evaluated: str | None) -> None:
         if record:
             self.recorded = True
         elif evaluated and not (self.may_have_scales and self.fit):
@@ -240,12 +240,12 @@ class ModelScales:
         for tensor in self.delayed():
             tensor.amax = np.float32(0)
 
-    def see_optimizer_step(self) -> None:
+    def on_optimizer_step(self) -> None:
         self.steps += self.recorded
         if self.steps >= 3:
             self.due.add("no update")
 
-    def see_weights_changed(self, names: Collection[str]) -> None:
+    def on_weights_changed(self, names: Collection[str]) -> None:
         """Something other than an optimizer has changed these weights, and left a trace."""
         for name in set(names) & set(self.layers):
             self.layers[name].weight.changed()
@@ -258,13 +258,13 @@ class ModelScales:
         self.may_have_scales = any(tensor.history for tensor in self.delayed())
         self.recorded = any(tensor.amax != 0 for tensor in self.delayed())
         self.said.discard("nonfinite")
-        self.see_histories_replaced()
+        self.on_histories_replaced()
         # they belong to the weights of the next forward, which may be loaded later
         for layer in self.layers.values():
             layer.weight.held = None
         self.cast.clear()
 
-    def see_histories_replaced(self) -> None:
+    def on_histories_replaced(self) -> None:
         self.recording = {
             name for name, layer in self.layers.items() if layer.input.history or layer.grad_output.history
         }
@@ -288,7 +288,7 @@ class ModelScales:
             is_known = weight.held in (None, weight.version)
             weight.changed()
             weight.held = weight.version if is_known else -1
-        other.see_histories_replaced()
+        other.on_histories_replaced()
         other.new_state()
         return other
 
@@ -302,7 +302,7 @@ class ModelScales:
             for layer in self.layers.values():
                 if layer.weight.held is None:
                     layer.weight.held = layer.weight.version
-            self.see_histories_replaced()
+            self.on_histories_replaced()
             self.new_state()
 
     def check_said(self, said: Sequence[str]) -> None:

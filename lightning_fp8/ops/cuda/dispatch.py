@@ -18,7 +18,7 @@ from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.cuda.gemm import scaled_mm
 from lightning_fp8.ops.cuda.kernels import block_cast_kernel, cast_kernel, update_kernel, weights_kernel
-from lightning_fp8.ops.library import is_k_major
+from lightning_fp8.ops.library import needs_transposed_payload
 from lightning_fp8.ops.operand import (
     ALIGNMENT,
     Fp8Operand,
@@ -44,12 +44,12 @@ def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, T
 
 def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """See the operators ``lightning_fp8::cast_weight`` and, for a weight in blocks, ``cast_weight_blocks``."""
-    squares, castable = bool(slot.own.blocks), weight.numel() and weight.dtype in casts.INPUTS
+    squares, castable = bool(slot.current.blocks), weight.numel() and weight.dtype in casts.INPUTS
     kernel = weights_kernel(weight.device, squares) if castable and slot.format == "e4m3" else None
     if kernel is None:
         return (blocks if squares else plain).cast_weight(weight, slot, layout)
     (made,) = _cast_weights(kernel, [weight], [slot], [new_payloads(weight, weight.shape, layout)])
-    return made.rows, made.columns, made.scale_inv.contiguous()
+    return made.by_rows, made.by_columns, made.scale_inv.contiguous()
 
 
 def cast_blocks(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -69,7 +69,7 @@ def _cast_blocks(x: Tensor, slot: Slot, layout: str, sums: bool) -> tuple[Tensor
     recorded = None if amax is None else (slot.index, amax)
     by_rows = None if layout == "columns" else (y, scale_inv)
     by_columns = None if layout == "rows" else (y_t, scale_inv_t)
-    block_casts.cast_blocks(kernel, x, recorded, slot.own.blocks != "float32", by_rows, by_columns, partial)
+    block_casts.cast_blocks(kernel, x, recorded, slot.current.blocks != "float32", by_rows, by_columns, partial)
     blocks.count_if_asked(x, scale_inv, scale_inv_t, slot, layout)
     return y, y_t, scale_inv, scale_inv_t, _total(partial, x)
 
@@ -88,7 +88,7 @@ def cast_weights(
         RuntimeError: if the device has no kernel that casts weights together.
     """
     device = weights[0].device
-    kernel = weights_kernel(device, bool(slots[0].own.blocks))
+    kernel = weights_kernel(device, bool(slots[0].current.blocks))
     if kernel is None:
         raise RuntimeError(f"There is no kernel on {device} that casts weights together.")
     payloads = [
@@ -101,28 +101,30 @@ def cast_weights(
 def _cast_weights(
     kernel: Kernel, weights: Sequence[Tensor], slots: Sequence[WeightSlot], payloads: Sequence[tuple[Tensor, Tensor]]
 ) -> list[Fp8Operand]:
-    own, state = slots[0].own, slots[0].state
+    current, state = slots[0].current, slots[0].state
     jobs, operands, of_transpose = [], [], []
     for weight, slot, made in zip(weights, slots, payloads, strict=True):
         x, is_transposed = _by_rows(weight)
         jobs.append(casts.Weight(x, slot.index, *(made[::-1] if is_transposed else made)))
         of_transpose.append(is_transposed)
-    table = casts.weight_table(jobs, bool(own.blocks))
+    table = casts.weight_table(jobs, bool(current.blocks))
     scale, amax = (None, None) if state is None else (state.scale, state.amax)
-    casts.cast_weights(kernel, table, scale, amax, own.blocks == "power of 2")
+    casts.cast_weights(kernel, table, scale, amax, current.blocks == "power of 2")
     for weight, slot, made, inverse, is_transposed in zip(weights, slots, payloads, table.scale_inv, of_transpose):
-        scales = (inverse, inverse.t() if own.blocks else inverse)
+        scales = (inverse, inverse.t() if current.blocks else inverse)
         operand = Fp8Operand(*made, *(scales[::-1] if is_transposed else scales), slot.format)
         operands.append(operand)
         if scale is not None and is_counting(slot):
             whole = scale.index_select(0, slot.index)[0]
-            count(weight, blocks.scale_to_count(operand.scale_inv.reciprocal(), weight) if own.blocks else whole, slot)
+            count(
+                weight, blocks.scale_to_count(operand.scale_inv.reciprocal(), weight) if current.blocks else whole, slot
+            )
     return operands
 
 
 def measure_weights(weights: Sequence[Tensor]) -> Tensor:
     """``max|w|`` of many weights on one device, ``[count] float32``; in one launch if there is a kernel for it."""
-    kernel = weights_kernel(weights[0].device, False) if is_k_major(weights[0]) else None
+    kernel = weights_kernel(weights[0].device, False) if needs_transposed_payload(weights[0]) else None
     if kernel is None or not all(weight.numel() for weight in weights):
         return torch.stack([max_abs(weight) for weight in weights])
     table = casts.weight_table([casts.Weight(weight) for weight in weights])
@@ -134,7 +136,7 @@ def _cast_of_backward(
     dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """:func:`cast_gradient`, in blocks or not; with the scale_inv of each payload."""
-    if slot.own.blocks:
+    if slot.current.blocks:
         return _cast_blocks(dy if h is None else activation_gradient(h, dy, activation), slot, layout, bias)
     y, y_t, scale_inv, sums = cast_gradient(dy, h, activation, slot, layout, bias)
     return y, y_t, scale_inv, scale_inv, sums
@@ -223,7 +225,7 @@ def _row(slot: Slot) -> casts.Row:
 
 
 def _after_measuring(slot: Slot) -> Callable[[Tensor], object] | None:
-    return (lambda amax: amax.copy_(as_asked(amax, slot.own))) if slot.own.adjusts_amax else None
+    return (lambda amax: amax.copy_(as_asked(amax, slot.current))) if slot.current.adjusts_amax else None
 
 
 def _used(row: casts.Row, scale_inv: Tensor) -> Tensor:

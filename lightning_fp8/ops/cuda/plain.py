@@ -25,7 +25,7 @@ def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, T
         record_amax(amax, slot.index, current)
     delayed = slot.scale.index_select(0, slot.index)[0]
     has_history = (slot.amax_history[0].index_select(0, slot.index)[0] > 0) & may_use_history
-    used = torch.where(has_history, delayed, scale_of_current(as_asked(current, slot.own), fmt))
+    used = torch.where(has_history, delayed, scale_of_current(as_asked(current, slot.current), fmt))
     if is_counting(slot):
         count(x, used, slot)
     return (*in_layout(saturating_cast(x, used, fmt), layout), used.reciprocal())

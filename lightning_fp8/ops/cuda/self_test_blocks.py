@@ -12,7 +12,7 @@ from lightning_fp8.ops import blocks
 from lightning_fp8.ops.amaxes import max_abs
 from lightning_fp8.ops.cuda.self_test import casts_of_weights, hard_to_round, payloads, random_values
 from lightning_fp8.ops.formats import FORMATS
-from lightning_fp8.ops.operand import OwnScaling, WeightSlot, with_scale
+from lightning_fp8.ops.operand import CurrentScale, WeightSlot, with_scale
 
 # whole tiles, and ragged ones
 _SHAPES = ((256, 256), (133, 171))
@@ -23,7 +23,7 @@ def cast(device: torch.device, input: torch.dtype, kernel: Kernel) -> str | None
     """Both payloads and their scales, amax and column sums; both kinds of scales."""
     for x in _cases(input):
         for kind in _KINDS:
-            failure = _compare(device, x, OwnScaling(blocks=kind), kernel)
+            failure = _compare(device, x, CurrentScale(blocks=kind), kernel)
             if failure is not None:
                 return f"its self-test at {len(x)} x {x.shape[1]} with scales in {kind} gave {failure}"
     return None
@@ -33,9 +33,9 @@ def cast_weights(device: torch.device, kernel: Kernel) -> str | None:
     """Weights of all dtypes in squares, together and each alone: both payloads, their scales, scale and amax."""
     values = [x for dtype in INPUTS for x in _cases(dtype)]
     for kind in _KINDS:
-        own = OwnScaling(blocks=kind)
+        current = CurrentScale(blocks=kind)
         for x, *cast in casts_of_weights(device, values, kernel, True, kind == "power of 2"):
-            failure = _compare_squares(x, own, *cast)
+            failure = _compare_squares(x, current, *cast)
             if failure is not None:
                 return f"its self-test at {len(x)} x {x.shape[1]} with scales in {kind} gave {failure}"
     return None
@@ -52,17 +52,17 @@ def _cases(input: torch.dtype) -> list[Tensor]:
     return [*cases, hard]
 
 
-def _compare(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -> str | None:
+def _compare(device: torch.device, x: Tensor, current: CurrentScale, kernel: Kernel) -> str | None:
     (rows, columns), moved = x.shape, x.to(device)
     y, y_t = payloads(x, device)
     scale_inv, scale_inv_t = (one.fill_(-1) for one in blocks.new_cast(moved, "both")[2:])
     sums = torch.full((column_sum_tiles(rows), columns), float("nan"), device=device)
     amax = torch.zeros(3, device=device)
     recorded = (torch.tensor([1], device=device), amax)
-    power_of_two = own.blocks != "float32"
+    power_of_two = current.blocks != "float32"
     outputs = (y, scale_inv), (y_t, scale_inv_t)
     block_casts.cast_blocks(kernel, moved, recorded, power_of_two, *outputs, sums)
-    slot = with_scale(torch.ones(()), "e4m3")._replace(own=own)
+    slot = with_scale(torch.ones(()), "e4m3")._replace(current=current)
     by_rows, by_columns, *inverses = blocks.cast(x, slot, "both")
     if not torch.allclose(sums.sum(0).cpu(), x.float().sum(0), rtol=1e-5, atol=1e-3, equal_nan=True):
         return "other column sums"
@@ -76,16 +76,18 @@ def _compare(device: torch.device, x: Tensor, own: OwnScaling, kernel: Kernel) -
 
 
 def _compare_squares(
-    x: Tensor, own: OwnScaling, y: Tensor, y_t: Tensor, scale_inv: Tensor, scale: Tensor, amax: Tensor
+    x: Tensor, current: CurrentScale, y: Tensor, y_t: Tensor, scale_inv: Tensor, scale: Tensor, amax: Tensor
 ) -> str | None:
-    payload, payload_t, inverse = blocks.cast_weight(x, WeightSlot(torch.zeros(1), "e4m3", None, False, own), "both")
+    payload, payload_t, inverse = blocks.cast_weight(
+        x, WeightSlot(torch.zeros(1), "e4m3", None, False, current), "both"
+    )
     largest = max_abs(x)
     return (
         _difference("payload", y, payload)
         or _difference("payload by columns", y_t, payload_t)
         or _difference("scale_inv", scale_inv, inverse)
         or _difference("amax", amax, largest)
-        or _difference("scale", scale, blocks.block_scale(largest, FORMATS["e4m3"], own))
+        or _difference("scale", scale, blocks.block_scale(largest, FORMATS["e4m3"], current))
     )
 
 

@@ -1,6 +1,6 @@
 """Casts weights once, before compiled code runs, which cannot detect stale copies and would cast in each forward.
 
-Compiled code reads the casts of prepared layers as inputs, from tensors that stay the same objects, at the same
+Compiled code reads the casts of such layers as inputs, from tensors that stay the same objects, at the same
 addresses, as long as shapes and device stay the same. A flag of each layer, which compiled code has a guard on, says
 whether they are the casts of the current weights; where it is not set, compiled code casts the weight itself. An
 optimizer step, a load and a move clear it.
@@ -39,7 +39,7 @@ def compiled_gemms(model: nn.Module) -> list[Gemm]:
 
 
 @contextmanager
-def prepared(gemms: Sequence[Gemm], record: bool, in_backward: bool = False) -> Iterator[None]:
+def keep_compiled_casts(gemms: Sequence[Gemm], record: bool, in_backward: bool = False) -> Iterator[None]:
     """Cast the weights that have changed, and let compiled code in this context, in any thread, use the casts.
 
     Args:
@@ -49,32 +49,33 @@ def prepared(gemms: Sequence[Gemm], record: bool, in_backward: bool = False) -> 
         in_backward: whether this is a backward. Its recomputation reads the same casts as the forward: nothing is cast
             again, as that would overwrite what backward has kept.
     """
-    ready = [(one, weight) for one in gemms if (weight := _weight_to_prepare(one, record)) is not None]
+    ready = [(one, weight) for one in gemms if (weight := _weight_to_cast(one, record)) is not None]
     if in_backward:
         ready = [entry for entry in ready if _is_held(*entry)]
     with _LOCK:
         for model in () if in_backward else {id(one.model): one.model for one, _ in ready}.values():
             _refresh([(one, weight) for one, weight in ready if one.model is model], record)
         for one, _ in ready:
-            one.weight_cast.is_prepared, one.weight_cast.preparers = True, one.weight_cast.preparers + 1
+            one.weight_cast.compiled_cast_is_current = True
+            one.weight_cast.compiled_cast_users += 1
     try:
         yield
     finally:
         with _LOCK:
             for one, _ in ready:
                 _check(one)
-                one.weight_cast.preparers -= 1
-                one.weight_cast.is_prepared &= one.weight_cast.preparers > 0
+                one.weight_cast.compiled_cast_users -= 1
+                one.weight_cast.compiled_cast_is_current &= one.weight_cast.compiled_cast_users > 0
 
 
 def _is_held(gemm: Gemm, weight: Tensor) -> bool:
-    return gemm.weight_cast.prepared is not None and gemm.weight_cast.get(weight) is gemm.weight_cast.prepared
+    return gemm.weight_cast.compiled_cast is not None and gemm.weight_cast.get(weight) is gemm.weight_cast.compiled_cast
 
 
-def _weight_to_prepare(gemm: Gemm, record: bool) -> Tensor | None:
+def _weight_to_cast(gemm: Gemm, record: bool) -> Tensor | None:
     weight = gemm.weight
     kept = gemm.weight_cast
-    if weight is None or not (kept.is_kept and kept.may_prepare and gemm.precision.casts("weight")):
+    if weight is None or not (kept.is_kept and kept.may_have_compiled_cast and gemm.precision.casts("weight")):
         return None
     if not is_plain(weight, gemm.state.device) or weight.dim() != 2 or not weight.numel():
         return None
@@ -88,7 +89,7 @@ def _refresh(layers: list[tuple[Gemm, Tensor]], record: bool) -> None:
         return
     with normal_tensors():
         for (one, weight), made in zip(stale, _cast(stale, record), strict=True):
-            one.weight_cast.prepared = made
+            one.weight_cast.compiled_cast = made
             one.weight_cast.put(weight, made)
 
 
@@ -106,15 +107,15 @@ def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Fp8Operand]:
     targets = [kept.scale_inv for kept, _ in pairs]
     sources = [cast.scale_inv for _, cast in pairs]
     for kept, cast in pairs:
-        if cast.rows is kept.rows:
+        if cast.by_rows is kept.by_rows:
             # written by a kernel: a backward that waits for the former payload must fail, not use this one
-            torch.autograd.graph.increment_version((kept.rows, kept.columns))
+            torch.autograd.graph.increment_version((kept.by_rows, kept.by_columns))
         else:
-            targets.append(kept.rows)
-            sources.append(cast.rows)
-            if not kept.columns._is_view():
-                targets.append(kept.columns)
-                sources.append(cast.columns)
+            targets.append(kept.by_rows)
+            sources.append(cast.by_rows)
+            if not kept.by_columns._is_view():
+                targets.append(kept.by_columns)
+                sources.append(cast.by_columns)
     if targets:
         torch._foreach_copy_(targets, sources)
     return [cast if kept is None else kept for kept, cast in zip(former, new, strict=True)]
@@ -122,8 +123,8 @@ def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Fp8Operand]:
 
 def _fitting(gemm: Gemm, weight: Tensor) -> Fp8Operand | None:
     """The tensors that an earlier cast was written to, if this one fits them."""
-    kept = gemm.weight_cast.prepared
-    if kept is None or kept.rows.device != weight.device or kept.rows.shape != gemm.n_by_k(weight).shape:
+    kept = gemm.weight_cast.compiled_cast
+    if kept is None or kept.by_rows.device != weight.device or kept.by_rows.shape != gemm.n_by_k(weight).shape:
         return None
     return kept
 
@@ -131,9 +132,9 @@ def _fitting(gemm: Gemm, weight: Tensor) -> Fp8Operand | None:
 def _check(gemm: Gemm) -> None:
     """Leave a layer out for good if its weight was changed within a context, by means that do not clear its flag."""
     weight = gemm.weight
-    if not gemm.weight_cast.is_prepared or weight is None or _is_held(gemm, weight):
+    if not gemm.weight_cast.compiled_cast_is_current or weight is None or _is_held(gemm, weight):
         return
-    gemm.weight_cast.is_prepared = gemm.weight_cast.may_prepare = False
+    gemm.weight_cast.compiled_cast_is_current = gemm.weight_cast.may_have_compiled_cast = False
     warn_once(
         f"The weight of {gemm.name!r} was changed within a step, and compiled code that ran after the change used the"
         " former value. From now on compiled code casts this weight in each forward. Change weights between steps, or"
