@@ -86,7 +86,7 @@ def layout_named(name: str | None) -> Layout:
     return _LAYOUTS[name]
 
 
-class Stored(NamedTuple):
+class Quantized(NamedTuple):
     """A weight in FP8 as a file holds it, on the CPU.
 
     Attributes:
@@ -129,18 +129,18 @@ def kind_of_file(layout: Layout, kinds: Mapping[str, Kind]) -> Kind:
     return kind
 
 
-def tensors_of(layout: Layout, kind: Kind, name: str, stored: Stored) -> dict[str, Tensor]:
+def tensors_of(layout: Layout, kind: Kind, name: str, quantized: Quantized) -> dict[str, Tensor]:
     """The scales of a weight by their names in the file."""
-    scale, stem = stored.scale_inv, name.removesuffix("weight")
+    scale, stem = quantized.scale_inv, name.removesuffix("weight")
     if kind == "tensor":
         scale = scale.reshape(layout.single)
     elif scale.dim() == 0:
-        rows, columns = stored.codes.shape
+        rows, columns = quantized.codes.shape
         shape = (rows, 1) if kind == "row" else (-(-rows // BLOCK), -(-columns // BLOCK))
         scale = scale.expand(shape).contiguous()
     found = {f"{stem}{layout.scales[kind]}": scale}
-    if stored.input_scale_inv is not None and kind != "block":
-        found[f"{stem}{layout.input_scale}"] = stored.input_scale_inv.reshape(layout.single)
+    if quantized.input_scale_inv is not None and kind != "block":
+        found[f"{stem}{layout.input_scale}"] = quantized.input_scale_inv.reshape(layout.single)
     return found
 
 

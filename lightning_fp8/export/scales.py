@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.export.layout import SCALE_RULE, Scales, codes_of, converted_gemms, is_scale, joined, listed
-from lightning_fp8.export.published import Kind, Layout, Stored, kind_of
+from lightning_fp8.export.published import Kind, Layout, Quantized, kind_of
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
@@ -99,18 +99,18 @@ def is_held(weight: Tensor) -> TypeGuard[Fp8Parameter]:
     return isinstance(weight, Fp8Parameter) and weight.is_fp8
 
 
-def stored(weight: Tensor, plan: Plan) -> Stored:
+def quantized(weight: Tensor, plan: Plan) -> Quantized:
     """The codes and scales of a weight, as its file will hold them."""
     of_input = None if plan.input is None else plan.input.reciprocal()
     if is_held(weight):
         content = weight.content
         codes = content.payload.t() if content.k_by_n else content.payload
-        return Stored(codes.contiguous().cpu().view(E4M3.dtype), content.scale_inv.cpu(), of_input)
+        return Quantized(codes.contiguous().cpu().view(E4M3.dtype), content.scale_inv.cpu(), of_input)
     if plan.weight is not None:
-        return Stored(codes_of(weight, plan.weight), plan.weight.reciprocal(), of_input)
+        return Quantized(codes_of(weight, plan.weight), plan.weight.reciprocal(), of_input)
     slot = WeightSlot(torch.zeros(1, dtype=torch.int64, device=weight.device), E4M3.name, None, False, plan.blocks)
     payload, _, scale_inv = ops.cast_weight_blocks(_plain(weight), slot, "rows")
-    return Stored(payload.cpu().view(E4M3.dtype), scale_inv.cpu())
+    return Quantized(payload.cpu().view(E4M3.dtype), scale_inv.cpu())
 
 
 def _plain(weight: Tensor) -> Tensor:

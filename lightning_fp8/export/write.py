@@ -37,7 +37,7 @@ from lightning_fp8.export.scales import (
     check_linear,
     in_whole_blocks,
     scales_to_write,
-    stored,
+    quantized,
 )
 from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
@@ -190,7 +190,7 @@ def _tensors(
             continue
         in_fp8.update(names)
         for name, plan in users.items():
-            made = stored(tensor, plan)
+            made = quantized(tensor, plan)
             tensors[names[0]], scales = made.codes, tensors_of(layout, kind, name, made)
             for scale_name in scales:
                 if scale_name in by_name:
