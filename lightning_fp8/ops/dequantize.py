@@ -1,10 +1,11 @@
-"""The values of FP8 codes on the CPU, in fp32: exact, but for a power of two."""
+"""The values of FP8 codes in fp32: on the CPU exact, but for a power of two."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import Fp8Operand
 
@@ -31,6 +32,14 @@ def dequantize(payload: Tensor, format: str, may_have_nan: bool = True) -> Tenso
     if may_have_nan and has_nan(payload, format):
         values.masked_fill_(payload.bitwise_and(0x7F) == 0x7F, float("nan"))
     return values
+
+
+def scaled_values(payload: Tensor, scale_inv: Tensor, format: str) -> Tensor:
+    """``code * scale_inv`` in fp32, on any device; for the scales see :func:`~lightning_fp8.ops.amaxes.by_element`."""
+    scales = by_element(scale_inv, payload)
+    if payload.device.type != "cpu":
+        return payload.view(FORMATS[format].dtype).float().mul_(scales)
+    return dequantize(payload, format).mul_(scales * DEQUANTIZED_SHIFT[format])
 
 
 def keep_values(operand: Fp8Operand) -> None:
