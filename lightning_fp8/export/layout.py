@@ -65,10 +65,6 @@ class Scales(NamedTuple):
         return {role: scale for role, scale in self._asdict().items() if scale is not None}
 
 
-Gemms = Mapping[str, Scales | None]
-"""The scales of each GEMM that was converted, by the name of its weight; None where it was not in FP8."""
-
-
 def scale_names(weight: str) -> tuple[str, str]:
     """Names of the scales of a weight and of its input: ``_scale`` appended, ``input_scale`` in place of ``weight``.
 
@@ -121,12 +117,12 @@ def converted_gemms(model: nn.Module) -> dict[str, Gemm]:
     }
 
 
-def state_tensors(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
+def state_tensors(model: nn.Module, on_meta: bool = False) -> dict[str, tuple[str, Tensor]]:
     """Key and tensor of each entry of the model's ``state_dict``, by the plain name.
 
     Raises:
         TypeError: if an entry is not a tensor, or is a sharded one.
-        ValueError: if an entry has no values (``meta`` device).
+        ValueError: if an entry has no values (``meta`` device), unless ``on_meta``.
     """
     found: dict[str, tuple[str, Tensor]] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
@@ -141,7 +137,7 @@ def state_tensors(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
                 " `full_tensor()`, on one process load it into a converted model that is not sharded, with the"
                 " scaling state, and export that."
             )
-        if tensor.is_meta:
+        if tensor.is_meta and not on_meta:
             raise ValueError(
                 f"{name} is on the meta device and has no values. Call `model.to_empty(device=...)` first."
             )
@@ -151,10 +147,8 @@ def state_tensors(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
 
 def memory_of(tensor: Tensor) -> Hashable:
     """A key that is equal for tensors in the same memory, such as tied weights."""
-    if tensor.numel() == 0:
-        return id(tensor)
-    if isinstance(tensor, Fp8Parameter):
-        # never tied
+    if tensor.numel() == 0 or tensor.is_meta or isinstance(tensor, Fp8Parameter):
+        # the last are never tied
         return id(tensor)
     start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
     return tensor.device, *start, tensor.dtype, tensor.shape, tensor.stride()
@@ -168,7 +162,7 @@ def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
     return payload.cpu().view(E4M3.dtype)
 
 
-def to_metadata(gemms: Gemms) -> dict[str, str]:
+def to_metadata(gemms: Mapping[str, Scales | None]) -> dict[str, str]:
     """The exact static scales, because ``1 / (1 / scale)`` may differ in the last bit. See :func:`from_metadata`."""
     scales = {
         name: None if of is None else {role: float(scale).hex() for role, scale in of.static.items()}
@@ -218,24 +212,6 @@ def _scales_from(name: str, entry: Any, roles: tuple[str, ...]) -> Scales:
 def is_scale(scale: Tensor) -> bool:
     """Whether a multiplier before a cast, or its reciprocal, satisfies :data:`SCALE_RULE`; ``[] float32``."""
     return _LEAST_SCALE <= scale.item() <= _LARGEST_SCALE
-
-
-def scales_of(weight: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """The scales stored in a file for a weight and, if present, for its input, ``[] float32`` each."""
-    return [tensors[name].float().reshape(()) for name in scale_names(weight) if name in tensors]
-
-
-def dequantized(name: str, tensors: Mapping[str, Tensor], gemms: Gemms) -> Tensor:
-    """A tensor of a file; for an FP8 tensor ``code * weight_scale`` in fp32.
-
-    The largest codes become the amax from which its scale was computed, so that a cast gives the same scale again.
-    """
-    tensor, scales = tensors[name], gemms.get(name)
-    if tensor.dtype != E4M3.dtype or scales is None:
-        return tensor
-    codes = tensor.float()
-    values = codes * scales_of(name, tensors)[0]
-    return torch.where(codes.abs() == E4M3.max, codes.sign() * amax_of_scale(scales.weight), values)
 
 
 def amax_of_scale(scale: Tensor) -> Tensor:

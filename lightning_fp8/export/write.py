@@ -36,8 +36,8 @@ from lightning_fp8.export.scales import (
     check_finite,
     check_linear,
     in_whole_blocks,
-    scales_to_write,
     quantized,
+    scales_to_write,
 )
 from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
