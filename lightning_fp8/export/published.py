@@ -30,15 +30,15 @@ vllm-project/compressed-tensors 0.20, ``quantization/quant_args.py`` and ``quant
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Size, Tensor
+import torch
+from torch import Tensor
 
 from lightning_fp8.export.layout import listed
+from lightning_fp8.export.scheme import Kind, Scheme
 from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.runtime.choice import check_choice
-
-Kind = Literal["tensor", "row", "block"]
 
 
 class Layout(NamedTuple):
@@ -46,8 +46,8 @@ class Layout(NamedTuple):
 
     Attributes:
         name: the value of ``export``'s argument.
-        scales: by kind, what the name of a weight's scale has in place of ``weight``.
-        input_scale: the same for the static scale of a layer's input.
+        suffixes: by kind, what follows the name of a weight in that of its scale.
+        input_name: what the name of its input's scale has in place of ``weight``.
         single: shape of a scale for a whole tensor.
         ragged: whether its readers take incomplete blocks.
         linear_only: whether its readers take only weights of ``nn.Linear``.
@@ -55,22 +55,27 @@ class Layout(NamedTuple):
     """
 
     name: str | None
-    scales: Mapping[Kind, str]
-    input_scale: str
-    single: tuple[int, ...]
-    ragged: bool
-    linear_only: bool
+    suffixes: Mapping[Kind, str]
+    input_name: str
+    single: tuple[int, ...] = ()
+    ragged: bool = False
+    linear_only: bool = True
     plain_by_end: bool = False
 
+    def scheme(self, kind: Kind, static: bool) -> Scheme:
+        """How weights with scales of this kind are quantized: with blocks, no reader takes static scales of inputs."""
+        return Scheme((kind,), self.suffixes[kind], self.input_name, static and kind != "block")
 
-_INV, _SCALE, _COMPRESSED = "weight_scale_inv", "weight_scale", "compressed-tensors"
+
+COMPRESSED_TENSORS, HF_FP8 = "compressed-tensors", "hf-fp8"
+_INV, _SCALE = "_scale_inv", "_scale"
 _LAYOUTS = {
     one.name: one
     for one in (
-        Layout(None, {"tensor": _SCALE, "block": _INV}, "input_scale", (), False, False),
+        Layout(None, {"tensor": _SCALE, "block": _INV}, "input_scale", linear_only=False),
         # transformers 5.23 computes the size of a block from the number of scales when it dequantizes
-        Layout("hf-fp8", {"tensor": _INV, "block": _INV}, "activation_scale", (), False, True, True),
-        Layout(_COMPRESSED, dict.fromkeys(("tensor", "row", "block"), _SCALE), "input_scale", (1,), True, True),
+        Layout(HF_FP8, {"tensor": _INV, "block": _INV}, "activation_scale", plain_by_end=True),
+        Layout(COMPRESSED_TENSORS, dict.fromkeys(("tensor", "row", "block"), _SCALE), "input_scale", (1,), ragged=True),
     )
 }
 
@@ -100,13 +105,6 @@ class Quantized(NamedTuple):
     input_scale_inv: Tensor | None = None
 
 
-def kind_of(scale: Size, weight: Size) -> Kind:
-    """The kind of a scale, by its shape and that of the weight ``[N, K]``."""
-    if not scale:
-        return "tensor"
-    return "row" if scale == (weight[0], 1) and weight[0] > 1 else "block"
-
-
 def kind_of_file(layout: Layout, kinds: Mapping[str, Kind]) -> Kind:
     """The kind that all weights of a file have: one scale for a tensor is written as that of each row or block too.
 
@@ -121,26 +119,26 @@ def kind_of_file(layout: Layout, kinds: Mapping[str, Kind]) -> Kind:
             " masters (`convert(model, frozen_weights='master')`)."
         )
     kind: Kind = "row" if rows else "block" if blocks else "tensor"
-    if kind not in layout.scales:
+    if kind not in layout.suffixes:
         raise ValueError(
             f"export: layout={layout.name!r} has no place for scales of rows, and these weights have one for each row:"
-            f" {listed(rows)}. Pass `layout={_COMPRESSED!r}`."
+            f" {listed(rows)}. Pass `layout={COMPRESSED_TENSORS!r}`."
         )
     return kind
 
 
-def tensors_of(layout: Layout, kind: Kind, name: str, quantized: Quantized) -> dict[str, Tensor]:
+def tensors_of(layout: Layout, scheme: Scheme, name: str, made: Quantized) -> dict[str, Tensor]:
     """The scales of a weight by their names in the file."""
-    scale, stem = quantized.scale_inv, name.removesuffix("weight")
+    scale, (kind,) = made.scale_inv, scheme.kinds
+    *experts, rows, columns = made.codes.shape
     if kind == "tensor":
-        scale = scale.reshape(layout.single)
-    elif scale.dim() == 0:
-        rows, columns = quantized.codes.shape
-        shape = (rows, 1) if kind == "row" else (-(-rows // BLOCK), -(-columns // BLOCK))
-        scale = scale.expand(shape).contiguous()
-    found = {f"{stem}{layout.scales[kind]}": scale}
-    if quantized.input_scale_inv is not None and kind != "block":
-        found[f"{stem}{layout.input_scale}"] = quantized.input_scale_inv.reshape(layout.single)
+        scale = scale.reshape((*experts, *layout.single))
+    elif scale.shape == torch.Size(experts):
+        grid = (rows, 1) if kind == "row" else (-(-rows // BLOCK), -(-columns // BLOCK))
+        scale = scale[..., None, None].expand(*experts, *grid).contiguous()
+    found = {scheme.scale_of(name): scale}
+    if scheme.static and made.input_scale_inv is not None:
+        found[scheme.input_of(name)] = made.input_scale_inv.reshape(layout.single)
     return found
 
 
@@ -151,26 +149,25 @@ def check_plain(layout: Layout, plain: Sequence[str], in_fp8: Collection[str]) -
     if wrong and layout.plain_by_end:
         raise ValueError(
             f"export: layout={layout.name!r} lists layers that are not in FP8, and its readers would find these among"
-            f" them, whose paths end like theirs: {listed(wrong)}. Pass `layout={_COMPRESSED!r}`, which takes whole"
-            " paths."
+            f" them, whose paths end like theirs: {listed(wrong)}. Pass `layout={COMPRESSED_TENSORS!r}`, which"
+            " takes whole paths."
         )
 
 
-def quantization_config(layout: Layout, kind: Kind, static: bool, plain: Sequence[str]) -> dict[str, Any]:
+def quantization_config(layout: Layout, scheme: Scheme, plain: Sequence[str]) -> dict[str, Any]:
     """``quantization_config`` of ``config.json``.
 
     Args:
         layout: the layout.
-        kind: of all scales of weights.
-        static: whether inputs have static scales.
+        scheme: how its weights are quantized.
         plain: paths of the linear layers whose weights are not in FP8.
     """
-    static = static and kind != "block"
-    if layout.name == _COMPRESSED:
-        return _compressed(kind, static, plain)
+    (kind,) = scheme.kinds
+    if layout.name == COMPRESSED_TENSORS:
+        return _compressed(kind, scheme.static, plain)
     method = {
         "quant_method": "fp8",
-        "activation_scheme": "static" if static else "dynamic",
+        "activation_scheme": "static" if scheme.static else "dynamic",
         "weight_block_size": [BLOCK, BLOCK] if kind == "block" else None,
     }
     if layout.name is None:
@@ -189,7 +186,7 @@ def _compressed(kind: Kind, static: bool, plain: Sequence[str]) -> dict[str, Any
         inputs["strategy"] = "token"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
-        "quant_method": _COMPRESSED,
+        "quant_method": COMPRESSED_TENSORS,
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},

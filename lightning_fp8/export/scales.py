@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.export.layout import SCALE_RULE, Scales, codes_of, converted_gemms, is_scale, joined, listed
-from lightning_fp8.export.published import Kind, Layout, Quantized, kind_of
+from lightning_fp8.export.published import Layout, Quantized
+from lightning_fp8.export.scheme import Kind, Scheme
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
@@ -60,7 +61,7 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
         kind: Kind = "block" if recipe.current.blocks else "tensor"
         has_scale = kind == "tensor"
         if is_held(weight):
-            kind = kind_of(weight.content.scale_inv.shape, weight.shape)
+            kind = kind_of(weight)
             has_scale = kind == "tensor" and weight.content.largest is not None
         # readers scale inputs by their own values where the scales of weights are for blocks
         static = recipe.from_history and kind != "block"
@@ -97,6 +98,13 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
 def is_held(weight: Tensor) -> TypeGuard[Fp8Parameter]:
     """Whether a weight exists in FP8 only, and has not been changed since."""
     return isinstance(weight, Fp8Parameter) and weight.is_fp8
+
+
+def kind_of(weight: Fp8Parameter) -> Kind:
+    """The kind of the scales of a weight that is held in FP8."""
+    shapes = (tuple(one.shape) for one in (weight.content.payload, weight.content.scale_inv))
+    # one of these fits: a weight is not made with other scales
+    return Scheme(("block", "row", "tensor")).kind_of(*shapes) or "tensor"
 
 
 def quantized(weight: Tensor, plan: Plan) -> Quantized:

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from lightning_fp8.export.layout import (
     state_tensors,
     to_metadata,
 )
+from lightning_fp8.export.load import source_of
 from lightning_fp8.export.published import (
-    Kind,
     Layout,
     check_plain,
     kind_of_file,
@@ -39,6 +39,8 @@ from lightning_fp8.export.scales import (
     quantized,
     scales_to_write,
 )
+from lightning_fp8.export.scheme import Scheme
+from lightning_fp8.export.written_back import Base, Write, files_of, layout_of, renamed
 from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.paths import named_modules
@@ -101,21 +103,41 @@ def export(
     if dtype is not None and dtype not in CASTABLE_DTYPES:
         choices = ", ".join(map(dtype_name, CASTABLE_DTYPES))
         raise TypeError(f"export: `dtype` must be None or one of {choices}, got {dtype!r}.")
-    folder = Path(path)
-    _check_folder(folder, overwrite)
+    folder, source = Path(path), source_of(model)
+    if source is None:
+        _check_folder(folder, overwrite, {WEIGHTS_FILE})
+        tensors, metadata, config = _made(model, into, dtype)
+        _write(folder, _files(tensors, metadata, config))
+        return folder
+    base = Base(model, source)
+    if dtype is None and into.name in (None, layout_of(source)):
+        files = files_of(base)
+        _check_folder(folder, overwrite, files)
+        _write(folder, files)
+    else:
+        _check_folder(folder, overwrite, {WEIGHTS_FILE})
+        tensors, config = renamed(base, into, dtype)
+        _write(folder, _files(tensors, {"format": "pt"}, config))
+    base.warn()
+    return folder
+
+
+def _made(
+    model: nn.Module, layout: Layout, dtype: torch.dtype | None
+) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+    """The tensors, the metadata and the config of a model whose weights were not read from a checkpoint."""
     own = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
     plain = output_embedding(model)
-    plans = in_whole_blocks(scales_to_write(model, own), own, plain, into)
-    kind = kind_of_file(into, {name: plan.kind for name, plan in plans.items() if plan is not None})
+    plans = in_whole_blocks(scales_to_write(model, own), own, plain, layout)
+    kind = kind_of_file(layout, {name: plan.kind for name, plan in plans.items() if plan is not None})
+    scheme = layout.scheme(kind, any(plan is not None and plan.input is not None for plan in plans.values()))
     _note_experts(model)
-    tensors, in_fp8 = _tensors(own, plans, plain, dtype, into, kind)
-    check_linear(model, in_fp8, into)
+    tensors, in_fp8 = _tensors(own, plans, plain, dtype, layout, scheme)
+    check_linear(model, in_fp8, layout)
     not_fp8 = plain_layers(model, in_fp8)
-    check_plain(into, not_fp8, in_fp8)
-    static = any(plan is not None and plan.input is not None for plan in plans.values())
-    quantization = quantization_config(into, kind, static, not_fp8)
-    _write(folder, tensors, _metadata(into, plans), config_of(model, dtype, quantization))
-    return folder
+    check_plain(layout, not_fp8, in_fp8)
+    quantization = quantization_config(layout, scheme, not_fp8)
+    return tensors, _metadata(layout, plans), config_of(model, dtype, quantization)
 
 
 def _metadata(layout: Layout, plans: Mapping[str, Plan | None]) -> dict[str, str]:
@@ -125,34 +147,46 @@ def _metadata(layout: Layout, plans: Mapping[str, Plan | None]) -> dict[str, str
     return to_metadata(scales) if layout.name is None and has_all else {"format": "pt"}
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str], config: dict[str, Any]) -> None:
-    """Write both files in a temporary folder inside ``folder``, then move them to their final paths."""
+def _files(tensors: dict[str, Tensor], metadata: dict[str, str], config: dict[str, Any]) -> dict[str, Write]:
+    def write_weights(path: Path) -> None:
+        import_safetensors().torch.save_file(tensors, path, metadata)
+
+    def write_config(path: Path) -> None:
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    return {WEIGHTS_FILE: write_weights, CONFIG_FILE: write_config}
+
+
+def _write(folder: Path, files: Mapping[str, Write]) -> None:
+    """Write all files in a temporary folder inside ``folder``, then move them to their final paths, the config last."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as unfinished:
         made = Path(unfinished)
-        import_safetensors().torch.save_file(tensors, made / WEIGHTS_FILE, metadata)
-        (made / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, write in files.items():
+            write(made / name)
         # the library writes files that only the owner can read
-        (made / WEIGHTS_FILE).chmod((made / CONFIG_FILE).stat().st_mode)
-        # between the two renames there is no config, so nothing can be mistaken for a model
+        mode = (made / CONFIG_FILE).stat().st_mode
+        # without a config, nothing can be mistaken for a model
         (folder / CONFIG_FILE).unlink(missing_ok=True)
-        for name in (WEIGHTS_FILE, CONFIG_FILE):
+        for name in (*(name for name in files if name != CONFIG_FILE), CONFIG_FILE):
+            (made / name).chmod(mode)
             (made / name).replace(folder / name)
 
 
-def _check_folder(folder: Path, overwrite: bool) -> None:
+def _check_folder(folder: Path, overwrite: bool, names: Collection[str]) -> None:
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"export: `path` must be a folder, and {folder} is a file.")
-    other = sorted(file.name for file in folder.glob("*.safetensors*") if file.name != WEIGHTS_FILE)
+    other = sorted(file.name for file in folder.glob("*.safetensors*") if file.name not in names)
     if other:
         raise FileExistsError(
             f"export: {folder} holds weights of another model, which would be loaded together with these:"
             f" {', '.join(other[:3])}. Choose another folder."
         )
-    existing = [name for name in (WEIGHTS_FILE, CONFIG_FILE) if (folder / name).exists()]
+    existing = [name for name in sorted({*names, CONFIG_FILE}, reverse=True) if (folder / name).exists()]
     if existing and not overwrite:
         raise FileExistsError(
-            f"export: {folder} holds {' and '.join(existing)} already. Choose another folder, or pass `overwrite=True`."
+            f"export: {folder} holds {' and '.join(existing[:3])} already. Choose another folder, or pass"
+            " `overwrite=True`."
         )
 
 
@@ -173,7 +207,7 @@ def _tensors(
     plain: set[str],
     dtype: torch.dtype | None,
     layout: Layout,
-    kind: Kind,
+    scheme: Scheme,
 ) -> tuple[dict[str, Tensor], set[str]]:
     """The tensors of the file, and all names of the weights that are FP8 in it."""
     together: dict[object, list[str]] = {}
@@ -191,7 +225,7 @@ def _tensors(
         in_fp8.update(names)
         for name, plan in users.items():
             made = quantized(tensor, plan)
-            tensors[names[0]], scales = made.codes, tensors_of(layout, kind, name, made)
+            tensors[names[0]], scales = made.codes, tensors_of(layout, scheme, name, made)
             for scale_name in scales:
                 if scale_name in by_name:
                     raise ValueError(f"export: the model has a tensor {scale_name!r}, a name needed for a scale.")

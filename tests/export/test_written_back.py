@@ -1,0 +1,124 @@
+"""A base in FP8 is written as it was read: the same files, byte for byte, or the same codes under other names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from exported import quantization, tensors_of
+from fp8_checkpoints import KINDS, files_in, llama, values, write
+from safetensors.torch import load_file
+
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, export, load_exported
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+CASES: dict[str, dict[str, Any]] = {
+    "tensor": {"kind": "tensor"},
+    "tensor, static": {"kind": "tensor", "static": True},
+    "row": {"kind": "row"},
+    "row, scales in bf16": {"kind": "row", "scale_dtype": torch.bfloat16},
+    "block": {"kind": "block"},
+    "block, scales in bf16": {"kind": "block", "scale_dtype": torch.bfloat16},
+    "three files": {"kind": "block", "shards": 3},
+    "as transformers, static": {"kind": "tensor", "layout": "hf-fp8", "static": True},
+    "block, compressed-tensors": {"kind": "block", "layout": "compressed-tensors", "shards": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_unchanged_base_is_written_byte_for_byte(case: str, tmp_path: Path) -> None:
+    write(tmp_path / "read", **CASES[case])
+    model = load_exported(llama(seed=1), tmp_path / "read", frozen=True)
+    with torch.no_grad():
+        model(torch.arange(6).view(1, 6))
+    assert export(model, tmp_path / "written") == tmp_path / "written"
+    assert files_in(tmp_path / "written") == files_in(tmp_path / "read")
+    # into its own folder, and by the name of its layout
+    layout = "hf-fp8" if 'quant_method": "fp8' in (tmp_path / "read/config.json").read_text() else "compressed-tensors"
+    expected = files_in(tmp_path / "read")
+    export(model, tmp_path / "read", layout=layout, overwrite=True)
+    assert files_in(tmp_path / "read") == expected
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), BlockScaling()])
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_training_with_any_recipe(kind: str, recipe: Any, tmp_path: Path) -> None:
+    """Histories of inputs and a step of the optimizer change nothing of a base."""
+    write(tmp_path / "read", kind, static=kind == "tensor")
+    model = load_exported(convert(llama(seed=1), recipe), tmp_path / "read", frozen=True).train()
+    embeddings = model.get_input_embeddings()(torch.arange(6).view(1, 6)).requires_grad_()
+    model(inputs_embeds=embeddings).logits.square().mean().backward()
+    export(model, tmp_path / "written")
+    assert files_in(tmp_path / "written") == files_in(tmp_path / "read")
+
+
+@pytest.mark.parametrize("to", ["hf-fp8", "compressed-tensors"])
+@pytest.mark.parametrize("kind", ["tensor", "block"])
+def test_the_same_codes_in_another_layout(kind: str, to: str, tmp_path: Path) -> None:
+    other = {"hf-fp8": "compressed-tensors", "compressed-tensors": "hf-fp8"}[to]
+    expected = write(tmp_path / "read", kind, layout=other, static=kind == "tensor")
+    model = load_exported(llama(seed=1), tmp_path / "read", frozen=True)
+    export(model, tmp_path / "written", layout=to, dtype=torch.float32)
+    read, saved = (tensors_of(tmp_path / name) for name in ("read", "written"))
+    suffix = "_scale_inv" if to == "hf-fp8" else "_scale"
+    for name, value in expected.items():
+        assert torch.equal(saved[name].float(), read[name].float())
+        if "_proj" in name:
+            assert torch.equal(values(saved[name], saved[name + suffix]), value)
+        else:
+            assert saved[name].dtype == torch.float32
+    names = {"hf-fp8": "activation_scale", "compressed-tensors": "input_scale"}
+    assert (DOWN.replace("weight", names[to]) in saved) == (kind == "tensor")
+    if to == "compressed-tensors":
+        dequantize = transformers.CompressedTensorsConfig(dequantize=True)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "written", dtype=torch.float32, quantization_config=dequantize
+        ).state_dict()
+        assert all(torch.equal(loaded[name], value.float()) for name, value in expected.items())
+    else:
+        assert quantization(tmp_path / "written")["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
+
+
+def test_rows_have_a_place_in_one_layout_only(tmp_path: Path) -> None:
+    write(tmp_path / "read", "row")
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    with pytest.raises(ValueError, match=r"layout='hf-fp8' has no place for scales of rows.*`layout='compressed-tens"):
+        export(model, tmp_path / "written", layout="hf-fp8")
+    assert not (tmp_path / "written").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_changed_is_rounded_again_and_named(kind: str, tmp_path: Path) -> None:
+    write(tmp_path / "read", kind, shards=2)
+    model = load_exported(llama(seed=1), tmp_path / "read", frozen=True)
+    weight = model.get_parameter(DOWN)
+    with torch.no_grad():
+        # as a merge of an adapter
+        weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(4)).to(weight) * 0.02
+    merged = weight.dequantized().float()
+    with pytest.warns(UserWarning, match=rf"1 tensors have changed since .*: {DOWN} \(relative RMS error 2\.\d+%\)"):
+        export(model, tmp_path / "written")
+    read, written = ({file: load_file(one / file) for file in files_in(one) if "safetens" in file and "json" not in file}
+                     for one in (tmp_path / "read", tmp_path / "written"))  # fmt: skip
+    suffix = "_scale_inv" if kind == "block" else "_scale"
+    for file, tensors in read.items():
+        for name, tensor in tensors.items():
+            is_same = tensor.float().equal(written[file][name].float())
+            assert is_same == (name not in (DOWN, DOWN + suffix))
+    tensors = {name: one for file in written.values() for name, one in file.items()}
+    found = values(tensors[DOWN], tensors[DOWN + suffix])
+    assert (found - merged).norm() < 0.03 * merged.norm()
+
+
+def test_other_tensors_than_those_of_the_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path / "read", "block")
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    model.model.extra = torch.nn.Linear(4, 4)
+    with pytest.raises(
+        ValueError, match=r"these tensors: model\.extra\.weight, model\.extra\.bias\. If they belong to"
+    ):
+        export(model, tmp_path / "written")
+    assert not (tmp_path / "written").exists()
