@@ -200,7 +200,7 @@ def misfits_of_codes(
 
 def misfits_of_merges(source: Source, in_fp8: Sequence[str], products: Mapping[str, Product]) -> Misfits:
     """The scales of a weight's parts are those of the weight, without rounding its codes again."""
-    by_target = source.placed.by_target()
+    by_target = source.placed.by_target
     rows = [parameter_of(key, one) for key, one in products.items() if one[1].weight_is_k_by_n]
     yield (
         "have scales from which no scales of the weight can be made that consists of them (load it without `frozen`)",

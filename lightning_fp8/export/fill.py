@@ -18,12 +18,11 @@ from lightning_fp8.export.names import Piece, Placed
 from lightning_fp8.export.scheme import Scheme
 from lightning_fp8.export.shards import Shards
 from lightning_fp8.export.values import Scale, scale_of_pieces
-from lightning_fp8.modules import fp8_parameter
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.fp8_parameter import Fp8Parameter
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter, from_codes
 from lightning_fp8.modules.frozen_layers import replace_weight
 from lightning_fp8.modules.gemm import Gemm
-from lightning_fp8.modules.paths import named_modules, plain_path
+from lightning_fp8.modules.paths import named_modules, plain_path, without_wrappers
 from lightning_fp8.modules.stamp import Stamped
 from lightning_fp8.ops.formats import E4M3
 
@@ -64,14 +63,14 @@ class Source:
 
     def scale_of(self, target: str) -> Scale | None:
         """The scale of a weight of the model; None if its parts have none together."""
-        pieces = self.placed.by_target()[target]
+        pieces = self.placed.by_target[target]
         shapes = [self.shards.stored[piece.name].shape for piece in pieces]
         return scale_of_pieces(pieces, [self.scales[one.name] for one in pieces], shapes, self.placed.shapes[target])
 
 
 def assembled(source: Source, target: str, like: Tensor) -> Tensor:
     """A tensor of the model with the values of the checkpoint, in the dtype of ``like``."""
-    pieces = {piece.name: piece for piece in source.placed.by_target()[target]}
+    pieces = {piece.name: piece for piece in source.placed.by_target[target]}
     made = torch.empty(like.shape, dtype=like.dtype)
     for name, tensor in source.shards.tensors(pieces):
         made[pieces[name].at] = source.values(name, tensor)[pieces[name].of].to(like.dtype)
@@ -101,7 +100,8 @@ def fill(model: nn.Module, source: Source, kept: Mapping[str, list[Gemm]], devic
         devices: where these will be.
     """
     own = {name: tensor for name, (_, tensor) in state_tensors(model, on_meta=True).items()}
-    new = {id(tensor): _empty(tensor) for name, tensor in own.items() if tensor.is_meta and name not in kept}
+    empty = {name: tensor for name, tensor in own.items() if tensor.is_meta and name not in kept}
+    new = {id(tensor): _empty(tensor, _dtype(model, name, tensor)) for name, tensor in empty.items()}
     _replace(model, new)
     own = {name: new.get(id(tensor), tensor) for name, tensor in own.items()}
     pieces: dict[str, list[Piece]] = {}
@@ -139,16 +139,26 @@ def _keep(source: Source, target: str, former: Tensor, codes: Tensor, gemms: lis
     """Replace a weight by one that is kept in FP8 only."""
     scale = source.scale_of(target)
     assert scale is not None  # noqa: S101 checked before
-    k_by_n, scale_inv = gemms[0].k_by_n, scale.values.to(codes.device)
-    if k_by_n:
-        codes, scale_inv = codes.t().contiguous(), scale_inv.t() if scale_inv.dim() else scale_inv
-    made = fp8_parameter.from_codes(codes, scale_inv, former.dtype, gemms[0].name, k_by_n, E4M3)
-    for gemm in gemms:
-        replace_weight(cast(nn.Module, gemm.layer), gemm, former, made)
+    # in which it was stored, in order to be written as it was
+    dtype = source.shards.stored[source.scheme.scale_of(source.placed.by_target[target][0].name)].dtype
+    first, scale_inv = gemms[0], scale.values.to(codes.device, dtype)
+    if first.k_by_n:
+        codes, scale_inv = codes.t(), scale_inv.t() if scale_inv.dim() else scale_inv
+    # experts have a GEMM each: the names of those of one parameter differ in their last part
+    name = first.name if first.weight_cast.part is None else first.name.rpartition(".")[0]
+    made = from_codes(codes, scale_inv, former.dtype, name, first.k_by_n, E4M3)
+    replace_weight(cast(nn.Module, first.layer), gemms, former, made)
 
 
-def _empty(tensor: Tensor) -> Tensor:
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=_place(tensor))
+def _dtype(model: nn.Module, name: str, tensor: Tensor) -> torch.dtype:
+    """The dtype of a tensor on the meta device; fp32 where the class of a transformers model requires it."""
+    in_fp32 = getattr(without_wrappers(model), "_keep_in_fp32_modules_strict", None) or ()
+    is_narrow = tensor.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if is_narrow and any(part in name for part in in_fp32) else tensor.dtype
+
+
+def _empty(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    made = torch.empty(tensor.shape, dtype=dtype, device=_place(tensor))
     if not isinstance(tensor, nn.Parameter):
         return made
     parameter = nn.Parameter(made, requires_grad=tensor.requires_grad)

@@ -99,7 +99,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     own = {name: tensor for name, (_, tensor) in state_tensors(model, on_meta=True).items()}
     source = _read(folder, model, own)
     file = source.path
-    in_fp8 = [target for target, pieces in source.placed.by_target().items() if pieces[0].name in source.scales]
+    in_fp8 = [target for target, pieces in source.placed.by_target.items() if pieces[0].name in source.scales]
     plan = conversion_plan(model, default=source.scheme.recipe)
     recipe = plan.config.recipe
     if not frozen:
@@ -264,7 +264,7 @@ def _check_values(source: Source, own: Mapping[str, Tensor], recipe: Recipe, fro
 
 def _is_rounded(source: Source, target: str, recipe: Recipe, largest: Mapping[str, Tensor]) -> bool:
     """Whether a cast of the weight with the scales of its own values has other codes than the file."""
-    pieces, scale, blocks = source.placed.by_target()[target], source.scale_of(target), recipe.current.blocks
+    pieces, scale, blocks = source.placed.by_target[target], source.scale_of(target), recipe.current.blocks
     if scale is None or scale.kind != ("block" if blocks else "tensor"):
         return True
     if blocks == "power of 2" and not bool((scale.values.frexp().mantissa == 0.5).all()):
@@ -273,7 +273,7 @@ def _is_rounded(source: Source, target: str, recipe: Recipe, largest: Mapping[st
     for piece in pieces:
         codes = largest[piece.name]
         # with one scale for a matrix, one of its parts has its largest value
-        matrix = piece if blocks else piece.at[0] if isinstance(piece.at[0], int) else None
+        matrix = piece.name if blocks else piece.at[0] if isinstance(piece.at[0], int) else None
         matrices[matrix] = torch.maximum(matrices[matrix], codes) if matrix in matrices else codes
     # a power of two makes the largest value one above 224
     least = HALF_OF_LARGEST_CODE + 1 if blocks == "power of 2" else LARGEST_CODE

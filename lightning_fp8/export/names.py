@@ -1,8 +1,8 @@
 """Where the tensors of a checkpoint are in a model: under the same names, or as transformers 5 renames and merges them.
 
-The rules of transformers are transforms, ``conversion_mapping.get_model_conversion_mapping``. A tensor of a file is a part
-of a tensor of the model, or the other way round, so each rule becomes pairs of slices. They hold in both directions: a
-writer finds in them the tensors of the file.
+The rules of transformers are transforms, ``conversion_mapping.get_model_conversion_mapping``. A tensor of a file is a
+part of a tensor of the model, or the other way round, so each rule becomes pairs of slices. They hold in both directions:
+a writer finds in them the tensors of the file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -59,8 +60,9 @@ class Placed:
     unmerged: list[str] = field(default_factory=list)
     left_out: set[str] = field(default_factory=set)
 
+    @cached_property
     def by_target(self) -> dict[str, list[Piece]]:
-        """The pieces of each tensor of the model."""
+        """The pieces of each tensor of the model, once all are known."""
         found: dict[str, list[Piece]] = {}
         for piece in self.pieces:
             found.setdefault(piece.target, []).append(piece)
@@ -125,9 +127,8 @@ class _Rules:
         left_out = list(root._keys_to_ignore_on_load_unexpected or ())
         # buffers that files had once, which `from_pretrained` leaves out too
         buffers = [name for name, _ in root.named_buffers()]
-        former = [
-            kind for kind in ("rotary_emb.inv_freq", "position_ids") if any(one.endswith(kind) for one in buffers)
-        ]
+        kinds = ("rotary_emb.inv_freq", "position_ids")
+        former = [kind for kind in kinds if any(name.endswith(kind) for name in buffers)]
         left_out += [rf"(^|\.){re.escape(kind)}$" for kind in former]
         self._left_out = [re.compile(pattern) for pattern in left_out]
 

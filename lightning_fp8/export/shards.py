@@ -97,9 +97,8 @@ class Shards:
             self.headers[file] = header_of(file)
         except (safetensors.SafetensorError, OSError) as error:
             raise _damaged(file, error) from error
-        self._refuse(
-            file, "are of an unknown dtype", (name for name, (kind, _) in found.items() if kind not in _DTYPES)
-        )
+        unknown = (f"{name} ({printable(kind)})" for name, (kind, _) in found.items() if kind not in _DTYPES)
+        self._refuse(file, "are of a dtype that is not read", unknown)
         twice = (f"{name} ({self.stored[name].file.name})" for name in found if name in self.stored)
         self._refuse(file, "are in another file too", twice)
         self.stored |= {name: Stored(file, _DTYPES[kind], shape) for name, (kind, shape) in found.items()}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_fp8.export.names import Index, Piece, Shape
 from lightning_fp8.export.scheme import Kind
-from lightning_fp8.ops.amaxes import BLOCK
+from lightning_fp8.ops.amaxes import BLOCK, by_element
 from lightning_fp8.ops.formats import E4M3
 
 # the bits of a code without its sign
@@ -37,24 +37,18 @@ class Scale(NamedTuple):
         """A scale as a file has it, for a weight of this shape."""
         return Scale(kind, stored.to(torch.float32).reshape(weight[:-2] if kind == "tensor" else stored.shape))
 
-    def expanded(self, weight: Shape) -> Tensor:
-        """``[E, N, K]``, or what broadcasts to it."""
-        if self.kind == "tensor":
-            return self.values[..., None, None]
-        if self.kind == "row":
-            return self.values
-        rows = self.values.repeat_interleave(BLOCK, -2)[..., : weight[-2], :]
-        return rows.repeat_interleave(BLOCK, -1)[..., : weight[-1]]
+    def _by_element(self, codes: Tensor) -> Tensor:
+        return by_element(self.values[..., None, None] if self.kind == "tensor" else self.values, codes)
 
     def dequantized(self, codes: Tensor, amax: Tensor | None = None) -> Tensor:
         """``code * scale`` in fp32. If an amax is given, it takes the place of the value of the largest code."""
         numbers = codes.float()
-        values = numbers * self.expanded(tuple(codes.shape))
+        values = numbers * self._by_element(codes)
         return values if amax is None else torch.where(numbers.abs() == E4M3.max, numbers.sign() * amax, values)
 
     def keeps(self, codes: Tensor, values: Tensor) -> bool:
         """Whether values of any dtype are finite and become these codes when they are divided by the scale."""
-        quotient = values.float() / self.expanded(tuple(codes.shape))
+        quotient = values.float() / self._by_element(codes)
         again = quotient.clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
         return bool(values.isfinite().all()) and torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
 

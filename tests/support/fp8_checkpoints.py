@@ -1,137 +1,135 @@
-"""FP8 checkpoints as others publish them, written without our code: quantized in numpy, with the usual names."""
+"""FP8 checkpoints as others publish them, written with numpy: small models of transformers under their published names."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fp8_numpy
 import numpy as np
 import torch
 import transformers
+from fp8_numpy import cast_in_blocks, code_values
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
-KINDS = ("tensor", "row", "block")
-# no multiples of 128: in each dimension there is a block that is not complete
-HIDDEN, INTERMEDIATE = 144, 272
-
-
-def llama(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.1,
-        dtype=dtype,
-    )
-    return transformers.LlamaForCausalLM(config).to(dtype)
+_SIZES = {"vocab_size": 96, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**_SIZES, intermediate_size=256, head_dim=64),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_SIZES, intermediate_size=256, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, head_dim=64
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**_SIZES, "num_key_value_heads": 4}, intermediate_size=256, moe_intermediate_size=128, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=128, kv_lora_rank=64,
+        qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64, n_shared_experts=1,
+    ),
+}  # fmt: skip
 
 
-def quantized(weight: Tensor, kind: str, headroom: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Codes ``[N, K]`` and the scales of this kind; with ``headroom`` the codes do not reach the largest one."""
-    rows, columns = {"tensor": weight.shape, "row": (1, weight.shape[1]), "block": (128, 128)}[kind]
-    _, scale_inv = fp8_numpy.cast_in_blocks(weight.float().numpy(), "e4m3", rows, columns)
-    scale_inv = scale_inv * np.float32(headroom)
-    of_elements = scale_inv.repeat(rows, 0).repeat(columns, 1)[: weight.shape[0], : weight.shape[1]]
-    codes = fp8_numpy.saturating_cast(weight.float().numpy(), np.float32(1) / of_elements, "e4m3")
-    scale = torch.from_numpy(scale_inv)
-    return torch.from_numpy(codes).view(torch.float8_e4m3fn), scale.reshape(()) if kind == "tensor" else scale
+def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    """A small model with random weights, also where transformers starts with constants."""
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *(one for one in model.buffers() if one.dim() == 1 and len(one) == 4)):
+            tensor.normal_(1.0 if tensor.dim() == 1 else 0.0, 0.1)
+    return model.eval()
 
 
-def values(codes: Tensor, scale: Tensor) -> Tensor:
-    """``code * scale`` in fp32, from the definition of FP8."""
-    numbers = fp8_numpy.code_values("e4m3")[codes.view(torch.uint8).numpy()].astype(np.float32)
-    scales = scale.float().numpy()
-    if scales.ndim == 2 and scales.shape != (len(numbers), 1):
-        scales = scales.repeat(128, 0).repeat(128, 1)[: numbers.shape[0], : numbers.shape[1]]
-    return torch.from_numpy(numbers * scales)
+def published(model: nn.Module) -> dict[str, Tensor]:
+    """The model's tensors under the names of published files; tied ones once."""
+    names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return revert_weight_conversion(model, {name: one for name, one in model.state_dict().items() if name in names})
 
 
-def is_quantized(name: str) -> bool:
-    return "_proj" in name
+@dataclass(frozen=True)
+class Written:
+    """What a checkpoint holds.
 
-
-def write(
-    folder: Path,
-    kind: str,
-    state: dict[str, Tensor] | None = None,
-    *,
-    static: bool = False,
-    layout: str | None = None,
-    shards: int = 1,
-    config: Any = None,
-    scale_dtype: torch.dtype = torch.float32,
-) -> dict[str, Tensor]:
-    """Write a checkpoint, by default of :func:`llama`; returns the values of all its weights.
-
-    Blocks are those of Hugging Face, other scales those of compressed-tensors, unless ``layout`` is another one.
+    Attributes:
+        tensors: all of its tensors, by name.
+        values: by the name of each FP8 weight, ``code * scale`` in fp32, computed in numpy.
     """
-    model = llama() if state is None else None
-    layout = layout or ("hf-fp8" if kind == "block" else "compressed-tensors")
-    of_weight, of_input = ("_scale_inv", "activation_scale") if layout == "hf-fp8" else ("_scale", "input_scale")
-    tensors: dict[str, Tensor] = {}
-    plain: dict[str, Tensor] = {}
-    for name, weight in (model.state_dict() if model is not None else state or {}).items():
-        if not is_quantized(name):
-            tensors[name] = plain[name] = weight.clone()
-            continue
-        # as of a program that leaves room: these codes would not come back from a cast of the values
-        codes, scale = quantized(weight, kind, headroom=1.5)
-        scale = scale.to(scale_dtype)
-        tensors |= {name: codes, f"{name}{of_weight}": scale}
-        if static:
-            tensors[name.removesuffix("weight") + of_input] = torch.tensor(0.013)
-        plain[name] = values(codes, scale)
-    folder.mkdir(parents=True, exist_ok=True)
-    names = list(tensors)
-    parts = [names[at::shards] for at in range(shards)]
-    files = (
-        ["model.safetensors"]
-        if shards == 1
-        else [f"model-{n + 1:05}-of-{shards:05}.safetensors" for n in range(shards)]
-    )
-    for file, part in zip(files, parts, strict=True):
-        save_file({name: tensors[name] for name in part}, folder / file, {"format": "pt"})
-    if shards > 1:
-        of_names = {name: file for file, part in zip(files, parts, strict=True) for name in part}
-        index = {"metadata": {"total_size": 1}, "weight_map": of_names}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    base = config if config is not None else (model or llama()).config
-    quantization = _hugging_face(kind, static) if layout == "hf-fp8" else _compressed(kind, static)
-    (folder / "config.json").write_text(json.dumps({**base.to_dict(), "quantization_config": quantization}))
-    return plain
+
+    tensors: dict[str, Tensor]
+    values: dict[str, np.ndarray]
 
 
-def _hugging_face(kind: str, static: bool) -> dict[str, Any]:
-    blocks = [128, 128] if kind == "block" else None
-    scheme = "static" if static else "dynamic"
-    return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": scheme, "weight_block_size": blocks}
+def cast(weight: Tensor, kind: str, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Codes, scales (multipliers of codes) and values; ``kind`` is ``tensor``, ``row`` or ``block``."""
+    x = weight.float().numpy()
+    rows, columns = {"tensor": x.shape, "row": (1, x.shape[1]), "block": (128, 128)}[kind]
+    _, scale = cast_in_blocks(x, "e4m3", rows, columns)
+    # the codes of the scales that the file holds
+    stored = torch.from_numpy(scale).to(scale_dtype)
+    of_elements = stored.float().numpy().repeat(rows, 0).repeat(columns, 1)[: x.shape[0], : x.shape[1]]
+    codes = torch.from_numpy(np.clip(x / of_elements, -448, 448)).to(torch.float8_e4m3fn)
+    values = code_values("e4m3")[codes.view(torch.uint8).numpy()].astype(np.float32) * of_elements
+    return codes, stored.reshape(()) if kind == "tensor" else stored, values
 
 
-def _compressed(kind: str, static: bool) -> dict[str, Any]:
-    codes = {"num_bits": 8, "type": "float", "symmetric": True}
-    weights = {**codes, "dynamic": False, "strategy": "channel" if kind == "row" else kind}
-    if kind == "block":
-        weights["block_structure"] = [128, 128]
-    inputs = {**codes, "dynamic": not static, "strategy": "tensor" if static else "token"}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    method = {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"}
-    return {**method, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+def in_linear(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor is the weight of a layer that publishers quantize."""
+    left = ("embed_tokens", "lm_head", "mlp.gate.", "norm")
+    return name.endswith("weight") and tensor.dim() == 2 and not any(part in name for part in left)
 
 
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+def quantized(
+    tensors: Mapping[str, Tensor],
+    kind: str = "block",
+    scale_name: str = "weight_scale_inv",
+    input_name: str | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+) -> Written:
+    """The tensors with those of linear layers in FP8, with scales, and static scales of inputs under ``input_name``."""
+    held: dict[str, Tensor] = {}
+    values: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        held[name] = tensor.detach().contiguous()
+        if in_linear(name, tensor):
+            path = name.removesuffix("weight")
+            held[name], held[path + scale_name], values[name] = cast(tensor.detach(), kind, scale_dtype)
+            if input_name is not None:
+                held[path + input_name] = torch.tensor(0.01)
+    return Written(held, values)
 
 
-def with_values(plain: dict[str, Tensor], make: Callable[[], nn.Module] = llama) -> nn.Module:
-    """A plain model with these values, frozen."""
-    model = make()
-    model.load_state_dict(plain)
-    return model.requires_grad_(False)
+HF_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
+HF_PER_TENSOR = {**HF_FP8, "activation_scheme": "static", "weight_block_size": None}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+
+
+def compressed_tensors(strategy: str, dynamic: bool, **changes: Any) -> dict[str, Any]:
+    """A config as ``llm-compressor`` writes it."""
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False,
+               "group_size": None, "block_structure": [128, 128] if strategy == "block" else None, "observer": "minmax"}
+    inputs = {**weights, "strategy": "token" if dynamic else "tensor", "dynamic": dynamic, "block_structure": None}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*mlp.gate$"], "kv_cache_scheme": None,
+            "global_compression_ratio": None, **changes}  # fmt: skip
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], quantization: Any, model: Any = None, shards: int = 1) -> Path:
+    """Write a checkpoint; with several shards, tensors go to them in turn, so that no two neighbours are together."""
+    folder.mkdir(exist_ok=True)
+    config = {} if model is None else model.config.to_dict()
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    if shards == 1:
+        save_file(dict(tensors), folder / "model.safetensors", {"format": "pt"})
+        return folder
+    files = [f"model-{number + 1:05}-of-{shards:05}.safetensors" for number in range(shards)]
+    places = {name: files[at % shards] for at, name in enumerate(tensors)}
+    for file in files:
+        save_file({n: t for n, t in tensors.items() if places[n] == file}, folder / file, {"format": "pt"})
+    index = {"metadata": {"total_size": sum(one.nbytes for one in tensors.values())}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
