@@ -48,9 +48,12 @@ class Scale(NamedTuple):
 
     def keeps(self, codes: Tensor, values: Tensor) -> bool:
         """Whether values of any dtype are finite and become these codes when they are divided by the scale."""
-        quotient = values.float() / self._by_element(codes)
-        again = quotient.clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+        again = self.codes(values)
         return bool(values.isfinite().all()) and torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
+
+    def codes(self, values: Tensor) -> Tensor:
+        """Values of any dtype divided by the scale and rounded to ``float8_e4m3fn``."""
+        return (values.float() / self._by_element(values)).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
 
     def largest_codes(self, codes: Tensor) -> Tensor:
         """The largest code, ``uint8`` without sign, for each number of the scale; :data:`NAN_CODE` if any is NaN."""
@@ -118,5 +121,4 @@ def rounded(values: Tensor, kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Sca
     # the scale as the file will have it; zeros may have any
     stored = torch.where(amax > 0, amax / E4M3.max, 1.0).to(dtype).float()
     scale = Scale(kind, stored.reshape(values.shape[:-2]) if kind == "tensor" else stored)
-    codes = (values / scale.expanded(tuple(values.shape))).clamp(-E4M3.max, E4M3.max)
-    return codes.to(E4M3.dtype), scale
+    return scale.codes(values), scale

@@ -69,7 +69,7 @@ class Base:
             )
 
     def codes(self, name: str) -> tuple[Tensor, Scale]:
-        """An FP8 tensor of the files, ``float8_e4m3fn``, and its scale; rounded again if it has changed."""
+        """An FP8 tensor of the files, ``float8_e4m3fn``, and its scale; rounded again if its values have changed."""
         scale, shape = self.source.scales[name], self.source.shards.stored[name].shape
         codes = torch.empty(shape, dtype=torch.uint8)
         for piece in self._pieces[name]:
@@ -98,6 +98,10 @@ class Base:
     def _rounded(self, name: str, former: Scale) -> tuple[Tensor, Scale]:
         values = self._values(name, torch.float32)
         check_finite(name, values)
+        # of a part of a weight that has changed elsewhere, or one with a master since
+        codes, own = former.codes(values), self._own[self._pieces[name][0].target]
+        if former.dequantized(codes).to(own.dtype).float().equal(values):
+            return codes, former
         dtype = self.source.shards.stored[self.source.scheme.scale_of(name)].dtype
         codes, scale = rounded(values, former.kind, dtype)
         error = (scale.dequantized(codes) - values).norm() / values.norm()

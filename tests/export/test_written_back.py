@@ -10,10 +10,10 @@ import torch
 import transformers
 from exported import quantization, tensors_of
 from fp8_bases import KINDS, llama, values, write_base
+from fp8_checkpoints import HF_FP8, model_of, published, quantized, write
 from safetensors.torch import load_file
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, export, load_exported
-
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -128,3 +128,74 @@ def test_other_tensors_than_those_of_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"these tensors: model\.extra\.weight, model\.extra\.bias\. If they"):
         export(model, tmp_path / "written")
     assert not (tmp_path / "written").exists()
+
+
+MERGED = {"qwen3_moe": "model.layers.0.mlp.experts.gate_up_proj", "deepseek_v3": "model.layers.1.mlp.experts.down_proj"}
+
+
+def base_of(name: str, folder: Path, shards: int = 2) -> Any:
+    """A model with experts, whose files have a matrix for each projection of each expert."""
+    held = quantized(published(model_of(name, torch.bfloat16)), "block", "weight_scale_inv")
+    write(folder, held.tensors, HF_FP8, model_of(name, torch.bfloat16), shards)
+    model = load_exported(model_of(name, torch.bfloat16), folder, frozen=True)
+    assert model.get_parameter(MERGED[name]).dim() == 3
+    return model
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_experts_are_written_under_the_names_of_the_files(name: str, tmp_path: Path) -> None:
+    model = base_of(name, tmp_path / "read")
+    export(model, tmp_path / "written")
+    assert files_in(tmp_path / "written") == files_in(tmp_path / "read")
+    # and in another layout
+    export(model, tmp_path / "ct", layout="compressed-tensors")
+    read = {key: one for file in (tmp_path / "read").glob("*.safetensors") for key, one in load_file(file).items()}
+    saved = tensors_of(tmp_path / "ct")
+    assert len(saved) == len(read)
+    assert all(saved[key.replace("_scale_inv", "_scale")].float().equal(one.float()) for key, one in read.items())
+    assert any(".experts.3." in key for key in saved)
+
+
+def test_one_changed_expert(tmp_path: Path) -> None:
+    name = "qwen3_moe"
+    model = base_of(name, tmp_path / "read", shards=1)
+    with torch.no_grad():
+        # the second half of the rows of expert 2 is its `up_proj`
+        model.get_parameter(MERGED[name]).data[2, 128:] *= 1.7
+    changed = "model.layers.0.mlp.experts.2.up_proj.weight"
+    with pytest.warns(UserWarning, match="tensors have changed since"):
+        export(model, tmp_path / "written")
+    read, written = (tensors_of(tmp_path / folder) for folder in ("read", "written"))
+    expected = 1.7 * values(read[changed], read[f"{changed}_scale_inv"]).bfloat16().float()
+    found = values(written[changed], written[f"{changed}_scale_inv"])
+    assert (found - expected).norm() < 0.03 * expected.norm()
+    # the other experts of the same parameter are as they were; of this one, the same codes have a larger scale
+    different = [key for key, one in read.items() if not one.float().equal(written[key].float())]
+    assert different == [f"{changed}_scale_inv"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_base_that_has_got_masters_is_not_rounded_again(kind: str, tmp_path: Path) -> None:
+    write_base(tmp_path / "read", kind)
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    convert(model, frozen_weights="master")
+    assert type(model.get_parameter(DOWN)) is torch.nn.Parameter
+    export(model, tmp_path / "written")
+    assert files_in(tmp_path / "written") == files_in(tmp_path / "read")
+
+
+def test_tensors_that_the_model_has_no_place_for_are_copied(tmp_path: Path) -> None:
+    """Such as the layer of DeepSeek-V3 that predicts further tokens."""
+    tensors = quantized(published(model_of("deepseek_v3", torch.bfloat16)), "block", "weight_scale_inv").tensors
+    extra = {"model.layers.61.eh_proj.weight": torch.randn(8, 8)}
+    write(tmp_path / "read", {**tensors, **extra}, HF_FP8, model_of("deepseek_v3"), 2)
+    model = load_exported(model_of("deepseek_v3", torch.bfloat16), tmp_path / "read", frozen=True)
+    export(model, tmp_path / "written")
+    expected = files_in(tmp_path / "read")
+    assert files_in(tmp_path / "written") == expected
+    with pytest.warns(UserWarning, match=r"has no place for are left out: model\.layers\.61\.eh_proj\.weight"):
+        export(model, tmp_path / "ct", layout="compressed-tensors")
+    for file in (tmp_path / "read").glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"not there any more: model\.layers\.61\.eh_proj\.weight\. Put them back"):
+        export(model, tmp_path / "again")

@@ -56,5 +56,7 @@ def write_base(
             plain[name] = values(codes, tensors[name.removesuffix("weight") + scale_name])
     scheme = "static" if static else "dynamic"
     of_hf = HF_FP8 if kind == "block" else {**HF_PER_TENSOR, "activation_scheme": scheme}
-    write(folder, tensors, of_hf if as_transformers else compressed_tensors(STRATEGIES[kind], not static), model, shards)
+    write(
+        folder, tensors, of_hf if as_transformers else compressed_tensors(STRATEGIES[kind], not static), model, shards
+    )
     return plain
