@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import fp8_checkpoints
 import pytest
 import torch
 import transformers
-from fp8_checkpoints import HF_FP8, HF_PER_TENSOR, model_of, published, quantized, write
-from torch import Tensor, nn
-from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+from fp8_checkpoints import HF_FP8, model_of, published, quantized, write
+from torch import nn
 
 from lightning_fp8 import convert, load_exported, scaling_state
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
-from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from lightning_fp8.scaling.recipe import BlockScaling
 
 
 def own_loader(folder: Path, dtype: torch.dtype) -> nn.Module:
