@@ -23,6 +23,7 @@ from lightning_fp8.ops.formats import E4M3, dtype_name
 Tensors = Mapping[str, Tensor]
 # what is wrong, and the names of the tensors with which it is
 Misfits = Iterator[tuple[str, Iterable[str]]]
+_LOST = "do not keep the values of the file in the model's dtype (call `model.float()` first)"
 # a layer, what it becomes, and its name for a GEMM
 Product = tuple[nn.Module, type[Fp8Module], str]
 
@@ -113,6 +114,7 @@ def misfits_of_metadata(
 
 def misfits_of_names(placed: Placed, own: Tensors, stored: Mapping[str, Stored]) -> Misfits:
     """Each tensor of the model, or one that it is tied to, is in the file, and the file has no other tensors."""
+    yield "cannot be put together as transformers' rules for the model say", placed.unmerged
     there = {memory_of(tensor) for name, tensor in own.items() if name in placed.shapes}
     lacking = (name for name, one in own.items() if name not in placed.shapes and memory_of(one) not in there)
     yield "the model has and the file lacks", (*placed.lacking, *lacking)
@@ -121,7 +123,6 @@ def misfits_of_names(placed: Placed, own: Tensors, stored: Mapping[str, Stored])
         dict.fromkeys(piece.name for piece in placed.pieces if piece.target not in own),
     )
     yield "are one tensor of the model", placed.twice
-    yield "cannot be put together as transformers' rules for the model say", placed.unmerged
     kinds = {piece.target: stored[piece.name].dtype for piece in placed.pieces}
     for piece in placed.pieces:
         if _kind(stored[piece.name].dtype) != _kind(own[piece.target].dtype):
@@ -189,7 +190,7 @@ def misfits_of_codes(
     """No code is NaN, and the largest value is finite in the model's dtype."""
     yield "hold codes that are NaN", (name for name, codes in largest.items() if bool((codes == NAN_CODE).any()))
     yield (
-        "hold values that are not finite in the model's dtype (call `model.float()` first)",
+        _LOST,
         (
             f"{name} ({dtype_name(dtypes[name])})"
             for name, codes in largest.items()
@@ -214,7 +215,7 @@ def misfits_of_merges(source: Source, in_fp8: Sequence[str], products: Mapping[s
 
 def misfits_of_values(source: Source, own: Tensors, lost: Sequence[str]) -> Misfits:
     """In the model's dtypes, weights keep their values, and tied ones have the same."""
-    yield "do not keep the values of the file in the model's dtype (call `model.float()` first)", lost
+    yield _LOST, lost
     first: dict[object, str] = {}
     yield (
         "are one tensor in the model and differ in the file",

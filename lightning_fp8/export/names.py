@@ -156,12 +156,14 @@ class _Rules:
             self._split(names[0], target, rule, stored[names[0]], result)
             return
         # by pattern, in the order in which the rule joins them
-        groups = []
+        groups, lacking = [], len(result.lacking)
         for pattern in rule.source_patterns:
             found = by_pattern.get(pattern, [])
             if kinds[0] == "MergeModulelist":
                 found = self._by_number(pattern, found, self.own[target][0], result)
             groups.append([_Assembled.of(name, stored[name]) for name in found])
+        if len(result.lacking) > lacking:
+            return
         for operation, kind in zip(rule.operations, kinds):
             dim, together = getattr(operation, "dim", 0), list(chain.from_iterable(groups))
             if kind == "MergeModulelist" and dim == 0 and all(map(_agree, groups)):

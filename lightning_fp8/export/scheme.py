@@ -88,6 +88,8 @@ class Scheme:
         >>> Scheme(("row", "block")).kind_of((300, 200), (3, 2))
         'block'
         """
+        if len(weight) < 2:
+            return None
         *experts, rows, columns = weight
         fitting: dict[Kind, list[tuple[int, ...]]] = {
             "tensor": [tuple(experts), (*experts, 1), (*experts, 1, 1)],

@@ -1,4 +1,4 @@
-"""FP8 checkpoints as others publish them, written with numpy: small models of transformers under their published names."""
+"""FP8 checkpoints as others publish them, cast with numpy: small models of transformers under their published names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from fp8_numpy import cast_in_blocks, code_values
+from fp8_numpy import code_values
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
@@ -67,9 +67,9 @@ def cast(weight: Tensor, kind: str, scale_dtype: torch.dtype = torch.float32) ->
     """Codes, scales (multipliers of codes) and values; ``kind`` is ``tensor``, ``row`` or ``block``."""
     x = weight.float().numpy()
     rows, columns = {"tensor": x.shape, "row": (1, x.shape[1]), "block": (128, 128)}[kind]
-    _, scale = cast_in_blocks(x, "e4m3", rows, columns)
-    # the codes of the scales that the file holds
-    stored = torch.from_numpy(scale).to(scale_dtype)
+    amaxes = np.array([[np.abs(x[i : i + rows, j : j + columns]).max() for j in range(0, x.shape[1], columns)]
+                       for i in range(0, x.shape[0], rows)])  # fmt: skip
+    stored = torch.from_numpy(amaxes.astype(np.float32) / np.float32(448)).to(scale_dtype)
     of_elements = stored.float().numpy().repeat(rows, 0).repeat(columns, 1)[: x.shape[0], : x.shape[1]]
     codes = torch.from_numpy(np.clip(x / of_elements, -448, 448)).to(torch.float8_e4m3fn)
     values = code_values("e4m3")[codes.view(torch.uint8).numpy()].astype(np.float32) * of_elements
@@ -104,13 +104,26 @@ def quantized(
 
 HF_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
 HF_PER_TENSOR = {**HF_FP8, "activation_scheme": "static", "weight_block_size": None}
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "FP8",
+    "kv_cache_quant_algo": None,
+    "exclude_modules": ["lm_head"],
+}
 
 
 def compressed_tensors(strategy: str, dynamic: bool, **changes: Any) -> dict[str, Any]:
     """A config as ``llm-compressor`` writes it."""
-    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False,
-               "group_size": None, "block_structure": [128, 128] if strategy == "block" else None, "observer": "minmax"}
+    weights = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": strategy,
+        "symmetric": True,
+        "dynamic": False,
+        "group_size": None,
+        "block_structure": [128, 128] if strategy == "block" else None,
+        "observer": "minmax",
+    }
     inputs = {**weights, "strategy": "token" if dynamic else "tensor", "dynamic": dynamic, "block_structure": None}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",

@@ -141,10 +141,9 @@ def as_blocks(operand: Fp8Tensor, k: int, rows: int) -> Fp8Tensor | None:
 
 def multiplies_blocks(a: Fp8Tensor, b: Fp8Tensor) -> bool:
     """Whether :func:`scaled_mm_in_blocks` takes operands of these formats here: cuBLASLt knows blocks in E4M3 only."""
-    if not a.payload.is_cuda:
-        return True
-    has_blocks = _has_blocks(torch.cuda.get_device_capability(a.payload.device), torch.version.cuda)
-    return has_blocks and a.format == b.format == "e4m3"
+    device = a.payload.device
+    is_there = device.type != "cuda" or _has_blocks(torch.cuda.get_device_capability(device), torch.version.cuda)
+    return is_there and a.format == b.format == "e4m3"
 
 
 def _has_blocks(capability: tuple[int, int], cuda: str | None) -> bool:
