@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers
 from exported import quantization, tensors_of
-from fp8_bases import KINDS, llama, values, write_base
+from fp8_bases import KINDS, STRATEGIES, llama, values, write_base
 from fp8_checkpoints import HF_FP8, model_of, published, quantized, write
 from safetensors.torch import load_file
 
@@ -96,9 +97,10 @@ def test_rows_have_a_place_in_one_layout_only(tmp_path: Path) -> None:
     assert not (tmp_path / "written").exists()
 
 
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_has_changed_is_rounded_again_and_named(kind: str, tmp_path: Path) -> None:
-    write_base(tmp_path / "read", kind, shards=2)
+def test_what_has_changed_is_rounded_again_and_named(kind: str, scale_dtype: torch.dtype, tmp_path: Path) -> None:
+    write_base(tmp_path / "read", kind, shards=2, scale_dtype=scale_dtype)
     model = load_exported(llama(), tmp_path / "read", frozen=True)
     weight = model.get_parameter(DOWN)
     with torch.no_grad():
@@ -119,6 +121,28 @@ def test_what_has_changed_is_rounded_again_and_named(kind: str, tmp_path: Path) 
     tensors = {name: one for file in written.values() for name, one in file.items()}
     found = values(tensors[DOWN], tensors[DOWN + suffix])
     assert (found - merged).norm() < 0.03 * merged.norm()
+    # the nearest codes for the scales as the file has them
+    assert tensors[DOWN + suffix].dtype == scale_dtype
+    ones = values(torch.ones(merged.shape).to(torch.float8_e4m3fn), tensors[DOWN + suffix])
+    assert torch.equal(tensors[DOWN].float(), (merged / ones).clamp(-448, 448).to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_were_loaded_since(kind: str, tmp_path: Path) -> None:
+    """They are kept in FP8 too, with other scales: the file gets the kind that it had."""
+    write_base(tmp_path / "read", kind)
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    other = {name: one * 0.73 for name, one in llama().state_dict().items()}
+    model.load_state_dict(other)
+    assert model.get_parameter(DOWN).is_fp8
+    with pytest.warns(UserWarning, match=r"export: 14 tensors have changed since"):
+        export(model, tmp_path / "written")
+    read, written = (tensors_of(tmp_path / folder) for folder in ("read", "written"))
+    suffix = "_scale_inv" if kind == "block" else "_scale"
+    assert written[DOWN + suffix].shape == read[DOWN + suffix].shape
+    assert (values(written[DOWN], written[DOWN + suffix]) - other[DOWN].float()).norm() < 0.06 * other[
+        DOWN
+    ].float().norm()
 
 
 def test_other_tensors_than_those_of_the_checkpoint(tmp_path: Path) -> None:
@@ -199,3 +223,44 @@ def test_tensors_that_the_model_has_no_place_for_are_copied(tmp_path: Path) -> N
         file.unlink()
     with pytest.raises(ValueError, match=r"not there any more: model\.layers\.61\.eh_proj\.weight\. Put them back"):
         export(model, tmp_path / "again")
+
+
+@pytest.mark.parametrize(("kind", "recipe"), [("row", CurrentScaling()), ("block", DelayedScaling())])
+def test_a_copy_does_not_know_the_files_and_keeps_its_codes(kind: str, recipe: Any, tmp_path: Path) -> None:
+    expected = write_base(tmp_path / "read", kind)
+    model = load_exported(convert(llama(), recipe, ignore_modules=["lm_head"]), tmp_path / "read", frozen=True)
+    export(copy.deepcopy(model), tmp_path / "written", layout="compressed-tensors")
+    read, saved = (tensors_of(tmp_path / folder) for folder in ("read", "written"))
+    group = quantization(tmp_path / "written")["config_groups"]["group_0"]
+    assert group["weights"]["strategy"] == STRATEGIES[kind]
+    # with blocks, readers take no static scales of inputs
+    assert group["input_activations"]["dynamic"]
+    assert not any("input_scale" in name for name in saved)
+    own = read[DOWN + ("_scale_inv" if kind == "block" else "_scale")]
+    assert torch.equal(saved[f"{DOWN}_scale"], own)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "written",
+        dtype=torch.float32,
+        quantization_config=transformers.CompressedTensorsConfig(dequantize=True),
+    ).state_dict()
+    assert all(torch.equal(loaded[name], value.float()) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("layout", [None, "hf-fp8", "compressed-tensors"])
+def test_one_scale_is_repeated_where_others_have_one_for_each_block(layout: str | None, tmp_path: Path) -> None:
+    """Half of a model is a base in blocks, and the other half has masters."""
+    write_base(tmp_path / "read", "block")
+    model = load_exported(
+        convert(llama(), CurrentScaling(), ignore_modules=["lm_head"]), tmp_path / "read", frozen=True
+    )
+    model = copy.deepcopy(model)
+    trained = model.model.layers[1].mlp.up_proj
+    trained.weight = torch.nn.Parameter(trained.weight.dequantized() * 1.1)
+    export(model, tmp_path / "written", layout=layout)
+    name = "model.layers.1.mlp.up_proj.weight"
+    saved = tensors_of(tmp_path / "written")
+    scale = saved[f"{name}_scale" if layout == "compressed-tensors" else f"{name}_scale_inv"]
+    assert scale.shape == (3, 2)
+    assert scale.unique().item() == pytest.approx(trained.weight.abs().max().item() / 448, rel=1e-6)
+    assert (values(saved[name], scale) - trained.weight.float()).abs().max() < trained.weight.abs().max() / 16
+    assert saved[DOWN].float().equal(tensors_of(tmp_path / "read")[DOWN].float())
