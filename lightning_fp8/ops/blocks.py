@@ -7,15 +7,13 @@ once, and its scales by columns are the transpose of those by rows. Nothing here
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8.ops.activations import activation_gradient
 from lightning_fp8.ops.amaxes import BLOCK, by_element, per_row, power_of_2, record_amax, scale_of_current
-from lightning_fp8.ops.backward import gradients
+from lightning_fp8.ops.backward import gradients_by
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import (
@@ -72,7 +70,7 @@ def cast_gradient(
     return *cast(dy, slot, layout), dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
 
 
-linear_backward = functools.partial(gradients, cast_gradient, scaled_mm)
+linear_backward = gradients_by(cast_gradient, scaled_mm)
 
 
 def block_scale(amax: Tensor, fmt: Fp8Format, current: CurrentScale) -> Tensor:
