@@ -111,7 +111,7 @@ def _save_for_backward(
     dy: Slot,
     out_dtype: torch.dtype,
 ) -> None:
-    needs_x, needs_weight, *_ = ctx.needs_input_grad
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
     # one byte per element where the product is in FP8, and only what the gradients need
     ctx.save_for_backward(
         x_fp8.by_columns if needs_weight else None,

@@ -216,8 +216,10 @@ def _mm_into(out: Tensor, a: Tensor, b: Tensor, scale_inv: float, bias: Tensor |
 
 def row_chunks(rows: int, columns: int) -> list[slice]:
     """Slices of about equal length that cover all rows."""
-    chunks = max(1, rows * columns // _CHUNK_ELEMENTS)
-    step = max(1, -(-rows // chunks))
+    chunks = rows * columns // _CHUNK_ELEMENTS
+    if chunks <= 1:
+        return [slice(0, rows)] if rows else []
+    step = -(-rows // chunks)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 

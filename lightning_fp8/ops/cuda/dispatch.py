@@ -229,7 +229,7 @@ def _launch(
     """Allocate and launch: payload and transposed payload, each empty unless requested, scale_inv, and with ``sums``
     the column sums of each tile."""
     is_transposed, is_gated = False, activation == "swiglu"
-    if x.stride(1) != 1:
+    if not x.is_contiguous() and x.stride(1) != 1:
         x, is_transposed = (x.contiguous(), False) if sums or activation != "none" else _by_rows(x)
         layout = _TRANSPOSED.get(layout, layout) if is_transposed else layout
     rows, columns = x.shape
