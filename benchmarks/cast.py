@@ -266,7 +266,7 @@ def cast_weights(model: str, shapes: Sequence[tuple[int, int]]) -> Case:
 
         def ours(at: int) -> list[Any]:
             if device.type == "cuda":
-                return [made[:3] for made in cuda.cast_weights(copies[at], slots, [None] * len(slots))]
+                return [made[:3] for made in ops.cast_weights(copies[at], slots, [None] * len(slots))]
             return one_by_one(ops.cast_weight, at)
 
         def theirs(at: int) -> list[Any]:

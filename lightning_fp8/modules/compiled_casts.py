@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.weight_cast import normal_tensors
@@ -77,7 +76,7 @@ def _weight_to_cast(gemm: Gemm, record: bool) -> Tensor | None:
     kept = gemm.weight_cast
     if weight is None or not (kept.is_kept and kept.may_have_compiled_cast and gemm.precision.casts("weight")):
         return None
-    if not is_plain(weight, gemm.state.device) or weight.dim() != 2 or not weight.numel():
+    if not is_plain(weight, gemm.state.device) or weight.dim() != 2:
         return None
     return weight if weight.requires_grad or not record else None
 
@@ -95,14 +94,7 @@ def _refresh(layers: list[tuple[Gemm, Tensor]], record: bool) -> None:
 
 def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Fp8Operand]:
     former = [_fitting(one, weight) for one, weight in stale]
-    (first, weight), *_ = stale
-    if ops.casts_weights_together(weight, first.weight_scaling):
-        new = cast_together(stale, former)
-    else:
-        new = [
-            ops.cast_weight_operand(one.n_by_k(weight.detach()), one.slots["weight", record], keep=True)
-            for one, weight in stale
-        ]
+    new = cast_together(stale, former, record)
     pairs = [(kept, cast) for kept, cast in zip(former, new, strict=True) if kept is not None]
     targets = [kept.scale_inv for kept, _ in pairs]
     sources = [cast.scale_inv for _, cast in pairs]

@@ -1,4 +1,4 @@
-"""The weights of a model, cast together: one launch per optimizer step where the device has a kernel for it."""
+"""The weights of a model, cast together, once per optimizer step; in one launch where the device has a kernel."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_fp8.ops.operand import Fp8Operand
 def cast_stale(first: Gemm, weight: Tensor) -> Fp8Operand | None:
     """Cast ``weight``, the weight of ``first``, together with every other stale weight whose last cast was used.
 
-    Returns the operand of ``first``, or None if nothing was cast: on a device without a kernel, and for a weight
-    that is not a plain parameter with its own storage. The values of a shard or of a view of a flat buffer may not
-    have been gathered yet, or may have been replaced by another layer's.
+    Returns the operand of ``first``, or None if nothing was cast, because ``weight`` is not a plain parameter with its
+    own storage: the values of a shard or of a view of a flat buffer may not have been gathered yet, or may have been
+    replaced by another layer's.
     """
     device = first.state.device
-    if not is_plain(weight, device) or not ops.casts_weights_together(weight, first.weight_scaling):
+    if not is_plain(weight, device):
         return None
     due = [(first, weight)]
     for gemm in cast(list[Gemm], list(first.model.gemms.values())):
@@ -36,16 +36,18 @@ def cast_stale(first: Gemm, weight: Tensor) -> Fp8Operand | None:
     for gemm, _ in due:
         # drop the old casts first, so that the new ones can use their memory
         gemm.weight_cast.drop()
-    operands = cast_together(due, [None] * len(due))
+    operands = cast_together(due, [None] * len(due), record=True)
     for (gemm, tensor), operand in zip(due, operands, strict=True):
         gemm.weight_cast.put(tensor, operand, used=gemm is first)
     return operands[0]
 
 
-def cast_together(weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[Fp8Operand | None]) -> list[Fp8Operand]:
+def cast_together(
+    weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[Fp8Operand | None], record: bool
+) -> list[Fp8Operand]:
     """The casts of weights of one model, as :func:`lightning_fp8.ops.cast_weights` makes them."""
     tensors = [gemm.n_by_k(gemm.matrix(weight.detach())) for gemm, weight in weights]
-    return ops.cast_weights(tensors, [gemm.slots["weight", True] for gemm, _ in weights], out)
+    return ops.cast_weights(tensors, [gemm.slots["weight", record] for gemm, _ in weights], out)
 
 
 def _records(gemm: Gemm) -> bool:
@@ -54,9 +56,9 @@ def _records(gemm: Gemm) -> bool:
 
 
 def is_plain(weight: Tensor, device: object) -> bool:
-    """Whether a weight is a parameter with its own storage, on this device."""
+    """Whether a weight is a parameter with its own storage, on this device, and not empty."""
     # subclasses of Parameter are sharded or computed
     if type(weight) is not nn.Parameter or weight.dtype not in CASTABLE_DTYPES or weight.device != device:
         return False
     owns_storage = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
-    return owns_storage and weight.is_contiguous() and not weight.is_inference()
+    return owns_storage and weight.is_contiguous() and weight.numel() > 0 and not weight.is_inference()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from lightning_fp8.ops.activations import activate, activated_width
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.library import define, implement, is_watched, needs_transposed_payload
-from lightning_fp8.ops.operand import CurrentScale, Fp8Operand, Fp8Tensor, Slot, WeightSlot, new_payloads
+from lightning_fp8.ops.operand import Fp8Operand, Fp8Tensor, Slot, WeightSlot, new_payloads
 
 # cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M'] uint8, scale_inv [] float32)
 #   v = activation(x) in the dtype of x; payload = sat(v * scale[index]) in fp32, rounded to nearest even. Where
@@ -98,7 +99,6 @@ cast_weight_blocks = implement(_CAST_WEIGHT_BLOCKS, blocks.cast_weight, cuda.cas
 scaled_mm = implement(_SCALED_MM, reference.scaled_mm, gemm.scaled_mm, _scaled_mm_fake)
 scaled_mm_add_ = implement(_SCALED_MM_ADD, reference.scaled_mm_add_, gemm.scaled_mm_add_, _in_place_fake)
 update_scales = implement(_UPDATE_SCALES, amaxes.update_scales, cuda.update_scales, _in_place_fake)
-cast_weights = cuda.cast_weights
 measure_weights = cuda.measure_weights
 
 
@@ -137,8 +137,20 @@ def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dt
     return scaled_mm.run(*operands, bias, out_dtype, True, gemm)  # type: ignore[no-any-return]
 
 
-def casts_weights_together(weight: Tensor, current: CurrentScale) -> bool:
-    """Whether :func:`cast_weights`, which is no operator, supports the device and the scaling of this weight."""
-    if not needs_transposed_payload(weight) or is_watched(weight):
-        return False
-    return cuda.weights_kernel(weight.device, bool(current.blocks)) is not None
+def cast_weights(
+    weights: Sequence[Tensor], slots: Sequence[WeightSlot], out: Sequence[Fp8Operand | None]
+) -> list[Fp8Operand]:
+    """Both payloads of many weights, each scaled by its own values: together if the device has a kernel for that.
+
+    Args:
+        weights: ``[N, K]`` each, all on one device.
+        slots: of one state, with the same format and scaling.
+        out: for each weight, an operand whose payloads a kernel writes; None for new ones. Without a kernel, all
+            operands are new.
+    """
+    kernel = None
+    if needs_transposed_payload(weights[0]) and not is_watched(weights[0]):
+        kernel = cuda.weights_kernel(weights[0].device, bool(slots[0].current.blocks))
+    if kernel is None:
+        return [cast_weight_operand(weight, slot, keep=True) for weight, slot in zip(weights, slots, strict=True)]
+    return cuda.cast_weights(kernel, weights, slots, out)

@@ -204,7 +204,9 @@ def test_each_tensor_is_recorded_in_training_only_and_the_weight_is_cast_once(mo
     casts: list[Any] = []
     put = type(attention.fp8["in_proj"].weight_cast).put
     monkeypatch.setattr(
-        type(attention.fp8["in_proj"].weight_cast), "put", lambda self, *a: (casts.append(a[0]), put(self, *a))
+        type(attention.fp8["in_proj"].weight_cast),
+        "put",
+        lambda self, *a, **k: (casts.append(a[0]), put(self, *a, **k)),
     )
     for _ in range(3):
         attention(query, key, value)[0].sum().backward()

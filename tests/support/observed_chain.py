@@ -53,16 +53,18 @@ class Subject:
         return other
 
     def set_training(self, training: bool) -> None:
-        self.net.train(training)
         for name, layer in self.net.named_children():
-            layer.train(training and name not in self.frozen)
+            if layer.training != (training and name not in self.frozen):
+                layer.train(not layer.training)
+                self.scales.switch(name)
+        self.net.training = training
 
 
 class Observer:
     """Observes inputs and gradients of every layer with hooks, and checks the products computed from them."""
 
     def __init__(self, subject: Subject, is_evaluation: bool = False) -> None:
-        self.scales, self.is_evaluation = subject.scales, is_evaluation
+        self.net, self.scales, self.is_evaluation = subject.net, subject.scales, is_evaluation
         self.operands: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.handles: list[Any] = []
         for name, layer in subject.net.named_children():
@@ -71,13 +73,16 @@ class Observer:
 
     def on_input(self, name: str, layer: nn.Linear, args: tuple[Tensor]) -> None:
         x, weight = args[0].detach().numpy(), layer.weight.detach().numpy()
+        layers = dict(self.net.named_children())
         scaled = self.scales.in_fp8(name)
         if scaled is not None:
             record = layer.training and torch.is_grad_enabled()
+            records = [name for name, one in layers.items() if one.training] if torch.is_grad_enabled() else []
             self.scales.on_weight(name, record)
             self.scales.on_cast(record, name if self.is_evaluation else None)
             x = scaled.input.cast(x, record, self.scales.uses_histories(record))
-            weight = scaled.weight.cast(weight, record)
+            weights = {name: one.weight.detach().numpy() for name, one in layers.items()}
+            weight = self.scales.cast_weight(name, weights, records)
         self.operands[name] = x, weight
 
     def on_output(self, name: str, layer: nn.Linear, args: tuple[Tensor], y: Tensor) -> None:

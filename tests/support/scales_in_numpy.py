@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from fp8_numpy import DEFINITIONS, code_values, saturating_cast
@@ -75,45 +75,45 @@ class Delayed:
         self.history = other.history[:window]
         self.scale, self.amax, self.nonfinite_steps = other.scale, other.amax, other.nonfinite_steps
 
-    def shown(self) -> list[tuple[np.float32, np.float32]]:
-        """The amaxes and scales that the state may show: only these."""
-        return [(self.amax, self.scale)]
-
 
 class Weight:
     """A weight is cast with the scale of its current values; the state shows those of the last cast."""
 
     def __init__(self) -> None:
         self.nonfinite_steps = 0
-        self.kept = np.float32(-1)
         # what it is, and what it was when the histories were recorded; None if that is not known
         self.version = self.held = next(_versions)
-        self._shown = [(np.float32(0), np.float32(1))]
+        self.amax, self.scale = np.float32(0), np.float32(1)
+        self.forget_casts()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Weight:
-        other = copy.copy(self)
-        other._shown = [*self._shown]
-        return other
+    def forget_casts(self) -> None:
+        """For another parameter, or another layer."""
+        # what the kept cast was made of, and whether a forward has used the last one
+        self.kept: tuple[int, int] | None = None
+        self.is_used = False
 
     def changed(self) -> None:
         """A change that leaves a trace."""
         self.version = next(_versions)
 
-    def cast(self, weight: np.ndarray, record: bool) -> np.ndarray:
-        amax = largest(weight)
-        scale = scale_of_current(amax, "e4m3")
-        # One cast may serve several forwards that record, with evaluations of other weights in between.
-        before = self._shown if record and np.array_equal(self.kept, amax, equal_nan=True) else []
-        self._shown = [(amax, scale), *before[-1:]]
-        if record:
-            self.kept = amax
-        return quantized(weight, scale, "e4m3")
+    def is_kept(self) -> bool:
+        return self.kept == (self.version, Steps.made)
+
+    def cast(self, weight: np.ndarray) -> None:
+        self.amax = largest(weight)
+        self.scale = scale_of_current(self.amax, "e4m3")
+
+    def keep(self, is_used: bool) -> None:
+        self.kept, self.is_used = (self.version, Steps.made), is_used
 
     def update(self) -> None:
-        self.nonfinite_steps += not np.isfinite(self._shown[0][0])
+        self.nonfinite_steps += not np.isfinite(self.amax)
 
-    def shown(self) -> list[tuple[np.float32, np.float32]]:
-        return self._shown
+
+class Steps:
+    """All optimizer steps and updates of the process: each ends all kept casts."""
+
+    made = 0
 
 
 class ScaledLayer:
@@ -184,6 +184,29 @@ class ModelScales:
                 layer.weight.held = layer.weight.version
             self.fit = True
 
+    def cast_weight(self, name: str, weights: Mapping[str, np.ndarray], records: Collection[str]) -> np.ndarray:
+        """The weight of a layer as it is now used, of all weights. A forward that records keeps its cast for the rest
+        of the step, and makes at once those that are due of the layers that record and that ran when they last did.
+        """
+        weight = self.layers[name].weight
+        if name not in records:
+            weight.cast(weights[name])
+        elif weight.is_kept():
+            weight.is_used = True
+        else:
+            for other, layer in self.layers.items():
+                if other in records and layer.in_fp8 and layer.weight.is_used and not layer.weight.is_kept():
+                    layer.weight.cast(weights[other])
+                    layer.weight.keep(is_used=False)
+            weight.cast(weights[name])
+            weight.keep(is_used=True)
+        return quantized(weights[name], scale_of_current(largest(weights[name]), "e4m3"), "e4m3")
+
+    def switch(self, name: str) -> None:
+        """Between training and evaluation, or a load: no cast outlives it."""
+        if name in self.layers:
+            self.layers[name].weight.kept = None
+
     def look(self) -> None:
         steps = self.updates, self.optimizer_steps
         has_stepped = self.steps_at_look not in (None, steps)
@@ -223,6 +246,7 @@ class ModelScales:
             tensor.update(self.recipe)
         for layer in self.layers.values():
             layer.weight.update()
+        Steps.made += 1
         if self._nonfinite_steps() > before:
             self.due.add("nonfinite")
         self.may_have_scales |= self.recorded
@@ -241,6 +265,7 @@ class ModelScales:
             tensor.amax = np.float32(0)
 
     def on_optimizer_step(self) -> None:
+        Steps.made += 1
         self.steps += self.recorded
         if self.steps >= 3:
             self.due.add("no update")
@@ -288,6 +313,7 @@ class ModelScales:
             is_known = weight.held in (None, weight.version)
             weight.changed()
             weight.held = weight.version if is_known else -1
+            weight.forget_casts()
         other.on_histories_replaced()
         other.new_state()
         return other
@@ -300,6 +326,7 @@ class ModelScales:
             self.cast, self.updates, self.steps_at_look = set(), 0, None
             self.fit, self.optimizer_steps, self.is_stepping = True, 0, False
             for layer in self.layers.values():
+                layer.weight.forget_casts()
                 if layer.weight.held is None:
                     layer.weight.held = layer.weight.version
             self.on_histories_replaced()

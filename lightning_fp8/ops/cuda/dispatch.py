@@ -74,22 +74,9 @@ def _cast_blocks(x: Tensor, slot: Slot, layout: str, sums: bool) -> tuple[Tensor
 
 
 def cast_weights(
-    weights: Sequence[Tensor], slots: Sequence[WeightSlot], out: Sequence[Fp8Operand | None]
+    kernel: Kernel, weights: Sequence[Tensor], slots: Sequence[WeightSlot], out: Sequence[Fp8Operand | None]
 ) -> list[Fp8Operand]:
-    """Both payloads of many weights, each scaled by its own values: in blocks by one launch, else by two.
-
-    Args:
-        weights: ``[N, K]`` each, none empty, all on one device.
-        slots: of one state, with the same format and scaling.
-        out: for each weight, an operand whose payloads are written; None for new ones.
-
-    Raises:
-        RuntimeError: if the device has no kernel that casts weights together.
-    """
-    device = weights[0].device
-    kernel = weights_kernel(device, bool(slots[0].current.blocks))
-    if kernel is None:
-        raise RuntimeError(f"There is no kernel on {device} that casts weights together.")
+    """See :func:`lightning_fp8.ops.basic.cast_weights`; in blocks by one launch, else by two. No weight is empty."""
     payloads = [
         new_payloads(weight, weight.shape, "both") if kept is None else kept[:2]
         for weight, kept in zip(weights, out, strict=True)
