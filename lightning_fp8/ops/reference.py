@@ -156,21 +156,19 @@ def are_in_blocks(*operands: Fp8Tensor) -> bool:
 
 
 def scaled_mm_dequantized(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The same with any scales, from dequantized operands: in fp32 on the CPU, rounded to ``out_dtype`` on a GPU."""
+    """The same with any scales, from ``code * scale_inv`` in fp32."""
     (m, a_k), (n, b_k) = a.payload.shape, b.payload.shape
-    out, k = torch.empty(m, n, dtype=out_dtype, device=a.payload.device), min(a_k, b_k)
-    dtype = out_dtype if out.is_cuda else torch.float32
-    b_values = scaled_values(b.payload[:, :k], b.scale_inv, b.format).to(dtype).t()
-    a_scales = by_element(a.scale_inv, a.payload[:, :k]).expand(m, -1) if a.scale_inv.dim() else None
-    addend = None if bias is None else bias.to(out_dtype).to(dtype)
-    for rows in [slice(m)] if out.is_cuda else row_chunks(m, max(a_k, n)):
-        scales = a.scale_inv if a_scales is None else a_scales[rows]
-        a_values = scaled_values(a.payload[rows, :k], scales, a.format).to(dtype)
-        # scaled values are no bf16 values: nothing may round them
-        into = out[rows] if out_dtype == dtype else torch.empty(len(a_values), n, dtype=dtype, device=out.device)
+    out, k = torch.empty(m, n, dtype=out_dtype), min(a_k, b_k)
+    b_values = scaled_values(b.payload[:, :k], b.scale_inv, b.format).t()
+    a_scales = by_element(a.scale_inv, a.payload[:, :k])
+    addend = None if bias is None else bias.to(out_dtype).float()
+    for rows in row_chunks(m, max(a_k, n)):
+        scales = a_scales[rows] if a_scales.dim() and len(a_scales) == m else a_scales
+        a_values = scaled_values(a.payload[rows, :k], scales, a.format)
+        # not as bf16 operands, which would round these values; autocast leaves the `out=` form alone
+        into = torch.empty(len(a_values), n)
         torch.addmm(into if addend is None else addend, a_values, b_values, beta=int(addend is not None), out=into)
-        if into.dtype != out_dtype:
-            out[rows] = into
+        out[rows] = into
     return out
 
 

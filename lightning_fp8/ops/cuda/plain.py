@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activate, activation_gradient
-from lightning_fp8.ops.amaxes import BLOCK, as_asked, max_abs, record_amax, scale_of_current, update_scales
+from lightning_fp8.ops.amaxes import BLOCK, as_asked, by_element, max_abs, record_amax, scale_of_current, update_scales
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout
@@ -117,14 +117,20 @@ def product_of_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype
 
 
 def scaled_mm_dequantized(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """See :func:`lightning_fp8.ops.reference.scaled_mm_dequantized`. Warns once on a GPU: FP8 products are faster."""
+    """The same with any scales, from ``code * scale_inv`` rounded to ``out_dtype``. Warns once on a GPU."""
     if a.payload.is_cuda:
         warn_once(
             "Some products of FP8 weights with scales for rows or blocks run on dequantized values: those whose scales"
             " change within 128 elements of the sum, as in gradients of inputs of a weight with a scale for each row,"
             " and all others where neither lightning_fp8 nor cuBLASLt multiplies blocks of these formats."
         )
-    return reference.scaled_mm_dequantized(a, b, bias, out_dtype)
+    k = min(a.payload.shape[1], b.payload.shape[1])
+    codes = ((one.payload[:, :k].view(FORMATS[one.format].dtype).float(), one.scale_inv) for one in (a, b))
+    a_values, b_values = (values.mul_(by_element(scale, values)).to(out_dtype) for values, scale in codes)
+    out = a_values.new_empty(len(a_values), len(b_values))
+    # autocast leaves the `out=` form alone
+    addend = out if bias is None else bias.to(out_dtype)
+    return torch.addmm(addend, a_values, b_values.t(), beta=int(bias is not None), out=out)
 
 
 def as_blocks(operand: Fp8Tensor, k: int, rows: int) -> Fp8Tensor | None:
